@@ -137,8 +137,8 @@ class Sealing:
         for number, parts, generations in batches:
             self._settle(number, len(parts))
             if not isinstance(digests, BaseException):
-                self.cache.seal(parts, generations, digests[at : at + len(parts)])
-                self.cache.sealed(parts)
+                sealed = self.cache.seal(parts, generations, digests[at : at + len(parts)])
+                self.cache.sealed(sealed)  # others have lost their slots, which may be those of other keys by now
             at += len(parts)
         self._submit(flow)
 

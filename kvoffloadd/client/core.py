@@ -67,6 +67,11 @@ class ClientCore:
         """See `BaseClient.limits`."""
         return self._connector.limits
 
+    @property
+    def features(self) -> frozenset[str]:
+        """See `BaseClient.features`."""
+        return self._connector.features
+
     def open_jobs(self) -> list[Job]:
         """Every job whose blocks are not proven free, oldest first."""
         # Copied at one go, and in this order: another thread may be in a call meanwhile.
@@ -396,6 +401,11 @@ class BaseClient:
     def limits(self) -> Limits | None:
         """What the daemon that was greeted last takes: of a frame, of a request; None before the first greeting."""
         return self._core.limits
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the daemon that was greeted last has, such as `disk` and `remote`; empty before the first greeting."""
+        return self._core.features
 
     def open_jobs(self) -> list[Job]:
         """Every job whose blocks are not proven free, oldest first; also those whose request failed in mid-call."""

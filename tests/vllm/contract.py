@@ -93,6 +93,7 @@ FIELDS = {
     "vllm.v1.kv_offload.base:ReqContext": "req_id",
     "vllm.v1.kv_cache_interface:SlidingWindowSpec": "sliding_window extra_retained_tokens",
     "vllm.v1.kv_cache_interface:ChunkedLocalAttentionSpec": "attention_chunk_size",
+    "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "layer_names kv_cache_spec is_eagle_group",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorTransferResults": (
         "finished_sending finished_recving failed_recving"
     ),
@@ -119,7 +120,7 @@ FIELDS = {
         "enable_sleep_mode enable_cumem_allocator"
     ),
     "vllm.config:LoadConfig": "load_format",
-    "vllm.config:ParallelConfig": "nnodes",
+    "vllm.config:ParallelConfig": "nnodes pipeline_parallel_size",
     "vllm.config:CacheConfig": "prefix_caching_hash_algo",
 }
 """Dataclass -> fields that the adapter reads or sets."""

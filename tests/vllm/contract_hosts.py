@@ -35,11 +35,11 @@ WINDOW_KEYS = WINDOW // BLOCK
 class Hosts:
     """Two, each with a daemon and an engine. `computes` stores in the store, `loads` has nothing of its own."""
 
-    def __init__(self, daemons: tuple[Daemon, Daemon], store: Store, tiny: str, kind: str) -> None:
+    def __init__(self, daemons: tuple[Daemon, Daemon], store: Store, tiny: str, kind: str, chunk: int) -> None:
         self.store = store
         self.here, self.there = daemons
         self.computes, self.loads = (
-            Modelless(tiny, kind, daemon, by_connector(daemon.socket)) for daemon in (self.here, self.there)
+            Modelless(tiny, kind, daemon, by_connector(daemon.socket, chunk)) for daemon in (self.here, self.there)
         )
         for engine in (self.computes, self.loads):
             until(partial(_is_ready, engine), "its lookups reach the daemon, which knows an era")
@@ -82,14 +82,14 @@ def _remote(daemon: Daemon) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make_hosts(start_daemon: StartDaemon, tmp_path: Path) -> Iterator[Callable[[str], Hosts]]:
-    """`make_hosts(kind)`, once."""
+def make_hosts(start_daemon: StartDaemon, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    """`make_hosts(kind, chunk=...)`, once."""
     made: list[Hosts] = []
 
-    def make(kind: str) -> Hosts:
+    def make(kind: str, chunk: int = BLOCK) -> Hosts:
         store = Store(tmp_path)
         daemons = start_daemon(*store.settings(), memory="64MiB"), start_daemon(*store.settings(), memory="64MiB")
-        made.append(Hosts(daemons, store, os.environ["KVOFFLOADD_TINY_MODEL"], kind))
+        made.append(Hosts(daemons, store, os.environ["KVOFFLOADD_TINY_MODEL"], kind, chunk))
         return made[-1]
 
     yield make
@@ -142,6 +142,32 @@ def test_prompts_of_whole_keys(make_hosts: Callable[[str], Hosts], prompt: list[
     assert hosts.loads.generate([prompt[:length]]) == expected
 
 
+@pytest.mark.parametrize("kind", ["full drafts", "sliding drafts"])
+def test_a_prompt_that_goes_on_where_layers_are_a_draft_models(
+    make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str
+) -> None:
+    """vLLM gives up the last chunk of a hit, and of a window needs what stands before the rest."""
+    hosts = make_hosts(kind)
+    hosts.share_history(prompt, 10)
+    one, other = (prompt[: 10 * BLOCK] + prompt[at : at + 5 * BLOCK] for at in (0, 1))
+    hosts.computes.forget()
+    assert hosts.computes.generate([one]) == [9 * BLOCK]
+    assert hosts.loads.generate([other]) == [9 * BLOCK]
+
+
+@pytest.mark.parametrize("kind", ["full drafts", "sliding drafts"])
+def test_a_prompt_of_draft_layers_that_was_stored_at_once(
+    make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str
+) -> None:
+    """Of a window there is the end alone. What one daemon would serve its own engine, the other one serves, too."""
+    hosts = make_hosts(kind)
+    hosts.share(prompt[: 10 * BLOCK + 1])
+    one, other = (prompt[: 10 * BLOCK] + prompt[at : at + 5 * BLOCK] for at in (0, 1))
+    hosts.computes.forget()
+    expected = hosts.computes.generate([one])
+    assert hosts.loads.generate([other]) == expected
+
+
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_handed_over_prompt(make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str) -> None:
     """With its tail: the last token alone is computed."""
@@ -149,3 +175,17 @@ def test_a_handed_over_prompt(make_hosts: Callable[[str], Hosts], prompt: list[i
     hosts.share(prompt, max_tokens=1, params=PREFILL)
     assert hosts.loads.generate([prompt], params=DECODE) == [LENGTH - 1]
     assert hosts.fetched() == 16 + (WINDOW_KEYS + 1 if kind == "hybrid" else 0)
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_handed_over_prompt_of_which_the_engine_has_a_part(
+    make_hosts: Callable[..., Hosts], prompt: list[int], kind: str
+) -> None:
+    """It ends within a chunk. Of full attention the rest of that is needed, of the window the tail alone."""
+    hosts = make_hosts(kind, chunk=4 * BLOCK)
+    asked = prompt[: 11 * BLOCK + 5]
+    hosts.share(asked, max_tokens=1, params=PREFILL)
+    hosts.loads.generate([asked[: 7 * BLOCK + 1]])
+    before = hosts.fetched()
+    assert hosts.loads.generate([asked], params=DECODE) == [11 * BLOCK + 4]
+    assert hosts.fetched() == before + (3 if kind == "hybrid" else 2)

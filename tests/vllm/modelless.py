@@ -40,8 +40,9 @@ _STEPS_MAX = 20_000
 
 
 class Modelless:
-    """An engine of one rank, and its daemon. `kind`: dense (two layers) or hybrid (a full and a sliding layer in the
-    same bytes). `connector`: a `KVTransferConfig` as a map.
+    """An engine of one rank, and its daemon. `kind`: dense (two layers), hybrid (a full and a sliding layer in the same
+    bytes), or a hybrid with the layer of a draft model: full drafts (a third layer), sliding drafts (the sliding one).
+    `connector`: a `KVTransferConfig` as a map.
     """
 
     def __init__(self, model: str, kind: str, daemon: Daemon, connector: dict[str, Any]) -> None:
@@ -63,7 +64,12 @@ class Modelless:
             groups = [KVCacheGroupSpec(["a", "b"], full)]
         else:
             sliding = SlidingWindowSpec(**common, sliding_window=WINDOW)
-            groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], sliding)]
+            groups = [
+                KVCacheGroupSpec(["a"], full),
+                KVCacheGroupSpec(["b"], sliding, is_eagle_group=kind == "sliding drafts"),
+            ]
+            if kind == "full drafts":
+                groups.append(KVCacheGroupSpec(["c"], full, is_eagle_group=True))
         self._reach = [None if group.kv_cache_spec is full else WINDOW for group in groups]
         rows = max(len(group.layer_names) for group in groups)
         size = rows * BLOCKS * PAGE_BYTES

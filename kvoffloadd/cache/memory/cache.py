@@ -254,8 +254,10 @@ class Cache:
         if self.eviction.any_aside:
             self.eviction.readmit(rows)
 
-    def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> None:
-        """Take checksums from the hash lane; those of slots that were freed meanwhile are ignored."""
+    def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> I64Array:
+        """Take checksums from the hash lane; those of slots that were freed meanwhile are ignored. Returns the parts
+        that are sealed now.
+        """
         columns = self.entries.parts
         same = (columns.generation[parts] == generations) & (columns.state[parts] == PartState.COMMITTED)
         if not same.all():
@@ -264,6 +266,7 @@ class Cache:
         columns.state[parts] = PartState.SEALED
         self.counters.parts_sealed += len(parts)
         self._write_slot_records(parts, digests)
+        return parts
 
     def _write_slot_records(self, parts: I64Array, digests: U64Array) -> None:
         """Write slot records of sealed parts, for a successor."""

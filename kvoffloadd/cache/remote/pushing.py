@@ -90,6 +90,16 @@ class Pushing:
             self._remote.loop.call_soon(self._count_uses)
         self._used.append(rows)
 
+    def evicted(self, rows: U32Array) -> None:
+        """These complete keys are about to leave memory."""
+        self._count_uses()  # while each row still is the key that was used
+        self.backlog.evicted(rows)
+
+    def reset(self, rows: U32Array) -> None:
+        """These rows are used for new keys: what was used were others, cleared or dropped since."""
+        self._used = [used[~np.isin(used, rows)] for used in self._used]
+        self.backlog.reset(rows)
+
     def _count_uses(self) -> None:
         used, self._used = self._used, []
         for rows in used:

@@ -79,7 +79,7 @@ class RemoteTier:
     def reset(self, rows: U32Array) -> None:
         self._contents.reset(rows)
         self.fetching.reset(rows)
-        self.pushing.backlog.reset(rows)
+        self.pushing.reset(rows)
 
     def sealed(self, parts: I64Array) -> None:
         if not self.pushing.is_off:
@@ -91,7 +91,7 @@ class RemoteTier:
 
     def evicted(self, rows: U32Array) -> None:
         if not self.pushing.is_off:
-            self.pushing.backlog.evicted(rows)
+            self.pushing.evicted(rows)
 
     # --- lookups ---
 

@@ -78,6 +78,11 @@ class Line:
                 self._failed(error)
                 return None
 
+    @property
+    def shares_store(self) -> bool:
+        """Whether the daemon that answered last has a store that hosts share."""
+        return "remote" in self._client.features
+
     def most_keys(self, groups: int) -> int:
         """How many keys fit one request that names so many groups, without blocks."""
         return most_keys(self._client.limits, self._caches, groups)

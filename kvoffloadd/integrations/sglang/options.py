@@ -26,7 +26,11 @@ class SeatOptions:
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions(SeatOptions):
-    """Of the HiCache storage, whose lookups wait in a thread of their own."""
+    """Of the HiCache storage, whose lookups wait in a thread of their own. `wait_s`: for how long a lookup waits for
+    what other hosts have stored.
+    """
+
+    wait_s: float = 1.0
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> Self:
@@ -41,6 +45,7 @@ class StorageOptions(SeatOptions):
             socket=socket_of(extra_config, STORAGE_FLAG),
             timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, STORAGE_FLAG),
             job_deadline_s=seconds_of(extra_config, "job_deadline_s", standard.job_deadline_s, STORAGE_FLAG),
+            wait_s=seconds_of(extra_config, "wait_s", standard.wait_s, STORAGE_FLAG),
         )
 
 

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -20,9 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffloadd.client import Client, Found, KeyState, KvCache, Ready
+from kvoffloadd.errors import DeadlineError
 from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of, pieces
 from kvoffloadd.integrations.sglang.line import Line
-from kvoffloadd.integrations.sglang.pools import KV, Pools
+from kvoffloadd.integrations.sglang.pools import KV, STATES, Pools
 from kvoffloadd.integrations.sglang.prefixes import Needed, Restorable, restorable
 from kvoffloadd.model import BoolArray, Direction, U8Array, U32Array
 
@@ -31,6 +32,8 @@ logger = logging.getLogger("sglang.kvoffloadd")
 _KEEP_S = 0.5
 _CLOSE_S = 2.0
 _MOVED_MAX = 1024
+_WAIT_STEP_S = 0.05
+_NOTHING = Restorable(0, (), {})
 
 Purpose = Literal["lookups", "loads", "stores"]
 MakeClient = Callable[[Purpose], Client]
@@ -55,7 +58,7 @@ class Moved:
 
 class PageStore:
     """Calls of one kind come from one thread at a time. `load` and `store` return when their pages are SGLang's again,
-    `at_rest` begins then; everything else within the client's deadline.
+    `at_rest` begins then; everything else within the client's deadline, and a lookup within `wait_s` more.
     """
 
     def __init__(self, pools: Pools, client: MakeClient, *, job_deadline_s: float) -> None:
@@ -73,6 +76,7 @@ class PageStore:
         self._generation = 0
         self._suspended = False
         self._clearing = False
+        self._resting = False
         self._moved: dict[Direction, deque[Moved]] = {direction: deque(maxlen=_MOVED_MAX) for direction in Direction}
         self._closing = threading.Event()
         self._keep()
@@ -81,26 +85,68 @@ class PageStore:
 
     # --- the threads that come here --------------------------------------------------------------------------
 
-    def restorable(self, keys: Sequence[str], needed: Sequence[Needed] = ()) -> Restorable:
-        """`keys`: of consecutive pages of one prompt. What of them is on disk begins to be read."""
-        nothing = Restorable(0, (), {})
+    def restorable(self, keys: Sequence[str], needed: Sequence[Needed] = (), wait_s: float = 0.0) -> Restorable:
+        """`keys`: of consecutive pages of one prompt. What of them is on disk begins to be read.
+
+        `wait_s`: for how long what other hosts have stored is waited for. 0: nobody is asked for it.
+        """
         if not keys or not self.available:
-            return nothing
+            return _NOTHING
         packed = self._packed(keys)
+        there = self._there_here(packed, needed)
+        if there is None:
+            return _NOTHING
+        here = restorable(there, needed)
+        if here.pages < len(keys) and wait_s and self._lookups.shares_store and _told_apart(needed):
+            return self._restorable_anywhere(here, there, packed, needed, monotonic() + wait_s)
+        return here
+
+    def _there_here(self, packed: U8Array, needed: Sequence[Needed]) -> dict[str, BoolArray] | None:
+        """Which pages this host has, for each pool. None: nobody has told."""
         every = [KV, *(one.pool for one in needed)]
-        states = self._states({pool: slice(0, len(keys)) for pool in every}, packed, Client.lookup)
+        states = self._states({pool: slice(0, len(packed)) for pool in every}, packed, Client.lookup)
         if states is None:
-            return nothing
+            return None
         there = {pool: np.isin(found, (KeyState.HIT, KeyState.PENDING)) for pool, found in states.items()}
         longest = restorable(there, needed)
         wanted = {KV: slice(0, longest.pages)}
         for one in needed:
             wanted[one.pool] = slice(max(0, longest.pages - one.trailing) if one.trailing else 0, longest.pages)
         if all((states[pool][some] == KeyState.HIT).all() for pool, some in wanted.items()):
-            return longest
+            return there
         if self._promotes(wanted, packed):
-            return longest
-        return restorable({pool: found == KeyState.HIT for pool, found in states.items()}, needed)
+            return there
+        return {pool: found == KeyState.HIT for pool, found in states.items()}
+
+    def _restorable_anywhere(
+        self,
+        here: Restorable,
+        there: Mapping[str, BoolArray],
+        packed: U8Array,
+        needed: Sequence[Needed],
+        until: float,
+    ) -> Restorable:
+        """With what comes from other hosts behind `here.pages` until then, by time.monotonic. What comes later is there
+        for the next one who asks.
+        """
+        behind = dict.fromkeys(there, slice(here.pages, len(packed)))
+        asked = self._answers(behind, packed, Client.prefetch)
+        if asked is None:
+            return here
+        for _, found in asked:
+            while found.promoting and not found.ready and monotonic() < until:
+                if self._paused or self._resting or self._closing.is_set():
+                    return here
+                if self._lookups.ask(partial(_waited, found, min(until, monotonic() + _WAIT_STEP_S))) is None:
+                    return here
+        # Anew, whether all has come or not: what has come is in memory now.
+        states = self._states(behind, packed, Client.lookup)
+        if states is None:
+            return here
+        with_others = {
+            pool: np.concatenate([some[: here.pages], states[pool] == KeyState.HIT]) for pool, some in there.items()
+        }
+        return restorable(with_others, needed)
 
     def load(self, transfers: Sequence[Pages], ready: Ready | None = None) -> dict[str, BoolArray]:
         """Fill pages. bool (keys,) by pool: True where the page holds what its key names; others may hold anything.
@@ -150,13 +196,17 @@ class PageStore:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Within, nothing is loaded or stored: waits until what is under way has ended, as `load` and `store` do."""
+        """Within, nothing is loaded or stored: waits until what is under way has ended, as `load` and `store` do. No
+        lookup waits for other hosts.
+        """
         lines = self._loads, self._stores
+        self._resting = True
         try:
             for line in lines:
                 line.rest()
             yield
         finally:
+            self._resting = False
             for line in lines:
                 line.resume()
 
@@ -269,6 +319,17 @@ def _asked(
     call: Callable[[Client, Any, Any], Found], groups: dict[int, U8Array], first: dict[int, int], client: Client
 ) -> Found:
     return call(client, groups, first)
+
+
+def _waited(found: Found, until: float, client: Client) -> bool:
+    with suppress(DeadlineError):
+        client.wait_ready(found, max(0.0, until - monotonic()))
+    return True
+
+
+def _told_apart(needed: Sequence[Needed]) -> bool:
+    """Whether the daemon knows which keys a prefix needs: of windows it was not told how long they are."""
+    return all(not one.trailing or one.pool == STATES for one in needed)
 
 
 def _pinged(client: Client) -> bool:

@@ -65,8 +65,9 @@ class TpRank:
         """What this rank registers of a pool. `replicated`: all ranks hold the same."""
         return Group(
             group=NAMES.index(name),
-            # Windows and states, too: which of their keys a prompt needs is SGLang's to say, for each prompt.
-            kind=GroupKind.FULL,
+            # Windows, too: how many of their keys a prompt needs is SGLang's to say, for each prompt. Of states it is
+            # the last one, and the daemon is to know that: from a store that hosts share it brings what is needed.
+            kind=GroupKind.MAMBA if name == STATES else GroupKind.FULL,
             tokens_per_key=tokens_per_key,
             refs=refs,
             parts=1 if replicated else self.size,

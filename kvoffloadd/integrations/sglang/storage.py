@@ -83,7 +83,7 @@ class KVOffloaddStorage(HiCacheStorage):
     @or_else(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages could be loaded, from the first on."""
-        return 0 if self._pages is None else self._pages.restorable(keys).pages
+        return 0 if self._pages is None else self._pages.restorable(keys, wait_s=self._options.wait_s).pages
 
     @or_else(lambda *_, **__: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
@@ -95,9 +95,8 @@ class KVOffloaddStorage(HiCacheStorage):
         """As `batch_exists`, with what other pools need for a prefix of each length."""
         if self._pages is None:
             return PoolTransferResult(0, {}, [])
-        found = self._pages.restorable(
-            keys, [needed_of(transfer, str(transfer.name)) for transfer in pool_transfers or ()]
-        )
+        needed = [needed_of(transfer, str(transfer.name)) for transfer in pool_transfers or ()]
+        found = self._pages.restorable(keys, needed, self._options.wait_s)
         return PoolTransferResult(found.pages, dict(found.by_pool), list(found.lengths))
 
     @or_else(lambda keys, *_, **__: [False] * len(keys))

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref, Timeline
-from kvoffloadd.integrations.vllm.config import REACHES, STATES
+from kvoffloadd.integrations.vllm.config import DRAFTS, REACHES, STATES
 from kvoffloadd.integrations.vllm.parts import by_heads, held_refs, share
 from kvoffloadd.layout import CanonicalCache
 
@@ -41,6 +41,8 @@ def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> 
     # vLLM asks key by key, and says itself which ones a hit needs. But from a store that hosts share only those come
     # that are of use. Without our connector nobody tells which groups have windows.
     reach = config.extra_config.get(REACHES, {}).get(group.group_id)
+    if reach is not None and not keeps_state:
+        reach += _given_up(config)
     return Group(
         group=group.group_id,
         kind=GroupKind.FULL if reach is None else GroupKind.SLIDING,
@@ -51,6 +53,15 @@ def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> 
         parts=parts,
         part=part,
     )
+
+
+def _given_up(config: Any) -> int:
+    """How many tokens of a hit vLLM gives up where there are draft layers: the last chunk of their groups, which has to
+    be there all the same. The hit ends so much earlier, and so each window begins so much earlier.
+    """
+    drafts = config.extra_config.get(DRAFTS, ())
+    blocks = [group.tokens_per_block for group in config.groups if group.group_id in drafts]
+    return max(blocks, default=0) * int(config.cache.blocks_per_chunk)
 
 
 def _refs(refs: Sequence[Any]) -> list[Ref]:

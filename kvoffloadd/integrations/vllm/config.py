@@ -30,6 +30,9 @@ REACHES = "kvoffloadd_reaches"
 before its end a prefix needs of it. Of the others it needs all.
 """
 
+DRAFTS = "kvoffloadd_drafts"
+"""Key of extra_config under which it says which groups have layers of a draft model: their indices."""
+
 _CANONICAL_FORMAT = 1  # how parts are cut out of vLLM's canonical pages
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
@@ -152,6 +155,8 @@ def _layout(config: Any, platform: str, release: str) -> str:
         said += (("states", *config.extra_config[STATES]),)
     if config.extra_config.get(REACHES):
         said += (("reaches", *sorted(config.extra_config[REACHES].items())),)
+        if config.extra_config.get(DRAFTS):
+            said += (("drafts", *config.extra_config[DRAFTS]),)
     return f"vllm {release} {platform} {config.kv_cache_layout} {digest_of(said)}"
 
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, Sli
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
-from kvoffloadd.integrations.vllm.config import IDENTITY, REACHES, STATES, identity_of
+from kvoffloadd.integrations.vllm.config import DRAFTS, IDENTITY, REACHES, STATES, identity_of
 from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost, refuse_nodes, refuse_ranks_elsewhere
@@ -84,6 +84,7 @@ class KVOffloaddConnector(OffloadingConnector):
         extra[IDENTITY] = identity_of(vllm_config)
         extra[STATES] = _states(kv_cache_config)
         extra[REACHES] = _reaches(kv_cache_config)
+        extra[DRAFTS] = _drafts(vllm_config, kv_cache_config)
         extra[HEADS] = heads_of(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if (
@@ -305,6 +306,15 @@ def _reaches(kv_cache_config: KVCacheConfig) -> dict[int, int]:
         elif isinstance(spec, MambaSpec):
             found[at] = 1
     return found
+
+
+def _drafts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:
+    """Groups with layers of a draft model, of which vLLM gives up the last chunk of a hit. Not in a pipeline: there
+    only the rank that has these layers is told of them.
+    """
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        return []
+    return [at for at, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group]
 
 
 def _complete(vllm_config: VllmConfig) -> None:

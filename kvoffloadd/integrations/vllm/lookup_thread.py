@@ -11,11 +11,12 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
+from types import MappingProxyType
 
 from kvoffloadd.client import Client, Found, KeepHow, KeyState, KvCache, Registration
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
@@ -28,18 +29,21 @@ _PROMOTION_POLL_S = 0.002
 _HEARTBEAT_S = 1.0
 _WEIGH_S = 0.5
 _REFUSAL_TOLD_S = 60.0
+_AT_THE_BEGIN: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
 class PinRequest:
     """Keys of one request that are pinned together. `states`: group -> u8 KeyState per key, once it is answered.
 
+    `ends`: where in the prompt the first key of a group ends, in tokens; groups that are not in it begin the prompt.
     `promoting`: it will be answered once more, when keys have come from disk. `holds`: how many keys it pins; until its
     last answer, how many it may. `found` and `leases` are the thread's: what came of each piece, what to release.
     """
 
     request: str
     groups: dict[int, list[bytes]]
+    ends: dict[int, int] = field(default_factory=dict)
     states: dict[int, bytes] = field(default_factory=dict)
     promoting: bool = False
     holds: int = 0
@@ -58,6 +62,7 @@ class LookupThread:
         """`groups`: what the engine's ranks register, without memory."""
         self._client = client
         self._groups = groups
+        self._tokens_per_key = {group.group: group.tokens_per_key for group in groups.groups}
         self._registration: Registration | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: deque[PinRequest] = deque()
@@ -200,18 +205,23 @@ class LookupThread:
             self._promoting.append(pin)
 
     def _pin(self, pin: PinRequest) -> None:
-        for piece, packed, first in self._pieces(pin.groups):
+        starts = {group: -(-end // self._tokens_per_key[group]) - 1 for group, end in pin.ends.items()}
+        for piece, packed, first in self._pieces(pin.groups, starts):
             found = self._client.pin(packed, first)
             pin.found.append((piece, found))
             if found.lease:
                 pin.leases.append(found.lease)
 
-    def _pieces(self, groups: dict[int, list[bytes]]) -> Iterator[tuple[Piece, dict[int, bytes], dict[int, int]]]:
-        """As many keys as one request may name, packed, and the position of each group's first."""
+    def _pieces(
+        self, groups: dict[int, list[bytes]], starts: Mapping[int, int] = _AT_THE_BEGIN
+    ) -> Iterator[tuple[Piece, dict[int, bytes], dict[int, int]]]:
+        """As many keys as one request may name, packed, and the position of each group's first. `starts`: of the first
+        of all; a group that is not in it begins the prompt.
+        """
         most = most_keys(self._client.limits, self._groups, len(groups))
         for piece in pieces({group: len(keys) for group, keys in groups.items()}, most):
             packed = {group: b"".join(groups[group][some]) for group, some in piece.items()}
-            yield piece, packed, {group: some.start for group, some in piece.items()}
+            yield piece, packed, {group: starts.get(group, 0) + some.start for group, some in piece.items()}
 
     def _keep(self, groups: dict[int, list[bytes]], how: KeepHow) -> None:
         for _piece, packed, first in self._pieces(groups):

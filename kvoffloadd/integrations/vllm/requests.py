@@ -117,8 +117,15 @@ class RequestState:
 
     def ask(self, generation: int = 0) -> PinRequest:
         """What is `fresh`, as it goes to the daemon: in the order of the prompt."""
-        keys = self.fresh if self.end_of is None else sorted(self.fresh, key=self._place)
-        self.asking = PinRequest(self.request, by_group(keys, generation))
+        keys, ends = self.fresh, {}
+        if self.end_of is not None:
+            keys = sorted(keys, key=self._place)
+            # Groups do not all begin at one place of the prompt: not where their keys are of different lengths, nor
+            # where of a window only the end is asked for.
+            for key in keys:
+                if (group := group_of(key)) not in ends and (end := self.end_of(key)) is not None:
+                    ends[group] = end
+        self.asking = PinRequest(self.request, by_group(keys, generation), ends)
         self.pins.append(self.asking)
         self.fresh.clear()
         return self.asking

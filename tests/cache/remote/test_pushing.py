@@ -147,6 +147,26 @@ async def test_rows_that_are_gone_when_their_use_is_counted(make: Make) -> None:
     assert not puts(scene)
 
 
+@pytest.mark.parametrize("how", ["evicted", "dropped"])
+async def test_a_use_is_not_that_of_the_next_key_in_its_row(make: Make, how: str) -> None:
+    """It is counted behind the reply, and by then the key may have gone, and another one have its place."""
+    scene = await make(push="second-use")
+    store(scene, 1)
+    (row,) = scene.cache.find(scene.keyspace, keys_of(1)).hit_rows.tolist()
+    use(scene, 1)
+    if how == "evicted":
+        scene.cache.eviction.drop(np.array([row], np.uint32))
+    else:
+        scene.cache.drop(np.array([row], np.uint32))
+    store(scene, 2)
+    assert scene.cache.find(scene.keyspace, keys_of(2)).hit_rows.tolist() == [row]
+    await calm(scene)
+    assert not puts(scene), "it was never used"
+    assert scene.remote.pushing.counters.not_pushed["evicted"] == (how == "evicted"), "that was to be put"
+    store(scene, 1)
+    scene.store.finish(await a_put(scene))
+
+
 async def test_a_store_without_room_is_left_alone_for_a_while(make: Make) -> None:
     scene = await make()
     scene.remote.pushing._pause_s = pause_s = 0.5

@@ -60,6 +60,7 @@ def test_so_do_pools_ranks_and_release(tmp_path: Path) -> None:
 
 def test_options() -> None:
     assert StorageOptions.of({"interface_v1": 1, "timeout_s": 2}).timeout_s == 2.0
+    assert StorageOptions.of({"interface_v1": 1, "wait_s": 3}).wait_s == 3.0
     with pytest.raises(UsageError, match="interface_v1"):
         StorageOptions.of({})
     with pytest.raises(UsageError, match="job_deadline_s"):

@@ -26,6 +26,8 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from tests.conftest import SEED
 from tests.e2e.daemons import Hold
+from tests.e2e.disk import Switch
+from tests.e2e.sharedstore import Store
 from tests.integrations.sglang.fakes import HostPool, MambaPoolHost, MHATokenToKVPoolHost
 
 pytestmark = pytest.mark.slow
@@ -45,11 +47,15 @@ def names(count: int, of: str = "") -> list[str]:
 class Rank:
     """An engine's rank: its pools, and what stores their pages."""
 
-    def __init__(self, daemon: Daemon, rank: int = 0, ranks: int = 1, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, daemon: Daemon, rank: int = 0, ranks: int = 1, timeout_s: float = 10.0, *, windows: bool = False
+    ) -> None:
         self.pools: dict[str, HostPool] = {
             "kv": MHATokenToKVPoolHost(PAGES, PAGE, [4096, 4096]),
             "mamba": MambaPoolHost(PAGES, 1, [300, 212], together=False),
         }
+        if windows:
+            self.pools["swa"] = MHATokenToKVPoolHost(PAGES, PAGE, [2048, 2048])
 
         def client(purpose: Purpose) -> Client:
             role: Any = "scheduler" if purpose == "lookups" else "worker"
@@ -194,6 +200,108 @@ def test_from_disk(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: P
     )
     assert rank.store.load([rank.pages(keys, 20), rank.pages(keys[3:4], 9, "mamba")])["kv"].all()
     assert rank.holds(keys, 20) == [True] * 12
+
+
+class Hosts:
+    """Two that share a store: a daemon and a rank each. `switch`: for faults of the second one's store."""
+
+    def __init__(
+        self, folder: Path, start_daemon: StartDaemon, start_rank: StartRank, *, windows: bool = False
+    ) -> None:
+        shared = Store(folder)
+        self.switch = Switch(folder)
+        self.daemons = [
+            start_daemon(*shared.settings(), memory="64MiB", **faults)
+            for faults in ({}, {"faults": f"remote={self.switch.path}"})
+        ]
+        self.here, self.there = (start_rank(daemon, windows=windows) for daemon in self.daemons)
+        for daemon in self.daemons:
+            until(lambda: any(_remote(daemon)["eras"].values()), "it may use the store")  # noqa: B023  at once
+
+    def share(self, *pages: Pages) -> None:
+        """The first host has them, and then the store."""
+        before = _remote(self.daemons[0])["pushed"]["keys"]
+        assert all(done.all() for done in self.here.store.store(pages).values())
+        count = before + sum(len(some.keys) for some in pages)
+        until(lambda: _remote(self.daemons[0])["pushed"]["keys"] == count, "the store has them")
+
+    def fetched(self) -> int:
+        """Keys that came to the second host."""
+        return int(_remote(self.daemons[1])["fetched"]["keys"])
+
+
+def _remote(daemon: Daemon) -> dict[str, Any]:
+    found: dict[str, Any] = daemon.status()["remote"]
+    return found
+
+
+def test_from_another_host(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
+    hosts, keys = Hosts(tmp_path, start_daemon, start_rank), names(12)
+    hosts.share(hosts.here.fill(keys[:9]))
+    there = hosts.there
+    there.store.store([there.fill(keys[:2])])
+    assert there.store.restorable(keys).pages == 2, "who does not wait asks nobody"
+    assert there.store.restorable(keys, wait_s=PATIENCE_S).pages == 9
+    assert hosts.fetched() == 7, "what is here does not come"
+    done = there.store.load([there.pages(keys, 20)])["kv"]
+    assert done.tolist() == there.holds(keys, 20) == [True] * 9 + [False] * 3
+    assert there.store.restorable(keys).pages == 9, "it is here now"
+
+
+def test_of_states_from_another_host_the_last_one_is_needed(
+    start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
+) -> None:
+    hosts, keys = Hosts(tmp_path, start_daemon, start_rank), names(12)
+    fill, there = hosts.here.fill, hosts.there
+    hosts.share(fill(keys[:9]), fill(keys[2:3], 1, "mamba"))
+    hosts.share(fill(keys[6:7], 2, "mamba"))
+    found = there.store.restorable(keys, [Needed("mamba", 1)], PATIENCE_S)
+    assert (found.pages, found.lengths) == (7, (7,))
+    assert hosts.fetched() == 7 + 1
+    done = there.store.load([there.pages(keys[:7], 20), there.pages(keys[6:7], 9, "mamba")])
+    assert all(some.all() for some in done.values())
+    assert there.holds(keys[:7], 20) == [True] * 7
+    assert there.holds(keys[6:7], 9, "mamba") == [True]
+
+
+def test_of_windows_nothing_comes_from_another_host(
+    start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
+) -> None:
+    """Nobody has told the daemon how long they are: it might bring pages in vain."""
+    hosts, keys = Hosts(tmp_path, start_daemon, start_rank, windows=True), names(12)
+    hosts.share(hosts.here.fill(keys[:9]), hosts.here.fill(keys[7:9], 7, "swa"))
+    window = Needed("swa", 2)
+    assert hosts.here.store.restorable(keys, [window]).lengths == (9,)
+    assert hosts.there.store.restorable(keys, [window], PATIENCE_S).pages == 0
+    assert _remote(hosts.daemons[1])["asked"] == 0
+
+
+def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
+    start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
+) -> None:
+    """What is on its way then counts as found for the next one who asks, as on disk: a load waits for it."""
+    hosts, keys, more = Hosts(tmp_path, start_daemon, start_rank), names(12), names(5, "more")
+    hosts.share(hosts.here.fill(keys[:9]))
+    hosts.share(hosts.here.fill(more))
+    there, store = hosts.there, hosts.there.store
+    hosts.switch.set("get=hang")
+    begun = time.monotonic()
+    assert store.restorable(keys, wait_s=SHORT_S).pages == 0
+    assert SHORT_S <= time.monotonic() - begun < PATIENCE_S
+    assert store.restorable(keys).pages == 9
+    asked: list[int] = []
+    asking = threading.Thread(target=lambda: asked.append(store.restorable(more, wait_s=2 * PATIENCE_S).pages))
+    asking.start()
+    asking.join(SHORT_S / 10)
+    assert asking.is_alive()
+    with store.at_rest():
+        asking.join(PATIENCE_S)
+    assert asked == [0], "SGLang's flush does not wait for it"
+    hosts.switch.set()
+    assert store.load([there.pages(keys[:9], 20)])["kv"].all()
+    assert there.holds(keys[:9], 20) == [True] * 9
+    hosts.daemons[1].kill()
+    assert store.restorable(names(9, "other"), wait_s=PATIENCE_S).pages == 0
 
 
 def test_without_a_daemon_nothing_is_asked_and_it_is_found_again(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
+from tests.e2e.sharedstore import Store
 from tests.integrations.sglang.fakes import MambaPoolHost, MHATokenToKVPoolHost
 from tests.integrations.sglang.fakesglang import ADAPTER, PoolHitPolicy, PoolTransfer, PoolTransferResult
-from tests.integrations.sglang.test_pagestore import PAGE, StartDaemon, names
+from tests.integrations.sglang.test_pagestore import PAGE, PATIENCE_S, StartDaemon, names
 
 torch = pytest.importorskip("torch")
 
@@ -22,8 +25,8 @@ pytestmark = pytest.mark.slow
 class Rank:
     """An engine's storage, started as SGLang starts it."""
 
-    def __init__(self, daemon: Daemon, **changed: Any) -> None:
-        extra = {"interface_v1": 1, "socket": str(daemon.socket), "timeout_s": 10.0}
+    def __init__(self, daemon: Daemon, wait_s: float = 1.0, **changed: Any) -> None:
+        extra = {"interface_v1": 1, "socket": str(daemon.socket), "timeout_s": 10.0, "wait_s": wait_s}
         config = {
             "tp_rank": 0,
             "tp_size": 1,
@@ -83,6 +86,31 @@ def test_as_sglang_calls_it(sglang: SimpleNamespace, start_daemon: StartDaemon) 
     storage.close()
     assert storage.batch_exists(keys) == 0
     assert storage.batch_set_v1(keys, rank.slots(0, 6)) == [False] * 6
+
+
+def test_what_another_host_has_stored_is_found(
+    sglang: SimpleNamespace, start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """As a whole: SGLang asks once, and loads what it was told of."""
+    store, keys = Store(tmp_path), names(6)
+    daemons = [start_daemon(*store.settings(), memory="64MiB") for _ in range(2)]
+    here, there = (Rank(daemon, wait_s=PATIENCE_S).start() for daemon in daemons)
+    for daemon in daemons:
+        until(lambda: any(daemon.status()["remote"]["eras"].values()), "it may use the store")  # noqa: B023  at once
+    for rows in (*here.kv.rows, *here.states.rows):
+        rows[:6] = 9
+    assert here.storage.batch_set_v1(keys[:5], here.slots(0, 5)) == [True] * 5
+    assert here.storage.batch_set_v2([here.state(keys[3:4], 3)]) == {"mamba": [True]}
+    until(lambda: daemons[0].status()["remote"]["pushed"]["keys"] == 6, "the store has them")
+    found = there.storage.batch_exists_v2(keys, [PoolTransfer("mamba", None, ["?"], PoolHitPolicy.TRAILING_PAGES)])
+    assert found == PoolTransferResult(4, {"kv": 4, "mamba": 4}, [4])
+    assert there.storage.batch_get_v1(keys[:4], there.slots(10, 4)) == [True] * 4
+    assert there.storage.batch_get_v2([there.state(keys[3:4], 20)]) == {"mamba": [True]}
+    assert [rows[13][0] for rows in there.kv.rows] == [9, 9]
+    assert [rows[20][0] for rows in there.states.rows] == [9, 9]
+    assert there.storage.batch_exists(keys) == 5, "keys and values alone"
+    for rank in (here, there):
+        rank.storage.close()
 
 
 def test_whatever_goes_wrong_is_a_miss(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:

@@ -18,6 +18,7 @@ from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import disk_settings, only_on_disk, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
+from tests.e2e.sharedstore import Store
 from tests.integrations.vllm.conftest import Lines
 
 Start = Callable[..., Daemon]
@@ -75,6 +76,42 @@ def test_what_hits_is_pinned_until_it_is_forgotten(daemon: Daemon, lines: Make, 
     assert (asked.holds, leased(daemon)) == (8, 8)
     lookup_thread.forget(asked)
     until(lambda: leased(daemon) == 0, "it is released")
+
+
+def test_groups_begin_where_their_first_keys_are(daemon: Daemon, lines: Make, keys: Keys) -> None:
+    """The engine has what stands before."""
+    line = lines(daemon)
+    rank = line.rank()
+    store(rank, keys[:4])
+    store(rank, keys[2:4], group=1)
+    lookup_thread = connected(line.lookup_thread())
+    asked = question(keys[:4], keys[2:4])
+    asked.ends |= {0: 16, 1: 45}  # the last one of three keys of 16 tokens need not be whole
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [HIT] * 4, 1: [HIT] * 2}]
+    ((_, found),) = asked.found
+    assert found.boundaries.tolist() == [64, 48]
+
+
+@pytest.mark.slow
+def test_all_that_a_prompt_needs_comes_from_another_host(
+    start_daemon: Start, lines: Make, keys: Keys, tmp_path: Path
+) -> None:
+    """Of one group all of its keys, of the other one those at its end."""
+    shared = Store(tmp_path)
+    here, there = (start_daemon(*shared.settings()) for _ in range(2))
+    rank, line = lines(here).rank(), lines(there)
+    line.rank()
+    for host in (here, there):
+        until(lambda: any(host.status()["remote"]["eras"].values()), "it may use the store")  # noqa: B023  at once
+    store(rank, keys[:8])
+    store(rank, keys[6:8], group=1)
+    until(lambda: here.status()["remote"]["pushed"]["keys"] == 10, "the store has all of it")
+    lookup_thread = connected(line.lookup_thread())
+    asked = question(keys[:8], keys[6:8])
+    asked.ends |= {0: 16, 1: 7 * 16}
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked)[-1] == {0: [HIT] * 8, 1: [HIT] * 2}
 
 
 def test_what_is_forgotten_at_once_is_not_pinned(daemon: Daemon, lines: Make, keys: Keys) -> None:

@@ -27,7 +27,19 @@ def test_keys_are_asked_for_in_the_order_of_the_prompt() -> None:
     state = RequestState("r", ends.get)
     for key in (*KEYS, tail, *reversed(windows)):
         state.lookup(key, 0.0, 1.0, 10.0)
-    assert state.ask().groups == {0: [key[:32] for key in KEYS], 1: [key[:32] for key in (*windows, tail)]}
+    pin = state.ask()
+    assert pin.groups == {0: [key[:32] for key in KEYS], 1: [key[:32] for key in (*windows, tail)]}
+    assert pin.ends == {0: 32, 1: 32}
+
+
+def test_it_is_told_where_the_first_key_of_each_group_ends() -> None:
+    """Of a window the end alone may be asked for, and in a group of shorter keys."""
+    window, tail = (bytes([at]) * 32 + b"\0\0\0\1" for at in (8, 9))
+    ends = {KEYS[0]: 128, KEYS[1]: 192, window: 176, tail: 190}
+    state = RequestState("r", ends.get)
+    for key in (tail, KEYS[0], KEYS[1], window, KEYS[2]):
+        state.lookup(key, 0.0, 1.0, 10.0)
+    assert state.ask().ends == {0: 128, 1: 176}
 
 
 def test_answers_are_kept() -> None:
