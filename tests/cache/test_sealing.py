@@ -104,14 +104,16 @@ async def test_tickets_are_bounded_however_much_waits(scene: Scene) -> None:
 
 
 async def test_what_lost_its_slot_is_not_waited_for(scene: Scene) -> None:
-    """256 slots; twenty times as many payloads are stored while the lane is at something else."""
+    """256 slots; twenty times as many payloads are stored while the lane is at something else. All slots but the one to
+    spare are in use at the end.
+    """
     for number in range(0, 5 * SIFT_PARTS, 128):
         scene.store(*range(number, number + 128))
     assert scene.sealing.unsealed <= 2 * 256 + SIFT_PARTS + 128
     scene.gate.set()
     await scene.until_sealed(scene.sealing.stores.last)
     assert scene.sealing.unsealed == scene.sealing.by_uid.total() == 0
-    assert scene.sealed() == 256
+    assert scene.sealed() == 256 - scene.cache.tier.num_free(1) >= 255
 
 
 async def test_tiers_below_are_told_of_what_was_sealed_alone(scene: Scene) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -36,13 +37,15 @@ def digests_of(begins: I64Array, sizes: I64Array) -> list[bytes]:
 @given(st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, len(DATA))), max_size=40))
 def test_each_digest_is_that_of_its_bytes(edges: list[tuple[int, int]]) -> None:
     begins, ends = np.sort(np.array(edges, np.int64).reshape(-1, 2), axis=1).T
-    expected = [xxhash.xxh3_128_digest(DATA[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    expected = [xxhash.xxh3_128_digest(DATA[begin:end].data) for begin, end in zip(begins, ends, strict=True)]
     assert digests_of(begins, ends - begins) == expected
 
 
 def test_arrays_need_not_be_contiguous() -> None:
     begins, sizes = np.arange(0, 8000, 10), np.arange(1, 1601)[::2]
-    expected = [xxhash.xxh3_128_digest(DATA[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
+    expected = [
+        xxhash.xxh3_128_digest(DATA[begin : begin + size].data) for begin, size in zip(begins, sizes, strict=True)
+    ]
     spaced = np.repeat(begins, 2)
     assert digests_of(spaced[::2], np.arange(1, 1601)[::2]) == expected
 
@@ -87,8 +90,7 @@ def test_other_threads_run_meanwhile() -> None:
 def test_what_does_not_fit_together_is_refused() -> None:
     if hashing._native is None:
         pytest.skip("this is about the helper")
-    from kvoffloadd.storage import _hashruns
-
+    _hashruns = importlib.import_module("kvoffloadd.storage._hashruns")
     one, two, digests = np.zeros(1, np.uint64), np.zeros(2, np.uint64), np.zeros((1, 2), np.uint64)
     for arguments in ((0, one, one, digests), (1, one, two, digests), (1, two, two, digests)):
         with pytest.raises(ValueError, match="a function is needed"):
