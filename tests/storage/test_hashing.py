@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import subprocess
 import sys
 
@@ -24,8 +25,10 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """All of this file holds for both."""
     if request.param == "one by one":
         monkeypatch.setattr(hashing, "_native", None)
-    elif hashing._native is None:
-        pytest.skip("_hashruns.c was not compiled here, or xxhash doesn't export its C functions")
+    elif importlib.util.find_spec("kvoffloadd.storage._hashruns") is None:
+        pytest.skip("_hashruns.c was not compiled here")
+    else:
+        assert hashing._native is not None, "xxhash does not export its C function, or the helper gives other digests"
 
 
 def digests_of(begins: I64Array, sizes: I64Array) -> list[bytes]:
