@@ -15,7 +15,7 @@ import numpy as np
 from kvoffloadd.device.plan import Copies, GroupPlan, concatenate, make_copies
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, U32Array, U64Array
 
-SMALL_DESCRIPTORS, SMALL_LISTS = 32_768, 8
+SMALL_DESCRIPTORS, SMALL_LISTS = 65_536, 8
 """Work of no more than that is expanded at once: it takes the event loop at most some milliseconds, and less time
 than it takes threads, which wait for each other and for the loop between all steps.
 """

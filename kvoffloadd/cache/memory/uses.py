@@ -61,8 +61,8 @@ class Uses:
     def settle(self) -> None:
         """Count all uses that were added."""
         if self._waiting:
-            self._count(self._waiting)
-            self._waiting, self._num_keys = deque(), 0
+            waiting, self._waiting, self._num_keys = self._waiting, deque[Used](), 0
+            self._count(waiting)
 
     def settle_some(self) -> None:
         """Count those that were added first, STEP_KEYS or so."""
