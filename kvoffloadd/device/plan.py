@@ -24,9 +24,8 @@ CHUNK_BYTES = 64 << 20
 CHUNK_DESCRIPTORS = 1024
 """Most bytes and copies of a chunk, so that no copy waits long for another's chunk to end."""
 
-_CUT_BYTES = (
-    16 << 10
-)  # a copy is cut at multiples of this: pieces stay long enough for streaming stores (see _copyruns.c)
+# A copy is cut at multiples of this: pieces stay long enough for streaming stores (see _copyruns.c).
+_CUT_BYTES = 16 << 10
 _ADDRESS_MAX = 1 << 63
 
 

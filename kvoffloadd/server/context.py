@@ -41,7 +41,7 @@ ENDED_PER_TURN = 4096
 """Rows and parts that one turn of the loop takes out of leases whose instance has ended; see `Leases.end_some`."""
 
 USES_WAIT_S = 0.005
-"""What uses of keys wait at most until they are counted, see `uses`."""
+"""What uses of keys wait until the first of them are counted, see `uses`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -40,7 +40,7 @@ def _load_native() -> HashPayloads | None:
     the helper was not compiled.
     """
     try:
-        helper = importlib.import_module("kvoffloadd.storage._hashruns")
+        hash_all = importlib.import_module("kvoffloadd.storage._hashruns").hash
         exported = ctypes.CDLL(sys.modules["xxhash._xxhash"].__file__).XXH3_128bits
     except (ImportError, OSError, KeyError, AttributeError):
         return None
@@ -48,7 +48,7 @@ def _load_native() -> HashPayloads | None:
 
     def native(addresses: U64Array, sizes: I64Array) -> U64Array:
         digests = np.empty((len(addresses), 2), np.uint64)
-        helper.hash(function, np.ascontiguousarray(addresses), np.ascontiguousarray(sizes, np.int64), digests)
+        hash_all(function, np.ascontiguousarray(addresses), np.ascontiguousarray(sizes, np.int64), digests)
         return digests
 
     return native if _is_right(native) else None

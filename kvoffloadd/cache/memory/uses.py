@@ -25,7 +25,7 @@ KEYS_MAX = 1 << 16
 
 STEP_KEYS = 1 << 15
 """Keys that one turn of the event loop counts, if nothing needs the order. More keys of one request are counted in
-pieces of so many, the last piece first, as a policy takes the keys of a prompt.
+pieces of so many, each as a prompt of its own, the last piece first, so that the beginning is evicted last.
 """
 
 Used = tuple[Keyspace, LookupResult, int]

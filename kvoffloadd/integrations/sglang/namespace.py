@@ -12,7 +12,7 @@ from typing import Any
 from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.integrations.common.keys import KEY_BYTES
 from kvoffloadd.integrations.common.naming import digest_of, files_of, fitting
-from kvoffloadd.integrations.sglang.pools import Pools
+from kvoffloadd.integrations.sglang.pools import STATES, Pools
 
 MODEL = (
     "load_format",
@@ -44,11 +44,13 @@ def namespace_of(arguments: Mapping[str, Any], pools: Pools, tp_size: int, relea
     said = [(name, repr(arguments[name])) for name in (*MODEL, *KERNELS, *DRAFT) if arguments[name]]
     if draft:
         said.append(("draft", files_of(str(draft))))
+    # Of states a prefix needs the last one, and the daemon is told so: groups of two kinds can't share a namespace.
+    shapes = tuple((*shape, "the last") if shape[0] == STATES else shape for shape in pools.shapes)
     return NamespaceSpec(
         model=fitting(model),
         revision=fitting(str(arguments["revision"] or "") + files_of(model)),
         dtype=fitting(f"{arguments['dtype']} {arguments['kv_cache_dtype']}"),
-        layout=f"sglang {release} {arguments['device']} {digest_of(pools.shapes)}",
+        layout=f"sglang {release} {arguments['device']} {digest_of(shapes)}",
         parallel=f"tp{tp_size}",
         salt=digest_of(said),
         key_bytes=KEY_BYTES,
