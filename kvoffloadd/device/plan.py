@@ -330,10 +330,12 @@ def split(
     cuts = _cuts(starts, np.array([total * at // count for at in range(1, count)], np.uint64))
     behind = np.searchsorted(starts, cuts, side="right")
     inside = starts[behind - 1] != cuts
-    behind, begins = behind[inside], np.insert(starts, behind[inside], cuts[inside])
-    whole = np.insert(np.arange(len(starts)), behind, behind - 1)  # which copy each piece is of
-    within = begins - starts[whole]
-    src, dst, sizes = src[whole] + within, dst[whole] + within, np.diff(begins, append=np.uint64(total))
+    begins = starts
+    if inside.any():
+        behind, begins = behind[inside], np.insert(starts, behind[inside], cuts[inside])
+        whole = np.insert(np.arange(len(starts)), behind, behind - 1)  # which copy each piece is of
+        within = begins - starts[whole]
+        src, dst, sizes = src[whole] + within, dst[whole] + within, np.diff(begins, append=np.uint64(total))
     chunks = []
     for lo, hi in _ranges([0, *np.searchsorted(begins, cuts).tolist(), len(begins)], chunk_descriptors):
         at, end = int(begins[lo]), total if hi == len(begins) else int(begins[hi])

@@ -18,7 +18,9 @@ from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.admission import Admission
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.lease import LetGo
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import Reservation, Wanted
 from kvoffloadd.cache.memory.uses import Used
 from kvoffloadd.cache.remote.remotetier import RemoteTier
@@ -26,6 +28,7 @@ from kvoffloadd.config import Config
 from kvoffloadd.device.base import Device, Gpus, HostMemory
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.lanes import Lane
+from kvoffloadd.model import U64Array
 from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.bugs import leaves_cache_unsure
 from kvoffloadd.server.closer import Closer
@@ -101,6 +104,7 @@ class Context:
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     admissions: set[Admission] = field(default_factory=set)
+    findings: set[Finding] = field(default_factory=set)
     clears: set[asyncio.Task[tuple[int, int]]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -181,6 +185,26 @@ class Context:
         finally:
             self.admissions.discard(admission)
 
+    async def find(self, groups: Sequence[tuple[Keyspace, U64Array]], check: Callable[[], None]) -> Finding:
+        """Find very many keys, over several turns of the loop. `check()` is called in each, and may raise: then, and if
+        this is cancelled, nothing is held. Pair with `release`.
+        """
+        finding = Finding(self.cache, groups)
+        self.findings.add(finding)
+        try:
+            for _ in finding.steps():
+                await asyncio.sleep(0)
+                check()
+        except BaseException:
+            self.release(finding)
+            raise
+        return finding
+
+    def release(self, finding: Finding) -> None:
+        """End the holds of a `find`."""
+        self.findings.discard(finding)
+        finding.release()
+
     def use(self, groups: Sequence[Used]) -> None:
         """One request uses the keys that hit, of each of its groups: it counts soon, see `uses`. Not at once behind the
         reply: the next request of a peer that waits for its replies is there before that would be done.
@@ -236,6 +260,8 @@ class Context:
         held = self.instances.held()
         holds, reserved = held.keys + self.jobs.holds, held.parts + self.jobs.reserved
         reserved += sum(admission.num_parts for admission in self.admissions)
+        holds += sum(admission.num_held for admission in self.admissions)
+        holds += sum(finding.num_held for finding in self.findings)
         disk, remote = self.disk, self.remote
         if disk is not None:
             holds += disk.promotion.holds + disk.demotion.holds

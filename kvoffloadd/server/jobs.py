@@ -7,21 +7,21 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvoffloadd.cache.jobs import Completion, CopyOptions, Job, LoadPlan
+from kvoffloadd.cache.job import Completion, CopyOptions, Job
 from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.admission import Admission
-from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.cache import NO_ROWS
+from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array, spans
 from kvoffloadd.cache.memory.lease import WriteLease
 from kvoffloadd.cache.memory.lookup import LookupResult
-from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_all
-from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.device.overlap import Target, check_targets
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList
@@ -35,101 +35,22 @@ from kvoffloadd.errors import (
     UnknownNameError,
 )
 from kvoffloadd.lanes import TURN_S
-from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, KeyState, Outcome, U32Array, U64Array
-from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
+from kvoffloadd.model import NO_BLOCK, Direction, KeyState
+from kvoffloadd.protocol.messages import Accepted, GroupBlocks, Load, Push, Store
 from kvoffloadd.server.account import Account
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.server.registration import RegisteredGroup, Registration
+from kvoffloadd.server.registration import Registration
+from kvoffloadd.server.sessionjob import NO_PARTS, Charge, GroupJob, SessionJob, SessionLoad, completed
 
 _RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
-NO_PARTS = np.zeros(0, np.int64)
 COMPLETION_BYTES = 512
 """A `completed` without its `failed` lists, at most."""
 _KEY_BYTES, _PAYLOAD_BYTES, _DESCRIPTOR_BYTES = 40, 72, 24
 """What a job under way holds here of the daemon's own memory for each key, for each payload, beside its block ids, and
 for each descriptor if it has so few that they are made at once.
 """
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupJob:
-    """One group's share of a job, checked."""
-
-    keyspace: Keyspace
-    registered: RegisteredGroup
-    keys: U64Array  # (n, WORDS)
-    blocks: U32Array  # (n, blocks_per_key)
-    first: int  # position of the first key in its prompt
-
-
-class Charge(NamedTuple):
-    """Bytes that a job is charged until its end."""
-
-    outbox_bytes: int  # for its completion, reserved in the outbox
-    job_bytes: int  # for what it holds in memory, to its uid
-
-
-@dataclass(slots=True, eq=False)
-class SessionJob:
-    """A peer's store, and what its completion needs."""
-
-    id: int
-    registration: Registration
-    options: CopyOptions
-    charge: Charge
-    # By group: of each payload that is copied the index of its key, as often as the rank holds parts of it; and the
-    # indices of keys that are not copied.
-    chosen: list[I64Array]
-    lost: list[I64Array]
-    job: Job | None = None  # once it is under way
-    counted: list[tuple[Progress, int]] = field(default_factory=list)  # its number in each `Progress` it is counted in
-
-    def failed(self, result: Completion) -> list[I64Array]:
-        """By group, the indices of the keys that were not stored or loaded."""
-        if result.outcome not in (Outcome.DONE, Outcome.PARTIAL):
-            return [np.union1d(chosen, lost) for chosen, lost in zip(self.chosen, self.lost, strict=True)]
-        if not len(result.bad):
-            return self.lost
-        masks = np.split(result.bad, np.cumsum([len(chosen) for chosen in self.chosen])[:-1])
-        return [np.union1d(chosen[m], lost) for chosen, lost, m in zip(self.chosen, self.lost, masks, strict=True)]
-
-
-@dataclass(slots=True, eq=False)
-class SessionLoad(SessionJob):
-    """A peer's load, and what its completion needs."""
-
-    cache: Cache = field(kw_only=True)
-    groups: list[GroupJob] = field(kw_only=True)
-    # By group: which keys the reply promised, since they hit or may come from below. Keys that were stored meanwhile
-    # were not promised, and the job may not write to their blocks.
-    wanted: list[BoolArray] = field(kw_only=True)
-    lookups: list[LookupResult] = field(kw_only=True)  # by group, from the request; empty: to be looked up again
-    below: list[GroupLookup] = field(kw_only=True)  # none: nothing may come
-
-    def resolve(self) -> LoadPlan:
-        """Plan what the job copies as things stand, and set `chosen` and `lost`. Called at once, and a second time when
-        the tiers below memory are through. After the last call the job has no use for its keys, nor for their keyspace.
-        """
-        last = not (self.lookups and self.below)
-        lookups = self.lookups or self.cache.find_all([(group.keyspace, group.keys) for group in self.groups])
-        masks = [lookup.hits & mask for lookup, mask in zip(lookups, self.wanted, strict=True)]
-        lists, rows, parts = list[BlockList](), [NO_ROWS], [NO_PARTS]
-        for group, mask, lookup in zip(self.groups, masks, lookups, strict=True):
-            hits, width = np.flatnonzero(mask), len(group.registered.parts)
-            records = self.cache.entries.records(lookup.rows[hits], group.registered.parts).ravel()
-            addresses = self.cache.entries.payload_addresses(records)
-            keys, columns = np.repeat(hits, width), np.tile(np.arange(width), len(hits))
-            lists.append(BlockList(group.registered.plans, group.blocks, keys, columns, addresses))
-            rows.append(lookup.rows[keys].astype(np.uint32))
-            parts.append(records)
-        plan, lost = LoadPlan(np.concatenate(rows), np.concatenate(parts), lists), [np.flatnonzero(~m) for m in masks]
-        # Together, at the end: what the job's end reads is whole, whatever fails before.
-        self.chosen, self.lost, self.lookups = [one.keys for one in lists], lost, []
-        if last:
-            self.groups, self.below = [], []
-        return plan
 
 
 @dataclass(slots=True, eq=False)
@@ -224,12 +145,39 @@ class SessionJobs:
             self._begin(request, partial(jobs.finish, Direction.STORE, options, on_end))
         return reply
 
-    def load(self, message: Load, registration: Registration) -> Accepted:
-        """Copy out the keys that hit; the completion names the others."""
+    def load(self, message: Load, registration: Registration) -> Accepted | Coroutine[Any, Any, Accepted]:
+        """Copy out the keys that hit; the completion names the others. Of very many keys, later, as in `store`."""
         groups = self._check(message.groups, registration)
         options = self._options(message, registration, urgent=message.expedited)
         self._admit(message)
-        lookups, below = self._find(groups)
+        named = [(group.keyspace, group.keys) for group in groups]
+        if Finding.is_large(named):
+            return self._load_large(message, registration, groups, options)
+        lookups = self.context.cache.find_all(named)
+        return self._start_load(message, registration, groups, options, lookups)
+
+    async def _load_large(
+        self, message: Load, registration: Registration, groups: list[GroupJob], options: CopyOptions
+    ) -> Accepted:
+        charge = self._charge(groups)
+        try:
+            finding = await self.context.find([(group.keyspace, group.keys) for group in groups], self.check_open)
+        finally:
+            self._refund(charge)
+        try:
+            return self._start_load(message, registration, groups, options, finding.results())
+        finally:
+            self.context.release(finding)
+
+    def _start_load(
+        self,
+        message: Load,
+        registration: Registration,
+        groups: list[GroupJob],
+        options: CopyOptions,
+        lookups: list[LookupResult],
+    ) -> Accepted:
+        below = self._find_below(groups, lookups)
         if message.lease:
             self._check_lease(message.lease, lookups)
         wanted = [lookup.hits for lookup in lookups]
@@ -266,14 +214,13 @@ class SessionJobs:
             self._begin(request, partial(jobs.finish, Direction.LOAD, options, on_end))
         return reply
 
-    def _find(self, groups: list[GroupJob]) -> tuple[list[LookupResult], list[GroupLookup]]:
-        """Look keys up: what is in memory, and what may come from below, if anything."""
-        lookups = self.context.cache.find_all([(group.keyspace, group.keys) for group in groups])
+    def _find_below(self, groups: list[GroupJob], lookups: list[LookupResult]) -> list[GroupLookup]:
+        """What may come from below, if anything."""
         if self.context.lower is None:
-            return lookups, []
+            return []
         named = [(group.keyspace, group.first, group.keys) for group in groups]
         below = self.context.lower.find(named, lookups, ask=True)
-        return lookups, below if any(group.below.any() for group in below) else []
+        return below if any(group.below.any() for group in below) else []
 
     def cancel(self, job_id: int) -> None:
         """Raises UnknownNameError unless the job is under way in this session."""
@@ -455,22 +402,7 @@ class SessionJobs:
             request.registration.running.discard(request.job)
             request.job = None  # it names the request: the collector alone would find that both are of no use
         try:
-            completed = _completed(request, result)
+            message = completed(request, result)
         finally:
             self._remove(request)
-        self.push(completed)
-
-
-def _completed(request: SessionJob, result: Completion) -> Completed:
-    failed = request.failed(result)
-    outcome = result.outcome
-    if outcome is Outcome.DONE and any(map(len, failed)):
-        outcome = Outcome.PARTIAL
-    return Completed(
-        job=request.id,
-        outcome=outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
-        bytes=result.bytes,
-        seconds=result.seconds,
-        failed=[indices.astype("<u4").tobytes() for indices in failed],
-        reason=result.reason[:200],
-    )
+        self.push(message)

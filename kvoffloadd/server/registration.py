@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvoffloadd.cache.jobs import Job
+from kvoffloadd.cache.job import Job
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.device.base import Allocation, Device

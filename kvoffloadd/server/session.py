@@ -126,7 +126,7 @@ class Session:
     @staticmethod
     def is_in_order(message: m.Message) -> bool:
         """Whether the next request has to wait until this one is answered, where `handle` returns a coroutine."""
-        return isinstance(message, m.Store | m.Reserve | m.Release)
+        return isinstance(message, m.Store | m.Load | m.Reserve | m.Release)
 
     @property
     def privileged(self) -> bool:
@@ -270,7 +270,7 @@ class Session:
     def _store(self, message: m.Store) -> Answer:
         return self._own_jobs().store(message, self._registry.registration(message.registration))
 
-    def _load(self, message: m.Load) -> m.Reply:
+    def _load(self, message: m.Load) -> Answer:
         return self._own_jobs().load(message, self._registry.registration(message.registration))
 
     def _cancel(self, message: m.Cancel) -> m.Reply:

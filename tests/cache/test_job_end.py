@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.jobs import STUCK_CHECKS, Completion, CopyOptions, Job, Jobs, LoadPlan
+from kvoffloadd.cache.job import Completion, CopyOptions, Job
+from kvoffloadd.cache.jobs import STUCK_CHECKS, Jobs, LoadPlan
 from kvoffloadd.device.signals import ReadySignal
 from kvoffloadd.model import Direction, Outcome
 

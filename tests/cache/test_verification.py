@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.jobs import Completion, CopyOptions, Jobs, LoadPlan, Phase
+from kvoffloadd.cache.job import Completion, CopyOptions, Phase
+from kvoffloadd.cache.jobs import Jobs, LoadPlan
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import Lane

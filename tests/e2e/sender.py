@@ -2,7 +2,7 @@
 request.
 
 python -m tests.e2e.sender SOCKET SALT INSTANCE KEYS; then a line each of `ask KIND`, which prints the lease, and `begin
-KIND [LEASE]`, which does not wait for the reply. Kinds: store, reserve, pin, release.
+KIND [LEASE]`, which does not wait for the reply. Kinds: store, load, reserve, pin, release.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvoffloadd.model import NO_BLOCK
 from scripts.harness.peer import RawPeer
 from tests.server.scene import Scene, ids
 from tests.server.scene import keys as packed
@@ -35,6 +36,9 @@ def fields(scene: Scene, kind: str, number: int, lease: str = "") -> dict[str, A
         return {"lease": int(lease)}
     if kind == "store":
         return scene.job(groups=blocks_of_one(number))
+    if kind == "load":  # all of them, but only the first is copied
+        blocks = ids(0, *[NO_BLOCK] * (number - 1))
+        return scene.job(groups=[{**asked_of(number)[0], "blocks": blocks}])
     return {"groups": asked_of(number)}
 
 

@@ -11,8 +11,8 @@ STEP = 64
 
 _PROGRAM = """
 import asyncio, os, sys
-from kvoffloadd.cache import jobs
-from kvoffloadd.cache.memory import admission
+from kvoffloadd.cache import job, jobs
+from kvoffloadd.cache.memory import admission, finding
 from kvoffloadd.server import context, session
 
 passed = {ENDS: 0, REQUESTS: 0}
@@ -38,16 +38,16 @@ class Asyncio:
         while is_held(REQUESTS):
             await asyncio.sleep(0.001)
 
-once = jobs.Job.pause
+once = job.Job.pause
 
-async def pause(job):
-    await once(job)
+async def pause(one):
+    await once(one)
     while is_held(ENDS):
-        asyncio.get_running_loop().call_later(0.001, job._go_on, None)
-        await jobs._suspend()
+        asyncio.get_running_loop().call_later(0.001, one._go_on, None)
+        await job.suspend()
 
-jobs.STEP_PARTS = admission.STEP_KEYS = context.ENDED_PER_TURN = session.ENDED_PER_TURN = STEP
-jobs.Job.pause = pause
+jobs.STEP_PARTS = admission.STEP_KEYS = finding.STEP_KEYS = context.ENDED_PER_TURN = session.ENDED_PER_TURN = STEP
+job.Job.pause = pause
 context.asyncio = Asyncio()
 from kvoffloadd.cli import main
 sys.exit(main(sys.argv[1:]))

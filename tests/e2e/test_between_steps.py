@@ -35,6 +35,8 @@ LAST = STEP - 20
 """Of what is admitted step by step, what comes first: the last keys."""
 
 KEYS = 4 * STEP + LAST
+FINDING = 5
+"""Turns that it takes to find so many."""
 MISS, HIT, PENDING = KeyState.MISS, KeyState.HIT, KeyState.PENDING
 
 
@@ -363,7 +365,7 @@ def test_a_session_that_is_killed_while_its_request_is_admitted(make: Make, requ
     scene = Scene(daemon, "admitted")
     victim = daemon.welcome(Sender(daemon, scene.salt, os.urandom(16)))
     with requests:
-        requests.let_pass(1)
+        requests.let_pass(FINDING)
         victim.begin(kind)
         one_step(daemon)
         assert scene.peer.ok("lookup", groups=asked_of(KEYS))["states"] == [bytes(KEYS - LAST) + b"\2" * LAST]
@@ -379,7 +381,7 @@ def test_a_daemon_that_is_stopped_while_a_request_is_admitted(make: Make, reques
     daemon = make()
     scene = Scene(daemon, "admitted")
     with requests:
-        requests.let_pass(1)
+        requests.let_pass(FINDING)
         scene.peer.begin(kind, **fields(scene, kind, KEYS))
         one_step(daemon)
         daemon.signal(signal.SIGTERM)
@@ -391,3 +393,65 @@ def one_step(daemon: Daemon) -> None:
     """Wait until one step of a request has been reserved, beside what `Scene` has stored."""
     until(lambda: count(daemon, "parts_reserved") > 4, "the first step is done")
     assert count(daemon, "parts_reserved") == 4 + LAST
+
+
+# --- what is found ---------------------------------------------------------------------------------------------------
+
+
+def stored(scene: Scene) -> None:
+    job = scene.job(groups=blocks_of_one(KEYS))
+    scene.peer.ok("store", **job)
+    assert scene.peer.completed(job["job"])["outcome"] == "done"
+
+
+def finding(daemon: Daemon) -> None:
+    """Wait until a load is charged that is no job yet."""
+    until(lambda: in_use(daemon).get("jobs") == 1, "its keys are looked for")
+    assert daemon.status()["running"]["jobs"] == 0
+    assert daemon.verify() == ()
+
+
+def test_a_session_that_is_killed_while_its_load_is_found(make: Make, requests: Held) -> None:
+    """Nothing is held for it any more, and nothing charged."""
+    daemon = make()
+    scene = Scene(daemon, "found")
+    stored(scene)
+    victim = daemon.welcome(Sender(daemon, scene.salt, os.urandom(16)))
+    with requests:
+        requests.let_pass(2)
+        victim.begin("load")
+        finding(daemon)
+        victim.kill()
+        until(lambda: len(daemon.sessions()) == 1 and not in_use(daemon), "it is gone, and so is what it had")
+        assert daemon.verify() == ()
+    assert scene.peer.ok("lookup", groups=asked_of(KEYS))["states"] == [b"\1" * KEYS]
+
+
+def test_a_clear_while_a_load_is_found(make: Make, requests: Held) -> None:
+    """It loads nothing of what was cleared, found before or not."""
+    daemon = make()
+    scene = Scene(daemon, "found and cleared")
+    stored(scene)
+    with requests:
+        requests.let_pass(2)
+        job = fields(scene, "load", KEYS)
+        load = scene.peer.begin("load", **job)
+        finding(daemon)
+        scene.stranger().ok("clear")
+        assert daemon.verify() == ()
+    assert scene.peer.answer(load)["states"] == [bytes(KEYS)]
+    completed = scene.peer.completed(job["job"])
+    assert np.frombuffer(completed["failed"][0], "<u4").tolist() == list(range(KEYS))
+    assert daemon.status()["memory"]["used_bytes"] == 0
+
+
+def test_a_daemon_that_is_stopped_while_a_load_is_found(make: Make, requests: Held) -> None:
+    daemon = make()
+    scene = Scene(daemon, "found")
+    stored(scene)
+    with requests:
+        scene.peer.begin("load", **fields(scene, "load", KEYS))
+        finding(daemon)
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
+    assert "draining: 0 jobs" in daemon.log()

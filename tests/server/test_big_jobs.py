@@ -124,6 +124,7 @@ async def test_between_two_turns_the_audit_knows_what_is_reserved_and_an_end_fre
     context: Any = SimpleNamespace(
         cache=cache,
         admissions=set(),
+        findings=set(),
         instances=SimpleNamespace(held=lambda: nothing),
         jobs=nothing,
         disk=None,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.jobs import Completion
+from kvoffloadd.cache.job import Completion
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.progress import Progress
@@ -23,12 +23,12 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import registration, registry, status
 from kvoffloadd.server.account import Account, Accounts, caps
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.jobs import GroupJob, SessionLoad
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.session import Session
+from kvoffloadd.server.sessionjob import GroupJob, SessionLoad
 from tests.cache.fakes import make_cache
 
 MEMORY = 7

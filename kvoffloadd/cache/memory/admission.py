@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
-from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_all
 from kvoffloadd.model import I64Array, KeyState
@@ -37,7 +37,8 @@ class Admission:
         self._cache = cache
         self._request = list(request)
         self._fits = True
-        self._some_held = False  # of the keys: at the beginning, or found in a step
+        # What is there of its keys, at the beginning or found in a step, is not evicted to make room for the others.
+        self._present = Finding(cache, [(wanted.keyspace, wanted.keys) for wanted in request])
         self._made: list[list[tuple[int, Reservation]]] = [[] for _ in request]  # by group: of keys from an index on
 
     @staticmethod
@@ -49,6 +50,11 @@ class Admission:
     def num_parts(self) -> int:
         """Parts that are reserved by now."""
         return sum(len(made.parts) for group in self._made for _, made in group)
+
+    @property
+    def num_held(self) -> int:
+        """How often rows are held now."""
+        return self._present.num_held
 
     def steps(self) -> Iterator[None]:
         """Each reserves some. Raises as `reserve_all`."""
@@ -65,17 +71,17 @@ class Admission:
         """Reserve these, in this order."""
         for one in slices:
             wanted = [self._cut(number, keys) for number, keys in one]
-            with self._named_held():
-                reserved = reserve_all(self._cache, wanted)
-            for (number, keys), made in zip(one, reserved, strict=True):
+            reserved = reserve_all(self._cache, wanted)
+            for (number, keys), some, made in zip(one, wanted, reserved, strict=True):
                 self._made[number].append((keys.start, made))
                 others = (made.states != _RESERVED) & (made.states != _NO_SPACE)
-                self._some_held |= bool(others.any())  # stored meanwhile: the steps that follow must not evict it
+                if others.any():  # some may have been stored meanwhile: the steps that follow must not evict them
+                    self._present.hold(self._cache.entries.find(some.keyspace, some.keys[others]))
             without = sum(int(np.count_nonzero(made.states == _NO_SPACE)) for made in reserved)
             if self._fits and without:  # others were faster, or sizes of slots took each other's memory
                 self._cache.counters.keys_without_space -= without  # they are tried again, from the first key on
                 self._fits = False
-                self.give_up()
+                self._free()
                 return
             yield
 
@@ -83,10 +89,15 @@ class Admission:
         """The reservation of each group; the caller owns them from now on."""
         found = [_joined(sorted(made, key=lambda one: one[0])) for made in self._made]
         self._made = [[] for _ in self._request]
+        self._present.release()
         return found
 
     def give_up(self) -> None:
-        """Free all that is reserved."""
+        """Free all that is reserved, and hold nothing any more."""
+        self._free()
+        self._present.release()
+
+    def _free(self) -> None:
         for group in self._made:
             for _, made in group:
                 self._cache.abort(made.parts)
@@ -101,38 +112,22 @@ class Admission:
 
     def _make_room(self) -> Iterator[None]:
         """Evict until there are free slots for all that the request lacks, or no more keys can go."""
+        yield from self._present.steps()
         missing = Counter[int]()
-        for wanted in self._request:
-            rows = self._cache.entries.find(wanted.keyspace, wanted.keys)
+        for wanted, rows in zip(self._request, self._present.rows(), strict=True):
             present = rows[rows >= 0]
-            self._some_held |= len(present) > 0
             states = self._cache.entries.parts.state[self._cache.entries.records(present, wanted.parts)]
             lacking = len(rows) - len(present) + (states == PartState.EMPTY).sum(axis=0)
             for pages, count in zip(wanted.keyspace.part_pages[wanted.parts].tolist(), lacking.tolist(), strict=True):
                 missing[pages] += count
-        yield
         for pages, count in missing.items():
             while (free := self._cache.tier.num_free(pages)) < count:
                 aim = min(count, free + STEP_KEYS)
-                with self._named_held():
-                    found = self._cache.eviction.make_room(pages, aim)
+                found = self._cache.eviction.make_room(pages, aim)
                 yield
                 if found < aim:
                     self._fits = False
                     break
-
-    @contextmanager
-    def _named_held(self) -> Iterator[None]:
-        """Within it nothing is evicted that the request names."""
-        rows = NO_ROWS
-        if self._some_held:
-            found = [self._cache.entries.find(wanted.keyspace, wanted.keys) for wanted in self._request]
-            rows = np.concatenate([NO_ROWS, *(some[some >= 0].astype(np.uint32) for some in found)])
-        self._cache.hold(rows)
-        try:
-            yield
-        finally:
-            self._cache.unhold(rows)
 
     def _give_back_behind_gap(self, number: int) -> None:
         """Of one group: whatever is reserved behind the first key that got no slots."""

@@ -191,14 +191,22 @@ class Cache:
         counts = [(keyspace, len(keys)) for keyspace, keys in groups]
         keys = groups[0][1] if len(groups) == 1 else join_keys(keys for _, keys in groups)
         rows = self.entries.find_all(counts, keys)
+        if len(groups) == 1:
+            return [self._result(rows)]
+        return self.results([rows[s] for s in spans(count for _, count in counts)])
+
+    def results(self, found: Sequence[I64Array]) -> list[LookupResult]:
+        """What `find_all` says of keys whose rows have been found."""
+        rows, states, hits = self._result(np.concatenate(found))
+        return [LookupResult(rows[s], states[s], hits[s]) for s in spans(map(len, found))]
+
+    def _result(self, rows: I64Array) -> LookupResult:
         states, some_incomplete = self.entries.states(rows)
         hits = states.astype(np.bool_)
         if some_incomplete:
             unready = np.flatnonzero((rows >= 0) & ~hits)
             states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
-        if len(groups) == 1:
-            return [LookupResult(rows, states, hits)]
-        return [LookupResult(rows[s], states[s], hits[s]) for s in spans(count for _, count in counts)]
+        return LookupResult(rows, states, hits)
 
     def keep(self, groups: Sequence[tuple[Keyspace, U64Array]], *, soon: bool) -> None:
         """A client says of these keys, of each group in prompt order, when they will be used: see `Policy.keep`. Keys

@@ -23,7 +23,7 @@ from kvoffloadd.model import I64Array, U32Array
 KEYS_MAX = 1 << 16
 """So many keys do not wait any longer, so that counting them takes some milliseconds."""
 
-STEP_KEYS = 1 << 15
+STEP_KEYS = 1 << 13
 """Keys that one turn of the event loop counts, if nothing needs the order. More keys of one request are counted in
 pieces of so many, each as a prompt of its own, the last piece first, so that the beginning is evicted last.
 """

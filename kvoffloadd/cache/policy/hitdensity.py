@@ -133,9 +133,12 @@ class HitDensity:
         self._code[slots] = classes + np.uint8(1)
         self._stamp[slots] = now
         self._events += len(slots)
-        due = self._events_refreshed + min(max(self._events // 4, REFRESH_EVENTS_MIN), REFRESH_EVENTS_MAX)
-        if self._events >= due:
-            self.refresh(int(now[-1]) if isinstance(now, np.ndarray) else now)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether so much was observed since the last `refresh` that another one is worth its time."""
+        seen = self._events - self._events_refreshed
+        return seen >= min(max(self._events // 4, REFRESH_EVENTS_MIN), REFRESH_EVENTS_MAX)
 
     def density(self, key_class: int, age: int) -> float:
         """Hits per unit of time that a slot earns with such a key; comparable between classes and ages."""
@@ -259,6 +262,8 @@ class HitDensityPolicy:
         self._queues.discard(rows)
 
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
+        if self._learned.is_stale:  # here, where it is asked: what is only used needs no densities
+            self._learned.refresh(self._now)
         selection = Selection(wanted, evictable)
         fronts = [Front(self._queues, queue, selection.block) for queue in range(NUM_CLASSES)]
         worth = [self._worth(front) for front in fronts]

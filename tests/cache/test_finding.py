@@ -1,0 +1,171 @@
+"""Very many keys are found over several turns: what happens in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.memory import audit, finding
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.finding import Finding
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.reservation import reserve
+from kvoffloadd.errors import StateError
+from kvoffloadd.model import KeyState, U64Array
+from kvoffloadd.server.context import Context
+from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
+
+ONE_PART = np.zeros(1, np.uint16)
+PAGES = 16
+HIT, MISS, PENDING = KeyState.HIT, KeyState.MISS, KeyState.PENDING
+
+
+@pytest.fixture(autouse=True)
+def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "STEP_KEYS", 4)
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    cache = make_cache(pages=PAGES, slab_pages=4)
+    yield cache
+    assert audit.check(cache, 0, 0) == [], "all is let go"
+    cache.tier.close()
+
+
+@pytest.fixture
+def keyspace(cache: Cache) -> Keyspace:
+    return make_keyspace(cache)[1]
+
+
+def begun(cache: Cache, keyspace: Keyspace, keys: U64Array, reserved: int = 0) -> tuple[Finding, Iterator[None]]:
+    """After its first step; so many parts are reserved."""
+    found = Finding(cache, [(keyspace, keys)])
+    steps = found.steps()
+    next(steps)
+    assert audit.check(cache, found.num_held, reserved) == []
+    return found, steps
+
+
+def states(found: Finding) -> list[int]:
+    (result,) = found.results()
+    assert (result.hits == (result.states == HIT)).all()
+    assert (result.rows[result.states == MISS] < 0).all()
+    return result.states.tolist()
+
+
+def test_it_says_what_find_all_says(cache: Cache, keyspace: Keyspace) -> None:
+    other = make_keyspace(cache, b"o" * 16)[1]
+    store(cache, keyspace, keys_of(1, 2, 3, 4, 5, 6))
+    store(cache, other, keys_of(3))
+    pending = reserve(cache, keyspace, keys_of(9), ONE_PART, 0).parts
+    groups = [(keyspace, keys_of(*range(11))), (other, keys_of()), (other, keys_of(4, 3, 3))]
+    found = Finding(cache, groups)
+    assert len(list(found.steps())) == 3 + 1
+    assert Finding.is_large(groups)
+    assert not Finding.is_large([(keyspace, keys_of(1, 2)), (other, keys_of(1, 2))])
+    for mine, expected in zip(found.results(), cache.find_all(groups), strict=True):
+        for one, another in zip(mine, expected, strict=True):
+            assert one.dtype == another.dtype
+            assert one.tolist() == another.tolist()
+    found.release()
+    cache.abort(pending)
+
+
+def test_what_was_found_is_not_evicted(cache: Cache, keyspace: Keyspace) -> None:
+    """What was not yet is."""
+    store(cache, keyspace, keys_of(*range(PAGES)))
+    found, steps = begun(cache, keyspace, keys_of(*range(8)))
+    store(cache, keyspace, keys_of(*range(100, 100 + PAGES)))
+    for _ in steps:
+        pass
+    assert states(found) == [HIT] * 4 + [MISS] * 4
+    found.release()
+    store(cache, keyspace, keys_of(*range(200, 200 + PAGES)))
+    assert cache.find(keyspace, keys_of(*range(8))).num_hits == 0, "it is, afterwards"
+
+
+def test_what_was_cleared_is_a_miss(cache: Cache, keyspace: Keyspace) -> None:
+    store(cache, keyspace, keys_of(*range(8)))
+    found, steps = begun(cache, keyspace, keys_of(*range(8)))
+    for _ in cache.clear(keyspace.namespace):
+        pass
+    for _ in steps:
+        pass
+    assert states(found) == [MISS] * 8
+    assert cache.tier.num_free(1) == PAGES - 4, "they are held"
+    found.release()
+    assert cache.tier.num_free(1) == PAGES
+
+
+def test_what_turned_out_to_be_wrong_is_a_miss(cache: Cache, keyspace: Keyspace) -> None:
+    store(cache, keyspace, keys_of(*range(8)))
+    found, steps = begun(cache, keyspace, keys_of(*range(8)))
+    cache.drop(cache.find(keyspace, keys_of(1, 6)).hit_rows)
+    for _ in steps:
+        pass
+    assert states(found) == [HIT, MISS, HIT, HIT, HIT, HIT, MISS, HIT]
+    found.release()
+
+
+def test_the_row_of_a_store_that_failed_is_not_another_keys(cache: Cache, keyspace: Keyspace) -> None:
+    """Its row would be the next to be given away."""
+    pending = reserve(cache, keyspace, keys_of(0), ONE_PART, 0).parts
+    found, steps = begun(cache, keyspace, keys_of(*range(5)), 1)
+    cache.abort(pending)
+    store(cache, keyspace, keys_of(50))
+    for _ in steps:
+        pass
+    assert states(found) == [MISS] * 5
+    found.release()
+
+
+def test_what_is_stored_meanwhile_hits(cache: Cache, keyspace: Keyspace) -> None:
+    pending = reserve(cache, keyspace, keys_of(0, 1), ONE_PART, 0).parts
+    found, steps = begun(cache, keyspace, keys_of(*range(5)), 2)
+    assert states(found) == [PENDING, PENDING, MISS, MISS]
+    cache.commit(pending)
+    for _ in steps:
+        pass
+    assert states(found) == [HIT, HIT, MISS, MISS, MISS]
+    found.release()
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 99])
+async def test_between_two_turns_the_audit_knows_what_is_held_and_an_end_lets_go(
+    cache: Cache, keyspace: Keyspace, turns: int
+) -> None:
+    store(cache, keyspace, keys_of(*range(10)))
+    nothing = SimpleNamespace(read=0, keys=0, write=0, parts=0, holds=0, reserved=0)
+    context: Any = SimpleNamespace(
+        cache=cache,
+        admissions=set(),
+        findings=set(),
+        instances=SimpleNamespace(held=lambda: nothing),
+        jobs=nothing,
+        disk=None,
+        remote=None,
+    )
+    context.release = lambda one: Context.release(context, one)
+    left = turns
+
+    def check_open() -> None:
+        nonlocal left
+        assert audit.check(cache, *Context._accounts(context)) == []
+        left -= 1
+        if not left:
+            raise StateError("the session has ended")
+
+    asked = [(keyspace, keys_of(*range(12)))]
+    if turns > 3:
+        found = await Context.find(context, asked, check_open)
+        assert states(found) == [HIT] * 10 + [MISS] * 2
+        context.release(found)
+    else:
+        with pytest.raises(StateError):
+            await Context.find(context, asked, check_open)
+    assert not context.findings
