@@ -55,7 +55,7 @@ def states(found: Finding) -> list[int]:
     (result,) = found.results()
     assert (result.hits == (result.states == HIT)).all()
     assert (result.rows[result.states == MISS] < 0).all()
-    return result.states.tolist()
+    return [int(state) for state in result.states]
 
 
 def test_it_says_what_find_all_says(cache: Cache, keyspace: Keyspace) -> None:
