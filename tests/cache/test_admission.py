@@ -187,6 +187,26 @@ def test_others_take_the_slots_between_two_steps(cache: Cache) -> None:
     assert check(cache, 0, 0) == []
 
 
+def test_what_gets_slots_behind_a_key_that_got_none_gives_them_back(cache: Cache) -> None:
+    """A prompt is of no use behind its first gap."""
+    _, keyspace = make_keyspace(cache)
+    _, other = make_keyspace(cache, b"o" * 16)
+    (theirs,) = reserve_all(cache, [wanted(other, range(13))])
+    made = Admission(cache, [wanted(keyspace, range(12))])
+    turns = made.steps()
+    while not cache.counters.keys_without_space:
+        next(turns)
+    cache.abort(theirs.parts)  # room for those behind it
+    for _ in turns:
+        pass
+    (reserved,) = made.reservations()
+    assert reserved.states.tolist() == [R] * 3 + [N] * 9
+    assert reserved.keys.tolist() == [0, 1, 2]
+    assert cache.counters.keys_without_space == 9
+    assert check(cache, 0, 3) == []
+    cache.abort(reserved.parts)
+
+
 def test_others_evict_and_store_the_same_keys_between_two_steps(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache)
     store(cache, keyspace, keys_of(*range(16)))

@@ -69,7 +69,9 @@ def test_it_says_what_find_all_says(cache: Cache, keyspace: Keyspace) -> None:
     assert Finding.is_large(groups)
     assert not Finding.is_large([(keyspace, keys_of(1, 2)), (other, keys_of(1, 2))])
     for mine, expected in zip(found.results(), cache.find_all(groups), strict=True):
-        for one, another in zip(mine, expected, strict=True):
+        arrays: Any
+        for arrays in zip(mine, expected, strict=True):
+            one, another = arrays
             assert one.dtype == another.dtype
             assert one.tolist() == another.tolist()
     found.release()
