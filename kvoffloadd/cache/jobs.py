@@ -124,12 +124,14 @@ class Jobs:
         entries = self.cache.entries
         generations = entries.parts.generation
         kept, at_commit = deque([job.parts[:0]]), deque([generations[:0]])
-        early: list[tuple[Keyspace, I64Array]] = []  # by keyspace, the parts of all steps but the last
+        # By keyspace, and how often it was dropped from by then: the parts of all steps but the last.
+        early: list[tuple[Keyspace, int, I64Array]] = []
 
         def commit(step: slice) -> None:
             parts = job.parts[step]
             if step.start:  # before the commit, which may free rows of keys that were cleared
-                early.extend((of, at + step.start) for of, at in entries.by_keyspace(entries.parts.row[parts]))
+                keyspaces = entries.by_keyspace(entries.parts.row[parts])
+                early.extend((keyspace, keyspace.drops, at + step.start) for keyspace, at in keyspaces)
             some = self.cache.commit(parts)
             if len(some) < len(parts):  # cleared meanwhile
                 job.bad[step] = ~np.isin(parts, some)
@@ -137,8 +139,10 @@ class Jobs:
             at_commit.appendleft(generations[some])
 
         await self._settle(job, commit)
-        for keyspace, at in early:
-            if keyspace.retired:  # cleared between two steps: to the worker the store was still running
+        for keyspace, drops, at in early:
+            if (
+                keyspace.retired or keyspace.drops > drops
+            ):  # cleared between two steps: to the worker the store was still running
                 job.bad[at] = True
         self.sealing.add(job.options.flow, np.concatenate(kept), np.concatenate(at_commit))
 

@@ -113,6 +113,31 @@ async def test_a_clear_between_two_steps(scene: Scene) -> None:
     assert (scene.hits(), scene.jobs.reserved, len(scene.cache.entries.index)) == (0, 0, 0)
 
 
+@pytest.mark.parametrize(
+    "begun_before", [True, False], ids=["begun before the store's end", "begun behind its first step"]
+)
+async def test_a_clear_that_becomes_known_between_two_steps(scene: Scene, *, begun_before: bool) -> None:
+    """By another daemon, on a disk that came late: all that was stored in this run goes."""
+    dropping = scene.cache.drop_older(scene.namespace, scene.cache.epochs.began + 1)
+    if begun_before:
+        next(dropping)
+    scene.end_copy(Outcome.DONE)
+    for _ in dropping:
+        pass
+    await steps(scene)
+    assert scene.ends[0].outcome is Outcome.PARTIAL
+    assert scene.ends[0].bad.all()
+    assert (scene.hits(), scene.jobs.reserved, len(scene.cache.entries.index)) == (0, 0, 0)
+
+
+async def test_an_older_clear_between_two_steps_costs_nothing(scene: Scene) -> None:
+    scene.end_copy(Outcome.DONE)
+    for _ in scene.cache.drop_older(scene.namespace, scene.cache.epochs.began - 1):
+        pass
+    await steps(scene)
+    assert (scene.ends[0].outcome, scene.hits()) == (Outcome.DONE, KEYS)
+
+
 async def test_an_eviction_between_two_steps_does_not_seal_what_took_the_slots(scene: Scene) -> None:
     scene.end_copy(Outcome.DONE)
     theirs = reserve(scene.cache, scene.keyspace, keys_of(*range(KEYS, KEYS + 100)), np.zeros(1, np.uint16), 0)

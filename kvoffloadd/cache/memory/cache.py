@@ -325,12 +325,14 @@ class Cache:
         """
         anything = epoch > self.epochs.began
         for keyspace in list(namespace.keyspaces.values()):
+            keyspace.drops += anything
             for rows in self.entries.scan(keyspace):
                 keys = keyspace.keys
                 older = rows if anything else rows[self.entries.inherited[rows] != 0]
                 self.entries.retire(self.entries.live(older), Reason.CLEARED)
                 self.counters.keys_cleared += keys - keyspace.keys
                 yield
+            keyspace.drops += anything
 
     def forget_clears(self) -> None:
         """If too many clears are remembered, forget those of namespaces of which nothing is left here."""

@@ -83,6 +83,7 @@ class Keyspace:
     part_pages: I64Array = field(init=False)  # the size of its slot, see `model.slot_pages`
     queue: Queue | None = None  # chosen by the first payload size that becomes known
     retired: bool = False  # it was cleared, or its namespace is forgotten
+    drops: int = 0  # grows when a clear begins, or ends, to take its keys: one of before it, see `Cache.drop_older`
     slots: dict[int, int] = field(default_factory=dict)  # slots per key, by size in pages, as counted in the queue
     packed: tuple[int, bytes] | None = None  # for `savedstate`: the epoch when it was packed, and the result
     rows: int = 0  # in any state
