@@ -70,7 +70,9 @@ class CudaDriver:
         try:
             self.api: Any = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
-            raise DeviceError(f"cuda-bindings is not installed ({error}): pip install kvoffloadd[cuda13]") from None
+            raise DeviceError(
+                f"cuda-bindings is not installed ({error}): in a checkout, pip install '.[cuda13]'"
+            ) from None
         try:
             (status,) = self.api.cuInit(0)
         except RuntimeError as error:  # cuda-bindings: the library can't be loaded

@@ -216,7 +216,7 @@ def _runner(use_uvloop: bool | str) -> Callable[[Coroutine[Any, Any, int]], int]
     except ImportError:
         if use_uvloop is True:
             raise ConfigError(
-                "server.use_uvloop = true: uvloop is not installed (pip install kvoffloadd[uvloop])"
+                "server.use_uvloop = true: uvloop is not installed (in a checkout: pip install '.[uvloop]')"
             ) from None
         return asyncio.run
     return uvloop.run

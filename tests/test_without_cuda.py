@@ -83,5 +83,5 @@ def test_versions_of_cuda_bindings_that_hold_the_gil(version: str, holds: bool) 
 
 def test_whoever_asks_for_a_gpu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(DeviceError, match=r"pip install kvoffloadd\[cuda13\]"):
+    with pytest.raises(DeviceError, match=r"in a checkout, pip install"):
         CudaDriver()

@@ -28,7 +28,9 @@ def check_gpus(cuda: CudaConfig, host: Host, make_driver: MakeDriver = CudaDrive
         found = _describe(driver)
     except DeviceError as error:
         yield problem(
-            "GPUs", str(error), "install kvoffloadd[cuda13], or [cuda12] for a driver below 580; see nvidia-smi"
+            "GPUs",
+            str(error),
+            "in a checkout: pip install '.[cuda13]', or '.[cuda12]' for a driver below 580; see nvidia-smi",
         )
         return
     if "CUDA_VISIBLE_DEVICES" in host.environment:
@@ -51,7 +53,7 @@ def _describe(driver: Any) -> str:
 def _check_kernel_package(cuda: CudaConfig) -> Iterator[Diagnosis]:
     if cuda.kernel_row_bytes != 0 and importlib.util.find_spec("cupy") is None:
         yield note("CuPy", "is not installed, so small rows are copied without the kernel",
-                   "install kvoffloadd[cuda13] or [cuda12], or set cuda.kernel_row_bytes = 0")  # fmt: skip
+                   "in a checkout: pip install '.[cuda13]' or '.[cuda12]'; or set cuda.kernel_row_bytes = 0")  # fmt: skip
 
 
 def _check_namespaces(host: Host) -> Iterator[Diagnosis]:

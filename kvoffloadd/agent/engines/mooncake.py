@@ -222,7 +222,7 @@ def _imported() -> Any:
         import mooncake.store
     except ImportError as error:
         raise EngineError(
-            f"Mooncake can't be imported: {error}. Install kvoffloadd[remote-mooncake] for remote.python, and the system's libibverbs (Debian: libibverbs1)",  # noqa: E501
+            f"Mooncake can't be imported: {error}. In a checkout, install '.[remote-mooncake]' for remote.python, and the system's libibverbs (Debian: libibverbs1)",  # noqa: E501
             fault="operator",
         ) from error
     return mooncake.store

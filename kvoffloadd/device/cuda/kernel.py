@@ -46,7 +46,7 @@ class RowKernel:
         try:
             self._cupy: Any = importlib.import_module("cupy")
         except ImportError as error:
-            raise DeviceError(f"CuPy is not installed ({error}): pip install kvoffloadd[cuda13]") from None
+            raise DeviceError(f"CuPy is not installed ({error}): in a checkout, pip install '.[cuda13]'") from None
         except Exception as error:  # whatever a package raises that does not fit another one
             raise DeviceError(f"CuPy can't be imported: {error!r}") from error
         attribute, device = driver.api.CUdevice_attribute, driver.call("cuDeviceGet", ordinal)
