@@ -14,6 +14,8 @@ from kvoffloadd.errors import DeviceError
 
 MakeDriver = Callable[[], Any]
 
+_INSTALL = "in a checkout: pip install '.[cuda13]'"
+
 
 def check_gpus(cuda: CudaConfig, host: Host, make_driver: MakeDriver = CudaDriver) -> Iterator[Diagnosis]:
     """Makes no context: no GPU is touched."""
@@ -27,11 +29,8 @@ def check_gpus(cuda: CudaConfig, host: Host, make_driver: MakeDriver = CudaDrive
         driver = make_driver()
         found = _describe(driver)
     except DeviceError as error:
-        yield problem(
-            "GPUs",
-            str(error),
-            "in a checkout: pip install '.[cuda13]', or '.[cuda12]' for a driver below 580; see nvidia-smi",
-        )
+        remedy = f"{_INSTALL}, for a driver from 580 on, or '.[cuda12]'; see nvidia-smi"
+        yield problem("GPUs", str(error), remedy)
         return
     if "CUDA_VISIBLE_DEVICES" in host.environment:
         yield note(
@@ -52,8 +51,8 @@ def _describe(driver: Any) -> str:
 
 def _check_kernel_package(cuda: CudaConfig) -> Iterator[Diagnosis]:
     if cuda.kernel_row_bytes != 0 and importlib.util.find_spec("cupy") is None:
-        yield note("CuPy", "is not installed, so small rows are copied without the kernel",
-                   "in a checkout: pip install '.[cuda13]' or '.[cuda12]'; or set cuda.kernel_row_bytes = 0")  # fmt: skip
+        remedy = f"{_INSTALL}, or '.[cuda12]'; or set cuda.kernel_row_bytes = 0"
+        yield note("CuPy", "is not installed, so small rows are copied without the kernel", remedy)
 
 
 def _check_namespaces(host: Host) -> Iterator[Diagnosis]:

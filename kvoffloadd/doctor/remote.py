@@ -43,7 +43,7 @@ def check_remote(config: Config, host: Host) -> Iterator[Diagnosis]:
 def _check_interpreter(config: Config, host: Host) -> Diagnosis:
     subject, python = "agent", config.remote.python
     extra = "[remote-mooncake]" if config.remote.engine == "mooncake" else ""
-    remedy = f"{python or 'pip'} {'-m pip ' if python else ''}install 'kvoffloadd{extra}=={__version__}'"
+    remedy = f"in a checkout of {__version__}: {python or 'python'} -m pip install '.{extra}'"
     if config.remote.engine == "mooncake":
         remedy += ", and libibverbs (Debian: libibverbs1)"
     command = agent_command(python)

@@ -131,6 +131,6 @@ def test_what_is_missing_is_told_to_the_operator(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(__import__("sys").modules, "mooncake", None)
     monkeypatch.setattr(mooncake, "_check_master", lambda _: None)
     nowhere = Memory(Region(0, 0), Region(0, 0))
-    with pytest.raises(EngineError, match=r"kvoffloadd\[remote-mooncake\].*libibverbs") as caught:
+    with pytest.raises(EngineError, match=r"checkout.*\[remote-mooncake\].*libibverbs") as caught:
         MooncakeEngine().start({"host": "127.0.0.1", "master": "127.0.0.1:1"}, nowhere)
     assert caught.value.fault == "operator"
