@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.client import NamespaceSpec
+from kvoffloadd.client import GroupKind, NamespaceSpec
 from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.common.naming import digest_of
 from kvoffloadd.integrations.sglang import versions
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.namespace import DRAFT, KERNELS, MODEL, namespace_of
 from kvoffloadd.integrations.sglang.options import StorageOptions
 from kvoffloadd.integrations.sglang.pools import TpRank
-from tests.integrations.sglang.fakes import HostPool, MHATokenToKVPoolHost
+from tests.integrations.sglang.fakes import HostPool, MambaPoolHost, MHATokenToKVPoolHost
 
 ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys((*MODEL, *KERNELS, *DRAFT)),
@@ -56,6 +57,18 @@ def test_so_do_pools_ranks_and_release(tmp_path: Path) -> None:
     before = named(model_path=str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"22")
     assert named(model_path=str(tmp_path)) != before
+
+
+@pytest.mark.parametrize(("states", "same"), [({}, True), ({"mamba": MambaPoolHost(5, 1, [300, 200])}, False)])
+def test_models_with_states_have_names_of_their_own(states: dict[str, HostPool], *, same: bool) -> None:
+    """Earlier builds told the daemon of states as of keys and values: a group of another kind, which it would refuse in
+    their namespace. Other models keep what they have stored.
+    """
+    pools = host_pools({"kv": MHATokenToKVPoolHost(4, 64, [4096, 4096]), **states}, TpRank(0, 1), replicated=False)
+    kinds = [group.kind for group in pools.caches.groups]
+    assert kinds == [GroupKind.FULL, *[GroupKind.MAMBA] * len(states)]
+    layout = namespace_of(ARGUMENTS, pools, 1, "0.5.23").layout
+    assert (layout.split()[-1] == digest_of(pools.shapes)) == same
 
 
 def test_options() -> None:
