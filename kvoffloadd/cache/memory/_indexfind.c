@@ -9,9 +9,6 @@
 
 #include <stdint.h>
 #include <string.h>
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 #define KEY_BYTES 32
 #define HALVES (KEY_BYTES / 4)
@@ -20,8 +17,7 @@
 #define EMPTY 0
 #define DEAD 1
 #define FIRST_TAG 2
-#define AHEAD 24 /* keys whose buckets are asked for before they are needed: a large table is not in the cache */
-#define ROWS_AHEAD 12 /* and keys whose rows are, when their buckets have come */
+#define AHEAD 16 /* keys whose memory is asked for before it is needed: a large table is not in the cache */
 #define HIGH_HALF UINT64_C(0xFFFFFFFF00000000)
 
 /* The secret of `KeyHash`, word by word as index.py draws it. */
@@ -90,40 +86,16 @@ static uint64_t next_of(uint64_t bucket)
     return (bucket & ~(uint64_t)(BUCKETS - 1)) | ((bucket + 1) & (BUCKETS - 1));
 }
 
-/* A bit for each slot of a bucket that has this tag. */
-static unsigned slots_with(const uint16_t *tags, uint16_t tag)
-{
-#ifdef __SSE2__
-    __m128i wanted = _mm_set1_epi16((short)tag);
-    __m128i low = _mm_cmpeq_epi16(_mm_loadu_si128((const __m128i *)tags), wanted);
-    __m128i high = _mm_cmpeq_epi16(_mm_loadu_si128((const __m128i *)tags + 1), wanted);
-    return (unsigned)_mm_movemask_epi8(_mm_packs_epi16(low, high));
-#else
-    unsigned slots = 0;
-    for (int slot = 0; slot < SLOTS; slot++)
-        slots |= (unsigned)(tags[slot] == tag) << slot;
-    return slots;
-#endif
-}
-
-/* Ask for what `find_row` most likely compares with the key of this hash. */
-static void prefetch_row(const Table *table, uint64_t h)
-{
-    uint64_t bucket = home_of(table, h);
-    unsigned slots = slots_with(table->tags + bucket * SLOTS, tag_of(h));
-    uint64_t row = table->rows[bucket * SLOTS + (slots ? __builtin_ctz(slots) : 0)];
-    __builtin_prefetch(table->keys + row * KEY_BYTES);
-    __builtin_prefetch(table->keyspace + row);
-}
-
 static int64_t find_row(const Table *table, uint64_t h, uint16_t keyspace, const unsigned char *key)
 {
     uint64_t bucket = home_of(table, h);
     uint16_t tag = tag_of(h);
     for (int visited = 0; visited < BUCKETS; visited++) {
         const uint16_t *tags = table->tags + bucket * SLOTS;
-        for (unsigned slots = slots_with(tags, tag); slots; slots &= slots - 1) {
-            uint32_t row = table->rows[bucket * SLOTS + __builtin_ctz(slots)];
+        for (int slot = 0; slot < SLOTS; slot++) {
+            if (tags[slot] != tag)
+                continue;
+            uint32_t row = table->rows[bucket * SLOTS + slot];
             if (table->keyspace[row] == keyspace && !memcmp(table->keys + (uint64_t)row * KEY_BYTES, key, KEY_BYTES))
                 return row;
         }
@@ -276,8 +248,6 @@ static PyObject *find(PyObject *module, PyObject *const *args, Py_ssize_t given)
         for (Py_ssize_t i = 0; i < keys.count; i++, key += KEY_BYTES) {
             if (i + AHEAD < keys.count)
                 prefetch(table.buf, hashes[i + AHEAD]);
-            if (i + ROWS_AHEAD < keys.count)
-                prefetch_row(table.buf, hashes[i + ROWS_AHEAD]);
             ((int64_t *)rows.buf)[i] = find_row(table.buf, hashes[i], (uint16_t)keyspace_of(&keys, i), key);
         }
     }
