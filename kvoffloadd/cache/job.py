@@ -1,9 +1,10 @@
 """One store or load under way: what it is to do, what it waits for, and how it ends.
 
-The life of a job is one coroutine, which waits in `Job.step` alone. It is no task: it runs to its first wait within
-`Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So nothing happens between that
-callback and what the job makes of it, a job that waits for nothing but its copy has begun it when the request is
-answered (a large one some turns of the loop later), and a job is never cancelled while its copy is in flight.
+The life of a job is one coroutine, which waits in `Job.step` and `pause` alone. It is no task: it runs to its first
+wait within `Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So nothing happens
+between that callback and what the job makes of it, a job that waits for nothing but its copy has begun it when the
+request is answered (a large one some turns of the loop later), and a job is never cancelled while its copy is in
+flight.
 """
 
 from __future__ import annotations

@@ -140,9 +140,8 @@ class Jobs:
 
         await self._settle(job, commit)
         for keyspace, drops, at in early:
-            if (
-                keyspace.retired or keyspace.drops > drops
-            ):  # cleared between two steps: to the worker the store was still running
+            # Cleared between two steps: to the worker the store was still running.
+            if keyspace.retired or keyspace.drops > drops:
                 job.bad[at] = True
         self.sealing.add(job.options.flow, np.concatenate(kept), np.concatenate(at_commit))
 

@@ -65,7 +65,7 @@ def test_it_says_what_find_all_says(cache: Cache, keyspace: Keyspace) -> None:
     pending = reserve(cache, keyspace, keys_of(9), ONE_PART, 0).parts
     groups = [(keyspace, keys_of(*range(11))), (other, keys_of()), (other, keys_of(4, 3, 3))]
     found = Finding(cache, groups)
-    assert len(list(found.steps())) == 3 + 1
+    assert len(list(found.steps())) == 4, "of 14 keys"
     assert Finding.is_large(groups)
     assert not Finding.is_large([(keyspace, keys_of(1, 2)), (other, keys_of(1, 2))])
     for mine, expected in zip(found.results(), cache.find_all(groups), strict=True):
@@ -123,6 +123,59 @@ def test_the_row_of_a_store_that_failed_is_not_another_keys(cache: Cache, keyspa
     for _ in steps:
         pass
     assert states(found) == [MISS] * 5
+    found.release()
+
+
+def test_rows_that_lose_their_slots_are_not_held(cache: Cache, keyspace: Keyspace) -> None:
+    """There are only as many rows as slots: a peer that lets a reservation go while another looks for its keys could
+    leave none for the next store.
+    """
+    theirs = reserve(cache, keyspace, keys_of(*range(PAGES)), ONE_PART, 0).parts
+    found, steps = begun(cache, keyspace, keys_of(*range(PAGES)), PAGES)
+    for _ in steps:
+        pass
+    cache.abort(theirs)
+    assert audit.check(cache, found.num_held, 0) == []
+    store(cache, keyspace, keys_of(*range(100, 100 + PAGES)))
+    assert states(found) == [MISS] * PAGES
+    found.release()
+
+
+def test_a_key_of_which_a_part_is_committed_is_held(cache: Cache) -> None:
+    _, wide = make_keyspace(cache, b"w" * 16, pages=(1, 1))
+    store(cache, wide, keys_of(*range(8)), parts=[0])
+    found, steps = begun(cache, wide, keys_of(*range(8)))
+    store(cache, wide, keys_of(*range(100, 100 + PAGES)), parts=[0])
+    for _ in steps:
+        pass
+    assert found.rows()[0][:4].min() >= 0
+    assert found.rows()[0][4:].max() < 0, "these were evicted before they were found"
+    found.release()
+
+
+def test_what_is_evicted_after_its_release_goes_from_a_prompts_end_on() -> None:
+    """What was set aside while it was held is put back in the prompt's order, not step by step."""
+    cache = make_cache(pages=PAGES, slab_pages=4, policy="lru")
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(8)))
+    found, steps = begun(cache, keyspace, keys_of(*range(8)))
+    for _ in steps:
+        pass
+    assert keyspace.queue is not None
+    assert not len(cache.eviction.victims(keyspace.queue, 8))
+    assert cache.eviction.any_aside
+    found.release()
+    order = cache.entries.index.keys[cache.eviction.victims(keyspace.queue, 8)][:, 1].tolist()
+    assert order == [7, 6, 5, 4, 3, 2, 1, 0]
+    assert audit.check(cache, 0, 0) == []
+    cache.tier.close()
+
+
+def test_many_small_groups_take_few_steps(cache: Cache) -> None:
+    groups = [(make_keyspace(cache, bytes([number]) * 16)[1], keys_of(1, 2)) for number in range(10)]
+    found = Finding(cache, groups)
+    assert len(list(found.steps())) == 5
+    assert [len(rows) for rows in found.rows()] == [2] * 10
     found.release()
 
 

@@ -170,6 +170,8 @@ def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
             findings.append(f"index: a retired key of group {keyspace.schema.group} is found")
         pages = np.broadcast_to(keyspace.part_pages, records.shape)
         filled = parts.state[records] != PartState.EMPTY
+        if not filled.any(axis=1).all():  # there are only as many rows as there can be slots
+            findings.append(f"rows: a key of group {keyspace.schema.group} has no slot")
         taken.append(records[filled])
         sizes.append(pages[filled])
         live.append(records[is_live].ravel())

@@ -1,7 +1,8 @@
 """Finding very many keys over several turns of the event loop, which serves others in between.
 
 What is found is held until the end, so that it is neither evicted nor given to other keys meanwhile. It may be cleared:
-then it counts as not found.
+then it counts as not found. Keys of which nothing is committed are not held, since such a row can lose all its slots,
+and there are only as many rows as there can be slots: they are looked for again at the end.
 """
 
 from __future__ import annotations
@@ -10,14 +11,17 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.model import I64Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 STEP_KEYS = 1 << 14
 """Keys that one step finds: a millisecond, or two if the table is large."""
+
+_ANEW = np.int64(-2)
+"""In place of the row of a key that is to be looked for again."""
 
 
 class Finding:
@@ -41,26 +45,39 @@ class Finding:
 
     def steps(self) -> Iterator[None]:
         """Each finds some keys."""
+        room = STEP_KEYS
         for found, (keyspace, keys) in zip(self._found, self._groups, strict=True):
-            for begin in range(0, len(keys), STEP_KEYS):
-                rows = self._cache.entries.find(keyspace, keys[begin : begin + STEP_KEYS])
-                self.hold(rows)
-                found.append(rows)
-                yield
+            begin = 0
+            while begin < len(keys):
+                end = min(len(keys), begin + room)
+                rows = self._cache.entries.find(keyspace, keys[begin:end])
+                found.append(np.where(self.hold(rows), rows, np.where(rows < 0, rows, _ANEW)))
+                begin, room = end, room - (end - begin)
+                if not room:
+                    yield
+                    room = STEP_KEYS
+        if room < STEP_KEYS:
+            yield
 
-    def hold(self, rows: I64Array) -> None:
-        """Hold these rows, too, but for -1."""
-        held = rows[rows >= 0].astype(np.uint32)
+    def hold(self, rows: I64Array) -> BoolArray:
+        """Hold those of these rows, too, that have something committed. Returns which."""
+        kept = rows >= 0
+        kept[kept] = self._cache.entries.has_committed(rows[kept])
+        held = rows[kept].astype(np.uint32)
         self._cache.hold(held)
         self._held.append(held)
+        return kept
 
     def rows(self) -> list[I64Array]:
-        """Of each group the row of each key, or -1."""
+        """Of each group the row of each key, or -1. What is not held is valid until the loop turns."""
         none, found = np.zeros(0, np.int64), list[I64Array]()
-        for (keyspace, _), some in zip(self._groups, self._found, strict=True):
+        for (keyspace, keys), some in zip(self._groups, self._found, strict=True):
             rows = np.concatenate([none, *some])
             live = (self._cache.entries.state[rows] == RowState.LIVE) & (not keyspace.retired)
-            found.append(np.where(live, rows, np.int64(-1)))  # row -1 reads some other row
+            anew = np.flatnonzero(rows == _ANEW)
+            rows = np.where(live & (rows >= 0), rows, np.int64(-1))
+            rows[anew] = self._cache.entries.find(keyspace, keys[anew])
+            found.append(rows)
         return found
 
     def results(self) -> list[LookupResult]:
@@ -70,5 +87,4 @@ class Finding:
     def release(self) -> None:
         """End all holds."""
         held, self._held = self._held, []
-        for rows in held:
-            self._cache.unhold(rows)
+        self._cache.unhold(np.concatenate([NO_ROWS, *held]))

@@ -186,6 +186,15 @@ class KeyTable:
         flags: BoolArray = self.missing[rows] == 0
         return flags
 
+    def has_committed(self, rows: I64Array | U32Array) -> BoolArray:
+        """Whether a part of each key is committed."""
+        flags = self.complete(rows)
+        others = np.flatnonzero(~flags)
+        for width, indices in self.by_width(rows[others]):
+            state = self.parts.state[self.parts.run(self.first[rows[others[indices]]], width)]
+            flags[others[indices]] = (state >= PartState.COMMITTED).any(axis=1)
+        return flags
+
     def in_flight(self, rows: I64Array | U32Array) -> BoolArray:
         """Whether a part of each key is reserved or being written."""
         flags = np.zeros(len(rows), bool)

@@ -133,22 +133,25 @@ class HitDensity:
         self._code[slots] = classes + np.uint8(1)
         self._stamp[slots] = now
         self._events += len(slots)
+        due = self._events_refreshed + min(max(self._events // 4, REFRESH_EVENTS_MIN), REFRESH_EVENTS_MAX)
+        if self._events >= due:
+            self._fade()
+            self.is_stale = True
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether so much was observed since the last `refresh` that another one is worth its time."""
-        seen = self._events - self._events_refreshed
-        return seen >= min(max(self._events // 4, REFRESH_EVENTS_MIN), REFRESH_EVENTS_MAX)
+    def _fade(self) -> None:
+        self._ends *= 0.5 ** ((self._events - self._events_refreshed) / WINDOW_SLOTS)
+        self._events_refreshed = self._events
 
     def density(self, key_class: int, age: int) -> float:
         """Hits per unit of time that a slot earns with such a key; comparable between classes and ages."""
         return self._density[key_class][bucket(age)]
 
     def refresh(self, now: int) -> None:
-        """Work the densities out anew; takes a millisecond or two, whatever the capacity."""
-        fade = 0.5 ** ((self._events - self._events_refreshed) / WINDOW_SLOTS)
-        self._events_refreshed = self._events
-        self._ends *= fade
+        """Work the densities out anew; takes a millisecond or two, whatever the capacity. Worth its time if `is_stale`:
+        much was observed since the last time.
+        """
+        self._fade()
+        self.is_stale = False
         counts = np.zeros(self._ends[0].size, np.int64)
         for at in range(0, WINDOW_SLOTS, PIECE_SLOTS):
             counts += np.bincount(self._cells(slice(at, at + PIECE_SLOTS), now), minlength=len(counts))

@@ -11,6 +11,7 @@ from kvoffloadd.cache.policy.hitdensity import (
     CLASSES,
     NUM_CLASSES,
     SOON,
+    WINDOW_SLOTS,
     HitDensity,
     HitDensityPolicy,
     bucket,
@@ -61,6 +62,24 @@ def test_classes_that_come_back_are_worth_more_and_dead_ages_less() -> None:
     assert learned.density(1, 50) > 10 * learned.density(0, 50)
     assert learned.density(1, 16) >= learned.density(1, 64)  # farther from the hit, but used later than the other
     assert learned.density(1, 1000) < learned.density(1, 64)
+
+
+def test_what_was_learned_outlasts_uses_without_evictions() -> None:
+    """Densities are worked out when keys are evicted. Until then what is observed fades as it comes, and not all of it
+    at once, the newest as the oldest.
+    """
+    learned = HitDensity(2)
+    number, now, many = 4096, 0, 250
+    slots = np.arange(2 * number, dtype=np.uint32)
+    classes = (slots % 2).astype(np.uint8)
+    for round_ in range(many):
+        learned.record(slots, (classes == 1) & (round_ > 0), classes, now)  # class 1 returns, class 0 never
+        now += 100
+    assert 2 * number * many > 30 * WINDOW_SLOTS
+    assert learned.is_stale
+    learned.refresh(now)
+    assert not learned.is_stale
+    assert learned.density(1, 50) > 10 * learned.density(0, 50)
 
 
 def test_use_counts_are_remembered_by_tag_and_fade_by_collision() -> None:
