@@ -13,6 +13,7 @@ from kvoffloadd.client import EventGap, Group, GroupKind, KeyEvents, KvCache, Ou
 from kvoffloadd.errors import DeadlineError, RemoteError, UsageError
 from kvoffloadd.model import NO_BLOCK, U8Array
 from kvoffloadd.protocol import messages as m
+from kvoffloadd.trial.wait import until
 from tests.client.fake_daemon import FakeDaemon, Peer
 from tests.client.flavours import NAMESPACE
 
@@ -56,7 +57,9 @@ def test_a_hint_goes_to_daemons_that_take_it_alone(client: Any, fake: FakeDaemon
     client.ping()
     assert "keep" not in fake.tags()
     fake.features = ["keep"]
-    fake.soon(fake.peers[-1].close)
+    old = fake.peers[-1]
+    fake.soon(old.close)
+    until(lambda: old.socket.fileno() < 0, "the daemon has closed the connection")
     client.ping()  # connects anew
     client.keep({0: keys}, "drop", first=2)
     client.ping()  # nobody answers a hint: it has come when what was sent after it has
