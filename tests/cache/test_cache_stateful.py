@@ -161,5 +161,19 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.tier.close()
 
 
+def test_a_successor_finds_what_was_stored_behind_a_clear() -> None:
+    """Though nobody has saved the state since: the group has another number than in the one that is saved."""
+    machine = CacheMachine()
+    machine.begin(policy="")
+    machine.reserve(keys=[0], n=0, seed=0)
+    machine.settle(commits=True, seed=1)
+    machine.clear(n=2)
+    machine.reserve(keys=[0], n=2, seed=0)
+    machine.settle(commits=True, seed=1)
+    machine.die_and_restart()
+    assert machine.served(2)
+    machine.teardown()
+
+
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

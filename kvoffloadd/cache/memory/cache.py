@@ -173,6 +173,7 @@ class Cache:
         keyspace = self.entries.keyspaces.add(namespace, old.schema, old.part_bytes)
         namespace.keyspaces[old.schema.group] = keyspace
         self.entries.keyspaces.retire(old)
+        self._state_changed = True
         if any(keyspace.part_bytes):
             self.admit(keyspace, filter(None, keyspace.part_bytes))
 
