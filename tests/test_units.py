@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -35,6 +36,8 @@ def analyze(tmp_path: Path) -> Path:
     """A directory with the units, in which another program stands in for ours, which need not be installed."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
+    if not Path("/run/systemd").is_dir() and os.geteuid() != 0:
+        pytest.skip("systemd was never started here, and only root can make /run/systemd, without which it fails")
     for unit in (SERVICE, SOCKET):
         changed = text(unit).replace("/usr/local/bin/kvoffloadd", "/bin/true")
         (tmp_path / unit).write_text(changed, encoding="utf-8")
