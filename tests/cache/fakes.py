@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +70,15 @@ def make_cache(pages: int = 64, slab_pages: int = 16, pool: ArenaFile | None = N
     if policy:
         return Cache(tier, partial(create_policy, policy), seed=7)
     return Cache(tier, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
+
+
+def make_context(cache: Cache) -> Any:
+    """Of `server.Context`, what admissions, findings and the audit use; nobody else holds or reserves anything."""
+    nothing = SimpleNamespace(read=0, keys=0, write=0, parts=0, holds=0, reserved=0)
+    instances = SimpleNamespace(held=lambda: nothing)
+    return SimpleNamespace(
+        cache=cache, admissions=set(), findings=set(), instances=instances, jobs=nothing, disk=None, remote=None
+    )
 
 
 def make_keyspace(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.errors import StateError
 from kvoffloadd.model import KeyState, U64Array
 from kvoffloadd.server.context import Context
-from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
+from tests.cache.fakes import keys_of, make_cache, make_context, make_keyspace, store
 
 ONE_PART = np.zeros(1, np.uint16)
 PAGES = 16
@@ -195,16 +194,7 @@ async def test_between_two_turns_the_audit_knows_what_is_held_and_an_end_lets_go
     cache: Cache, keyspace: Keyspace, turns: int
 ) -> None:
     store(cache, keyspace, keys_of(*range(10)))
-    nothing = SimpleNamespace(read=0, keys=0, write=0, parts=0, holds=0, reserved=0)
-    context: Any = SimpleNamespace(
-        cache=cache,
-        admissions=set(),
-        findings=set(),
-        instances=SimpleNamespace(held=lambda: nothing),
-        jobs=nothing,
-        disk=None,
-        remote=None,
-    )
+    context = make_context(cache)
     context.release = lambda one: Context.release(context, one)
     left = turns
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.server.context import Context
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.trial.wait import until
-from tests.cache.fakes import keys_of, make_cache, make_keyspace
+from tests.cache.fakes import keys_of, make_cache, make_context, make_keyspace
 from tests.calls import Calls, assert_short
 from tests.server.scene import Scene, ids, keys
 
@@ -120,16 +118,7 @@ async def test_between_two_turns_the_audit_knows_what_is_reserved_and_an_end_fre
     cache = make_cache(pages=3 * STEP_KEYS, slab_pages=256)
     _, keyspace = make_keyspace(cache)
     wanted = Wanted.from_first(keyspace, keys_of(*range(2 * STEP_KEYS + 5)), np.zeros(1, np.uint16), 0)
-    nothing = SimpleNamespace(read=0, keys=0, write=0, parts=0, holds=0, reserved=0)
-    context: Any = SimpleNamespace(
-        cache=cache,
-        admissions=set(),
-        findings=set(),
-        instances=SimpleNamespace(held=lambda: nothing),
-        jobs=nothing,
-        disk=None,
-        remote=None,
-    )
+    context = make_context(cache)
     left = turns
 
     def check_open() -> None:

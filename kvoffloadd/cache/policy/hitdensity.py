@@ -108,7 +108,7 @@ class HitDensity:
         # What is counted for class + 1 = 0, the slots where no key was watched, means nothing.
         self._ends = np.zeros((2, num_classes + 1, NUM_BUCKETS))
         self._events = 0
-        self._events_refreshed = 0
+        self._events_faded = 0
         self.forget_window()
         self.refresh(0)
 
@@ -133,14 +133,14 @@ class HitDensity:
         self._code[slots] = classes + np.uint8(1)
         self._stamp[slots] = now
         self._events += len(slots)
-        due = self._events_refreshed + min(max(self._events // 4, REFRESH_EVENTS_MIN), REFRESH_EVENTS_MAX)
+        due = self._events_faded + min(max(self._events // 4, REFRESH_EVENTS_MIN), REFRESH_EVENTS_MAX)
         if self._events >= due:
             self._fade()
             self.is_stale = True
 
     def _fade(self) -> None:
-        self._ends *= 0.5 ** ((self._events - self._events_refreshed) / WINDOW_SLOTS)
-        self._events_refreshed = self._events
+        self._ends *= 0.5 ** ((self._events - self._events_faded) / WINDOW_SLOTS)
+        self._events_faded = self._events
 
     def density(self, key_class: int, age: int) -> float:
         """Hits per unit of time that a slot earns with such a key; comparable between classes and ages."""
