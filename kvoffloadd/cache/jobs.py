@@ -114,16 +114,18 @@ class Jobs:
     async def _store(self, job: Job) -> None:
         result = await self._result(job, self._copy(job))
         if result.outcome is Outcome.DONE:
-            await self._commit(job)
+            await self._commit(job, result.digests)
         else:
             await self._settle(job, lambda step: self.cache.abort(job.parts[step]))
         self._end(job, result)
 
-    async def _commit(self, job: Job) -> None:
-        """Make what was stored readable. Then its checksums are due, from its first part on."""
+    async def _commit(self, job: Job, digests: U64Array | None) -> None:
+        """Make what was stored readable. Then it is to be sealed, from its first part on: with these digests, or those
+        that the hash lane finds.
+        """
         entries = self.cache.entries
         generations = entries.parts.generation
-        kept, at_commit = deque([job.parts[:0]]), deque([generations[:0]])
+        kept, at_commit = deque([np.zeros(0, np.int64)]), deque([generations[:0]])  # which of the parts
         # By keyspace, and how often it was dropped from by then: the parts of all steps but the last.
         early: list[tuple[Keyspace, int, I64Array]] = []
 
@@ -135,7 +137,7 @@ class Jobs:
             some = self.cache.commit(parts)
             if len(some) < len(parts):  # cleared meanwhile
                 job.bad[step] = ~np.isin(parts, some)
-            kept.appendleft(some)
+            kept.appendleft(step.start + np.flatnonzero(~job.bad[step]))
             at_commit.appendleft(generations[some])
 
         await self._settle(job, commit)
@@ -143,7 +145,12 @@ class Jobs:
             # Cleared between two steps: to the worker the store was still running.
             if keyspace.retired or keyspace.drops > drops:
                 job.bad[at] = True
-        self.sealing.add(job.options.flow, np.concatenate(kept), np.concatenate(at_commit))
+        which, then = np.concatenate(kept), np.concatenate(at_commit)
+        parts = job.parts[which]
+        if digests is None:
+            self.sealing.add(job.options.flow, parts, then)
+        else:
+            self.sealing.add_hashed(job.options.flow, parts, then, digests[which])
 
     async def _settle(self, job: Job, do: Callable[[slice], None]) -> None:
         """Commit or free a store's parts step by step, each in a turn of its own. The last come first, as in

@@ -1,10 +1,12 @@
-"""Sealing: the checksums of what was stored, taken in the hash lane, each engine's in its own turns.
+"""Sealing: the checksums of what was stored. Those that were not found by the copy itself are taken in the hash lane,
+each engine's in its own turns.
 
 Event loop only. What waits is bounded by the memory tier: a part that lost its slot meanwhile needs no checksum.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,22 +57,42 @@ class Sealing:
     _tickets: dict[Flow, int] = field(default_factory=dict)
     _left: dict[int, int] = field(default_factory=dict)  # by a store's number: parts that are not sealed yet
     _uids: dict[int, int] = field(default_factory=dict)  # of the same stores
+    _hashed: deque[tuple[SealBatch, U64Array]] = field(default_factory=deque)  # not sealed yet
     _sift_at: int = SIFT_PARTS
 
     def add(self, flow: Flow, parts: I64Array, generations: U16Array) -> None:
         """These parts have been committed by a store of this flow's engine; they had these generations then."""
         if not len(parts):
             return
+        self._waiting.setdefault(flow, deque()).extend(self._begin(flow, parts, generations))
+        if self.unsealed >= self._sift_at:
+            self._sift()
+        self._submit(flow)
+
+    def add_hashed(self, flow: Flow, parts: I64Array, generations: U16Array, digests: U64Array) -> None:
+        """The same, with checksums: they are sealed in the next turns of the loop, behind the store's completion."""
+        if not len(parts):
+            return
+        if not self._hashed:
+            asyncio.get_running_loop().call_soon(self._seal_hashed)
+        for at, batch in zip(range(0, len(parts), BATCH_PARTS), self._begin(flow, parts, generations), strict=True):
+            self._hashed.append((batch, digests[at : at + BATCH_PARTS]))
+
+    def _begin(self, flow: Flow, parts: I64Array, generations: U16Array) -> list[SealBatch]:
         number = self.stores.begin()
         self._left[number], self._uids[number] = len(parts), flow.uid
         self.unsealed += len(parts)
         self.by_uid[flow.uid] += len(parts)
-        waiting = self._waiting.setdefault(flow, deque())
-        for at in range(0, len(parts), BATCH_PARTS):
-            waiting.append(SealBatch(number, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]))
-        if self.unsealed >= self._sift_at:
-            self._sift()
-        self._submit(flow)
+        starts = range(0, len(parts), BATCH_PARTS)
+        return [SealBatch(number, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]) for at in starts]
+
+    def _seal_hashed(self) -> None:
+        """One batch a turn, others first."""
+        batch, digests = self._hashed.popleft()
+        if self._hashed:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(loop.call_soon, self._seal_hashed)
+        self._seal(batch, digests)
 
     def _submit(self, flow: Flow) -> None:
         """As many tickets of the flow as may be in the lane at a time; none if it is closing: what waits is lost."""
@@ -134,13 +156,19 @@ class Sealing:
         if not self._tickets[flow]:
             del self._tickets[flow]
         at = 0
-        for number, parts, generations in batches:
-            self._settle(number, len(parts))
-            if not isinstance(digests, BaseException):
-                sealed = self.cache.seal(parts, generations, digests[at : at + len(parts)])
-                self.cache.sealed(sealed)  # others have lost their slots, which may be those of other keys by now
-            at += len(parts)
+        for batch in batches:
+            count = len(batch.parts)
+            if isinstance(digests, BaseException):
+                self._settle(batch.number, count)
+            else:
+                self._seal(batch, digests[at : at + count])
+            at += count
         self._submit(flow)
+
+    def _seal(self, batch: SealBatch, digests: U64Array) -> None:
+        self._settle(batch.number, len(batch.parts))
+        sealed = self.cache.seal(batch.parts, batch.generations, digests)
+        self.cache.sealed(sealed)  # others have lost their slots, which may be those of other keys by now
 
     def _settle(self, number: int, count: int) -> None:
         self.unsealed -= count

@@ -8,6 +8,9 @@
  * pushes the engine's working set out of the cache on the way. They are written one line after the other. Several pages
  * by turns need more write-combining buffers than some processors have: on an AMD EPYC 7003 four pages at once reached
  * half the speed of memcpy, one reaches 1.4 times it.
+ *
+ * A payload can be hashed while it is copied: its source is read again, from the cache, so it takes no second trip to
+ * memory. On the same processor two threads that hash so copy at 0.8 to 1.0 of the speed of two that do not.
  */
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
@@ -24,6 +27,7 @@
 #endif
 
 #define STREAMED_BYTES_MIN 4096
+#define HASHED_BYTES 16384 /* copied, then hashed: half of a processor's first cache */
 #define VECTOR 32
 #define LINES (4 * VECTOR) /* two cache lines */
 
@@ -36,7 +40,7 @@ __attribute__((target("avx2"))) static void stream_lines(unsigned char *d, const
             _mm256_stream_si256((__m256i *)(d + o), _mm256_loadu_si256((const __m256i *)(s + o)));
 }
 
-static void copy_long_run(unsigned char *d, const unsigned char *s, uint64_t n)
+static void copy_streamed(unsigned char *d, const unsigned char *s, uint64_t n)
 {
     uint64_t head = -(uintptr_t)d & (VECTOR - 1); /* streaming stores need an aligned destination */
     memcpy(d, s, head);
@@ -46,6 +50,37 @@ static void copy_long_run(unsigned char *d, const unsigned char *s, uint64_t n)
     memcpy(d + streamed, s + streamed, n - streamed);
 }
 #endif
+
+/* `streaming`: whether the processor can. */
+static inline void copy_run(unsigned char *d, const unsigned char *s, uint64_t n, int streaming)
+{
+#ifdef KVO_STREAMING
+    if (streaming && n >= STREAMED_BYTES_MIN) {
+        copy_streamed(d, s, n);
+        return;
+    }
+#else
+    (void)streaming;
+#endif
+    memcpy(d, s, n);
+}
+
+static int can_stream(void)
+{
+#ifdef KVO_STREAMING
+    return __builtin_cpu_supports("avx2") != 0;
+#else
+    return 0;
+#endif
+}
+
+/* Whoever is told of the end in another thread must see the streamed bytes. */
+static void end_streaming(void)
+{
+#ifdef KVO_STREAMING
+    _mm_sfence();
+#endif
+}
 
 /* Where this thread goes on after a bus error; NULL: nowhere, the error is not ours. A signal handler reads it, so it
  * may not be memory that is allocated when a thread first asks for it; glibc has some for libraries that come late.
@@ -117,29 +152,67 @@ uint64_t kvo_copy_runs(const uint64_t *src, const uint64_t *dst, const uint64_t 
 {
     volatile uint64_t at = 0; /* known behind the jump */
     sigjmp_buf here;
+    int streaming = can_stream();
     catch_bus_errors();
     if (sigsetjmp(here, 0) == 0) {
         rescue = &here;
-#ifdef KVO_STREAMING
-        int streaming = __builtin_cpu_supports("avx2");
-#endif
         KEEP_ORDER();
-        for (uint64_t i = 0; i < count; KEEP_ORDER(), at = ++i) {
-            const unsigned char *s = (const unsigned char *)(uintptr_t)src[i];
-            unsigned char *d = (unsigned char *)(uintptr_t)dst[i];
-#ifdef KVO_STREAMING
-            if (streaming && size[i] >= STREAMED_BYTES_MIN) {
-                copy_long_run(d, s, size[i]);
-                continue;
-            }
-#endif
-            memcpy(d, s, size[i]);
+        for (uint64_t i = 0; i < count; KEEP_ORDER(), at = ++i)
+            copy_run((unsigned char *)(uintptr_t)dst[i], (const unsigned char *)(uintptr_t)src[i], size[i], streaming);
+    }
+    rescue = NULL;
+    end_streaming();
+    return at;
+}
+
+/* Functions of xxhash.h, which are stable since xxHash 0.8.0: XXH3_createState, XXH3_freeState, XXH3_128bits_reset,
+ * XXH3_128bits_update and XXH3_128bits_digest.
+ */
+typedef struct {
+    uint64_t low, high;
+} Digest;
+typedef struct {
+    void *(*create)(void);
+    int (*destroy)(void *state);
+    int (*reset)(void *state);
+    int (*update)(void *state, const void *data, size_t bytes);
+    Digest (*digest)(const void *state);
+} Hash;
+
+/* Copies payloads, of which number i consists of the next count[i] runs, in their order, and writes the hash of each
+ * to two words of `digests`, high half first. For each, kvo_copy_runs holds. Returns how many payloads were copied:
+ * less than `payloads` if a page of the next one is gone, and UINT64_MAX if there is no memory for the hash's state.
+ */
+uint64_t kvo_copy_payloads(const uint64_t *src, const uint64_t *dst, const uint64_t *size, const uint64_t *count,
+                           uint64_t payloads, uint64_t *digests, const Hash *hash)
+{
+    volatile uint64_t at = 0;
+    sigjmp_buf here;
+    int streaming = can_stream();
+    void *state = hash->create();
+    if (state == NULL)
+        return UINT64_MAX;
+    catch_bus_errors();
+    if (sigsetjmp(here, 0) == 0) {
+        rescue = &here;
+        KEEP_ORDER();
+        for (uint64_t i = 0, run = 0; i < payloads; KEEP_ORDER(), at = ++i) {
+            hash->reset(state);
+            for (uint64_t end = run + count[i]; run < end; run++)
+                for (uint64_t o = 0; o < size[run]; o += HASHED_BYTES) {
+                    uint64_t n = size[run] - o < HASHED_BYTES ? size[run] - o : HASHED_BYTES;
+                    const unsigned char *s = (const unsigned char *)(uintptr_t)src[run] + o;
+                    copy_run((unsigned char *)(uintptr_t)dst[run] + o, s, n, streaming);
+                    hash->update(state, s, n);
+                }
+            Digest found = hash->digest(state);
+            digests[2 * i] = found.high;
+            digests[2 * i + 1] = found.low;
         }
     }
     rescue = NULL;
-#ifdef KVO_STREAMING
-    _mm_sfence(); /* whoever is told of the end in another thread must see the streamed bytes */
-#endif
+    end_streaming();
+    hash->destroy(state);
     return at;
 }
 

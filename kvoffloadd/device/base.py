@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvoffloadd.device.plan import Copies
-from kvoffloadd.device.work import Piece
+from kvoffloadd.device.work import HashedWork, Piece
 from kvoffloadd.lanes import DAEMON, Flow, Lane
-from kvoffloadd.model import Direction, Outcome
+from kvoffloadd.model import Direction, Outcome, U64Array
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +45,7 @@ class CopyResult:
     copies: int
     seconds: float  # from `submit` to the last access
     reason: str = ""
+    digests: U64Array | None = None  # (payloads, 2): of a store that is DONE; None: it was not hashed meanwhile
 
     @classmethod
     def not_begun(cls, outcome: Outcome, reason: str = "") -> CopyResult:
@@ -68,6 +69,11 @@ class Work(Protocol):
 
     def make_all(self, direction: Direction) -> Copies:
         """The copies of all pieces."""
+
+    def hashed(self, most_descriptors: int, most_bytes: int) -> HashedWork | None:
+        """The same, as a store that hashes its payloads while it copies them. None: a payload is copied only in part,
+        or by more copies or bytes than this.
+        """
 
 
 class Copy(Protocol):

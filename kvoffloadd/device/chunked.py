@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from kvoffloadd.device.base import CopyResult, Work
-from kvoffloadd.device.copyruns import CopyRuns
 from kvoffloadd.device.plan import CHUNK_DESCRIPTORS, Copies
 from kvoffloadd.lanes import AGAIN, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
 from kvoffloadd.model import Direction, Outcome
@@ -28,6 +27,10 @@ side by side becomes large copies.
 """
 
 _URGENT, _ORDINARY = 0, 1
+
+
+Mover = Callable[[Copies], None]
+"""Performs the copies of a chunk, in a lane's thread; raises what makes the copy FAILED."""
 
 
 class Turn(NamedTuple):
@@ -88,7 +91,7 @@ class Chunks:
         """How many of these threads find something to do; at least one, which tells the end."""
         return threads if self._next is not None else max(min(threads, len(self._made)), 1)
 
-    def copy_next(self, mover: CopyRuns) -> bool:
+    def copy_next(self, mover: Mover) -> bool:
         """Takes a chunk, copies it, and counts what has arrived. False: no more is left for a next turn. Blocks for as
         long as the chunk takes, and its piece if that is still to be made.
         """
@@ -96,7 +99,7 @@ class Chunks:
         if chunk is None:
             return False
         if chunk.size.size:
-            mover(chunk.src, chunk.dst, chunk.size)
+            mover(chunk)
         with self._lock:
             self.bytes += int(chunk.size.sum())
             self.descriptors += chunk.descriptors
@@ -138,7 +141,7 @@ class ChunkedCopy:
     def __init__(
         self,
         chunks: Chunks,
-        mover: CopyRuns,
+        mover: Mover,
         turn: Turn,
         deadline_s: float,
         done: Callable[[CopyResult], None],

@@ -20,11 +20,14 @@ from functools import partial
 from typing import NoReturn
 
 import numpy as np
+import xxhash
 
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.model import BoolArray, U64Array
+from kvoffloadd.xxh3 import find_function
 
 CopyRuns = Callable[[U64Array, U64Array, U64Array], None]
+CopyPayloads = Callable[[U64Array, U64Array, U64Array, U64Array, U64Array], None]
 ReadWords = Callable[[U64Array], tuple[U64Array, BoolArray]]
 
 _IOV_MAX = 1024  # most iovecs the kernel takes in one call
@@ -41,15 +44,23 @@ for _call in (_libc.pread, _libc.pwrite):
     _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 
 
-def _load_native() -> tuple[CopyRuns, ReadWords] | None:
+def _load_library() -> ctypes.CDLL | None:
     spec = importlib.util.find_spec("kvoffloadd.device._copyruns")
     if spec is None or spec.origin is None:
         return None
     try:
         library = ctypes.CDLL(spec.origin)
-        copy, read = library.kvo_copy_runs, library.kvo_read_words
-    except (OSError, AttributeError):  # built for another machine, or not ours
+    except OSError:  # built for another machine
         return None
+    ours = all(hasattr(library, name) for name in ("kvo_copy_runs", "kvo_copy_payloads", "kvo_read_words"))
+    return library if ours else None
+
+
+def _load_native() -> tuple[CopyRuns, ReadWords] | None:
+    library = _load_library()
+    if library is None:
+        return None
+    copy, read = library.kvo_copy_runs, library.kvo_read_words
     pointer, count = ctypes.c_void_p, ctypes.c_uint64
     copy.restype, copy.argtypes = count, (pointer, pointer, pointer, count)
     read.restype, read.argtypes = None, (pointer, pointer, pointer, count)
@@ -65,6 +76,59 @@ def _load_native() -> tuple[CopyRuns, ReadWords] | None:
         return values, gone
 
     return native, words
+
+
+class _Hash(ctypes.Structure):
+    """`Hash` of _copyruns.c."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("create", "destroy", "reset", "update", "digest"))
+
+
+def _load_payloads() -> CopyPayloads | None:
+    functions = (
+        find_function("XXH3_createState"),
+        find_function("XXH3_freeState"),
+        find_function("XXH3_128bits_reset"),
+        find_function("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
+        find_function("XXH3_128bits_digest"),
+    )
+    library = _load_library()
+    if library is None or None in functions:
+        return None
+    copy = library.kvo_copy_payloads
+    pointer, count = ctypes.c_void_p, ctypes.c_uint64
+    copy.restype, copy.argtypes = count, (*(pointer,) * 4, count, pointer, pointer)
+    hashing = _Hash(*functions)
+
+    def payloads(src: U64Array, dst: U64Array, size: U64Array, counts: U64Array, digests: U64Array) -> None:
+        src, dst, size = _checked(src, dst, size)
+        counts = np.ascontiguousarray(counts)
+        if counts.dtype != _U64 or counts.ndim != 1 or int(counts.sum()) != len(size):
+            raise UsageError("the payloads' numbers of runs are u64, and add up to the runs")
+        if not (digests.dtype == _U64 and digests.shape == (len(counts), 2) and digests.flags.c_contiguous):
+            raise UsageError("digests are two contiguous u64 a payload")
+        runs = (src.ctypes.data, dst.ctypes.data, size.ctypes.data)
+        copied = copy(*runs, counts.ctypes.data, len(counts), digests.ctypes.data, ctypes.addressof(hashing))
+        if copied > len(counts):
+            raise MemoryError("no memory for the state of a hash")
+        if copied < len(counts):
+            raise DeviceError(_GONE)
+
+    return payloads if _is_right(payloads) else None
+
+
+def _is_right(function: CopyPayloads) -> bool:
+    """Whether it copies, and gives the digests that the package's Python functions give, of short and long payloads."""
+    data = np.arange(1 << 15, dtype=np.uint16).view(np.uint8)
+    target, digests = np.zeros_like(data), np.zeros((3, 2), np.uint64)
+    size = np.array([40, 200, 1, 299, 65_536 - 540], np.uint64)
+    begin = np.cumsum(size) - size
+    runs = (begin + np.uint64(data.ctypes.data), begin + np.uint64(target.ctypes.data), size)
+    function(*runs, np.array([1, 3, 1], np.uint64), digests)
+    expected = b"".join(
+        xxhash.xxh3_128_digest(data[low:high].data) for low, high in ((0, 40), (40, 540), (540, 65_536))
+    )
+    return bool((data == target).all()) and digests.astype(">u8").tobytes() == expected
 
 
 def _load_process_vm() -> CopyRuns | None:
@@ -185,6 +249,16 @@ def copy_runs(src: U64Array, dst: U64Array, size: U64Array) -> None:
         DeviceError: a page is gone; destinations have old, new or mixed bytes. Or the kernel refused.
     """
     _copy_runs(src, dst, size)
+
+
+copy_payloads: CopyPayloads | None = _load_payloads()
+"""Copies like `copy_runs`, and hashes what it reads: `(src, dst, size, counts, digests)`. Payload i consists of the
+next `counts[i]` runs, u64 `(payloads,)`. Its xxh3_128, of all runs in this order, is written to `digests[i]`, u64
+`(payloads, 2)`, high half first, as `storage.hashing` has it. The bytes that are hashed are those of the source right
+after they were copied. None: `native` is not in use, or the package `xxhash` does not export its functions.
+
+Raises like `copy_runs`, and MemoryError.
+"""
 
 
 def read_words(addresses: U64Array) -> tuple[U64Array, BoolArray]:

@@ -13,7 +13,9 @@ from typing import Protocol, TypedDict
 import numpy as np
 
 from kvoffloadd.device.base import Allocation, Copy, CopyResult, HostMemory, Work
-from kvoffloadd.device.copyruns import CopyRuns, copy_runs
+from kvoffloadd.device.chunked import Mover
+from kvoffloadd.device.copyruns import copy_runs
+from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError, DeviceError
 from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import Direction, Outcome, U64Array
@@ -34,7 +36,7 @@ class Faults(TypedDict, total=False):
 class MovingDevice(HostMemory, Protocol):
     """A device whose chunks are copied by a function that can be replaced."""
 
-    mover: CopyRuns
+    mover: Mover
 
 
 class FaultyDevice:
@@ -110,11 +112,11 @@ class FaultyDevice:
         """See `Device.close`."""
         return await self._inner.close(deadline_s)
 
-    def _move_late(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
+    def _move_late(self, chunk: Copies) -> None:
         time.sleep(self._delay_s)
         while self._hold is not None and os.path.exists(self._hold):
             time.sleep(_HOLD_POLL_S)
-        self._move(src, dst, size)
+        self._move(chunk)
 
     def _plant(self, direction: Direction, work: Work, result: CopyResult) -> CopyResult:
         self._copies += 1

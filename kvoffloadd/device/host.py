@@ -11,17 +11,17 @@ import fcntl
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvoffloadd.device.base import Allocation, CopyResult, Work
-from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
-from kvoffloadd.device.copyruns import CopyRuns, copy_runs
+from kvoffloadd.device.chunked import PIECE_DESCRIPTORS, ChunkedCopy, Chunks, Mover, Turn, lane_gauges
+from kvoffloadd.device.copyruns import copy_payloads, copy_runs
 from kvoffloadd.device.holes import Holes
-from kvoffloadd.device.plan import split
+from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
 from kvoffloadd.errors import LimitError, MemoryKindError, UsageError
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
-from kvoffloadd.model import Direction
+from kvoffloadd.model import Direction, Outcome, U64Array
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 
 SPLIT_BYTES_MIN = 1 << 20
@@ -57,10 +57,9 @@ class HostDevice:
         copy_threads: int,
         chunk_bytes: int,
         *,
-        mover: CopyRuns = copy_runs,
         holes: Holes | None = None,
     ) -> None:
-        self.mover = mover
+        self.mover: Mover = copy_chunk
         self._holes = holes
         self._loop = loop
         self._copy_threads = copy_threads
@@ -108,8 +107,13 @@ class HostDevice:
         """See `Device.submit`."""
         threads = self._copy_threads if work.total_bytes >= SPLIT_BYTES_MIN else 1
         piece_bytes = min(self._chunk_bytes, max(work.total_bytes // threads, _PIECE_BYTES_MIN))
-        pieces = threads if work.small else 1
-        cut = partial(split, pieces=pieces, min_piece_bytes=_PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
+        pieces, cutter = threads if work.small else 1, split
+        if direction is Direction.STORE and copy_payloads is not None:
+            # Only where the payloads are small enough for all threads to have a part of them.
+            hashed = work.hashed(PIECE_DESCRIPTORS, piece_bytes)
+            if hashed is not None:
+                work, cutter, done = hashed, split_payloads, partial(_end_hashed, done, hashed.digests)
+        cut = partial(cutter, pieces=pieces, min_piece_bytes=_PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
         chunks = Chunks(work, direction, cut, piece_bytes)
         turn = Turn(self._loop, self._lanes[direction], threads, urgent, flow)
         copy = ChunkedCopy(chunks, self.mover, turn, deadline_s, done, self._copies)
@@ -142,6 +146,18 @@ class HostDevice:
                 await self._unmapping.perform(_nothing)  # behind all that is to be unmapped
         await self._unmapping.close(deadline_s)
         return ended
+
+
+def copy_chunk(chunk: Copies) -> None:
+    """The mover of a HostDevice."""
+    if isinstance(chunk, PayloadCopies) and copy_payloads is not None:
+        copy_payloads(chunk.src, chunk.dst, chunk.size, chunk.counts, chunk.digests)
+    else:
+        copy_runs(chunk.src, chunk.dst, chunk.size)
+
+
+def _end_hashed(done: Callable[[CopyResult], None], digests: U64Array, result: CopyResult) -> None:
+    done(replace(result, digests=digests) if result.outcome is Outcome.DONE else result)
 
 
 def _check_memory(fd: int, peer_uid: int) -> int:

@@ -3,6 +3,7 @@
     GroupPlan.expand    block ids, payload addresses -> descriptors (memory address, payload address, size)
     make_copies         descriptors and a direction  -> Copies, neighbours coalesced
     split               Copies -> chunks for the threads of a lane
+    split_payloads      the same, of payloads that are hashed while they are copied
 
 All addresses and sizes are u64 arrays of one length. Copies are unordered: no result depends on which is made first.
 """
@@ -242,6 +243,18 @@ class Copies:
         return int(self.size.sum())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PayloadCopies(Copies):
+    """Copies that store whole payloads, each in the order of its bytes, and where their checksums go.
+
+    `counts`: u64 `(payloads,)`, the copies of each payload, which come one payload after the other. `digests`: u64
+    `(payloads, 2)`, a view of the job's, written by whoever copies.
+    """
+
+    counts: U64Array
+    digests: U64Array
+
+
 def make_copies(direction: Direction, memory: U64Array, payload: U64Array, sizes: U64Array, descriptors: int) -> Copies:
     """Copies between worker memory and payloads, coalesced. Destinations are not checked: see `overlap`."""
     src, dst = (memory, payload) if direction is Direction.STORE else (payload, memory)
@@ -254,7 +267,7 @@ def coalesce(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U6
     Ascending runs first, then descending ones (blocks are often handed out from the end). The order is kept; it
     is not sorted, which would cost more than all the rest of planning and gain nothing on real block tables.
     """
-    ascending = (src[:-1] + size[:-1] == src[1:]) & (dst[:-1] + size[:-1] == dst[1:])
+    ascending = _ascending(src, dst, size)
     if ascending.any():
         begins, size = _merge(ascending, size)
         src, dst = src[begins], dst[begins]
@@ -264,6 +277,25 @@ def coalesce(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U6
         lasts = np.append(begins[1:], len(src)) - 1
         src, dst = src[lasts], dst[lasts]
     return src, dst, size
+
+
+def coalesce_payloads(
+    src: U64Array, dst: U64Array, size: U64Array, counts: I64Array
+) -> tuple[U64Array, U64Array, U64Array, I64Array]:
+    """The same within each payload, of which number i has the next `counts[i]` copies; and how many it has then."""
+    joined = _ascending(src, dst, size)
+    if not joined.any():
+        return src, dst, size, counts
+    ends = np.cumsum(counts)
+    joined[ends[(ends > 0) & (ends < len(size))] - 1] = False
+    begins, size = _merge(joined, size)
+    return src[begins], dst[begins], size, np.diff(np.searchsorted(begins, ends), prepend=0)
+
+
+def _ascending(src: U64Array, dst: U64Array, size: U64Array) -> BoolArray:
+    """Of each but the last: it ends where the next one begins, on both sides."""
+    joined: BoolArray = (src[:-1] + size[:-1] == src[1:]) & (dst[:-1] + size[:-1] == dst[1:])
+    return joined
 
 
 def _merge(joined: BoolArray, size: U64Array) -> tuple[I64Array, U64Array]:
@@ -341,6 +373,51 @@ def split(
         at, end = int(begins[lo]), total if hi == len(begins) else int(begins[hi])
         descriptors = copies.descriptors * end // total - copies.descriptors * at // total
         chunks.append(Copies(src[lo:hi], dst[lo:hi], sizes[lo:hi], descriptors))
+    return chunks
+
+
+def split_payloads(
+    copies: Copies,
+    pieces: int,
+    min_piece_bytes: int,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    chunk_descriptors: int = CHUNK_DESCRIPTORS,
+) -> list[Copies]:
+    """The same of whole payloads: `copies` is a PayloadCopies, and so are the chunks. They are larger than the bounds
+    allow by what a payload has, at most.
+
+    Raises:
+        UsageError: a bound below 1, or other copies.
+    """
+    if min(pieces, min_piece_bytes, chunk_bytes, chunk_descriptors) < 1 or not isinstance(copies, PayloadCopies):
+        raise UsageError("only copies of whole payloads can be split between them, with bounds above 0")
+    total = copies.total_bytes
+    if total == 0:
+        return []
+    count = max(min(pieces, total // min_piece_bytes), -(-total // chunk_bytes))
+    ends = np.cumsum(copies.counts, dtype=np.int64)
+    starts = ends - copies.counts.astype(np.int64)
+    bytes_before = np.concatenate([[0], np.cumsum(copies.size, dtype=np.int64)])
+    piece, step = bytes_before[starts] * count // total, starts // chunk_descriptors
+    cuts = np.flatnonzero((np.diff(piece) != 0) | (np.diff(step) != 0)) + 1
+    if not len(cuts):
+        return [copies]
+    chunks = list[Copies]()
+    for lo, hi in itertools.pairwise([0, *cuts.tolist(), len(ends)]):
+        runs = slice(int(starts[lo]), int(ends[hi - 1]))
+        at, end = int(bytes_before[runs.start]), int(bytes_before[runs.stop])
+        descriptors = copies.descriptors * end // total - copies.descriptors * at // total
+        chunks.append(
+            PayloadCopies(
+                copies.src[runs],
+                copies.dst[runs],
+                copies.size[runs],
+                descriptors,
+                copies.counts[lo:hi],
+                copies.digests[lo:hi],
+            )
+        )
     return chunks
 
 

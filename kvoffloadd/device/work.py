@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffloadd.device.plan import Copies, GroupPlan, concatenate, make_copies
+from kvoffloadd.device.plan import Copies, GroupPlan, PayloadCopies, coalesce_payloads, concatenate, make_copies
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, U32Array, U64Array
 
 SMALL_DESCRIPTORS, SMALL_LISTS = 65_536, 8
@@ -75,6 +75,23 @@ class BlockList:
         order = np.argsort(payload, kind="stable")
         return make_copies(direction, memory[order], payload[order], sizes[order], len(sizes))
 
+    def make_payloads(self, rows: slice, digests: U64Array) -> PayloadCopies:
+        """The copies that store these payloads, of which every block is wanted; `digests`: those of the payloads."""
+        keys, columns, addresses = self.keys[rows], self.columns[rows], self.addresses[rows]
+        counts = np.array([len(plan.size) for plan in self.plans], np.int64)[columns]
+        if len(self.plans) == 1:
+            memory, payload, sizes = self.plans[0].expand(self.blocks[keys], addresses)
+        else:
+            made, owners = [], []
+            for column, plan in enumerate(self.plans):
+                mine = columns == column
+                made.append(plan.expand(self.blocks[keys[mine]], addresses[mine]))
+                owners.append(np.repeat(np.flatnonzero(mine), len(plan.size)))
+            order = np.argsort(np.concatenate(owners), kind="stable")
+            memory, payload, sizes = (np.concatenate(arrays)[order] for arrays in zip(*made, strict=True))
+        src, dst, size, counts = coalesce_payloads(memory, payload, sizes, counts)
+        return PayloadCopies(src, dst, size, len(sizes), counts.astype(np.uint64), digests)
+
 
 class BlockWork:
     """All that a job copies, or the payloads that are in the mask alone. See `base.Work`."""
@@ -83,16 +100,23 @@ class BlockWork:
         if mask is not None:
             masks = np.split(mask, np.cumsum([len(one.keys) for one in lists])[:-1])
             lists = [one.only(some) for one, some in zip(lists, masks, strict=True)]
+        self.payloads = sum(len(one.keys) for one in lists)
         self._lists = [one for one in map(BlockList.wanted, lists) if len(one.keys)]
+        missing = self.payloads - sum(len(one.keys) for one in self._lists)
         self.total_bytes = self.descriptors = self.payload_end = 0
         for one in self._lists:
-            for plan, blocks in zip(one.plans, one.blocks_of_plans(), strict=True):
+            blocks_of_plans = one.blocks_of_plans()
+            missing += len(one.keys) * one.blocks.shape[1] - sum(blocks_of_plans)
+            for plan, blocks in zip(one.plans, blocks_of_plans, strict=True):
                 self.total_bytes += blocks * (plan.payload_bytes // plan.blocks_per_key)
                 self.descriptors += blocks * (len(plan.size) // plan.blocks_per_key)
             sizes = np.array([plan.payload_bytes for plan in one.plans], np.uint64)
             self.payload_end = max(self.payload_end, int((one.addresses + sizes[one.columns]).max()))
-        widest = max((len(plan.size) for one in self._lists for plan in one.plans), default=0)
-        self.small = max(self.descriptors, widest) <= SMALL_DESCRIPTORS and len(self._lists) <= SMALL_LISTS
+        plans = [plan for one in self._lists for plan in one.plans]
+        self._widest = max((len(plan.size) for plan in plans), default=0)
+        self._largest_bytes = max((plan.payload_bytes for plan in plans), default=0)
+        self._whole = missing == 0
+        self.small = max(self.descriptors, self._widest) <= SMALL_DESCRIPTORS and len(self._lists) <= SMALL_LISTS
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
         """See `base.Work`."""
@@ -113,3 +137,48 @@ class BlockWork:
     def make_all(self, direction: Direction) -> Copies:
         """See `base.Work`."""
         return concatenate([one.make(direction) for one in self._lists])
+
+    def hashed(self, most_descriptors: int, most_bytes: int) -> HashedWork | None:
+        """See `base.Work`."""
+        if not self._whole or self._widest > most_descriptors or self._largest_bytes > most_bytes:
+            return None
+        return HashedWork(self, self._lists)
+
+
+class HashedWork:
+    """A store's work whose payloads are hashed while they are copied. See `base.Work`; it makes `PayloadCopies`.
+
+    `digests`: u64 `(payloads, 2)`, in the order of the lists; complete when all has been copied. Of each piece it is
+    written by the thread that copies it, and by no other.
+    """
+
+    def __init__(self, work: BlockWork, lists: list[BlockList]) -> None:
+        self.total_bytes, self.descriptors, self.payload_end = work.total_bytes, work.descriptors, work.payload_end
+        self.small = work.small
+        self.digests: U64Array = np.zeros((work.payloads, 2), np.uint64)
+        self.pieces = work.pieces
+        self._lists = lists
+        counts = [len(one.keys) for one in lists]
+        self._firsts = np.cumsum([0, *counts]).tolist()
+
+    def make(self, direction: Direction, piece: Piece) -> Copies:
+        """See `base.Work`. The piece has whole payloads, as all have that `hashed` allows."""
+        return self._make(piece.list_number, piece.first, piece.end)
+
+    def make_all(self, direction: Direction) -> Copies:
+        """See `base.Work`."""
+        made = [self._make(number, 0, len(one.keys)) for number, one in enumerate(self._lists)]
+        if len(made) == 1:
+            return made[0]
+        copies = concatenate(made)
+        counts = np.concatenate([np.zeros(0, np.uint64), *(one.counts for one in made)])
+        return PayloadCopies(copies.src, copies.dst, copies.size, copies.descriptors, counts, self.digests)
+
+    def hashed(self, most_descriptors: int, most_bytes: int) -> HashedWork:
+        """See `base.Work`: this is it."""
+        del most_descriptors, most_bytes
+        return self
+
+    def _make(self, number: int, first: int, end: int) -> PayloadCopies:
+        at = self._firsts[number]
+        return self._lists[number].make_payloads(slice(first, end), self.digests[at + first : at + end])

@@ -106,7 +106,7 @@ def _chunks(work: BlockWork, config: Config, cut: _Cut, *, at_once: bool = True)
     """As the threads of the daemon's lanes take them. `at_once`: see `Chunks`."""
     found: list[Copies] = []
     chunks = Chunks(work, Direction.LOAD, cut, config.copy.chunk_bytes, at_once=at_once)
-    while chunks.copy_next(lambda src, dst, size: found.append(Copies(src, dst, size, len(size)))):
+    while chunks.copy_next(found.append):
         yield from found
         found.clear()
     yield from found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ import xxhash
 
 from kvoffloadd.lanes import TURN_BYTES
 from kvoffloadd.model import I64Array, U64Array
+from kvoffloadd.xxh3 import find_function
 
 HashPayloads = Callable[[U64Array, I64Array], U64Array]
 
@@ -41,10 +41,11 @@ def _load_native() -> HashPayloads | None:
     """
     try:
         hash_all = importlib.import_module("kvoffloadd.storage._hashruns").hash
-        exported = ctypes.CDLL(sys.modules["xxhash._xxhash"].__file__).XXH3_128bits
-    except (ImportError, OSError, KeyError, AttributeError):
+    except ImportError:
         return None
-    function = ctypes.cast(exported, ctypes.c_void_p).value
+    function = find_function("XXH3_128bits_dispatch", "XXH3_128bits")
+    if function is None:
+        return None
 
     def native(addresses: U64Array, sizes: I64Array) -> U64Array:
         digests = np.empty((len(addresses), 2), np.uint64)

@@ -40,6 +40,10 @@ class Made:
         del direction
         return self._copies
 
+    def hashed(self, most_descriptors: int, most_bytes: int) -> None:
+        """Copies without payloads."""
+        del most_descriptors, most_bytes
+
 
 def noise(size_bytes: int, seed: int = 0) -> U8Array:
     """Bytes of which no two places look alike."""

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kvoffloadd.device.copyruns import copy_runs
-from kvoffloadd.device.host import HostDevice
+from kvoffloadd.device.host import HostDevice, copy_chunk
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import MemoryKindError, UsageError
 from kvoffloadd.fairqueue import FairQueue
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvoffloadd.device.base import Copy, CopyResult, Device
-    from kvoffloadd.model import U8Array, U64Array
+    from kvoffloadd.model import U8Array
 
 MIB = 1 << 20
 FOREIGN_UID = os.geteuid() + 12345
@@ -57,11 +56,11 @@ class Gate:
         self.open = threading.Event()
         self.calls: list[int] = []
 
-    def __call__(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
-        self.calls.append(int(dst[0]))
+    def __call__(self, chunk: Copies) -> None:
+        self.calls.append(int(chunk.dst[0]))
         self.entered.release()
         self.open.wait(20)
-        copy_runs(src, dst, size)
+        copy_chunk(chunk)
 
     async def wait_entered(self) -> None:
         await asyncio.to_thread(self.entered.acquire, timeout=20)
@@ -283,7 +282,7 @@ async def test_loads_never_wait_for_stores(device: HostDevice) -> None:
     src, dst, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), Results()
     submit(device, copies_of(src, dst), results.done("store"), Direction.STORE)
     await gate.wait_entered()
-    device.mover = copy_runs
+    device.mover = copy_chunk
     other = np.zeros(4 * MIB, np.uint8)
     submit(device, copies_of(src, other), results.done("load"), Direction.LOAD)
     assert (await results.get("load")).outcome is Outcome.DONE
@@ -475,12 +474,12 @@ async def test_one_failing_chunk_fails_the_copy_and_no_other() -> None:
     src, dst, other, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), np.zeros(MIB, np.uint8), Results()
     calls = 0
 
-    def failing(src: U64Array, dst: U64Array, size: U64Array) -> None:
+    def failing(chunk: Copies) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise OSError("planted")
-        copy_runs(src, dst, size)
+        copy_chunk(chunk)
 
     device.mover = failing
     submit(device, copies_of(src, dst, 4), results.done("a"))

@@ -13,7 +13,7 @@ from kvoffloadd.device import chunked as chunks_module
 from kvoffloadd.device.chunked import Chunks
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor, split
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
-from kvoffloadd.model import NO_BLOCK, Direction, Ref, U64Array
+from kvoffloadd.model import NO_BLOCK, Direction, Ref
 from tests.device.memory import u64
 from tests.device.test_copies import bytes_of
 
@@ -87,7 +87,7 @@ def big(keys: int, per_key: int) -> BlockWork:
     return BlockWork([BlockList((plan,), ids, np.arange(keys), np.zeros(keys, np.int64), addresses)])
 
 
-def nothing(_src: U64Array, _dst: U64Array, _size: U64Array) -> None:
+def nothing(_chunk: Copies) -> None:
     """Copies no byte."""
 
 
@@ -106,8 +106,8 @@ def test_chunks_are_made_as_they_are_taken() -> None:
     assert seen == [], "nothing is made before anybody asks"
     moved = []
 
-    def move(src: U64Array, dst: U64Array, size: U64Array) -> None:
-        moved.extend(bytes_of(Copies(src, dst, size, len(size))))
+    def move(chunk: Copies) -> None:
+        moved.extend(bytes_of(chunk))
 
     while chunks.copy_next(move):
         pass
@@ -129,7 +129,7 @@ def test_a_key_of_many_descriptors_is_made_in_parts() -> None:
 def test_dropped_chunks_are_neither_taken_nor_made() -> None:
     seen: list[int] = []
     chunks = Chunks(big(4000, 32), Direction.LOAD, cutter(seen), 1 << 30)
-    assert not chunks.copy_next(lambda *_: chunks.drop()), "while its first chunk is being copied"
+    assert not chunks.copy_next(lambda _: chunks.drop()), "while its first chunk is being copied"
     moved = chunks.bytes
     assert moved > 0
     assert (chunks.copy_next(nothing), chunks.bytes, len(seen)) == (False, moved, 1)

@@ -73,15 +73,15 @@ class RowCopier:
             most = min(most * len(copies) // max(len(runs) + len(runs.rest), 1), PIECE_DESCRIPTORS)
         return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=most)
 
-    def move(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
+    def move(self, copies: Copies) -> None:
         """Makes the copies of one chunk, in a lane's thread: returns when they have ended. Blocks.
 
         Raises:
             DeviceError: memory that is not pinned, or as `CopyStream.move`.
         """
+        src, dst, size = copies.src, copies.dst, copies.size
         if self._pinning.failure and (host_side(self._direction, src, dst) + size).max() > self._pinning.pinned_to:
             raise DeviceError(self._pinning.failure)
-        copies = Copies(src, dst, size, len(size))
         if self._takes_kernel(copies):
             fits = len(size) <= ROWS_MAX and copies.total_bytes <= self._config.staging_bytes + SLACK_BYTES
             if fits and self.stages.move(self._direction, src, dst, size):
