@@ -87,7 +87,9 @@ class Sealing:
         return [SealBatch(number, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]) for at in starts]
 
     def _seal_hashed(self) -> None:
-        """One batch a turn, others first."""
+        """One batch a turn, others first. None if the lane is closing: the cache is next."""
+        if self.lane.closing:
+            return
         batch, digests = self._hashed.popleft()
         if self._hashed:
             loop = asyncio.get_running_loop()

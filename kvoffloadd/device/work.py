@@ -97,10 +97,10 @@ class BlockWork:
     """All that a job copies, or the payloads that are in the mask alone. See `base.Work`."""
 
     def __init__(self, lists: list[BlockList], mask: BoolArray | None = None) -> None:
+        self.payloads = sum(len(one.keys) for one in lists)
         if mask is not None:
             masks = np.split(mask, np.cumsum([len(one.keys) for one in lists])[:-1])
             lists = [one.only(some) for one, some in zip(lists, masks, strict=True)]
-        self.payloads = sum(len(one.keys) for one in lists)
         self._lists = [one for one in map(BlockList.wanted, lists) if len(one.keys)]
         missing = self.payloads - sum(len(one.keys) for one in self._lists)
         self.total_bytes = self.descriptors = self.payload_end = 0

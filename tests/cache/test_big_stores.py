@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import Lane
-from kvoffloadd.model import Outcome
+from kvoffloadd.model import Outcome, U64Array
 
 from .fakes import keys_of, make_cache, make_keyspace
 
@@ -52,8 +53,8 @@ class Scene:
         held = cast(Any, self.device)
         self.job = self.jobs.store(self.parts, [], CopyOptions(held, 1e9), self.ends.append)
 
-    def end_copy(self, outcome: Outcome) -> None:
-        self.device.done(CopyResult(outcome, 0, 0, 0, 0.0))
+    def end_copy(self, outcome: Outcome, digests: U64Array | None = None) -> None:
+        self.device.done(CopyResult(outcome, 0, 0, 0, 0.0, "", digests))
 
     def audit(self) -> list[str]:
         return audit.check(self.cache, self.jobs.holds, self.jobs.reserved)
@@ -89,6 +90,27 @@ async def test_a_big_store_becomes_readable_in_steps_from_its_end_on_and_is_seal
     assert (scene.ends[0].outcome, scene.hits(), scene.jobs.reserved) == (Outcome.DONE, KEYS, 0)
     assert await scene.jobs.until_sealed(asyncio.get_running_loop().time() + 20)
     assert (scene.cache.entries.parts.state[scene.parts] == PartState.SEALED).all()
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+async def test_each_part_of_a_big_store_is_sealed_with_its_own_digest(scene: Scene, *, cleared: bool) -> None:
+    """The parts are committed from the last on, and some may be gone by then: the copy's digests are of all parts, in
+    the order of the request.
+    """
+    gate, columns = threading.Event(), scene.cache.entries.parts
+    scene.lane.submit(gate.wait, lambda _: None)
+    digests = np.arange(2 * KEYS, dtype=np.uint64).reshape(-1, 2)
+    gone = np.array([3, STEP_PARTS + 7, KEYS - 2]) if cleared else np.zeros(0, int)
+    scene.cache.drop(scene.cache.entries.find(scene.keyspace, scene.keys[gone]).astype(np.uint32))
+    scene.end_copy(Outcome.DONE, digests)
+    await steps(scene)
+    assert np.flatnonzero(scene.ends[0].bad).tolist() == gone.tolist()
+    assert await scene.jobs.until_sealed(asyncio.get_running_loop().time() + 20), "the hash lane is busy all the time"
+    kept = np.delete(np.arange(KEYS), gone)
+    assert (columns.state[scene.parts[kept]] == PartState.SEALED).all()
+    assert (columns.digest[scene.parts[kept]] == digests[kept]).all()
+    assert scene.cache.counters.parts_sealed == len(kept)
+    gate.set()
 
 
 async def test_a_big_store_that_failed_is_freed_in_steps(scene: Scene) -> None:

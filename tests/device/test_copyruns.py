@@ -9,15 +9,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffloadd.device import copyruns
-from kvoffloadd.device.copyruns import IMPLEMENTATION, CopyRuns, copy_runs, implementations
+from kvoffloadd.device.copyruns import IMPLEMENTATION, CopyRuns, copy_payloads, copy_runs, implementations
 from kvoffloadd.errors import DeviceError, UsageError
+from kvoffloadd.model import U64Array
 from kvoffloadd.sharedmem import Mapping, create_memfd
 from tests.device.hiding import HIDDEN, hide
 from tests.device.memory import address, noise, same_array, u64
@@ -170,3 +173,83 @@ def test_without_the_faster_ones_the_next_is_chosen(hidden: tuple[str, ...], tmp
 def test_same_array_tells_arrays_apart() -> None:
     assert same_array(u64([1, 2]), [1, 2])
     assert not same_array(u64([1, 2]), [2, 1])
+
+
+# --- copying and hashing --------------------------------------------------------------------------
+
+hashing = pytest.mark.skipif(copy_payloads is None, reason="nothing hashes while it copies here")
+
+
+def _copy_and_hash(shapes: list[list[tuple[int, int, int]]]) -> None:
+    """`shapes`: of each payload its runs: a gap before the source, one before the destination, and a length."""
+    assert copy_payloads is not None
+    runs = [run for payload in shapes for run in payload]
+    lengths = [length for _, _, length in runs]
+    froms = np.cumsum([0, *lengths])[:-1] + np.cumsum([gap for gap, _, _ in runs] or [0])[: len(runs)]
+    tos = np.cumsum([0, *lengths])[:-1] + np.cumsum([gap for _, gap, _ in runs] or [0])[: len(runs)]
+    size_bytes = sum(length + max(gaps) for *gaps, length in runs) + 200
+    src, dst = noise(size_bytes, 1), noise(size_bytes, 2)
+    expected, digests = dst.copy(), np.full((len(shapes), 2), 7, np.uint64)
+    pieces = [src[at : at + length] for at, length in zip(froms, lengths, strict=True)]
+    for to, piece in zip(tos, pieces, strict=True):
+        expected[to : to + len(piece)] = piece
+    counts = u64([len(payload) for payload in shapes])
+    copy_payloads(u64(froms) + u64([address(src)]), u64(tos) + u64([address(dst)]), u64(lengths), counts, digests)
+    assert np.array_equal(dst, expected)
+    ends = np.cumsum([len(payload) for payload in shapes], dtype=int)
+    for payload, end, digest in zip(shapes, ends, digests, strict=True):
+        whole = b"".join(piece.tobytes() for piece in pieces[end - len(payload) : end])
+        assert digest.astype(">u8").tobytes() == xxhash.xxh3_128_digest(whole)
+
+
+@hashing
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(st.integers(0, 100), st.integers(0, 100), st.integers(0, 70_000) | st.integers(0, 300)),
+            max_size=4,
+        ),
+        max_size=5,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_payloads_are_copied_and_hashed(shapes: list[list[tuple[int, int, int]]]) -> None:
+    _copy_and_hash(shapes)
+
+
+@hashing
+@pytest.mark.parametrize("around", [4096, 16384, 32768])
+def test_hashing_around_the_sizes_at_which_copies_change(around: int) -> None:
+    for length, misalignment in itertools.product(range(around - 2, around + 3), (0, 1, 31)):
+        _copy_and_hash([[(3, misalignment, length), (0, 0, 5)], [(1, 1, length)]])
+
+
+@hashing
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    assert copy_payloads is not None
+    src, dst, digests = noise(64), np.zeros(64, np.uint8), np.zeros((2, 2), np.uint64)
+    runs = (u64([address(src)] * 2), u64([address(dst)] * 2), u64([8, 8]))
+    wrong: list[tuple[U64Array, Any]] = [
+        (u64([1, 2]), digests),
+        (u64([1]), digests[:1]),
+        (u64([1, 1]), digests[:1]),
+        (u64([1, 1]), np.zeros((2, 4), np.uint64)[:, ::2]),
+        (u64([1, 1]), np.zeros((2, 2), np.int64)),
+    ]
+    for counts, out in wrong:
+        with pytest.raises(UsageError):
+            copy_payloads(*runs, counts, out)
+    assert not dst.any()
+    assert not digests.any()
+
+
+def test_a_hash_that_gives_other_digests_is_not_used() -> None:
+    def other(*arguments: U64Array) -> None:
+        assert copy_payloads is not None
+        copy_payloads(*arguments)
+        arguments[4][2, 1] ^= np.uint64(1)
+
+    if copy_payloads is not None:
+        assert copyruns._is_right(copy_payloads)
+        assert not copyruns._is_right(other)
+    assert not copyruns._is_right(lambda *_: None)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvoffloadd.device.copyruns import CopyRuns, ReadWords, copy_runs, implementations, read_words
+from kvoffloadd.device.copyruns import CopyRuns, ReadWords, copy_payloads, copy_runs, implementations, read_words
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import Mapping
@@ -56,6 +56,24 @@ def test_the_copy_fails_and_can_be_made_again(copy: CopyRuns, shared: Mapping, s
             copy(*runs(shared, address(own), size, store=store))
         good = [column[[0, 2]] for column in runs(shared, address(own), size, store=store)]
         copy(*good)
+    there = shared.array()[: 2 * size]
+    assert np.array_equal(there, np.concatenate([own[:size], own[2 * size :]]))
+
+
+@pytest.mark.skipif(copy_payloads is None, reason="nothing hashes while it copies here")
+@pytest.mark.parametrize("size", [2, 100, PAGE_BYTES, 40_000], ids="{} bytes".format)
+def test_a_copy_that_hashes_fails_and_can_be_made_again(shared: Mapping, size: int) -> None:
+    """The page may be gone when it is copied, and, since it is read twice, when it is hashed."""
+    assert copy_payloads is not None
+    own, digests = noise(3 * size, 4), np.zeros((3, 2), np.uint64)
+    for _ in range(3):
+        with pytest.raises(DeviceError, match=GONE):
+            copy_payloads(*runs(shared, address(own), size, store=True), u64([1, 1, 1]), digests)
+        assert digests[0].any()
+        assert not digests[1:].any()
+        src, dst, sizes = (column[[0, 2]] for column in runs(shared, address(own), size, store=True))
+        copy_payloads(src, dst, sizes, u64([1, 1]), digests[:2])
+        digests[:] = 0
     there = shared.array()[: 2 * size]
     assert np.array_equal(there, np.concatenate([own[:size], own[2 * size :]]))
 

@@ -18,13 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import xxhash
 
+from kvoffloadd.device import host
+from kvoffloadd.device.copyruns import copy_payloads
 from kvoffloadd.device.host import HostDevice, copy_chunk
-from kvoffloadd.device.plan import Copies
+from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
+from kvoffloadd.device.work import BlockList, BlockWork
 from kvoffloadd.errors import MemoryKindError, UsageError
 from kvoffloadd.fairqueue import FairQueue
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
-from kvoffloadd.model import Direction, Outcome
+from kvoffloadd.model import Direction, Outcome, Ref
 from kvoffloadd.sharedmem import create_memfd
 from tests.device.memory import Made, address, noise, u64
 
@@ -253,6 +257,72 @@ async def test_a_copy_moves_its_bytes(device: HostDevice, direction: Direction, 
     assert (result.outcome, result.bytes, result.descriptors, result.reason) == (Outcome.DONE, size_bytes, pieces, "")
     assert pieces <= result.copies <= pieces + 2
     assert result.seconds > 0
+
+
+def blocks_of(src: U8Array, dst: U8Array, page_bytes: int, per_key: int) -> BlockWork:
+    """A store of all blocks of `src`, in some order, to payloads side by side in `dst`."""
+    blocks = len(src) // page_bytes
+    plan = GroupPlan.build([Tensor(address(src), blocks, page_bytes, page_bytes)], [Ref(0, 0, page_bytes)], per_key)
+    ids = np.random.default_rng(4).permutation(blocks).astype(np.uint32).reshape(-1, per_key)
+    at = np.uint64(address(dst)) + np.arange(len(ids), dtype=np.uint64) * np.uint64(per_key * page_bytes)
+    return BlockWork([BlockList((plan,), ids, np.arange(len(ids)), np.zeros(len(ids), np.int64), at)])
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "page_bytes", "per_key"),
+    [(4096, 64, 1), (MIB, 64, 16), (4 * MIB, 4096, 1), (8 * MIB, 16_384, 8), (8 * MIB, MIB, 1), (6 * MIB, 24, 2)],
+)
+async def test_a_store_is_hashed_meanwhile(
+    device: HostDevice, size_bytes: int, page_bytes: int, per_key: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one whose payloads are too large for it, or where nothing can, is not; and no load is."""
+    size_bytes -= size_bytes % (page_bytes * per_key)
+    src, dst, results = noise(size_bytes), np.zeros(size_bytes, np.uint8), Results()
+    work, payload_bytes = blocks_of(src, dst, page_bytes, per_key), page_bytes * per_key
+
+    async def copied(name: str, direction: Direction, work: BlockWork) -> CopyResult:
+        done, deadline_s = results.done(name), asyncio.get_running_loop().time() + 20
+        device.submit(direction, work, deadline_s=deadline_s, urgent=False, done=done)
+        result = await results.get(name)
+        assert (result.outcome, result.bytes) == (Outcome.DONE, size_bytes)
+        return result
+
+    result = await copied("store", Direction.STORE, work)
+    assert sorted(dst.tobytes()) == sorted(src.tobytes())
+    payloads = dst.reshape(-1, payload_bytes)
+    expected = [xxhash.xxh3_128_digest(payload.data) for payload in payloads]
+    if copy_payloads is not None:
+        assert result.digests is not None
+        assert [digest.astype(">u8").tobytes() for digest in result.digests] == expected
+    assert (await copied("load", Direction.LOAD, work)).digests is None
+    monkeypatch.setattr(host, "copy_payloads", None)
+    dst[:] = 0
+    assert (await copied("without", Direction.STORE, work)).digests is None
+    assert [xxhash.xxh3_128_digest(payload.data) for payload in payloads] == expected
+    monkeypatch.undo()
+    whole = blocks_of(src, dst, page_bytes, len(src) // page_bytes)
+    if size_bytes >= 4 * MIB:
+        assert (await copied("one payload for two threads", Direction.STORE, whole)).digests is None
+
+
+@pytest.mark.skipif(copy_payloads is None, reason="nothing hashes while it copies here")
+async def test_a_store_that_fails_has_no_digests(device: HostDevice) -> None:
+    src, dst, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), Results()
+    calls = 0
+
+    def failing(chunk: Copies) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError("planted")
+        copy_chunk(chunk)
+
+    device.mover = failing
+    deadline_s = asyncio.get_running_loop().time() + 20
+    work = blocks_of(src, dst, 4096, 1)
+    device.submit(Direction.STORE, work, deadline_s=deadline_s, urgent=False, done=results.done("a"))
+    result = await results.get("a")
+    assert (result.outcome, result.digests) == (Outcome.FAILED, None)
 
 
 async def test_nothing_to_copy_is_done(device: HostDevice) -> None:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvoffloadd.device import chunked as chunks_module
 from kvoffloadd.device.chunked import Chunks
-from kvoffloadd.device.plan import Copies, GroupPlan, Tensor, split
+from kvoffloadd.device.plan import Copies, GroupPlan, PayloadCopies, Tensor, split, split_payloads
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
+from kvoffloadd.errors import UsageError
 from kvoffloadd.model import NO_BLOCK, Direction, Ref
 from tests.device.memory import u64
 from tests.device.test_copies import bytes_of
@@ -76,6 +77,113 @@ def test_a_mask_leaves_payloads_out(some: list[BlockList], data: st.DataObject) 
     sizes = np.concatenate([np.array([plan.payload_bytes for plan in one.plans])[one.columns] for one in some])
     own = {a + at for a, size in zip(addresses[mask].tolist(), sizes[mask].tolist(), strict=True) for at in range(size)}
     assert {to for _, to in inside} <= own
+
+
+def payloads_of(some: list[BlockList]) -> list[tuple[int, ...]]:
+    """Of each payload, in order, the memory address of each of its bytes."""
+    found = []
+    for one in some:
+        for key, column, address in zip(one.keys, one.columns, one.addresses, strict=True):
+            memory, payload, sizes = one.plans[column].expand(one.blocks[[key]], u64([address]))
+            assert np.array_equal(payload, int(address) + np.cumsum(sizes) - sizes)
+            found.append(
+                tuple(at for low, n in zip(memory.tolist(), sizes.tolist(), strict=True) for at in range(low, low + n))
+            )
+    return found
+
+
+def hashed_bytes(copies: Copies, firsts: dict[int, int]) -> dict[int, tuple[int, ...]]:
+    """Of each payload, by its number, the source addresses in the order in which they are hashed."""
+    assert isinstance(copies, PayloadCopies)
+    assert len(copies.counts) == len(copies.digests)
+    ends, found = np.cumsum(copies.counts).astype(int), {}
+    for count, end, digest in zip(copies.counts.tolist(), ends.tolist(), copies.digests, strict=True):
+        runs = slice(end - count, end)
+        to = copies.dst[runs]
+        assert np.array_equal(to, to[:1] + np.cumsum(copies.size[runs]) - copies.size[runs]), "in payload order"
+        sources = zip(copies.src[runs].tolist(), copies.size[runs].tolist(), strict=True)
+        found[firsts[digest.ctypes.data]] = tuple(at for low, n in sources for at in range(low, low + n))
+    assert ends[-1:].tolist() == ([len(copies)] if len(ends) else [])
+    return found
+
+
+@given(lists(), st.sampled_from([1, 2, 3, 40]), st.sampled_from([1, 50, 1000]), st.sampled_from([1, 2, 1000]))
+@settings(max_examples=200, deadline=None)
+def test_hashed_work_is_the_same_payload_by_payload(some: list[BlockList], pieces: int, size: int, most: int) -> None:
+    """However it is cut: each payload in one chunk, in the order of its bytes, with its own place for the digest."""
+    for one in some:
+        one.blocks[one.blocks == NO_BLOCK] = 0
+    work = BlockWork(some)
+    hashed = work.hashed(1000, 10_000)
+    assert hashed is not None
+    expected = dict(enumerate(payloads_of(some)))
+    firsts = {row.ctypes.data: number for number, row in enumerate(hashed.digests)}
+    assert len(firsts) == len(hashed.digests) == len(expected)
+    assert (hashed.total_bytes, hashed.descriptors) == (work.total_bytes, work.descriptors)
+    whole = hashed.make_all(Direction.STORE)
+    assert whole.descriptors == work.descriptors
+    if work.total_bytes:
+        assert hashed_bytes(whole, firsts) == expected
+    in_pieces = [hashed.make(Direction.STORE, piece) for piece in hashed.pieces(1000, 10_000)]
+    for made in ([whole], in_pieces):
+        cut = [
+            chunk
+            for copies in made
+            for chunk in split_payloads(copies, pieces, 1, chunk_bytes=size, chunk_descriptors=most)
+        ]
+        found: dict[int, tuple[int, ...]] = {}
+        for chunk in cut:
+            new = hashed_bytes(chunk, firsts)
+            assert new and not found.keys() & new.keys()
+            found |= new
+        assert found == expected
+        assert sum(chunk.descriptors for chunk in cut) == work.descriptors
+        for chunk in cut:
+            assert isinstance(chunk, PayloadCopies)
+            assert len(chunk.counts) == 1 or chunk.total_bytes < size + max(map(len, expected.values()))
+
+
+def test_what_is_not_copied_whole_is_not_hashed() -> None:
+    plan = GroupPlan.build([Tensor(0, BLOCKS, 64, 64)], [Ref(0, 0, 8, 4, 16)], 2)
+    blocks = np.arange(6, dtype=np.uint32).reshape(3, 2)
+
+    def work(ids: np.ndarray, mask: list[bool] | None = None) -> BlockWork:
+        one = BlockList((plan,), ids, np.arange(3), np.zeros(3, np.int64), u64([1 << 40, 2 << 40, 3 << 40]))
+        return BlockWork([one], None if mask is None else np.array(mask))
+
+    assert work(blocks).hashed(8, 64) is not None
+    assert work(blocks).hashed(7, 64) is None, "too many descriptors a payload for one piece"
+    assert work(blocks).hashed(8, 63) is None, "too many bytes"
+    gap = blocks.copy()
+    gap[1, 1] = NO_BLOCK
+    assert work(gap).hashed(8, 64) is None
+    gap[1, 0] = NO_BLOCK
+    assert work(gap).hashed(8, 64) is None, "one is not copied at all"
+    assert work(blocks, [True, False, True]).hashed(8, 64) is None
+    assert work(blocks, [True, True, True]).hashed(8, 64) is not None
+
+
+def test_neighbours_of_two_payloads_stay_two_copies() -> None:
+    """Blocks and slots side by side: a copy of both could have one digest only."""
+    plan = GroupPlan.build([Tensor(0, BLOCKS, 64, 64)], [Ref(0, 0, 64)], 2)
+    blocks = np.arange(6, dtype=np.uint32).reshape(3, 2)
+    addresses = u64([1 << 40, (1 << 40) + 128, (1 << 40) + 256])
+    work = BlockWork([BlockList((plan,), blocks, np.arange(3), np.zeros(3, np.int64), addresses)])
+    assert len(work.make_all(Direction.STORE)) == 1
+    hashed = work.hashed(100, 1000)
+    assert hashed is not None
+    made = hashed.make_all(Direction.STORE)
+    assert isinstance(made, PayloadCopies)
+    assert (made.size.tolist(), made.counts.tolist()) == ([128] * 3, [1] * 3)
+
+
+def test_only_whole_payloads_are_split_between_them() -> None:
+    none = u64([])
+    with pytest.raises(UsageError):
+        split_payloads(Copies(none, none, none, 0), 1, 1)
+    with pytest.raises(UsageError):
+        split_payloads(PayloadCopies(none, none, none, 0, none, np.zeros((0, 2), np.uint64)), 0, 1)
+    assert split_payloads(PayloadCopies(none, none, none, 0, none, np.zeros((0, 2), np.uint64)), 1, 1) == []
 
 
 def big(keys: int, per_key: int) -> BlockWork:
