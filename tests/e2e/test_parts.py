@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, KvCache, Outcome, Ref, SharedTensor
+from kvoffloadd.device.copyruns import copy_payloads
 from kvoffloadd.errors import RemoteError, UsageError
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold
+from tests.e2e.gpu_rank import device
 from tests.e2e.rank import PAGE, Keys, Rank, new_keys
 
 HIT, MISS, PENDING, RESERVED = KeyState.HIT, KeyState.MISS, KeyState.PENDING, KeyState.RESERVED
@@ -180,13 +182,19 @@ def test_engines_of_several_sizes_share(daemon: Daemon, keys: Keys, stored: int,
 
 
 def test_parts_that_lie_side_by_side_are_one_copy(start_daemon: Callable[..., Daemon], keys: Keys) -> None:
-    """The parts of a key are next to each other in its rows, and in slots of whole pages."""
+    """The parts of a key are next to each other in its rows, and in slots of whole pages. Where a store hashes while it
+    copies, it copies each payload by itself.
+    """
     daemon = start_daemon()
     pages = tuple(replace(one, refs=(Ref(0, one.part * PAGE, PAGE),)) for one in FOUR)
     rank = daemon.welcome(Rank(daemon.socket, pages))
     rank.store_keys(keys)
-    store = daemon.status()["transfers"]["store"]
-    assert (store["descriptors"], store["copies"]) == (24, 6)
+    assert rank.loads_right(keys)
+    transfers = daemon.status()["transfers"]
+    store, load = (transfers[name] for name in ("store", "load"))
+    hashed = device() == "host" and copy_payloads is not None
+    assert (store["descriptors"], store["copies"]) == (24, 24 if hashed else 6)
+    assert (load["descriptors"], load["copies"]) == (24, 6)
 
 
 def test_what_is_there_of_a_key_is_not_stored_again(daemon: Daemon, keys: Keys) -> None:

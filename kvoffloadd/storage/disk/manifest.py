@@ -74,9 +74,10 @@ async def read_manifest(path: Path, executor: Executor | None = None) -> Manifes
         DiskManifestError: it is not what was written.
         OSError: it can't be read.
     """
+    # In one call: a disk may not answer for long, and who is cancelled meanwhile leaves no open file behind.
+    loop = asyncio.get_running_loop()
     try:
-        async with aiofiles.open(path / MANIFEST_NAME, "rb", opener=_open, executor=executor) as stream:
-            raw = await stream.read(_BYTES_MAX)
+        raw = await loop.run_in_executor(executor, _read, path / MANIFEST_NAME)
     except FileNotFoundError:
         return None
     return decode_manifest(raw)
@@ -133,6 +134,11 @@ def decode_manifest(raw: bytes) -> Manifest:
         return Manifest(bytes.fromhex(stored.root_uuid), stored.base_epoch, stored.last_epoch, epochs)
     except (msgspec.MsgspecError, ValueError) as error:
         raise DiskManifestError(f"the manifest is damaged: {error}") from None
+
+
+def _read(path: Path) -> bytes:
+    with open(path, "rb", opener=_open) as stream:
+        return stream.read(_BYTES_MAX)
 
 
 def _open(path: str, flags: int) -> int:

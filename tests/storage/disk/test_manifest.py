@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +34,24 @@ async def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert await read_manifest(tmp_path) == other
     assert os.listdir(tmp_path) == ["manifest"]
     assert (tmp_path / "manifest").stat().st_mode & 0o777 == 0o600
+
+
+async def test_who_stops_waiting_for_a_disk_leaves_no_open_file(tmp_path: Path) -> None:
+    """A disk that does not answer: here a pipe, whose opening waits for a writer. Files left open are warnings, which
+    are errors in tests.
+    """
+    os.mkfifo(tmp_path / "manifest")
+    executor = ThreadPoolExecutor(1)
+    reading = asyncio.ensure_future(read_manifest(tmp_path, executor))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    writer = await asyncio.to_thread(os.open, tmp_path / "manifest", os.O_WRONLY)  # waits for the reader
+    os.close(writer)
+    await asyncio.to_thread(executor.shutdown)
+    gc.collect()
 
 
 async def test_no_manifest_is_none(tmp_path: Path) -> None:
