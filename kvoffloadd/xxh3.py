@@ -8,7 +8,7 @@ import importlib
 _library: ctypes.CDLL | None
 try:
     _library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
-except (ImportError, OSError):  # a package that is built otherwise
+except (ImportError, OSError, AttributeError):  # a package that is built otherwise
     _library = None
 
 

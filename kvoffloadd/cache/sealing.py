@@ -1,13 +1,14 @@
-"""Sealing: the checksums of what was stored. Those that were not found by the copy itself are taken in the hash lane,
-each engine's in its own turns.
+"""Sealing: the checksums of what was stored. A store brings those that its copy has found, and seals step by step when
+it has ended. The others are taken in the hash lane, each engine's in its own turns.
 
-Event loop only. What waits is bounded by the memory tier: a part that lost its slot meanwhile needs no checksum.
+Event loop only. What waits for the lane is bounded by the memory tier: a part that lost its slot meanwhile needs no
+checksum.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -57,7 +58,6 @@ class Sealing:
     _tickets: dict[Flow, int] = field(default_factory=dict)
     _left: dict[int, int] = field(default_factory=dict)  # by a store's number: parts that are not sealed yet
     _uids: dict[int, int] = field(default_factory=dict)  # of the same stores
-    _hashed: deque[tuple[SealBatch, U64Array]] = field(default_factory=deque)  # not sealed yet
     _sift_at: int = SIFT_PARTS
 
     def add(self, flow: Flow, parts: I64Array, generations: U16Array) -> None:
@@ -69,32 +69,29 @@ class Sealing:
             self._sift()
         self._submit(flow)
 
-    def add_hashed(self, flow: Flow, parts: I64Array, generations: U16Array, digests: U64Array) -> None:
-        """The same, with checksums: they are sealed in the next turns of the loop, behind the store's completion."""
-        if not len(parts):
-            return
-        if not self._hashed:
-            asyncio.get_running_loop().call_soon(self._seal_hashed)
-        for at, batch in zip(range(0, len(parts), BATCH_PARTS), self._begin(flow, parts, generations), strict=True):
-            self._hashed.append((batch, digests[at : at + BATCH_PARTS]))
+    def seal_hashed(self, flow: Flow, parts: I64Array, generations: U16Array, digests: U64Array) -> Iterator[None]:
+        """The same, with checksums. They wait from now on; each step of the iterator seals some."""
+        return self._seal_steps(self._begin(flow, parts, generations), digests)
+
+    def _seal_steps(self, batches: list[SealBatch], digests: U64Array) -> Iterator[None]:
+        at = 0
+        for batch in batches:
+            if self.lane.closing:  # so is the cache
+                return
+            end = at + len(batch.parts)
+            self._seal(batch, digests[at:end])
+            at = end
+            yield
 
     def _begin(self, flow: Flow, parts: I64Array, generations: U16Array) -> list[SealBatch]:
+        if not len(parts):
+            return []
         number = self.stores.begin()
         self._left[number], self._uids[number] = len(parts), flow.uid
         self.unsealed += len(parts)
         self.by_uid[flow.uid] += len(parts)
         starts = range(0, len(parts), BATCH_PARTS)
         return [SealBatch(number, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]) for at in starts]
-
-    def _seal_hashed(self) -> None:
-        """One batch a turn, others first. None if the lane is closing: the cache is next."""
-        if self.lane.closing:
-            return
-        batch, digests = self._hashed.popleft()
-        if self._hashed:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(loop.call_soon, self._seal_hashed)
-        self._seal(batch, digests)
 
     def _submit(self, flow: Flow) -> None:
         """As many tickets of the flow as may be in the lane at a time; none if it is closing: what waits is lost."""

@@ -52,8 +52,7 @@ def _load_library() -> ctypes.CDLL | None:
         library = ctypes.CDLL(spec.origin)
     except OSError:  # built for another machine
         return None
-    ours = all(hasattr(library, name) for name in ("kvo_copy_runs", "kvo_copy_payloads", "kvo_read_words"))
-    return library if ours else None
+    return library if all(hasattr(library, name) for name in ("kvo_copy_runs", "kvo_read_words")) else None
 
 
 def _load_native() -> tuple[CopyRuns, ReadWords] | None:
@@ -93,9 +92,9 @@ def _load_payloads() -> CopyPayloads | None:
         find_function("XXH3_128bits_digest"),
     )
     library = _load_library()
-    if library is None or None in functions:
+    if None in functions or not hasattr(library, "kvo_copy_payloads"):
         return None
-    copy = library.kvo_copy_payloads
+    copy = library.kvo_copy_payloads  # type: ignore[union-attr]  # it has it
     pointer, count = ctypes.c_void_p, ctypes.c_uint64
     copy.restype, copy.argtypes = count, (*(pointer,) * 4, count, pointer, pointer)
     hashing = _Hash(*functions)

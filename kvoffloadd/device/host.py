@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvoffloadd.device.base import Allocation, CopyResult, Work
-from kvoffloadd.device.chunked import PIECE_DESCRIPTORS, ChunkedCopy, Chunks, Mover, Turn, lane_gauges
+from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Mover, Turn, lane_gauges
 from kvoffloadd.device.copyruns import copy_payloads, copy_runs
 from kvoffloadd.device.holes import Holes
-from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
+from kvoffloadd.device.plan import CHUNK_DESCRIPTORS, Copies, PayloadCopies, split, split_payloads
 from kvoffloadd.errors import LimitError, MemoryKindError, UsageError
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
 from kvoffloadd.model import Direction, Outcome, U64Array
@@ -31,6 +31,7 @@ UNMAP_THREADS = 2
 """Made at the start: memory must be unmapped, too, when no thread can be made any more."""
 
 _PIECE_BYTES_MIN = SPLIT_BYTES_MIN // 2
+_HASHED_DESCRIPTORS = 4 * CHUNK_DESCRIPTORS  # of a payload that is hashed while it is copied, at most
 _ROOT_UID = 0
 
 
@@ -109,8 +110,9 @@ class HostDevice:
         piece_bytes = min(self._chunk_bytes, max(work.total_bytes // threads, _PIECE_BYTES_MIN))
         pieces, cutter = threads if work.small else 1, split
         if direction is Direction.STORE and copy_payloads is not None:
-            # Only where the payloads are small enough for all threads to have a part of them.
-            hashed = work.hashed(PIECE_DESCRIPTORS, piece_bytes)
+            # Payloads are not divided, so only if all threads have about as much to do: at most a quarter more.
+            most_bytes = piece_bytes if threads == 1 else min(self._chunk_bytes // 2, work.total_bytes // (4 * threads))
+            hashed = work.hashed(_HASHED_DESCRIPTORS, most_bytes)
             if hashed is not None:
                 work, cutter, done = hashed, split_payloads, partial(_end_hashed, done, hashed.digests)
         cut = partial(cutter, pieces=pieces, min_piece_bytes=_PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)

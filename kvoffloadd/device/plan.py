@@ -384,8 +384,8 @@ def split_payloads(
     chunk_bytes: int = CHUNK_BYTES,
     chunk_descriptors: int = CHUNK_DESCRIPTORS,
 ) -> list[Copies]:
-    """The same of whole payloads: `copies` is a PayloadCopies, and so are the chunks. They are larger than the bounds
-    allow by what a payload has, at most.
+    """The same of whole payloads: `copies` is a PayloadCopies, and so are the chunks. They exceed `chunk_bytes` only if
+    a payload has more than half of it, and `chunk_descriptors` by the copies of one payload at most.
 
     Raises:
         UsageError: a bound below 1, or other copies.
@@ -395,29 +395,25 @@ def split_payloads(
     total = copies.total_bytes
     if total == 0:
         return []
-    count = max(min(pieces, total // min_piece_bytes), -(-total // chunk_bytes))
     ends = np.cumsum(copies.counts, dtype=np.int64)
-    starts = ends - copies.counts.astype(np.int64)
-    bytes_before = np.concatenate([[0], np.cumsum(copies.size, dtype=np.int64)])
-    piece, step = bytes_before[starts] * count // total, starts // chunk_descriptors
-    cuts = np.flatnonzero((np.diff(piece) != 0) | (np.diff(step) != 0)) + 1
-    if not len(cuts):
-        return [copies]
+    before = np.concatenate([np.zeros(1, np.uint64), np.cumsum(copies.size)])  # bytes before each copy
+    starts = before[np.concatenate([[0], ends[:-1]])]  # of each payload, in bytes
+    largest = int(np.diff(starts, append=np.uint64(total)).max())
+    share_bytes = max(chunk_bytes - largest, chunk_bytes // 2, 1)
+    count = max(min(pieces, total // min_piece_bytes), -(-total // share_bytes))
+    # A cut is wanted at a byte or a copy, and made before the payload that has it.
+    wanted = np.array([total * at // count for at in range(1, count)], np.uint64)
+    by_bytes = np.searchsorted(starts, wanted, "right") - 1
+    by_copies = np.searchsorted(ends, np.arange(chunk_descriptors, len(copies), chunk_descriptors), "right")
+    cuts = np.unique(np.concatenate([by_bytes, by_copies]))
+    bounds = [0, *cuts[cuts > 0].tolist(), len(ends)]
     chunks = list[Copies]()
-    for lo, hi in itertools.pairwise([0, *cuts.tolist(), len(ends)]):
-        runs = slice(int(starts[lo]), int(ends[hi - 1]))
-        at, end = int(bytes_before[runs.start]), int(bytes_before[runs.stop])
+    for lo, hi in itertools.pairwise(bounds):
+        first, last = int(ends[lo - 1]) if lo else 0, int(ends[hi - 1])
+        at, end = int(before[first]), int(before[last])
         descriptors = copies.descriptors * end // total - copies.descriptors * at // total
-        chunks.append(
-            PayloadCopies(
-                copies.src[runs],
-                copies.dst[runs],
-                copies.size[runs],
-                descriptors,
-                copies.counts[lo:hi],
-                copies.digests[lo:hi],
-            )
-        )
+        src, dst, size = copies.src[first:last], copies.dst[first:last], copies.size[first:last]
+        chunks.append(PayloadCopies(src, dst, size, descriptors, copies.counts[lo:hi], copies.digests[lo:hi]))
     return chunks
 
 

@@ -82,13 +82,13 @@ class BlockList:
         if len(self.plans) == 1:
             memory, payload, sizes = self.plans[0].expand(self.blocks[keys], addresses)
         else:
-            made, owners = [], []
+            starts = np.cumsum(counts) - counts
+            memory, payload, sizes = np.empty((3, int(counts.sum())), np.uint64)
             for column, plan in enumerate(self.plans):
                 mine = columns == column
-                made.append(plan.expand(self.blocks[keys[mine]], addresses[mine]))
-                owners.append(np.repeat(np.flatnonzero(mine), len(plan.size)))
-            order = np.argsort(np.concatenate(owners), kind="stable")
-            memory, payload, sizes = (np.concatenate(arrays)[order] for arrays in zip(*made, strict=True))
+                made = plan.expand(self.blocks[keys[mine]], addresses[mine])
+                at = (starts[mine][:, None] + np.arange(len(plan.size))).reshape(-1)
+                memory[at], payload[at], sizes[at] = made
         src, dst, size, counts = coalesce_payloads(memory, payload, sizes, counts)
         return PayloadCopies(src, dst, size, len(sizes), counts.astype(np.uint64), digests)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
 
@@ -43,12 +43,11 @@ class Scene:
         parts = store(self.cache, self.keyspace, keys_of(*numbers), seals=False)
         self.sealing.add(flow, parts, self.cache.entries.parts.generation[parts])
 
-    def store_hashed(self, *numbers: int, flow: Flow = ENGINE) -> U64Array:
-        """The same, by a copy that found their checksums, which are not those of any bytes."""
+    def store_hashed(self, *numbers: int, flow: Flow = ENGINE) -> Iterator[None]:
+        """The same, by a copy that found their checksums, which are not those of any bytes. Each step seals some."""
         parts = store(self.cache, self.keyspace, keys_of(*numbers), seals=False)
-        digests = np.array([[number, 7] for number in numbers], np.uint64)
-        self.sealing.add_hashed(flow, parts, self.cache.entries.parts.generation[parts], digests)
-        return digests
+        digests = np.array([[number, 7] for number in numbers], np.uint64).reshape(-1, 2)
+        return self.sealing.seal_hashed(flow, parts, self.cache.entries.parts.generation[parts], digests)
 
     def digests(self, *numbers: int) -> list[list[int]]:
         """Of keys that are sealed."""
@@ -266,38 +265,31 @@ async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: Scene) ->
 
 
 async def test_what_the_copy_hashed_needs_no_lane(scene: Scene) -> None:
-    """And is sealed in the next turn, behind the completion of its store."""
     told = Told()
     scene.cache.attach(told)
-    scene.store_hashed(3, 1, 2)
+    steps = scene.store_hashed(3, 1, 2)
     scene.store(9)
     assert (scene.sealing.unsealed, scene.sealed(), scene.lane.queued) == (4, 0, 1)
-    await asyncio.sleep(0)
+    assert not scene.sealing.stores.is_past(1), "who drains waits for it"
+    next(steps)
     assert (scene.sealing.unsealed, scene.sealed()) == (1, 3), "the gate of the lane is closed"
     assert scene.digests(1, 2, 3) == [[1, 7], [2, 7], [3, 7]]
     assert len(told.parts) == 3
     assert scene.sealing.by_uid == {ENGINE.uid: 1}
     assert scene.sealing.stores.is_past(1)
     assert not scene.sealing.stores.is_past(2)
+    assert list(steps) == list(scene.store_hashed()) == []
 
 
-async def test_much_that_the_copy_hashed_takes_a_turn_for_each_batch(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_much_that_the_copy_hashed_is_sealed_in_steps(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """With each part's own checksum; whatever lost its slot meanwhile is not sealed, and nothing waits for it."""
     monkeypatch.setattr(sealing, "BATCH_PARTS", 10)
-    scene.store_hashed(*range(35))
+    first, other = scene.store_hashed(*range(35)), scene.store_hashed(100, 101, flow=OTHER)
     cache = scene.cache
     cache.drop(cache.find(scene.keyspace, keys_of(5, 34)).hit_rows)
-    scene.store_hashed(100, 101, flow=OTHER)
-    most, turns = 0, 0
-    while scene.sealing.unsealed:
-        before = scene.sealed()
-        await asyncio.sleep(0)
-        most, turns = max(most, scene.sealed() - before), turns + 1
-        assert turns < 1000
-    assert most == 10
-    assert scene.sealed() == 35
+    numbers = [(scene.sealed(), scene.sealing.unsealed, scene.sealing.stores.is_past(1)) for _ in first]
+    assert numbers == [(9, 27, False), (19, 17, False), (29, 7, False), (33, 2, True)]
+    assert [scene.sealed() for _ in other] == [35]
     kept = [number for number in range(35) if number not in (5, 34)]
     assert scene.digests(*kept, 100, 101) == [[number, 7] for number in [*kept, 100, 101]]
     assert scene.sealing.by_uid.total() == 0
@@ -306,10 +298,7 @@ async def test_much_that_the_copy_hashed_takes_a_turn_for_each_batch(
 
 async def test_a_lane_that_closes_ends_what_the_copy_hashed(scene: Scene) -> None:
     """The cache is closed next: nobody may write to it."""
-    scene.store_hashed(1, 2)
+    steps = scene.store_hashed(1, 2)
     scene.gate.set()
     assert await scene.lane.close(5.0)
-    sealed = scene.sealed()
-    scene.store_hashed(3)
-    await asyncio.sleep(0.01)
-    assert scene.sealed() == sealed
+    assert (list(steps), scene.sealed()) == ([], 0)

@@ -264,7 +264,7 @@ class Cache:
             self.eviction.readmit(rows)
 
     def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> I64Array:
-        """Take checksums from the hash lane; those of slots that were freed meanwhile are ignored. Returns the parts
+        """Take checksums of committed parts; those of slots that were freed meanwhile are ignored. Returns the parts
         that are sealed now.
         """
         columns = self.entries.parts
