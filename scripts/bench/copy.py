@@ -2,10 +2,10 @@
 """Stores and loads through the daemon, beside memcpy of the same rows by as many threads, in one run on one machine.
 
 Each case moves the same bytes (256 MiB by default) as one job, for one size of rows in the worker's tensors. A round
-measures memcpy row by row, stores back to back (the arena is full: each store evicts, and the hash lane still works at
-what the one before stored), stores with a `drain` before each, loads, and memcpy again. Times are the client's: from
-`store` or `load` to the end of `wait`. `ratio_to_limit` is the median over the rounds of (memcpy's time) / (the job's
-time). Then another process pings the daemon while nothing is copied, and while stores and loads are.
+measures memcpy row by row, stores back to back (the arena is full: each store evicts), stores with a `drain` before
+each, loads, and memcpy again. Times are the client's: from `store` or `load` to the end of `wait`. `ratio_to_limit` is
+the median over the rounds of (memcpy's time) / (the job's time). Then another process pings the daemon while nothing is
+copied, and while stores and loads are.
 """
 
 from __future__ import annotations

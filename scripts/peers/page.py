@@ -35,7 +35,7 @@ What holds for all of them:
 
 And for each:
 
-- **kvoffloadd**: defaults, but for sizes and threads. Each payload is hashed behind its store. What comes from
+- **kvoffloadd**: defaults, but for sizes and threads. Each payload is hashed while it is stored. What comes from
   disk, or from memory that an earlier daemon left, is verified before it is served; what was stored since the start
   only with `memory.verify_loads`. Without a disk, its memory is a file in /dev/shm; its systemd unit keeps memory
   over a restart, too.
