@@ -166,6 +166,11 @@ class Job:
         asyncio.get_running_loop().call_soon(self._go_on, None)
         await suspend()
 
+    async def let_others_go_first(self) -> None:
+        """Go on behind whatever comes in the next turn of the loop, stopped or not: see `behind_others`."""
+        behind_others(self._go_on)
+        await suspend()
+
     def _go_on(self, value: object) -> None:
         with suppress(StopIteration):
             self._life.send(value)  # type: ignore[union-attr]  # as in `stop`

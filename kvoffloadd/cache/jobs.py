@@ -123,9 +123,9 @@ class Jobs:
             await self._settle(job, lambda step: self.cache.abort(job.parts[step]))
         self._end(job, result)
         if len(job.parts) > SOON_PARTS:
-            await job.pause()  # the completion goes first
+            await job.let_others_go_first()  # the completion is sent
         for _ in seals:
-            await job.pause()
+            await job.let_others_go_first()
 
     async def _commit(self, job: Job, digests: U64Array | None) -> Iterable[None]:
         """Make what was stored readable. Then it is to be sealed, from its first part on: by the steps that this

@@ -385,7 +385,7 @@ def split_payloads(
     chunk_descriptors: int = CHUNK_DESCRIPTORS,
 ) -> list[Copies]:
     """The same of whole payloads: `copies` is a PayloadCopies, and so are the chunks. They exceed `chunk_bytes` only if
-    a payload has more than half of it, and `chunk_descriptors` by the copies of one payload at most.
+    a payload has more than half of it, and `chunk_descriptors` only with a single payload.
 
     Raises:
         UsageError: a bound below 1, or other copies.
@@ -400,20 +400,22 @@ def split_payloads(
     starts = before[np.concatenate([[0], ends[:-1]])]  # of each payload, in bytes
     largest = int(np.diff(starts, append=np.uint64(total)).max())
     share_bytes = max(chunk_bytes - largest, chunk_bytes // 2, 1)
-    count = max(min(pieces, total // min_piece_bytes), -(-total // share_bytes))
-    # A cut is wanted at a byte or a copy, and made before the payload that has it.
+    count = max(min(pieces, total // min_piece_bytes), -(-total // share_bytes), -(-len(copies) // chunk_descriptors))
+    # A cut is wanted at a byte, and made before the payload that has it.
     wanted = np.array([total * at // count for at in range(1, count)], np.uint64)
-    by_bytes = np.searchsorted(starts, wanted, "right") - 1
-    by_copies = np.searchsorted(ends, np.arange(chunk_descriptors, len(copies), chunk_descriptors), "right")
-    cuts = np.unique(np.concatenate([by_bytes, by_copies]))
-    bounds = [0, *cuts[cuts > 0].tolist(), len(ends)]
+    bounds = np.unique(np.concatenate([[0], np.searchsorted(starts, wanted, "right") - 1, [len(ends)]])).tolist()
     chunks = list[Copies]()
+    first = 0
     for lo, hi in itertools.pairwise(bounds):
-        first, last = int(ends[lo - 1]) if lo else 0, int(ends[hi - 1])
-        at, end = int(before[first]), int(before[last])
-        descriptors = copies.descriptors * end // total - copies.descriptors * at // total
-        src, dst, size = copies.src[first:last], copies.dst[first:last], copies.size[first:last]
-        chunks.append(PayloadCopies(src, dst, size, descriptors, copies.counts[lo:hi], copies.digests[lo:hi]))
+        while lo < hi:
+            upto = min(max(int(np.searchsorted(ends, first + chunk_descriptors, "right")), lo + 1), hi)
+            last = int(ends[upto - 1])
+            at, end = int(before[first]), int(before[last])
+            descriptors = copies.descriptors * end // total - copies.descriptors * at // total
+            src, dst, size = copies.src[first:last], copies.dst[first:last], copies.size[first:last]
+            counts, digests = copies.counts[lo:upto], copies.digests[lo:upto]
+            chunks.append(PayloadCopies(src, dst, size, descriptors, counts, digests))
+            lo, first = upto, last
     return chunks
 
 
