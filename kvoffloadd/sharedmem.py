@@ -210,8 +210,11 @@ def _populate_step(fd: int | None, offset: int, address: int, size_bytes: int) -
     raise ResourceError(f"the kernel can't commit {size_bytes} bytes of shared memory: {why}")
 
 
-def reserve_array(shape: tuple[int, ...], dtype: type[Scalar]) -> npt.NDArray[Scalar]:
+def reserve_array(shape: tuple[int, ...], dtype: type[Scalar], *, scattered: bool = False) -> npt.NDArray[Scalar]:
     """A zeroed array whose pages cost memory only once they are written: for columns sized for the worst case.
+
+    `scattered`: it is written at random places. Its pages are not huge then: to zero one takes the kernel up to 3 ms,
+    and a few hundred places are on as many pages.
 
     Private to the process. The memory lives as long as the array or any view of it. Raises OSError if the kernel grants
     no such address space.
@@ -221,5 +224,8 @@ def reserve_array(shape: tuple[int, ...], dtype: type[Scalar]) -> npt.NDArray[Sc
     if size_bytes == 0:
         return np.zeros(shape, dtype)
     base = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    if scattered:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            base.madvise(mmap.MADV_NOHUGEPAGE)
     array: npt.NDArray[Any] = np.frombuffer(base, dtype, items).reshape(shape)
     return array

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvoffloadd.cache.policy.prompts import highest_from_here
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
+from kvoffloadd.sharedmem import reserve_array
 
 USES_MAX = 255
 """Uses of a key that is held are counted up to here."""
@@ -27,7 +28,7 @@ class UseCounts:
 
     def __init__(self, min_slots: int) -> None:
         self.num_slots = slots_for(min_slots)
-        self._entries = np.zeros(self.num_slots, np.uint16)
+        self._entries = reserve_array((self.num_slots,), np.uint16, scattered=True)
 
     def look_up(self, tags: U32Array) -> tuple[BoolArray, U8Array]:
         """Which of the keys are remembered, and their uses so far, 0 for the others."""

@@ -11,6 +11,7 @@ from kvoffloadd.cache.policy.prompts import backwards, highest_from_here
 from kvoffloadd.cache.policy.rowqueue import RowQueues
 from kvoffloadd.cache.policy.selection import Selection
 from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.sharedmem import reserve_array
 
 SMALL, MAIN, LEAVING, IN_USE = range(4)
 SMALL_SHARE = 0.1
@@ -124,8 +125,9 @@ class GhostList:
     def __init__(self, length: int) -> None:
         self._length = length
         self._mask = np.uint32(slots_for(2 * length) - 1)
-        self._tags = np.zeros(int(self._mask) + 1, np.uint32)
-        self._order = np.zeros(int(self._mask) + 1, np.uint32)  # 0 = empty
+        slots = int(self._mask) + 1
+        self._tags: U32Array = reserve_array((slots,), np.uint32, scattered=True)
+        self._order: U32Array = reserve_array((slots,), np.uint32, scattered=True)  # 0 = empty
         self._added = 0
 
     def add(self, tags: U32Array) -> None:

@@ -57,8 +57,8 @@ class MissReasons:
         """(group, keys) -> u64 per key, the same in every namespace. All bits count."""
         self._secret = hashlib.shake_256(seed.to_bytes(SEED_BITS // 8, "little") + b"namespaces").digest(16)
         self._salts: dict[bytes, np.uint64] = {}
-        self._gone: U16Array = reserve_array((1 << _GONE_BITS,), np.uint16)
-        self._stored: U32Array = reserve_array((1 << _STORED_BITS,), np.uint32)
+        self._gone: U16Array = reserve_array((1 << _GONE_BITS,), np.uint16, scattered=True)
+        self._stored: U32Array = reserve_array((1 << _STORED_BITS,), np.uint32, scattered=True)
 
     def came(self, uid: int, fingerprint: bytes, h: U64Array) -> None:
         """Keys with these hashes are complete in this namespace. Where another one of the user had them before, that is
