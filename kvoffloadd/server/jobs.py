@@ -47,7 +47,7 @@ from kvoffloadd.server.sessionjob import NO_PARTS, Charge, GroupJob, SessionJob,
 _RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
 COMPLETION_BYTES = 512
 """A `completed` without its `failed` lists, at most."""
-_KEY_BYTES, _PAYLOAD_BYTES, _DESCRIPTOR_BYTES = 40, 72, 24
+_KEY_BYTES, _PAYLOAD_BYTES, _DESCRIPTOR_BYTES = 40, 96, 24
 """What a job under way holds here of the daemon's own memory for each key, for each payload, beside its block ids, and
 for each descriptor if it has so few that they are made at once.
 """
