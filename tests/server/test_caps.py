@@ -251,14 +251,14 @@ def test_what_jobs_hold(start_daemon: Start) -> None:
     os.ftruncate(signal, 4096)
     (flags,) = scene.peer.attach([signal])
     made = scene.peer.ok("register", tensors=[scene.tensor], groups=[FULL], signals=[flags])["registration"]
-    wanted = {"group": 0, "keys": keys(1, *range(2000, 9000)), "blocks": ids(15, *[0xFFFFFFFF] * 7000)}
+    wanted = {"group": 0, "keys": keys(1, *range(2000, 8000)), "blocks": ids(15, *[0xFFFFFFFF] * 6000)}
     ready = {"signal": 0, "offset": 0, "value": 1}
     first = scene.job(groups=[wanted], registration=made, ready=ready, deadline_s=60.0)
     second = scene.job(groups=[wanted])
-    stored = {"group": 0, "keys": keys(*range(2000, 9000)), "blocks": ids(*[0] * 7000)}
+    stored = {"group": 0, "keys": keys(*range(2000, 8000)), "blocks": ids(*[0] * 6000)}
     scene.peer.ok("load", **first)
     held = used(daemon)["job_bytes"]
-    assert 7000 * 100 < held < 1 << 20
+    assert 6000 * 100 < held < 1 << 20
     before = daemon.state()
     for tag, groups in (("load", [wanted]), ("store", [stored])):
         assert f"uses {held} of 1048576 job_bytes" in scene.peer.refused("limit", tag, **{**second, "groups": groups})
