@@ -70,6 +70,19 @@ class Gate:
         await asyncio.to_thread(self.entered.acquire, timeout=20)
 
 
+class FailingMover:
+    """Fails with its second chunk, and with no other."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, chunk: Copies) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise OSError("planted")
+        copy_chunk(chunk)
+
+
 class Results:
     """`done` callbacks whose results can be awaited."""
 
@@ -308,16 +321,7 @@ async def test_a_store_is_hashed_meanwhile(
 @pytest.mark.skipif(copy_payloads is None, reason="nothing hashes while it copies here")
 async def test_a_store_that_fails_has_no_digests(device: HostDevice) -> None:
     src, dst, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), Results()
-    calls = 0
-
-    def failing(chunk: Copies) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError("planted")
-        copy_chunk(chunk)
-
-    device.mover = failing
+    device.mover = FailingMover()
     deadline_s = asyncio.get_running_loop().time() + 20
     work = blocks_of(src, dst, 4096, 1)
     device.submit(Direction.STORE, work, deadline_s=deadline_s, urgent=False, done=results.done("a"))
@@ -542,20 +546,11 @@ async def test_a_late_loop_does_not_extend_the_deadline() -> None:
 async def test_one_failing_chunk_fails_the_copy_and_no_other() -> None:
     device = HostDevice(asyncio.get_running_loop(), 1, MIB)
     src, dst, other, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), np.zeros(MIB, np.uint8), Results()
-    calls = 0
-
-    def failing(chunk: Copies) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise OSError("planted")
-        copy_chunk(chunk)
-
-    device.mover = failing
+    device.mover = failing = FailingMover()
     submit(device, copies_of(src, dst, 4), results.done("a"))
     result = await results.get("a")
     assert (result.outcome, result.bytes, result.reason) == (Outcome.FAILED, MIB, "OSError: planted")
-    assert calls == 2, "the chunks behind it are dropped"
+    assert failing.calls == 2, "the chunks behind it are dropped"
     submit(device, copies_of(src[:MIB], other), results.done("b"))
     assert (await results.get("b")).outcome is Outcome.DONE
     assert await device.close(5)
