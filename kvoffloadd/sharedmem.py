@@ -217,13 +217,18 @@ def reserve_array(shape: tuple[int, ...], dtype: type[Scalar], *, scattered: boo
     and a few hundred places are on as many pages.
 
     Private to the process. The memory lives as long as the array or any view of it. Raises OSError if the kernel grants
-    no such address space.
+    no such address space, and MemoryError if it is `scattered`.
     """
     items = int(np.prod(shape, dtype=object)) if shape else 1
     size_bytes = items * np.dtype(dtype).itemsize
     if size_bytes == 0:
         return np.zeros(shape, dtype)
-    base = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    try:
+        base = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    except OSError as error:
+        if scattered:  # made while the daemon serves, where only this is known to leave the cache unsure
+            raise MemoryError(f"no address space for {size_bytes} bytes: {error.strerror}") from None
+        raise
     if scattered:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             base.madvise(mmap.MADV_NOHUGEPAGE)

@@ -217,3 +217,10 @@ def test_populate_where_there_is_no_memory(old_kernel: bool, monkeypatch: pytest
             populate(mapping.address, SIZE, 2, fd=fd)
         populate(mapping.address, HALF, 2, fd=fd)
         mapping.close()
+
+
+def test_a_table_that_is_made_while_others_are_in_use_fails_as_one_of_numpys_would() -> None:
+    with pytest.raises(MemoryError):
+        reserve_array((1 << 47,), np.uint8, scattered=True)
+    with pytest.raises(OSError, match="memory"):
+        reserve_array((1 << 47,), np.uint8)
