@@ -178,7 +178,7 @@ def _address_space() -> Iterator[None]:
     """Tables are mapped for the worst case, and used little by little."""
     try:
         yield
-    except (LimitError, OSError) as error:
+    except (LimitError, MemoryError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
         raise ConfigError(
