@@ -68,15 +68,17 @@ def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
         command = (sys.executable, "-m", f"scripts.gpu.bench_{name}", "--json", *options)
         return Part(name, title, command, limit_s * (QUICK_LIMITS if arguments.quick else 1))
 
-    yield bench("contact", "What the machine and its driver say", 75)
+    yield bench("contact", "What the machine and its driver say", 90)
+    yield bench("raw", "Small rows: the driver alone, beside the daemon", 60)
     yield bench("copy", "Stores and loads by size of rows", 70)
     yield _tests()
     yield bench("pinning", "Pinned memory: what stands still meanwhile, and kinds of it", 45)
-    yield bench("raw", "Small rows: the driver alone, beside the daemon", 60)
+    yield bench("gather", "Small rows gathered by the worker, beside a decode loop", 75)
     yield bench("paths", "The daemon by each of its paths", 70)
     yield bench("interference", "Kernels beside copies", 60)
     yield bench("life", "Deaths, small jobs", 40)
     yield bench("submit", "The processor's cost of a descriptor", 25)
+    yield bench("hunt", "Batches that never end", 60)
     yield _stress(arguments)
     yield _bindings()
     yield _e2e(arguments)
@@ -98,7 +100,7 @@ def _stress(arguments: argparse.Namespace) -> Part:
 def _bindings() -> Part:
     """The tests of sharing once more with the cuda-bindings that an engine on this machine uses."""
     folder = Path(sys.prefix) / MACHINES_BINDINGS
-    tests = ("tests/gpu/test_memory.py", "-k", "stored_another_loads or not_be_exported")
+    tests = ("tests/gpu/test_memory.py", "-m", "gpu", "-k", "stored_another_loads or not_be_exported")
     missing = "" if folder.is_dir() else "the machine has no cuda-bindings beside the bundle's version"
     variables = {**_NO_PLUGINS, "PYTHONPATH": os.pathsep.join((str(folder), str(ROOT)))}
     title = "Sharing memory, with the machine's own cuda-bindings"

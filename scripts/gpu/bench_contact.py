@@ -29,6 +29,7 @@ from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, parse, parser, table, tell
 from scripts.gpu.machine import available_bytes, meminfo, output_of
+from scripts.gpu.rules import during_capture, large_chunks, null_streams, unregistered
 from scripts.gpu.sharing import opened
 from scripts.harness.gpu import Gpu
 from scripts.harness.gpumemory import Pinned
@@ -45,6 +46,8 @@ ATTRIBUTES = (
     "ASYNC_ENGINE_COUNT", "MAX_PITCH", "UNIFIED_ADDRESSING", "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
     "HOST_REGISTER_SUPPORTED", "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
     "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "HANDLE_TYPE_FABRIC_SUPPORTED", "CAN_USE_64_BIT_STREAM_MEM_OPS",
+    "PAGEABLE_MEMORY_ACCESS", "PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES", "GPU_DIRECT_RDMA_SUPPORTED",
+    "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
 )  # fmt: skip
 COMPUTE_MODES: dict[int, int | str] = {0: "0, default", 2: "2, prohibited", 3: "3, exclusive process"}
 ENTRIES = (
@@ -212,6 +215,10 @@ STEPS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "sharing, importer of another user": partial(sharing, 0, NOBODY),
     "sharing, two other users": partial(sharing, NOBODY, OTHER),
     "pinning": pinning,
+    "memory that is not registered": unregistered,
+    "signals on NULL streams": null_streams,
+    "large chunks": large_chunks,
+    "calls during a capture": during_capture,
 }
 
 

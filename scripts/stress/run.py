@@ -15,13 +15,16 @@ import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
+from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.trial.leaks import Used, held, leaks, unreturned_slots
 from kvoffloadd.trial.output import Live, ratio
 from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail, unmapped_within
 from kvoffloadd.trial.wait import within
+from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.copies import staging_descriptors
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
+from scripts.harness.gpumemory import Rows
 from scripts.harness.metrics import Scraped, disagreements
 from scripts.harness.watch import Watch
 from scripts.stress.disk import StressDisk
@@ -108,8 +111,12 @@ class Run:
         self._geometries = geometries(options.seed, options.workers, options.layout, options.model)
         self._slots: dict[int, Slot] = {}
         self._moved = 0, 0.0
-        self._daemon = None if options.socket else self._own_daemon()
-        self._socket = self._daemon.socket if self._daemon else options.socket
+        self._daemon: Daemon | None = None
+        if options.socket is None:
+            self._daemon = self._own_daemon()
+            self._socket = self._daemon.socket
+        else:
+            self._socket = options.socket
 
     def _own_daemon(self) -> Daemon:
         # Many slabs, so that slot sizes can take them from each other.
@@ -151,6 +158,8 @@ class Run:
                 self._daemon.kill()
 
     def _stress(self, observer: Client) -> None:
+        if self._options.device == "cuda" and not self._options.software_driver:
+            self._take_gpu_into_use(observer)
         before = held(observer, self._pid(observer), self._memory_prefix)
         watch = Watch(observer, self._options.seconds)
         try:
@@ -172,6 +181,15 @@ class Run:
             self._end_disk(self._disk, observer, watch)
         self._audit(observer, before)
         self._report.findings += watch.findings
+
+    def _take_gpu_into_use(self, observer: Client) -> None:
+        """A GPU's driver opens descriptors at the first registration, and keeps them: they are nobody's leak."""
+        sessions = len(observer.status()["sessions"])
+        worker = GpuWorker(self._socket, self._folder / "first-worker.log")
+        worker.begin("ipc", PAGE_BYTES, [Rows(0, 1, PAGE_BYTES, PAGE_BYTES)])
+        worker.call("share")
+        worker.end()
+        within(lambda: len(observer.status()["sessions"]) <= sessions, UNMAP_LIMIT_S, every_s=TICK_S)
 
     def _compare_metrics(self, observer: Client) -> None:
         """With what the workers counted, which have left; a daemon that was killed took its counters along."""

@@ -17,7 +17,7 @@ from tests import softcuda
 
 pytestmark = pytest.mark.slow
 
-PARTS = ("pinning", "raw", "paths", "life", "submit", "bindings")
+PARTS = ("pinning", "raw", "paths", "life", "submit", "hunt", "gather", "bindings")
 """Those that nothing else runs: tests are tests, and `contact` and `stress` have tests of their own."""
 LIMIT_S = 280.0
 
@@ -93,10 +93,30 @@ def test_every_way_of_the_driver_is_measured_both_ways(checked: tuple[Path, str]
             assert all(one["wrong_bytes"] == 0 and one["gb_per_s"] > 0 for one in found)
 
 
+def test_a_hunt_finds_nothing_on_a_driver_that_is_well(checked: tuple[Path, str]) -> None:
+    cases = cases_of(checked[0], "hunt")
+    assert [case["direction"] for case in cases] == ["store", "load"]
+    assert all(case["batches"] and case["in runs"] and case["wrong_bytes"] == 0 for case in cases)
+    assert [case["stuck"] for case in cases] == ["none", "none"]
+
+
+def test_rows_that_a_worker_gathers_are_right() -> None:
+    """On the CPU, where torch needs no GPU: the gathering is the same."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "scripts.gpu.bench_gather", "--device", "host", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    cases = json.loads(done.stdout)["cases"]
+    assert {(case["way"], case["direction"]) for case in cases} == {
+        (way, direction) for way in ("gather", "batches of 1,024") for direction in ("store", "load")
+    }
+    assert all(case["wrong_bytes"] == 0 and case["gb_per_s"] > 0 for case in cases)
+
+
 def test_what_can_not_be_measured_says_why(checked: tuple[Path, str]) -> None:
     out, screen = checked
     assert [case["registered"] for case in cases_of(out, "pinning")[:2]] == ["nothing", "1 x 64 MiB"]
     assert "Skipped: cuMemHostAlloc: " in screen  # which the software driver has not
+    assert "Skipped: all: torch " in screen  # `gather`: whatever torch there is can't use this driver
 
 
 @pytest.mark.parametrize("kinds", [("matmul", "memory"), ("fill",)], ids=["with torch", "without torch"])
