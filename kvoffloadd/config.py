@@ -181,11 +181,11 @@ class CudaConfig:
     enabled: bool = _key(True, checks.flag)
     batch: bool = _key(True, checks.flag)
     batch_descriptors: int = _key(1024, checks.count(1, 1 << 20))
-    pitched_row_bytes: int | str = _key(0, checks.size_or_auto(0, GIB))
+    pitched_row_bytes: int | str = _key(27 * KIB, checks.size_or_auto(0, GIB))
     kernel_row_bytes: int | str = _key(0, checks.size_or_auto(0, GIB))
     kernel_chunk_bytes: int = _key(8 * MIB, checks.size(1, GIB))
     staging_bytes: int = _key(32 * MIB, checks.size(64 * KIB, GIB))
-    pin_bytes: int = _key(GIB, checks.size(PAGE_BYTES, 2 * GIB))
+    pin_bytes: int = _key(128 * MIB, checks.size(PAGE_BYTES, 2 * GIB))
     stuck_s: float = _key(30.0, checks.seconds(0.1, 3600))
 
 

@@ -1,8 +1,9 @@
 """Pinning the arena: it is registered with CUDA piece by piece, so that copies begin before all of it is.
 
-A call takes a tenth of a second a GiB, and as long as it does the driver keeps other processes of this host waiting,
-and the kernel every thread of this one that maps memory. So pieces are small, their pages are there before the driver
-is asked for them (else the call would provide them, a second a GiB), and between two of them others have their turn.
+A call takes some 0.05 s a GiB (docs/benchmarks/gpu.md), and as long as it does the driver keeps copies and other
+processes of this host waiting, and the kernel every thread of this one that maps memory. So pieces are small, their
+pages are there before the driver is asked for them (else the call would provide them, a second a GiB), and between two
+of them others have their turn.
 They double in size from `FIRST_BYTES` to `piece_bytes` and end where slabs end, unless slabs are larger. No copy may
 reach over an end: the driver knows each piece alone.
 
@@ -149,7 +150,8 @@ class Pinning:
 
     def _pinned(self, end: int) -> None:
         self.pinned_to = end
-        log.info("pinned %s of %s", format_bytes(self.pinned_bytes), format_bytes(self._arena.size_bytes))
+        if self.pinned_bytes == self._arena.size_bytes:
+            log.info("all of the arena is pinned, %s", format_bytes(self.pinned_bytes))
         self._release()
 
     def _fail(self, reason: str) -> None:
