@@ -28,15 +28,21 @@ ENGINE, OTHER = Flow(1001, 1), Flow(1001, 2)
 
 
 class Scene:
-    """A cache of 256 slots and a hash lane, whose only thread begins when it is let go."""
+    """A cache of 256 slots and a hash lane, whose only thread begins when it is let go. `held`: the thread waits for
+    that by now, and what is submitted from then on stays queued.
+    """
 
     def __init__(self) -> None:
         self.lane = Lane("hash", 1, asyncio.get_running_loop())
-        self.gate = threading.Event()
-        self.lane.submit(self.gate.wait, lambda _: None)
+        self.gate, self.held = threading.Event(), threading.Event()
+        self.lane.submit(self._hold, lambda _: None)
         self.cache: Cache = make_cache(256, 16)
         self.keyspace = make_keyspace(self.cache)[1]
         self.sealing = Sealing(self.cache, self.lane)
+
+    def _hold(self) -> None:
+        self.held.set()
+        self.gate.wait()
 
     def store(self, *numbers: int, flow: Flow = ENGINE) -> None:
         """Stored, and not sealed yet."""
@@ -84,6 +90,7 @@ class Told:
 @pytest.fixture
 async def scene() -> AsyncIterator[Scene]:
     scene = Scene()
+    assert await asyncio.to_thread(scene.held.wait, 20)
     yield scene
     scene.gate.set()
     await scene.lane.close(5.0)
