@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvoffloadd.config import CudaConfig
 from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
 from tests.e2e.small_rows import roundtrip
@@ -58,5 +59,6 @@ def test_a_way_that_does_not_work_is_not_used(
 def test_nothing_is_measured_unless_asked(start_daemon: Start, seed: int) -> None:
     daemon = start_daemon(driver={"faults": "", "cupy": True})
     roundtrip(daemon, MIXED, seed)
-    assert limits(daemon) == [0] * 4
+    pitched = CudaConfig().pitched_row_bytes
+    assert limits(daemon) == [pitched, 0, pitched, 0]
     assert "rows of up to" not in daemon.log()

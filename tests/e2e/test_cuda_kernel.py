@@ -21,7 +21,12 @@ pytestmark = pytest.mark.slow
 
 Start = Callable[..., Daemon]
 
-KERNEL = ("cuda.kernel_row_bytes=1GiB", "cuda.kernel_chunk_bytes=1B", "cuda.staging_bytes=1MiB")
+KERNEL = (
+    "cuda.pitched_row_bytes=0",
+    "cuda.kernel_row_bytes=1GiB",
+    "cuda.kernel_chunk_bytes=1B",
+    "cuda.staging_bytes=1MiB",
+)
 ODD = (
     Group(0, GroupKind.FULL, 16, refs=(Ref(0, 3, 257, 16, 300), Ref(1, 1, 4001)), blocks_per_key=2),
     Group(1, GroupKind.SLIDING, 32, refs=(Ref(1, 4003, 13, 9, 14), Ref(0, 4900, 41)), window_keys=2),

@@ -48,8 +48,8 @@ def test_every_layout(
     assert pitched_copies(daemon) > 0
 
 
-def test_off_unless_told(start_daemon: Start, seed: int) -> None:
-    daemon = start_daemon()
+def test_off_when_told(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon("cuda.pitched_row_bytes=0")
     roundtrip(daemon, ROWS, seed)
     assert pitched_copies(daemon) == 0
 
