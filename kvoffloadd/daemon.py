@@ -336,6 +336,9 @@ class Daemon:
         if self._pool.is_old:
             self._pool.record_attempt()
         saved = read_saved_state(self._pool.names()) if self._pool.is_old else None
+        if saved is not None and not cache.epochs.recalls(saved.base, saved.last, *saved.epochs.values()):
+            log.warning("memory: the previous run knew of clears of the future, and its keys are not taken over")
+            saved = None
         if saved is not None:
             cache.epochs.merge(saved.base, saved.last, saved.epochs)
         if context.disk is not None:

@@ -46,8 +46,10 @@ def key_price(parts: int, named: int) -> int:
     return max(named, -(-parts // PARTS_AT_THE_PRICE_OF_ONE))
 
 
-EPOCH_MAX = (1 << 62) - 1
-"""Of a namespace: see `cache.epochs`. What names a later one is damaged."""
+EPOCH_MAX = (1 << 53) - 1
+"""Of a namespace: see `cache.epochs`. What names a later one is damaged. Microseconds until the year 2255, and exact in
+a double.
+"""
 
 DROPPED = ", dropped"
 """How a finding of the self-audit ends that does not hold any more: on the wire a finding is text."""

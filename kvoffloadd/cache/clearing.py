@@ -50,7 +50,7 @@ def clear_here(
     if epoch is None:
         cache.epochs.advance(fingerprint)
     else:
-        cache.epochs.merge(0, epoch, {fingerprint: epoch})
+        cache.epochs.follow(fingerprint, epoch)
     return _clear(cache, disk, {fingerprint}, namespaces)
 
 

@@ -46,6 +46,9 @@ ATTEMPTS_MAX = 3
 
 _MAGIC = b"KVOFPOOL"
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, capacity bytes, slab bytes, seed
+SEQUENCE_MAX: Final = 1 << 62
+"""A state with a later number is not ours, and leaves no room for the next one."""
+
 _NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of what follows
 _ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
 _OWNER_AT = 520  # in the header's page, see `arenaowner`
@@ -190,7 +193,7 @@ class ArenaFile:
         if size > NAMES_BYTES - _NAMES.size:
             return 0, b""
         kept = _read(self._whole, at + _NAMES.size, size)
-        valid = digest == xxhash.xxh3_128_digest(struct.pack("<QQ", sequence, size) + kept)
+        valid = sequence < SEQUENCE_MAX and digest == xxhash.xxh3_128_digest(struct.pack("<QQ", sequence, size) + kept)
         return (sequence, kept) if valid else (0, b"")
 
     def close(self) -> None:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffloadd.cache.memory import epochs as epochs_module
-from kvoffloadd.cache.memory.epochs import LEAP_US, Epochs, unix_time_us
+from kvoffloadd.cache.memory.epochs import AHEAD_MAX_US, LEAP_US, RECALLED_MAX_US, Epochs, unix_time_us
+from kvoffloadd.errors import LimitError
 from kvoffloadd.model import EPOCH_MAX
 
 NAMES = [bytes([n]) * 16 for n in range(4)]
@@ -69,7 +70,7 @@ def test_numbers_are_the_time_and_fit() -> None:
     before = unix_time_us()
     epochs = made([Clear(NAMES[0]), Clear(None)], unix_time_us)
     assert before <= epochs.of(NAMES[0]) <= unix_time_us() + LEAP_US
-    assert epochs.last < 1 << 53 < EPOCH_MAX, "exact in a double"
+    assert epochs.last < EPOCH_MAX < 1 << 53, "exact in a double"
 
 
 @settings(max_examples=200, deadline=None)
@@ -198,3 +199,31 @@ def test_only_what_differs_from_the_rest_is_listed() -> None:
     assert (epochs.base, epochs.by_namespace) == (1002, {NAMES[1]: 1003})
     epochs.merge(2005, 2006, {NAMES[2]: 2006, NAMES[3]: 2004})
     assert (epochs.base, epochs.last, epochs.by_namespace) == (2005, 2006, {NAMES[2]: 2006, NAMES[3]: 2004})
+
+
+def test_what_is_believed_is_recalled_and_both_leave_room() -> None:
+    now = 10**15
+    epochs = Epochs(clock=lambda: now)
+    far = now + AHEAD_MAX_US
+    assert epochs.believes(far)
+    assert not epochs.believes(far + 1)
+    assert epochs.recalls(0, far, now + RECALLED_MAX_US)
+    assert not epochs.recalls(0, now + RECALLED_MAX_US + 1, far)
+    assert epochs.recalls()
+    epochs.follow(NAMES[0], far)
+    assert epochs.of(NAMES[0]) == far == epochs.last
+    epochs.advance(NAMES[1])
+    assert far < epochs.of(NAMES[1]) <= far + LEAP_US, "the clock is behind what was followed"
+    assert epochs.believes(epochs.last), "its own number"
+    later = Epochs(clock=lambda: now - AHEAD_MAX_US // 2)
+    assert later.recalls(epochs.last), "by a clock that was set back since"
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_without_a_number_nothing_is_cleared_and_nothing_is_changed(all_of_them: bool) -> None:
+    epochs = Epochs(clock=lambda: 5)
+    epochs.follow(NAMES[0], EPOCH_MAX)
+    before = of_each(epochs), epochs.last
+    with pytest.raises(LimitError, match="clock"):
+        perform(epochs, Clear(None if all_of_them else NAMES[0]))
+    assert (of_each(epochs), epochs.last) == before

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -38,6 +39,7 @@ from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
 from kvoffloadd.cache.disk.promotion import Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
+from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.storage.disk.files import describe_error
@@ -129,14 +131,29 @@ class Arrivals:
 
     async def _accept(self, root: Root, manifest: Manifest) -> None:
         """Accept or reject an opened root, and merge the clears in its manifest in both cases."""
+        if not self._cache.epochs.recalls(manifest.base_epoch, manifest.last_epoch, *manifest.epochs.values()):
+            root.directory.reject()
+            root.health.become(RootState.OFF, "its manifest has clears of the future: is this host's clock right?")
+            return
         same = [r for r in self._disk.roots if r is not root and r.accepted and r.directory.uuid == manifest.root_uuid]
         if same:
             root.directory.reject()
             root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
         else:
             root.directory.accepted = True
+            self._distrust_unconfirmed(root, manifest)
         async with self._changing:
             await self._merge_epochs(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
+
+    def _distrust_unconfirmed(self, root: Root, manifest: Manifest) -> None:
+        """The shared store remembers clears for a while; who has not asked it since then can't know of them."""
+        if self._cache.confirmed.is_over(manifest.confirmed_s, time.time()):
+            log.warning(
+                "disk %s: what it has was not confirmed by the remote store for more than %d days, and is removed",
+                root.path,
+                UNCONFIRMED_MAX_S // 86400,
+            )
+            root.distrust()
 
     async def _recover(self, root: Root) -> None:
         """Read what a root holds, and put it into the catalog: steps 3 and 4."""
@@ -149,7 +166,8 @@ class Arrivals:
         records = sum(len(recovered.entries) for _, recovered in found)
         async with self._changing:
             # A record of an epoch that no manifest knows: its clear could not be saved, but is valid all the same.
-            await self._merge_epochs(0, 0, root.epochs)
+            recalls = self._cache.epochs.recalls
+            await self._merge_epochs(0, 0, {name: epoch for name, epoch in root.epochs.items() if recalls(epoch)})
             self._disk.catalog.index.expect(records)
             for segment, recovered in found:
                 self._add_to_catalog(segment, recovered)

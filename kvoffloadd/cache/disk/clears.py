@@ -77,12 +77,12 @@ class DiskClears:
         return failed
 
     async def _save_at(self, root: Root) -> str:
-        epochs = self._contents.cache.epochs
+        epochs, confirmed = self._contents.cache.epochs, self._contents.cache.confirmed
         if not root.accepted:
             return f"{root.path} is off: {root.health.reason}"
         try:
             async with asyncio.timeout(self._stuck_s):
-                await root.directory.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace))
+                await root.directory.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace), confirmed.at_s)
         except (OSError, KvOffloadError) as error:
             why = "it does not answer" if isinstance(error, TimeoutError) else describe_error(error)
             log.warning("disk %s: a clear could not be recorded: %s", root.path, why)

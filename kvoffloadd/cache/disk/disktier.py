@@ -98,7 +98,7 @@ class DiskTier(DiskContents):
         on_disk = np.zeros(len(keys), bool)
         misses = np.flatnonzero(lookup.states == KeyState.MISS)
         disk_keyspace = self.of(keyspace)
-        if disk_keyspace is not None and len(misses):
+        if disk_keyspace is not None and len(misses) and not keyspace.namespace.doubt:
             on_disk[misses] = self.catalog.find(disk_keyspace, keys[misses]) >= 0
         waiting = np.flatnonzero(lookup.states == _PENDING)
         if len(waiting):
@@ -146,8 +146,11 @@ def find_on_disk(
     """`DiskTier.on_disk` of each keyspace's keys, in one go."""
     if len(groups) < 2:
         return [disk.on_disk(keyspace, keys, lookup) for (keyspace, keys), lookup in zip(groups, lookups, strict=True)]
-    # Of keyspaces without a disk keyspace that is open nothing is looked up.
-    disk_keyspaces = [its if (its := disk.of(keyspace)) is not None and its.open else None for keyspace, _ in groups]
+    # Of keyspaces without a disk keyspace that is open, or in doubt, nothing is looked up.
+    disk_keyspaces = [
+        its if (its := disk.of(keyspace)) is not None and its.open and not keyspace.namespace.doubt else None
+        for keyspace, _ in groups
+    ]
     counts = [len(keys) for _, keys in groups]
     numbers = np.repeat(
         np.array([disk_keyspace.id if disk_keyspace else 0 for disk_keyspace in disk_keyspaces], np.uint16), counts

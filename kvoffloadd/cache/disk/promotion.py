@@ -116,8 +116,8 @@ class Promotion(Fetches):
 
     def _start(self, fetch: Fetch, wanted: KeysBelow, woken: Window[Fetch] | None) -> Window[Fetch] | None:
         keyspace = wanted.keyspace
-        if keyspace.retired:
-            return None  # cleared meanwhile
+        if keyspace.retired or keyspace.namespace.doubt:
+            return None  # cleared meanwhile, or it may have been
         found = self._cache.find(keyspace, wanted.keys)
         at, rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
         disk_keyspace = self._disk.of(keyspace)

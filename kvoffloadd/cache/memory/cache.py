@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+from kvoffloadd.cache.memory.confirmed import Confirmed
+from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.memory.epochs import REMEMBERED_MAX, Epochs
 from kvoffloadd.cache.memory.eviction import Eviction
 from kvoffloadd.cache.memory.index import distinct, first_of_each
@@ -68,6 +70,8 @@ class Cache:
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
         self.epochs = Epochs()
+        self.confirmed = Confirmed()
+        self.doubt_of: Callable[[bytes], Doubt] = lambda fingerprint: Doubt.NONE
         self.local: LocalTier | None = None
         self.namespaces: dict[bytes, Namespace] = {}
         self._warned_of_names = False
@@ -100,7 +104,7 @@ class Cache:
         namespace = self.namespaces.get(fingerprint)
         if namespace is None:
             namespace = self.namespaces[fingerprint] = Namespace(
-                fingerprint, uid, label, key_bytes, self.epochs.of(fingerprint)
+                fingerprint, uid, label, key_bytes, self.epochs.of(fingerprint), self.doubt_of(fingerprint)
             )
         namespace.sessions += 1
         return namespace
@@ -181,7 +185,7 @@ class Cache:
 
     def find(self, keyspace: Keyspace, keys: U64Array) -> LookupResult:
         """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a keyspace that was
-        retired since the caller got hold of it, all is a miss.
+        retired since the caller got hold of it, all is a miss; so is what is in doubt (see `Doubt`).
         """
         return self.find_all([(keyspace, keys)])[0]
 
@@ -193,13 +197,29 @@ class Cache:
         keys = groups[0][1] if len(groups) == 1 else join_keys(keys for _, keys in groups)
         rows = self.entries.find_all(counts, keys)
         if len(groups) == 1:
-            return [self._result(rows)]
-        return self.results([rows[s] for s in spans(count for _, count in counts)])
+            return self.results([(groups[0][0], rows)])
+        return self.results(
+            [(k, rows[s]) for (k, _), s in zip(groups, spans(count for _, count in counts), strict=True)]
+        )
 
-    def results(self, found: Sequence[I64Array]) -> list[LookupResult]:
+    def results(self, found: Sequence[tuple[Keyspace, I64Array]]) -> list[LookupResult]:
         """What `find_all` says of keys whose rows have been found."""
-        rows, states, hits = self._result(np.concatenate(found))
-        return [LookupResult(rows[s], states[s], hits[s]) for s in spans(map(len, found))]
+        if len(found) == 1:
+            results = [self._result(found[0][1])]
+        else:
+            rows, states, hits = self._result(np.concatenate([rows for _, rows in found]))
+            results = [LookupResult(rows[s], states[s], hits[s]) for s in spans(len(rows) for _, rows in found)]
+        for (keyspace, _), result in zip(found, results, strict=True):
+            if keyspace.namespace.doubt:
+                self._mask(result, keyspace.namespace.doubt)
+        return results
+
+    def _mask(self, result: LookupResult, doubt: Doubt) -> None:
+        """What is in doubt is a miss. It keeps its row: whoever stores it anew finds that it is there."""
+        at = np.flatnonzero(result.hits)
+        if doubt is Doubt.INHERITED:
+            at = at[self.entries.inherited[result.rows[at]] != 0]
+        result.states[at], result.hits[at] = KeyState.MISS, False
 
     def _result(self, rows: I64Array) -> LookupResult:
         states, some_incomplete = self.entries.states(rows)

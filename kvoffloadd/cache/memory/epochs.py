@@ -10,6 +10,10 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
+
+from kvoffloadd.errors import LimitError
+from kvoffloadd.model import EPOCH_MAX
 
 REMEMBERED_MAX = 4096
 """How many clears are remembered one by one of namespaces of which nothing is left. Manifests and the saved state list
@@ -18,6 +22,15 @@ them all.
 
 LEAP_US = 1 << 16
 """While the clock is behind the last clear, numbers rise by a random step below this."""
+
+
+AHEAD_MAX_US: Final = 366 * 24 * 3600 * 10**6
+"""By how much a clear of another host may be ahead of this host's clock."""
+
+RECALLED_MAX_US: Final = 2 * AHEAD_MAX_US
+"""The same of clears that this host's disks and memory remember: what was believed once is recalled, also by a clock
+that was set back since.
+"""
 
 
 def unix_time_us() -> int:
@@ -33,6 +46,8 @@ class Epochs:
     The number of a clear is the time at which it happened, so that clears order even where they are remembered in
     places that never met, and no number is given out twice, also not by a daemon that has forgotten.
 
+    Numbers from outside are merged only if they are not too far ahead of the clock (`believes`, `recalls`), so that
+    there is always a next one.
     """
 
     base: int = 0  # the epoch of namespaces that `by_namespace` does not list
@@ -43,21 +58,35 @@ class Epochs:
         default_factory=unix_time_us, compare=False
     )  # a later clear by another daemon was during this run
 
+    def believes(self, epoch: int) -> bool:
+        """Whether another host may have given out this number."""
+        return epoch <= max(self.clock() + AHEAD_MAX_US, self.last)
+
+    def recalls(self, *numbers: int) -> bool:
+        """Whether a disk or the memory of an earlier run may remember these numbers."""
+        return max(numbers, default=0) <= max(self.clock() + RECALLED_MAX_US, self.last)
+
     def of(self, fingerprint: bytes) -> int:
         """The epoch of a namespace, whether it is open or not."""
         return self.by_namespace.get(fingerprint, self.base)
 
     def advance(self, fingerprint: bytes) -> None:
-        """This namespace is cleared."""
+        """This namespace is cleared. Raises LimitError: no number is left, and nothing was changed."""
         self.by_namespace[fingerprint] = self._next()
 
     def advance_all(self) -> None:
-        """Every namespace is cleared, open or not."""
+        """Every namespace is cleared, open or not. Raises LimitError as `advance`."""
         self.base = self._next()
         self.by_namespace = {}  # a manifest may be about to be made of the one before
 
+    def follow(self, fingerprint: bytes, epoch: int) -> None:
+        """Another host has cleared this namespace, by this number."""
+        self.merge(0, epoch, {fingerprint: epoch})
+
     def merge(self, base: int, last: int, by_namespace: Mapping[bytes, int]) -> None:
-        """Merge clears that a manifest or saved state remembers: each namespace's later epoch holds."""
+        """Merge clears that a manifest or saved state remembers: each namespace's later epoch holds. The caller has
+        asked `recalls`, or `believes`.
+        """
         names = self.by_namespace.keys() | by_namespace.keys()
         later = {name: max(self.of(name), by_namespace.get(name, base)) for name in names}
         self.base = max(self.base, base)
@@ -83,5 +112,8 @@ class Epochs:
     def _next(self) -> int:
         now = self.clock()
         # The clock was set back: two daemons that go on from the same number must not count in step.
-        self.last = now if now > self.last else self.last + 1 + secrets.randbelow(LEAP_US)
-        return self.last
+        number = now if now > self.last else self.last + 1 + secrets.randbelow(LEAP_US)
+        if number > EPOCH_MAX:
+            raise LimitError("no number is left for a clear: set this host's clock, and remove what it wrote meanwhile")
+        self.last = number
+        return number

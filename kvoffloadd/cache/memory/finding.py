@@ -82,7 +82,9 @@ class Finding:
 
     def results(self) -> list[LookupResult]:
         """What `Cache.find_all` says of the groups now."""
-        return self._cache.results(self.rows())
+        return self._cache.results(
+            [(keyspace, rows) for (keyspace, _), rows in zip(self._groups, self.rows(), strict=True)]
+        )
 
     def release(self) -> None:
         """End all holds."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgpack
 import numpy as np
 
+from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.errors import SchemaError
@@ -121,6 +122,7 @@ class Namespace:
     label: str  # what the engine calls its model
     key_bytes: int
     epoch: int  # see `Epochs`
+    doubt: Doubt = Doubt.NONE  # what of it does not hit now
     keyspaces: dict[int, Keyspace] = field(default_factory=dict)  # by group
     sessions: int = 0
     listeners: int = 0  # sessions that are subscribed to its events

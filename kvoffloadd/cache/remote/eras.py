@@ -24,99 +24,77 @@ manifest does, and the same rules hold for the last era:
 If the store loses the pointer, hosts may be in eras that no path joins. Then the earlier one gets the later one for its
 successor. Until all have looked, within `poll_s`, a clear may miss an era of which its host never heard.
 
-The way is gone every `poll_s` for each namespace that is open. A clear is made again after a while, and whenever the
-store was away, since a store that fails over may bring back what was removed.
+A **round** looks at every namespace that memory or a disk has, every `poll_s`. The pointers and successors of all are
+read in few calls, and most have nothing new. Each of the others has a **look** of its own (see `agreement`): bounded in
+time, beside the other looks, and whatever becomes of it the round goes on.
+
+What no look has confirmed is in **doubt** (see `doubt`), unless the store is known to be away:
+
+- Before the first look at a namespace in this run nothing of an earlier run hits: it may have been cleared meanwhile.
+- If the last look is older than `doubt_s`, counted only while the store answers, nothing hits.
+
+A clear is made again after a while, and whenever the store was away, since a store that fails over may bring back what
+was removed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-import struct
 import time
-from collections.abc import Awaitable, Callable, Collection
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Final
 
-import xxhash
-
+from kvoffloadd.agentframes import Code
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.doubt import Doubt
+from kvoffloadd.cache.remote.agreement import (
+    VALUE_S,
+    AheadError,
+    EraAgreement,
+    successor_of,
+    until,
+)
+from kvoffloadd.cache.remote.era import decode_era
+from kvoffloadd.cache.remote.namespaceera import NamespaceEra
+from kvoffloadd.cache.remote.storeclock import StoreClock
+from kvoffloadd.cache.remote.sweeps import Sweeps
 from kvoffloadd.changes import Changes
 from kvoffloadd.errors import KvOffloadError, NotDurableError, RemoteStoreError
-from kvoffloadd.model import EPOCH_MAX
-from kvoffloadd.objectnames import ERA_BYTES, era_prefix, marker_name, markers_prefix, pointer_name, successor_name
+from kvoffloadd.objectnames import FINGERPRINT_BYTES, era_prefix, pointer_name
 from kvoffloadd.storage.remote.store import RemoteState, RemoteStore
+from kvoffloadd.storage.remote.values import NotRead
 
 log = logging.getLogger(__name__)
 
-VALUE_S: Final = 2.0
-"""How long one small object may take."""
+LOOK_S: Final = 6.0
+"""How long one look may take."""
 
-SWEEP_S: Final = 4.0
-"""How long the objects of an era that is over may take to be removed; what is left goes when the store needs room."""
+LOOKS_MAX: Final = 32
+"""Looks at once."""
 
-TRIES: Final = 8
-"""How often others may come between, before it is left to the next time."""
+READ_NAMESPACES: Final = 512
+"""Namespaces of one call."""
 
-REMEMBERED: Final = 16
-"""Eras of a namespace that were cleared here: removed again when the store was away."""
+OVERDUE_POLLS: Final = 5
+OVERDUE_S_MIN: Final = 5.0
+"""A namespace is named as overdue when so many polls have passed since it was seen, and so many seconds."""
 
-PATH_MAX: Final = 4
-"""Eras behind the pointer, before it is written anew. Successors of so many are kept: a host may be on the way."""
+DOUBT_POLLS: Final = 10
+DOUBT_S_MIN: Final = 15.0
+"""When so many have passed, its keys do not hit any more."""
 
-GAP_S: Final = 0.05
-"""Where there is no pointer, it is looked for again after so long."""
+AWAY_ROUNDS: Final = 1
+"""After more rounds without any answer the store is known to be away."""
 
-_ORDER_BYTES = 4
-_POINTER = struct.Struct("<8sQ8s")  # magic, generation, id; then the xxh3_128 of the fingerprint and these
-_MAGIC = b"KVOERA1\n"
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Era:
-    """See the module. `id`: four bytes that count eras of the generation, big-endian, then random ones."""
-
-    generation: int
-    id: bytes
-
-    def after(self, epoch: int) -> Era:
-        """What a later era of this generation, or of a later one, begins with."""
-        count = 0 if epoch > self.generation else int.from_bytes(self.id[:_ORDER_BYTES]) + 1
-        return Era(epoch, count.to_bytes(_ORDER_BYTES))
-
-
-def encode_pointer(fingerprint: bytes, era: Era) -> bytes:
-    """The pointer's value."""
-    fields = _POINTER.pack(_MAGIC, era.generation, era.id)
-    return fields + xxhash.xxh3_128_digest(fingerprint + fields)
-
-
-def decode_pointer(fingerprint: bytes, value: bytes) -> Era | None:
-    """The era that it names; None: it is damaged, or another namespace's."""
-    fields = value[: _POINTER.size]
-    if len(fields) < _POINTER.size or value[_POINTER.size :] != xxhash.xxh3_128_digest(fingerprint + fields):
-        return None
-    magic, generation, era = _POINTER.unpack(fields)
-    return Era(generation, era) if magic == _MAGIC and generation <= EPOCH_MAX else None
-
-
-@dataclass(slots=True, eq=False)
-class NamespaceEra:
-    """What is known of one namespace's era."""
-
-    fingerprint: bytes
-    era: Era | None = None  # None: nothing may be asked, fetched or pushed
-    number: int = 0  # of the era in this run, rising over all namespaces; 0: none was known yet
-    unmade: bool = False  # a clear was made here that the store has not heard of
-    over: list[Era] = field(default_factory=list)  # that were cleared here
-    again_s: float | None = None  # when their markers are to be removed again
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+_CANARY: Final = pointer_name(bytes(FINGERPRINT_BYTES))
+"""A name that nobody writes: whoever answers that it is absent is a store that works."""
 
 
 class Eras:
-    """The eras of all namespaces that are open. `clear_here(fingerprint, epoch)` clears this host's memory and disk,
-    since another host has cleared the namespace; None: with a number of our own.
+    """The eras of all namespaces that memory or a disk has. `clear_here(fingerprint, epoch)` clears this host's memory
+    and disk, since another host has cleared the namespace; None: with a number of our own. It runs to its end.
     """
 
     def __init__(
@@ -128,18 +106,30 @@ class Eras:
     ) -> None:
         self.changes = Changes()
         """Hears of each era that is known from now on."""
+        self.sweeps = Sweeps(store)
+        self.lost_markers = 0
         self._store = store
         self._cache = cache
         self._poll_s = poll_s
+        self._overdue_s = max(OVERDUE_POLLS * poll_s, OVERDUE_S_MIN)
+        self._doubt_s = max(DOUBT_POLLS * poll_s, DOUBT_S_MIN)
+        again_s = max(1.0, poll_s)
+        self._agreement = EraAgreement(store, cache.epochs, again_s, self._clear_to_its_end, self._on_taken)
         self._clear_here = clear_here
         self._known: dict[bytes, NamespaceEra] = {}
+        self._clock = StoreClock(2 * poll_s + VALUE_S)
+        self._silences = 1  # rounds without an answer since the last one that had one
         self._numbers = 0
         self._wanted = Changes()
         self._urgent: set[bytes] = set()
         self._starts = 0
-        self.made = 0  # eras made here
-        self.lost_markers = 0
-        self.cleared_elsewhere = 0
+        self._looks: dict[NamespaceEra, asyncio.Task[None]] = {}
+        self._clears: set[asyncio.Task[None]] = set()
+        self._slots = asyncio.Semaphore(LOOKS_MAX)
+        self._clear_slots = asyncio.Semaphore(LOOKS_MAX)
+        self._bug: BaseException | None = None
+        cache.confirmed.required = True
+        cache.doubt_of = self.doubt_of
 
     def of(self, fingerprint: bytes) -> NamespaceEra | None:
         """The namespace's era, if one is known, of the epoch in which this host is."""
@@ -155,6 +145,9 @@ class Eras:
 
     def want(self, fingerprint: bytes) -> None:
         """Find out its era soon."""
+        known = self._known.get(fingerprint)
+        if known is not None and time.monotonic() - known.tried_s < self._poll_s:
+            return  # the next round is as soon as that of the others
         if self.of(fingerprint) is None:
             self._urgent.add(fingerprint)
             self._wanted.notify_all()
@@ -163,190 +156,201 @@ class Eras:
         """The marker of the era with this number is absent: somebody has cleared, or the store has lost it."""
         known = self._known.get(fingerprint)
         if known is not None and known.number == number and known.era is not None:
-            known.era = None
+            known.era, known.tried_s = None, float("-inf")
             self.lost_markers += 1
             self.want(fingerprint)
 
-    # --- finding out ---
+    # --- doubt ---
+
+    def doubt_of(self, fingerprint: bytes) -> Doubt:
+        """How far what this host has of the namespace may be believed now."""
+        if self._is_away():
+            return Doubt.NONE
+        known = self._known.get(fingerprint)
+        if known is None:
+            return Doubt.INHERITED
+        if self._unseen_s(known) > self._doubt_s:
+            return Doubt.ALL
+        return Doubt.INHERITED if known.seen_s is None else Doubt.NONE
+
+    def _is_away(self) -> bool:
+        """Whether the store is known not to answer."""
+        store = self._store
+        if store.state is RemoteState.STARTING:
+            return bool(store.reason)
+        return store.state is not RemoteState.OK or self._silences > AWAY_ROUNDS
+
+    def _unseen_s(self, known: NamespaceEra) -> float:
+        """How long the store has answered since it last told this era, or since it was first to."""
+        return self._clock.now_s - (known.since_s if known.seen_s is None else known.seen_s)
+
+    def _tell(self) -> None:
+        """Tell memory how far each namespace may be believed."""
+        for fingerprint, namespace in self._cache.namespaces.items():
+            namespace.doubt = self.doubt_of(fingerprint)
+
+    async def watch(self) -> None:
+        """Follow the state of the store, until cancelled."""
+        while True:
+            self._tell()
+            await self._store.changes.wait(self._poll_s)
+
+    # --- rounds ---
 
     async def run(self) -> None:
-        """Look at the pointers of all namespaces that are open, until cancelled."""
-        answered = False
-        while True:
-            if not self._is_connected():
-                answered = False
-                await self._store.changes.wait(self._poll_s)
-                continue
-            starts = self._store.starts
-            answered = await self._look_at_all(back=not answered or self._starts != starts)
-            self._starts = starts
-            if not (self._urgent and answered):
-                await self._wanted.wait(self._poll_s)
-            await asyncio.sleep(0)
+        """Look at the eras of all namespaces, until cancelled."""
+        try:
+            while True:
+                if not self._is_connected():
+                    self._clock.silent()
+                    self._silences = max(self._silences, 1)
+                    await self._store.changes.wait(self._poll_s)
+                    continue
+                back = self._silences > 0 or self._starts != self._store.starts
+                self._starts = self._store.starts
+                await self._round(back=back)
+                if self._bug is not None:
+                    raise self._bug
+                if not self._urgent or self._silences:
+                    await self._wanted.wait(self._poll_s)
+                await asyncio.sleep(0)
+        finally:
+            for look in self._looks.values():
+                look.cancel()
 
     def _is_connected(self) -> bool:
         """Whether it may be asked. Also while it fails: it may tell of other hosts' clears any time."""
         return self._store.state in (RemoteState.OK, RemoteState.OPEN)
 
-    async def _look_at_all(self, *, back: bool) -> bool:
-        """Whether the store has answered. `back`: it was away."""
+    async def _round(self, *, back: bool) -> None:
+        """Look at all namespaces once. `back`: the store was away."""
         urgent, self._urgent = self._urgent, set()
-        names = set(self._cache.namespaces)
-        for known in list(self._known.values()):
-            if known.fingerprint not in names and not known.unmade and known.again_s is None:
-                del self._known[known.fingerprint]  # it is not open any more
+        names = self._names()
+        for known in [known for known in self._known.values() if known.is_idle and known.fingerprint not in names]:
+            del self._known[known.fingerprint]  # nothing of it is left here
         names |= self._known.keys()
-        for fingerprint in sorted(names, key=lambda name: name not in urgent):
-            known = self._known.setdefault(fingerprint, NamespaceEra(fingerprint))
-            try:
-                async with known.changing:
-                    await self._look_at(known, back=back)
-            except (KvOffloadError, OSError) as error:
-                log.debug("remote: the era of a namespace is not known: %s", error)
-                if isinstance(error, RemoteStoreError):
-                    return False  # the others would wait as long for nothing
-        return True
+        order = sorted(names, key=lambda name: name not in urgent)
+        try:
+            for begin in range(0, max(len(order), 1), READ_NAMESPACES):
+                some = [self._know(name) for name in order[begin : begin + READ_NAMESPACES]]
+                for known in some:
+                    known.is_back |= back
+                for known in await self._with_news(some):
+                    self._begin_look(known)
+        except (RemoteStoreError, OSError) as error:
+            log.debug("remote: the eras of namespaces are not known: %s", error)
+            self._silences += 1
+            self._clock.silent()
+        else:
+            self._silences = 0
+            self._confirm(order)
+        self._tell()
 
-    async def _look_at(self, known: NamespaceEra, *, back: bool) -> None:
-        await self._settle(known)
-        due = known.again_s is not None and time.monotonic() >= known.again_s
-        if due or back:
-            await self._remove_markers(known, known.over)
+    def _names(self) -> set[bytes]:
+        """Namespaces of which this host has anything that another host may have cleared."""
+        local = self._cache.local
+        return set(self._cache.namespaces) | (local.namespaces() if local is not None else set())
+
+    def _know(self, fingerprint: bytes) -> NamespaceEra:
+        known = self._known.get(fingerprint)
+        if known is None:
+            known = self._known[fingerprint] = NamespaceEra(fingerprint, since_s=self._clock.now_s)
+        return known
+
+    async def _with_news(self, some: Sequence[NamespaceEra]) -> list[NamespaceEra]:
+        """Those to look at. The others have been seen as they were, or can't be read now.
+
+        Raises RemoteStoreError: the store does not answer.
+        """
+        eras = [known.era for known in some]
+        names = [_CANARY]
+        for known, era in zip(some, eras, strict=True):
+            names += [pointer_name(known.fingerprint), successor_of(known, era) if era is not None else _CANARY]
+        values = await self._store.read_values(names, until())
+        if all(isinstance(value, NotRead) for value in values):
+            raise RemoteStoreError("it answers no call")
+        now_s = time.monotonic()
+        self._clock.answered(now_s)
+        news = []
+        for known, era, pointer, after in zip(some, eras, values[1::2], values[2::2], strict=True):
+            known.tried_s = now_s
+            if _unreadable(pointer) or _unreadable(after):
+                continue
+            pointed = decode_era(known.fingerprint, pointer) if isinstance(pointer, bytes) else None
+            same = era is not None and era is known.era and after is None and pointed == known.pointed is not None
+            if same and not known.has_work(now_s):
+                self._seen(known)
+            else:
+                news.append(known)
+        return news
+
+    def _seen(self, known: NamespaceEra) -> None:
+        """The store has told its era just now."""
+        known.seen_s, known.confirmed_s, known.is_ahead = self._clock.now_s, time.time(), False
+        namespace = self._cache.namespaces.get(known.fingerprint)
+        if namespace is not None:
+            namespace.doubt = self.doubt_of(known.fingerprint)
+
+    def _confirm(self, names: Collection[bytes]) -> None:
+        """The end of a round: since when all that is here is confirmed."""
+        times = [known.confirmed_s for name in names if (known := self._known.get(name)) is not None]
+        told = [at_s for at_s in times if at_s is not None]
+        if len(told) == len(times):
+            self._cache.confirmed.at_s = int(min(told, default=time.time()))
+
+    # --- looks ---
+
+    def _begin_look(self, known: NamespaceEra) -> None:
+        if known not in self._looks:
+            look = self._looks[known] = asyncio.get_running_loop().create_task(self._look(known))
+            look.add_done_callback(lambda _: self._looks.pop(known))
+
+    async def _look(self, known: NamespaceEra) -> None:
+        try:
+            async with self._slots, asyncio.timeout(LOOK_S), known.changing:
+                await self._look_at(known)
+        except AheadError as error:
+            known.is_ahead = True
+            log.debug("remote: %s", error)
+        except (KvOffloadError, OSError, TimeoutError) as error:
+            log.debug("remote: the era of a namespace is not known: %s", error)
+        except Exception as error:
+            if not _is_of_eras(error):
+                self._bug = error
+            log.exception("remote: a bug: the era of a namespace can't be agreed on")
+
+    async def _look_at(self, known: NamespaceEra) -> None:
+        if self._cache.confirmed.is_over(int(known.confirmed_s or 0), time.time()):
+            await self._clear_to_its_end(known.fingerprint, None)  # the store has forgotten what was cleared meanwhile
+        await self._agreement.settle(known)
+        self._seen(known)
+        due = known.is_due(time.monotonic())
+        if due or known.is_back:
+            await self._agreement.remove_markers(known, known.over)
+            known.is_back = False
         if due:
             known.again_s = None
             last = known.over[-1]
-            await self._store.sweep(era_prefix(known.fingerprint, last.generation, last.id), _until(SWEEP_S))
+            self.sweeps.add(era_prefix(known.fingerprint, last.generation, last.id))
+        if known.is_to_renew(time.monotonic()):
+            await self._agreement.renew(known)
+            known.renewed_s = time.monotonic()
 
-    async def _settle(self, known: NamespaceEra) -> None:
-        """Agree with the store on the era. A clear may begin here meanwhile: then this goes on to the era after it.
+    def _on_taken(self, known: NamespaceEra) -> None:
+        self._numbers += 1
+        known.number = self._numbers
+        self.changes.notify_all()
 
-        Raises RemoteStoreError: the store does not answer, or other hosts come between.
-        """
-        for _ in range(TRIES):
-            path = await self._path(known)
-            if path and await self._agree(known, path):
-                return
-        raise RemoteStoreError("other hosts keep changing the era of a namespace")
+    async def _clear_to_its_end(self, fingerprint: bytes, epoch: int | None) -> None:
+        """Clear here, also if the look that has found it out is over before."""
 
-    async def _path(self, known: NamespaceEra) -> list[Era]:
-        """The eras from the pointer to the last one. Empty: look again."""
-        name, first = known.fingerprint, await self._first(known)
-        if first is not None:
-            return await self._follow(known, first)
-        if known.unmade:  # the pointer that is gone may have led to an era that others are in
-            await self._store.sweep(markers_prefix(name), _until(SWEEP_S))
-        era = known.era or await self._make(known, Era(self._cache.epochs.of(name), bytes(ERA_BYTES)))
-        await self._write(known, pointer_name(name), era)
-        if known.era is None and await self._read(known, pointer_name(name)) != era:  # another host was faster
-            await self._store.remove([self._marker(known, era)], _until())
-        return []
+        async def clear() -> None:
+            await self._clear_here(fingerprint, epoch)
 
-    async def _first(self, known: NamespaceEra) -> Era | None:
-        """The era that the pointer names."""
-        first = await self._read(known, pointer_name(known.fingerprint))
-        if first is None and known.era is None:  # an engine may write it anew by removing it first
-            await asyncio.sleep(GAP_S)
-            first = await self._read(known, pointer_name(known.fingerprint))
-        return first
-
-    async def _follow(self, known: NamespaceEra, first: Era) -> list[Era]:
-        path = [first]
-        while (after := await self._read(known, self._successor(known, path[-1]))) is not None and path[-1] < after:
-            path.append(after)
-        return path
-
-    async def _agree(self, known: NamespaceEra, path: list[Era]) -> bool:
-        """Whether the last era can be taken; if not, do what has to be done about it."""
-        name, last = known.fingerprint, path[-1]
-        if known.era is not None and last != known.era:
-            mine = (await self._follow(known, known.era))[-1]
-            if mine != last:
-                await self._end(known, min(mine, last), max(mine, last))
-                return False
-        epoch = self._cache.epochs.of(name)
-        if last.generation > epoch:
-            known.era = None
-            self.cleared_elsewhere += 1
-            await self._clear_here(name, last.generation)
-        elif last.generation < epoch:
-            self._forget(known, last)
-            await self._remove_markers(known, path)
-            await self._replace(known, last, epoch)
-        elif last == known.era:
-            known.unmade = False
-            if len(path) > PATH_MAX:
-                await self._shorten(known, path)
-            return True
-        elif await self._store.read_value(self._marker(known, last), _until()) is None:
-            await self._replace(known, last, epoch)
-        elif last.generation == self._cache.epochs.of(name):  # else a clear has begun meanwhile
-            self._numbers += 1
-            known.era, known.number, known.unmade = last, self._numbers, False
-            self.changes.notify_all()
-            return True
-        return False
-
-    async def _replace(self, known: NamespaceEra, last: Era, epoch: int) -> None:
-        """End the last era, with a new one of this generation."""
-        made = await self._make(known, last.after(epoch))
-        if await self._end(known, last, made) != made:
-            await self._store.remove([self._marker(known, made)], _until())
-
-    async def _end(self, known: NamespaceEra, era: Era, after: Era) -> Era | None:
-        """End an era. Returns its successor, which is another one if another host was faster."""
-        await self._write(known, self._successor(known, era), after)
-        found = await self._read(known, self._successor(known, era))
-        if found is not None:
-            await self._store.remove([self._marker(known, era)], _until())
-        return found
-
-    async def _shorten(self, known: NamespaceEra, path: list[Era]) -> None:
-        """Have the pointer name the last era, and forget eras that are long over. Who ended one may have gone before it
-        had removed the marker.
-        """
-        await self._remove_markers(known, path[:-1])
-        value = encode_pointer(known.fingerprint, path[-1])
-        await self._store.write_value(pointer_name(known.fingerprint), value, _until(), pinned=True)
-        await self._store.remove([self._successor(known, era) for era in path[:-PATH_MAX]], _until())
-
-    async def _make(self, known: NamespaceEra, era: Era) -> Era:
-        """Make an era: its marker comes before anything that leads to it. Its id gets its random bytes."""
-        made = Era(era.generation, era.id[:_ORDER_BYTES] + secrets.token_bytes(ERA_BYTES - _ORDER_BYTES))
-        await self._write(known, self._marker(known, made), made)
-        self.made += 1
-        return made
-
-    async def _read(self, known: NamespaceEra, name: str) -> Era | None:
-        """The era that a small object names. One that is damaged is removed."""
-        value = await self._store.read_value(name, _until())
-        era = None if value is None else decode_pointer(known.fingerprint, value)
-        if value is not None and era is None:
-            log.warning("remote: a pointer to a namespace's era is damaged; the daemon writes it again")
-            await self._store.remove([name], _until())
-        return era
-
-    async def _write(self, known: NamespaceEra, name: str, era: Era) -> None:
-        """Have a small object name an era, unless it is there."""
-        value = encode_pointer(known.fingerprint, era)
-        await self._store.write_value(name, value, _until(), if_absent=True, pinned=True)
-
-    def _forget(self, known: NamespaceEra, era: Era) -> None:
-        """This era was cleared here."""
-        if era not in known.over:
-            known.over = [*known.over, era][-REMEMBERED:]
-        known.again_s = time.monotonic() + max(1.0, self._poll_s)
-
-    async def _remove_markers(self, known: NamespaceEra, eras: Collection[Era]) -> None:
-        if eras:
-            await self._store.remove([self._marker(known, era) for era in eras], _until())
-
-    @staticmethod
-    def _successor(known: NamespaceEra, era: Era) -> str:
-        return successor_name(known.fingerprint, era.generation, era.id)
-
-    @staticmethod
-    def _marker(known: NamespaceEra, era: Era) -> str:
-        return marker_name(known.fingerprint, era.generation, era.id)
+        task = asyncio.get_running_loop().create_task(clear())
+        self._clears.add(task)
+        task.add_done_callback(self._clears.discard)
+        await asyncio.shield(task)
 
     # --- clears ---
 
@@ -354,12 +358,12 @@ class Eras:
         """The epochs of these namespaces (None: of all) have advanced: nothing of their eras counts here from now on.
         Returns what is to be given to `finish_clear`.
         """
-        fingerprints = self._known.keys() | self._cache.namespaces.keys() if names is None else names
-        cleared = [self._known.setdefault(name, NamespaceEra(name)) for name in fingerprints]
+        fingerprints = self._known.keys() | self._names() if names is None else names
+        cleared = [self._know(name) for name in fingerprints]
         for known in cleared:
             known.unmade = True
             if known.era is not None:
-                self._forget(known, known.era)
+                known.forget(known.era, max(1.0, self._poll_s))
                 known.era = None
         return cleared
 
@@ -367,47 +371,59 @@ class Eras:
         """When this returns no host fetches anything that was stored there before.
 
         Raises:
-            NotDurableError: the store did not do it, or did not say so. It is tried again as long as this daemon runs.
+            NotDurableError: the store did not do it of some, or did not say so. It is tried again as long as this
+            daemon runs.
         """
         await self._store.changes.wait_for(lambda: self._store.state is not RemoteState.STARTING, VALUE_S)
-        try:
-            for known in cleared:
-                async with known.changing:
-                    await self._clear(known)
-        except (KvOffloadError, OSError) as error:
+        failed = list(filter(None, await asyncio.gather(*map(self._clear, cleared))))
+        if failed:
             raise NotDurableError(
-                f"cleared on this host, but not everywhere: the remote store: {error}. Clear again when the store works"
-            ) from error
+                f"cleared on this host, but not everywhere: the remote store: {failed[0]} "
+                f"({len(failed)} of {len(cleared)} namespaces). The daemon tries again"
+            )
 
-    async def _clear(self, known: NamespaceEra) -> None:
-        name, last = known.fingerprint, None
-        first = await self._first(known)
-        if first is not None and known.unmade:  # else another clear, or the poll, has done it since
-            path = await self._follow(known, first)
-            last = path[-1]
-            await self._remove_markers(known, path)
-            self._forget(known, last)
-        await self._remove_markers(known, known.over)
-        if last is not None and last.generation >= self._cache.epochs.of(name) and known.unmade:
-            # A host whose clock is ahead has cleared before, and we did not know: our clear must have a later number.
-            self._cache.epochs.last = max(self._cache.epochs.last, last.generation)
-            await self._clear_here(name, None)
-        await self._settle(known)
+    async def _clear(self, known: NamespaceEra) -> str:
+        """Why the store did not do it; empty: it did."""
+        try:
+            async with self._clear_slots, asyncio.timeout(LOOK_S), known.changing:
+                await self._agreement.clear(known)
+                self._seen(known)
+        except (KvOffloadError, OSError, TimeoutError) as error:
+            return str(error) or "it does not answer"
+        return ""
+
+    # --- figures ---
 
     def figures(self) -> dict[str, object]:
         """For `status`: by namespace, and counts."""
         namespaces = self._cache.namespaces
+
+        def label(name: bytes) -> str:
+            return namespaces[name].name if name in namespaces else name.hex()
+
+        overdue = [] if self._is_away() else [k for k in self._known.values() if self._unseen_s(k) > self._overdue_s]
         return {
             "eras": {
                 namespaces[name].name: f"{known.era.generation:08x}.{known.era.id.hex()}" if known.era else ""
                 for name, known in self._known.items()
                 if name in namespaces
             },
-            "eras_made": self.made,
+            "eras_made": self._agreement.made,
+            "eras_overdue": sorted(label(known.fingerprint) for known in overdue),
+            "eras_ahead": sorted(label(known.fingerprint) for known in self._known.values() if known.is_ahead),
+            "answering_s": round(self._clock.now_s, 3),
             "markers_lost": self.lost_markers,
-            "cleared_elsewhere": self.cleared_elsewhere,
+            "cleared_elsewhere": self._agreement.cleared_elsewhere,
         }
 
 
-def _until(seconds: float = VALUE_S) -> float:
-    return time.monotonic() + seconds
+def _unreadable(value: bytes | NotRead | None) -> bool:
+    """Whether it can't be read now. What is too large to be one of ours is news."""
+    return isinstance(value, NotRead) and value.code != Code.SIZE
+
+
+def _is_of_eras(error: BaseException) -> bool:
+    """Whether it was raised by what reads the store's objects, which changes nothing in the cache."""
+    names: Iterator[str] = (f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__))
+    ours = [name for name in names if name.startswith("kvoffloadd.cache.")]
+    return not ours or ours[-1].startswith("kvoffloadd.cache.remote.")

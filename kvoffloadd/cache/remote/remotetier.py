@@ -58,7 +58,7 @@ class RemoteTier:
     def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
         """Start the store's agent and the background tasks. `spawn` runs a task that the daemon owns."""
         self.store.start()
-        self._tasks = [spawn(self.eras.run())]
+        self._tasks = [spawn(self.eras.run()), spawn(self.eras.watch()), spawn(self.eras.sweeps.run())]
         if not self.pushing.is_off:
             self._tasks.append(spawn(self.pushing.run()))
 

@@ -24,6 +24,8 @@ from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError
 
 MANIFEST_NAME = "manifest"
 MANIFEST_VERSION = 1
+CONFIRMED_VERSION = 2
+"""Of manifests that say when a shared store has confirmed their epochs last."""
 
 _TEMPORARY_NAME = "manifest.new"
 _CHECKSUM = b"xxh3_128 "
@@ -38,6 +40,7 @@ class Manifest:
     base_epoch: int  # of namespaces that `epochs` does not list
     last_epoch: int  # the highest one that was known when this was written
     epochs: dict[bytes, int] = field(default_factory=dict)  # of namespaces, by fingerprint
+    confirmed_s: int = 0  # when a shared store has confirmed them last, in seconds since 1970; 0: never
 
     def epoch_of(self, fingerprint: bytes) -> int:
         """Records of another epoch than this are dead."""
@@ -51,6 +54,7 @@ class Manifest:
 
 
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+_Time = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 _Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
 
 
@@ -64,6 +68,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     base_epoch: _Epoch
     last_epoch: _Epoch
     epochs: dict[_Hex, _Epoch]
+    confirmed_s: _Time | None = None
 
 
 async def read_manifest(path: Path, executor: Executor | None = None) -> Manifest | None:
@@ -104,13 +109,15 @@ async def write_manifest(path: Path, manifest: Manifest, executor: Executor | No
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as text: JSON, then a line with the checksum of all before it."""
-    stored = {
-        "version": MANIFEST_VERSION,
+    stored: dict[str, object] = {
+        "version": CONFIRMED_VERSION if manifest.confirmed_s else MANIFEST_VERSION,
         "root_uuid": manifest.root_uuid.hex(),
         "base_epoch": manifest.base_epoch,
         "last_epoch": manifest.last_epoch,
         "epochs": {name.hex(): epoch for name, epoch in sorted(manifest.epochs.items())},
     }
+    if manifest.confirmed_s:
+        stored["confirmed_s"] = manifest.confirmed_s
     text = json.dumps(stored, indent=1).encode() + b"\n"
     return text + _CHECKSUM + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
 
@@ -127,11 +134,13 @@ def decode_manifest(raw: bytes) -> Manifest:
         raise DiskManifestError("the manifest is damaged: its checksum is wrong")
     try:
         version = msgspec.json.decode(text, type=_Version).version
-        if version != MANIFEST_VERSION:
-            raise DiskVersionError(f"the manifest has version {version}, this program knows {MANIFEST_VERSION}")
+        if version not in (MANIFEST_VERSION, CONFIRMED_VERSION):
+            raise DiskVersionError(f"the manifest has version {version}, this program knows {CONFIRMED_VERSION}")
         stored = msgspec.json.decode(text, type=_Stored)
+        if (stored.confirmed_s is not None) != (version == CONFIRMED_VERSION):
+            raise DiskManifestError(f"the manifest is damaged: confirmed_s does not go with version {version}")
         epochs = {bytes.fromhex(name): epoch for name, epoch in stored.epochs.items()}
-        return Manifest(bytes.fromhex(stored.root_uuid), stored.base_epoch, stored.last_epoch, epochs)
+        return Manifest(bytes.fromhex(stored.root_uuid), stored.base_epoch, stored.last_epoch, epochs, stored.confirmed_s or 0)
     except (msgspec.MsgspecError, ValueError) as error:
         raise DiskManifestError(f"the manifest is damaged: {error}") from None
 

@@ -118,6 +118,11 @@ class Root:
             self.health.become(RootState.OFF, describe_error(error))
         return self.directory.manifest
 
+    def distrust(self) -> None:
+        """`recover` is to remove what is here, since nobody knows whether it was cleared."""
+        self._trusted = False
+        self.directory.unconfirm()
+
     async def recover(self) -> list[tuple[Segment, Recovered]]:
         """Recover every segment with contents, oldest first. Files beyond the capacity are removed. The caller sets the
         state OK when the records are in its catalog.

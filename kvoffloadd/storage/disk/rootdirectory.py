@@ -14,6 +14,7 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -36,6 +37,9 @@ from kvoffloadd.storage.disk.segment import create_segment, recycle_segment
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+CONFIRM_S: Final = 24 * 3600
+"""A manifest in which nothing else is new is written again once the last confirmation is so much later."""
 
 FIRST: Final = -1
 """Urgency of work that all other work waits for."""
@@ -131,6 +135,11 @@ class RootDirectory:
         self._uuid = self.manifest.root_uuid
         return True
 
+    def unconfirm(self) -> None:
+        """What is here goes, and with it what is known of when it was confirmed."""
+        if self.manifest is not None:
+            self.manifest = replace(self.manifest, confirmed_s=0)
+
     async def create_manifest(self) -> None:
         """Make the manifest of a new root durable; OSError passes through."""
         if self.manifest is None:
@@ -158,9 +167,9 @@ class RootDirectory:
         """Whether `has_epoch`, or the manifest that is being written may have it."""
         return self.has_epoch(keyspace) or bool(self._writes)
 
-    async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
+    async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int], confirmed_s: int = 0) -> None:
         """Make clears durable. The write goes on if this call is cancelled, since there is one temporary name for a
-        half-written manifest. `epochs` are copied, and cover those of earlier calls.
+        half-written manifest. `epochs` are copied, and cover those of earlier calls. `confirmed_s`: see `Manifest`.
 
         One manifest is written at a time, and the next one is for all calls made meanwhile: no call waits for more than
         two, however many clears there are.
@@ -171,7 +180,8 @@ class RootDirectory:
             raise DiskError(f"{self.path} is off")
         # Only one write waits: later calls know all epochs that earlier ones did, and while a disk hangs there may be
         # any number of calls.
-        self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs))
+        confirmed_s = max(confirmed_s, self.manifest.confirmed_s)
+        self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs), confirmed_s)
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_task(self._write_next())
             self._writes.add(self._waiting)
@@ -194,7 +204,8 @@ class RootDirectory:
             manifest, self._next, self._waiting = self._next, None, None
             if self.manifest is None or manifest is None or manifest.root_uuid != self.uuid:
                 raise DiskError(f"{self.path} is off")
-            if manifest == self.manifest:
+            same = replace(manifest, confirmed_s=self.manifest.confirmed_s) == self.manifest
+            if same and manifest.confirmed_s < self.manifest.confirmed_s + CONFIRM_S:
                 return
             if not manifest.covers(self.manifest):  # the root has just come, and its clears are not merged yet
                 raise DiskError(f"{self.path} has a record of later clears")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from kvoffloadd.storage.disk.format import (
 
 SEGMENTS_MIN = 8
 """A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
+
+PLACE_MAX: Final = 1 << 62
+"""Places in history are below this. No daemon gets there by counting."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,9 +89,11 @@ class SequenceNumbers:
         return np.arange(first, first + count, dtype=np.uint64)
 
     def seen(self, number: int, sequence: int) -> None:
-        """These are in use on disk."""
-        self._number = max(self._number, number)
-        self._sequence = max(self._sequence, sequence)
+        """These are in use on disk. A place beyond `PLACE_MAX` is not counted on from: nothing could follow."""
+        if number <= PLACE_MAX:
+            self._number = max(self._number, number)
+        if sequence <= PLACE_MAX:
+            self._sequence = max(self._sequence, sequence)
 
 
 # --- the file ---

@@ -3,173 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import pytest
 
-from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.epochs import Epochs
-from kvoffloadd.cache.remote.eras import Era, Eras, decode_pointer, encode_pointer
-from kvoffloadd.changes import Changes
-from kvoffloadd.errors import NotDurableError, RemoteStoreError
-from kvoffloadd.model import EPOCH_MAX
+from kvoffloadd.cache.remote.era import Era
+from kvoffloadd.errors import NotDurableError
 from kvoffloadd.objectnames import marker_name, pointer_name
-from kvoffloadd.storage.remote.store import RemoteState, RemoteStore
-
-NAME = b"n" * 16
-
-
-@dataclass
-class Objects:
-    """What the store holds. Each call takes some turns of the loop, before and after it happens."""
-
-    rng: random.Random
-    values: dict[str, bytes] = field(default_factory=dict)
-
-
-class FakeStore:
-    """One host's connection."""
-
-    def __init__(self, objects: Objects) -> None:
-        self.objects = objects
-        self.changes = Changes()
-        self.starts = 1
-        self.is_away = False
-
-    @property
-    def state(self) -> RemoteState:
-        return RemoteState.OPEN if self.is_away else RemoteState.OK
-
-    async def _turns(self) -> None:
-        for _ in range(self.objects.rng.randrange(4)):
-            await asyncio.sleep(0)
-        if self.is_away:
-            raise RemoteStoreError("away")
-
-    async def read_value(self, name: str, until_s: float) -> bytes | None:
-        await self._turns()
-        value = self.objects.values.get(name)
-        await self._turns()
-        return value
-
-    async def write_value(
-        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, pinned: bool = False
-    ) -> None:
-        await self._turns()
-        if not if_absent:  # as engines do that can't write anew
-            self.objects.values.pop(name, None)
-            await self._turns()
-        if name not in self.objects.values:
-            self.objects.values[name] = value
-        await self._turns()
-
-    async def remove(self, names: list[str], until_s: float) -> None:
-        for name in names:
-            await self._turns()
-            self.objects.values.pop(name, None)
-        await self._turns()
-
-    async def sweep(self, prefix: str, until_s: float) -> int:
-        await self._turns()
-        gone = [name for name in self.objects.values if name.startswith(prefix)]
-        for name in gone:
-            del self.objects.values[name]
-        await self._turns()
-        return len(gone)
-
-
-class Host:
-    """A daemon's epochs, and its eras."""
-
-    def __init__(self, objects: Objects, now: Callable[[], int]) -> None:
-        self.store = FakeStore(objects)
-        self.epochs = Epochs(clock=now)
-        self.cache = SimpleNamespace(epochs=self.epochs, namespaces={NAME: SimpleNamespace(name="n")})
-        self.cleared: list[int] = []  # epochs that came from elsewhere
-        self.eras = Eras(cast(RemoteStore, self.store), cast(Cache, self.cache), 0.001, self._clear_here)
-        self.task: asyncio.Task[None] | None = None
-
-    async def _clear_here(self, name: bytes, epoch: int | None) -> None:
-        if epoch is None:
-            self.epochs.advance(name)
-        else:
-            self.epochs.merge(0, epoch, {name: epoch})
-            self.cleared.append(epoch)
-        await asyncio.sleep(0)
-
-    def run(self) -> None:
-        self.task = asyncio.get_running_loop().create_task(self.eras.run())
-
-    async def stop(self) -> None:
-        if self.task is not None:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
-
-    @property
-    def epoch(self) -> int:
-        return self.epochs.of(NAME)
-
-    @property
-    def era(self) -> Era | None:
-        known = self.eras.of(NAME)
-        return known.era if known is not None else None
-
-    def hits(self) -> Era | None:
-        """The era of which it would take keys: its own, if the marker is there."""
-        era = self.era
-        if era is None or marker_name(NAME, era.generation, era.id) not in self.store.objects.values:
-            return None
-        return era
-
-    def look(self) -> None:
-        """Find the marker absent, if it is, as the next question would."""
-        known = self.eras.of(NAME)
-        if known is not None and self.hits() is None:
-            self.eras.lost(NAME, known.number)
-
-    def go(self, *, away: bool) -> None:
-        """The store answers this host no more, or again."""
-        self.store.is_away = away
-        self.store.changes.notify_all()
-
-    async def clear(self) -> int:
-        """The number of the clear. Raises NotDurableError."""
-        self.epochs.advance(NAME)
-        begun = self.eras.begin_clear({NAME})
-        await self.eras.finish_clear(begun)
-        return self.epoch
-
-
-async def settled(condition: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  many things change it
-            await asyncio.sleep(0.001)
-    assert what
-
-
-def agree(hosts: list[Host]) -> bool:
-    eras = {host.hits() for host in hosts}
-    return len(eras) == 1 and None not in eras and len({host.epoch for host in hosts}) == 1
-
-
-class Lab:
-    def __init__(self, seed: int, count: int) -> None:
-        self.rng = random.Random(seed)
-        self.objects = Objects(self.rng)
-        self.now = 1000
-        self.hosts = [Host(self.objects, self._clock) for _ in range(count)]
-
-    def _clock(self) -> int:
-        self.now += self.rng.randrange(3)
-        return self.now
-
-    async def stop(self) -> None:
-        for host in self.hosts:
-            await host.stop()
+from kvoffloadd.storage.remote.values import NotRead
+from tests.cache.remote.lab import NAME, Host, Lab, agree, settled
 
 
 @pytest.mark.parametrize("number", range(20))
@@ -334,37 +177,21 @@ async def test_a_marker_that_is_gone_is_never_put_again(seed: int, monkeypatch: 
     await third.stop()
     era = third.era
     assert era is not None
-    marker, read = marker_name(NAME, era.generation, era.id), middle.store.read_value
+    marker, read = marker_name(NAME, era.generation, era.id), middle.store.read_values
     cleared: list[int] = []
 
-    async def read_value(name: str, until_s: float) -> bytes | None:
-        if name == marker and not cleared:
+    async def read_values(names: Sequence[str], until_s: float) -> list[bytes | NotRead | None]:
+        if marker in names and not cleared:
             cleared.append(await one.clear())
-        return await read(name, until_s)
+        return await read(names, until_s)
 
     def nothing_stale() -> bool:
         if cleared:
             assert third.hits() is None
         return True
 
-    monkeypatch.setattr(middle.store, "read_value", read_value)
+    monkeypatch.setattr(middle.store, "read_values", read_values)
     middle.eras.lost(NAME, middle.eras._known[NAME].number)
     middle.run()
     await settled(lambda: nothing_stale() and bool(cleared) and agree([one, middle]), "they agree")
     await lab.stop()
-
-
-def test_a_pointer_is_read_as_it_was_written_and_not_otherwise() -> None:
-    era = Era(12345, b"12345678")
-    value = encode_pointer(NAME, era)
-    assert decode_pointer(NAME, value) == era
-    assert decode_pointer(b"m" * 16, value) is None
-    for at in range(len(value)):
-        damaged = bytearray(value)
-        damaged[at] ^= 1
-        assert decode_pointer(NAME, bytes(damaged)) is None
-    for end in range(len(value)):
-        assert decode_pointer(NAME, value[:end]) is None
-    assert decode_pointer(NAME, value + b"x") is None
-    far: Any = encode_pointer(NAME, Era(EPOCH_MAX + 1, b"12345678"))
-    assert decode_pointer(NAME, far) is None

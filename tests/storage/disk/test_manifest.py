@@ -94,7 +94,7 @@ def signed(text: str) -> bytes:
     return raw + f"xxh3_128 {xxhash.xxh3_128_hexdigest(raw)}\n".encode()
 
 
-@pytest.mark.parametrize("version", [0, 2, 99])
+@pytest.mark.parametrize("version", [0, 3, 99])
 def test_other_versions_are_told_from_damage(version: int) -> None:
     with pytest.raises(DiskVersionError, match=f"version {version}"):
         decode_manifest(signed(f'{{"version": {version}, "new": []}}\n'))
@@ -112,6 +112,11 @@ def test_other_versions_are_told_from_damage(version: int) -> None:
         '{"version": 1, "root_uuid": "%s", "base_epoch": -1, "last_epoch": 0, "epochs": {}}' % ("00" * 16),
         '{"version": 1, "root_uuid": "%s", "base_epoch": 0, "last_epoch": 0, "epochs": {"00": 1}}' % ("00" * 16),
         '{"version": 1, "root_uuid": "%s", "base_epoch": 0, "last_epoch": 0, "epochs": {}, "x": 1}' % ("00" * 16),
+        '{"version": 1, "root_uuid": "%s", "base_epoch": 0, "last_epoch": 0, "epochs": {}, "confirmed_s": 5}'
+        % ("00" * 16),
+        '{"version": 2, "root_uuid": "%s", "base_epoch": 0, "last_epoch": 0, "epochs": {}}' % ("00" * 16),
+        '{"version": 2, "root_uuid": "%s", "base_epoch": 0, "last_epoch": 0, "epochs": {}, "confirmed_s": 0}'
+        % ("00" * 16),
     ],
 )
 def test_signed_nonsense_is_damage(text: str) -> None:
@@ -127,9 +132,12 @@ epochs = st.integers(0, EPOCH_MAX)
     base=epochs,
     last=epochs,
     by_name=st.dictionaries(st.binary(min_size=16, max_size=16), epochs, max_size=5),
+    confirmed_s=st.integers(0, 1 << 53),
 )
-def test_any_manifest_comes_back(uuid: bytes, base: int, last: int, by_name: dict[bytes, int]) -> None:
-    manifest = Manifest(uuid, base, last, by_name)
+def test_any_manifest_comes_back(
+    uuid: bytes, base: int, last: int, by_name: dict[bytes, int], confirmed_s: int
+) -> None:
+    manifest = Manifest(uuid, base, last, by_name, confirmed_s)
     assert decode_manifest(encode_manifest(manifest)) == manifest
     for name, epoch in by_name.items():
         assert manifest.epoch_of(name) == epoch

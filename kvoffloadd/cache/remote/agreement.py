@@ -1,0 +1,256 @@
+"""Agreement with the store, and so with other hosts, on the era of one namespace. See `eras`. Event loop only.
+
+Each call works on one `NamespaceEra`, whose lock the caller holds, and has a deadline. It raises RemoteStoreError if
+the store does not answer, an object can't be read, or others come between; the next look goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection
+from typing import Final
+
+from kvoffloadd.agentframes import Code
+from kvoffloadd.cache.memory.epochs import Epochs
+from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
+from kvoffloadd.cache.remote.namespaceera import NamespaceEra
+from kvoffloadd.errors import RemoteStoreError
+from kvoffloadd.objectnames import ERA_BYTES, marker_name, markers_prefix, pointer_name, successor_name
+from kvoffloadd.storage.remote.store import RemoteStore
+from kvoffloadd.storage.remote.values import NotRead
+
+log = logging.getLogger(__name__)
+
+VALUE_S: Final = 2.0
+"""How long one small object may take."""
+
+SWEEP_S: Final = 4.0
+"""How long the objects of an era that is over may take to be removed; what is left goes when the store needs room."""
+
+TRIES: Final = 8
+"""How often others may come between, before it is left to the next time."""
+
+PATH_MAX: Final = 4
+"""Eras behind the pointer, before it is written anew. Successors of so many are kept: a host may be on the way."""
+
+LINKS_MAX: Final = 64
+"""Successors that one look follows. Then the pointer is written anew, and the next look goes on from there."""
+
+GAP_S: Final = 0.05
+"""Where there is no pointer, it is looked for again after so long."""
+
+KEPT_S: Final = 31 * 24 * 3600.0
+"""How long the store keeps small objects that nobody renews. Longer than `UNCONFIRMED_MAX_S`: who has not looked for
+so long believes nothing that it has.
+"""
+
+
+class AheadError(RemoteStoreError):
+    """An era is too far ahead of this host's clock to be believed."""
+
+
+class EraAgreement:
+    """`clear_here`: see `Eras`. `on_taken(known)` is called when an era was taken that was not known before."""
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        epochs: Epochs,
+        again_s: float,
+        clear_here: Callable[[bytes, int | None], Awaitable[None]],
+        on_taken: Callable[[NamespaceEra], None],
+    ) -> None:
+        self.made = 0  # eras made here
+        self.cleared_elsewhere = 0
+        self._store = store
+        self._epochs = epochs
+        self._again_s = again_s
+        self._clear_here = clear_here
+        self._on_taken = on_taken
+
+    async def settle(self, known: NamespaceEra) -> None:
+        """Agree with the store on the era. A clear may begin here meanwhile: then this goes on to the era after it."""
+        for _ in range(TRIES):
+            path = await self._path(known)
+            if path and await self._agree(known, path):
+                known.pointed = path[0]
+                return
+        raise RemoteStoreError("other hosts keep changing the era of a namespace")
+
+    async def clear(self, known: NamespaceEra) -> None:
+        """End the era that the store has, since this host has cleared."""
+        name, last = known.fingerprint, None
+        first = await self._first(known)
+        if first is not None and known.unmade:  # else another clear, or the poll, has done it since
+            path = await self._follow(known, first)
+            last = path[-1]
+            await self.remove_markers(known, path)
+            known.forget(last, self._again_s)
+        await self.remove_markers(known, known.over)
+        if last is not None and last.generation >= self._epochs.of(name) and known.unmade:
+            # A host whose clock is ahead has cleared before, and we did not know: our clear must have a later number.
+            self._check_believable(last)
+            self._epochs.last = max(self._epochs.last, last.generation)
+            await self._clear_here(name, None)
+        await self.settle(known)
+
+    async def remove_markers(self, known: NamespaceEra, eras: Collection[Era]) -> None:
+        """No key of these eras counts any more."""
+        if eras:
+            await self._store.remove([marker_of(known, era) for era in eras], until())
+
+    async def renew(self, known: NamespaceEra) -> None:
+        """Have the store keep the small objects of the era that counts."""
+        if known.era is not None and known.pointed is not None:
+            names = [pointer_name(known.fingerprint), marker_of(known, known.era)]
+            if known.pointed != known.era:
+                names += [successor_of(known, era) for era in await self._follow(known, known.pointed)]
+            await self._store.renew(names, KEPT_S, until())
+
+    # --- the path ---
+
+    async def _path(self, known: NamespaceEra) -> list[Era]:
+        """The eras from the pointer to the last one. Empty: look again."""
+        name, first = known.fingerprint, await self._first(known)
+        if first is not None:
+            return await self._follow(known, first)
+        if known.unmade:  # the pointer that is gone may have led to an era that others are in
+            await self._store.sweep(markers_prefix(name), until(SWEEP_S))
+        era = known.era or await self._make(known, Era(self._epochs.of(name), bytes(ERA_BYTES)))
+        await self._write(known, pointer_name(name), era)
+        if known.era is None and await self._read(known, pointer_name(name)) != era:  # another host was faster
+            await self._store.remove([marker_of(known, era)], until())
+        return []
+
+    async def _first(self, known: NamespaceEra) -> Era | None:
+        """The era that the pointer names."""
+        first = await self._read(known, pointer_name(known.fingerprint))
+        if first is None and known.era is None:  # an engine may write it anew by removing it first
+            await asyncio.sleep(GAP_S)
+            first = await self._read(known, pointer_name(known.fingerprint))
+        return first
+
+    async def _follow(self, known: NamespaceEra, first: Era) -> list[Era]:
+        self._check_believable(first)
+        path = [first]
+        while (after := await self._read(known, successor_of(known, path[-1]))) is not None and path[-1] < after:
+            self._check_believable(after)
+            path.append(after)
+            if len(path) > LINKS_MAX:
+                await self._shorten(known, path)
+                raise RemoteStoreError(f"a namespace has more than {LINKS_MAX} eras behind its pointer; it is moved on")
+        return path
+
+    def _check_believable(self, era: Era) -> None:
+        if not self._epochs.believes(era.generation):
+            raise AheadError(
+                "an era of a namespace is more than a year ahead of this host's clock, and is not believed"
+            )
+
+    # --- agreeing ---
+
+    async def _agree(self, known: NamespaceEra, path: list[Era]) -> bool:
+        """Whether the last era can be taken; if not, do what has to be done about it."""
+        name, last = known.fingerprint, path[-1]
+        if known.era is not None and last != known.era:
+            mine = (await self._follow(known, known.era))[-1]
+            if mine != last:
+                await self._end(known, min(mine, last), max(mine, last))
+                return False
+        epoch = self._epochs.of(name)
+        if last.generation > epoch:
+            known.era = None
+            self.cleared_elsewhere += 1
+            await self._clear_here(name, last.generation)
+        elif last.generation < epoch:
+            known.forget(last, self._again_s)
+            await self.remove_markers(known, path)
+            await self._replace(known, last, epoch)
+        elif last == known.era:
+            known.unmade = False
+            if len(path) > PATH_MAX:
+                await self._shorten(known, path)
+            return True
+        elif await self._value(marker_of(known, last)) is None:
+            await self._replace(known, last, epoch)
+        elif last.generation == self._epochs.of(name):  # else a clear has begun meanwhile
+            known.era, known.unmade = last, False
+            self._on_taken(known)
+            return True
+        return False
+
+    async def _replace(self, known: NamespaceEra, last: Era, epoch: int) -> None:
+        """End the last era, with a new one of this generation."""
+        if epoch == last.generation and last.is_last:
+            await self._clear_here(known.fingerprint, None)
+            return
+        made = await self._make(known, last.after(epoch))
+        if await self._end(known, last, made) != made:
+            await self._store.remove([marker_of(known, made)], until())
+
+    async def _end(self, known: NamespaceEra, era: Era, after: Era) -> Era | None:
+        """End an era. Returns its successor, which is another one if another host was faster."""
+        await self._write(known, successor_of(known, era), after)
+        found = await self._read(known, successor_of(known, era))
+        if found is not None:
+            await self._store.remove([marker_of(known, era)], until())
+        return found
+
+    async def _shorten(self, known: NamespaceEra, path: list[Era]) -> None:
+        """Have the pointer name the last era, and forget eras that are long over. Who ended one may have gone before it
+        had removed the marker.
+        """
+        await self.remove_markers(known, path[:-1])
+        value = encode_era(known.fingerprint, path[-1])
+        await self._store.write_value(pointer_name(known.fingerprint), value, until(), kept_s=KEPT_S)
+        await self._store.remove([successor_of(known, era) for era in path[:-PATH_MAX]], until())
+
+    async def _make(self, known: NamespaceEra, era: Era) -> Era:
+        """A new era, with its marker; `era`: what it begins with."""
+        made = new_era(era)
+        value = encode_era(known.fingerprint, made)
+        await self._store.write_value(marker_of(known, made), value, until(), if_absent=True, kept_s=KEPT_S)
+        self.made += 1
+        return made
+
+    # --- small objects ---
+
+    async def _value(self, name: str) -> bytes | NotRead | None:
+        """A small object; `NotRead`: it is too large to be one of ours."""
+        (value,) = await self._store.read_values([name], until())
+        if isinstance(value, NotRead) and value.code != Code.SIZE:
+            raise RemoteStoreError(f"a small object can't be read ({value})")
+        return value
+
+    async def _read(self, known: NamespaceEra, name: str) -> Era | None:
+        """The era that a small object names. One that is damaged is removed."""
+        value = await self._value(name)
+        if value is None:
+            return None
+        era = None if isinstance(value, NotRead) else decode_era(known.fingerprint, value)
+        if era is None:
+            log.warning("remote: a pointer to a namespace's era is damaged; the daemon writes it again")
+            await self._store.remove([name], until())
+        return era
+
+    async def _write(self, known: NamespaceEra, name: str, era: Era) -> None:
+        """Have a small object name an era, unless it is there."""
+        value = encode_era(known.fingerprint, era)
+        await self._store.write_value(name, value, until(), if_absent=True, kept_s=KEPT_S)
+
+
+def until(seconds: float = VALUE_S) -> float:
+    """The deadline of a call that begins now."""
+    return time.monotonic() + seconds
+
+
+def successor_of(known: NamespaceEra, era: Era) -> str:
+    """The name of the object that names the era after this one."""
+    return successor_name(known.fingerprint, era.generation, era.id)
+
+
+def marker_of(known: NamespaceEra, era: Era) -> str:
+    """The name of the object without which no key of the era counts."""
+    return marker_name(known.fingerprint, era.generation, era.id)

@@ -1,0 +1,322 @@
+"""Rounds over many namespaces: what becomes of one does not keep the others, and what no look has told is in doubt."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvoffloadd.agentframes import Code
+from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
+from kvoffloadd.cache.memory.doubt import Doubt
+from kvoffloadd.cache.remote import agreement, eras
+from kvoffloadd.cache.remote.era import COUNT_MAX, Era, decode_era, encode_era, new_era
+from kvoffloadd.cache.remote.namespaceera import RENEW_S
+from kvoffloadd.errors import NotDurableError
+from kvoffloadd.model import EPOCH_MAX
+from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
+from tests.cache.remote.lab import NAME, Host, Lab, agree, settled
+
+NAMES = [bytes([n]) * 16 for n in range(1, 25)]
+
+
+async def opened(lab: Lab, *names: bytes) -> None:
+    """All hosts have these namespaces open, and are in their eras."""
+    for host in lab.hosts:
+        for name in names:
+            host.open(name)
+        host.run()
+    await settled(lambda: all(known(host, name) for host in lab.hosts for name in names), "all have agreed")
+
+
+def known(host: Host, name: bytes) -> bool:
+    return host.eras.of(name) is not None
+
+
+async def clear(host: Host, *names: bytes) -> None:
+    for name in names:
+        host.epochs.advance(name)
+    await host.eras.finish_clear(host.eras.begin_clear(set(names)))
+
+
+def era_of(lab: Lab, name: bytes) -> Era:
+    found = lab.hosts[0].eras.of(name)
+    assert found is not None
+    assert found.era is not None
+    return found.era
+
+
+@pytest.mark.parametrize("code", [Code.FAILED, Code.SIZE, Code.NOT_COMPLETE])
+async def test_a_pointer_that_cannot_be_read_keeps_no_other_namespace(seed: int, code: Code) -> None:
+    lab = Lab(seed, 2)
+    await opened(lab, *NAMES)
+    one, other = lab.hosts
+    lab.objects.unreadable[pointer_name(NAMES[0])] = code
+    for name in NAMES[1:]:
+        await clear(one, name)
+    await settled(lambda: all(other.epochs.of(name) == one.epochs.of(name) for name in NAMES[1:]), "all are seen")
+    await lab.stop()
+
+
+async def test_a_pointer_that_is_too_large_is_written_anew(seed: int) -> None:
+    lab = Lab(seed, 2)
+    await opened(lab, NAME)
+    lab.objects.values.pop(pointer_name(NAME))
+    lab.objects.unreadable[pointer_name(NAME)] = Code.SIZE
+    await settled(lambda: pointer_name(NAME) in lab.objects.values, "it is written again")
+    await clear(lab.hosts[0], NAME)
+    await settled(lambda: agree(lab.hosts), "they agree")
+    await lab.stop()
+
+
+async def test_reads_that_hang_keep_no_other_namespace(seed: int) -> None:
+    """More of them than looks at once, and their markers and successors, too."""
+    lab = Lab(seed, 2)
+    names = [n.to_bytes(16) for n in range(1, eras.LOOKS_MAX + 20)]
+    await opened(lab, *names, *NAMES[-2:])
+    one, other = lab.hosts
+    for name in names:
+        lab.objects.values.pop(pointer_name(name))
+        lab.objects.hanging |= {pointer_name(name)}
+    for name in NAMES[-2:]:
+        await clear(one, name)
+    await settled(lambda: all(other.epochs.of(name) == one.epochs.of(name) for name in NAMES[-2:]), "both are seen")
+    await lab.stop()
+
+
+async def test_a_clear_whose_remote_half_hangs_keeps_no_other(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eras, "LOOK_S", 0.5)
+    lab = Lab(seed, 2)
+    await opened(lab, *NAMES)
+    one, other = lab.hosts
+    lab.objects.hanging.add(pointer_name(NAMES[0]))
+    for name in NAMES:
+        one.epochs.advance(name)
+    with pytest.raises(NotDurableError, match=f"1 of {len(NAMES)} namespaces"):
+        await one.eras.finish_clear(one.eras.begin_clear(set(NAMES)))
+    await settled(lambda: all(other.epochs.of(name) == one.epochs.of(name) for name in NAMES[1:]), "all but that one")
+    lab.objects.hanging.clear()
+    await settled(lambda: other.epochs.of(NAMES[0]) == one.epochs.of(NAMES[0]), "the daemon tries again by itself")
+    await lab.stop()
+
+
+async def test_namespaces_that_only_a_disk_has_are_looked_at(seed: int) -> None:
+    lab = Lab(seed, 2)
+    one, other = lab.hosts
+    await opened(lab, NAMES[0])
+    await settled(lambda: other.eras.of(NAMES[0]) is not None, "it is in the era")
+    del other.cache.namespaces[NAMES[0]]
+    other.on_disk.add(NAMES[0])
+    await clear(one, NAMES[0])
+    await settled(lambda: other.epochs.of(NAMES[0]) == one.epochs.of(NAMES[0]), "it hears of the clear")
+    assert one.epochs.of(NAMES[0]) in other.cleared
+    await lab.stop()
+
+
+async def test_a_clear_of_all_reaches_what_only_the_disk_has(seed: int) -> None:
+    lab = Lab(seed, 2)
+    one, other = lab.hosts
+    await opened(lab, NAMES[0])
+    del one.cache.namespaces[NAMES[0]]
+    one.on_disk.add(NAMES[0])
+    one.epochs.advance_all()
+    await one.eras.finish_clear(one.eras.begin_clear(None))
+    await settled(lambda: other.epochs.of(NAMES[0]) == one.epochs.of(NAMES[0]), "it hears of the clear")
+    await lab.stop()
+
+
+async def test_a_round_without_news_is_one_call(seed: int) -> None:
+    lab = Lab(seed, 1)
+    await opened(lab, *NAMES)
+    (host,) = lab.hosts
+    await settled(lambda: not host.eras._looks, "all looks are over")
+    await settled(lambda: agree(lab.hosts), "they agree")
+    for at in range(3):
+        await asyncio.sleep(0.002)
+        if not host.eras._looks:
+            break
+        assert at < 2
+    calls, rounds = host.store.calls, 0
+    asked = host.eras._with_news
+
+    async def counted(some: list[object]) -> object:
+        nonlocal rounds
+        rounds += 1
+        return await asked(some)  # type: ignore[arg-type]
+
+    host.eras._with_news = counted  # type: ignore[assignment, method-assign]
+    calls = host.store.calls
+    await settled(lambda: rounds >= 5, "five rounds")
+    assert host.store.calls - calls <= rounds + 1
+    await lab.stop()
+
+
+# --- doubt ---
+
+
+async def test_nothing_of_an_earlier_run_hits_before_the_first_look(seed: int) -> None:
+    lab = Lab(seed, 2)
+    one, other = lab.hosts
+    assert one.doubt() is Doubt.INHERITED
+    one.store.is_silent = True  # it hangs, and nobody knows yet
+    one.run()
+    await asyncio.sleep(0)
+    assert one.doubt() is Doubt.INHERITED
+    one.store.is_silent = False
+    await settled(lambda: one.doubt() is Doubt.NONE, "the look has told")
+    assert one.eras.of(NAME) is not None
+    assert one.open(NAMES[0]).doubt is Doubt.INHERITED, "another namespace"
+    assert other.doubt() is Doubt.INHERITED
+    await lab.stop()
+
+
+@pytest.mark.parametrize("how", ["breaker", "silence"])
+async def test_a_store_that_is_away_puts_nothing_in_doubt(seed: int, how: str) -> None:
+    """As BEHAVIOR says: the local tiers serve. When it is back, what was never looked at is in doubt again."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    if how == "breaker":
+        host.go(away=True)
+    host.store.is_silent = True
+    host.run()
+    await settled(lambda: host.doubt() is Doubt.NONE, "it is known to be away")
+    host.open(NAMES[0])
+    lab.objects.unreadable[pointer_name(NAMES[0])] = Code.FAILED
+    host.store.is_silent = False
+    host.go(away=False)
+    await settled(lambda: host.doubt(NAMES[0]) is Doubt.INHERITED, "it is back, and this can't be read")
+    await settled(lambda: host.doubt() is Doubt.NONE and host.eras.of(NAME) is not None, "this was read")
+    await lab.stop()
+
+
+async def test_what_is_overdue_is_named_and_then_does_not_hit(seed: int) -> None:
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    await opened(lab, NAME, NAMES[0])
+    clock = host.eras._clock
+    lab.objects.unreadable[pointer_name(NAMES[0])] = Code.FAILED
+    await settled(lambda: not host.eras._looks, "no look is under way")
+    assert host.eras.figures()["eras_overdue"] == []
+    clock.now_s += eras.OVERDUE_S_MIN + 1
+    await settled(lambda: host.eras.figures()["eras_overdue"] == [NAMES[0].hex()], "it is named, and it alone")
+    assert host.doubt(NAMES[0]) is Doubt.NONE
+    clock.now_s += eras.DOUBT_S_MIN
+    await settled(lambda: host.doubt(NAMES[0]) is Doubt.ALL, "its keys do not hit")
+    await settled(lambda: host.doubt() is Doubt.NONE, "others do")
+    host.go(away=True)
+    await settled(lambda: host.doubt(NAMES[0]) is Doubt.NONE, "local tiers serve while the store is away")
+    host.go(away=False)
+    del lab.objects.unreadable[pointer_name(NAMES[0])]
+    await settled(lambda: host.eras.figures()["eras_overdue"] == [], "it was seen")
+    await settled(lambda: host.doubt(NAMES[0]) is Doubt.NONE, "its keys hit again")
+    await lab.stop()
+
+
+# --- what the store may say ---
+
+
+def put(lab: Lab, name: str, fingerprint: bytes, era: Era) -> None:
+    lab.objects.values[name] = encode_era(fingerprint, era)
+
+
+async def test_an_era_with_no_next_one_of_its_generation_ends_in_a_clear(seed: int) -> None:
+    lab = Lab(seed, 2)
+    await opened(lab, NAME)
+    era = era_of(lab, NAME)
+    put(lab, successor_name(NAME, era.generation, era.id), NAME, Era(era.generation, COUNT_MAX.to_bytes(4) + b"evil"))
+    await settled(lambda: agree(lab.hosts) and lab.hosts[0].epoch > era.generation, "a new generation")
+    await lab.stop()
+
+
+async def test_a_generation_beyond_all_is_damage(seed: int) -> None:
+    lab = Lab(seed, 2)
+    await opened(lab, NAME)
+    era = era_of(lab, NAME)
+    evil = bytearray(encode_era(NAME, Era(EPOCH_MAX, bytes(8))))
+    lab.objects.values[successor_name(NAME, era.generation, era.id)] = bytes(evil[:8]) + b"\xff" * (len(evil) - 8)
+    await settled(
+        lambda: successor_name(NAME, era.generation, era.id) not in lab.objects.values and agree(lab.hosts), "it goes"
+    )
+    assert lab.hosts[0].epoch == era.generation
+    await lab.stop()
+
+
+@pytest.mark.parametrize("where", ["pointer", "successor"])
+async def test_a_generation_far_ahead_is_not_believed(seed: int, where: str) -> None:
+    """Nor removed: this host's clock may be the wrong one. The namespace does without the store, and is overdue."""
+    lab = Lab(seed, 2)
+    await opened(lab, NAME, NAMES[0])
+    era, one = era_of(lab, NAMES[0]), lab.hosts[0]
+    last = one.epochs.last
+    far = Era(10**15, bytes(8))
+    name = pointer_name(NAMES[0]) if where == "pointer" else successor_name(NAMES[0], era.generation, era.id)
+    put(lab, name, NAMES[0], far)
+    put(lab, marker_name(NAMES[0], far.generation, far.id), NAMES[0], far)
+    await settled(lambda: one.eras.figures()["eras_ahead"] == [NAMES[0].hex()], "it is named")
+    assert one.epochs.last == last
+    assert decode_era(NAMES[0], lab.objects.values[name]) == far
+    await clear(one, NAME)
+    await settled(lambda: agree(lab.hosts), "others go on")
+    await lab.stop()
+
+
+async def test_a_path_without_end_is_followed_in_steps(seed: int) -> None:
+    lab = Lab(seed, 2)
+    await opened(lab, NAME, NAMES[0])
+    era, links = era_of(lab, NAMES[0]), 5 * agreement.LINKS_MAX
+    for number in range(links):
+        after = new_era(era.after(era.generation))
+        put(lab, successor_name(NAMES[0], era.generation, era.id), NAMES[0], after)
+        era = after
+    await clear(lab.hosts[0], NAME)
+    await settled(lambda: agree(lab.hosts), "the other namespace is cleared everywhere")
+    await settled(lambda: all(known(host, NAMES[0]) for host in lab.hosts), "and in the end this one is agreed on")
+    await lab.stop()
+
+
+async def test_small_objects_in_use_are_renewed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    renewed: list[set[str]] = []
+
+    async def renew(names: list[str], kept_s: float, until_s: float) -> list[bool]:
+        renewed.append(set(names))
+        return [True for _ in names]
+
+    monkeypatch.setattr(host.store, "renew", renew)
+    await opened(lab, NAME)
+    era = era_of(lab, NAME)
+    mine = {pointer_name(NAME), marker_name(NAME, era.generation, era.id)}
+    await settled(lambda: renewed == [mine], "once at the start")
+    host.eras._known[NAME].renewed_s -= RENEW_S
+    await settled(lambda: renewed == [mine] * 2, "and once a day")
+    await lab.stop()
+
+
+async def test_what_was_not_confirmed_for_a_month_is_cleared_before_it_is_agreed_on(seed: int) -> None:
+    """The store has forgotten what was cleared meanwhile."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    await opened(lab, NAME)
+    epoch, known_era = host.epoch, host.eras._known[NAME]
+    await settled(lambda: not host.eras._looks, "no look is under way")
+    assert known_era.confirmed_s is not None
+    known_era.confirmed_s -= UNCONFIRMED_MAX_S + 10
+    lab.objects.values.clear()
+    await settled(lambda: host.epoch > epoch and host.hits() is not None, "it was cleared, by a number of its own")
+    await lab.stop()
+
+
+async def test_all_is_confirmed_when_each_was_seen(seed: int) -> None:
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    lab.objects.unreadable[pointer_name(NAMES[0])] = Code.FAILED
+    await opened(lab, NAME)
+    host.open(NAMES[0])
+    host.cache.confirmed.at_s = 0
+    before = host.store.calls
+    await settled(lambda: host.store.calls > before + 3, "some rounds")
+    assert host.cache.confirmed.at_s == 0
+    del lab.objects.unreadable[pointer_name(NAMES[0])]
+    await settled(lambda: host.cache.confirmed.at_s > 0, "all were seen")
+    await lab.stop()
