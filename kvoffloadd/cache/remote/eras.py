@@ -56,6 +56,9 @@ VALUE_S: Final = 2.0
 SWEEP_S: Final = 4.0
 """How long the objects of an era that is over may take to be removed; what is left goes when the store needs room."""
 
+KEPT_S: Final = 31 * 86400.0
+"""How long the small objects are kept in the store."""
+
 TRIES: Final = 8
 """How often others may come between, before it is left to the next time."""
 
@@ -306,7 +309,7 @@ class Eras:
         """
         await self._remove_markers(known, path[:-1])
         value = encode_pointer(known.fingerprint, path[-1])
-        await self._store.write_value(pointer_name(known.fingerprint), value, _until(), pinned=True)
+        await self._store.write_value(pointer_name(known.fingerprint), value, _until(), kept_s=KEPT_S)
         await self._store.remove([self._successor(known, era) for era in path[:-PATH_MAX]], _until())
 
     async def _make(self, known: NamespaceEra, era: Era) -> Era:
@@ -328,7 +331,7 @@ class Eras:
     async def _write(self, known: NamespaceEra, name: str, era: Era) -> None:
         """Have a small object name an era, unless it is there."""
         value = encode_pointer(known.fingerprint, era)
-        await self._store.write_value(name, value, _until(), if_absent=True, pinned=True)
+        await self._store.write_value(name, value, _until(), if_absent=True, kept_s=KEPT_S)
 
     def _forget(self, known: NamespaceEra, era: Era) -> None:
         """This era was cleared here."""

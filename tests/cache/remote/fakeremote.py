@@ -147,7 +147,7 @@ class FakeRemote:
         return self.values.get(name)
 
     async def write_value(
-        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, pinned: bool = False
+        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, kept_s: float | None = None
     ) -> None:
         await asyncio.sleep(0)
         if not (if_absent and name in self.values):

@@ -57,7 +57,7 @@ class FakeStore:
         return value
 
     async def write_value(
-        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, pinned: bool = False
+        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, kept_s: float | None = None
     ) -> None:
         await self._turns()
         if not if_absent:  # as engines do that can't write anew
