@@ -3,7 +3,7 @@
 A frame is a u32 little-endian length and that many bytes of msgpack. The agent begins with `Greeting`, so that
 descriptors are only given to the right process of the right version. Then comes `Start`, which carries two of them: the
 arena's and the header pages'. It is answered by `Started`, or by `Refused`, which ends the agent. From then on each
-call has an id of its own and exactly one answer: `Answer`, or `Value` for a `Read`.
+call has an id of its own and exactly one answer: `Values` to a `Read`, `Swept` to a `Sweep`, else `Answer`.
 
 Packed fields are little-endian: keys of 32 bytes, offsets and sizes as u64, codes as i64. Nothing of numpy is needed to
 read them: the agent may run in an environment of its own.
@@ -20,7 +20,7 @@ import msgspec
 from kvoffloadd.errors import FramingError
 from kvoffloadd.objectnames import Space
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of these frames. Daemon and agent are of one release, whatever else their environments have."""
 
 PREFIX: Final = struct.Struct("<I")
@@ -36,10 +36,22 @@ ADDRESSES_MAX: Final = 256 << 10
 """Parts of all keys of one call together."""
 VALUE_BYTES_MAX: Final = 64 << 10
 """Of a small object that is read or written whole."""
+READ_NAMES_MAX: Final = 512
+"""Names of one `Read`: the agent may have to hold as many small objects."""
+VALUES_BYTES_MAX: Final = 192 << 10
+"""Of all small objects of one `Values`."""
 NAMES_MAX: Final = 4096
-"""Names of one `Remove`."""
+"""Names of one `Remove` or `Renew`."""
+AFTER_MAX: Final = 64
+"""Letters that say where a sweep goes on."""
 TEXT_MAX: Final = 2000
 """Letters of a reason."""
+
+READ_THREADS: Final = 4
+CHANGE_THREADS: Final = 2
+"""Threads of the agent that read small objects, and that write, renew and remove them: calls that are with it at once.
+Sweeps have one of their own.
+"""
 
 FDS: Final = 2
 """Descriptors that `Start` carries."""
@@ -126,22 +138,30 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """A small object. Answered by `Value`, or by `Answer` with one `Code`."""
+    """Small objects."""
 
     id: int
-    name: str
+    names: list[str]
 
 
 class Write(msgspec.Struct, frozen=True, tag="write"):
-    """A small object. `if_absent`: one that is there stays, which is no failure. `pinned`: it is not evicted. Answer:
-    its bytes, or a `Code`.
+    """A small object. `if_absent`: one that is there stays, which is no failure. `kept_s`: it is not evicted for so
+    long, and may go after that; None: it may be evicted any time. Answer: its bytes, or a `Code`.
     """
 
     id: int
     name: str
     value: bytes
     if_absent: bool
-    pinned: bool
+    kept_s: float | None
+
+
+class Renew(msgspec.Struct, frozen=True, tag="renew"):
+    """Keep small objects for `kept_s` from now on. Answer: for each 1 (it is there), 0 (there is none) or a `Code`."""
+
+    id: int
+    names: list[str]
+    kept_s: float
 
 
 class Remove(msgspec.Struct, frozen=True, tag="remove"):
@@ -152,13 +172,14 @@ class Remove(msgspec.Struct, frozen=True, tag="remove"):
 
 
 class Sweep(msgspec.Struct, frozen=True, tag="sweep"):
-    """Remove everything with this prefix. Answer: how many, or a `Code`."""
+    """Remove some of what has this prefix. `after`: empty, or what the answer to the step before says."""
 
     id: int
     prefix: str
+    after: str
 
 
-Call = Exists | Get | Put | Read | Write | Remove | Sweep
+Call = Exists | Get | Put | Read | Write | Renew | Remove | Sweep
 
 
 # --- from the agent ---
@@ -192,15 +213,26 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
     codes: bytes
 
 
-class Value(msgspec.Struct, frozen=True, tag="value"):
-    """To a `Read`. None: there is none."""
+class Values(msgspec.Struct, frozen=True, tag="values"):
+    """To a `Read`: for each name the object, None (there is none) or a `Code`. At least one, and not all if they don't
+    fit: the other names are to be asked for again.
+    """
 
     id: int
-    value: bytes | None
+    values: list[bytes | int | None]
+
+
+class Swept(msgspec.Struct, frozen=True, tag="swept"):
+    """To a `Sweep`. `removed`: how many objects, or a `Code`. `after`: where to go on; empty: this was all."""
+
+    id: int
+    removed: int
+    after: str
 
 
 FromDaemon = Start | Call
-FromAgent = Greeting | Started | Refused | Answer | Value
+Reply = Answer | Values | Swept
+FromAgent = Greeting | Started | Refused | Reply
 
 _encoder = msgspec.msgpack.Encoder()
 _from_daemon = msgspec.msgpack.Decoder(FromDaemon)

@@ -4,6 +4,7 @@
     kvo1/<fingerprint>/era/<generation>.<era>                   marker: this era's keys count while it is there
     kvo1/<fingerprint>/after/<generation>.<era>                 successor: names the era that came after this one
     kvo1/<fingerprint>/<generation>.<era>/<shape>/<group>/<key> a key with all its parts
+    kvo1/kept                                                   until when the small objects are kept (Valkey alone)
 
 Everything of an era lies below one prefix, so that one sweep ends it. Bytes are in hexadecimal; of a shape's digest
 eight bytes: the object's header has all of it.
@@ -14,6 +15,8 @@ from __future__ import annotations
 import msgspec
 
 PREFIX = "kvo1"
+KEPT_NAME = f"{PREFIX}/kept"
+"""A sorted set: names of small objects by the seconds of the server's clock until which they are kept."""
 KEY_BYTES = 32
 """Of each packed key, whatever its own width."""
 

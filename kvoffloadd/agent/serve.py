@@ -1,7 +1,7 @@
 """The agent's work: frames from the daemon, calls of the engine in threads of their own kind, and an answer to each.
 
-`exists` never waits behind bytes, and gets never behind puts. The daemon sends no more calls of a kind than there are
-threads for it, or a few: nothing here grows.
+`exists` never waits behind bytes, gets never behind puts, and nothing behind a sweep. The daemon sends no more calls of
+a kind than there are threads for it, or a few: nothing here grows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from kvoffloadd.agent.engines.base import Engine, EngineError, Memory
 from kvoffloadd.agent.engines.registry import make_engine
@@ -22,9 +22,12 @@ from kvoffloadd.agent.memory import map_memory
 from kvoffloadd.agent.names import asked_names, transfers
 from kvoffloadd.agentframes import (
     ANSWER_BYTES_MAX,
+    CHANGE_THREADS,
     FDS,
+    READ_THREADS,
     TEXT_MAX,
     VALUE_BYTES_MAX,
+    VALUES_BYTES_MAX,
     VERSION,
     Answer,
     Call,
@@ -40,10 +43,13 @@ from kvoffloadd.agentframes import (
     Read,
     Refused,
     Remove,
+    Renew,
+    Reply,
     Start,
     Started,
     Sweep,
-    Value,
+    Swept,
+    Values,
     Write,
     encode,
 )
@@ -51,6 +57,8 @@ from kvoffloadd.errors import FramingError
 from kvoffloadd.sockets import close_fds, unpack_fds
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLOSE_S: Final = 1.0
 """What the engine gets to close: the process ends either way."""
@@ -109,13 +117,13 @@ class Agent:
             log.exception("the engine can't start")
             self._send(Refused("store", f"{type(error).__name__}: {error}"[:TEXT_MAX]))
             return False
-        asking = self._serve(1)
-        values = self._serve(1)
         self._queues = {
-            Exists: asking,
+            Exists: self._serve(1),
             Get: self._serve(start.get_threads),
             Put: self._serve(start.put_threads),
-            **dict.fromkeys((Read, Write, Remove, Sweep), values),
+            Read: self._serve(READ_THREADS),
+            **dict.fromkeys((Write, Renew, Remove), self._serve(CHANGE_THREADS)),
+            Sweep: self._serve(1),
         }
         self._send(Started(engine.stops_at_once, about[:TEXT_MAX]))
         return True
@@ -144,7 +152,7 @@ class Agent:
                 os._exit(1)
             self._send(answer)
 
-    def _answer(self, call: Call) -> Answer | Value:
+    def _answer(self, call: Call) -> Reply:
         engine, memory = self._engine, self._memory
         if engine is None or memory is None:
             raise FramingError("a call came before the engine had started")
@@ -156,30 +164,12 @@ class Agent:
             make = engine.get if isinstance(call, Get) else engine.put
             return _packed(call.id, _many(lambda: make(wanted), len(wanted), Code.FAILED))
         if isinstance(call, Read):
-            return self._read(engine, call)
-        if isinstance(call, Write):
-            write = call
-            codes = _many(
-                lambda: [engine.write(write.name, write.value, if_absent=write.if_absent, pinned=write.pinned)],
-                1, Code.FAILED,
-            )  # fmt: skip
-        elif isinstance(call, Remove):
-            names = call.names
-            codes = _many(lambda: engine.remove(names), len(names), Code.FAILED)
-        else:
-            prefix = call.prefix
-            codes = _many(lambda: [engine.sweep(prefix)], 1, Code.FAILED)
-        return _packed(call.id, codes)
-
-    def _read(self, engine: Engine, call: Read) -> Answer | Value:
-        try:
-            value = engine.read(call.name)
-        except Exception:
-            log.exception("the engine failed")
-            return _packed(call.id, [Code.FAILED])
-        if value is not None and len(value) > VALUE_BYTES_MAX:
-            return _packed(call.id, [Code.SIZE])
-        return Value(call.id, value)
+            return Values(call.id, _that_fit(_many(lambda: engine.read(call.names), len(call.names), Code.FAILED)))
+        if isinstance(call, Sweep):
+            failed: tuple[int, str] = (Code.FAILED, "")
+            ((removed, after),) = _many(lambda: [engine.sweep(call.prefix, call.after)], 1, failed)
+            return Swept(call.id, removed, after)
+        return _packed(call.id, _change(engine, call))
 
     # --- the socket ---
 
@@ -202,17 +192,45 @@ class Agent:
             self._sock.sendall(frame)
 
 
-def _many(call: Callable[[], Sequence[int]], count: int, failed: int) -> list[int]:
-    """What the engine answers for each; `failed` for all if it raises, or answers for another number of them."""
+def _change(engine: Engine, call: Write | Renew | Remove) -> list[int]:
+    if isinstance(call, Write):
+        return _many(
+            lambda: [engine.write(call.name, call.value, if_absent=call.if_absent, kept_s=call.kept_s)], 1, Code.FAILED
+        )
+    if isinstance(call, Renew):
+        return _many(lambda: engine.renew(call.names, call.kept_s), len(call.names), Code.FAILED)
+    return _many(lambda: engine.remove(call.names), len(call.names), Code.FAILED)
+
+
+def _many(call: Callable[[], Sequence[T]], count: int, failed: T) -> list[T]:
+    """What the engine answers for each; `failed` for all if it raises, or answers for another number of them: whose
+    answers these are nobody knows then.
+    """
     try:
-        codes = list(call())
+        answers = list(call())
     except Exception:  # a client of a store may raise anything, and others' calls go on
         log.exception("the engine failed")
         return [failed] * count
-    if len(codes) != count:
-        log.error("the engine returned %d answers for %d items", len(codes), count)
+    if len(answers) != count:
+        log.error("the engine returned %d answers for %d items", len(answers), count)
         return [failed] * count
-    return codes
+    return answers
+
+
+def _that_fit(values: Sequence[bytes | int | None]) -> list[bytes | int | None]:
+    """The first ones, as many as one answer holds; SIZE in place of what is no small object."""
+    fit: list[bytes | int | None] = []
+    left_bytes = VALUES_BYTES_MAX
+    for value in values:
+        if isinstance(value, bytes):
+            if len(value) > VALUE_BYTES_MAX:
+                fit.append(Code.SIZE)
+                continue
+            left_bytes -= len(value)
+            if left_bytes < 0:
+                break
+        fit.append(value)
+    return fit
 
 
 def _packed(call_id: int, codes: Sequence[int]) -> Answer:

@@ -11,7 +11,8 @@ from kvoffloadd.cache.disk.catalog import DiskKeyspace
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Namespace
-from kvoffloadd.cache.remote.eras import Eras, NamespaceEra
+from kvoffloadd.cache.remote.eras import Eras
+from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.errors import NotDurableError
 
 

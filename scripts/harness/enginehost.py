@@ -146,6 +146,23 @@ class EngineHost:
         """A presence each."""
         return list(self.call("exists", names))
 
+    def read(self, name: str) -> Any:
+        """One small object, None or a code."""
+        (value,) = self.call("read", [name])
+        return value
+
+    def sweep(self, prefix: str) -> int:
+        """All steps of it: objects that were removed, or a code."""
+        swept, after = 0, ""
+        while True:
+            step: tuple[int, str] = self.call("sweep", prefix, after)
+            removed, after = step
+            if removed < 0:
+                return removed
+            swept += removed
+            if not after:
+                return swept
+
     def _receive(self, stream: Any) -> None:
         unpacker = msgpack.Unpacker()
         try:

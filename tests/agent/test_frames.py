@@ -22,10 +22,12 @@ from kvoffloadd.agentframes import (
     Read,
     Refused,
     Remove,
+    Renew,
     Start,
     Started,
     Sweep,
-    Value,
+    Swept,
+    Values,
     Write,
     encode,
 )
@@ -38,17 +40,19 @@ TO_AGENT: list[frames.FromDaemon] = [
     Exists(1, SPACE, b"k" * 64),
     Get(2, SPACE, b"k" * 32, bytes(8), bytes(16), bytes(16)),
     Put((1 << 63) - 1, SPACE, b"", b"", b"", b""),
-    Read(3, "kvo1/ü"),
-    Write(4, "n", b"v", True, False),
+    Read(3, ["kvo1/ü", "a"]),
+    Write(4, "n", b"v", True, 86400.0),
+    Renew(4, ["a"], 1.5),
     Remove(5, ["a", "b"]),
-    Sweep(6, "p"),
+    Sweep(6, "p", "17"),
 ]
 FROM_AGENT: list[frames.FromAgent] = [
     Greeting(1, 99),
     Started(True, "x 1.0"),
     Refused("operator", "why"),
     Answer(7, bytes(16)),
-    Value(8, None),
+    Values(8, [b"v", None, -7]),
+    Swept(9, 1000, "17"),
 ]
 
 
@@ -96,7 +100,7 @@ def test_no_bytes_make_it_fail_otherwise(body: bytes, by_agent: bool) -> None:
         assert reader.next() is None
 
 
-@given(at=st.integers(4, 400), to=st.integers(0, 255), number=st.integers(0, 4))
+@given(at=st.integers(4, 400), to=st.integers(0, 255), number=st.integers(0, len(FROM_AGENT) - 1))
 def test_a_wrong_byte_is_a_message_or_an_error(at: int, to: int, number: int) -> None:
     frame = bytearray(encode(FROM_AGENT[number]))
     frame[4 + at % (len(frame) - 4)] = to
@@ -118,4 +122,4 @@ def test_deep_nesting_is_an_error() -> None:
 
 def test_what_is_too_large_is_not_sent() -> None:
     with pytest.raises(FramingError, match="cap"):
-        encode(Value(1, bytes(ANSWER_BYTES_MAX)), ANSWER_BYTES_MAX)
+        encode(Values(1, [bytes(ANSWER_BYTES_MAX)]), ANSWER_BYTES_MAX)

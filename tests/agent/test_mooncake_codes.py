@@ -124,7 +124,7 @@ def test_a_name_twice_is_a_bug_of_ours(engine: Any) -> None:
 @pytest.mark.parametrize("prefix", ["", "kvo1/.*", "kvo1/(a)", "kvo1/ü", "a\nb"])
 def test_only_plain_prefixes_are_swept(engine: Any, prefix: str) -> None:
     with pytest.raises(EngineError, match="is not a prefix"):
-        engine(Store([])).sweep(prefix)
+        engine(Store([])).sweep(prefix, "")
 
 
 def test_what_is_missing_is_told_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

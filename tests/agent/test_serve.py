@@ -26,10 +26,13 @@ from kvoffloadd.agentframes import (
     Read,
     Refused,
     Remove,
+    Renew,
+    Reply,
     Start,
     Started,
     Sweep,
-    Value,
+    Swept,
+    Values,
     Write,
     encode,
 )
@@ -78,10 +81,10 @@ class Daemon:
             self._frames.receive(data)
         return message
 
-    def ask(self, call: FromDaemon) -> list[int] | Value:
+    def ask(self, call: FromDaemon) -> list[int] | Values | Swept:
         self.send(call)
         answer = self.receive()
-        assert isinstance(answer, Answer | Value)
+        assert isinstance(answer, Reply)
         return (
             list(struct.unpack(f"<{len(answer.codes) // 8}q", answer.codes)) if isinstance(answer, Answer) else answer
         )
@@ -130,11 +133,12 @@ def test_each_call_has_its_answer(daemon: Daemon) -> None:
     assert os.pread(daemon.headers, 4096, 0) == b"H" * 4096
     assert os.pread(daemon.arena, 9, ARENA_OFFSET + 499) == b"\0payload\0"
     assert daemon.ask(Get(6, SPACE, KEY, packed(0), packed(500), packed(8))) == [Code.SIZE]
-    assert daemon.ask(Read(7, "n")) == Value(7, None)
-    assert daemon.ask(Write(8, "n", b"v", True, True)) == [1]
-    assert daemon.ask(Read(9, "n")) == Value(9, b"v")
+    assert daemon.ask(Read(7, ["n"])) == Values(7, [None])
+    assert daemon.ask(Write(8, "n", b"v", True, 60.0)) == [1]
+    assert daemon.ask(Read(9, ["m", "n"])) == Values(9, [None, b"v"])
+    assert daemon.ask(Renew(10, ["n", "m"], 60.0)) == [1, 0]
     assert daemon.ask(Remove(10, ["n", "m"])) == [1, 0]
-    assert daemon.ask(Sweep(11, "kvo1/")) == [1]
+    assert daemon.ask(Sweep(11, "kvo1/", "")) == Swept(11, 1, "")
     assert daemon.ask(Exists(12, SPACE, b"")) == [0]
 
 
@@ -166,7 +170,7 @@ def test_it_ends_though_a_call_hangs(daemon: Daemon, tmp_path: Path) -> None:
     "send",
     [
         lambda daemon: daemon.sock.sendall(b"\xff" * 100),
-        lambda daemon: daemon.send(Read(1, "n")),
+        lambda daemon: daemon.send(Read(1, ["n"])),
         lambda daemon: daemon.send(daemon.start()),
         lambda daemon: daemon.send(daemon.start(), daemon.arena),
         lambda daemon: daemon.sock.sendall(encode(Greeting(VERSION, 1))),

@@ -317,9 +317,9 @@ class SlowWrites:
         await self.go.acquire()
         await write_manifest(path, manifest, executor)
 
-    async def _count(self, base: int, last: int, epochs: dict[bytes, int]) -> None:
+    async def _count(self, base: int, last: int, epochs: dict[bytes, int], confirmed_s: int) -> None:
         self.asked += 1
-        await self._ask(base, last, epochs)
+        await self._ask(base, last, epochs, confirmed_s)
 
 
 async def test_clears_that_come_while_a_manifest_is_written_share_the_next_one(

@@ -46,9 +46,9 @@ def test_nothing_is_there(cluster: Cluster, prefix: str) -> None:
     codes, places = get(engine, *named(prefix, 2))
     assert codes == [Code.MISS] * 2
     assert places.is_wiped(0) and places.is_wiped(1)
-    assert engine.call("read", prefix + "a") is None
+    assert engine.read(prefix + "a") is None
     assert engine.call("remove", [prefix + "a", prefix + "b"]) == [0, 0]
-    assert engine.call("sweep", prefix) == 0
+    assert engine.sweep(prefix) == 0
 
 
 def test_calls_may_name_nothing(cluster: Cluster) -> None:
@@ -90,21 +90,21 @@ def test_many_names_are_asked_for_at_once(cluster: Cluster, prefix: str, rng: ra
     assert engine.exists(*names) == [YES if number in there else NO for number in range(4097)]
 
 
-@pytest.mark.parametrize("pinned", [False, True], ids=["ordinary", "pinned"])
-def test_small_objects_are_written_and_read(cluster: Cluster, prefix: str, pinned: bool) -> None:
+@pytest.mark.parametrize("kept_s", [None, 3600.0], ids=["ordinary", "kept"])
+def test_small_objects_are_written_and_read(cluster: Cluster, prefix: str, kept_s: float | None) -> None:
     here, there = cluster.engine(0), cluster.engine(1)
     for value in (b"x", bytes(range(256)) * 256):
         name = f"{prefix}{len(value)}"
-        assert here.call("write", name, value, if_absent=True, pinned=pinned) == len(value)
-        assert there.call("read", name) == value
+        assert here.call("write", name, value, if_absent=True, kept_s=kept_s) == len(value)
+        assert there.read(name) == value
         assert there.exists(name) == [YES]
         # It is leased now, where there are leases.
-        assert there.call("write", name, b"other", if_absent=True, pinned=pinned) == len(b"other")
-        assert here.call("read", name) == value
-        assert there.call("write", name, b"another", if_absent=False, pinned=pinned) == len(b"another")
-        assert here.call("read", name) == b"another"
+        assert there.call("write", name, b"other", if_absent=True, kept_s=kept_s) == len(b"other")
+        assert here.read(name) == value
+        assert there.call("write", name, b"another", if_absent=False, kept_s=kept_s) == len(b"another")
+        assert here.read(name) == b"another"
         assert here.call("remove", [name]) == [1]
-        assert there.call("read", name) is None
+        assert there.read(name) is None
 
 
 def test_what_is_removed_is_gone_for_all_at_once(cluster: Cluster, prefix: str) -> None:
@@ -131,7 +131,7 @@ def test_a_sweep_takes_one_prefix(cluster: Cluster, prefix: str) -> None:
     kept = [Object(prefix + "1xa/0", 1, (KIB,)), Object(prefix + "1.b/0", 1, (KIB,)), Object(prefix + "1.a", 1, (KIB,))]
     put(engine, *swept, *kept)
     engine.exists(*(each.name for each in swept))
-    assert engine.call("sweep", prefix + "1.a/") == len(swept)
+    assert engine.sweep(prefix + "1.a/") == len(swept)
     assert engine.exists(*(each.name for each in swept)) == [NO] * len(swept)
     assert engine.exists(*(each.name for each in kept)) == [YES] * len(kept)
 
@@ -143,13 +143,13 @@ def test_who_writes_first_wins(cluster: Cluster, prefix: str) -> None:
     for race in range(20):
         name = f"{prefix}{race}"
         calls = [
-            engine.begin("write", name, bytes([number]) * 16, if_absent=True, pinned=True)
+            engine.begin("write", name, bytes([number]) * 16, if_absent=True, kept_s=3600.0)
             for number, engine in enumerate(engines)
         ]
         for call in calls:
             call.result()
-        assert len({engine.call("read", name) for engine in engines}) == 1
-    engines[0].call("sweep", prefix)  # pinned
+        assert len({engine.read(name) for engine in engines}) == 1
+    engines[0].sweep(prefix)  # kept
 
 
 def test_calls_of_many_threads_do_not_meet(cluster: Cluster, prefix: str, seed: int) -> None:
@@ -176,10 +176,10 @@ def test_calls_of_many_threads_do_not_meet(cluster: Cluster, prefix: str, seed: 
 
 @pytest.mark.slow
 def test_a_full_store_makes_room(cluster: Cluster, prefix: str) -> None:
-    """What an `exists` still uses, and is pinned, is there at the end; the newest objects are; and all is bounded."""
+    """What an `exists` still uses, and is kept, is there at the end; the newest objects are; and all is bounded."""
     engine = cluster.engine()
     marker, objects = prefix + "marker", named(prefix, 150, MIB - HEADER_BYTES)
-    assert engine.call("write", marker, b"here", if_absent=True, pinned=True) == 4
+    assert engine.call("write", marker, b"here", if_absent=True, kept_s=3600.0) == 4
     codes = []
     for each in objects:
         assert engine.exists(marker) == [YES]
@@ -192,8 +192,8 @@ def test_a_full_store_makes_room(cluster: Cluster, prefix: str) -> None:
     codes, places = get(engine, left[-1])
     assert codes == [MIB]
     assert places.holds(0)
-    assert engine.call("read", marker) == b"here"
-    engine.call("sweep", prefix)
+    assert engine.read(marker) == b"here"
+    engine.sweep(prefix)
 
 
 def test_what_is_too_large_is_refused(cluster: Cluster, prefix: str) -> None:
@@ -234,5 +234,5 @@ def test_it_does_what_a_table_of_objects_does(cluster: Cluster, prefix: str, rng
             table = {name: each for name, each in table.items() if name not in some}
         elif rng.random() < 0.3:
             gone = [name for name in table if name.startswith(prefix + "a/")]
-            assert engine.call("sweep", prefix + "a/") == len(gone), note
+            assert engine.sweep(prefix + "a/") == len(gone), note
             table = {name: each for name, each in table.items() if name not in gone}

@@ -141,10 +141,9 @@ def test_the_master_is_cut_off(cluster: Cluster) -> None:
     assert places.is_wiped(0)
     assert put(engine, Object("kvo1/other", 1)) == [Code.REFUSED]
     assert engine.call("remove", [SMALL.name]) == [Code.REFUSED]
-    assert engine.call("sweep", "kvo1/") == Code.REFUSED
-    with pytest.raises(DaemonError, match="can't be read"):
-        engine.call("read", SMALL.name)
-    assert engine.call("write", "kvo1/w", b"x", if_absent=True, pinned=False) == Code.FAILED
+    assert engine.sweep("kvo1/") == Code.REFUSED
+    assert engine.read(SMALL.name) == Code.FAILED
+    assert engine.call("write", "kvo1/w", b"x", if_absent=True, kept_s=None) == Code.FAILED
     cluster.lab.mend(cluster.lab.hosts[0])
     until(lambda: engine.exists(SMALL.name) == [YES], "it is heard again")
     assert get(engine, SMALL)[1].holds(0)

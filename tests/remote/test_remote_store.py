@@ -137,8 +137,8 @@ async def test_small_objects_of_eras(open_hosts: Open, kind: str) -> None:
     hosts = open_hosts(kind)
     here, there = await hosts.open(0), await hosts.open(1)
     assert await there.store.read_value(MARKER, soon()) is None
-    await here.store.write_value(MARKER, b"era", soon(), if_absent=True, pinned=True)
-    await there.store.write_value(MARKER, b"other", soon(), if_absent=True, pinned=True)
+    await here.store.write_value(MARKER, b"era", soon(), if_absent=True, kept_s=3600.0)
+    await there.store.write_value(MARKER, b"other", soon(), if_absent=True, kept_s=3600.0)
     assert await there.store.read_value(MARKER, soon()) == b"era"
     here.fill(here.slots[:3], 1)
     await here.put(names_of(3), here.slots[:3])

@@ -88,8 +88,8 @@ def test_a_server_that_was_started_again_is_found_at_once(make_isolated: Make) -
     server.kill()
     assert engine.exists(SMALL.name) == [UNKNOWN]
     assert get(engine, SMALL)[0] == put(engine, SMALL) == engine.call("remove", [SMALL.name]) == [Code.FAILED]
-    assert engine.call("sweep", "kvo1/") == Code.FAILED
-    assert engine.call("write", "kvo1/w", b"x", if_absent=True, pinned=False) == Code.FAILED
+    assert engine.sweep("kvo1/") == Code.FAILED
+    assert engine.call("write", "kvo1/w", b"x", if_absent=True, kept_s=None) == Code.FAILED
     server.start()
     assert engine.exists(SMALL.name) == [NO]
     assert put(engine, SMALL) == [SMALL.size_bytes]
@@ -99,12 +99,12 @@ def test_a_server_that_was_started_again_is_found_at_once(make_isolated: Make) -
 
 
 def test_objects_expire(start: Make) -> None:
-    """All but what is pinned, and put once more they are there for as long again."""
+    """All but what is kept, and put once more they are there for as long again."""
     engine = start().engine(0, {"ttl_s": 1.0})
     put(engine, SMALL)
-    for pinned in (True, False):
-        assert engine.call("write", f"kvo1/{pinned}", b"x", if_absent=True, pinned=pinned) == 1
-    names = [SMALL.name, "kvo1/True", "kvo1/False"]
+    for kept_s in (3600.0, None):
+        assert engine.call("write", f"kvo1/{kept_s}", b"x", if_absent=True, kept_s=kept_s) == 1
+    names = [SMALL.name, "kvo1/3600.0", "kvo1/None"]
     until(lambda: engine.exists(*names) == [NO, YES, NO], "they have expired")
     assert get(engine, SMALL)[0] == [Code.MISS]
     assert put(engine, SMALL) == [SMALL.size_bytes]
@@ -121,7 +121,7 @@ def test_a_server_that_may_not_evict(make_isolated: Make) -> None:
     codes, places = get(engine, *objects[:there])
     assert codes == [HEADER_BYTES + 2 * MIB] * there
     assert all(map(places.holds, range(there)))
-    assert engine.call("write", "kvo1/w", b"x" * 1000, if_absent=True, pinned=False) in (1000, Code.NO_SPACE)
+    assert engine.call("write", "kvo1/w", b"x" * 1000, if_absent=True, kept_s=None) in (1000, Code.NO_SPACE)
 
 
 def test_a_server_that_may_only_be_read(make_isolated: Make) -> None:
@@ -129,13 +129,13 @@ def test_a_server_that_may_only_be_read(make_isolated: Make) -> None:
     engine = cluster.engine()
     assert put(engine, SMALL) == [Code.REFUSED]
     assert get(engine, SMALL)[0] == [Code.MISS]
-    assert engine.call("write", "kvo1/w", b"x", if_absent=True, pinned=False) == Code.REFUSED
+    assert engine.call("write", "kvo1/w", b"x", if_absent=True, kept_s=None) == Code.REFUSED
     assert engine.call("remove", ["kvo1/w"]) == [Code.REFUSED]
 
 
 # --- who may what: on the loopback device ---
 
-LEAST = "~kvo1/* +touch +get +set +unlink +scan"
+LEAST = "~kvo1/* +touch +strlen +get +set +unlink +scan +time +zadd +zrange +zrem"
 """All that the engine needs."""
 DOCUMENTED = f"{LEAST} +info +select"
 """As docs/OPERATIONS.md has it: it also tells the server's version and size, and uses other databases."""
@@ -166,7 +166,7 @@ def test_a_user_with_a_password_and_no_other_rights(start: Make, tmp_path: Path,
     engine = cluster.engine(0, settings)
     assert put(engine, SMALL) == [SMALL.size_bytes]
     assert get(engine, SMALL)[1].holds(0)
-    assert engine.call("sweep", "kvo1/") == 1
+    assert engine.sweep("kvo1/") == 1
     assert put(engine, Object("others/1", 1)) == [Code.REFUSED]
     assert engine.exists("others/1", SMALL.name) == [UNKNOWN, NO]
     assert get(engine, Object("others/1", 1))[0] == [Code.REFUSED]

@@ -53,9 +53,10 @@ class ObjectTransfer:
 class Engine(Protocol):
     """A client of a store.
 
-    Called from several threads at once: one for `exists`, `get_threads` for `get`, `put_threads` for `put`, and one for
-    all else. Calls may take long: the daemon kills this process if one takes too long. What a call raises counts as
-    FAILED for all that it names, and is logged.
+    Called from several threads at once: one for `exists`, `get_threads` for `get`, `put_threads` for `put`, some for
+    `read`, some for `write`, `renew` and `remove`, and one for `sweep`. Calls may take long: the daemon kills this
+    process if one takes too long, but for `sweep`. What a call raises counts as FAILED for all that it names, and is
+    logged.
 
     Codes are `agentframes.Code`. Any code but FAILED, and any success, says that nothing reads or writes the memory of
     the call any more: not even an earlier attempt of the same call that was given up. An engine that can't be sure
@@ -82,20 +83,30 @@ class Engine(Protocol):
     def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
         """For each the object's bytes, or a `Code`. One that is there already stays as it is: a success."""
 
-    def read(self, name: str) -> bytes | None:
-        """A small object; None: there is none."""
+    def read(self, names: Sequence[str]) -> list[bytes | int | None]:
+        """For each the small object, None (there is none) or a `Code`. One that does not come within a second or so is
+        FAILED, and holds up neither the others nor later calls.
+        """
 
-    def write(self, name: str, value: bytes, *, if_absent: bool, pinned: bool) -> int:
+    def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
         """Write a small object: its bytes, or a `Code`. `if_absent`: one that is there stays, which is a success.
-        Without it, the value takes the place of one that is there. `pinned`: it is not evicted, in as many copies as
-        there can be.
+        Without it, the value takes the place of one that is there. `kept_s`: it is not evicted for so long, in as many
+        copies as there can be, and may go after that. One that stays is kept for so long, too.
+        """
+
+    def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
+        """For each 1 (it is there, and kept for so long from now on), 0 (there is none) or a `Code`. Also a time to
+        remove some of what is kept no longer.
         """
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """For each 1 (removed), 0 (there was none) or a `Code`; whatever leases and pins say."""
 
-    def sweep(self, prefix: str) -> int:
-        """Remove every object whose name begins so; how many, or a `Code`."""
+    def sweep(self, prefix: str, after: str) -> tuple[int, str]:
+        """Remove objects whose name begins so, some thousand or for half a second: how many, or a `Code`, and the
+        `after` of the next step; empty: this was the last one. The first step has an empty one. What is written
+        meanwhile may stay.
+        """
 
     def close(self) -> None:
         """The process is about to end. May be called while other calls are under way."""

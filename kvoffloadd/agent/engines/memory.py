@@ -1,6 +1,6 @@
 """A store for tests: objects are files in a directory, which several agents share. With faults, switched while it runs.
 
-Settings: `directory`; `capacity_bytes` (0: any): what was put first goes first, but for what is pinned; `faults`: path
+Settings: `directory`; `capacity_bytes` (0: any): what was put first goes first, but for what is kept; `faults`: path
 of the switch file, see `parse_engine_faults`.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import stat as stat_bits
 import sys
 import threading
 import time
@@ -19,14 +20,18 @@ from typing import Any, ClassVar
 from urllib.parse import quote
 
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
+from kvoffloadd.agent.engines.sidebyside import Readers
 from kvoffloadd.agentframes import HEADER_BYTES, Code, Presence
 from kvoffloadd.units import parse_seconds
 
-OPERATIONS = ("start", "exists", "get", "put", "read", "write", "remove", "sweep")
+OPERATIONS = ("start", "exists", "get", "put", "read", "write", "renew", "remove", "sweep")
 _DELAY = "_delay_s"
 _POLL_S = 0.005
 _LATE_EVERY_S = 0.002
 _STOP_S = 1.0  # after which all threads have stopped
+_READERS = 8
+_READ_S = 1.0
+_SWEPT = 100  # objects of one step
 
 Faults = dict[str, str | float]
 
@@ -37,7 +42,8 @@ def parse_engine_faults(text: str) -> Faults:
     For each: `hang` (for as long as the line is there), `raise`, `crash` (SIGSEGV), `stop` (SIGSTOP), or the name of a
     `Code`. For `exists`: `all`, `none`, `unknown`. For `get`: `late` (FAILED, and the bytes go on being written for as
     long as the process lives), `flip` and `flip_header` (one bit), `shorter` and `longer` (the object's size is wrong),
-    `swap` (another object's bytes, of those that are asked for). For `put`: `lost` (a success without an object).
+    `swap` (another object's bytes, of those that are asked for). For `put`: `lost` (a success without an object). For
+    `read`: any fault and a text, for each name with this text in it alone.
     """
     faults: Faults = {}
     for line in filter(None, (line.strip() for line in text.splitlines())):
@@ -56,6 +62,7 @@ class MemoryEngine:
     def start(self, settings: Mapping[str, Any], memory: Memory) -> None:
         """See `Engine`."""
         self._memory = memory
+        self._readers = Readers(_READERS)
         self._directory = Path(str(settings["directory"]))
         self._capacity_bytes = int(settings.get("capacity_bytes", 0))
         self._switch = Path(str(settings["faults"])) if settings.get("faults") else None
@@ -105,36 +112,53 @@ class MemoryEngine:
             return [transfer.size_bytes for transfer in transfers]
         return [self._put(t.name, [_view(*piece) for piece in t.pieces], if_absent=True) for t in transfers]
 
-    def read(self, name: str) -> bytes | None:
-        """See `Engine`."""
-        if isinstance(self._plant("read"), Code):
-            raise OSError("planted")
+    def read(self, names: Sequence[str]) -> list[bytes | int | None]:
+        """Each name may hang by itself."""
+        if isinstance(fault := self._plant("read"), Code):
+            return [fault] * len(names)
+        lots = {name: [name] for name in names}
+        found = self._readers.read(lots, lambda lot: [self._read(name) for name in lot], time.monotonic() + _READ_S)
+        return [found[name] for name in names]
+
+    def _read(self, name: str) -> bytes | int | None:
+        if isinstance(fault := self._plant("read", name), Code):
+            return fault
         try:
             return self._path(name).read_bytes()
         except FileNotFoundError:
             return None
 
-    def write(self, name: str, value: bytes, *, if_absent: bool, pinned: bool) -> int:
+    def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
         """See `Engine`."""
         fault = self._plant("write")
         if isinstance(fault, Code):
             return fault
-        return self._put(name, [memoryview(value)], if_absent=if_absent, pinned=pinned)
+        return self._put(name, [memoryview(value)], if_absent=if_absent, kept_s=kept_s)
+
+    def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
+        """See `Engine`."""
+        fault = self._plant("renew")
+        if isinstance(fault, Code):
+            return [fault] * len(names)
+        for path in self._directory.iterdir():
+            _remove_if_over(path)
+        return [_keep(self._path(name), kept_s) for name in names]
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """See `Engine`."""
         fault = self._plant("remove")
         if isinstance(fault, Code):
             return [fault] * len(names)
-        return [self._remove(self._path(name)) for name in names]
+        return [_remove(self._path(name)) for name in names]
 
-    def sweep(self, prefix: str) -> int:
-        """See `Engine`."""
+    def sweep(self, prefix: str, after: str) -> tuple[int, str]:
+        """Some at a time, of what is there now."""
         fault = self._plant("sweep")
         if isinstance(fault, Code):
-            return fault
+            return fault, ""
         begin = quote(prefix, safe="")
-        return sum(self._remove(path) for path in self._directory.iterdir() if path.name.startswith(begin))
+        found = [path for path in self._directory.iterdir() if path.name.startswith(begin)]
+        return sum(map(_remove, found[:_SWEPT])), "more" if len(found) > _SWEPT else ""
 
     def close(self) -> None:
         """See `Engine`."""
@@ -142,7 +166,10 @@ class MemoryEngine:
     # --- objects ---
 
     def _path(self, name: str) -> Path:
-        return self._directory / quote(name, safe="")
+        """Where it is, unless it was kept, and is over."""
+        path = self._directory / quote(name, safe="")
+        _remove_if_over(path)
+        return path
 
     def _get(self, name: str, transfer: ObjectTransfer) -> int:
         try:
@@ -153,23 +180,29 @@ class MemoryEngine:
         except FileNotFoundError:
             return Code.MISS
 
-    def _put(self, name: str, pieces: Sequence[memoryview], *, if_absent: bool, pinned: bool = False) -> int:
+    def _put(self, name: str, pieces: Sequence[memoryview], *, if_absent: bool, kept_s: float | None = None) -> int:
         """Written aside, then linked: nobody ever sees a part of it."""
         size_bytes = sum(map(len, pieces))
         if self._capacity_bytes and size_bytes > self._capacity_bytes // 4:
             return Code.NO_SPACE
         aside = self._directory / f".{os.getpid()}.{threading.get_native_id()}"
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o400 if pinned else 0o600)
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             os.writev(fd, pieces)
         finally:
             os.close(fd)
-        if if_absent:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, self._path(name))
-            aside.unlink()
+        if kept_s is not None:
+            _keep(aside, kept_s)
+        path = self._path(name)
+        if not if_absent:
+            aside.rename(path)
         else:
-            aside.rename(self._path(name))
+            try:
+                os.link(aside, path)
+            except FileExistsError:
+                if kept_s is not None:
+                    _keep(path, kept_s)
+            aside.unlink()
         self._evict()
         return size_bytes
 
@@ -184,26 +217,22 @@ class MemoryEngine:
         for stat, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
             if used <= self._capacity_bytes:
                 return
-            if stat.st_mode & 0o200 and not path.name.startswith("."):
-                self._remove(path)
+            if not _is_kept(stat) and not path.name.startswith("."):
+                _remove(path)
                 used -= stat.st_size
-
-    @staticmethod
-    def _remove(path: Path) -> int:
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return 0
-        return 1
 
     # --- faults ---
 
-    def _plant(self, operation: str) -> Code | str:
-        """Wait or end as the switch says; then what else it asks for, or nothing."""
+    def _plant(self, operation: str, name: str = "") -> Code | str:
+        """Wait or end as the switch says; then what else it asks for, or nothing. `name`: of what is asked for alone,
+        for faults that are for some names.
+        """
         began = time.monotonic()
         while True:
             faults = self._faults()
-            fault = str(faults.get(operation, ""))
+            fault, _, some = str(faults.get(operation, "")).partition(" ")
+            if bool(name) != bool(some) or some not in name:
+                fault = ""
             late_s = float(faults.get(operation + _DELAY, 0.0)) + began - time.monotonic()
             if fault != "hang" and late_s <= 0:
                 break
@@ -232,6 +261,36 @@ class StoppingMemoryEngine(MemoryEngine):
     """Like engines whose transfers end when they are given up."""
 
     stops_at_once: ClassVar[bool] = True
+
+
+def _is_kept(stat: os.stat_result) -> bool:
+    """Such objects can't be written to, and are of the time until which they are kept."""
+    return not stat.st_mode & stat_bits.S_IWUSR
+
+
+def _keep(path: Path, kept_s: float) -> int:
+    """1, or 0: it is not there."""
+    until_s = time.time() + kept_s
+    try:
+        os.utime(path, (until_s, until_s))
+        path.chmod(stat_bits.S_IRUSR)
+    except FileNotFoundError:
+        return 0
+    return 1
+
+
+def _remove_if_over(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if _is_kept(stat := path.stat()) and stat.st_mtime < time.time():
+            path.unlink()
+
+
+def _remove(path: Path) -> int:
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return 0
+    return 1
 
 
 def _view(address: int, size_bytes: int) -> memoryview:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Final
 
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
+from kvoffloadd.agent.engines.sidebyside import Readers
 from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
 
 _PACKAGES: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine")
@@ -44,6 +45,10 @@ _MASTER_ANSWERS_S: Final = 2.0
 _SURE_S: Final = 30.0
 """A transfer that fails sooner has ended. Mooncake waits for one until its end, or for 60 s (wait_for_completion)."""
 _PINNED_COPIES: Final = 3
+_READERS: Final = 16
+_READ_S: Final = 1.0
+"""Within this time a small object comes, or is FAILED."""
+_READ_TOGETHER: Final = 64
 
 _OK: Final = 0
 _NOT_FOUND: Final = -704
@@ -77,6 +82,7 @@ class MooncakeEngine:
         self._ordinary: Any = None
         self._pinned: Any = None
         self._small = _SmallPages()
+        self._readers = Readers(_READERS)
 
     def start(self, settings: Mapping[str, Any], memory: Memory) -> None:
         """Join the cluster. Takes up to five seconds if the master does not answer. Raises EngineError."""
@@ -162,41 +168,74 @@ class MooncakeEngine:
             if replicas and replicas[0].is_memory_replica()
         }
 
-    def read(self, name: str) -> bytes | None:
-        """Raises EngineError if it can't be read."""
-        with self._small.page() as page:
-            code = self._store.get_into(name, page.address, VALUE_BYTES_MAX)
-            if code >= 0:
-                return bytes(page.view[:code])
-            page.give_up()
-        if code == _NOT_FOUND:
-            return None
-        raise EngineError(f"a small object can't be read ({code})", fault="store")
+    def read(self, names: Sequence[str]) -> list[bytes | int | None]:
+        """One call for each store that has some of them: one that can't be reached takes up to a minute to say so."""
+        until_s = time.monotonic() + _READ_S
+        lots: dict[str, list[str]] = {}
+        for name, replicas in self._store.batch_get_replica_desc(list(names)).items():
+            if replicas:
+                lots.setdefault(_place(replicas), []).append(name)
+        described = {name for lot in lots.values() for name in lot}
+        others = [name for name in names if name not in described]  # or the master has not answered
+        found: dict[str, bytes | int | None] = {}
+        for name, presence in zip(others, self.exists(others) if others else (), strict=True):
+            found[name] = None if presence == Presence.NO else Code.FAILED
+        found |= self._readers.read(lots, self._read_lot, until_s)
+        return [found[name] for name in names]
 
-    def write(self, name: str, value: bytes, *, if_absent: bool, pinned: bool) -> int:
+    def _read_lot(self, names: Sequence[str]) -> list[bytes | int | None]:
+        values: list[bytes | int | None] = []
+        for at in range(0, len(names), _READ_TOGETHER):
+            values += self._read_some(names[at : at + _READ_TOGETHER])
+        return values
+
+    def _read_some(self, names: Sequence[str]) -> list[bytes | int | None]:
+        began = time.monotonic()
+        with self._small.pages(len(names)) as pages:
+            addresses, sizes = [page.address for page in pages], [VALUE_BYTES_MAX] * len(pages)
+            codes = self._store.batch_get_into(list(names), addresses, sizes)
+            failed = self._code_of_failures(time.monotonic() - began)
+            values: list[bytes | int | None] = []
+            for page, code in zip(pages, codes, strict=True):
+                if code >= 0:
+                    values.append(bytes(page.view[:code]))
+                else:
+                    values.append(None if code == _NOT_FOUND else _CODES.get(code, failed))
+                    page.given_up = values[-1] == Code.FAILED
+            return values
+
+    def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
         """An empty one is refused: Mooncake takes it, and has nothing."""
         if not 0 < len(value) <= VALUE_BYTES_MAX:
             return Code.REFUSED
         write = self._store.put_from if if_absent else self._store.upsert_from
-        with self._small.page() as page:
+        with self._small.pages(1) as (page,):
             page.view[: len(value)] = value
-            code = write(name, page.address, len(value), self._pinned if pinned else self._ordinary)
+            code = write(name, page.address, len(value), self._ordinary if kept_s is None else self._pinned)
             if code in (_OK, _ALREADY_THERE):
                 return len(value)
-            page.give_up()
+            page.given_up = True
         return _CODES.get(code, Code.FAILED)
+
+    def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
+        """They are pinned as long as they are there."""
+        known = {Presence.NO: 0, Presence.YES: 1}
+        return [known.get(Presence(presence), Code.FAILED) for presence in self.exists(names)]
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """By force: leases and hard pins of others count for nothing."""
         codes = self._store.batch_remove(list(names), True)
         return [1 if code == _OK else 0 if code == _NOT_FOUND else _CODES.get(code, Code.REFUSED) for code in codes]
 
-    def sweep(self, prefix: str) -> int:
-        """By a regular expression, which the master runs over all names."""
+    def sweep(self, prefix: str, after: str) -> tuple[int, str]:
+        """By a regular expression, which the master runs over all names, in one step: Mooncake has no smaller one, and
+        nothing that lists names. With very many objects this takes long; the client may give up before, and the master
+        goes on.
+        """
         if not _PLAIN_PREFIX.fullmatch(prefix):
             raise EngineError(f"{prefix!r} is not a prefix of names", fault="daemon")
         removed = int(self._store.remove_by_regex("^" + prefix.replace(".", "[.]"), True))
-        return removed if removed >= 0 else Code.REFUSED
+        return (removed if removed >= 0 else Code.REFUSED), ""
 
     def close(self) -> None:
         """Nothing: to leave takes a second, and the process's end does the same."""
@@ -215,6 +254,14 @@ def _checked(code: int, transfer: ObjectTransfer, failed: Code) -> int:
     if code >= 0:
         return code if code == transfer.size_bytes else Code.SIZE
     return _CODES.get(code, failed)
+
+
+def _place(replicas: Sequence[Any]) -> str:
+    """The store that is asked for an object: the first one that has it in memory. Empty: it is on a disk."""
+    for replica in replicas:
+        if replica.is_memory_replica():
+            return str(replica.get_memory_descriptor().buffer_descriptor.transport_endpoint)
+    return ""
 
 
 def _imported() -> Any:
@@ -271,9 +318,6 @@ class _SmallPage:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.given_up = False
 
-    def give_up(self) -> None:
-        self.given_up = True
-
 
 class _SmallPages:
     """Pages that are in nobody's hands. Those that were given up stay mapped as long as the process lives."""
@@ -285,19 +329,25 @@ class _SmallPages:
         self._given_up: list[_SmallPage] = []
 
     @contextmanager
-    def page(self) -> Iterator[_SmallPage]:
-        """One for the caller alone."""
+    def pages(self, count: int) -> Iterator[list[_SmallPage]]:
+        """So many for the caller alone. After an exception, none of them is used again."""
         with self._lock:
-            page = self._free.pop() if self._free else None
-        if page is None:
-            page = _SmallPage()
-            if self.register is not None and self.register(page.address, VALUE_BYTES_MAX):
-                raise EngineError("a page can't be registered with the RDMA device", fault="operator")
+            taken, self._free = self._free[:count], self._free[count:]
         try:
-            yield page
+            while len(taken) < count:
+                taken.append(self._make())
+            yield taken
         except BaseException:
-            page.give_up()
+            for page in taken:
+                page.given_up = True
             raise
         finally:
             with self._lock:
-                (self._given_up if page.given_up else self._free).append(page)
+                for page in taken:
+                    (self._given_up if page.given_up else self._free).append(page)
+
+    def _make(self) -> _SmallPage:
+        page = _SmallPage()
+        if self.register is not None and self.register(page.address, VALUE_BYTES_MAX):
+            raise EngineError("a page can't be registered with the RDMA device", fault="operator")
+        return page

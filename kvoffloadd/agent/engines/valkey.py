@@ -4,8 +4,9 @@ A connection for each call that is under way; each call has a deadline. A call t
 so nothing comes any more: this engine stops at once.
 
 The server is to be bounded (`maxmemory`) and to evict what was used least recently of what has a time to live
-(`maxmemory-policy volatile-lru`): all has one but what is pinned. With `allkeys-lru`, what is pinned stays as long as
-it is asked for more often than the rest. There are no leases.
+(`maxmemory-policy volatile-lru`): all has one but what is kept, which such a server therefore never evicts. The date of
+its end is in a sorted set, and whoever renews something removes what is over. With `allkeys-lru`, what is kept stays as
+long as it is asked for more often than the rest. There are no leases.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from urllib.parse import unquote, urlsplit
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
 from kvoffloadd.agent.engines.resp import Reply, ReplyError, RespConnection, Server, command, command_with
 from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
+from kvoffloadd.objectnames import KEPT_NAME
 
 T = TypeVar("T")
 
@@ -40,8 +42,12 @@ _SHARE_MAX: Final = 16
 and only then refuse it.
 """
 _TTL_S: Final = 7 * 86400
-"""Of what is not pinned, unless `ttl_s` says otherwise. It is not renewed: who computes it then puts it there again."""
+"""Of what is not kept, unless `ttl_s` says otherwise. It is not renewed: who computes it then puts it there again."""
 _SCANNED: Final = 1000
+_STEP_REMOVED, _STEP_S = 1000, 0.5
+"""After so many objects, or so long, a step of a sweep ends."""
+_OVER_MAX: Final = 1000
+"""Objects that are kept no longer, and are removed at once."""
 _PLAIN_PREFIX: Final = re.compile(r"[0-9A-Za-z/._-]+")
 _NO_SPACE: Final = "OOM"
 _ELSEWHERE: Final = ("MOVED", "CLUSTERDOWN", "CROSSSLOT")
@@ -72,6 +78,7 @@ class ValkeyEngine:
         try:
             with self._connection(time.monotonic() + self._deadline_s) as connection:
                 connection.ask("TOUCH", "kvo1/")
+                connection.ask("ZRANGE", KEPT_NAME, "0", "0")
                 fields = _information(connection)
         except ssl.SSLError as error:
             raise EngineError(f"TLS with {self._where()}: {error}", fault="operator") from error
@@ -186,23 +193,57 @@ class ValkeyEngine:
 
     # --- small objects ---
 
-    def read(self, name: str) -> bytes | None:
-        """Raises OSError or ReplyError if it can't be read."""
-        value = self._call(lambda connection: connection.ask("GET", name))
-        return value if isinstance(value, bytes) else None
+    def read(self, names: Sequence[str]) -> list[bytes | int | None]:
+        """What is too large is not asked for: it would hold up the others."""
 
-    def write(self, name: str, value: bytes, *, if_absent: bool, pinned: bool) -> int:
-        """What is pinned lives for ever."""
+        def work(connection: RespConnection) -> list[bytes | int | None]:
+            sizes = _ask_all(connection, "STRLEN", names)
+            is_small = [isinstance(size, int) and size <= VALUE_BYTES_MAX for size in sizes]
+            small = [name for name, small in zip(names, is_small, strict=True) if small]
+            values = iter(_ask_all(connection, "GET", small))
+            return [
+                _value_of(next(values)) if small else Code.SIZE if isinstance(size, int) else Code.REFUSED
+                for size, small in zip(sizes, is_small, strict=True)
+            ]
+
+        try:
+            return self._call(work)
+        except OSError:
+            return [Code.FAILED] * len(names)
+
+    def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
+        """What is kept has its date before it is there: whatever happens, it does not stay for ever."""
         if len(value) > VALUE_BYTES_MAX:
             return Code.REFUSED
-        words = (*(("NX",) if if_absent else ()), *(() if pinned else self._expires))
+        words = (*(("NX",) if if_absent else ()), *(self._expires if kept_s is None else ()))
+
+        def work(connection: RespConnection) -> None:
+            if kept_s is not None:
+                _keep(connection, [name], kept_s)
+            connection.ask("SET", name, value, *words)
+
         try:
-            self._call(lambda connection: connection.ask("SET", name, value, *words))
+            self._call(work)
         except ReplyError as error:
             return _code_of(error)
         except OSError:
             return Code.FAILED
         return len(value)
+
+    def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
+        """Those that are there get another date. After that, so that none of them goes, what is over is removed."""
+
+        def work(connection: RespConnection) -> list[int]:
+            replies = _ask_all(connection, "TOUCH", names)
+            there = [name for name, reply in zip(names, replies, strict=True) if reply == 1]
+            now_s = _keep(connection, there, kept_s)
+            _remove_over(connection, now_s)
+            return [reply if isinstance(reply, int) else Code.REFUSED for reply in replies]
+
+        try:
+            return self._call(work)
+        except (OSError, ReplyError):
+            return [Code.FAILED] * len(names)
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """The server frees their memory later, by itself."""
@@ -212,14 +253,14 @@ class ValkeyEngine:
             return [Code.FAILED] * len(names)
         return [reply if isinstance(reply, int) else Code.REFUSED for reply in replies]
 
-    def sweep(self, prefix: str) -> int:
-        """Some thousand names at a time. FAILED when the time is over: what is left is there for the next one."""
+    def sweep(self, prefix: str, after: str) -> tuple[int, str]:
+        """FAILED when a step takes too long: what is left is there for the next sweep."""
         if not _PLAIN_PREFIX.fullmatch(prefix):
             raise EngineError(f"{prefix!r} is not a prefix of names", fault="daemon")
         try:
-            return self._call(lambda connection: _sweep(connection, prefix), self._deadline_s)
+            return self._call(lambda connection: _sweep(connection, prefix, after))
         except (OSError, ReplyError):
-            return Code.FAILED
+            return Code.FAILED, ""
 
 
 def _ask_all(connection: RespConnection, verb: str, names: Sequence[str]) -> list[Reply | ReplyError]:
@@ -252,8 +293,33 @@ def _put_one(connection: RespConnection, transfer: ObjectTransfer) -> int:
     return transfer.size_bytes
 
 
-def _sweep(connection: RespConnection, prefix: str) -> int:
-    removed, cursor = 0, b"0"
+def _value_of(reply: Reply | ReplyError) -> bytes | int | None:
+    return reply if isinstance(reply, bytes | None) else Code.REFUSED
+
+
+def _keep(connection: RespConnection, names: Sequence[str], kept_s: float) -> float:
+    """Write down until when they are kept, by the server's clock, which is the same for all hosts: what it says."""
+    reply = connection.ask("TIME")
+    if not isinstance(reply, list) or not reply or not isinstance(reply[0], bytes):
+        raise OSError("unexpected answer to TIME")
+    now_s = float(reply[0])
+    if names:
+        until = str(now_s + kept_s)
+        connection.ask("ZADD", KEPT_NAME, *(word for name in names for word in (until, name)))
+    return now_s
+
+
+def _remove_over(connection: RespConnection, now_s: float) -> None:
+    """Remove some of what is kept no longer."""
+    found = connection.ask("ZRANGE", KEPT_NAME, "-inf", str(now_s), "BYSCORE", "LIMIT", "0", str(_OVER_MAX))
+    over = [name for name in found if isinstance(name, bytes)] if isinstance(found, list) else []
+    if over:
+        connection.ask("UNLINK", *over)
+        connection.ask("ZREM", KEPT_NAME, *over)
+
+
+def _sweep(connection: RespConnection, prefix: str, after: str) -> tuple[int, str]:
+    removed, cursor, ends_s = 0, after.encode() or b"0", time.monotonic() + _STEP_S
     while True:
         found = connection.ask("SCAN", cursor, "MATCH", prefix + "*", "COUNT", str(_SCANNED))
         if not isinstance(found, list) or len(found) != 2 or not isinstance(found[0], bytes):
@@ -263,7 +329,9 @@ def _sweep(connection: RespConnection, prefix: str) -> int:
             count = connection.ask("UNLINK", *(name for name in names if isinstance(name, bytes)))
             removed += count if isinstance(count, int) else 0
         if cursor == b"0":
-            return removed
+            return removed, ""
+        if removed >= _STEP_REMOVED or time.monotonic() >= ends_s:
+            return removed, cursor.decode()
 
 
 def _views(transfer: ObjectTransfer) -> list[memoryview]:

@@ -140,7 +140,8 @@ def decode_manifest(raw: bytes) -> Manifest:
         if (stored.confirmed_s is not None) != (version == CONFIRMED_VERSION):
             raise DiskManifestError(f"the manifest is damaged: confirmed_s does not go with version {version}")
         epochs = {bytes.fromhex(name): epoch for name, epoch in stored.epochs.items()}
-        return Manifest(bytes.fromhex(stored.root_uuid), stored.base_epoch, stored.last_epoch, epochs, stored.confirmed_s or 0)
+        uuid, confirmed_s = bytes.fromhex(stored.root_uuid), stored.confirmed_s or 0
+        return Manifest(uuid, stored.base_epoch, stored.last_epoch, epochs, confirmed_s)
     except (msgspec.MsgspecError, ValueError) as error:
         raise DiskManifestError(f"the manifest is damaged: {error}") from None
 

@@ -13,7 +13,7 @@ import os
 from functools import partial
 from typing import Final, Protocol
 
-from kvoffloadd.agentframes import VERSION, Answer, FromAgent, Greeting, Refused, Start, Started, Value, encode
+from kvoffloadd.agentframes import VERSION, FromAgent, Greeting, Refused, Reply, Start, Started, encode
 from kvoffloadd.changes import Changes
 from kvoffloadd.errors import FramingError
 from kvoffloadd.lanes import Lane
@@ -54,7 +54,7 @@ class AgentUser(Protocol):
     def on_ready(self, started: Started) -> None:
         """Calls can be sent."""
 
-    def on_answer(self, message: Answer | Value) -> None:
+    def on_answer(self, message: Reply) -> None:
         """Raises FramingError for what no call can have as its answer: the agent is killed."""
 
     def on_silence(self) -> None:
@@ -160,7 +160,7 @@ class AgentSupervisor:
         self._changes.notify_all()
 
     def _on_message(self, message: FromAgent) -> None:
-        if isinstance(message, Answer | Value):
+        if isinstance(message, Reply):
             if self.state is not AgentState.READY:
                 raise FramingError("an answer that was not expected")
             self._user.on_answer(message)

@@ -16,7 +16,18 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.agentframes import CODE_MIN, Answer, Call, Code, Value, encode
+from kvoffloadd.agentframes import (
+    AFTER_MAX,
+    CODE_MIN,
+    VALUE_BYTES_MAX,
+    Answer,
+    Call,
+    Code,
+    Reply,
+    Swept,
+    Values,
+    encode,
+)
 from kvoffloadd.errors import FramingError
 from kvoffloadd.lanes import Patience
 from kvoffloadd.model import I64Array
@@ -27,13 +38,19 @@ RESULT_MAX: Final = 1 << 48
 LOOKS = 8
 """How often a call is looked at before it counts as stuck."""
 
+Result = I64Array | Values | Swept
+"""Of a call: the codes of an `Answer`, or what else the call is answered by."""
+
 
 @dataclass(slots=True, eq=False)
 class CallLine:
-    """`depth`: calls of it that may be with the agent at once. `in_order`: one thread answers them one by one."""
+    """`depth`: calls of it that may be with the agent at once. `in_order`: one thread answers them one by one.
+    `may_hang`: its calls may take any time, and may never end, which is nothing to end the agent for.
+    """
 
     depth: int
     in_order: bool
+    may_hang: bool
     waiting: OrderedDict[PendingCall, None] = field(default_factory=OrderedDict)
     given: int = 0
     last_answer_s: float = 0.0
@@ -45,8 +62,8 @@ class PendingCall:
 
     `make(id)`: its frame, made when it is given to the agent. `items`: codes in its answer, each from `code_min` to
     `code_max`.
-    `late()`: its time is over, and it goes on. `end(codes)`: it has ended, once: with its codes, with the value of a
-    `Read`, or with None: the agent died, or it was never begun (`begun`).
+    `late()`: its time is over, and it goes on. `end(result)`: it has ended, once: with what `answered_by` brings, or
+    with None: the agent died, or it was never begun (`begun`).
     """
 
     line: CallLine
@@ -54,11 +71,11 @@ class PendingCall:
     items: int
     code_max: int
     until_s: float
-    end: Callable[[I64Array | Value | None], None]
+    end: Callable[[Result | None], None]
     late: Callable[[], None]
     code_min: int = CODE_MIN
     moves_bytes: bool = False  # between the store and memory of ours
-    reads_value: bool = False
+    answered_by: type[Reply] = Answer
     begun: bool = False
     ended: bool = False
     given_s: float = 0.0
@@ -89,9 +106,9 @@ class Calls:
         self._look: asyncio.TimerHandle | None = None
         self._patience = Patience(stuck_s / LOOKS)
 
-    def line(self, depth: int, *, in_order: bool = False) -> CallLine:
+    def line(self, depth: int, *, in_order: bool = False, may_hang: bool = False) -> CallLine:
         """A new one."""
-        self._lines.append(CallLine(depth, in_order))
+        self._lines.append(CallLine(depth, in_order, may_hang))
         return self._lines[-1]
 
     @property
@@ -148,7 +165,7 @@ class Calls:
         self._cancel_timer(call)
         return True
 
-    def on_answer(self, message: Answer | Value) -> None:
+    def on_answer(self, message: Reply) -> None:
         """Raises FramingError if no call can have this answer."""
         call = self._given.get(message.id)
         if call is None:
@@ -199,17 +216,23 @@ class Calls:
             self._look_soon()
             self._send(encode(call.make(call_id)))
 
-    def _checked(self, call: PendingCall, message: Answer | Value) -> I64Array | Value:
-        if isinstance(message, Value):
-            if not call.reads_value:
-                raise FramingError("a value for a call that is not a read")
+    def _checked(self, call: PendingCall, message: Reply) -> Result:
+        if type(message) is not call.answered_by:
+            raise FramingError(f"a {type(message).__name__} to a call that has a {call.answered_by.__name__}")
+        if isinstance(message, Values):
+            check_values(message, call.items)
             return message
-        if len(message.codes) != 8 * call.items:
-            raise FramingError(f"an answer of {len(message.codes)} bytes for {call.items} codes")
-        codes = np.frombuffer(message.codes, "<i8").astype(np.int64)
+        if isinstance(message, Swept):
+            codes = np.array([message.removed])
+            if len(message.after) > AFTER_MAX or (message.after and message.removed < 0):
+                raise FramingError("a sweep that goes on nowhere")
+        else:
+            if len(message.codes) != 8 * call.items:
+                raise FramingError(f"an answer of {len(message.codes)} bytes for {call.items} codes")
+            codes = np.frombuffer(message.codes, "<i8").astype(np.int64)
         if ((codes < call.code_min) | (codes > call.code_max)).any():
             raise FramingError("an unknown code")
-        return codes
+        return message if isinstance(message, Swept) else codes
 
     def _on_late(self, call: PendingCall) -> None:
         if call.ended:
@@ -220,13 +243,13 @@ class Calls:
             call.line.waiting.pop(call, None)
             self._end(call, None)
 
-    def _end(self, call: PendingCall, result: I64Array | Value | None) -> None:
+    def _end(self, call: PendingCall, result: Result | None) -> None:
         call.ended = True
         self._cancel_timer(call)
         call.end(result)
 
     def _kill_when_idle(self) -> None:
-        if not self._given:
+        if not self._watched():
             self._kill("a transfer failed, and may still move bytes")
 
     # --- what does not end ---
@@ -238,18 +261,23 @@ class Calls:
 
     def _look_again(self) -> None:
         self._look = None
-        if self._given:
+        if self._watched():
             self._look = self._loop.call_later(self._stuck_s / LOOKS, self._look_again)
             self.look()
 
     def look(self) -> None:
         """Whether a call that the agent was given does not end: then it is killed."""
-        if not self._given:
+        watched = self._watched()
+        if not watched:
             return
         now = time.monotonic()
-        busy_s = max(now - self._began_s(call) for call in self._given.values())
+        busy_s = max(now - self._began_s(call) for call in watched)
         if self._patience.end(busy_s, now, self._stuck_s):
             self._kill(f"a call has taken {busy_s:.1f} s")
+
+    def _watched(self) -> list[PendingCall]:
+        """What the agent was given, and has to end."""
+        return [call for call in self._given.values() if not call.line.may_hang]
 
     @staticmethod
     def _began_s(call: PendingCall) -> float:
@@ -265,3 +293,14 @@ class Calls:
         if call.timer is not None:
             call.timer.cancel()
             call.timer = None
+
+
+def check_values(message: Values, names: int) -> None:
+    """Raises FramingError for what can't be the answer to a `Read` of so many names."""
+    if not 0 < len(message.values) <= names:
+        raise FramingError(f"{len(message.values)} values for {names} names")
+    for value in message.values:
+        if isinstance(value, bytes) and len(value) > VALUE_BYTES_MAX:
+            raise FramingError(f"a value of {len(value)} bytes")
+        if isinstance(value, int) and not CODE_MIN <= value < 0:
+            raise FramingError("an unknown code")

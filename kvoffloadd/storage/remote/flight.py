@@ -9,11 +9,11 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.agentframes import Code, Get, Put, Value
-from kvoffloadd.model import I64Array, U8Array, U64Array
+from kvoffloadd.agentframes import Code, Get, Put
+from kvoffloadd.model import U8Array, U64Array
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.remote.breaker import Breaker
-from kvoffloadd.storage.remote.calls import RESULT_MAX, CallLine, Calls, PendingCall
+from kvoffloadd.storage.remote.calls import RESULT_MAX, CallLine, Calls, PendingCall, Result
 from kvoffloadd.storage.remote.headerpages import HeaderPages
 from kvoffloadd.storage.remote.transfers import Names, ObjectBatch, RemoteStatus, checked_shapes
 
@@ -62,12 +62,13 @@ class RemoteTransfer:
         """Its time is over, and it goes on."""
         self._tell_breaker(ok=False, timed_out=True)
 
-    def on_end(self, codes: I64Array | Value | None) -> None:
+    def on_end(self, result: Result | None) -> None:
         """The agent does not touch its memory any more, or never has."""
-        if isinstance(codes, Value) or (codes is None and not (self._call and self._call.begun)):
+        if self._call is None or not self._call.begun:
             self._tell_breaker(None)
             self.refuse()
             return
+        codes = result if isinstance(result, np.ndarray) else None
         failed = codes is None or bool(((codes == Code.FAILED) | (codes == Code.REFUSED)).any())
         self._tell_breaker(ok=not failed)
         self._end(self.batch.status(codes))

@@ -17,21 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.agentframes import KEYS_MAX, Answer, Exists, Get, Presence, Put, Start, Started, Value
+from kvoffloadd.agentframes import KEYS_MAX, Exists, Get, Presence, Put, Reply, Start, Started
 from kvoffloadd.changes import Changes
 from kvoffloadd.errors import RemoteStoreError, UsageError
 from kvoffloadd.lanes import DAEMON, CancelledWork, Flow, Lane
-from kvoffloadd.model import I64Array, U8Array, U64Array
+from kvoffloadd.model import U8Array, U64Array
 from kvoffloadd.objectnames import ERA_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SHAPE_BYTES, Space, key_names
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.remote.agent import AgentState, AgentSupervisor
 from kvoffloadd.storage.remote.breaker import Breaker, BreakerState
-from kvoffloadd.storage.remote.calls import Calls, PendingCall
+from kvoffloadd.storage.remote.calls import Calls, PendingCall, Result
 from kvoffloadd.storage.remote.flight import HEADERS_MAX, Flight, RemoteTransfer
 from kvoffloadd.storage.remote.header import encode_headers
 from kvoffloadd.storage.remote.headerpages import HeaderPages
 from kvoffloadd.storage.remote.transfers import CORRUPT, GetResult, Names, RemoteStatus, verify
-from kvoffloadd.storage.remote.values import Values
+from kvoffloadd.storage.remote.values import NotRead, SmallObjects
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class RemoteStore:
         )
         self._calls = Calls(loop, self._agent.send, self._agent.kill, settings.stuck_s)
         self._asking = self._calls.line(EXISTS_DEPTH, in_order=True)
-        self._values = Values(self._calls, loop)
+        self._values = SmallObjects(self._calls, loop)
         self._lookups = Breaker()
         self._gets, self._puts = (
             Flight(kind, threads, settings.inflight_bytes, self._calls, self._headers, pool, loop, self._watch_breakers)
@@ -167,7 +167,7 @@ class RemoteStore:
             self._calls.begin(stops_at_once=started.stops_at_once)
             self._watch_breakers()
 
-    def on_answer(self, message: Answer | Value) -> None:
+    def on_answer(self, message: Reply) -> None:
         """See `AgentUser`."""
         self._calls.on_answer(message)
 
@@ -238,7 +238,7 @@ class RemoteStore:
     ) -> None:
         waits = True
 
-        def settle(codes: I64Array | Value | None, *, timed_out: bool = False) -> None:
+        def settle(codes: Result | None, *, timed_out: bool = False) -> None:
             nonlocal waits
             if not waits:
                 return
@@ -363,24 +363,42 @@ class RemoteStore:
 
     # --- small objects ---
 
+    async def read_values(self, names: Sequence[str], until_s: float) -> list[bytes | NotRead | None]:
+        """Small objects; None: there is none. One that can't be read is nothing to the others. Raises RemoteStoreError:
+        nothing is known of any.
+        """
+        return await self._values.read(names, until_s)
+
     async def read_value(self, name: str, until_s: float) -> bytes | None:
-        """A small object; None: there is none. Raises RemoteStoreError."""
-        return await self._values.read(name, until_s)
+        """The only one that is of interest. Raises RemoteStoreError if it can't be read, too."""
+        (value,) = await self._values.read([name], until_s)
+        if isinstance(value, NotRead):
+            raise RemoteStoreError(f"reading {name}: the store failed ({value.reason})")
+        return value
 
     async def write_value(
-        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, pinned: bool = False
+        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, kept_s: float | None = None
     ) -> None:
-        """Write a small object. `if_absent`: one that is there stays, and nobody learns whose it is. `pinned`: it is
-        not evicted. Raises RemoteStoreError: it may or may not be there. UsageError: it is too large.
+        """Write a small object. `if_absent`: one that is there stays, and nobody learns whose it is. `kept_s`: it is
+        not evicted for so long, and may go after that. Raises RemoteStoreError: it may or may not be there. UsageError:
+        it is too large.
         """
-        await self._values.write(name, value, until_s, if_absent=if_absent, pinned=pinned)
+        await self._values.write(name, value, until_s, if_absent=if_absent, kept_s=kept_s)
+
+    async def renew(self, names: Sequence[str], kept_s: float, until_s: float) -> list[bool]:
+        """Keep small objects for so long from now on: whether each is there. Raises RemoteStoreError: some are kept no
+        longer than before.
+        """
+        return await self._values.renew(names, kept_s, until_s)
 
     async def remove(self, names: Sequence[str], until_s: float) -> None:
         """Remove objects, whatever leases and pins say. Raises RemoteStoreError: some may still be there."""
         await self._values.remove(names, until_s)
 
     async def sweep(self, prefix: str, until_s: float) -> int:
-        """Remove all objects below a prefix; how many. Raises RemoteStoreError: some may still be there."""
+        """Remove all objects below a prefix that were there before, in steps; how many. Nothing else waits meanwhile,
+        but other sweeps for a step. Raises RemoteStoreError: some may still be there.
+        """
         return await self._values.sweep(prefix, until_s)
 
     # --- breakers ---

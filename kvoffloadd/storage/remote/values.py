@@ -5,71 +5,130 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
 
 from kvoffloadd.agentframes import (
+    CHANGE_THREADS,
     NAMES_MAX,
+    READ_NAMES_MAX,
+    READ_THREADS,
     VALUE_BYTES_MAX,
+    Answer,
     Call,
     Code,
     Read,
     Remove,
+    Renew,
+    Reply,
     Sweep,
-    Value,
+    Swept,
+    Values,
     Write,
 )
 from kvoffloadd.errors import RemoteStoreError, UsageError
 from kvoffloadd.model import I64Array
-from kvoffloadd.storage.remote.calls import RESULT_MAX, Calls, PendingCall
+from kvoffloadd.storage.remote.calls import RESULT_MAX, CallLine, Calls, PendingCall, Result
 
 
-class Values:
-    """One call at a time, in order. Times (`until_s`) are of `time.monotonic()`."""
+@dataclass(frozen=True, slots=True)
+class NotRead:
+    """In place of a small object that the store could not read: nothing is known of it."""
+
+    code: Code
+
+    @property
+    def reason(self) -> str:
+        """For people."""
+        return _spelled(self.code)
+
+
+class SmallObjects:
+    """Reads wait for nothing but reads, and nothing waits for sweeps. Calls that are made at once may end in any order.
+    Times (`until_s`) are of `time.monotonic()`.
+    """
 
     def __init__(self, calls: Calls, loop: asyncio.AbstractEventLoop) -> None:
         self._calls = calls
         self._loop = loop
-        self._line = calls.line(1)
+        self._reading = calls.line(READ_THREADS)
+        self._changing = calls.line(CHANGE_THREADS)
+        self._sweeping = calls.line(1, may_hang=True)
 
-    async def read(self, name: str, until_s: float) -> bytes | None:
-        """See `RemoteStore.read_value`."""
-        result = await self._ask(lambda call_id: Read(call_id, name), 1, until_s, f"reading {name}", reads_value=True)
-        if not isinstance(result, Value):
-            raise RemoteStoreError(f"reading {name}: the store failed")
-        return result.value
+    async def read(self, names: Sequence[str], until_s: float) -> list[bytes | NotRead | None]:
+        """See `RemoteStore.read_values`."""
+        found: list[bytes | NotRead | None] = []
+        while len(found) < len(names):
+            some = list(names[len(found) : len(found) + READ_NAMES_MAX])
+            make = partial(Read, names=some)
+            answer = await self._ask(self._reading, make, len(some), until_s, f"reading {some[0]}", Values)
+            values = cast(Values, answer).values
+            found += [NotRead(Code(value)) if isinstance(value, int) else value for value in values]
+        return found
 
-    async def write(self, name: str, value: bytes, until_s: float, *, if_absent: bool, pinned: bool) -> None:
+    async def write(self, name: str, value: bytes, until_s: float, *, if_absent: bool, kept_s: float | None) -> None:
         """See `RemoteStore.write_value`."""
         if len(value) > VALUE_BYTES_MAX:
             raise UsageError(f"a value of {len(value)} bytes; the cap is {VALUE_BYTES_MAX}")
-        await self._ask(lambda call_id: Write(call_id, name, value, if_absent, pinned), 1, until_s, f"writing {name}")
+        make = partial(Write, name=name, value=value, if_absent=if_absent, kept_s=kept_s)
+        await self._change(make, 1, until_s, f"writing {name}")
+
+    async def renew(self, names: Sequence[str], kept_s: float, until_s: float) -> list[bool]:
+        """See `RemoteStore.renew`."""
+        there: list[bool] = []
+        for at in range(0, len(names), NAMES_MAX):
+            some = list(names[at : at + NAMES_MAX])
+            codes = await self._change(partial(Renew, names=some, kept_s=kept_s), len(some), until_s, "renewing")
+            there += (codes > 0).tolist()
+        return there
 
     async def remove(self, names: Sequence[str], until_s: float) -> None:
         """See `RemoteStore.remove`."""
         for at in range(0, len(names), NAMES_MAX):
             some = list(names[at : at + NAMES_MAX])
-            await self._ask(lambda call_id, some=some: Remove(call_id, some), len(some), until_s, "removing")  # type: ignore[misc]
+            await self._change(partial(Remove, names=some), len(some), until_s, "removing")
 
     async def sweep(self, prefix: str, until_s: float) -> int:
         """See `RemoteStore.sweep`."""
-        result = await self._ask(lambda call_id: Sweep(call_id, prefix), 1, until_s, f"sweeping {prefix}")
-        return int(result[0]) if isinstance(result, np.ndarray) else 0
+        removed, after, what = 0, "", f"sweeping {prefix}"
+        while True:
+            make = partial(Sweep, prefix=prefix, after=after)
+            step = cast(Swept, await self._ask(self._sweeping, make, 1, until_s, what, Swept))
+            if step.removed < 0:
+                raise RemoteStoreError(f"{what}: the store failed ({_spelled(step.removed)})")
+            removed, after = removed + step.removed, step.after
+            if not after:
+                return removed
+
+    async def _change(self, make: Callable[[int], Call], items: int, until_s: float, what: str) -> I64Array:
+        """Raises RemoteStoreError if it is not done by then, or not everything is."""
+        codes = cast(I64Array, await self._ask(self._changing, make, items, until_s, what))
+        if (codes < 0).any():
+            failed = int((codes < 0).sum())
+            raise RemoteStoreError(f"{what}: {failed} of {items} failed ({_spelled(int(codes.min()))})")
+        return codes
 
     async def _ask(
-        self, make: Callable[[int], Call], items: int, until_s: float, what: str, *, reads_value: bool = False
-    ) -> I64Array | Value:
-        """Raises RemoteStoreError if it is not done by then, or not everything is."""
+        self,
+        line: CallLine,
+        make: Callable[[int], Call],
+        items: int,
+        until_s: float,
+        what: str,
+        answered_by: type[Reply] = Answer,
+    ) -> Result:
+        """Raises RemoteStoreError if there is no answer by then."""
         if not self._calls.serving:
             raise RemoteStoreError(f"{what}: there is no connection to the store")
-        ended: asyncio.Future[I64Array | Value | None] = self._loop.create_future()
+        ended: asyncio.Future[Result | None] = self._loop.create_future()
 
-        def settle(result: I64Array | Value | None) -> None:
+        def settle(result: Result | None) -> None:
             if not ended.done():
                 ended.set_result(result)
 
         call = PendingCall(
-            self._line, make, items, RESULT_MAX, until_s, settle, lambda: settle(None), reads_value=reads_value
+            line, make, items, RESULT_MAX, until_s, settle, lambda: settle(None), answered_by=answered_by
         )
         self._calls.submit(call)
         try:
@@ -81,7 +140,8 @@ class Values:
             began = "it may still be done" if call.begun else "it had not begun"
             after = "in time" if time.monotonic() >= until_s else "before the connection was lost"
             raise RemoteStoreError(f"{what}: not done {after}; {began}")
-        if isinstance(result, np.ndarray) and (result < 0).any():
-            code = Code(int(result.min())).name.lower().replace("_", " ")
-            raise RemoteStoreError(f"{what}: {int((result < 0).sum())} of {items} failed ({code})")
         return result
+
+
+def _spelled(code: int) -> str:
+    return Code(code).name.lower().replace("_", " ")

@@ -16,6 +16,7 @@ from kvoffloadd.model import U8Array, U64Array
 from kvoffloadd.objectnames import key_names, marker_name
 from kvoffloadd.storage.remote.store import ExistsResult, RemoteState
 from kvoffloadd.storage.remote.transfers import GetResult, Names, RemoteStatus
+from kvoffloadd.storage.remote.values import NotRead
 
 
 @dataclass(eq=False)
@@ -47,6 +48,7 @@ class FakeRemote:
     calls: list[Call] = field(default_factory=list)
     changes: Changes = field(default_factory=Changes)
     starts: int = 1
+    reason: str = ""
     state: RemoteState = RemoteState.OK
     writable: bool = True
     put_status: RemoteStatus = RemoteStatus.OK
@@ -142,12 +144,16 @@ class FakeRemote:
         self.calls.append(call)
         return call
 
-    async def read_value(self, name: str, until_s: float) -> bytes | None:
+    async def read_values(self, names: Sequence[str], until_s: float) -> list[bytes | NotRead | None]:
         await asyncio.sleep(0)
-        return self.values.get(name)
+        return [self.values.get(name) for name in names]
+
+    async def renew(self, names: Sequence[str], kept_s: float, until_s: float) -> list[bool]:
+        await asyncio.sleep(0)
+        return [name in self.values for name in names]
 
     async def write_value(
-        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, pinned: bool = False
+        self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, kept_s: float | None = None
     ) -> None:
         await asyncio.sleep(0)
         if not (if_absent and name in self.values):

@@ -264,7 +264,7 @@ async def test_a_path_without_end_is_followed_in_steps(seed: int) -> None:
     lab = Lab(seed, 2)
     await opened(lab, NAME, NAMES[0])
     era, links = era_of(lab, NAMES[0]), 5 * agreement.LINKS_MAX
-    for number in range(links):
+    for _ in range(links):
         after = new_era(era.after(era.generation))
         put(lab, successor_name(NAMES[0], era.generation, era.id), NAMES[0], after)
         era = after

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 
-from kvoffloadd.agentframes import VERSION, Answer, Frames, Greeting, Refused, Started, Value, encode
+from kvoffloadd.agentframes import VERSION, Answer, Frames, Greeting, Refused, Started, Values, encode
 
 
 def main(kind: str) -> None:  # noqa: C901  a list of what can go wrong
@@ -58,7 +58,7 @@ def after_start(sock: socket.socket, kind: str) -> None:
         while True:
             sock.sendall(encode(Answer(1, bytes(8))) * 1000)
     if kind == "after start: value":
-        sock.sendall(encode(Value(1, b"x")))
+        sock.sendall(encode(Values(1, [b"x"])))
     if kind == "after start: second greeting":
         sock.sendall(encode(Greeting(VERSION, os.getpid())))
     if kind == "after start: stops":

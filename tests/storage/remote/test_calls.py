@@ -12,7 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.agentframes import Answer, Call, Code, Frames, Read, Remove, Value
+from kvoffloadd.agentframes import (
+    AFTER_MAX,
+    VALUE_BYTES_MAX,
+    Answer,
+    Call,
+    Code,
+    Frames,
+    Read,
+    Remove,
+    Reply,
+    Sweep,
+    Swept,
+    Values,
+)
 from kvoffloadd.errors import FramingError
 from kvoffloadd.storage.remote import calls as calls_module
 from kvoffloadd.storage.remote.calls import CallLine, Calls, PendingCall
@@ -37,7 +50,10 @@ class Agent:
 
     def ask(self, line: CallLine, name: str, items: int = 1, until_s: float = 60.0, **more: Any) -> PendingCall:
         def make(call_id: int) -> Call:
-            return Read(call_id, name) if more.get("reads_value") else Remove(call_id, [name] * items)
+            answered_by = more.get("answered_by")
+            if answered_by is Swept:
+                return Sweep(call_id, name, "")
+            return Read(call_id, [name] * items) if answered_by is Values else Remove(call_id, [name] * items)
 
         self.ends[name] = []
         call = PendingCall(
@@ -207,30 +223,93 @@ def of(codes: list[int]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("reads_value", "message"),
+    ("answered_by", "message"),
     [
-        (False, Answer(99, of([1, 1]))),  # not asked
-        (False, Answer(0, of([1, 1]))),
-        (False, Answer(-1, of([1, 1]))),
-        (False, Answer(1, of([1]))),
-        (False, Answer(1, of([1, 1, 1]))),
-        (False, Answer(1, b"")),
-        (False, Answer(1, of([1, 1])[:-1])),
-        (False, Answer(1, of([1, 101]))),
-        (False, Answer(1, of([min(Code) - 1, 1]))),
-        (False, Answer(1, of([1, -(1 << 63)]))),
-        (False, Value(1, b"x")),
-        (False, Value(1, None)),
-        (True, Value(2, b"x")),
+        (Answer, Answer(99, of([1, 1]))),  # not asked
+        (Answer, Answer(0, of([1, 1]))),
+        (Answer, Answer(-1, of([1, 1]))),
+        (Answer, Answer(1, of([1]))),
+        (Answer, Answer(1, of([1, 1, 1]))),
+        (Answer, Answer(1, b"")),
+        (Answer, Answer(1, of([1, 1])[:-1])),
+        (Answer, Answer(1, of([1, 101]))),
+        (Answer, Answer(1, of([min(Code) - 1, 1]))),
+        (Answer, Answer(1, of([1, -(1 << 63)]))),
+        (Answer, Values(1, [b"x", None])),
+        (Answer, Swept(1, 1, "")),
+        (Values, Values(2, [b"x", None])),
+        (Values, Values(1, [])),
+        (Values, Values(1, [b"x", None, None])),
+        (Values, Values(1, [bytes(VALUE_BYTES_MAX + 1)])),
+        (Values, Values(1, [0])),
+        (Values, Values(1, [min(Code) - 1])),
+        (Values, Answer(1, of([1, 1]))),
+        (Swept, Swept(2, 1, "")),
+        (Swept, Swept(1, 101, "")),
+        (Swept, Swept(1, min(Code) - 1, "")),
+        (Swept, Swept(1, Code.FAILED, "7")),
+        (Swept, Swept(1, 1, "7" * (AFTER_MAX + 1))),
+        (Swept, Answer(1, of([1]))),
     ],
 )
-async def test_what_can_not_be_is_refused(reads_value: bool, message: Answer | Value) -> None:
+async def test_what_can_not_be_is_refused(answered_by: type[Reply], message: Reply) -> None:
     agent = Agent()
-    agent.ask(agent.calls.line(1), "a", 1 if reads_value else 2, reads_value=reads_value)
+    agent.ask(agent.calls.line(1), "a", 2, answered_by=answered_by)
     with pytest.raises(FramingError):
         agent.calls.on_answer(message)
     assert agent.ends["a"] == []
     assert agent.calls.check() == []
+
+
+@pytest.mark.parametrize(
+    ("answered_by", "message"),
+    [
+        (Values, Values(1, [b"", Code.SIZE])),
+        (Values, Values(1, [None])),  # the other one did not fit
+        (Swept, Swept(1, 100, "7")),
+        (Swept, Swept(1, Code.FAILED, "")),
+    ],
+)
+async def test_other_answers_are_handed_on_as_they_are(answered_by: type[Reply], message: Reply) -> None:
+    agent = Agent()
+    agent.ask(agent.calls.line(1), "a", 2, answered_by=answered_by)
+    agent.calls.on_answer(message)
+    assert agent.ends["a"] == [message]
+
+
+async def test_what_may_hang_is_no_reason_to_end_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, beside calls that end, and beside one that does not."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    agent = Agent(stuck_s=1.0)
+    line = agent.calls.line(1)
+    agent.ask(agent.calls.line(1, may_hang=True), "hangs", answered_by=Swept)
+
+    def go_on() -> None:
+        nonlocal now_s
+        for _ in range(20):
+            now_s += 0.3
+            agent.calls.look()
+
+    go_on()
+    agent.ask(line, "a")
+    agent.answer(1, 1)
+    go_on()
+    assert agent.killed == []
+    agent.ask(line, "b")
+    go_on()
+    assert agent.killed
+
+
+async def test_what_may_hang_does_not_put_off_an_end_that_is_due() -> None:
+    """The memory of a failed transfer is free only then."""
+    agent = Agent()
+    agent.ask(agent.calls.line(1, may_hang=True), "hangs", answered_by=Swept)
+    agent.ask(agent.calls.line(1), "a", moves_bytes=True)
+    agent.answer(1, Code.FAILED)
+    assert len(agent.killed) == 1
+    agent.calls.finish()
+    assert agent.ends["hangs"] == [None]
 
 
 async def test_an_answer_comes_once() -> None:

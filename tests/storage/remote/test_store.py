@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvoffloadd.agentframes import KEYS_MAX, VALUE_BYTES_MAX, Presence
+from kvoffloadd.agentframes import KEYS_MAX, READ_THREADS, VALUE_BYTES_MAX, Presence
 from kvoffloadd.errors import RemoteStoreError, UsageError
 from kvoffloadd.model import U64Array
 from kvoffloadd.objectnames import key_names, marker_name
 from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import RemoteStatus
 from tests.storage.remote.conftest import Open
-from tests.storage.remote.host import PARTS, SPACE, Engine, Host, names_of, soon, until
+from tests.storage.remote.host import FOREVER_S, PARTS, SPACE, Engine, Host, names_of, soon, until
 
 OK, MISS, FAILED, NOT_ASKED = RemoteStatus.OK, RemoteStatus.MISS, RemoteStatus.FAILED, RemoteStatus.NOT_ASKED
 NO, YES, UNKNOWN = Presence.NO, Presence.YES, Presence.UNKNOWN
@@ -49,7 +49,7 @@ async def test_lookups_tell_of_the_marker_and_of_each_key(open_host: Open, seed:
     found = await host.exists(names_of(3))
     assert found is not None
     assert (found.marker, found.keys.tolist()) == (NO, [YES, YES, NO])
-    await host.store.write_value(MARKER, b"", soon(), pinned=True)
+    await host.store.write_value(MARKER, b"", soon(), kept_s=FOREVER_S)
     found = await host.exists(names_of(0))
     assert found is not None
     assert (found.marker, found.keys.tolist()) == (YES, [])
@@ -181,7 +181,7 @@ async def test_values(open_host: Open) -> None:
     store = host.store
     assert await store.read_value("a/b", soon()) is None
     await store.write_value("a/b", b"1", soon())
-    await store.write_value("a/b", b"2", soon(), if_absent=True, pinned=True)
+    await store.write_value("a/b", b"2", soon(), if_absent=True, kept_s=FOREVER_S)
     assert await store.read_value("a/b", soon()) == b"1"
     await store.write_value("a/b", b"", soon())
     assert await store.read_value("a/b", soon()) == b""
@@ -206,7 +206,7 @@ async def test_a_value_that_is_too_large_is_no_value(open_host: Open, engine: En
 async def test_removing_and_sweeping_take_what_they_name(open_host: Open, engine: Engine, seed: int) -> None:
     host = await open_host()
     await stored(host, 4, seed)
-    await host.store.write_value(MARKER, b"", soon(), pinned=True)
+    await host.store.write_value(MARKER, b"", soon(), kept_s=FOREVER_S)
     await host.store.remove(key_names(SPACE, names_of(1).packed()), soon())
     found = await host.exists(names_of(4))
     assert found is not None
@@ -217,11 +217,14 @@ async def test_removing_and_sweeping_take_what_they_name(open_host: Open, engine
 
 async def test_a_value_that_is_late_is_an_error(open_host: Open, engine: Engine) -> None:
     host = await open_host()
-    engine.plant("read=hang")
-    with pytest.raises(RemoteStoreError, match="in time"):
-        await host.store.read_value("a", time.monotonic() + 0.2)
-    with pytest.raises(RemoteStoreError, match="had not begun"):
-        await host.store.write_value("a", b"", time.monotonic() + 0.2)
+    engine.plant("read=hang", "write=hang")
+    for _ in range(READ_THREADS):
+        with pytest.raises(RemoteStoreError, match="in time; it may still be done"):
+            await host.store.read_value("a", time.monotonic() + 0.2)
+    with pytest.raises(RemoteStoreError, match="in time; it had not begun"):
+        await host.store.read_values(["a", "b"], time.monotonic() + 0.2)
+    with pytest.raises(RemoteStoreError, match="may still be done"):
+        await host.store.write_value("b", b"", time.monotonic() + 0.2)
     engine.plant()
     assert await host.store.read_value("a", soon()) is None
 
