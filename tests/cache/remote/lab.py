@@ -185,11 +185,11 @@ class Host:
         self.store.changes.notify_all()
 
     async def clear(self) -> int:
-        """The number of the clear. Raises NotDurableError."""
+        """The number that the clear has at first; it may get a later one. Raises NotDurableError."""
         self.epochs.advance(NAME)
-        begun = self.eras.begin_clear({NAME})
-        await self.eras.finish_clear(begun)
-        return self.epoch
+        number = self.epoch
+        await self.eras.finish_clear(self.eras.begin_clear({NAME}))
+        return number  # not `epoch`: another clear may have begun
 
 
 async def settled(condition: Callable[[], bool], what: str) -> None:
