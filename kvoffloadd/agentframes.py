@@ -157,7 +157,9 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Keep small objects for `kept_s` from now on. Answer: for each 1 (it is there), 0 (there is none) or a `Code`."""
+    """Keep small objects for `kept_s` from now on, if the engine can. Answer: for each 1 (it is there), 0 (there is
+    none) or a `Code`.
+    """
 
     id: int
     names: list[str]

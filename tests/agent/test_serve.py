@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvoffloadd.agent import serve
 from kvoffloadd.agentframes import (
+    NAMES_MAX,
+    READ_NAMES_MAX,
+    VALUE_BYTES_MAX,
+    VALUES_BYTES_MAX,
     VERSION,
     Answer,
     Code,
@@ -22,6 +31,7 @@ from kvoffloadd.agentframes import (
     FromDaemon,
     Get,
     Greeting,
+    Presence,
     Put,
     Read,
     Refused,
@@ -229,3 +239,159 @@ def test_it_dies_when_its_parent_does_not_start_it(tmp_path: Path) -> None:
         spawned.sock.close()
         os.close(spawned.output_fd)
         os.close(spawned.pidfd)
+
+
+# --- what engines answer ---
+
+
+class Served:
+    """An agent in a thread of the test's, whose engine is the test's."""
+
+    def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(serve, "make_engine", lambda name: engine)
+        ours, theirs = socket.socketpair()
+        self._frames = Frames(by_agent=True)
+        self.sock = ours
+        ours.settimeout(FOREVER_S)
+        self.thread = threading.Thread(target=serve.Agent(theirs).run, daemon=True)
+        self.thread.start()
+        fds = [create_memfd("arena", 1 << 20), create_memfd("headers", HEADER_BYTES)]
+        self.receive()
+        socket.send_fds(ours, [encode(Start("its own", {}, 0, 1 << 20, HEADER_BYTES, 1, 1))], fds)
+        for fd in fds:
+            os.close(fd)
+        assert isinstance(self.receive(), Started)
+
+    def receive(self) -> Any:
+        while (message := self._frames.next()) is None:
+            self._frames.receive(self.sock.recv(1 << 16))
+        return message
+
+    def ask(self, call: FromDaemon) -> Any:
+        self.sock.sendall(encode(call))
+        return self.receive()
+
+    def close(self) -> None:
+        self.sock.close()
+        self.thread.join(FOREVER_S)
+
+
+@pytest.fixture
+def serve_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
+    """`serve_engine(read=...)`: an agent whose engine has these methods."""
+    made: list[Served] = []
+
+    def make(**methods: Callable[..., Any]) -> Served:
+        nothing = {"start": lambda *_: None, "about": lambda: "a test", "close": lambda: None}
+        made.append(Served(SimpleNamespace(stops_at_once=True, **nothing, **methods), monkeypatch))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+THREE = bytes(3 * len(KEY))
+PLACES = (packed(0, 0, 0), packed(0, 0, 0), packed(7))
+ALL_FAILED = array("q", [Code.FAILED] * 3).tobytes()
+NAMES = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("more", [-3, -1, 1, 4])
+def test_answers_for_another_number_of_items_are_nobodys(
+    serve_engine: Callable[..., Served],
+    more: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One too many or too few, and each key would have its neighbour's."""
+
+    def answers(items: Sequence[Any], *_: Any) -> list[int]:
+        return [1] * (len(items) + more)
+
+    monkeypatch.setattr(logging.getLogger("kvoffloadd"), "propagate", True)
+    methods = ("exists", "get", "put", "read", "renew", "remove")
+    agent = serve_engine(**dict.fromkeys(methods, answers))
+    marker_too = array("q", [Presence.UNKNOWN] * 4).tobytes()
+    assert agent.ask(Exists(1, SPACE, THREE)) == Answer(1, marker_too)
+    assert agent.ask(Get(2, SPACE, THREE, *PLACES)) == Answer(2, ALL_FAILED)
+    assert agent.ask(Put(3, SPACE, THREE, *PLACES)) == Answer(3, ALL_FAILED)
+    assert agent.ask(Read(4, NAMES)) == Values(4, [Code.FAILED] * 3)
+    assert agent.ask(Renew(5, NAMES, 60.0)) == Answer(5, ALL_FAILED)
+    assert agent.ask(Remove(6, NAMES)) == Answer(6, ALL_FAILED)
+    assert caplog.text.count("answers for") == len(methods)
+
+
+def test_an_engine_that_raises_has_failed(serve_engine: Callable[..., Served]) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    agent = serve_engine(**dict.fromkeys(("exists", "get", "put", "read", "write", "renew", "remove", "sweep"), fails))
+    assert agent.ask(Get(2, SPACE, THREE, *PLACES)) == Answer(2, ALL_FAILED)
+    assert agent.ask(Read(3, NAMES)) == Values(3, [Code.FAILED] * 3)
+    assert agent.ask(Write(4, "a", b"v", True, None)) == Answer(4, ALL_FAILED[:8])
+    assert agent.ask(Sweep(5, "kvo1/", "")) == Swept(5, Code.FAILED, "")
+
+
+def test_values_are_as_many_as_an_answer_holds(serve_engine: Callable[..., Served]) -> None:
+    """And what is none is SIZE, which takes no room."""
+    sizes = [VALUE_BYTES_MAX + 1, VALUE_BYTES_MAX, -1, *[VALUE_BYTES_MAX - 1] * 7]
+    agent = serve_engine(read=lambda names: [None if size < 0 else bytes(size) for size in sizes[: len(names)]])
+    answer = agent.ask(Read(1, ["n"] * len(sizes)))
+    whole = VALUES_BYTES_MAX // VALUE_BYTES_MAX
+    expected: list[bytes | int | None] = [
+        Code.SIZE,
+        bytes(VALUE_BYTES_MAX),
+        None,
+        *[bytes(VALUE_BYTES_MAX - 1)] * (whole - 1),
+    ]
+    assert answer == Values(1, expected)
+
+
+@pytest.mark.parametrize("value", [bytes(VALUES_BYTES_MAX // READ_NAMES_MAX), bytes(1), None, Code.FAILED])
+def test_the_largest_answers_fit(serve_engine: Callable[..., Served], value: Any) -> None:
+    agent = serve_engine(
+        read=lambda names: [value] * len(names), renew=lambda names, kept_s: [Code.REFUSED] * len(names)
+    )
+    assert agent.ask(Read(1, ["n" * 100] * READ_NAMES_MAX)) == Values(1, [value] * READ_NAMES_MAX)
+    codes = array("q", [Code.REFUSED] * NAMES_MAX).tobytes()
+    assert agent.ask(Renew(2, ["n" * 100] * NAMES_MAX, 1.0)) == Answer(2, codes)
+
+
+def test_nothing_waits_for_a_sweep(serve_engine: Callable[..., Served]) -> None:
+    go_on = threading.Event()
+
+    def sweep(prefix: str, after: str) -> tuple[int, str]:
+        go_on.wait(FOREVER_S)
+        return 1, ""
+
+    agent = serve_engine(
+        sweep=sweep, exists=lambda names: [0] * len(names), read=lambda names: [None] * len(names),
+        write=lambda name, value, **_: len(value), renew=lambda names, _: [1] * len(names),
+        remove=lambda names: [1] * len(names), get=lambda wanted: [Code.MISS] * len(wanted),
+        put=lambda wanted: [4103] * len(wanted),
+    )  # fmt: skip
+    agent.sock.sendall(encode(Sweep(1, "kvo1/", "")))
+    place = (SPACE, KEY, packed(0), packed(0), packed(7))
+    calls: list[FromDaemon] = [
+        Exists(2, SPACE, KEY), Get(3, *place), Put(4, *place), Read(5, NAMES), Write(6, "a", b"v", True, None),
+        Renew(7, NAMES, 1.0), Remove(8, NAMES),
+    ]  # fmt: skip
+    assert [agent.ask(call).id for call in calls] == [2, 3, 4, 5, 6, 7, 8]
+    go_on.set()
+    assert agent.receive() == Swept(1, 1, "")
+
+
+def test_reads_do_not_wait_for_changes_nor_for_each_other(serve_engine: Callable[..., Served]) -> None:
+    go_on = threading.Event()
+
+    def read(names: Sequence[str]) -> list[None]:
+        if "slow" in names:
+            go_on.wait(FOREVER_S)
+        return [None] * len(names)
+
+    agent = serve_engine(read=read, remove=lambda names: go_on.wait(FOREVER_S) and [1] * len(names))
+    agent.sock.sendall(encode(Remove(1, NAMES)) + encode(Remove(2, NAMES)) + encode(Read(3, ["slow"])))
+    assert agent.ask(Read(4, NAMES)) == Values(4, [None] * 3)
+    go_on.set()
+    assert {agent.receive().id for _ in range(3)} == {1, 2, 3}

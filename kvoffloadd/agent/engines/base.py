@@ -91,12 +91,13 @@ class Engine(Protocol):
     def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
         """Write a small object: its bytes, or a `Code`. `if_absent`: one that is there stays, which is a success.
         Without it, the value takes the place of one that is there. `kept_s`: it is not evicted for so long, in as many
-        copies as there can be, and may go after that. One that stays is kept for so long, too.
+        copies as there can be, and may go after that. One that was kept, and stays, is renewed.
         """
 
     def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
-        """For each 1 (it is there, and kept for so long from now on), 0 (there is none) or a `Code`. Also a time to
-        remove some of what is kept no longer.
+        """For each 1 (it is there), 0 (there is none) or a `Code`. What is there is kept for so long from now on, or,
+        with an engine that can't do that, as long as somebody asks for it. Also a time to remove what is kept no
+        longer.
         """
 
     def remove(self, names: Sequence[str]) -> list[int]:

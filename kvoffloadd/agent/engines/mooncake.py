@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import logging
 import mmap
 import os
 import re
@@ -23,6 +24,8 @@ from typing import Any, ClassVar, Final
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
 from kvoffloadd.agent.engines.sidebyside import Readers
 from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
+
+log = logging.getLogger(__name__)
 
 _PACKAGES: Final = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine-cuda13", "mooncake-transfer-engine")
 
@@ -51,6 +54,7 @@ _READ_S: Final = 1.0
 _READ_TOGETHER: Final = 64
 
 _OK: Final = 0
+_INVALID: Final = -600
 _NOT_FOUND: Final = -704
 _ALREADY_THERE: Final = -705
 _BAD_CHECKSUM: Final = -801
@@ -60,7 +64,7 @@ _CODES: Final = {
     -703: Code.NOT_COMPLETE,
     -200: Code.NO_SPACE,
     -707: Code.LEASE_OVER,
-    -600: Code.SIZE,  # the object is larger than its place
+    _INVALID: Code.SIZE,  # the object is larger than its place
 }
 """Mooncake's ErrorCode, which are final, to ours. All others depend on when they come."""
 _PLAIN_PREFIX: Final = re.compile(r"[0-9A-Za-z/._]+")
@@ -80,7 +84,7 @@ class MooncakeEngine:
         self._about = "mooncake"
         self._tcp = True
         self._ordinary: Any = None
-        self._pinned: Any = None
+        self._pins = _Pins()
         self._small = _SmallPages()
         self._readers = Readers(_READERS)
 
@@ -101,10 +105,9 @@ class MooncakeEngine:
             raise EngineError(f"the master at {master} rejects the client at {host} ({code})", fault="store")
         if not self._tcp:
             self._register(memory)
-        self._ordinary, self._pinned = store.ReplicateConfig(), store.ReplicateConfig()
+        self._ordinary = store.ReplicateConfig()
         self._ordinary.replica_num = int(settings.get("replicas", 1))
-        self._pinned.replica_num = max(_PINNED_COPIES, self._ordinary.replica_num)
-        self._pinned.with_hard_pin = True
+        self._pins.begin(store, max(_PINNED_COPIES, self._ordinary.replica_num))
         self._about = f"{_version()} over {protocol}"
 
     def _register(self, memory: Memory) -> None:
@@ -211,14 +214,19 @@ class MooncakeEngine:
         write = self._store.put_from if if_absent else self._store.upsert_from
         with self._small.pages(1) as (page,):
             page.view[: len(value)] = value
-            code = write(name, page.address, len(value), self._ordinary if kept_s is None else self._pinned)
+            config = self._ordinary if kept_s is None else self._pins.config(kept_s)
+            code = write(name, page.address, len(value), config)
+            if code == _INVALID and kept_s is not None and self._pins.pin_for_good(kept_s):
+                code = write(name, page.address, len(value), self._pins.config(kept_s))
             if code in (_OK, _ALREADY_THERE):
                 return len(value)
             page.given_up = True
         return _CODES.get(code, Code.FAILED)
 
     def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
-        """They are pinned as long as they are there."""
+        """Nothing makes a pin longer but to write the object anew, and there is none meanwhile. What is over can be
+        evicted, but not as long as somebody asks for it: this renews its lease, as each read and lookup does.
+        """
         known = {Presence.NO: 0, Presence.YES: 1}
         return [known.get(Presence(presence), Code.FAILED) for presence in self.exists(names)]
 
@@ -307,6 +315,44 @@ def _check_master(master: str) -> None:
         raise EngineError(f"mooncake.master = {master!r}: must be HOST:PORT", fault="operator") from error
     except OSError as error:
         raise EngineError(f"the master at {master} does not answer: {error}", fault="store") from error
+
+
+class _Pins:
+    """How small objects are kept: by a pin that ends by itself, if the master allows one that is so long
+    (`--max_kv_soft_pin_ttl`, a day as it comes); else for good, as nothing else is sure.
+    """
+
+    def __init__(self) -> None:
+        self._store: Any = None
+        self._copies = 1
+        self._for_good = False
+
+    def begin(self, store: Any, copies: int) -> None:
+        """`store`: Mooncake's module."""
+        self._store, self._copies = store, copies
+        self._for_good = not hasattr(store, "SoftPinAction")  # before 0.3.13
+
+    def config(self, kept_s: float) -> Any:
+        """To write an object with."""
+        config = self._store.ReplicateConfig()
+        config.replica_num = self._copies
+        if self._for_good:
+            config.with_hard_pin = True
+        else:
+            config.soft_pin_action = self._store.SoftPinAction.ENABLE
+            config.soft_pin_ttl_ms = int(kept_s * 1000)
+        return config
+
+    def pin_for_good(self, kept_s: float) -> bool:
+        """The master does not take such a pin. Whether another one is worth a try."""
+        if self._for_good:
+            return False
+        self._for_good = True
+        log.warning(
+            "small objects are pinned for good: the master allows no pin of %d h (--max_kv_soft_pin_ttl)",
+            int(kept_s // 3600),
+        )
+        return True
 
 
 class _SmallPage:

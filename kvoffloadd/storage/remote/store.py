@@ -386,8 +386,8 @@ class RemoteStore:
         await self._values.write(name, value, until_s, if_absent=if_absent, kept_s=kept_s)
 
     async def renew(self, names: Sequence[str], kept_s: float, until_s: float) -> list[bool]:
-        """Keep small objects for so long from now on: whether each is there. Raises RemoteStoreError: some are kept no
-        longer than before.
+        """Keep small objects for so long from now on, or, if the store can't, as long as somebody asks for them:
+        whether each is there. Raises RemoteStoreError: some are kept no longer than before.
         """
         return await self._values.renew(names, kept_s, until_s)
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvoffloadd.agentframes import KEYS_MAX, READ_THREADS, VALUE_BYTES_MAX, Presence
+from kvoffloadd.agentframes import KEYS_MAX, READ_THREADS, VALUE_BYTES_MAX, Code, Presence
 from kvoffloadd.errors import RemoteStoreError, UsageError
 from kvoffloadd.model import U64Array
 from kvoffloadd.objectnames import key_names, marker_name
 from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import RemoteStatus
+from kvoffloadd.storage.remote.values import NotRead
 from tests.storage.remote.conftest import Open
 from tests.storage.remote.host import FOREVER_S, PARTS, SPACE, Engine, Host, names_of, soon, until
 
@@ -194,6 +197,54 @@ async def test_values(open_host: Open) -> None:
     assert await store.sweep("a/", soon()) == 1
 
 
+async def test_many_values_come_in_their_order(open_host: Open, engine: Engine) -> None:
+    """However many calls they take, by number and by size."""
+    host = await open_host()
+    values = {f"a/{number}": bytes([number % 256]) * (number % 5 and 20) for number in range(0, 1200, 7)}
+    values |= {f"large/{number}": bytes([number]) * VALUE_BYTES_MAX for number in range(8)}
+    for name, value in values.items():
+        await host.store.write_value(name, value, soon())
+    names = [f"large/{number}" for number in range(9)] + [f"a/{number}" for number in range(1200)] + ["a/7", "a/7"]
+    assert await host.store.read_values(names, soon()) == [values.get(name) for name in names]
+    assert await host.store.read_values([], soon()) == []
+
+
+async def test_what_can_not_be_read_is_nothing_to_the_others(open_host: Open, engine: Engine) -> None:
+    host = await open_host()
+    for name in ("a", "bad", "b"):
+        await host.store.write_value(name, name.encode(), soon())
+    (engine.directory / "big").write_bytes(bytes(VALUE_BYTES_MAX + 1))
+    engine.plant("read=REFUSED bad")
+    expected = [b"a", NotRead(Code.REFUSED), NotRead(Code.SIZE), None, b"b"]
+    assert await host.store.read_values(["a", "bad", "big", "none", "b"], soon()) == expected
+    with pytest.raises(RemoteStoreError, match=r"reading bad: the store failed \(refused\)"):
+        await host.store.read_value("bad", soon())
+    engine.plant("read=raise bad")
+    assert (await host.store.read_values(["a", "bad"], soon()))[1] == NotRead(Code.FAILED)
+    engine.plant("read=raise")
+    assert await host.store.read_values(["a", "b"], soon()) == [NotRead(Code.FAILED)] * 2
+    engine.plant()
+    assert await host.store.read_values(["bad", "a"], soon()) == [b"bad", b"a"]
+
+
+async def test_one_that_hangs_holds_up_neither_the_others_nor_later_reads(open_host: Open, engine: Engine) -> None:
+    host = await open_host()
+    for name in ("a", "bad"):
+        await host.store.write_value(name, name.encode(), soon())
+    engine.plant("read=hang bad")
+    expected = [b"a", NotRead(Code.FAILED)]
+    while await host.store.read_values(["a", "bad"], soon()) != expected:
+        pass  # what is slow counts as failed, too
+    reads = [host.store.read_values(["bad", "a", f"none{number}"], soon()) for number in range(20)]
+    for found in await asyncio.gather(*reads):
+        assert found[0] == NotRead(Code.FAILED)
+    assert await host.store.read_value("a", soon()) == b"a"
+    engine.plant()
+    while await host.store.read_values(["a", "bad"], soon()) != [b"a", b"bad"]:
+        pass
+    assert host.store.starts == 1
+
+
 async def test_a_value_that_is_too_large_is_no_value(open_host: Open, engine: Engine) -> None:
     """Whoever wrote it."""
     host = await open_host()
@@ -213,6 +264,95 @@ async def test_removing_and_sweeping_take_what_they_name(open_host: Open, engine
     assert (found.marker, found.keys.tolist()) == (YES, [NO, YES, YES, YES])
     assert await host.store.sweep(MARKER.rpartition("/era/")[0] + "/00000007", soon()) == 3
     assert len(engine.names) == 1
+
+
+async def test_what_is_kept_stays_until_then(open_host: Open, engine: Engine) -> None:
+    """However full the store is. What is renewed stays longer, and whoever renews removes what is over."""
+    host = await open_host()
+    for kept_s in (0.001, FOREVER_S, None):
+        await host.store.write_value(f"a{kept_s}", b"v", soon(), kept_s=kept_s)
+    names = ["a0.001", f"a{FOREVER_S}", "aNone", "none"]
+    await until(lambda: time.time() > max(os.stat(engine.directory / "aNone").st_mtime, 0) + 0.01)
+    assert await host.store.read_values(names, soon()) == [None, b"v", b"v", None]
+    await host.store.write_value("a0.001", b"w", soon(), if_absent=True, kept_s=0.001)
+    await host.store.write_value("b", b"w", soon(), if_absent=True, kept_s=0.001)
+    await asyncio.sleep(0.01)
+    assert await host.store.renew(names, FOREVER_S, soon()) == [False, True, True, False]
+    assert engine.names == [f"a{FOREVER_S}", "aNone"]
+
+
+async def test_renewing_that_fails_is_an_error(open_host: Open, engine: Engine) -> None:
+    host = await open_host()
+    engine.plant("renew=REFUSED")
+    with pytest.raises(RemoteStoreError, match=r"renewing: 2 of 2 failed \(refused\)"):
+        await host.store.renew(["a", "b"], FOREVER_S, soon())
+
+
+async def test_a_sweep_takes_as_many_steps_as_it_needs(open_host: Open, engine: Engine) -> None:
+    host = await open_host()
+    for number in range(250):
+        (engine.directory / f"swept%2F{number}").touch()
+    await host.store.write_value("swept", b"", soon())
+    assert await host.store.sweep("swept/", soon()) == 250
+    assert engine.names == ["swept"]
+
+
+async def test_a_sweep_stops_at_its_time_and_at_a_failure(open_host: Open, engine: Engine) -> None:
+    host = await open_host()
+    for number in range(250):
+        (engine.directory / f"swept%2F{number}").touch()
+    engine.plant("sweep_delay_s=0.2")
+    with pytest.raises(RemoteStoreError, match="in time"):
+        await host.store.sweep("swept/", time.monotonic() + 0.3)
+    engine.plant("sweep=REFUSED")
+    with pytest.raises(RemoteStoreError, match="refused"):
+        await host.store.sweep("swept/", soon())
+    engine.plant()
+    assert await host.store.sweep("swept/", soon()) > 0
+    assert engine.names == []
+
+
+async def test_nothing_waits_for_a_sweep_that_hangs_and_the_agent_lives(
+    open_host: Open, engine: Engine, seed: int
+) -> None:
+    """Mooncake's master takes as long as it takes: its answer may come after minutes, or never."""
+    host = await open_host()
+    payloads = await stored(host, 1, seed)
+    engine.plant("sweep=hang")
+    host.set_stuck_s(0.5)
+    sweep = asyncio.create_task(host.store.sweep("kvo1/none/", soon()))
+    await asyncio.sleep(2.0)
+    host.set_stuck_s(FOREVER_S)
+    assert host.store.figures()["agent"]["ends"] == 0
+    with pytest.raises(RemoteStoreError, match="in time; it had not begun"):
+        await host.store.sweep("kvo1/other/", time.monotonic() + 0.2)
+    await host.store.write_value(MARKER, b"v", soon(), kept_s=FOREVER_S)
+    assert await host.store.read_values([MARKER], soon()) == [b"v"]
+    assert await host.store.renew([MARKER], FOREVER_S, soon()) == [True]
+    await host.store.remove([MARKER], soon())
+    assert (await host.get(names_of(1), host.slots[8:9])).status.tolist() == [OK]
+    assert host.payloads(host.slots[8:9]) == payloads
+    assert await host.put(names_of(1, first=9), host.slots[:1]) == [OK]
+    assert (await host.exists(names_of(1))) is not None
+    assert not sweep.done()
+    engine.plant()
+    assert await sweep == 0
+    assert host.store.starts == 1
+
+
+async def test_a_failed_get_gives_its_memory_back_beside_a_sweep_that_hangs(
+    open_host: Open, engine: Engine, seed: int
+) -> None:
+    """For that the agent has to end, and it does."""
+    host = await open_host()
+    await stored(host, 1, seed)
+    engine.plant("sweep=hang", "get=FAILED")
+    sweep = asyncio.create_task(host.store.sweep("kvo1/none/", soon()))
+    await until(lambda: host.store._values._sweeping.given == 1)
+    assert (await host.get(names_of(1), host.slots[8:9])).status.tolist() == [FAILED]
+    with pytest.raises(RemoteStoreError, match="before the connection was lost"):
+        await sweep
+    engine.plant()
 
 
 async def test_a_value_that_is_late_is_an_error(open_host: Open, engine: Engine) -> None:
