@@ -1,0 +1,175 @@
+"""A clear that a disk or the remote store can't record yet: done at once, and repeated by nobody but the daemon."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffloadd.storage.disk.manifest import decode_manifest
+from kvoffloadd.trial.wait import until
+from scripts.harness.daemon import Daemon
+from scripts.harness.peer import Fields, RawPeer
+from tests.e2e.disk import MIB, disk_settings
+from tests.server.scene import Scene, ids, keys
+
+Start = Callable[..., Daemon]
+MISS, HIT = b"\0", b"\1"
+MOST, PER_SESSION = 256, 64
+"""Clears that may wait to be recorded: of a user, as docs/PROTOCOL.md says, and requests of a session."""
+
+
+@dataclass
+class Cleared(Scene):
+    """A scene beside a disk whose manifest can't be written until `mend`."""
+
+    root: Path = Path()
+
+    def spoil(self) -> None:
+        (self.root / "manifest.new" / "x").mkdir(parents=True)
+
+    def mend(self) -> None:
+        shutil.rmtree(self.root / "manifest.new")
+
+    def status(self) -> Fields:
+        found: Fields = self.daemon.status()["clears"]
+        return found
+
+    def epoch(self) -> int:
+        """Of the namespace."""
+        (row,) = self.daemon.status()["namespaces"]
+        return int(row["epoch"])
+
+    def recorded_epoch(self) -> int:
+        """What the disk has recorded of it."""
+        manifest = decode_manifest((self.root / "manifest").read_bytes())
+        return max([*manifest.epochs.values(), manifest.base_epoch])
+
+    def states(self, *numbers: int) -> bytes:
+        groups = [{"group": 0, "keys": keys(*numbers)}]
+        found: bytes = self.peer.ok("lookup", groups=groups)["states"][0]
+        return found
+
+    def other_stores(self, number: int) -> None:
+        """Another engine of the namespace stores a key."""
+        self.store(self.peer, keys(number), ids(number))
+
+
+@pytest.fixture
+def spoilt(start_daemon: Start, tmp_path: Path) -> Iterator[Cleared]:
+    root = tmp_path / "disk"
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)))
+    scene = Cleared(daemon, "clear", root=root)
+    scene.settle()
+    scene.spoil()
+    yield scene
+    assert daemon.verify() == ()
+
+
+def clear(peer: RawPeer, token: bytes = b"t" * 16, **fields: Any) -> Fields:
+    return peer.ok("clear", token=token, **{"wait_s": 0.0, **fields})
+
+
+def test_whoever_asks_again_is_answered_for_the_same_clear(spoilt: Cleared) -> None:
+    """On any connection of the user. What others have stored since stays."""
+    asks = spoilt.stranger("scheduler")
+    first = clear(asks)
+    assert (first["keys"], first["unrecorded"]) == (4, [str(spoilt.root)])
+    assert spoilt.states(1, 2, 3, 4) == MISS * 4
+    epoch = spoilt.epoch()
+    spoilt.other_stores(9)
+    for peer in (asks, asks, spoilt.stranger("scheduler")):
+        again = clear(peer)
+        assert (again["keys"], again["unrecorded"]) == (4, [str(spoilt.root)])
+    assert (spoilt.states(9), spoilt.epoch()) == (HIT, epoch)
+    assert spoilt.status() == {"unrecorded": 1, "places": [str(spoilt.root)]}
+    spoilt.mend()
+    until(lambda: spoilt.status() == {"unrecorded": 0, "places": []}, "the daemon alone has recorded it")
+    assert (spoilt.states(9), spoilt.epoch(), spoilt.recorded_epoch()) == (HIT, epoch, epoch), "by the same number"
+    assert "unrecorded" not in clear(asks)
+    another = clear(asks, b"u" * 16, wait_s=60.0)
+    assert (another["keys"], spoilt.states(9)) == (1, MISS)
+    assert spoilt.recorded_epoch() == spoilt.epoch() > epoch
+
+
+def test_an_answer_waits_for_the_record_as_long_as_it_was_told(spoilt: Cleared) -> None:
+    patient = spoilt.stranger("scheduler")
+    asked = patient.begin("clear", token=b"t" * 16, wait_s=60.0)
+    assert patient.ask("ping")["type"] == "done", "the other is not answered"
+    late = clear(spoilt.peer, wait_s=0.05)
+    assert late["unrecorded"] == [str(spoilt.root)]
+    spoilt.mend()
+    answer = patient.answer(asked)
+    assert (answer["type"], answer["keys"]) == ("cleared", 4)
+    assert "unrecorded" not in answer
+    assert spoilt.recorded_epoch() == spoilt.epoch()
+
+
+def test_more_than_may_wait_are_answered_at_once(spoilt: Cleared) -> None:
+    peers = [spoilt.stranger("scheduler") for _ in range(MOST // PER_SESSION)]
+    asked = [(peer, peer.begin("clear", token=b"t" * 16, wait_s=60.0)) for peer in peers for _ in range(PER_SESSION)]
+
+    def waiting() -> int:
+        used: dict[str, int] = spoilt.daemon.status()["accounts"][str(os.getuid())]
+        return used.get("clears", 0)
+
+    until(lambda: waiting() == MOST, "all of them wait")
+    assert clear(spoilt.peer, wait_s=60.0)["unrecorded"] == [str(spoilt.root)]
+    peers[-1].close()
+    until(lambda: waiting() == MOST - PER_SESSION, "those of the session that ended do not wait")
+    spoilt.mend()
+    assert {peer.answer(seq)["type"] for peer, seq in asked if peer is not peers[-1]} == {"cleared"}
+    until(lambda: waiting() == 0, "nothing is left")
+
+
+def test_a_client_that_knows_no_tokens(spoilt: Cleared) -> None:
+    """Older clients were told to ask again until a clear is recorded: that clears nothing anew. The frames that they
+    get have no fields that they do not know.
+    """
+    asks = spoilt.stranger()
+    refused = asks.ask("clear", everything=False)
+    assert (refused["code"], refused["retryable"]) == ("not_durable", True)
+    assert str(spoilt.root) in refused["message"]
+    assert spoilt.states(1, 2, 3, 4) == MISS * 4
+    epoch = spoilt.epoch()
+    spoilt.other_stores(9)
+    for _ in range(3):
+        assert asks.ask("clear")["code"] == "not_durable"
+    assert (spoilt.states(9), spoilt.epoch()) == (HIT, epoch)
+    assert asks.ask("clear", everything=True)["code"] == "not_durable", "another clear"
+    assert spoilt.states(9) == MISS
+    spoilt.mend()
+    until(lambda: spoilt.status()["unrecorded"] == 0, "it is recorded")
+    answer = asks.ok("clear")
+    assert set(answer) == {"type", "seq", "keys", "bytes"}
+
+
+def test_a_client_without_tokens_that_has_stored_clears_that_too(spoilt: Cleared) -> None:
+    assert spoilt.peer.ask("clear")["code"] == "not_durable"
+    spoilt.other_stores(9)  # the same session
+    assert spoilt.states(9) == HIT
+    assert spoilt.peer.ask("clear")["code"] == "not_durable"
+    assert spoilt.states(9) == MISS
+
+
+def test_a_store_that_hangs_delays_no_disk(start_daemon: Start, tmp_path: Path) -> None:
+    root, switch = tmp_path / "disk", tmp_path / "switch"
+    remote = ("remote.engine=memory", f"remote.directory={tmp_path / 'store'}", "remote.stuck_s=600")
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)), *remote, faults=f"remote={switch}")
+    scene = Cleared(daemon, "clear", root=root)
+    until(lambda: all(daemon.status()["remote"]["eras"].values()), "the era is known")
+    switch.write_text("read_delay_s=3600\nremove_delay_s=3600\n")
+    answer = clear(scene.peer)
+    assert "remote" in answer["unrecorded"]
+    until(lambda: scene.status() == {"unrecorded": 1, "places": ["remote"]}, "the disk has recorded it")
+    assert scene.recorded_epoch() == scene.epoch()
+    scene.other_stores(9)
+    epoch = scene.epoch()
+    switch.write_text("")
+    until(lambda: scene.status()["unrecorded"] == 0, "the store has recorded it, too")
+    assert (scene.epoch(), scene.states(9)) == (epoch, HIT)
