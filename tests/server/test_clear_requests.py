@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields, RawPeer
 from tests.e2e.disk import MIB, disk_settings
+from tests.e2e.unrecordable import Unrecordable, epoch
 from tests.server.scene import Scene, ids, keys
 
 Start = Callable[..., Daemon]
@@ -26,15 +26,9 @@ MOST, PER_SESSION = 256, 64
 
 @dataclass
 class Cleared(Scene):
-    """A scene beside a disk whose manifest can't be written until `mend`."""
+    """A scene beside a disk, whose root this is."""
 
     root: Path = Path()
-
-    def spoil(self) -> None:
-        (self.root / "manifest.new" / "x").mkdir(parents=True)
-
-    def mend(self) -> None:
-        shutil.rmtree(self.root / "manifest.new")
 
     def status(self) -> Fields:
         found: Fields = self.daemon.status()["clears"]
@@ -42,8 +36,7 @@ class Cleared(Scene):
 
     def epoch(self) -> int:
         """Of the namespace."""
-        (row,) = self.daemon.status()["namespaces"]
-        return int(row["epoch"])
+        return epoch(self.daemon)
 
     def recorded_epoch(self) -> int:
         """What the disk has recorded of it."""
@@ -61,12 +54,17 @@ class Cleared(Scene):
 
 
 @pytest.fixture
-def spoilt(start_daemon: Start, tmp_path: Path) -> Iterator[Cleared]:
-    root = tmp_path / "disk"
-    daemon = start_daemon(*disk_settings((root, 64 * MIB)))
-    scene = Cleared(daemon, "clear", root=root)
+def place(tmp_path: Path) -> Unrecordable:
+    return Unrecordable("disk", tmp_path)
+
+
+@pytest.fixture
+def spoilt(start_daemon: Start, place: Unrecordable) -> Iterator[Cleared]:
+    """The place is spoilt."""
+    daemon = start_daemon(*place.settings())
+    scene = Cleared(daemon, "clear", root=Path(place.place))
     scene.settle()
-    scene.spoil()
+    place.spoil()
     yield scene
     assert daemon.verify() == ()
 
@@ -75,7 +73,7 @@ def clear(peer: RawPeer, token: bytes = b"t" * 16, **fields: Any) -> Fields:
     return peer.ok("clear", token=token, **{"wait_s": 0.0, **fields})
 
 
-def test_whoever_asks_again_is_answered_for_the_same_clear(spoilt: Cleared) -> None:
+def test_whoever_asks_again_is_answered_for_the_same_clear(spoilt: Cleared, place: Unrecordable) -> None:
     """On any connection of the user. What others have stored since stays."""
     asks = spoilt.stranger("scheduler")
     first = clear(asks)
@@ -88,7 +86,7 @@ def test_whoever_asks_again_is_answered_for_the_same_clear(spoilt: Cleared) -> N
         assert (again["keys"], again["unrecorded"]) == (4, [str(spoilt.root)])
     assert (spoilt.states(9), spoilt.epoch()) == (HIT, epoch)
     assert spoilt.status() == {"unrecorded": 1, "places": [str(spoilt.root)]}
-    spoilt.mend()
+    place.mend()
     until(lambda: spoilt.status() == {"unrecorded": 0, "places": []}, "the daemon alone has recorded it")
     assert (spoilt.states(9), spoilt.epoch(), spoilt.recorded_epoch()) == (HIT, epoch, epoch), "by the same number"
     assert "unrecorded" not in clear(asks)
@@ -97,20 +95,20 @@ def test_whoever_asks_again_is_answered_for_the_same_clear(spoilt: Cleared) -> N
     assert spoilt.recorded_epoch() == spoilt.epoch() > epoch
 
 
-def test_an_answer_waits_for_the_record_as_long_as_it_was_told(spoilt: Cleared) -> None:
+def test_an_answer_waits_for_the_record_as_long_as_it_was_told(spoilt: Cleared, place: Unrecordable) -> None:
     patient = spoilt.stranger("scheduler")
     asked = patient.begin("clear", token=b"t" * 16, wait_s=60.0)
     assert patient.ask("ping")["type"] == "done", "the other is not answered"
     late = clear(spoilt.peer, wait_s=0.05)
     assert late["unrecorded"] == [str(spoilt.root)]
-    spoilt.mend()
+    place.mend()
     answer = patient.answer(asked)
     assert (answer["type"], answer["keys"]) == ("cleared", 4)
     assert "unrecorded" not in answer
     assert spoilt.recorded_epoch() == spoilt.epoch()
 
 
-def test_more_than_may_wait_are_answered_at_once(spoilt: Cleared) -> None:
+def test_more_than_may_wait_are_answered_at_once(spoilt: Cleared, place: Unrecordable) -> None:
     peers = [spoilt.stranger("scheduler") for _ in range(MOST // PER_SESSION)]
     asked = [(peer, peer.begin("clear", token=b"t" * 16, wait_s=60.0)) for peer in peers for _ in range(PER_SESSION)]
 
@@ -122,12 +120,12 @@ def test_more_than_may_wait_are_answered_at_once(spoilt: Cleared) -> None:
     assert clear(spoilt.peer, wait_s=60.0)["unrecorded"] == [str(spoilt.root)]
     peers[-1].close()
     until(lambda: waiting() == MOST - PER_SESSION, "those of the session that ended do not wait")
-    spoilt.mend()
+    place.mend()
     assert {peer.answer(seq)["type"] for peer, seq in asked if peer is not peers[-1]} == {"cleared"}
     until(lambda: waiting() == 0, "nothing is left")
 
 
-def test_a_client_that_knows_no_tokens(spoilt: Cleared) -> None:
+def test_a_client_that_knows_no_tokens(spoilt: Cleared, place: Unrecordable) -> None:
     """Older clients were told to ask again until a clear is recorded: that clears nothing anew. The frames that they
     get have no fields that they do not know.
     """
@@ -143,7 +141,7 @@ def test_a_client_that_knows_no_tokens(spoilt: Cleared) -> None:
     assert (spoilt.states(9), spoilt.epoch()) == (HIT, epoch)
     assert asks.ask("clear", everything=True)["code"] == "not_durable", "another clear"
     assert spoilt.states(9) == MISS
-    spoilt.mend()
+    place.mend()
     until(lambda: spoilt.status()["unrecorded"] == 0, "it is recorded")
     answer = asks.ok("clear")
     assert set(answer) == {"type", "seq", "keys", "bytes"}
@@ -158,18 +156,17 @@ def test_a_client_without_tokens_that_has_stored_clears_that_too(spoilt: Cleared
 
 
 def test_a_store_that_hangs_delays_no_disk(start_daemon: Start, tmp_path: Path) -> None:
-    root, switch = tmp_path / "disk", tmp_path / "switch"
-    remote = ("remote.engine=memory", f"remote.directory={tmp_path / 'store'}", "remote.stuck_s=600")
-    daemon = start_daemon(*disk_settings((root, 64 * MIB)), *remote, faults=f"remote={switch}")
+    root, place = tmp_path / "disk", Unrecordable("store", tmp_path)
+    daemon = start_daemon(*disk_settings((root, 64 * MIB)), *place.settings(), faults=place.faults)
     scene = Cleared(daemon, "clear", root=root)
     until(lambda: all(daemon.status()["remote"]["eras"].values()), "the era is known")
-    switch.write_text("read_delay_s=3600\nremove_delay_s=3600\n")
+    place.spoil()
     answer = clear(scene.peer)
     assert "remote" in answer["unrecorded"]
     until(lambda: scene.status() == {"unrecorded": 1, "places": ["remote"]}, "the disk has recorded it")
     assert scene.recorded_epoch() == scene.epoch()
     scene.other_stores(9)
     epoch = scene.epoch()
-    switch.write_text("")
+    place.mend()
     until(lambda: scene.status()["unrecorded"] == 0, "the store has recorded it, too")
     assert (scene.epoch(), scene.states(9)) == (epoch, HIT)
