@@ -148,7 +148,7 @@ class RemoteTier:
             try:
                 await self.eras.finish_clear([known])
             except NotDurableError as error:
-                log.warning("remote: a clear could not be recorded: %s", error)
+                log.warning("remote: a clear could not be recorded yet: %s", error.__cause__ or error)
 
     def unrecorded(self, eras: Collection[NamespaceEra]) -> list[NamespaceEra]:
         """Which of these eras the store has not ended yet."""
