@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.storage.disk.manifest import decode_manifest
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
@@ -143,8 +146,10 @@ def test_a_client_that_knows_no_tokens(spoilt: Cleared, place: Unrecordable) -> 
     assert spoilt.states(9) == MISS
     place.mend()
     until(lambda: spoilt.status()["unrecorded"] == 0, "it is recorded")
+    spoilt.other_stores(9)
     answer = asks.ok("clear")
     assert set(answer) == {"type", "seq", "keys", "bytes"}
+    assert (answer["keys"], spoilt.states(9)) == (1, MISS), "what is recorded is over"
 
 
 def test_a_client_without_tokens_that_has_stored_clears_that_too(spoilt: Cleared) -> None:
@@ -170,3 +175,50 @@ def test_a_store_that_hangs_delays_no_disk(start_daemon: Start, tmp_path: Path) 
     place.mend()
     until(lambda: scene.status()["unrecorded"] == 0, "the store has recorded it, too")
     assert (scene.epoch(), scene.states(9)) == (epoch, HIT)
+
+
+# --- restarts ---
+
+
+@pytest.mark.slow
+def test_a_daemon_that_ends_before_it_has_recorded_a_clear(start_daemon: Start, tmp_path: Path) -> None:
+    """The arena file has it: the next run goes on, with the same epoch. The token is of no run but the first: there it
+    is a new clear.
+    """
+    place = Unrecordable("disk", tmp_path)
+    daemon = start_daemon(*place.settings(), f"memory.pool_file={tmp_path / 'pool'}")
+    scene = Cleared(daemon, "clear", root=Path(place.place))
+    scene.settle()
+    until(lambda: daemon.status()["disk"]["keys"] == 4, "the keys are on disk")
+    place.spoil()
+    assert clear(scene.peer)["unrecorded"] == [place.place]
+    cleared = scene.epoch()
+    scene.other_stores(9)
+    scene.settle()
+    scene.peer.close()
+    daemon.leave_guests()
+    daemon.kill()
+    place.mend()
+    daemon.start()
+    again = Cleared(daemon, "clear", root=scene.root)
+    until(lambda: again.recorded_epoch() == cleared, "the next run has recorded it")
+    assert (again.epoch(), again.states(9)) == (cleared, HIT)
+    assert again.daemon.status()["cache"]["keys_adopted"] == 1, "what was cleared was left behind"
+    assert "unrecorded" not in clear(again.peer, wait_s=60.0)
+    assert again.epoch() > cleared
+
+
+@pytest.mark.slow
+def test_a_daemon_that_ends_in_mid_call(start_daemon: Start) -> None:
+    """The client asks the next one."""
+    daemon = start_daemon()
+    spec = NamespaceSpec(model="clear")
+    with Client(daemon.socket, namespace=spec, role="scheduler", deadline_s=60.0, connect_deadline_s=60.0) as client:
+        client.ping()
+        daemon.signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as executor:
+            cleared = executor.submit(client.clear)
+            daemon.kill()
+            daemon.start()
+            assert cleared.result(60.0).unrecorded == ()
+        assert epoch(daemon) > 0
