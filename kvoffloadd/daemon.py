@@ -450,8 +450,7 @@ class Daemon:
         # Before the hash lane ends: only what is sealed is written to disk, or taken over by a successor.
         if not await context.jobs.until_sealed(context.loop.time() + CLOSE_S):
             log.warning("%d payloads have no checksum yet and are lost", context.jobs.unsealed)
-        if context.clears:
-            await asyncio.wait(context.clears, timeout=CLOSE_S)
+        await context.clearings.close(CLOSE_S)
         await self._close_lower(context)
         if not await context.hash_lane.close(CLOSE_S):
             self._fatal("the hash lane does not end")

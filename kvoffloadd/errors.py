@@ -161,8 +161,9 @@ class DrainingError(ResourceError):
 
 
 class NotDurableError(ResourceError):
-    """A clear took effect, but could not be recorded on disk, so cleared keys might be back after a restart; or it
-    could not be recorded in the store that hosts share, so it applies only to this host. Clear again.
+    """A clear took effect, but could not be recorded everywhere yet: on a disk, so that cleared keys might be back
+    after a restart, or in the store that hosts share, so that it applies only to this host for now. The daemon repeats
+    that. Only clients that send no token get this error.
     """
 
     code = "not_durable"

@@ -18,7 +18,6 @@ from kvoffloadd.cache.memory.keyhash import SEED_BITS
 from kvoffloadd.cache.remote.contents import RemotePolicy
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config, DiskConfig
-from kvoffloadd.errors import NotDurableError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import Files
@@ -91,7 +90,7 @@ def make_remote(
         miss_ttl_s=chosen.miss_ttl_s,
         era_poll_s=chosen.era_poll_s,
     )
-    return RemoteTier(cache, store, policy, loop, partial(_clear_here, cache, disk))
+    return RemoteTier(cache, store, policy, loop, partial(clear_here, cache, disk))
 
 
 def _engine_settings(config: Config, switch: Path | None) -> dict[str, Any]:
@@ -100,11 +99,3 @@ def _engine_settings(config: Config, switch: Path | None) -> dict[str, Any]:
     if engine == "memory":
         return {"directory": config.remote.directory, "faults": str(switch) if switch else ""}
     return asdict(config.mooncake if engine == "mooncake" else config.valkey)
-
-
-async def _clear_here(cache: Cache, disk: DiskTier | None, name: bytes, epoch: int | None) -> None:
-    """See `Eras`. What a disk can't note of it now, it notes later."""
-    try:
-        await clear_here(cache, disk, name, epoch)
-    except NotDurableError as error:
-        log.warning("remote: another host has cleared a namespace: %s", error)

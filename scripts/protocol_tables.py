@@ -27,9 +27,15 @@ def _int(kind: msgspec.inspect.IntType) -> str:
     return f"int {kind.ge}..{_power(high)}"
 
 
+def _float(kind: msgspec.inspect.FloatType) -> str:
+    if kind.le is None:
+        return "float"
+    return f"float, {kind.ge}..{kind.le}" if kind.gt is None else f"float, above {kind.gt}, at most {kind.le}"
+
+
 NAMES: dict[type[msgspec.inspect.Type], Callable[[Any], str]] = {
     msgspec.inspect.IntType: _int,
-    msgspec.inspect.FloatType: lambda k: "float" if k.gt is None else f"float, above {k.gt}, at most {k.le}",
+    msgspec.inspect.FloatType: _float,
     msgspec.inspect.StrType: lambda k: "str" if k.max_length is None else f"str of at most {k.max_length}",
     msgspec.inspect.BytesType: lambda k: "bin" if k.max_length is None else f"bin of {k.max_length}",
     msgspec.inspect.BoolType: lambda k: "bool",

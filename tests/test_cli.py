@@ -216,6 +216,7 @@ class FakeClient:
     failure: Exception | None = None
     findings: tuple[str, ...] = ()
     left = 0
+    unrecorded: tuple[str, ...] = ()
     asked: ClassVar[list[tuple[bool, bool, bool]]]
 
     def __init__(self, socket_path: Path, namespace: object, role: str, connect_deadline_s: float) -> None:
@@ -241,7 +242,7 @@ class FakeClient:
         )
 
     def clear(self, everything: bool) -> SimpleNamespace:
-        return SimpleNamespace(keys=1200 if everything else 3, bytes=1 << 30)
+        return SimpleNamespace(keys=1200 if everything else 3, bytes=1 << 30, unrecorded=self.unrecorded)
 
     def drain(self, deadline_s: float, everything: bool) -> SimpleNamespace:
         assert everything
@@ -467,6 +468,13 @@ def test_clear_asks_first(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, out) == (2, "")
     assert "nothing was dropped: use --yes" in err
     assert run("clear", "--yes") == (0, "dropped 1,200 keys, 1 GiB\n", "")
+
+
+def test_clear_says_where_it_is_not_recorded_yet(run: Run, fake: type[FakeClient]) -> None:
+    fake.unrecorded = ("/disk \x1b[2J", "remote")
+    code, out, _ = run("clear", "--yes")
+    assert (code, out.splitlines()[0]) == (0, "dropped 1,200 keys, 1 GiB")
+    assert "not recorded yet in /disk \\x1b[2J, remote: the daemon goes on trying" in out
 
 
 @pytest.mark.usefixtures("fake")

@@ -280,6 +280,11 @@ def clear(arguments: argparse.Namespace) -> int:
     with _client(arguments) as daemon:
         cleared = daemon.clear(everything=True)  # a worker clears its own namespace, through the library
     sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}\n")
+    if cleared.unrecorded:
+        from kvoffloadd.log import printable
+
+        places = ", ".join(map(printable, cleared.unrecorded))
+        sys.stdout.write(f"not recorded yet in {places}: the daemon goes on trying, see `clears` in its status\n")
     return EXIT_OK
 
 

@@ -159,9 +159,10 @@ class AsyncClient(BaseClient):
         named = None if parts is None else list(parts)
         return await self._call(calls.reserve(groups, first, named, self._core.key_bytes))
 
-    async def clear(self, *, everything: bool = False) -> Cleared:
+    async def clear(self, *, everything: bool = False, wait_s: float = 10.0, token: bytes | None = None) -> Cleared:
         """As `Client.clear`."""
-        return await self._call(calls.clear(everything))
+        until = self._until(wait_s + self._deadline_s)
+        return await self._run(self._core.clear(everything, wait_s, token, until))
 
     async def snapshot(self, group: int) -> U8Array:
         """As `Client.snapshot`."""

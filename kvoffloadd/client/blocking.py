@@ -188,9 +188,18 @@ class Client(BaseClient):
         named = None if parts is None else list(parts)
         return self._call(calls.reserve(groups, first, named, self._core.key_bytes))
 
-    def clear(self, *, everything: bool = False) -> Cleared:
-        """Drop every key of the own namespace; `everything`: of all (root or the daemon's uid only)."""
-        return self._call(calls.clear(everything))
+    def clear(self, *, everything: bool = False, wait_s: float = 10.0, token: bytes | None = None) -> Cleared:
+        """Drop every key of the own namespace; `everything`: of all (root or the daemon's uid only).
+
+        When this returns, the clear has taken effect on this host, and the daemon alone sees to the rest.
+
+        Args:
+            everything: all namespaces.
+            wait_s: how long to wait, besides the call's own deadline, until disks and remote store have recorded it.
+            token: 16 bytes that name this clear. After an error the call can be repeated with the same token: a daemon
+                that has cleared answers for that clear, and clears nothing anew. None: new ones.
+        """
+        return self._run(wait_s + self._deadline_s, lambda until: self._core.clear(everything, wait_s, token, until))
 
     def snapshot(self, group: int) -> U8Array:
         """u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or not."""

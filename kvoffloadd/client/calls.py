@@ -347,12 +347,24 @@ def cancel(job: Job) -> Call[None]:
     return Call(lambda seq: messages.Cancel(seq=seq, job=job.id), _nothing)
 
 
-def clear(everything: bool) -> Call[Cleared]:
-    """Drops keys."""
-    return Call(
-        lambda seq: messages.Clear(seq=seq, everything=everything),
-        lambda reply, _boot_id: Cleared(reply.keys, reply.bytes),
-    )
+def clear(everything: bool, wait_s: float, token: bytes, knows_tokens: Callable[[], bool]) -> Call[Cleared]:
+    """Drops keys. `knows_tokens()`: whether the daemon that is asked does. Raises UsageError for a bad `wait_s` or
+    `token`.
+    """
+    if not 0 <= wait_s <= messages.CLEAR_WAIT_S_MAX:
+        raise UsageError(f"a clear can be waited for 0 to {messages.CLEAR_WAIT_S_MAX} seconds, not {wait_s}")
+    if len(token) != messages.TOKEN_BYTES:
+        raise UsageError(f"the token of a clear has {messages.TOKEN_BYTES} bytes, not {len(token)}")
+
+    def build(seq: int) -> Request:
+        if knows_tokens():
+            return messages.Clear(seq=seq, everything=everything, token=token, wait_s=float(wait_s))
+        return messages.Clear(seq=seq, everything=everything)
+
+    def parse(reply: messages.Cleared, _boot_id: bytes) -> Cleared:
+        return Cleared(reply.keys, reply.bytes, tuple(reply.unrecorded))
+
+    return Call(build, parse, repeatable=True)
 
 
 def drain(everything: bool, deadline_s: float) -> Call[Drained]:

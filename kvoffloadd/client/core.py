@@ -20,12 +20,20 @@ from kvoffloadd.client.connector import Connector, Settings, answered, backoffs
 from kvoffloadd.client.events import Event, EventQueue
 from kvoffloadd.client.jobs import Job, JobConnectionLostError, JobDeadlineError, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
-from kvoffloadd.client.results import Found, Lease
+from kvoffloadd.client.results import Cleared, Found, Lease
 from kvoffloadd.client.transport import Poller, Transport
 from kvoffloadd.client.waiting import Gen, Wait
-from kvoffloadd.errors import ClientError, ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
+from kvoffloadd.errors import (
+    ClientError,
+    ConnectionLostError,
+    DeadlineError,
+    KvOffloadError,
+    NotDurableError,
+    RemoteError,
+    UsageError,
+)
 from kvoffloadd.model import U8Array
-from kvoffloadd.protocol.messages import KeepHow, Limits, NamespaceSpec
+from kvoffloadd.protocol.messages import TOKEN_BYTES, KeepHow, Limits, NamespaceSpec
 
 R = TypeVar("R")
 
@@ -142,6 +150,17 @@ class ClientCore:
             yield from self._connected(until)
         if "keep" in self._connector.features:
             yield from self.call(call, until)
+
+    def clear(self, everything: bool, wait_s: float, token: bytes | None, until: float) -> Gen[Cleared]:
+        """See `Client.clear`. If the connection is lost, the same token is sent once more."""
+        named = os.urandom(TOKEN_BYTES) if token is None else token
+        call = calls.clear(everything, wait_s, named, lambda: "clear_token" in self._connector.features)
+        try:
+            return (yield from self.call(call, until))
+        except RemoteError as error:
+            if error.code != NotDurableError.code:
+                raise
+            return Cleared(0, 0, (str(error),))  # an older daemon: it has cleared, and repeats the rest, too
 
     def release(self, lease: int, until: float) -> Gen[None]:
         """End a lease; nothing where it has ended already."""

@@ -102,10 +102,16 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """What a clear dropped."""
+    """What a clear dropped from memory. It is done: nothing that was stored before hits on this host.
+
+    `unrecorded`: where the clear is not recorded yet: paths of disk roots, which could bring keys back after a restart,
+    and `remote` for the store that hosts share, from which other hosts could get them. The daemon goes on until they
+    have recorded it. An older daemon does so as well, but has one text for all of them, and no figures then.
+    """
 
     keys: int
     bytes: int
+    unrecorded: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

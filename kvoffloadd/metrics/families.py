@@ -117,6 +117,8 @@ def _memory(status: Status) -> Iterator[Metric]:
     yield _gauge("memory_keys", "Keys in memory, complete or not.", _one(cache["keys"]))
     yield _gauge("index_bytes", "Private memory that the index of the memory tier takes.", _one(cache["index_bytes"]))
     yield _gauge("unsealed_payloads", "Stored payloads that wait for their checksum.", _one(cache["unsealed"]))
+    unrecorded = _one(status["clears"]["unrecorded"])
+    yield _gauge("unrecorded_clears", "Clears that a disk or the remote store has not recorded yet.", unrecorded)
     for event, text in (
         ("reserved", "Slots reserved for payloads."),
         ("committed", "Payloads committed: stored, or read from disk."),

@@ -23,10 +23,13 @@ Seq = Annotated[int, msgspec.Meta(ge=0, lt=SEQ_END)]
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+TOKEN_BYTES = 16
+Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Packed = bytes  # by another name, for structs that have a field called bytes
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+CLEAR_WAIT_S_MAX = 3600
+WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=CLEAR_WAIT_S_MAX)]
 Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 KeepHow = Literal["soon", "drop"]
 
@@ -310,13 +313,16 @@ class Cancel(Request, frozen=True, tag="cancel"):
     job: Id
 
 
-class Clear(Request, frozen=True, tag="clear"):
+class Clear(Request, frozen=True, tag="clear", omit_defaults=True):
     """Drops all keys of the session's namespace, or of all namespaces (`everything`; only for root and the daemon's
-    uid).
+    uid). `token` and `wait_s` only to daemons with the feature `clear_token`: a token that was sent before stands for
+    the same clear, and the reply waits up to `wait_s` until the disks and the remote store have recorded the clear.
     """
 
     reply: ClassVar[str] = "cleared"
     everything: bool = False
+    token: Token | None = None
+    wait_s: WaitSeconds = 10.0
 
 
 class Drain(Request, frozen=True, tag="drain"):
@@ -437,13 +443,16 @@ class Accepted(Reply, frozen=True, tag="accepted"):
     states: list[bytes]
 
 
-class Cleared(Reply, frozen=True, tag="cleared"):
-    """What the clear dropped from memory. Keys under a read lease no longer hit, and are dropped when the lease ends.
-    Keys on disk are gone for good, also after a restart.
+class Cleared(Reply, frozen=True, tag="cleared", omit_defaults=True):
+    """The clear has taken effect. `keys` and `bytes`: what it dropped from memory. Keys under a read lease no longer
+    hit, and are dropped when the lease ends. `unrecorded`: where it is not recorded yet: paths of disk roots, and
+    `remote` for the store that hosts share. The daemon goes on until they have recorded it. Only in answers to requests
+    with a token.
     """
 
     keys: Count
     bytes: Count
+    unrecorded: list[str] = []
 
 
 class Drained(Reply, frozen=True, tag="drained"):

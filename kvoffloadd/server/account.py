@@ -10,10 +10,10 @@ from kvoffloadd.errors import LimitError
 from kvoffloadd.server.frameroom import FrameRoom
 from kvoffloadd.server.outbox import Unread
 
-BUILT_IN_CAPS = {"descriptors": 1 << 23, "drains": 256}
+BUILT_IN_CAPS = {"descriptors": 1 << 23, "clears": 256, "drains": 256}
 """Descriptors: plans of registered groups take 40 bytes of the daemon's own memory for each, and one frame can ask for
-gigabytes. Real engines need some thousands a rank. Drains: each takes a task and a timer, as often as sessions may have
-requests under way, and what all of them wait for may end at once.
+gigabytes. Real engines need some thousands a rank. Drains, and clears that wait to be recorded: each takes a task and a
+timer, as often as sessions may have requests under way, and what all of them wait for may end at once.
 """
 
 

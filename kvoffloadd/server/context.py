@@ -6,12 +6,12 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from kvoffloadd.cache.clearing import clear
+from kvoffloadd.cache.clearing import Clearings
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.lower import LowerTiers
@@ -31,6 +31,7 @@ from kvoffloadd.lanes import Lane
 from kvoffloadd.model import U64Array
 from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.bugs import leaves_cache_unsure
+from kvoffloadd.server.clears import RequestedClears
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.instance import Instance, Instances
 from kvoffloadd.server.lag import Lag
@@ -105,24 +106,21 @@ class Context:
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     admissions: set[Admission] = field(default_factory=set)
     findings: set[Finding] = field(default_factory=set)
-    clears: set[asyncio.Task[tuple[int, int]]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
+    clearings: Clearings = field(init=False)
+    requested_clears: RequestedClears = field(init=False)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
     _counting: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.clearings = Clearings(self.cache, self.disk, self.remote, self.spawn)
+        self.requested_clears = RequestedClears(self.clearings)
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_handled: bool = False) -> asyncio.Task[Any]:
         """Run a task that the daemon owns until it ends. Its failure is logged, unless the caller handles it."""
         task = self.loop.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(partial(self._ended, errors_are_handled))
-        return task
-
-    def clear(self, names: Collection[bytes] | None) -> asyncio.Task[tuple[int, int]]:
-        """Run `clearing.clear` to its end, even if the session that requested it ends before."""
-        eras = self.remote.eras if self.remote is not None else None
-        task = self.spawn(clear(self.cache, self.disk, names, eras), errors_are_handled=True)
-        self.clears.add(task)
-        task.add_done_callback(self.clears.discard)
         return task
 
     def _ended(self, errors_are_handled: bool, task: asyncio.Task[Any]) -> None:
@@ -166,7 +164,7 @@ class Context:
             "remote": self.remote is not None,
             "cuda": self.config.cuda.enabled,
         }
-        return ["host", "memory", "keep", *(name for name, has in optional.items() if has)]
+        return ["host", "memory", "keep", "clear_token", *(name for name, has in optional.items() if has)]
 
     async def reserve(self, request: Sequence[Wanted], check: Callable[[], None]) -> list[Reservation]:
         """`reserve_all` of very many keys, over several turns of the loop. `check()` is called in each, and may raise:

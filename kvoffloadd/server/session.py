@@ -37,6 +37,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Encoded, tag_of
 from kvoffloadd.protocol.state import ROLE_MAY
 from kvoffloadd.server import status
+from kvoffloadd.server.clears import SessionClears
 from kvoffloadd.server.context import ENDED_PER_TURN, Context
 from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.jobs import SessionJobs
@@ -98,6 +99,7 @@ class Session:
         self._jobs: SessionJobs | None = None
         self._pins: PendingPins | None = None
         self._registry = Registry(context, self._account, self._limits)
+        self._clears = SessionClears(context.clearings, context.requested_clears, self._account)
         self._closing: asyncio.Task[None] | None = None
         self.events = Subscription(outbox, push, self._limits.events_per_session)
 
@@ -240,6 +242,7 @@ class Session:
     def _reserve(self, message: m.Reserve) -> Answer:
         if self._context.draining:
             raise DrainingError("the daemon is shutting down and takes no new reservations")
+        self._clears.note_store()
         wanted = wanted_of(message, self._keys_of(message.groups))
         _check_price(self._limits, sum(len(one.keys) * one.keyspace.schema.price(len(one.parts)) for one in wanted))
         check_distinct(wanted)
@@ -268,6 +271,7 @@ class Session:
     # --- jobs ---
 
     def _store(self, message: m.Store) -> Answer:
+        self._clears.note_store()
         return self._own_jobs().store(message, self._registry.registration(message.registration))
 
     def _load(self, message: m.Load) -> Answer:
@@ -281,12 +285,8 @@ class Session:
 
     def _clear(self, message: m.Clear) -> Later:
         self._check_scope(message.everything)
-        names = None if message.everything else {self._own_namespace().fingerprint}
-        return self._finish_clear(message.seq, self._context.clear(names))
-
-    async def _finish_clear(self, seq: int, clearing: asyncio.Task[tuple[int, int]]) -> m.Reply:
-        keys, held_bytes = await asyncio.shield(clearing)
-        return m.Cleared(seq=seq, keys=keys, bytes=held_bytes)
+        names = None if message.everything else frozenset([self._own_namespace().fingerprint])
+        return self._clears.clear(message, names)
 
     def _drain(self, message: m.Drain) -> Later:
         self._check_scope(message.everything)

@@ -126,6 +126,7 @@ def _all_users(context: Context) -> dict[str, Any]:
         "cache": {**cache.figures(), "unsealed": jobs.unsealed},
         **({"disk": context.disk.figures()} if context.disk else {}),
         **({"remote": context.remote.figures()} if context.remote else {}),
+        "clears": context.clearings.figures(),
         "transfers": {
             str(direction): {name: _shown(getattr(counters, name)) for name in counters.__slots__}
             for direction, counters in jobs.counters.items()

@@ -55,7 +55,7 @@ NAMES = (
     "leases_void",  # ended by a clear
     "reservations",
     "clears",
-    "clears_not_everywhere",  # those of them of which the remote store did not say that it has cleared, too
+    "clears_not_everywhere",  # those of them that the remote store had not recorded yet
     "reregistrations",
     "reconnects",
     "calls_lost",  # calls that ended in an error of the connection

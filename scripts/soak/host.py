@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffloadd.client import Client
-from kvoffloadd.errors import ClientError, RemoteError
+from kvoffloadd.errors import ClientError
 from kvoffloadd.trial.disk import disk_settings
 from kvoffloadd.trial.leaks import held, leaks, unreturned_slots
 from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail
@@ -22,7 +22,6 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.watch import Watch
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOTS
-from scripts.stress.worker import NOT_DURABLE
 
 if TYPE_CHECKING:
     import subprocess
@@ -240,11 +239,7 @@ class SoakHost:
 
     def clear_all(self, _seconds: float) -> None:
         """All namespaces, on all hosts."""
-        try:
-            self.observer.clear(everything=True)
-        except RemoteError as error:
-            if error.code != NOT_DURABLE:
-                raise
+        self.observer.clear(everything=True, wait_s=0.0)
 
     # --- looks ---
 

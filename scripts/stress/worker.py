@@ -40,8 +40,8 @@ PATIENT = 0.8
 AGAIN_KEYS = 8
 NOT_REGISTERED_YET = ("schema_mismatch", "unknown_name", "bad_lease")
 """What a daemon that was started anew may say to one rank before the other has come back."""
-NOT_DURABLE = "not_durable"
-"""What a daemon says that has cleared, and whose remote store has not."""
+CLEAR_WAIT_S = 2.0
+"""How long a clear waits until the remote store has recorded it."""
 
 
 class Worker:
@@ -374,11 +374,10 @@ class Worker:
     def clear(self) -> None:
         """Drop all that the namespace has."""
         self.counters.add("clears")
-        try:
-            self.any_rank().client.clear()
-        except RemoteError as error:
-            if not (self.options.remote and error.code == NOT_DURABLE):
-                raise
+        unrecorded = self.any_rank().client.clear(wait_s=CLEAR_WAIT_S).unrecorded
+        if unrecorded and not self.options.remote:
+            self.findings.broken(f"a clear is not recorded in {', '.join(unrecorded)}")
+        elif unrecorded:
             self.counters.add("clears_not_everywhere")
 
 

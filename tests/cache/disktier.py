@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.cache.clearing import clear
 from kvoffloadd.cache.disk.demotion import DiskSettings
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.fetches import Fetch, Urgency, keys_below
@@ -33,6 +32,7 @@ from kvoffloadd.storage.disk.segmentpool import OVERHEAD_BYTES
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.memory import MemoryTier
 
+from .clears import clear
 from .fakes import FirstInFirstOut, keys_of
 
 SETTINGS = DiskSettings(

@@ -124,7 +124,7 @@ async def test_a_start_goes_on_without_a_root_that_hangs(
     await tier.until(lambda: tier.roots[1].state == RootState.OK)
     assert tier.states(keyspace, 1, 2) == [MISS, HIT]
     if step == "enter":  # of the others the manifest may be written already
-        with pytest.raises(NotDurableError, match="does not answer"):
+        with pytest.raises(NotDurableError):
             await tier.clear(keyspace.namespace)
         assert tier.states(tier.keyspace(A), 1, 2) == [MISS, MISS]
     gates[0].open()

@@ -22,7 +22,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffloadd.cache.clearing import clear
 from kvoffloadd.cache.memory import cache as cache_module
 from kvoffloadd.cache.memory import epochs as epochs_module
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -32,6 +31,7 @@ from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root
 
+from .clears import clear
 from .disktier import Shape, Tier
 from .fakes import keys_of
 

@@ -368,7 +368,7 @@ async def test_a_clear_does_not_wait_for_a_manifest_that_can_not_be_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(tier.root.directory, "write_epochs", write_epochs)
-        with pytest.raises(NotDurableError, match="does not answer"):
+        with pytest.raises(NotDurableError):
             await tier.clear(keyspace.namespace)
     assert tier.states(tier.keyspace(), 1) == [MISS]
 

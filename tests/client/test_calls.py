@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from kvoffloadd.client import EventGap, Group, GroupKind, KeyEvents, KvCache, Outcome, Ref, SharedTensor
-from kvoffloadd.errors import DeadlineError, RemoteError, UsageError
+from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError, UsageError
 from kvoffloadd.model import NO_BLOCK, U8Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.trial.wait import until
@@ -52,19 +53,102 @@ def test_what_is_asked_is_what_was_given(client: Any, fake: FakeDaemon, keys: U8
     assert store.registration == registration.id
 
 
+def greet_anew(client: Any, fake: FakeDaemon, *features: str) -> None:
+    """Have the client connect anew, to a daemon that has these features."""
+    fake.features = list(features)
+    old = fake.peers[-1]
+    fake.soon(old.close)
+    until(lambda: old.socket.fileno() < 0, "the daemon has closed the connection")
+    client.ping()
+
+
 def test_a_hint_goes_to_daemons_that_take_it_alone(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
     client.keep({0: keys}, "drop", first=2)
     client.ping()
     assert "keep" not in fake.tags()
-    fake.features = ["keep"]
-    old = fake.peers[-1]
-    fake.soon(old.close)
-    until(lambda: old.socket.fileno() < 0, "the daemon has closed the connection")
-    client.ping()  # connects anew
+    greet_anew(client, fake, "keep")
     client.keep({0: keys}, "drop", first=2)
     client.ping()  # nobody answers a hint: it has come when what was sent after it has
     assert fake.last("keep").groups == [m.GroupKeys(group=0, keys=keys.tobytes(), first=2)]
     assert fake.last("keep").how == "drop"
+
+
+# --- clears ---
+
+TOKEN = b"0123456789abcdef"
+
+
+def test_a_clear_names_its_token(client: Any, fake: FakeDaemon) -> None:
+    greet_anew(client, fake, "clear_token")
+
+    def answer(peer: Peer, message: Any) -> bool:
+        peer.say(m.Cleared(seq=message.seq, keys=4, bytes=5, unrecorded=["/disk", "remote"]))
+        return True
+
+    fake.on["clear"] = answer
+    cleared = client.clear(wait_s=0.5, token=TOKEN, everything=True)
+    assert (cleared.keys, cleared.bytes, cleared.unrecorded) == (4, 5, ("/disk", "remote"))
+    asked = fake.last("clear")
+    assert (asked.token, asked.wait_s, asked.everything) == (TOKEN, 0.5, True)
+    client.clear()
+    first = fake.last("clear")
+    client.clear()
+    assert first.wait_s == 10.0
+    assert len({TOKEN, first.token, fake.last("clear").token}) == 3, "each is a clear of its own"
+
+
+def test_a_clear_is_asked_again_by_its_token(client: Any, fake: FakeDaemon) -> None:
+    """When the connection is lost: whether the daemon has cleared is not known."""
+    greet_anew(client, fake, "clear_token")
+    losses = [1]
+
+    def lose(peer: Peer, _message: Any) -> bool:
+        if losses[0]:
+            losses[0] -= 1
+            return peer.hang_up()
+        return False
+
+    fake.on["clear"] = lose
+    assert client.clear().unrecorded == ()
+    first, second = (message for tag, message in fake.seen if tag == "clear")
+    assert first.token == second.token is not None
+    losses[0] = 2
+    with pytest.raises(ConnectionLostError):
+        client.clear(token=TOKEN)
+    assert client.clear(token=TOKEN).keys == 0
+
+
+def test_an_older_daemon_is_asked_as_it_was_before(client: Any, fake: FakeDaemon) -> None:
+    """Also one that comes in place of a newer one, in mid-call. What it could not record it does later."""
+    assert client.clear(token=TOKEN).unrecorded == ()
+    (asked,) = (message for tag, message in fake.seen if tag == "clear")
+    assert msgspec.to_builtins(asked) == {"type": "clear", "seq": asked.seq}
+    fake.on["clear"] = lambda peer, message: peer.error(message.seq, "not_durable", retryable=True)
+    cleared = client.clear(token=TOKEN)
+    assert (cleared.keys, cleared.unrecorded) == (0, ("not_durable: scripted not_durable",))
+    fake.on["clear"] = lambda peer, message: peer.error(message.seq, "limit")
+    with pytest.raises(RemoteError, match="limit"):
+        client.clear(token=TOKEN)
+
+    def replace(peer: Peer, _message: Any) -> bool:
+        fake.features = []
+        del fake.on["clear"]
+        return peer.hang_up()
+
+    fake.features = ["clear_token"]
+    fake.on["clear"] = lambda peer, message: peer.hang_up()
+    with pytest.raises(ConnectionLostError):
+        client.clear()
+    fake.on["clear"] = replace
+    client.clear(token=TOKEN)
+    assert [message.token for tag, message in fake.seen if tag == "clear"][-2:] == [TOKEN, None]
+
+
+@pytest.mark.parametrize("wrong", [{"wait_s": -1.0}, {"wait_s": 3601.0}, {"token": b"short"}])
+def test_what_no_clear_can_ask(client: Any, fake: FakeDaemon, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="clear"):
+        client.clear(**wrong)
+    assert "clear" not in fake.tags()
 
 
 def test_small_calls(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:

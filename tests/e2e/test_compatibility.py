@@ -78,6 +78,9 @@ def test_todays_client_with_the_daemon_before(
     lease = rank.client.pin({0: keys}).lease
     rank.client.release(lease)
     assert rank.client.drain(20.0).unsealed == 0
+    cleared = rank.client.clear(wait_s=1.0)
+    assert (cleared.keys, cleared.unrecorded) == (200, ())
+    assert not served(rank, keys).any()
 
 
 CLIENT = """
@@ -103,6 +106,8 @@ with Client(sys.argv[2], namespace=NamespaceSpec(model="before"), role="worker")
     assert (tensor.array == wanted).all()
     client.release(found.lease)
     client.drain(20.0)
+    assert client.clear().keys == 64
+    assert len(client.lookup({0: keys}).boundaries) == 0
 print("right")
 """
 

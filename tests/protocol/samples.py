@@ -45,7 +45,7 @@ def _integers(kind: msgspec.inspect.IntType) -> st.SearchStrategy[int]:
 
 
 def _floats(kind: msgspec.inspect.FloatType) -> st.SearchStrategy[float]:
-    least = None if kind.gt is None else kind.gt + 0.001
+    least = kind.ge if kind.gt is None else kind.gt + 0.001
     return st.floats(least, kind.le, allow_nan=False, allow_infinity=kind.le is None)
 
 
@@ -95,6 +95,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "keep": {"groups": [_KEYS], "how": "drop"},
     "release": {"lease": 1},
     "cancel": {"job": 1},
+    "clear": {"token": b"t" * 16, "wait_s": 0.5},
     "snapshot": {"group": 0},
     "error": {"code": "busy", "message": "later", "fault": "client", "retryable": True},
     "welcome": {
@@ -106,7 +107,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "found": {"states": [b"\1"], "boundaries": b"\1\0\0\0"},
     "reserved": {"states": [b"\1"]},
     "accepted": {"job": 1, "states": [b"\1"]},
-    "cleared": {"keys": 1, "bytes": 2},
+    "cleared": {"keys": 1, "bytes": 2, "unrecorded": ["/disk", "remote"]},
     "drained": {"jobs": 0, "unsealed": 0},
     "report": {"status": {"a": [1, {"b": 2.5}]}},
     "verified": {"findings": ["x"], "slots": 1, "payloads": 1},

@@ -72,6 +72,7 @@ def wrongs(value: Any) -> list[Any]:
     ("store", "deadline_s", 0.0), ("store", "deadline_s", 86_401.0), ("store", "deadline_s", float("nan")),
     ("drain", "deadline_s", float("inf")), ("snapshot", "cursor", 1 << 48), ("hello", "role", "root"),
     ("completed", "outcome", "lost"), ("clear", "everything", 1), ("clear", "everything", None),
+    ("clear", "token", b"short"), ("clear", "token", bytes(17)), ("clear", "wait_s", -0.1), ("clear", "wait_s", 3601.0),
     ("welcome", "boot_id", b""), ("hello", "namespace", {"model": "x" * 513}), ("reserve", "parts", [True]),
 ])  # fmt: skip
 def test_values_out_of_range(tag: str, name: str, value: object) -> None:

@@ -5,6 +5,7 @@ What a key holds is a function of the key and of a version, as of the weights of
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
-from kvoffloadd.errors import RemoteError
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
@@ -85,15 +85,9 @@ class Host:
 
     def clear(self) -> None:
         """Until it holds everywhere."""
-        until(self._clears, "the clear holds everywhere", every_s=0.1)
-
-    def _clears(self) -> bool:
-        try:
-            self.rank.client.clear()
-        except RemoteError as error:
-            assert error.code == "not_durable"
-            return False
-        return True
+        token = os.urandom(16)
+        clear = partial(self.rank.client.clear, wait_s=1.0, token=token)
+        until(lambda: not clear().unrecorded, "the clear holds everywhere", every_s=0.1)
 
     def look(self) -> str:
         """The era; its generation is never earlier than one that was seen before."""

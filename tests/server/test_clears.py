@@ -13,7 +13,9 @@ from kvoffloadd.config import Config
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import GroupKind, GroupSchema
 from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.messages import TOKEN_BYTES
 from kvoffloadd.server.account import Accounts, caps
+from kvoffloadd.server.clears import REMEMBERED
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
@@ -74,11 +76,11 @@ async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.gather(*context.clears)
+    await context.clearings.close(60.0)
     assert keyspace.rows == keyspace.keys == 0
     assert sum(len(event.removed) for event in cache.entries.events) == 40 * 32
     assert cache.epochs.of(namespace.fingerprint) == namespace.epoch != 0
-    assert not context.clears
+    assert not context.clearings._running
     assert check(cache, 0, 0) == []
 
 
@@ -91,4 +93,36 @@ async def test_a_clear_over_the_cap_is_refused_by_its_handler() -> None:
     cache.entries.keyspaces.groups_max = 0
     with pytest.raises(LimitError):
         session.handle(m.Clear(seq=2), [])
-    assert (keyspace.retired, namespace.epoch, len(context.clears)) == (False, 0, 0)
+    assert (keyspace.retired, namespace.epoch, len(context.clearings._running)) == (False, 0, 0)
+
+
+# --- tokens ---
+
+
+async def test_the_last_tokens_of_each_user_are_remembered() -> None:
+    context = context_of(make_cache())
+    names, others = frozenset([b"n" * 16]), frozenset([b"o" * 16])
+    tokens = [number.to_bytes(TOKEN_BYTES) for number in range(REMEMBERED + 1)]
+    requested = context.requested_clears
+    first, *_, last = [requested.begin(1, names, token) for token in tokens[:REMEMBERED]]
+    assert requested.begin(1, names, tokens[0]) is first
+    assert requested.begin(1, names, tokens[REMEMBERED - 1]) is last
+    elsewhere = [requested.begin(2, names, tokens[0]), requested.begin(2, others, tokens[0])]
+    assert len({clearing.epoch for clearing in (first, *elsewhere)}) == 3, "one user's token is none of another's"
+    requested.begin(1, names, tokens[REMEMBERED])
+    assert requested.begin(1, names, tokens[1]).epoch > first.epoch, "it was remembered"
+    before = context.cache.epochs.last
+    assert requested.begin(1, names, tokens[0]).epoch > before, "the oldest is forgotten"
+
+
+async def test_a_clear_of_everything_is_not_one_of_a_namespace() -> None:
+    context = context_of(make_cache())
+    session = session_of(context)
+    (namespace,) = context.cache.namespaces.values()
+    epochs = []
+    for everything in (False, True, True, False):
+        answer = session.handle(m.Clear(seq=2, everything=everything, token=b"t" * 16), [])
+        assert asyncio.iscoroutine(answer)
+        assert await answer == m.Cleared(seq=2, keys=0, bytes=0)
+        epochs.append(namespace.epoch)
+    assert 0 < epochs[0] < epochs[1] == epochs[2] == epochs[3]

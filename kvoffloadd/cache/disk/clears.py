@@ -9,8 +9,10 @@ from collections.abc import Collection, Sequence
 from kvoffloadd.cache.disk.catalog import DiskKeyspace
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.stats.missreasons import Reason
-from kvoffloadd.errors import KvOffloadError, NotDurableError
+from kvoffloadd.changes import Changes
+from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.storage.disk.files import describe_error
+from kvoffloadd.storage.disk.manifest import Manifest
 from kvoffloadd.storage.disk.root import Root
 
 log = logging.getLogger(__name__)
@@ -20,8 +22,11 @@ class DiskClears:
     """All clears that the disks take part in. A root that takes longer than `stuck_s` to write one does not answer."""
 
     def __init__(self, contents: DiskContents, stuck_s: float) -> None:
+        self.changes = Changes()
+        """Hears of each root that has recorded clears."""
         self._contents = contents
         self._stuck_s = stuck_s
+        self._recorded: dict[Root, Manifest] = {}  # what each root has recorded, also while it is off
         self._emptying: set[int] = set()
 
     def begin(self, names: Collection[bytes] | None) -> list[DiskKeyspace]:
@@ -41,15 +46,17 @@ class DiskClears:
         return old
 
     async def finish(self, disk_keyspaces: list[DiskKeyspace]) -> None:
-        """Make a clear durable, then free what the closed disk keyspaces take.
-
-        Raises:
-            NotDurableError: a root could not save it: the keys might be back after a restart.
-        """
-        failed = await self.save_epochs(self._contents.roots)
+        """Record a clear, then free what the closed disk keyspaces take."""
+        await self.save_epochs(self._contents.roots)
         await self.empty(disk_keyspaces)
-        if failed:
-            raise NotDurableError(f"cleared, but not durably: {'; '.join(failed)}. Clear again when the disk works")
+
+    def unrecorded(self, roots: Sequence[Root], names: Collection[bytes] | None, epoch: int) -> list[Root]:
+        """Which of these roots have not recorded the clear of these namespaces (None: of all) that began this epoch."""
+        return [
+            root
+            for root in roots
+            if (manifest := self._recorded.get(root)) is None or not manifest.has_clear(names, epoch)
+        ]
 
     async def empty(self, disk_keyspaces: list[DiskKeyspace]) -> None:
         """Free what these closed disk keyspaces take."""
@@ -70,21 +77,22 @@ class DiskClears:
             finally:  # if this task is cancelled, the next clear goes on with it
                 self._emptying.discard(disk_keyspace.id)
 
-    async def save_epochs(self, roots: Sequence[Root]) -> list[str]:
-        """Write the epochs to these roots' manifests. Returns where that failed, and why; `Arrivals.check` retries."""
-        failed = list(filter(None, await asyncio.gather(*map(self._save_at, roots))))
+    async def save_epochs(self, roots: Sequence[Root]) -> None:
+        """Write the epochs to these roots' manifests. Where that fails, `Arrivals.check` repeats it."""
+        await asyncio.gather(*map(self._save_at, roots))
         self._contents.numbers.changes.notify_all()  # what was stored since may be written now
-        return failed
 
-    async def _save_at(self, root: Root) -> str:
+    async def _save_at(self, root: Root) -> None:
         epochs, confirmed = self._contents.cache.epochs, self._contents.cache.confirmed
         if not root.accepted:
-            return f"{root.path} is off: {root.health.reason}"
+            return
         try:
             async with asyncio.timeout(self._stuck_s):
                 await root.directory.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace), confirmed.at_s)
         except (OSError, KvOffloadError) as error:
             why = "it does not answer" if isinstance(error, TimeoutError) else describe_error(error)
             log.warning("disk %s: a clear could not be recorded: %s", root.path, why)
-            return f"{root.path}: {why}"
-        return ""
+        else:
+            if root.directory.manifest is not None:  # else it has gone off at this moment
+                self._recorded[root] = root.directory.manifest
+                self.changes.notify_all()

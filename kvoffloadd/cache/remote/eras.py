@@ -105,7 +105,7 @@ class Eras:
         clear_here: Callable[[bytes, int | None], Awaitable[None]],
     ) -> None:
         self.changes = Changes()
-        """Hears of each era that is known from now on."""
+        """Hears of each era that is known from now on, and of each clear that the store has recorded."""
         self.sweeps = Sweeps(store)
         self.lost_markers = 0
         self._store = store
@@ -379,7 +379,7 @@ class Eras:
         if failed:
             raise NotDurableError(
                 f"cleared on this host, but not everywhere: the remote store: {failed[0]} "
-                f"({len(failed)} of {len(cleared)} namespaces). The daemon tries again"
+                f"({len(failed)} of {len(cleared)} namespaces)"
             )
 
     async def _clear(self, known: NamespaceEra) -> str:
@@ -388,6 +388,7 @@ class Eras:
             async with self._clear_slots, asyncio.timeout(LOOK_S), known.changing:
                 await self._agreement.clear(known)
                 self._seen(known)
+            self.changes.notify_all()
         except (KvOffloadError, OSError, TimeoutError) as error:
             return str(error) or "it does not answer"
         return ""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.remote.contents import RemoteContents, RemotePolicy
 from kvoffloadd.cache.remote.eras import Eras
 from kvoffloadd.cache.remote.fetching import RemoteFetching
+from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.pushing import Pushing
+from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U32Array, U64Array
 from kvoffloadd.storage.remote.store import RemoteStore
 
@@ -132,6 +134,25 @@ class RemoteTier:
         mask = np.zeros(len(keys), bool)
         mask[missing] = True
         return mask
+
+    # --- clears ---
+
+    def begin_clear(self, names: Collection[bytes] | None) -> list[NamespaceEra]:
+        """The epochs of these namespaces (None: of all) have advanced. Returns what the store has to end."""
+        return self.eras.begin_clear(names)
+
+    async def record_clear(self, eras: Collection[NamespaceEra]) -> None:
+        """Have the store end these eras, so that no host fetches anything older. Those that it does not end now are
+        left to the polls of `Eras`.
+        """
+        try:
+            await self.eras.finish_clear(eras)
+        except NotDurableError as error:
+            log.warning("remote: a clear could not be recorded yet: %s", error)
+
+    def unrecorded(self, eras: Collection[NamespaceEra]) -> list[NamespaceEra]:
+        """Which of these eras the store has not ended yet."""
+        return [known for known in eras if known.unmade]
 
     # --- figures ---
 

@@ -7,6 +7,7 @@ keeps them connected.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from kvoffloadd.integrations.sglang.line import Line
 from kvoffloadd.integrations.sglang.pools import KV, STATES, Pools
 from kvoffloadd.integrations.sglang.prefixes import Needed, Restorable, restorable
 from kvoffloadd.model import BoolArray, Direction, U8Array, U32Array
+from kvoffloadd.protocol.messages import TOKEN_BYTES
 
 logger = logging.getLogger("sglang.kvoffloadd")
 
@@ -75,7 +77,7 @@ class PageStore:
         self._page_bytes = {group.group: group.payload_bytes for group in pools.caches.groups}
         self._generation = 0
         self._suspended = False
-        self._clearing = False
+        self._wanted_clear = self._done_clear = b""  # tokens of the last clears
         self._resting = False
         self._moved: dict[Direction, deque[Moved]] = {direction: deque(maxlen=_MOVED_MAX) for direction in Direction}
         self._closing = threading.Event()
@@ -191,7 +193,7 @@ class PageStore:
 
     def clear(self) -> None:
         """Drop every key of the namespace; where no daemon answers, as soon as one does. Until then all is a miss."""
-        self._clearing = True
+        self._wanted_clear = secrets.token_bytes(TOKEN_BYTES)
         self._clear()
 
     @contextmanager
@@ -241,9 +243,15 @@ class PageStore:
     def _paused(self) -> bool:
         return self._suspended or self._clearing
 
+    @property
+    def _clearing(self) -> bool:
+        return self._wanted_clear != self._done_clear
+
     def _clear(self) -> None:
-        if self._lookups.ask(Client.clear) is not None:
-            self._clearing = False
+        """Ask for the clear that is wanted. The daemon carries it out once, however often it is asked."""
+        token = self._wanted_clear
+        if self._lookups.ask(partial(Client.clear, wait_s=0.0, token=token)) is not None:
+            self._done_clear = token  # another one may be wanted by now
 
     def _packed(self, keys: Iterable[str]) -> U8Array:
         """u8 (keys, KEY_BYTES): SGLang's hexadecimal names, as this generation calls them. Raises ValueError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import secrets
 import sys
 import threading
 from collections import deque
@@ -22,6 +23,7 @@ from kvoffloadd.client import Client, Found, KeepHow, KeyState, KvCache, Registr
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
 from kvoffloadd.integrations.common.availability import Availability
 from kvoffloadd.integrations.common.keys import Piece, most_keys, pieces
+from kvoffloadd.protocol.messages import TOKEN_BYTES
 
 logger = logging.getLogger("vllm.kvoffloadd")
 
@@ -68,7 +70,7 @@ class LookupThread:
         self._answers: deque[PinRequest] = deque()
         self._promoting: list[PinRequest] = []
         self._unreleased: list[int] = []
-        self._clearing = False
+        self._clear_token: bytes | None = None  # of the clear that is due; None: none is
         self._closing = False
         self._daemon = Availability(logger)
         self._refusal_told_at = -_REFUSAL_TOLD_S
@@ -97,7 +99,7 @@ class LookupThread:
         """Say of a request's keys when they will be used again: a hint, lost if the daemon does not answer now."""
 
         def tell() -> None:
-            if self.connected and not self._clearing:
+            if self.connected and self._clear_token is None:
                 self._attempt(partial(self._keep, groups, how))
 
         self._commands.put(tell)
@@ -111,7 +113,7 @@ class LookupThread:
         attempted = threading.Event()
 
         def begin() -> None:
-            self._clearing = True
+            self._clear_token = secrets.token_bytes(TOKEN_BYTES)
             self._clear()
             attempted.set()
 
@@ -176,7 +178,7 @@ class LookupThread:
         self._weigh()  # a connection that still stands does not prove that anybody answers
 
     def _recover(self) -> None:
-        if self._clearing:
+        if self._clear_token is not None:
             self._clear()
         else:
             self._attempt(self._connect)
@@ -193,7 +195,7 @@ class LookupThread:
             return
         asked = False
         try:
-            asked = self.connected and not self._clearing and self._attempt(partial(self._pin, pin))
+            asked = self.connected and self._clear_token is None and self._attempt(partial(self._pin, pin))
         finally:
             if not asked:
                 self._answer_nothing(pin)
@@ -281,8 +283,8 @@ class LookupThread:
     def _clear(self) -> None:
         if self._registration is None and not self._attempt(self._connect):
             return
-        if self._attempt(self._client.clear):
-            self._clearing = False
+        if self._attempt(partial(self._client.clear, wait_s=0.0, token=self._clear_token)):
+            self._clear_token = None
             self.connected = True
 
     def _attempt(self, call: Callable[[], object]) -> bool:
@@ -309,7 +311,7 @@ class LookupThread:
 
     def _succeeded(self) -> None:
         self._daemon.succeeded()
-        self.connected = not self._clearing
+        self.connected = self._clear_token is None
 
     def _failed(self, error: KvOffloadError) -> None:
         if isinstance(error, RemoteError) and self.connected:

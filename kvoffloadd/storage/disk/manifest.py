@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Collection
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,6 +46,12 @@ class Manifest:
     def epoch_of(self, fingerprint: bytes) -> int:
         """Records of another epoch than this are dead."""
         return self.epochs.get(fingerprint, self.base_epoch)
+
+    def has_clear(self, names: Collection[bytes] | None, epoch: int) -> bool:
+        """Whether it has the clear of these namespaces (None: of all) that began this epoch, or later ones."""
+        if names is None:
+            return self.base_epoch >= epoch
+        return all(self.epoch_of(name) >= epoch for name in names)
 
     def covers(self, other: Manifest) -> bool:
         """Whether all records that are dead by the other manifest are dead by this one, too."""

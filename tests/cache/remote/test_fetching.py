@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.clearing import clear, clear_here
+from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.cache.fetches import Fetch, Urgency
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
@@ -25,6 +25,7 @@ from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.storage.remote.transfers import Names
 
+from ..clears import clear
 from ..fakes import FirstInFirstOut, keys_of
 from .fakeremote import Call, FakeRemote, names_of
 
@@ -258,7 +259,7 @@ async def test_a_clear_wins_at_any_step(scene: Scene, when: str) -> None:
     if when == "come":
         scene.store.finish(scene.gets()[0])
         await scene.turn()
-    await clear(scene.cache, None, {NAME}, scene.remote.eras)
+    await clear(scene.cache, None, {NAME}, scene.remote)
     scene.audit()
     await scene.finish_all()
     assert ended == [[KeyState.MISS] * 8]
@@ -364,7 +365,7 @@ class Chaos:
         cache.eviction.drop(rows[cache.entries.evictable(rows)])
 
     async def clear(self) -> None:
-        await clear(self.scene.cache, None, {NAME}, self.scene.remote.eras)
+        await clear(self.scene.cache, None, {NAME}, self.scene.remote)
 
     async def lose(self) -> None:
         if markers := [name for name in self.scene.store.values if "/era/" in name]:

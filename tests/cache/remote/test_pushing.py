@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.clearing import clear, clear_here
+from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.storage.remote.transfers import RemoteStatus
 
+from ..clears import clear
 from ..fakes import keys_of
 from .fakeremote import Call
 from .test_fetching import NAME, SIZES, Scene
@@ -102,7 +103,7 @@ async def test_what_is_cleared_before_its_turn_is_not_put(make: Make, far: bool)
         await clear_here(scene.cache, None, NAME, scene.cache.epochs.of(NAME) + 1)
         scene.remote.eras.begin_clear([NAME])
     else:
-        await clear(scene.cache, None, {NAME}, scene.remote.eras)
+        await clear(scene.cache, None, {NAME}, scene.remote)
     scene.store.writable = True
     scene.store.changes.notify_all()
     await calm(scene)
@@ -142,7 +143,7 @@ async def test_rows_that_are_gone_when_their_use_is_counted(make: Make) -> None:
     scene = await make(push="second-use")
     store(scene, 1, 2)
     use(scene, 1, 2)
-    await clear(scene.cache, None, {NAME}, scene.remote.eras)
+    await clear(scene.cache, None, {NAME}, scene.remote)
     await calm(scene)
     assert not puts(scene)
 

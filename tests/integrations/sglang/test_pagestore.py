@@ -28,6 +28,7 @@ from tests.conftest import SEED
 from tests.e2e.daemons import Hold
 from tests.e2e.disk import Switch
 from tests.e2e.sharedstore import Store
+from tests.e2e.unrecordable import WAYS, Unrecordable, epoch, requests
 from tests.integrations.sglang.fakes import HostPool, MambaPoolHost, MHATokenToKVPoolHost
 
 pytestmark = pytest.mark.slow
@@ -343,6 +344,73 @@ def test_a_clear_waits_for_a_daemon(start_daemon: StartDaemon, start_rank: Start
     until(lambda: rank.store.connected and other.store.connected, "both are connected", PATIENCE_S)
     until(lambda: rank.store.store([rank.fill(keys[:1])])["kv"].all(), "it has cleared", PATIENCE_S)
     assert other.store.restorable(keys).pages == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_clear_that_can_not_be_recorded_is_one_clear(
+    start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path, way: str
+) -> None:
+    """The engine goes on at once, and what others store after it stays."""
+    place = Unrecordable(way, tmp_path)
+    daemon = start_daemon(*place.settings(), memory="64MiB", faults=place.faults)
+    rank, other, keys = start_rank(daemon, timeout_s=SHORT_S), start_rank(daemon), names(5)
+    until(lambda: rank.store.connected and other.store.connected, "both are connected", PATIENCE_S)
+    assert rank.store.store([rank.fill(keys)])["kv"].all()
+    place.spoil()
+    rank.store.clear()
+    until(lambda: rank.store.available, "it has its cache back", PATIENCE_S)
+    assert other.store.restorable(keys).pages == 0
+    assert other.store.store([other.fill(keys)])["kv"].all()
+    cleared, asked = epoch(daemon), requests(daemon)
+    assert daemon.status()["clears"] == {"unrecorded": 1, "places": [place.place]}
+    until(lambda: requests(daemon) >= asked + 20, "all lines have been kept a few times", PATIENCE_S)
+    assert (epoch(daemon), other.store.restorable(keys).pages, rank.store.restorable(keys).pages) == (cleared, 5, 5)
+    place.mend()
+    until(lambda: daemon.status()["clears"]["unrecorded"] == 0, "the daemon has recorded it", PATIENCE_S)
+    assert (epoch(daemon), other.store.restorable(keys).pages) == (cleared, 5)
+
+
+def test_a_clear_that_is_answered_late_is_one_clear(
+    start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
+) -> None:
+    """Nobody knows whether the daemon has heard of it: it is asked again, until there is an answer."""
+    daemon, keys = start_daemon(memory="64MiB"), names(5)
+    rank, other = start_rank(daemon, timeout_s=SHORT_S), start_rank(daemon)
+    until(lambda: rank.store.connected and other.store.connected, "both are connected", PATIENCE_S)
+    daemon.signal(signal.SIGSTOP)
+    try:
+        rank.store.clear()
+        assert not rank.store.available, "it was not answered in time"
+    finally:
+        daemon.signal(signal.SIGCONT)
+    until(lambda: epoch(daemon) > 0, "the daemon has cleared", PATIENCE_S)
+    assert other.store.store([other.fill(keys)])["kv"].all()
+    until(lambda: rank.store.available, "the clear is answered", PATIENCE_S)
+    assert rank.store.restorable(keys).pages == 5
+
+
+def test_a_clear_that_is_wanted_while_another_is_answered(
+    start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread: one after the other."""
+    daemon = start_daemon(memory="64MiB")
+    rank = start_rank(daemon)
+    until(lambda: rank.store.connected, "it is connected", PATIENCE_S)
+    ask, epochs = rank.store._lookups.ask, list[int]()
+
+    def ask_and_want_another(call: Callable[[Client], Any]) -> Any:
+        answer = ask(call)
+        if call.func is Client.clear:  # type: ignore[attr-defined]
+            epochs.append(epoch(daemon))
+            if len(epochs) == 1:
+                rank.store._wanted_clear = b"another clear..."
+        return answer
+
+    monkeypatch.setattr(rank.store._lookups, "ask", ask_and_want_another)
+    rank.store.clear()
+    until(lambda: rank.store.available, "both are done", PATIENCE_S)
+    assert len(epochs) == 2
+    assert epochs[0] < epochs[1]
 
 
 def test_a_daemon_that_comes_later(start_daemon: StartDaemon, start_rank: StartRank) -> None:

@@ -19,6 +19,7 @@ from scripts.harness.daemon import Daemon
 from tests.e2e.disk import disk_settings, only_on_disk, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.e2e.sharedstore import Store
+from tests.e2e.unrecordable import WAYS, Unrecordable, epoch, requests
 from tests.integrations.vllm.conftest import Lines
 
 Start = Callable[..., Daemon]
@@ -264,6 +265,33 @@ def test_cleared_while_nobody_answers(daemon: Daemon, lines: Make, keys: Keys) -
         daemon.signal(signal.SIGCONT)
     assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
     connected(lookup_thread)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_clear_that_can_not_be_recorded_is_one_clear(
+    start_daemon: Start, lines: Make, keys: Keys, tmp_path: Path, way: str
+) -> None:
+    """The engine goes on at once, and what others store after it stays."""
+    place = Unrecordable(way, tmp_path)
+    daemon = start_daemon(*place.settings(), faults=place.faults)
+    line = lines(daemon)
+    rank = line.rank()
+    store(rank, keys)
+    lookup_thread = connected(line.lookup_thread())
+    place.spoil()
+    lookup_thread.clear(HANG_S)
+    assert lookup_thread.connected
+    store(rank, keys)
+    cleared, asked = epoch(daemon), requests(daemon)
+    until(lambda: requests(daemon) >= asked + 5, "the daemon was weighed a few times")
+    pin = question(keys)
+    lookup_thread.ask(pin)
+    assert answered(lookup_thread, pin) == [{0: [HIT] * 12}]
+    assert daemon.status()["clears"] == {"unrecorded": 1, "places": [place.place]}
+    place.mend()
+    until(lambda: daemon.status()["clears"]["unrecorded"] == 0, "the daemon has recorded it")
+    assert epoch(daemon) == cleared
 
 
 @pytest.mark.slow
