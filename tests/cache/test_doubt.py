@@ -13,6 +13,7 @@ from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.errors import NotDurableError
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.manifest import read_manifest
 
@@ -166,7 +167,8 @@ async def test_a_root_with_clears_of_the_future_waits_for_the_clock(open_tier: O
     assert "clock" in roots[there.path].health.reason
     assert roots[other.path].state == RootState.OK
     assert tier.cache.epochs.last < future
-    await tier.clear()
+    with pytest.raises(NotDurableError, match="not recorded"):
+        await tier.clear()
     await tier.close()
     tier = await open_tier(shape, before=lambda tier: setattr(tier.cache.epochs, "last", future))  # the clock is right
     assert {root.path: root for root in tier.roots}[there.path].state == RootState.OK

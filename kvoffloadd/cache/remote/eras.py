@@ -118,7 +118,8 @@ class Eras:
         self._clear_here = clear_here
         self._known: dict[bytes, NamespaceEra] = {}
         self._clock = StoreClock(2 * poll_s + VALUE_S)
-        self._silences = 1  # rounds without an answer since the last one that had one
+        self._silences = 0  # rounds without an answer since the last one that had one
+        self._was_away = False  # since the last round that had an answer
         self._numbers = 0
         self._wanted = Changes()
         self._urgent: set[bytes] = set()
@@ -203,12 +204,12 @@ class Eras:
             while True:
                 if not self._is_connected():
                     self._clock.silent()
-                    self._silences = max(self._silences, 1)
+                    self._was_away = True
                     await self._store.changes.wait(self._poll_s)
                     continue
-                back = self._silences > 0 or self._starts != self._store.starts
+                self._was_away |= self._starts != self._store.starts
                 self._starts = self._store.starts
-                await self._round(back=back)
+                await self._round()
                 if self._bug is not None:
                     raise self._bug
                 if not self._urgent or self._silences:
@@ -222,8 +223,8 @@ class Eras:
         """Whether it may be asked. Also while it fails: it may tell of other hosts' clears any time."""
         return self._store.state in (RemoteState.OK, RemoteState.OPEN)
 
-    async def _round(self, *, back: bool) -> None:
-        """Look at all namespaces once. `back`: the store was away."""
+    async def _round(self) -> None:
+        """Look at all namespaces once."""
         urgent, self._urgent = self._urgent, set()
         names = self._names()
         for known in [known for known in self._known.values() if known.is_idle and known.fingerprint not in names]:
@@ -234,15 +235,16 @@ class Eras:
             for begin in range(0, max(len(order), 1), READ_NAMESPACES):
                 some = [self._know(name) for name in order[begin : begin + READ_NAMESPACES]]
                 for known in some:
-                    known.is_back |= back
+                    known.is_back |= self._was_away
                 for known in await self._with_news(some):
                     self._begin_look(known)
         except (RemoteStoreError, OSError) as error:
             log.debug("remote: the eras of namespaces are not known: %s", error)
             self._silences += 1
+            self._was_away = True
             self._clock.silent()
         else:
-            self._silences = 0
+            self._silences, self._was_away = 0, False
             self._confirm(order)
         self._tell()
 
