@@ -71,10 +71,10 @@ log = logging.getLogger(__name__)
 LOOK_S: Final = 6.0
 """How long one look may take."""
 
-LOOKS_MAX: Final = 32
+LOOKS_MAX: Final = 16
 """Looks at once."""
 
-READ_NAMESPACES: Final = 512
+READ_NAMESPACES: Final = 128
 """Namespaces of one call."""
 
 OVERDUE_POLLS: Final = 5
@@ -200,6 +200,7 @@ class Eras:
 
     async def run(self) -> None:
         """Look at the eras of all namespaces, until cancelled."""
+        due_s = 0.0  # when the next round is due; what is urgent is looked at before
         try:
             while True:
                 if not self._is_connected():
@@ -209,11 +210,15 @@ class Eras:
                     continue
                 self._was_away |= self._starts != self._store.starts
                 self._starts = self._store.starts
-                await self._round()
+                if self._was_away or time.monotonic() >= due_s:
+                    await self._round()
+                    due_s = time.monotonic() + self._poll_s
+                else:
+                    await self._ask(self._take_urgent())
                 if self._bug is not None:
                     raise self._bug
                 if not self._urgent or self._silences:
-                    await self._wanted.wait(self._poll_s)
+                    await self._wanted.wait(max(due_s - time.monotonic(), 0.0))
                 await asyncio.sleep(0)
         finally:
             for look in self._looks.values():
@@ -225,17 +230,27 @@ class Eras:
 
     async def _round(self) -> None:
         """Look at all namespaces once."""
-        urgent, self._urgent = self._urgent, set()
-        names = self._names()
+        names, urgent = self._names(), self._take_urgent()
         for known in [known for known in self._known.values() if known.is_idle and known.fingerprint not in names]:
             del self._known[known.fingerprint]  # nothing of it is left here
         names |= self._known.keys()
-        order = sorted(names, key=lambda name: name not in urgent)
+        for name in names:
+            self._know(name).is_back |= self._was_away
+        if await self._ask(sorted(names, key=lambda name: name not in urgent)):
+            self._was_away = False
+            self._confirm(names)
+        self._tell()
+
+    def _take_urgent(self) -> set[bytes]:
+        urgent, self._urgent = self._urgent, set()
+        return urgent
+
+    async def _ask(self, names: Collection[bytes]) -> bool:
+        """Look at these namespaces. False: the store does not answer."""
+        order = list(names)
         try:
             for begin in range(0, max(len(order), 1), READ_NAMESPACES):
                 some = [self._know(name) for name in order[begin : begin + READ_NAMESPACES]]
-                for known in some:
-                    known.is_back |= self._was_away
                 for known in await self._with_news(some):
                     self._begin_look(known)
         except (RemoteStoreError, OSError) as error:
@@ -243,10 +258,9 @@ class Eras:
             self._silences += 1
             self._was_away = True
             self._clock.silent()
-        else:
-            self._silences, self._was_away = 0, False
-            self._confirm(order)
-        self._tell()
+            return False
+        self._silences = 0
+        return True
 
     def _names(self) -> set[bytes]:
         """Namespaces of which this host has anything that another host may have cleared."""
@@ -265,16 +279,16 @@ class Eras:
         Raises RemoteStoreError: the store does not answer.
         """
         eras = [known.era for known in some]
-        names = [_CANARY]
-        for known, era in zip(some, eras, strict=True):
-            names += [pointer_name(known.fingerprint), successor_of(known, era) if era is not None else _CANARY]
+        names = [_CANARY, *(pointer_name(known.fingerprint) for known in some)]
+        names += [successor_of(known, era) for known, era in zip(some, eras, strict=True) if era is not None]
         values = await self._store.read_values(names, until())
         if all(isinstance(value, NotRead) for value in values):
             raise RemoteStoreError("it answers no call")
         now_s = time.monotonic()
         self._clock.answered(now_s)
-        news = []
-        for known, era, pointer, after in zip(some, eras, values[1::2], values[2::2], strict=True):
+        news, successors = [], iter(values[1 + len(some) :])
+        for known, era, pointer in zip(some, eras, values[1:]):  # noqa: B905  successors are behind the pointers
+            after = next(successors) if era is not None else None
             known.tried_s = now_s
             if _unreadable(pointer) or _unreadable(after):
                 continue
