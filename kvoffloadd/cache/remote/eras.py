@@ -72,7 +72,9 @@ LOOK_S: Final = 6.0
 """How long one look may take."""
 
 LOOKS_MAX: Final = 16
-"""Looks at once."""
+"""Looks at once, at namespaces whose era was known before; as many clears; and as many first looks, which are many when
+many namespaces are opened.
+"""
 
 READ_NAMESPACES: Final = 128
 """Namespaces of one call."""
@@ -87,6 +89,9 @@ DOUBT_S_MIN: Final = 15.0
 
 AWAY_ROUNDS: Final = 1
 """After more rounds without any answer the store is known to be away."""
+
+NAMED_MAX: Final = 64
+"""Namespaces in one list of `status`."""
 
 _CANARY: Final = pointer_name(bytes(FINGERPRINT_BYTES))
 """A name that nobody writes: whoever answers that it is absent is a store that works."""
@@ -126,8 +131,7 @@ class Eras:
         self._starts = 0
         self._looks: dict[NamespaceEra, asyncio.Task[None]] = {}
         self._clears: set[asyncio.Task[None]] = set()
-        self._slots = asyncio.Semaphore(LOOKS_MAX)
-        self._clear_slots = asyncio.Semaphore(LOOKS_MAX)
+        self._slots, self._first_slots, self._clear_slots = (asyncio.Semaphore(LOOKS_MAX) for _ in range(3))
         self._bug: BaseException | None = None
         cache.confirmed.required = True
         cache.doubt_of = self.doubt_of
@@ -236,7 +240,8 @@ class Eras:
         names |= self._known.keys()
         for name in names:
             self._know(name).is_back |= self._was_away
-        if await self._ask(sorted(names, key=lambda name: name not in urgent)):
+        # Who was seen longest ago first: of many, the store may not read the last ones in time.
+        if await self._ask(sorted(names, key=lambda name: (name not in urgent, self._known[name].seen_s or 0.0))):
             self._was_away = False
             self._confirm(names)
         self._tell()
@@ -323,7 +328,8 @@ class Eras:
 
     async def _look(self, known: NamespaceEra) -> None:
         try:
-            async with self._slots, asyncio.timeout(LOOK_S), known.changing:
+            slots = self._first_slots if known.seen_s is None else self._slots
+            async with slots, asyncio.timeout(LOOK_S), known.changing:
                 await self._look_at(known)
         except AheadError as error:
             known.is_ahead = True
@@ -426,8 +432,10 @@ class Eras:
                 if name in namespaces
             },
             "eras_made": self._agreement.made,
-            "eras_overdue": sorted(label(known.fingerprint) for known in overdue),
-            "eras_ahead": sorted(label(known.fingerprint) for known in self._known.values() if known.is_ahead),
+            "eras_overdue": sorted(label(known.fingerprint) for known in overdue)[:NAMED_MAX],
+            "eras_ahead": sorted(label(known.fingerprint) for known in self._known.values() if known.is_ahead)[
+                :NAMED_MAX
+            ],
             "answering_s": round(self._clock.now_s, 3),
             "markers_lost": self.lost_markers,
             "cleared_elsewhere": self._agreement.cleared_elsewhere,

@@ -36,6 +36,7 @@ class Objects:
     values: dict[str, bytes] = field(default_factory=dict)
     unreadable: dict[str, Code] = field(default_factory=dict)
     hanging: set[str] = field(default_factory=set)  # names whose reads alone, and writes, never end
+    unwritable: set[str] = field(default_factory=set)  # names whose writes never end
 
 
 class FakeStore:
@@ -81,6 +82,8 @@ class FakeStore:
         self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, kept_s: float | None = None
     ) -> None:
         await self._turns(name)
+        if name in self.objects.unwritable:
+            await asyncio.Event().wait()
         if not if_absent:  # as engines do that can't write anew
             self.objects.values.pop(name, None)
             await self._turns()
