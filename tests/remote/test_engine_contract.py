@@ -107,6 +107,27 @@ def test_small_objects_are_written_and_read(cluster: Cluster, prefix: str, kept_
         assert there.read(name) is None
 
 
+def test_many_small_objects_are_read_at_once(cluster: Cluster, prefix: str) -> None:
+    """In the order of the call, with those that are not there."""
+    here, there = cluster.engine(0), cluster.engine(1)
+    values = {f"{prefix}{number}": b"%d" % number * (number + 1) for number in range(0, 150, 3)}
+    for name, value in values.items():
+        assert here.call("write", name, value, if_absent=True, kept_s=None) == len(value)
+    names = [f"{prefix}{number}" for number in range(150)]
+    assert there.call("read", names) == [values.get(name) for name in names]
+    assert there.call("read", []) == []
+
+
+def test_small_objects_are_renewed(cluster: Cluster, prefix: str) -> None:
+    here, there = cluster.engine(0), cluster.engine(1)
+    assert here.call("write", prefix + "a", b"v", if_absent=True, kept_s=3600.0) == 1
+    assert there.call("renew", [prefix + "none", prefix + "a"], 7200.0) == [0, 1]
+    assert there.call("renew", [], 7200.0) == []
+    assert here.read(prefix + "a") == b"v"
+    assert here.call("remove", [prefix + "a"]) == [1]
+    assert there.call("renew", [prefix + "a"], 7200.0) == [0]
+
+
 def test_what_is_removed_is_gone_for_all_at_once(cluster: Cluster, prefix: str) -> None:
     """Though it was just asked for, and fetched."""
     here, there = cluster.engine(0), cluster.engine(1)

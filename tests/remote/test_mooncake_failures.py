@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from kvoffloadd.trial.process import DaemonError
 from kvoffloadd.trial.wait import until
 from scripts.harness.enginehost import BASE, EngineHost, Pending
 from scripts.harness.lab import Host
+from scripts.harness.stores import MooncakeStore
 from scripts.harness.wait import throughout
 from tests.remote.conftest import Cluster
 from tests.remote.objects import MIB, Object, Places, get, put
@@ -129,6 +131,51 @@ def test_a_store_that_is_stopped_holds_up_gets_alone(cluster: Cluster) -> None:
     stays_wiped(places)
     with pytest.raises(DaemonError, match="ended"):
         call.result()
+
+
+def test_a_store_that_is_stopped_holds_up_its_own_small_objects_alone(make_loopback: Make, tmp_path: Path) -> None:
+    cluster = make_loopback("mooncake", "--client_ttl=600")
+    lab, master = cluster.lab, cluster.stores[1]
+    with MooncakeStore(lab.hosts[1], tmp_path, master, "64MB"):
+        writer, reader = cluster.engine(0), cluster.engine(0)
+        values = {f"kvo1/{number}": b"%d" % number for number in range(40)}
+        for name, value in values.items():
+            assert writer.call("write", name, value, if_absent=True, kept_s=None) == len(value)
+        names = [*values, "kvo1/none"]
+        expected = [*values.values(), None]
+        assert reader.call("read", names) == expected
+        cluster.stores[0].pause()
+        for _ in range(5):
+            call = reader.begin("read", names)
+            found = call.result()
+            assert found.count(Code.FAILED) in range(1, 40)
+            assert all(a in (Code.FAILED, b) for a, b in zip(found, expected, strict=True))
+        cluster.stores[0].resume()
+        until(lambda: reader.call("read", names) == expected, "it is read again")
+
+
+@pytest.mark.slow
+def test_pins_end_where_the_master_allows_those_that_are_so_long(make_loopback: Make) -> None:
+    """Others are for good. What is full of pins alone takes no more, so these are few."""
+    cluster = make_loopback(
+        "mooncake", "--max_kv_soft_pin_ttl=2h", "--allow_evict_soft_pinned_objects=false", "--default_kv_lease_ttl=500"
+    )
+    engine, other = cluster.engine(0), cluster.engine(1)
+    assert other.call("write", "kvo1/good", b"v", if_absent=True, kept_s=86400.0) == 1
+    assert "pinned for good" in other.log()
+    assert engine.call("write", "kvo1/long", b"v", if_absent=True, kept_s=3600.0) == 1
+    assert engine.call("write", "kvo1/over", b"v", if_absent=True, kept_s=0.001) == 1
+    names = ["kvo1/good", "kvo1/long", "kvo1/over"]
+    numbers = iter(range(10_000))
+
+    def fill() -> bool:
+        time.sleep(1.0)  # the lease of the question before ends
+        for _ in range(150):  # more than there is room for: the question is a use, too
+            put(engine, Object(f"kvo1/{next(numbers)}", 1, (MIB,)))
+        return engine.exists(*names) != [YES, YES, YES]
+
+    until(fill, "what is over is evicted")
+    assert engine.exists(*names) == [YES, YES, NO]
 
 
 def test_the_master_is_cut_off(cluster: Cluster) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from kvoffloadd.agent.engines.resp import RespConnection, Server
 from kvoffloadd.agent.engines.valkey import DEADLINE_S
 from kvoffloadd.agentframes import HEADER_BYTES, Code, Presence
+from kvoffloadd.objectnames import KEPT_NAME
 from kvoffloadd.trial.process import DaemonError
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.wait import throughout
@@ -108,6 +110,53 @@ def test_objects_expire(start: Make) -> None:
     until(lambda: engine.exists(*names) == [NO, YES, NO], "they have expired")
     assert get(engine, SMALL)[0] == [Code.MISS]
     assert put(engine, SMALL) == [SMALL.size_bytes]
+
+
+def test_what_is_kept_goes_at_its_date_and_not_before(start: Make) -> None:
+    """The server never evicts it, since it has no time to live; by the server's clock, whoever renews anything removes
+    what is over.
+    """
+    cluster = start()
+    engine = cluster.engine(0, {"ttl_s": 1.0})
+    host, port = cluster.stores[0].place.split(":")
+    server = RespConnection(Server(host, int(port)), time.monotonic() + HANG_S)
+    for name, kept_s in (("kvo1/short", 1.0), ("kvo1/renewed", 1.0), ("kvo1/long", 3600.0)):
+        assert engine.call("write", name, b"x", if_absent=True, kept_s=kept_s) == 1
+        assert server.ask("TTL", name) == -1
+    assert engine.call("renew", ["kvo1/renewed"], 3600.0) == [1]
+    names = ["kvo1/short", "kvo1/renewed", "kvo1/long"]
+
+    def short_is_gone() -> bool:
+        assert engine.call("renew", ["kvo1/none"], 3600.0) == [0]
+        return engine.exists(*names) == [NO, YES, YES]
+
+    until(short_is_gone, "it is over")
+    assert server.ask("ZSCORE", KEPT_NAME, "kvo1/short") is None
+    assert server.ask("ZCARD", KEPT_NAME) == 2
+    server.close()
+
+
+def test_no_more_goes_at_once_than_takes_a_moment(start: Make) -> None:
+    cluster = start()
+    engine = cluster.engine()
+    host, port = cluster.stores[0].place.split(":")
+    server = RespConnection(Server(host, int(port)), time.monotonic() + HANG_S)
+    words = [word for number in range(2500) for word in ("1", f"kvo1/{number}")]
+    server.ask("ZADD", KEPT_NAME, *words)
+    left = []
+    while (count := server.ask("ZCARD", KEPT_NAME)) != 0:
+        left.append(count)
+        engine.call("renew", [], 1.0)
+    assert left == [2500, 1500, 500]
+    server.close()
+
+
+def test_rights_that_are_missing_are_told_at_the_start(start: Make) -> None:
+    """As those of a user that was made for an older release."""
+    rights = LEAST.replace(" +zrange", "")
+    cluster = start("--user", *f"kvo on >secret {rights}".split(), "--user", "default", "off")
+    with pytest.raises(DaemonError, match=r"EngineError \(operator\): .*refuses: NOPERM .*zrange"):
+        cluster.engine(0, {"url": url(cluster, user="kvo:secret@")})
 
 
 def test_a_server_that_may_not_evict(make_isolated: Make) -> None:

@@ -174,10 +174,13 @@ class MooncakeEngine:
     def read(self, names: Sequence[str]) -> list[bytes | int | None]:
         """One call for each store that has some of them: one that can't be reached takes up to a minute to say so."""
         until_s = time.monotonic() + _READ_S
+        replicas = self._store.batch_get_replica_desc(list(names))
+        if time.monotonic() >= until_s:
+            return [Code.FAILED] * len(names)  # the master does not answer: to ask again would take as long
         lots: dict[str, list[str]] = {}
-        for name, replicas in self._store.batch_get_replica_desc(list(names)).items():
-            if replicas:
-                lots.setdefault(_place(replicas), []).append(name)
+        for name in replicas:
+            if replicas[name]:
+                lots.setdefault(_place(replicas[name]), []).append(name)
         described = {name for lot in lots.values() for name in lot}
         others = [name for name in names if name not in described]  # or the master has not answered
         found: dict[str, bytes | int | None] = {}
