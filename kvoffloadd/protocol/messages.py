@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from kvoffloadd.model import LAYERS_BYTES, Dtype
+
 VERSION = 1
 VERSIONS = (1,)
 """Versions that this side can serve."""
@@ -28,6 +30,7 @@ Text = Annotated[str, msgspec.Meta(max_length=512)]
 Packed = bytes  # by another name, for structs that have a field called bytes
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Layers = Annotated[bytes, msgspec.Meta(min_length=LAYERS_BYTES, max_length=LAYERS_BYTES)]
 KeepHow = Literal["soon", "drop"]
 
 IPC_HANDLE_BYTES = 64
@@ -91,14 +94,19 @@ class TensorSpec(Part, frozen=True):
     stride_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
 
 
-class RefSpec(Part, frozen=True):
-    """A `model.Ref`: `tensor` indexes this registration's tensors."""
+class RefSpec(Part, frozen=True, omit_defaults=True):
+    """A `model.Ref`: `tensor` indexes this registration's tensors. Daemons that have `composition` among their
+    `features` also take what the bytes are: `dtype`, of their elements, and `layers`, a digest of the names of their
+    layers (nil: not known).
+    """
 
     tensor: Small
     offset: Count
     length: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
     count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 20)] = 1
     stride: Count = 0
+    dtype: Dtype = ""
+    layers: Layers | None = None
 
 
 class GroupSpec(Part, frozen=True):
