@@ -68,9 +68,9 @@ class Push(Message, frozen=True):
 
 class NamespaceSpec(Part, frozen=True):
     """Which engines share keys. The daemon adds the owner's uid and the epoch; every field is part of the fingerprint.
-    The daemon knows only the sizes of what is stored. So name here everything else that decides the bytes, such as the
-    order of layers in a group's refs (`layout`); otherwise engines that differ in it load each other's bytes as their
-    own.
+    The daemon knows only the sizes of what is stored, and the dtypes and layers that refs tell. So name here everything
+    else that decides the bytes, such as the order of heads and tokens (`layout`); otherwise engines that differ in it
+    load each other's bytes as their own.
     """
 
     model: Text

@@ -97,7 +97,9 @@ class RemoteContents:
         self.eras.want(keyspace.namespace.fingerprint)
 
     def rename_keyspace(self, keyspace: Keyspace) -> None:
-        """More of its composition has become known."""
+        """More of its composition has become known: its keys have other names there, under which none are yet."""
+        for rows in self.cache.entries.scan(keyspace):
+            self._believed[rows] = 0
         self._shapes.pop(keyspace, None)
         self.open_keyspace(keyspace)
 
