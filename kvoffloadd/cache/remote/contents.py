@@ -99,7 +99,7 @@ class RemoteContents:
     def rename_keyspace(self, keyspace: Keyspace) -> None:
         """More of its composition has become known: its keys have other names there, under which none are yet."""
         for rows in self.cache.entries.scan(keyspace):
-            self._believed[rows] = 0
+            self.reset(rows)
         self._shapes.pop(keyspace, None)
         self.open_keyspace(keyspace)
 

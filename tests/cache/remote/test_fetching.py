@@ -314,8 +314,14 @@ async def test_while_much_is_late_nothing_is_asked_for(scene: Scene) -> None:
 async def test_another_composition_has_other_objects(scene: Scene) -> None:
     """Also where nothing was known at first: what the store has then is not asked for any more."""
     scene.offer(1)
+    scene.store_here(3)
+    contents, rows = scene.remote._contents, scene.cache.find(scene.keyspace, keys_of(3)).hit_rows
+    place = contents.place(scene.keyspace)
+    assert place is not None
+    contents.believe(rows, place)
     known = Composition("bfloat16", b"layers 0")
     scene.cache.set_part_bytes(scene.keyspace, dict(enumerate(SIZES)), dict.fromkeys(range(len(SIZES)), known))
+    assert not contents.believed(rows, place).any(), "under its new name it is not there yet"
     scene.offer(2)
     scene.request(2, 1)
     await scene.finish_all()
