@@ -5,7 +5,11 @@ effects.
 from __future__ import annotations
 
 import enum
+import hashlib
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -110,10 +114,44 @@ class Direction(enum.StrEnum):
     LOAD = "load"
 
 
+Dtype = Literal[
+    "", "float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2",
+    "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "int64", "int32", "int16", "int8", "uint64", "uint32",
+    "uint16", "uint8", "bool",
+]  # fmt: skip
+"""What the elements of a KV cache are, by torch's names. Empty: not known, or elements of several types."""
+
+_DTYPES: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
+
+LAYERS_BYTES = 8
+"""Length of `Ref.layers`, where it is known."""
+
+
+def dtype_named(name: object) -> Dtype:
+    """The dtype of this name, which may be torch's own object for it; one that is not on the list is not known."""
+    return _DTYPES.get(str(name).removeprefix("torch."), "")
+
+
+def common_dtype(dtypes: Iterable[Dtype]) -> Dtype:
+    """The dtype of elements that are of all these dtypes: not known unless they are one."""
+    distinct = set(dtypes)
+    return distinct.pop() if len(distinct) == 1 else ""
+
+
+def digest_layers(names: Iterable[str]) -> bytes:
+    """What `Ref.layers` is for layers of these names, in this order (docs/PROTOCOL.md); not known without any."""
+    encoded = [name.encode() for name in names]
+    whole = b"".join(struct.pack("<I", len(name)) + name for name in encoded)
+    return hashlib.sha256(whole).digest()[:LAYERS_BYTES] if encoded else b""
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """The bytes of a group in one row of a canonical tensor: `count` runs of `length` bytes, `stride` apart, from
     `offset`.
+
+    `dtype`: of their elements. `layers`: see `digest_layers`; of the layers whose bytes these are, empty if they are
+    not known. Layers that go on in the next ref are named in both, and both have the same digest.
     """
 
     tensor: int
@@ -121,6 +159,8 @@ class Ref:
     length: int
     count: int = 1
     stride: int = 0
+    dtype: Dtype = ""
+    layers: bytes = b""
 
     @property
     def payload_bytes(self) -> int:

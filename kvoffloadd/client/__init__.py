@@ -11,7 +11,7 @@ from kvoffloadd.client.memory.kvcache import Group, KvCache, Registration
 from kvoffloadd.client.memory.tensor import GpuTensor, SharedTensor
 from kvoffloadd.client.memory.timeline import Ready, Timeline
 from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved
-from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref
+from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref, digest_layers
 from kvoffloadd.protocol.messages import KeepHow, NamespaceSpec
 
 __all__ = [
@@ -43,4 +43,5 @@ __all__ = [
     "Reserved",
     "SharedTensor",
     "Timeline",
+    "digest_layers",
 ]

@@ -185,12 +185,14 @@ def _one_allocation(reply: messages.Attached, _boot_id: bytes) -> list[int]:
     return reply.allocations
 
 
-def register(registration: Registration, allocations: Mapping[Hashable, int]) -> Call[int]:
-    """Names the tensors in `allocations` (identity of the memory -> id) and the groups; the value is the id."""
+def register(registration: Registration, allocations: Mapping[Hashable, int], *, composition: bool) -> Call[int]:
+    """Names the tensors in `allocations` (identity of the memory -> id) and the groups; the value is the id.
+    `composition`: see `Group.spec`.
+    """
     caches = registration.caches
     signals = [allocations[timeline.allocation.identity] for timeline in caches.timelines]
     tensors = [tensor.spec(allocations[tensor.allocation.identity]) for tensor in caches.tensors]
-    groups = [group.spec() for group in caches.groups]
+    groups = [group.spec(composition=composition) for group in caches.groups]
 
     def build(seq: int) -> Request:
         return messages.Register(seq=seq, tensors=tensors, groups=groups, signals=signals)

@@ -142,7 +142,8 @@ class Connector:
                 (numbers[memory.identity],) = yield from self.ask_on(connection, calls.attach_ipc(memory), until)
             elif isinstance(memory, VmmMemory):
                 numbers[memory.identity] = yield from self._attach_chunks(connection, memory, at_once, until)
-        number = yield from self.ask_on(connection, calls.register(registration, numbers), until)
+        call = calls.register(registration, numbers, composition="composition" in self.features)
+        number = yield from self.ask_on(connection, call, until)
         registration.bind(number, connection.ended)
 
     def _attach_chunks(self, connection: ConnectionState, memory: VmmMemory, at_once: int, until: float) -> Gen[int]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvoffloadd.client import Group
+from kvoffloadd.client import Group, digest_layers
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout.backend import HEAD, Backend
 from kvoffloadd.layout.geometry import Rows, RowSegment, Run, View, merged, refs_of, segments
 from kvoffloadd.layout.spec import Attention, LayerGroup, LayerSpec, Mamba, Opaque, check_groups, item_bytes
-from kvoffloadd.model import Ref
+from kvoffloadd.model import Dtype, Ref, common_dtype, dtype_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +228,32 @@ def _group(
         _check_apart(placed_by)
     spec = specs[group.layers[0]]
     tokens_per_key = spec.block_size * group.blocks_per_key
+    refs = _refs((tensor, merged([run for _, run in placed])) for tensor, placed in by_tensor.items())
+    # Which layers are neighbours, and one ref, depends on how many parts the rank holds: all refs name all layers.
+    dtype, digest = common_dtype(_dtype(specs[layer]) for layer in group.layers), digest_layers(_in_order(by_tensor))
     return Group(
         group=group.group,
         kind=spec.group_kind,
         tokens_per_key=tokens_per_key,
-        refs=tuple(_refs((tensor, merged([run for _, run in placed])) for tensor, placed in by_tensor.items())),
+        refs=tuple(replace(ref, dtype=dtype, layers=digest) for ref in refs),
         window_keys=spec.window_keys(tokens_per_key),
         blocks_per_key=group.blocks_per_key,
         parts=group.parts,
         part=part,
     )
+
+
+def _in_order(by_tensor: Mapping[int, Sequence[tuple[str, Run]]]) -> list[str]:
+    """Layers in the order in which a payload has the first bytes of each."""
+    placed = [(tensor, run, layer) for tensor, runs in by_tensor.items() for layer, run in runs]
+    return list(dict.fromkeys(layer for _, _, layer in sorted(placed)))
+
+
+def _dtype(spec: LayerSpec) -> Dtype:
+    """What the elements of a layer are."""
+    if isinstance(spec, Mamba):
+        return common_dtype(dtype_named(state.dtype) for state in spec.states)
+    return dtype_named(spec.dtype) if isinstance(spec, Attention) else ""
 
 
 def _check_apart(placed: Sequence[tuple[str, Run]]) -> None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from kvoffloadd.model import LAYERS_BYTES, Dtype
+
 VERSION = 1
 VERSIONS = (1,)
 """Versions that this side can serve."""
@@ -31,6 +33,7 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 CLEAR_WAIT_S_MAX = 3600
 WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=CLEAR_WAIT_S_MAX)]
 Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+Layers = Annotated[bytes, msgspec.Meta(min_length=LAYERS_BYTES, max_length=LAYERS_BYTES)]
 KeepHow = Literal["soon", "drop"]
 
 IPC_HANDLE_BYTES = 64
@@ -68,9 +71,9 @@ class Push(Message, frozen=True):
 
 class NamespaceSpec(Part, frozen=True):
     """Which engines share keys. The daemon adds the owner's uid and the epoch; every field is part of the fingerprint.
-    The daemon knows only the sizes of what is stored. So name here everything else that decides the bytes, such as the
-    order of layers in a group's refs (`layout`); otherwise engines that differ in it load each other's bytes as their
-    own.
+    The daemon knows only the sizes of what is stored, and the dtypes and layers that refs tell. So name here everything
+    else that decides the bytes, such as the order of heads and tokens (`layout`); otherwise engines that differ in it
+    load each other's bytes as their own.
     """
 
     model: Text
@@ -94,14 +97,19 @@ class TensorSpec(Part, frozen=True):
     stride_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
 
 
-class RefSpec(Part, frozen=True):
-    """A `model.Ref`: `tensor` indexes this registration's tensors."""
+class RefSpec(Part, frozen=True, omit_defaults=True):
+    """A `model.Ref`: `tensor` indexes this registration's tensors. Daemons that have `composition` among their
+    `features` also take what the bytes are: `dtype`, of their elements, and `layers`, a digest of the names of their
+    layers (nil: not known).
+    """
 
     tensor: Small
     offset: Count
     length: Annotated[int, msgspec.Meta(ge=1, lt=1 << 40)]
     count: Annotated[int, msgspec.Meta(ge=1, lt=1 << 20)] = 1
     stride: Count = 0
+    dtype: Dtype = ""
+    layers: Layers | None = None
 
 
 class GroupSpec(Part, frozen=True):

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvoffloadd.cache.job import Job
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.device.base import Allocation, Device
 from kvoffloadd.device.overlap import Family, find_families
@@ -52,10 +53,11 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPart:
-    """Which bytes of this rank's tensors are a part of a group's keys."""
+    """Which bytes of this rank's tensors are a part of a group's keys, and what they are."""
 
     part: int
     plan: GroupPlan
+    composition: Composition
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +244,11 @@ def build(
         _check_known(group, cache, namespace)
     for group in drafted.groups:
         keyspace: Keyspace = cache.declare(namespace, group.schema)
-        cache.set_part_bytes(keyspace, {held.part: held.plan.payload_bytes for held in group.held})
+        cache.set_part_bytes(
+            keyspace,
+            {held.part: held.plan.payload_bytes for held in group.held},
+            {held.part: held.composition for held in group.held},
+        )
     return Registration(
         number,
         next((entry.device for entry in _of_tensors(message, attached)), None),
@@ -259,7 +265,7 @@ def _of_tensors(message: Register, attached: Mapping[int, Attachment]) -> list[A
 
 
 def _ref(spec: RefSpec) -> Ref:
-    return Ref(spec.tensor, spec.offset, spec.length, spec.count, spec.stride)
+    return Ref(spec.tensor, spec.offset, spec.length, spec.count, spec.stride, spec.dtype, spec.layers or b"")
 
 
 def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: Tensors) -> RegisteredGroup:
@@ -273,7 +279,7 @@ def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: T
             raise DuplicateError(f"part {spec.part} of group {spec.group} is registered twice in one request")
         plan = GroupPlan.build(tensors, mine, spec.blocks_per_key)
         if plan.payload_bytes:
-            held[spec.part] = HeldPart(spec.part, plan)
+            held[spec.part] = HeldPart(spec.part, plan, Composition.of(mine))
     return RegisteredGroup(schema, tuple(held[part] for part in sorted(held)))
 
 
@@ -288,4 +294,4 @@ def _check_known(group: RegisteredGroup, cache: Cache, namespace: Namespace) -> 
                 f"{cache.tier.payload_bytes_max}; raise memory.slab_bytes or lower blocks_per_key"
             )
         if known is not None:
-            known.check_part(held.part, held.plan.payload_bytes)
+            known.check_part(held.part, held.plan.payload_bytes, held.composition)

@@ -66,8 +66,11 @@ class Names:
     job: int = 0
 
 
+TOLD: Fields = {"dtype": "bfloat16", "layers": b"layers 0"}
+"""What all sessions tell of a ref, or tell nothing: one that told something else first would shut the others out."""
+
 GROUPS: list[Fields] = [
-    {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": [{"tensor": 0, "offset": 0, "length": 1000}]},
+    {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": [{"tensor": 0, "offset": 0, "length": 1000, **TOLD}]},
     {
         "group": 1,
         "kind": "sliding",

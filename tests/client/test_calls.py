@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvoffloadd.client import EventGap, Group, GroupKind, KeyEvents, KvCache, Outcome, Ref, SharedTensor
+from kvoffloadd.client import EventGap, Group, GroupKind, KeyEvents, KvCache, Outcome, Ref, SharedTensor, digest_layers
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError, UsageError
 from kvoffloadd.model import NO_BLOCK, U8Array
 from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.connection import PREFIX, encode, unpack
 from kvoffloadd.trial.wait import until
 from tests.client.fake_daemon import FakeDaemon, Peer
 from tests.client.flavours import NAMESPACE
@@ -149,6 +151,40 @@ def test_what_no_clear_can_ask(client: Any, fake: FakeDaemon, wrong: dict[str, A
     with pytest.raises(UsageError, match="clear"):
         client.clear(**wrong)
     assert "clear" not in fake.tags()
+
+
+def test_what_bytes_are_is_told_to_daemons_that_take_it_alone(
+    make_client: Callable[..., Any], fake: FakeDaemon, path: str, caches: KvCache
+) -> None:
+    """Others refuse fields that they do not know."""
+    layers = digest_layers(["l0"])
+    told = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16", layers=layers)])])
+    bare = {"tensor": 0, "offset": 0, "length": 64}
+    for features, expected in (([], bare), (["composition"], {**bare, "dtype": "bfloat16", "layers": layers})):
+        fake.features = features
+        client = make_client(path)
+        client.register(told)
+        register = unpack(encode(fake.last("register"))[PREFIX.size :])
+        assert register["groups"][0]["refs"] == [expected]
+
+
+def test_the_composition_is_told_again_after_a_reconnect(client: Any, fake: FakeDaemon, caches: KvCache) -> None:
+    """As far as the daemon that is there by then takes it."""
+    told = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16")])])
+    client.register(told)
+    assert fake.last("register").groups[0].refs[0].dtype == ""
+    fake.features = ["composition"]
+    old = fake.peers[-1]
+    fake.soon(old.close)
+    until(lambda: old.socket.fileno() < 0, "the daemon has closed the connection")
+    client.ping()  # connects anew, and registers
+    assert fake.last("register").groups[0].refs[0].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("what", [{"dtype": "bf16"}, {"layers": b"l0"}])
+def test_what_no_ref_can_be(caches: KvCache, what: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"`dtype` must be one of float64, .*`digest_layers`"):
+        KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, **what)])])
 
 
 def test_small_calls(client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache) -> None:

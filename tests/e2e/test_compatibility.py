@@ -10,11 +10,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvoffloadd.client import digest_layers
 from kvoffloadd.trial.process import ROOT
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
@@ -72,7 +74,9 @@ def test_todays_client_with_the_daemon_before(
 ) -> None:
     daemon = start_daemon(program=program["before"])
     keys = new_keys(np.random.default_rng(seed), 200)
-    rank = daemon.welcome(Rank(daemon.socket, group_of(9000)))
+    (group,) = group_of(9000)
+    told = replace(group.refs[0], dtype="bfloat16", layers=digest_layers(["l0"]))
+    rank = daemon.welcome(Rank(daemon.socket, [replace(group, refs=[told])]))
     store_all(rank, keys)
     assert served(rank, keys).all()
     lease = rank.client.pin({0: keys}).lease

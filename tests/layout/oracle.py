@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Client, NamespaceSpec, Outcome
+from kvoffloadd.client import Client, Group, NamespaceSpec, Outcome
 from kvoffloadd.layout import Attention, Backend, CanonicalCache, LayerGroup, LayerSpec, Mamba
 from kvoffloadd.layout.backend import KV
 from kvoffloadd.model import Ref, U8Array
@@ -93,6 +94,11 @@ def wrong(layers: Mapping[str, Any], specs: Mapping[str, LayerSpec], contents: C
         dim, at = blocks_of(tensor, specs[name], ids)
         bad += int((bits(tensor).index_select(dim, at).numpy() != wanted).sum())
     return bad
+
+
+def places(group: Group) -> tuple[Ref, ...]:
+    """The refs of a group, without what their bytes are."""
+    return tuple(replace(ref, dtype="", layers=b"") for ref in group.refs)
 
 
 def gather(rows: Sequence[U8Array], refs: Sequence[Ref], block: int) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.client import Group, GroupKind, Ref
+from kvoffloadd.client import Group, GroupKind, Ref, digest_layers
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout import (
     FLASH_NHD,
@@ -26,7 +26,7 @@ from kvoffloadd.layout import (
     cross_layers,
 )
 from tests.layout.models import layer, mamba, named, one_group
-from tests.layout.oracle import check_moves
+from tests.layout.oracle import check_moves, places
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
@@ -57,7 +57,7 @@ def test_k_and_v_apart_are_two_tensors(dtype: str, start: int) -> None:
     cache = single(tensor, spec)
     half = 64 * item
     assert described(cache) == [((6, half), (half, 1), start * item), ((6, half), (half, 1), (start + 6 * 64) * item)]
-    assert cache.groups[0].refs == (Ref(0, 0, half), Ref(1, 0, half))
+    assert places(cache.groups[0]) == (Ref(0, 0, half), Ref(1, 0, half))
     assert cache.groups[0].payload_bytes == spec.payload_bytes
     assert all(one.dtype == torch.int8 and one.data_ptr() >= memory.data_ptr() for one in cache.tensors)
     assert cache.tensors[0].untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
@@ -70,7 +70,7 @@ def test_the_same_shape_over_blocks_first_memory_is_one() -> None:
     assert tuple(tensor.shape) == (2, 6, 4, 2, 8)
     cache = single(tensor, layer())
     assert described(cache) == [((6, 256), (256, 1), 0)]
-    assert cache.groups[0].refs == (Ref(0, 0, 256),)
+    assert places(cache.groups[0]) == (Ref(0, 0, 256),)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 16])
@@ -112,7 +112,7 @@ def test_padding_is_part_of_the_page_and_of_no_ref() -> None:
     tensor = memory.view(torch.bfloat16).as_strided((6, 2, 4, 2, 8), (160, 64, 16, 8, 1))
     cache = single(tensor, spec)
     assert described(cache) == [((6, 320), (320, 1), 0)]
-    assert cache.groups[0].refs == (Ref(0, 0, 256),)
+    assert places(cache.groups[0]) == (Ref(0, 0, 256),)
     check_moves([memory], {"l": tensor}, {"l": spec}, one_group({"l": spec}), cache, 6)
 
 
@@ -130,7 +130,7 @@ def test_mamba_states_lie_in_one_page() -> None:
     ssm = memory.view(torch.float32).as_strided((6, 2, 4), (24, 4, 1), 9)
     cache = single([conv, ssm], spec)
     assert described(cache) == [((6, 96), (96, 1), 0)]
-    assert cache.groups[0].refs == (Ref(0, 0, 68),)  # states that touch are one run
+    assert places(cache.groups[0]) == (Ref(0, 0, 68),)  # states that touch are one run
     check_moves([memory], {"l": [conv, ssm]}, {"l": spec}, one_group({"l": spec}), cache, 6)
 
 
@@ -139,13 +139,13 @@ def test_mamba_states_with_a_gap_are_a_run_each() -> None:
     conv = memory.view(torch.bfloat16).as_strided((6, 3, 6), (48, 6, 1))
     ssm = memory.view(torch.float32).as_strided((6, 2, 4), (24, 4, 1), 10)
     cache = single([conv, ssm], mamba(padded=96))
-    assert cache.groups[0].refs == (Ref(0, 0, 36), Ref(0, 40, 32))
+    assert places(cache.groups[0]) == (Ref(0, 0, 36), Ref(0, 40, 32))
 
 
 def test_mamba_states_in_memories_of_their_own() -> None:
     conv, ssm = torch.zeros(6, 3, 6, dtype=torch.bfloat16), torch.zeros(6, 2, 4)
     cache = single([conv, ssm], mamba())
-    assert cache.groups[0].refs == (Ref(0, 0, 36), Ref(1, 0, 32))
+    assert places(cache.groups[0]) == (Ref(0, 0, 36), Ref(1, 0, 32))
 
 
 def test_kernel_blocks_alone_in_a_tensor() -> None:
@@ -153,7 +153,7 @@ def test_kernel_blocks_alone_in_a_tensor() -> None:
     tensor = torch.zeros(6 * 4, 2, 4, 2, 8, dtype=torch.bfloat16)
     cache = single(tensor, spec)
     assert described(cache) == [((6, 1024), (1024, 1), 0)]
-    assert cache.groups[0].refs == (Ref(0, 0, 1024),)
+    assert places(cache.groups[0]) == (Ref(0, 0, 1024),)
     check_moves([tensor.view(torch.uint8).view(-1)], {"l": tensor}, {"l": spec}, one_group({"l": spec}), cache, 6)
 
 
@@ -164,10 +164,10 @@ def test_kernel_blocks_inside_a_shared_tensor() -> None:
     layers = {f"l{at}": memory.as_strided((16, 2, 4, 2, 1), (48, 8, 2, 1, 1), at * 16) for at in range(3)}
     cache = canonicalise(layers, specs, [LayerGroup(at, (f"l{at}",)) for at in range(3)])
     assert described(cache) == [((4, 192), (192, 1), 0)]
-    assert [group.refs for group in cache.groups] == [(Ref(0, at * 16, 16, 4, 48),) for at in range(3)]
+    assert [places(group) for group in cache.groups] == [(Ref(0, at * 16, 16, 4, 48),) for at in range(3)]
     check_moves([memory], layers, specs, [LayerGroup(at, (f"l{at}",)) for at in range(3)], cache, 4)
     whole = canonicalise(layers, specs, one_group(specs))
-    assert whole.groups[0].refs == (Ref(0, 0, 192),)
+    assert places(whole.groups[0]) == (Ref(0, 0, 192),)
 
 
 def different_kernel_blocks() -> tuple[Any, dict[str, Any], dict[str, LayerSpec]]:
@@ -201,7 +201,7 @@ def test_different_groups_may_overlap_within_a_block() -> None:
     groups = [LayerGroup(0, ("a",)), LayerGroup(1, ("b",))]
     cache = canonicalise(layers, specs, groups)
     assert described(cache) == [((4, 192), (192, 1), 0)]
-    assert [group.refs for group in cache.groups] == [(Ref(0, 0, 64),), (Ref(0, 16, 16, 4, 48),)]
+    assert [places(group) for group in cache.groups] == [(Ref(0, 0, 64),), (Ref(0, 16, 16, 4, 48),)]
     check_moves([memory], layers, specs, groups, cache, 4)
 
 
@@ -225,7 +225,7 @@ def test_an_opaque_layer_is_stored_as_it_is(ratio: int) -> None:
     spec = Opaque(16, 48, kernel_blocks=ratio)
     cache = single(tensor, spec)
     assert described(cache) == [((6, 48), (48, 1), 0)]
-    assert cache.groups == (Group(0, GroupKind.FULL, 16, (Ref(0, 0, 48),)),)
+    assert cache.groups == (Group(0, GroupKind.FULL, 16, (Ref(0, 0, 48, layers=digest_layers(["l"])),)),)
     check_moves([tensor.view(torch.uint8).view(-1)], {"l": tensor}, {"l": spec}, one_group({"l": spec}), cache, 6)
 
 
@@ -234,7 +234,7 @@ def test_an_opaque_layer_with_blocks_inside_and_several_tensors() -> None:
     tensors = [torch.zeros(2, 6, 8, dtype=torch.float16), torch.zeros(1, 6, 5, dtype=torch.uint8)]
     spec = Opaque(16, 37, block_dim=1)
     cache = single(tensors, spec)
-    assert cache.groups[0].refs == (Ref(0, 0, 16), Ref(1, 0, 16), Ref(2, 0, 5))
+    assert places(cache.groups[0]) == (Ref(0, 0, 16), Ref(1, 0, 16), Ref(2, 0, 5))
     memory = [one.view(torch.uint8).view(-1) for one in tensors]
     check_moves(memory, {"l": tensors}, {"l": spec}, one_group({"l": spec}), cache, 6)
 
@@ -284,10 +284,29 @@ def test_a_tensor_of_several_groups_is_listed_once() -> None:
         [LayerGroup(0, ("full",)), LayerGroup(1, ("sliding",), blocks_per_key=2)],
     )
     assert described(cache) == [((6, 256), (256, 1), 0)]
+    full, sliding = (Ref(0, 0, 256, dtype="bfloat16", layers=digest_layers([layer])) for layer in specs)
     assert cache.groups == (
-        Group(0, GroupKind.FULL, 4, (Ref(0, 0, 256),)),
-        Group(1, GroupKind.SLIDING, 8, (Ref(0, 0, 256),), window_keys=1, blocks_per_key=2),
+        Group(0, GroupKind.FULL, 4, (full,)),
+        Group(1, GroupKind.SLIDING, 8, (sliding,), window_keys=1, blocks_per_key=2),
     )
+
+
+def test_what_the_bytes_of_refs_are() -> None:
+    """All refs of a group name all its layers, in the order of their bytes; elements of several types are not told."""
+    specs: dict[str, LayerSpec] = {
+        "b": layer(backend=TRITON_NHD),
+        "a": layer(backend=TRITON_NHD),
+        "m": mamba(block=4),
+        "o": Opaque(4, 48),
+    }
+    groups = [LayerGroup(0, ("a", "b")), LayerGroup(1, ("m",)), LayerGroup(2, ("o",))]
+    plan = cross_layers(specs, groups, 3)
+    told = {group.group: {(ref.dtype, ref.layers) for ref in group.refs} for group in plan.canonical.groups}
+    assert told == {
+        0: {("bfloat16", digest_layers(["a", "b"]))},
+        1: {("", digest_layers(["m"]))},
+        2: {("", digest_layers(["o"]))},
+    }
 
 
 def test_a_layer_that_uses_another_ones_cache_adds_nothing() -> None:
@@ -314,7 +333,7 @@ def test_blocks_outermost() -> None:
     specs = named("l", 3, layer(backend=PACKED_HND))
     cache = canonicalise(layers, specs, one_group(specs))
     assert described(cache) == [((6, 768), (768, 1), 0)]
-    assert cache.groups[0].refs == (Ref(0, 0, 768),)
+    assert places(cache.groups[0]) == (Ref(0, 0, 768),)
     check_moves([memory], layers, specs, one_group(specs), cache, 6)
 
 
@@ -332,7 +351,7 @@ def test_every_order_of_one_allocation(order: str, tensors: int) -> None:
     cache = canonicalise(layers, specs, one_group(specs))
     page = 768 // tensors
     assert [tuple(one.shape) for one in cache.tensors] == [(6, page)] * tensors
-    assert cache.groups[0].refs == tuple(Ref(at, 0, page) for at in range(tensors))
+    assert places(cache.groups[0]) == tuple(Ref(at, 0, page) for at in range(tensors))
     check_moves([memory], layers, specs, one_group(specs), cache, 6)
 
 
@@ -342,7 +361,7 @@ def test_pools_of_token_slots() -> None:
     pools = [torch.zeros(6 * 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
     cache = single(pools, spec)
     assert described(cache) == [((6, 128), (128, 1), 0)] * 2
-    assert cache.groups[0].refs == (Ref(0, 0, 128), Ref(1, 0, 128))
+    assert places(cache.groups[0]) == (Ref(0, 0, 128), Ref(1, 0, 128))
     memory = [pool.view(-1).view(torch.uint8) for pool in pools]
     check_moves(memory, {"l": pools}, {"l": spec}, one_group({"l": spec}), cache, 6)
     with pytest.raises(UsageError, match=r"layer l: .* has 384 bytes a block, its spec says 256"):
@@ -360,7 +379,7 @@ def test_one_group_with_several_page_sizes() -> None:
     plan = cross_layers(specs, one_group(specs), 3)
     made = plan.allocate("meta")
     assert [tuple(one.shape) for one in made.cache.tensors] == [(3, 131072), (3, 32768)]
-    assert made.cache.groups[0].refs == (Ref(0, 0, 131072), Ref(1, 0, 32768))
+    assert places(made.cache.groups[0]) == (Ref(0, 0, 131072), Ref(1, 0, 32768))
     assert made.cache.groups[0].payload_bytes == 163840
 
 

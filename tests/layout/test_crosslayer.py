@@ -29,7 +29,7 @@ from kvoffloadd.layout import (
     cross_layers,
 )
 from tests.layout.models import gemma_2b, gpt_oss, layer, mamba, named, one_group
-from tests.layout.oracle import check_plan
+from tests.layout.oracle import check_plan, places
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
@@ -53,7 +53,7 @@ def test_gpt_oss_tokens_first() -> None:
         expected = ((2, 136756, 16, 8, 64), (8192, 196608, 512, 64, 1), at // 2 * 16384)
         assert strides(made.layers[f"layers.{at}"]) == expected
     assert [strides(one) for one in made.cache.tensors] == [((136756, 393216), (393216, 1), 0)]
-    assert [group.refs for group in made.cache.groups] == [(Ref(0, 0, 393216),)] * 2
+    assert [places(group) for group in made.cache.groups] == [(Ref(0, 0, 393216),)] * 2
 
 
 def test_gpt_oss_heads_first() -> None:
@@ -121,7 +121,7 @@ def test_layers_of_mixed_backends_lie_side_by_side_in_a_group() -> None:
     specs: dict[str, LayerSpec] = {"a": layer(backend=FLASH_NHD), "b": layer(4, dtype="uint8", backend=PACKED_HND)}
     plan = cross_layers(specs, one_group(specs), 5)
     assert plan.tensors[0].shape == (5, 2, 256)
-    assert check_plan(plan).cache.groups[0].refs == (Ref(0, 0, 512),)
+    assert places(check_plan(plan).cache.groups[0]) == (Ref(0, 0, 512),)
 
 
 def test_attention_and_mamba_make_two_page_sizes() -> None:
@@ -140,7 +140,7 @@ def test_mamba_states_on_attentions_slots() -> None:
     assert [one.shape for one in plan.tensors] == [(6, 3, 256)]
     made = check_plan(plan)
     assert [strides(one) for one in made.layers["m1"]] == [((6, 3, 6), (384, 6, 1), 128), ((6, 2, 4), (192, 4, 1), 73)]
-    assert made.cache.groups[1].refs == (Ref(0, 0, 68, 2, 256),)
+    assert places(made.cache.groups[1]) == (Ref(0, 0, 68, 2, 256),)
     assert plan.canonical.layers["m1"] == (Ref(0, 256, 36), Ref(0, 292, 32))
 
 
@@ -151,7 +151,7 @@ def test_a_last_group_with_fewer_layers() -> None:
     }
     groups = [LayerGroup(0, ("f0", "f1", "f2")), LayerGroup(1, ("s0", "s1"))]
     made = check_plan(cross_layers(specs, groups, 6))
-    assert [group.refs for group in made.cache.groups] == [(Ref(0, 0, 768),), (Ref(0, 0, 512),)]
+    assert [places(group) for group in made.cache.groups] == [(Ref(0, 0, 768),), (Ref(0, 0, 512),)]
 
 
 def test_a_last_group_with_fewer_layers_heads_first() -> None:
@@ -161,7 +161,7 @@ def test_a_last_group_with_fewer_layers_heads_first() -> None:
     }
     groups = [LayerGroup(0, ("f0", "f1", "f2")), LayerGroup(1, ("s0", "s1"))]
     made = check_plan(cross_layers(specs, groups, 6))
-    assert [group.refs for group in made.cache.groups] == [(Ref(0, 0, 768),), (Ref(0, 0, 256, 2, 384),)]
+    assert [places(group) for group in made.cache.groups] == [(Ref(0, 0, 768),), (Ref(0, 0, 256, 2, 384),)]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,13 @@ def test_isolated_layers_have_tensors_of_their_own(backend: Backend) -> None:
     made = check_plan(plan)
     assert strides(made.layers["a1"]) == ((2, 6, 4, 2, 8), (384, 64, 16, 8, 1), 0)
     assert len(made.cache.tensors) == 5  # K and V of the isolated ones are apart
-    assert made.cache.groups[0].refs == (Ref(0, 0, 128), Ref(1, 0, 128), Ref(2, 0, 128), Ref(3, 0, 128), Ref(4, 0, 512))
+    assert places(made.cache.groups[0]) == (
+        Ref(0, 0, 128),
+        Ref(1, 0, 128),
+        Ref(2, 0, 128),
+        Ref(3, 0, 128),
+        Ref(4, 0, 512),
+    )
 
 
 def test_pages_padded_in_bytes() -> None:
@@ -189,7 +195,7 @@ def test_pages_padded_in_bytes() -> None:
         assert made.cache.tensors[0].shape == (6, 960)
         assert made.cache.groups[0].payload_bytes == 768
     alone = named("l", 1, layer(backend=Backend("old", TRITON_NHD.shape, TRITON_NHD.memory), padded_bytes=320))
-    assert check_plan(cross_layers(alone, one_group(alone), 6)).cache.groups[0].refs == (Ref(0, 0, 256),)
+    assert places(check_plan(cross_layers(alone, one_group(alone), 6)).cache.groups[0]) == (Ref(0, 0, 256),)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +238,7 @@ def test_kernel_blocks_and_mamba_on_the_same_slots() -> None:
     assert [one.shape for one in plan.tensors] == [(6, 2, 4096)]
     # Layer a1: kernel pages of 1,024 bytes, 2,048 apart. m1's page begins at 4,096, in the midst of them.
     assert plan.canonical.layers["a1"] == (Ref(0, 1024, 1024, 4, 2048),)
-    assert [group.refs for group in plan.canonical.groups] == [(Ref(0, 0, 8192),), (Ref(0, 0, 68, 2, 4096),)]
+    assert [places(group) for group in plan.canonical.groups] == [(Ref(0, 0, 8192),), (Ref(0, 0, 68, 2, 4096),)]
     check_plan(plan)
 
 
@@ -276,7 +282,7 @@ def test_an_opaque_layer_is_isolated() -> None:
     made = check_plan(plan)
     assert strides(made.layers["sink"]) == ((6, 100), (100, 1), 0)
     assert strides(made.layers["other"]) == ((24, 15), (15, 1), 0)
-    assert made.cache.groups[0].refs == (Ref(0, 0, 512), Ref(1, 0, 100))
+    assert places(made.cache.groups[0]) == (Ref(0, 0, 512), Ref(1, 0, 100))
     assert (made.cache.groups[1].kind, made.cache.groups[1].window_keys) == (GroupKind.SLIDING, 2)
     with pytest.raises(UsageError, match="layer sink can't share a slot: it needs a separate tensor"):
         cross_layers(specs, groups, 6, slots=[("a0",), ("sink", "other"), ("a1",)])
@@ -290,7 +296,7 @@ def test_slots_that_an_engine_names() -> None:
     groups = [LayerGroup(0, ("f0", "f1")), LayerGroup(1, ("s0", "s1"))]
     plan = cross_layers(specs, groups, 5, slots=[("f0", "s1"), ("s0",), ("f1",)])
     made = check_plan(plan)
-    assert [group.refs for group in made.cache.groups] == [(Ref(0, 0, 256, 2, 512),), (Ref(0, 0, 512),)]
+    assert [places(group) for group in made.cache.groups] == [(Ref(0, 0, 256, 2, 512),), (Ref(0, 0, 512),)]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from kvoffloadd.layout import (
 )
 from kvoffloadd.model import GroupSchema
 from tests.layout.models import layer, mamba, named, one_group
+from tests.layout.oracle import places
 
 TEXT = (Path(__file__).parents[2] / "docs" / "LAYOUTS.md").read_text(encoding="utf-8")
 
@@ -61,13 +62,13 @@ def test_one_tensor_for_many_layers(backend: Backend, sliding: Ref) -> None:
     groups = [LayerGroup(0, ("f0", "f1", "f2")), LayerGroup(1, ("s0", "s1"))]
     plan = cross_layers(specs, groups, 2)
     assert plan.block_bytes == 768
-    assert [group.refs for group in plan.canonical.groups] == [(Ref(0, 0, 768),), (sliding,)]
+    assert [places(group) for group in plan.canonical.groups] == [(Ref(0, 0, 768),), (sliding,)]
 
 
 def test_mamba() -> None:
     specs: dict[str, LayerSpec] = {**named("a", 2, layer()), **named("m", 2, mamba(block=4, padded=256))}
     plan = cross_layers(specs, [LayerGroup(0, ("a0", "a1")), LayerGroup(1, ("m0", "m1"))], 2)
-    assert plan.canonical.groups[1].refs == (Ref(0, 0, 68, 2, 256),)
+    assert places(plan.canonical.groups[1]) == (Ref(0, 0, 68, 2, 256),)
     assert 256 - 68 == 188
 
 
@@ -85,12 +86,12 @@ def test_kernel_blocks_of_one_group_under_mamba_of_another() -> None:
     groups = [LayerGroup(0, ("a", "b", "c")), LayerGroup(1, ("m",))]
     plan = cross_layers(specs, groups, 2, slots=[("a",), ("b", "m"), ("c",)])
     assert plan.canonical.layers["b"] == (Ref(0, 16, 16, 4, 48),)
-    assert plan.canonical.groups[1].refs == (Ref(0, 64, 64),)
+    assert places(plan.canonical.groups[1]) == (Ref(0, 64, 64),)
 
 
 def test_opaque_layers() -> None:
     specs: dict[str, LayerSpec] = {"a": layer(), "sink": Opaque(4, 100), "b": layer()}
-    assert cross_layers(specs, one_group(specs), 2).canonical.groups[0].refs == (Ref(0, 0, 512), Ref(1, 0, 100))
+    assert places(cross_layers(specs, one_group(specs), 2).canonical.groups[0]) == (Ref(0, 0, 512), Ref(1, 0, 100))
 
 
 def test_packs() -> None:
@@ -100,7 +101,7 @@ def test_packs() -> None:
     assert [group.layers for group in plan.groups[1:]] == [("m0", "m2"), ("m1", "m3")]
     kernels = packed_pages(named("a", 5, layer(block=64, kernel_blocks=4)), 2, 2).canonical
     assert [ref.count for ref in kernels.groups[0].refs] == [1, 1, 4]
-    assert kernels.layers["a4"] == (kernels.groups[0].refs[2],)
+    assert kernels.layers["a4"] == places(kernels.groups[0])[2:3]
     assert [packed_block_size(2_134_016, 1024, pack) for pack in (4, 1)] == [528, 2096]
 
 
@@ -108,11 +109,11 @@ def test_rows() -> None:
     sizes = (64, 16, 24)
     specs: dict[str, LayerSpec] = {f"l{size}": Attention(4, 1, size, "uint8", LATENT, LayerKind.MLA) for size in sizes}
     plan = packed_rows(specs, one_group(specs), 2)
-    assert (plan.block_bytes, plan.canonical.groups[0].refs) == (416, (Ref(0, 0, 416),))
+    assert (plan.block_bytes, places(plan.canonical.groups[0])) == (416, (Ref(0, 0, 416),))
     big, small = (Attention(16, 1, size, "uint8", LATENT, LayerKind.MLA) for size in (512, 64))
     specs = {"a0": big, "a1": small, "a2": small, "b0": small, "b1": big}
     plan = packed_rows(specs, [LayerGroup(0, ("a0", "a1", "a2")), LayerGroup(1, ("b0", "b1"))], 2)
-    assert [group.refs for group in plan.canonical.groups] == [(Ref(0, 0, 10240),), (Ref(0, 0, 9216),)]
+    assert [places(group) for group in plan.canonical.groups] == [(Ref(0, 0, 10240),), (Ref(0, 0, 9216),)]
     assert plan.block_bytes == 10240
 
 
@@ -139,7 +140,7 @@ def test_parts(backend: Backend, first: Ref, second: Ref) -> None:
     specs: dict[str, LayerSpec] = named("l", 3, layer(4, backend=backend))
     share = share_of(LayerKind.FULL, 8, 0, 2, 4)
     group = LayerGroup(0, tuple(specs), parts=share.parts, part=share.part, held=share.held)
-    assert [known.refs for known in cross_layers(specs, [group], 2).canonical.groups] == [(first,), (second,)]
+    assert [places(known) for known in cross_layers(specs, [group], 2).canonical.groups] == [(first,), (second,)]
 
 
 def test_names_in_the_document_exist() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout import (
     FLASH_HND,
@@ -35,7 +36,7 @@ from kvoffloadd.layout import (
 )
 from kvoffloadd.model import Ref
 from tests.layout.models import gpt_oss, layer, mamba, named, one_group
-from tests.layout.oracle import gather, put_heads, rows_of
+from tests.layout.oracle import gather, places, put_heads, rows_of
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
@@ -49,7 +50,7 @@ def parts_of(backend: Backend, ranks: int, parts: int) -> list[tuple[Ref, ...]]:
     held = [replace(group, parts=share.parts, part=share.part, held=share.held) for group in groups]
     found = [group for group in cross_layers(specs, held, 3).canonical.groups if group.group == 0]
     assert [group.part for group in found] == list(range(share.part, parts))
-    return [tuple(group.refs) for group in found]
+    return [places(group) for group in found]
 
 
 def test_gpt_oss_heads_first() -> None:
@@ -140,12 +141,12 @@ def some_views(
 PARTS = 4
 
 
-def payloads(spec: Attention, ranks: int, whole: Any, layers: int, pack: int) -> list[bytes]:
+def payloads(spec: Attention, ranks: int, whole: Any, layers: int, pack: int) -> list[tuple[bytes, Composition]]:
     """All parts of block 1, as these ranks store them, when layer l has whole[l]: (kv, token, head, dim)."""
     mine = replace(spec, num_kv_heads=spec.num_kv_heads // ranks)
     specs: dict[str, LayerSpec] = named("l", layers, mine)
     held = PARTS // ranks
-    stored = []
+    stored: list[tuple[bytes, Composition]] = []
     for rank in range(ranks):
         group = replace(one_group(specs)[0], parts=PARTS, part=rank * held, held=held)
         plan = cross_layers(specs, [group], 3) if not pack else packed_pages(specs, pack, 3)
@@ -155,7 +156,7 @@ def payloads(spec: Attention, ranks: int, whole: Any, layers: int, pack: int) ->
             put_heads(made.layers[f"l{at}"], mine, 1, whole[at][:, :, heads])
         cache = made.cache if not pack else canonicalise(made.layers, specs, [replace(group, layers=tuple(specs))])
         assert [known.part for known in cache.groups] == list(range(rank * held, rank * held + held))
-        stored += [gather(rows_of(cache), known.refs, 1) for known in cache.groups]
+        stored += [(gather(rows_of(cache), known.refs, 1), Composition.of(known.refs)) for known in cache.groups]
     return stored
 
 
@@ -177,5 +178,7 @@ def test_parts_are_the_same_whoever_stores_them(
     pack = 0 if backend is OLD else pack
     single = payloads(spec, 1, whole, layers, pack)
     assert len(set(single)) == PARTS
-    assert {len(payload) for payload in single} == {layers * spec.payload_bytes // PARTS}
+    assert {composition.dtypes for _, composition in single} == {"float16"}
+    assert len({composition.layers for _, composition in single} - {b""}) == 1
+    assert {len(payload) for payload, _ in single} == {layers * spec.payload_bytes // PARTS}
     assert single == payloads(spec, 2, whole, layers, pack) == payloads(spec, 4, whole, layers, pack)

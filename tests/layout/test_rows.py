@@ -24,7 +24,7 @@ from kvoffloadd.layout import (
     uniform_type,
 )
 from tests.layout.models import gpt_oss, layer, mamba, named, one_group
-from tests.layout.oracle import check_plan
+from tests.layout.oracle import check_plan, places
 
 torch: Any = pytest.importorskip("torch", reason="torch is not installed: it is the engine's")
 
@@ -38,7 +38,7 @@ def test_gpt_oss() -> None:
     specs, groups = gpt_oss(FLASH_NHD, block=64)
     plan = packed_rows(specs, groups, 500)
     assert plan.block_bytes == 12 * 131072 == 1572864
-    refs = plan.canonical.groups[0].refs
+    refs = places(plan.canonical.groups[0])
     assert refs == (Ref(0, 0, 1572864),)
     assert (279 * len(refs), 279 * plan.canonical.groups[0].payload_bytes) == (279, 438829056)
     for order, descriptors in ((("block", "kv"), 3348), (("kv", "block"), 6696)):
@@ -59,7 +59,7 @@ def test_unused_slots_and_padding_are_in_no_ref() -> None:
     groups = [LayerGroup(0, ("f0", "f1", "f2")), LayerGroup(1, ("s0", "s1")), LayerGroup(2, ("m0",))]
     made = check_plan(packed_rows(specs, groups, 6))
     assert [tuple(one.shape) for one in made.cache.tensors] == [(6, 960)]
-    assert [group.refs for group in made.cache.groups] == [
+    assert [places(group) for group in made.cache.groups] == [
         (Ref(0, 0, 256, 3, 320),),
         (Ref(0, 0, 512),),
         (Ref(0, 0, 68),),
@@ -71,7 +71,7 @@ def test_pages_of_several_sizes() -> None:
     made = check_plan(packed_rows(specs, one_group(specs), 6))
     assert tuple(made.cache.tensors[0].shape) == (6, 416)
     assert made.layers["c"].stride() == (416, 24, 1)
-    assert made.cache.groups[0].refs == (Ref(0, 0, 416),)
+    assert places(made.cache.groups[0]) == (Ref(0, 0, 416),)
 
 
 def test_rows_are_dense_in_each_group() -> None:
@@ -87,7 +87,7 @@ def test_rows_are_dense_in_each_group() -> None:
     groups = [LayerGroup(0, ("a0", "a1", "a2")), LayerGroup(1, ("b0", "b1"))]
     plan = packed_rows(specs, groups, 5)
     assert plan.block_bytes == 10240
-    assert [group.refs for group in plan.canonical.groups] == [(Ref(0, 0, 10240),), (Ref(0, 0, 9216),)]
+    assert [places(group) for group in plan.canonical.groups] == [(Ref(0, 0, 10240),), (Ref(0, 0, 9216),)]
     assert plan.canonical.layers["b1"] == (Ref(0, 1024, 8192),)
     check_plan(plan)
 
@@ -113,7 +113,7 @@ def test_groups_with_different_kernel_blocks_share_rows() -> None:
     groups = [LayerGroup(0, ("f0", "f1", "f2")), LayerGroup(1, ("s0", "s1")), LayerGroup(2, ("m",))]
     plan = packed_rows(specs, groups, 5)
     assert plan.canonical.layers["f1"] == (Ref(0, 1024, 1024, 2, 3072),)
-    assert [group.refs for group in plan.canonical.groups] == [
+    assert [places(group) for group in plan.canonical.groups] == [
         (Ref(0, 0, 6144),),
         (Ref(0, 0, 4096),),
         (Ref(0, 0, 68),),
@@ -125,7 +125,7 @@ def test_groups_with_different_kernel_blocks_share_rows() -> None:
 def test_rows_of_kernel_blocks(backend: Backend) -> None:
     specs = named("l", 3, layer(block=8, backend=backend, kernel_blocks=2))
     made = check_plan(packed_rows(specs, one_group(specs), 6))
-    assert made.cache.groups[0].refs == (Ref(0, 0, 1536),)
+    assert places(made.cache.groups[0]) == (Ref(0, 0, 1536),)
 
 
 def test_when_layers_share_rows_by_default() -> None:
@@ -164,7 +164,7 @@ def test_a_dense_model_shares_rows_on_request() -> None:
     specs = named("l", 3, layer())
     assert not uniform_type(specs, one_group(specs))
     made = check_plan(packed_rows(specs, one_group(specs), 6))
-    assert made.cache.groups[0].refs == (Ref(0, 0, 768),)
+    assert places(made.cache.groups[0]) == (Ref(0, 0, 768),)
 
 
 def test_what_cannot_share_rows() -> None:

@@ -79,7 +79,8 @@ def messages_of(known: Mapping[str, type[m.Message]]) -> st.SearchStrategy[m.Mes
 _KEYS = m.GroupKeys(group=1, keys=b"k" * 64, first=2)
 _BLOCKS = m.GroupBlocks(group=1, keys=b"k" * 64, blocks=b"\1\0\0\0\2\0\0\0")
 _SPEC = m.NamespaceSpec(model="m")
-_GROUP = m.GroupSpec(group=0, kind="full", tokens_per_key=16, refs=[m.RefSpec(tensor=0, offset=0, length=8)])
+_REF = m.RefSpec(tensor=0, offset=0, length=8, dtype="bfloat16", layers=b"layers 0")
+_GROUP = m.GroupSpec(group=0, kind="full", tokens_per_key=16, refs=[_REF])
 _TENSOR = m.TensorSpec(allocation=1, offset=0, num_blocks=4, page_bytes=8, stride_bytes=8)
 _LIMITS = m.Limits(frame_bytes=1, fds_per_frame=1, keys_per_request=1, jobs=1, deadline_s=1.0)
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvoffloadd.client import digest_layers
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.protocol.messages import Hello
 
@@ -25,6 +26,12 @@ def test_generated_sections_are_those_of_the_code() -> None:
         timeout=30,
     )
     assert made.stdout == DOCUMENT, "run scripts/protocol_tables.py --write"
+
+
+def test_the_example_of_a_digest_is_right() -> None:
+    example = re.search(r"the layers `(\w+)` and `(\w+)` have the digest\n? *`([0-9a-f ]+)`", DOCUMENT)
+    assert example is not None
+    assert digest_layers(example.groups()[:2]) == bytes.fromhex(example[3])
 
 
 def test_the_example_is_a_frame() -> None:

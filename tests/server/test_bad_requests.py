@@ -69,6 +69,28 @@ REGISTER: dict[str, tuple[str, Callable[[Scene], Fields]]] = {
 }  # fmt: skip
 
 
+def told(**what: Any) -> Callable[[Scene], Fields]:
+    """Register a new group with a ref of which this is told."""
+    return refs({**REF, **what})
+
+
+COMPOSITION: dict[str, Callable[[Scene], Fields]] = {
+    "a dtype that is not on the list": told(dtype="bf16"),
+    "a dtype with torch's prefix": told(dtype="torch.bfloat16"),
+    "a dtype of bytes": told(dtype=b"bfloat16"),
+    "no dtype": told(dtype=None),
+    "a digest that is too short": told(layers=bytes(7)),
+    "a digest that is too long": told(layers=bytes(9)),
+    "an empty digest": told(layers=b""),
+    "a digest of text": told(layers="12345678"),
+}
+
+
+@pytest.mark.parametrize("case", COMPOSITION)
+def test_what_can_t_be_said_of_a_ref(unchanged: Scene, case: str) -> None:
+    unchanged.peer.refused("bad_message", "register", **COMPOSITION[case](unchanged))
+
+
 @pytest.mark.parametrize("case", REGISTER)
 def test_register(unchanged: Scene, case: str) -> None:
     code, fields = REGISTER[case]

@@ -7,12 +7,14 @@ raises has changed nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 import numpy as np
 
+from kvoffloadd.cache.memory.composition import UNKNOWN, Composition
 from kvoffloadd.cache.memory.confirmed import Confirmed
 from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.memory.epochs import REMEMBERED_MAX, Epochs
@@ -141,15 +143,26 @@ class Cache:
             namespace.keyspaces[schema.group] = keyspace
         return keyspace
 
-    def set_part_bytes(self, keyspace: Keyspace, payload_bytes: dict[int, int]) -> None:
-        """A rank has registered its parts with these payload sizes. Raises SchemaError if another rank's differ."""
+    def set_part_bytes(
+        self,
+        keyspace: Keyspace,
+        payload_bytes: dict[int, int],
+        compositions: Mapping[int, Composition] = MappingProxyType({}),
+    ) -> None:
+        """A rank has registered its parts with these payload sizes, and as far as it tells with these compositions.
+        Raises SchemaError if another rank's differ.
+        """
         for part, size in payload_bytes.items():
-            keyspace.check_part(part, size)
+            keyspace.check_part(part, size, compositions.get(part, UNKNOWN))
+        filled = keyspace.fill_compositions(compositions)
         new = {part: size for part, size in payload_bytes.items() if keyspace.part_bytes[part] != size}
+        self._state_changed |= filled or bool(new)
         if new:
             keyspace.set_part_bytes(new)
-            self._state_changed = True
             self.admit(keyspace, new.values())
+        elif filled:
+            for lower in self.lower:
+                lower.rename_keyspace(keyspace)
 
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
         """Make room in queues and below for parts whose payload sizes, `known`, have just become known."""
@@ -175,6 +188,7 @@ class Cache:
         """The group of a keyspace begins anew, empty."""
         namespace = old.namespace
         keyspace = self.entries.keyspaces.add(namespace, old.schema, old.part_bytes)
+        keyspace.compositions = old.compositions
         namespace.keyspaces[old.schema.group] = keyspace
         self.entries.keyspaces.retire(old)
         self._state_changed = True

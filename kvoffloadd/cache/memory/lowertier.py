@@ -14,6 +14,11 @@ class LowerTier(Protocol):
     def open_keyspace(self, keyspace: Keyspace) -> None:
         """Payload sizes of some of its parts have become known."""
 
+    def rename_keyspace(self, keyspace: Keyspace) -> None:
+        """More of its composition has become known. What the tier has of it was stored when less was known, so it is
+        not its own any more: other keyspaces of which no more is known may have it.
+        """
+
     def close_keyspace(self, keyspace: Keyspace) -> None:
         """Its namespace is forgotten. What the tier has of it stays."""
 

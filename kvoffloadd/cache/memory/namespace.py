@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import msgpack
 import numpy as np
 
+from kvoffloadd.cache.memory.composition import UNKNOWN, Composition
 from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.progress import Progress
@@ -82,6 +83,7 @@ class Keyspace:
     schema: GroupSchema
     part_bytes: list[int]  # payload size of each part; 0 until a rank that has the part registers; see `set_part_bytes`
     part_pages: I64Array = field(init=False)  # the size of its slot, see `model.slot_pages`
+    compositions: list[Composition] = field(init=False)  # of each part, as far as it is known
     queue: Queue | None = None  # chosen by the first payload size that becomes known
     retired: bool = False  # it was cleared, or its namespace is forgotten
     drops: int = 0  # grows when a clear begins, or ends, to take its keys: one of before it, see `Cache.drop_older`
@@ -92,6 +94,7 @@ class Keyspace:
     bytes: int = 0  # committed payload
 
     def __post_init__(self) -> None:
+        self.compositions = [UNKNOWN] * self.schema.parts
         self._count_pages()
 
     def set_part_bytes(self, sizes: Mapping[int, int]) -> None:
@@ -103,13 +106,29 @@ class Keyspace:
     def _count_pages(self) -> None:
         self.part_pages = -(-np.array(self.part_bytes, np.int64) // PAGE_BYTES)
 
-    def check_part(self, part: int, payload_bytes: int) -> None:
-        """Raises SchemaError if another rank registered this part with another size."""
+    def fill_compositions(self, found: Mapping[int, Composition]) -> bool:
+        """Take what is told of these parts, by number, and was not known. Returns whether there was anything."""
+        filled = list(self.compositions)
+        for part, composition in found.items():
+            filled[part] = filled[part].filled(composition)
+        changed = filled != self.compositions
+        if changed:
+            self.compositions, self.packed = filled, None
+        return changed
+
+    def check_part(self, part: int, payload_bytes: int, composition: Composition = UNKNOWN) -> None:
+        """Raises SchemaError if another rank registered this part with another size or composition."""
         known = self.part_bytes[part]
         if known and known != payload_bytes:
             raise SchemaError(
                 f"group {self.schema.group} part {part} has payloads of {known} bytes in this namespace, not "
                 f"{payload_bytes}"
+            )
+        if (conflict := self.compositions[part].conflict(composition)) is not None:
+            theirs, mine = conflict
+            raise SchemaError(
+                f"group {self.schema.group} part {part} has {theirs} in this namespace, not {mine}; engines whose KV "
+                "caches differ need different names for model, revision or salt"
             )
 
 
@@ -151,10 +170,14 @@ class Namespace:
 
 
 def shape_of(keyspace: Keyspace) -> bytes:
-    """16 bytes of its group's schema and the sizes of all its parts: in another layout a key is another key."""
+    """16 bytes of its group's schema, the sizes of all its parts, and what is known of their compositions: in another
+    layout a key is another key.
+    """
     schema = keyspace.schema
-    facts = [
+    facts: list[object] = [
         schema.group, schema.kind, schema.tokens_per_key, schema.window_keys, schema.blocks_per_key, schema.parts,
         keyspace.part_bytes,
     ]  # fmt: skip
+    if any(composition.known for composition in keyspace.compositions):
+        facts.append([(one.dtypes, one.layers) for one in keyspace.compositions])
     return hashlib.blake2b(msgpack.packb(facts), digest_size=16).digest()

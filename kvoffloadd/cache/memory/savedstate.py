@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
+from kvoffloadd.cache.memory.composition import UNKNOWN, Composition
 from kvoffloadd.cache.memory.epochs import Epochs
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 
@@ -53,10 +54,29 @@ def _pack_keyspace(keyspace: Keyspace) -> bytes:
         facts = [
             *(keyspace.id, namespace.fingerprint, namespace.uid, namespace.label, namespace.key_bytes, namespace.epoch),
             *(schema.group, str(schema.kind), schema.tokens_per_key, schema.window_keys),
-            *(schema.blocks_per_key, schema.parts, keyspace.part_bytes),
+            *(schema.blocks_per_key, schema.parts, keyspace.part_bytes, *_pack_compositions(keyspace)),
         ]
         keyspace.packed = namespace.epoch, msgpack.packb(facts)
     return keyspace.packed[1]
+
+
+def _pack_compositions(keyspace: Keyspace) -> list[list[Any]]:
+    """One more field, for `read_compositions`; none if nothing is known. Earlier daemons take the last field for the
+    sizes of parts, and leave a keyspace behind in which one is 0: they can't compare compositions.
+    """
+    if not any(composition.known for composition in keyspace.compositions):
+        return []
+    found = keyspace.compositions
+    kept = found[:1] if len(set(found)) == 1 else found
+    return [[0, *((one.dtypes, one.layers) for one in kept)]]
+
+
+def read_compositions(fields: Sequence[Sequence[Any]], parts: int) -> list[Composition]:
+    """Of each part, from what comes behind the sizes of parts."""
+    if not fields:
+        return [UNKNOWN] * parts
+    found = [Composition(*pair) for pair in fields[0][1:]]
+    return found * parts if len(found) == 1 else found
 
 
 def read_saved_state(names: bytes) -> SavedState | None:

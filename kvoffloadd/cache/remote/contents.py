@@ -96,6 +96,13 @@ class RemoteContents:
             self._shapes[keyspace] = shape_of(keyspace)
         self.eras.want(keyspace.namespace.fingerprint)
 
+    def rename_keyspace(self, keyspace: Keyspace) -> None:
+        """More of its composition has become known: its keys have other names there, under which none are yet."""
+        for rows in self.cache.entries.scan(keyspace):
+            self.reset(rows)
+        self._shapes.pop(keyspace, None)
+        self.open_keyspace(keyspace)
+
     def place(self, keyspace: Keyspace) -> RemotePlace | None:
         """None: its era is not known now, the sizes of its parts are not, or it can have no objects there."""
         shape, namespace = self._shapes.get(keyspace), keyspace.namespace

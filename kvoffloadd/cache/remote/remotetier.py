@@ -75,6 +75,9 @@ class RemoteTier:
     def open_keyspace(self, keyspace: Keyspace) -> None:
         self._contents.open_keyspace(keyspace)
 
+    def rename_keyspace(self, keyspace: Keyspace) -> None:
+        self._contents.rename_keyspace(keyspace)
+
     def close_keyspace(self, keyspace: Keyspace) -> None:
         pass
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from kvoffloadd.client.memory.allocation import Allocation
 from kvoffloadd.client.memory.gpu import GpuAllocation
@@ -13,7 +14,7 @@ from kvoffloadd.client.memory.tensor import CanonicalTensor
 from kvoffloadd.client.memory.timeline import Ready, Timeline
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import UsageError
-from kvoffloadd.model import GroupKind, GroupSchema, Ref
+from kvoffloadd.model import LAYERS_BYTES, Dtype, GroupKind, GroupSchema, Ref, dtype_named
 from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec
 
 
@@ -55,13 +56,26 @@ class Group:
                     f"group {self.group}: {ref} names tensor {ref.tensor}, which does not exist (tensors: {len(pages)})"
                 )
             page = pages[ref.tensor]
+            if dtype_named(ref.dtype) != ref.dtype or len(ref.layers) not in (0, LAYERS_BYTES):
+                raise UsageError(
+                    f"group {self.group}: {ref}: `dtype` must be one of {', '.join(get_args(Dtype)[1:])}, and `layers` "
+                    "what `digest_layers` returns; both may be empty"
+                )
             if min(ref.offset, ref.stride) < 0 or min(ref.length, ref.count) < 1 or ref.end > page:
                 raise UsageError(f"group {self.group}: {ref} extends beyond its page of {page} bytes")
 
-    def spec(self) -> GroupSpec:
-        """As it travels."""
+    def spec(self, *, composition: bool) -> GroupSpec:
+        """As it travels. `composition`: the daemon takes what the bytes of refs are, too."""
         refs = [
-            RefSpec(tensor=ref.tensor, offset=ref.offset, length=ref.length, count=ref.count, stride=ref.stride)
+            RefSpec(
+                tensor=ref.tensor,
+                offset=ref.offset,
+                length=ref.length,
+                count=ref.count,
+                stride=ref.stride,
+                dtype=ref.dtype if composition else "",
+                layers=(ref.layers or None) if composition else None,
+            )
             for ref in self.refs
         ]
         return GroupSpec(

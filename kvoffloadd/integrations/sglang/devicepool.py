@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvoffloadd.client import GpuTensor, Group, KvCache, Ref, SharedTensor, Timeline
+from kvoffloadd.client import GpuTensor, Group, KvCache, Ref, SharedTensor, Timeline, digest_layers
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.sglang.pools import (
     KV,
@@ -22,9 +22,12 @@ from kvoffloadd.integrations.sglang.pools import (
     Pools,
     Shape,
     TpRank,
+    attention_layers,
+    other_layers,
     shape_of_attention,
     shape_of_latents,
 )
+from kvoffloadd.model import dtype_named
 
 _ATTENTION = "MHATokenToKVPool"
 _LATENTS = "MLATokenToKVPool"
@@ -36,7 +39,8 @@ _UNKNOWN = "this model, or the format of its KV cache (--kv-cache-dtype, --enabl
 @dataclass(frozen=True, slots=True)
 class DevicePool:
     """One pool. `source`: whose slots SGLang names its pages by, `slots` makes its own slots of them; `tokens`: of a
-    page, as slots are counted. `buffers`: torch tensors, in the order of the payload; `rows`: a page's in each of them.
+    page, as slots are counted. `buffers`: torch tensors, in the order of the payload; `rows`: a page's in each of them;
+    `layers`: the daemon's names of what is in them.
     """
 
     name: str
@@ -45,6 +49,7 @@ class DevicePool:
     rows: int
     tokens: int
     shape: Shape
+    layers: Sequence[str]
     replicated: bool = False
     slots: Callable[[Any], Any] = lambda slots: slots
 
@@ -96,7 +101,11 @@ def device_pools(found: ModelPools, rank: TpRank, timelines: Sequence[Timeline] 
     ordered = [by_name[name] for name in NAMES if name in by_name]
     for pool in ordered:
         rows = [_adopt(pool, buffer) for buffer in pool.buffers]
-        refs = [Ref(len(tensors) + at, 0, tensor.page_bytes) for at, tensor in enumerate(rows)]
+        layers, dtypes = digest_layers(pool.layers), [dtype_named(buffer.dtype) for buffer in pool.buffers]
+        refs = [
+            Ref(len(tensors) + at, 0, tensor.page_bytes, dtype=dtype, layers=layers)
+            for at, (tensor, dtype) in enumerate(zip(rows, dtypes, strict=True))
+        ]
         tensors += rows
         groups.append(rank.group(pool.name, refs, by_name[KV].tokens, replicated=pool.replicated))
         pages = min(tensor.num_blocks for tensor in rows)
@@ -118,11 +127,13 @@ def _plain(name: str, pool: Any, page: int) -> DevicePool:
         buffers = [*pool.k_buffer, *pool.v_buffer]
         _check_attention(name, pool)
         shape = shape_of_attention(name, pool, page, _page_bytes(buffers, page))
+        layers = attention_layers(name, pool.layer_num)
     elif kind == _LATENTS:
         buffers = list(pool.kv_buffer)
         if getattr(pool, "kv_scale_buffer", None) is not None:
             raise UsageError(f"kvoffloadd can't store scaled latents: {_UNKNOWN}")
         shape = shape_of_latents(name, pool, page, _page_bytes(buffers, page))
+        layers = other_layers(name, pool.layer_num)
     else:
         raise UsageError(f"kvoffloadd does not know device pools {name!r} of class {kind}: {_UNKNOWN}")
     if pool.page_size != page:
@@ -130,7 +141,7 @@ def _plain(name: str, pool: Any, page: int) -> DevicePool:
     if not buffers:
         raise UsageError(f"kvoffloadd: the pool {name!r} has no layers: {_UNKNOWN}")
     shape = (*shape, repr(buffers[0].dtype))
-    return DevicePool(name, name, buffers, page, page, shape, replicated=kind == _LATENTS)
+    return DevicePool(name, name, buffers, page, page, shape, layers, replicated=kind == _LATENTS)
 
 
 def _check_attention(name: str, pool: Any) -> None:
@@ -166,6 +177,7 @@ def _assembled(entry: Any, page: int) -> DevicePool:
         entry.page_size,
         # Host pools of this kind were not seen to have the same bytes: the storage has other shapes for them.
         (name, "device", kind, rows, entry.page_size, described),
+        other_layers(name, len(described)),
         replicated=name != STATES,
         slots=entry.translate_indices,
     )

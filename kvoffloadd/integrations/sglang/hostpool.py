@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.client import Group, KvCache, Ref, SharedTensor
+from kvoffloadd.client import Group, KvCache, Ref, SharedTensor, digest_layers
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.sglang.options import STORAGE_FLAG
 from kvoffloadd.integrations.sglang.pools import (
@@ -24,10 +24,12 @@ from kvoffloadd.integrations.sglang.pools import (
     Pools,
     Shape,
     TpRank,
+    attention_layers,
+    other_layers,
     shape_of_attention,
     shape_of_latents,
 )
-from kvoffloadd.model import U8Array
+from kvoffloadd.model import Dtype, U8Array, dtype_named
 
 _LAYOUT = "page_first_direct"
 _ATTENTION = frozenset({"MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost"})
@@ -65,7 +67,10 @@ def host_pools(pools: Mapping[str, Any], rank: TpRank, *, replicated: bool) -> P
         if pool is None:
             continue
         rows = _rows(name, pool)
-        refs = [Ref(len(tensors) + at, 0, tensor.page_bytes) for at, tensor in enumerate(rows)]
+        dtype, layers = _composition(name, pool, len(rows))
+        refs = [
+            Ref(len(tensors) + at, 0, tensor.page_bytes, dtype=dtype, layers=layers) for at, tensor in enumerate(rows)
+        ]
         tensors += rows
         groups.append(rank.group(name, refs, pools[KV].page_size, replicated=replicated and name != STATES))
         found[name] = PagePool(number, pool.page_size, rows[0].num_blocks)
@@ -117,6 +122,16 @@ def _shape(name: str, pool: Any, page_bytes: int) -> Shape:
     # SGLANG_USE_HND_KVCACHE and the like change the order of a page's bytes, and nothing else.
     orders = [info.buffers.layout.value for info in getattr(pool, "_buffer_infos", ())]
     return (*shape, repr(pool.dtype), *(order for order in orders if order != USUAL_ORDER))
+
+
+def _composition(name: str, pool: Any, runs: int) -> tuple[Dtype, bytes]:
+    """What the bytes of a page are: alike with device pools where these may have the same."""
+    kind = type(pool).__name__
+    if kind in _ATTENTION:
+        return dtype_named(pool.dtype), digest_layers(attention_layers(name, pool.layer_num))
+    if kind in _LATENTS:
+        return dtype_named(pool.dtype), digest_layers(other_layers(name, pool.layer_num))
+    return "", digest_layers(other_layers(name, runs))  # of these, `dtype` may be that of another pool
 
 
 def _rows(name: str, pool: Any) -> list[SharedTensor]:

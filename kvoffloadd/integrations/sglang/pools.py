@@ -75,6 +75,18 @@ class TpRank:
         )
 
 
+def attention_layers(name: str, layers: int) -> list[str]:
+    """Names for the daemon of a pool's keys and values, in the order of a page's bytes. All refs name all of them: a
+    host pool has a ref for all layers' keys, a device pool one for each layer.
+    """
+    return [f"{name}.{half}.{layer}" for half in ("k", "v") for layer in range(layers)]
+
+
+def other_layers(name: str, layers: int) -> list[str]:
+    """As `attention_layers`, of a pool that has one thing of each layer."""
+    return [f"{name}.{layer}" for layer in range(layers)]
+
+
 def shape_of_attention(name: str, pool: Any, tokens: int, page_bytes: int) -> Shape:
     """Of keys and values, each by layer, token, head: in a host pool of ours as in a device's pool.
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref, Timeline
 from kvoffloadd.integrations.vllm.config import DRAFTS, REACHES, STATES
-from kvoffloadd.integrations.vllm.parts import by_heads, held_refs, share
+from kvoffloadd.integrations.vllm.parts import LayerFacts, by_heads, held_refs, share, whole_refs
 from kvoffloadd.layout import CanonicalCache
 
 
-def registered(config: Any, kv_caches: Any, repeats: Mapping[str, int], timelines: Sequence[Timeline] = ()) -> KvCache:
-    """`config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank; `repeats`: see
-    `parts.head_repeats`.
+def registered(config: Any, kv_caches: Any, facts: LayerFacts, timelines: Sequence[Timeline] = ()) -> KvCache:
+    """`config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank; `facts`: of its layers.
 
     CPU memory that is not shared yet is moved to shared memory in place; views that the engine has stay valid.
     Raises UsageError where memory can't be shared, or its pages can't be cut into parts.
@@ -22,7 +21,7 @@ def registered(config: Any, kv_caches: Any, repeats: Mapping[str, int], timeline
     groups: list[Group] = []
     for at, refs in enumerate(kv_caches.group_data_refs):
         layers = config.groups[at].layer_names
-        cut = held_refs(layers, refs, repeats, held) if by_heads(config) else [_refs(refs)]
+        cut = held_refs(layers, refs, facts, held) if by_heads(config) else [whole_refs(layers, refs, facts)]
         groups += [_group(config, at, held.parts, held.part + nth, mine) for nth, mine in enumerate(cut)]
     tensors = tuple(one.tensor for one in kv_caches.tensors)
     return CanonicalCache(tensors, tuple(groups), kv_caches).kv_cache(timelines)
@@ -62,9 +61,3 @@ def _given_up(config: Any) -> int:
     drafts = config.extra_config.get(DRAFTS, ())
     blocks = [group.tokens_per_block for group in config.groups if group.group_id in drafts]
     return max(blocks, default=0) * int(config.cache.blocks_per_chunk)
-
-
-def _refs(refs: Sequence[Any]) -> list[Ref]:
-    # Layers of a group may be named with the same bytes (a packed row): those are moved once.
-    named = {(ref.tensor_idx, ref.page_size_bytes): None for ref in refs}
-    return [Ref(tensor, 0, size) for tensor, size in named]

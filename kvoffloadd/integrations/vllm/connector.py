@@ -26,7 +26,7 @@ from kvoffloadd.integrations.vllm.config import DRAFTS, IDENTITY, REACHES, STATE
 from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost, refuse_nodes, refuse_ranks_elsewhere
-from kvoffloadd.integrations.vllm.parts import HEADS, check_scheduler, head_repeats, heads_of
+from kvoffloadd.integrations.vllm.parts import HEADS, LayerFacts, check_scheduler, heads_of
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
 
 if TYPE_CHECKING:
@@ -239,8 +239,8 @@ class FailingWorker(OffloadingConnectorWorker):
         self._lost: set[str] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """vLLM makes bytes of the layers, and with them our worker, which needs to know the order of their heads."""
-        self.spec.head_repeats = head_repeats(kv_caches)
+        """vLLM makes bytes of the layers, and with them our worker, which needs to know what they are."""
+        self.spec.layer_facts = LayerFacts.of(kv_caches)
         super().register_kv_caches(kv_caches)
 
     def transfer_results(self) -> KVConnectorTransferResults:

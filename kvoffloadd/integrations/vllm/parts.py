@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
-from kvoffloadd.client import Ref
+from kvoffloadd.client import Ref, digest_layers
 from kvoffloadd.errors import UsageError
 from kvoffloadd.layout import LayerKind, Share, share_of
 from kvoffloadd.layout.geometry import Run, merged, refs_of
+from kvoffloadd.model import Dtype, common_dtype, dtype_named
 
 HEADS = "kvoffloadd_heads"
 """Key of extra_config under which `KVOffloaddConnector` says how many KV heads the model has in all."""
@@ -33,6 +35,28 @@ def heads_of(vllm_config: Any) -> int:
     """The model's KV heads, of all ranks together; 1 with MLA, whose latent every rank holds whole."""
     model = vllm_config.model_config
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What a rank's layers are, by their names, as the engine's tensors tell. `repeats`: see `head_repeats`; `dtypes`:
+    of their elements. A layer may be missing: then it is not known.
+    """
+
+    repeats: Mapping[str, int] = field(default_factory=dict)
+    dtypes: Mapping[str, Dtype] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layers: Mapping[str, Any]) -> Self:
+        """`layers`: the engine's tensors; of a layer with states a list of them."""
+        states = {layer: one if isinstance(one, list | tuple) else [one] for layer, one in layers.items()}
+        dtypes = {layer: common_dtype(dtype_named(one.dtype) for one in found) for layer, found in states.items()}
+        return cls(head_repeats(layers), dtypes)
+
+    def named(self, refs: Sequence[Ref], layers: Sequence[str]) -> list[Ref]:
+        """The refs, which are of these layers, with what is known of their bytes."""
+        dtype, digest = common_dtype(self.dtypes.get(layer, "") for layer in layers), digest_layers(layers)
+        return [replace(ref, dtype=dtype, layers=digest) for ref in refs]
 
 
 def why_one_size(config: Any) -> str:
@@ -128,26 +152,40 @@ def head_repeats(layers: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def held_refs(layers: Sequence[str], refs: Sequence[Any], repeats: Mapping[str, int], held: Share) -> list[list[Ref]]:
+def held_refs(layers: Sequence[str], refs: Sequence[Any], facts: LayerFacts, held: Share) -> list[list[Ref]]:
     """The refs of each part that the rank holds, in canonical order, layer after layer.
 
-    `layers`, `refs`: of a group, vLLM's CanonicalKVCacheRefs. `repeats`: see `head_repeats`. Raises UsageError, naming
-    the layer, where a page can't be cut into parts.
+    `layers`, `refs`: of a group, vLLM's CanonicalKVCacheRefs. Raises UsageError, naming the layer, where a page can't
+    be cut into parts.
     """
     if len(layers) != len(refs):
         raise _uncut(", ".join(layers), "vLLM moves the pages of all layers as one")
     parts: list[list[Ref]] = [[] for _ in range(held.held)]
-    seen: set[tuple[int, Any]] = set()
+    # A layer that uses another one's cache adds nothing but its name.
+    pages: dict[tuple[int, Any], list[str]] = {}
     for layer, ref in zip(layers, refs, strict=True):
-        if (ref.tensor_idx, ref.mapping) in seen:
-            continue  # a layer that uses another one's cache adds nothing
-        seen.add((ref.tensor_idx, ref.mapping))
-        if ref.mapping is None or not ref.mapping.parallelism_agnostic:
+        pages.setdefault((ref.tensor_idx, ref.mapping), []).append(layer)
+    for (tensor, mapping), names in pages.items():
+        layer = names[0]
+        if mapping is None or not mapping.parallelism_agnostic:
             raise _uncut(layer, "vLLM can't tell which heads its bytes belong to")
-        known = repeats.get(layer, 1 if held.parts == 1 else 0)
-        for part, runs in zip(parts, _cut(layer, ref.mapping, known, held), strict=True):
-            part += refs_of(ref.tensor_idx, runs)
+        known = facts.repeats.get(layer, 1 if held.parts == 1 else 0)
+        for part, runs in zip(parts, _cut(layer, mapping, known, held), strict=True):
+            part += facts.named(refs_of(tensor, runs), names)
     return parts
+
+
+def whole_refs(layers: Sequence[str], refs: Sequence[Any], facts: LayerFacts) -> list[Ref]:
+    """The refs of whole pages. Layers of a group may be named with the same bytes (a packed row): those are moved once.
+
+    `layers`, `refs`: see `held_refs`; a single ref is of all layers.
+    """
+    of_all = len(refs) == 1
+    pages: dict[tuple[int, int], list[str]] = {}
+    for at, ref in enumerate(refs):
+        names = layers if of_all else layers[at : at + 1] if len(layers) == len(refs) else ()
+        pages.setdefault((ref.tensor_idx, ref.page_size_bytes), []).extend(names)
+    return [one for (tensor, size), names in pages.items() for one in facts.named([Ref(tensor, 0, size)], names)]
 
 
 def _cut(layer: str, mapping: Any, repeats: int, held: Share) -> list[list[Run]]:

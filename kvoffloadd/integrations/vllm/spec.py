@@ -19,7 +19,7 @@ from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager, metric_definitions
 from kvoffloadd.integrations.vllm.onehost import refuse_nodes
-from kvoffloadd.integrations.vllm.parts import by_heads, why_one_size
+from kvoffloadd.integrations.vllm.parts import LayerFacts, by_heads, why_one_size
 from kvoffloadd.integrations.vllm.versions import refuse_sleep
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
 
@@ -43,8 +43,8 @@ class KVOffloaddSpec(OffloadingSpec):
         super().__init__(config)
         # True: vLLM has rank 0 alone store what all ranks hold alike.
         self.replicated_layout = bool(config.replicated_layout)
-        self.head_repeats: dict[str, int] = {}
-        """Of each layer, see `parts.head_repeats`. `KVOffloaddConnector` sets it before there is a worker."""
+        self.layer_facts = LayerFacts()
+        """Of this rank's layers. `KVOffloaddConnector` sets it before there is a worker."""
         self._options = Options.of(config.extra_config)
         self._seed = os.environ.get("PYTHONHASHSEED")
         platform = f"{current_platform.device_type} {os.uname().machine}"
@@ -83,7 +83,7 @@ class KVOffloaddSpec(OffloadingSpec):
             refuse_nodes(engine)
             warn_of_states(engine.cache_config.mamba_cache_mode, self.config.cache.blocks_per_chunk)
             refuse_sleep(engine, "OffloadingConnector tells no spec of it; KVOffloaddConnector with vLLM 0.33 follows")
-        return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self._options, self.head_repeats)
+        return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self._options, self.layer_facts)
 
     def _client(self, role: Literal["scheduler", "worker", "observer"]) -> Client:
         return Client(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
 from kvoffloadd.integrations.vllm.caches import registered
 from kvoffloadd.integrations.vllm.config import STATES, Options
 from kvoffloadd.integrations.vllm.keys import by_group
-from kvoffloadd.integrations.vllm.parts import share
+from kvoffloadd.integrations.vllm.parts import LayerFacts, share
 from kvoffloadd.integrations.vllm.transfer_thread import Transfer, TransferThread
 from kvoffloadd.model import Direction
 
@@ -43,18 +43,13 @@ class LoadStoreResult(TransferResult):
 class KVOffloaddWorker(OffloadingWorker):
     """`submit_*` always take the job: what the daemon will not do is a store that is dropped, or a load that fails."""
 
-    def __init__(
-        self, client: Client, config: Any, kv_caches: Any, options: Options, repeats: Mapping[str, int]
-    ) -> None:
-        """Moves the KV cache into shared memory (CPU), or makes it known to other processes (CUDA).
-
-        `repeats`: see `parts.head_repeats`.
-        """
+    def __init__(self, client: Client, config: Any, kv_caches: Any, options: Options, facts: LayerFacts) -> None:
+        """Moves the KV cache into shared memory (CPU), or makes it known to other processes (CUDA)."""
         self._writes = share(config).writes
         self._blocks_per_key = config.cache.blocks_per_chunk
         self._states = frozenset(config.extra_config.get(STATES, ()))
         self._points = _Points(kv_caches.tensors[0].tensor.device)
-        caches = registered(config, kv_caches, repeats, self._points.timelines)
+        caches = registered(config, kv_caches, facts, self._points.timelines)
         self._transfer_thread = TransferThread(client, caches, job_deadline_s=options.job_deadline_s)
         self._sleep_s = options.job_deadline_s + _LET_GO_S
 

@@ -14,11 +14,13 @@ from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.cache.fetches import Fetch, Urgency
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.remote.contents import RemotePolicy
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.remote.request import RemoteKeys
+from kvoffloadd.errors import SchemaError
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.memory import MemoryTier
@@ -308,6 +310,25 @@ async def test_while_much_is_late_nothing_is_asked_for(scene: Scene) -> None:
     assert scene.remote.to_ask([(scene.keyspace, 0, keys, found)]) == [None]
     await scene.finish_all()
     assert scene.remote.fetching.is_worth_asking
+
+
+async def test_another_composition_has_other_objects(scene: Scene) -> None:
+    """Also where nothing was known at first: what the store has then is not asked for any more."""
+    scene.offer(1)
+    scene.store_here(3)
+    contents, rows = scene.remote._contents, scene.cache.find(scene.keyspace, keys_of(3)).hit_rows
+    place = contents.place(scene.keyspace)
+    assert place is not None
+    contents.believe(rows, place)
+    known = Composition("bfloat16", b"layers 0")
+    scene.cache.set_part_bytes(scene.keyspace, dict(enumerate(SIZES)), dict.fromkeys(range(len(SIZES)), known))
+    assert not contents.believed(rows, place).any(), "under its new name it is not there yet"
+    scene.offer(2)
+    scene.request(2, 1)
+    await scene.finish_all()
+    assert scene.served(2, 1) == [2]
+    with pytest.raises(SchemaError):
+        scene.cache.set_part_bytes(scene.keyspace, {0: SIZES[0]}, {0: Composition("float16")})
 
 
 class Chaos:

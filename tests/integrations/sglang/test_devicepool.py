@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.client import SharedTensor
+from kvoffloadd.cache.memory.composition import UNKNOWN, Composition
+from kvoffloadd.client import SharedTensor, digest_layers
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.sglang.devicepool import ModelPools, device_pools, found_pools
 from kvoffloadd.integrations.sglang.hostpool import host_pools
@@ -81,6 +82,8 @@ def test_what_sglang_assembles_itself() -> None:
     groups = {group.group: group for group in pools.caches.groups}
     assert {number: (one.parts, one.part) for number, one in groups.items()} == {0: (1, 0), 2: (2, 1)}
     assert groups[2].payload_bytes == 3 * (5 + 4) * 4
+    states_named = digest_layers([f"mamba.{at}" for at in range(6)])
+    assert {(ref.dtype, ref.layers) for ref in groups[2].refs} == {("float32", states_named)}
     assert (pools.pools["mamba"].tokens, pools.pools["mamba"].pages) == (1, 9)
     sparse = DSATokenToKVPool(PAGES, PAGE)
     indexes = entry("indexer", sparse, sparse.index_k_with_scale_buffer, PAGE, 1, source="kv")
@@ -90,22 +93,31 @@ def test_what_sglang_assembles_itself() -> None:
     assert pools.pools["indexer"].pages == PAGES
 
 
-def host_shapes(kind: type[fakes.HostPool], device: Any, runs: list[int]) -> Any:
-    """Of the host pool that SGLang makes for a device pool."""
+def host_pools_of(kind: type[fakes.HostPool], device: Any, runs: list[int]) -> Pools:
+    """The host pool that SGLang makes for a device pool."""
     pool: Any = kind(3, PAGE, runs)
     for name in ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim"):
         setattr(pool, name, getattr(device, name, None))
     pool.dtype = torch.bfloat16
-    return host_pools({"kv": pool}, ALONE, replicated=False).shapes
+    return host_pools({"kv": pool}, ALONE, replicated=False)
+
+
+def compositions(pools: Pools) -> list[Composition]:
+    """As the daemon compares them."""
+    return [Composition.of(group.refs) for group in pools.caches.groups]
 
 
 def test_both_seats_say_the_same_of_the_same_bytes() -> None:
     same = MHATokenToKVPool(PAGES, PAGE), MHATokenToKVPool(PAGES, PAGE, 2, 2, (8, 16)), MHATokenToKVPool(PAGES, PAGE, 4)
     for pool in same:
         runs = [PAGE * pool.layer_num * 2 * dim * 2 for dim in (pool.head_dim, pool.v_head_dim)]
-        assert host_shapes(fakes.MHATokenToKVPoolHost, pool, runs) == pools_of(pool).shapes
+        host, device = host_pools_of(fakes.MHATokenToKVPoolHost, pool, runs), pools_of(pool)
+        assert host.shapes == device.shapes
+        assert compositions(host) == compositions(device) != [UNKNOWN]
     latents = MLATokenToKVPool(PAGES, PAGE)
-    assert host_shapes(fakes.MLATokenToKVPoolHost, latents, [PAGE * 2 * 16 * 2]) == pools_of(latents).shapes
+    host, device = host_pools_of(fakes.MLATokenToKVPoolHost, latents, [PAGE * 2 * 16 * 2]), pools_of(latents)
+    assert host.shapes == device.shapes
+    assert compositions(host) == compositions(device) != [UNKNOWN]
 
 
 def test_pools_whose_bytes_differ_have_other_shapes() -> None:

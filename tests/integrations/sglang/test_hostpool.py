@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.client import Ref, SharedTensor
+from kvoffloadd.client import Ref, SharedTensor, digest_layers
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.pools import PagePool, TpRank
@@ -27,7 +27,8 @@ def test_keys_and_values_of_a_page_are_one_key() -> None:
     pool = MHATokenToKVPoolHost(6, 64, [4096, 4096])
     found = host_pools({"kv": pool}, TpRank(1, 2), replicated=False)
     (group,) = found.caches.groups
-    assert list(group.refs) == [Ref(0, 0, 4096), Ref(1, 0, 4096)]
+    layers = digest_layers(["kv.k.0", "kv.k.1", "kv.v.0", "kv.v.1"])
+    assert list(group.refs) == [Ref(at, 0, 4096, dtype="bfloat16", layers=layers) for at in (0, 1)]
     assert (group.tokens_per_key, group.parts, group.part) == (64, 2, 1)
     pool.rows[1][3] = 7
     tensors = [tensor for tensor in found.caches.tensors if isinstance(tensor, SharedTensor)]
@@ -49,6 +50,12 @@ def test_each_pool_is_a_group_of_a_number_of_its_own() -> None:
     assert {group.tokens_per_key for group in groups.values()} == {64}
     assert groups[2].payload_bytes == 500
     assert [shape[0] for shape in found.shapes] == ["kv", "mamba", "indexer"]
+    told = {number: {(ref.dtype, ref.layers) for ref in group.refs} for number, group in groups.items()}
+    assert told == {
+        0: {("bfloat16", digest_layers(["kv.0", "kv.1"]))},
+        2: {("", digest_layers(["mamba.0", "mamba.1"]))},
+        3: {("", digest_layers(["indexer.0"]))},
+    }
 
 
 def test_blocks_of_slots() -> None:

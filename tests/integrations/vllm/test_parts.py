@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.client import Ref
+from kvoffloadd.client import Ref, digest_layers
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.vllm.parts import by_heads, check_scheduler, head_repeats, held_refs, share, why_one_size
+from kvoffloadd.integrations.vllm.parts import (
+    LayerFacts,
+    by_heads,
+    check_scheduler,
+    head_repeats,
+    held_refs,
+    share,
+    whole_refs,
+    why_one_size,
+)
 from kvoffloadd.layout import Share
 from kvoffloadd.model import U8Array
 from tests.integrations.vllm.fakes import CacheRef, CopyRun, PageMapping, Parallel, of_size
@@ -26,7 +35,7 @@ def refs_of_rank(pages: list[Pages], held: Share, rank: int, ranks: int, **how: 
     layers = {f"l{at}": one.tensor(ranks) for at, one in enumerate(pages)}
     mappings = [one.mapping(rank, ranks, **how) for one in pages]
     refs = [CacheRef(at, one.local_page_size_bytes, one) for at, one in enumerate(mappings)]
-    return held_refs(list(layers), refs, head_repeats(layers), held)
+    return held_refs(list(layers), refs, LayerFacts.of(layers), held)
 
 
 def gathered(rows: list[U8Array], refs: list[Ref]) -> bytes:
@@ -84,13 +93,40 @@ def test_a_part_takes_one_ref_a_layer(order: str, first: list[Ref], second: list
     """8 heads in 4 parts, on the second of 2 ranks."""
     held = share(of_size(2, 8, rank=1, canonical_parts=4))
     assert held == Share(4, 2, 2, writes=True)
-    assert refs_of_rank([replace(PAGES, order=order)], held, 1, 2) == [first, second]
+    named = [[replace(ref, dtype="int8", layers=digest_layers(["l0"])) for ref in refs] for refs in (first, second)]
+    assert refs_of_rank([replace(PAGES, order=order)], held, 1, 2) == named
 
 
 def test_layers_of_one_cache_are_moved_once() -> None:
     mapping = PAGES.mapping(0, 1)
-    refs = held_refs(["a", "b"], [CacheRef(0, 192, mapping)] * 2, {"a": 1, "b": 1}, Share(1, 0, 1, writes=True))
-    assert refs == [[Ref(0, 0, 192)]]
+    alone, facts = Share(1, 0, 1, writes=True), LayerFacts({"a": 1, "b": 1})
+    named = [Ref(0, 0, 192, layers=digest_layers(["a", "b"]))]
+    assert held_refs(["a", "b"], [CacheRef(0, 192, mapping)] * 2, facts, alone) == [named]
+    assert whole_refs(["a", "b"], [CacheRef(0, 192, mapping)] * 2, facts) == named
+
+
+def test_whole_pages_are_named_with_their_layers() -> None:
+    """A single ref is of all layers: vLLM moves rows of all of them as one."""
+    facts = LayerFacts({}, {"a": "bfloat16", "b": "bfloat16", "c": "float32"})
+    two = [CacheRef(0, 8, None), CacheRef(1, 8, None)]
+    a, b = digest_layers(["a"]), digest_layers(["b"])
+    assert whole_refs(["a", "b"], two, facts) == [
+        Ref(0, 0, 8, dtype="bfloat16", layers=a),
+        Ref(1, 0, 8, dtype="bfloat16", layers=b),
+    ]
+    assert whole_refs(["a", "b"], two[:1], facts) == [Ref(0, 0, 8, dtype="bfloat16", layers=digest_layers(["a", "b"]))]
+    assert whole_refs(["a", "c"], two[:1], facts) == [Ref(0, 0, 8, layers=digest_layers(["a", "c"]))]
+    assert whole_refs(["a", "b", "c"], two, facts) == [Ref(0, 0, 8), Ref(1, 0, 8)], "whose they are is not told"
+
+
+def test_what_the_engine_s_tensors_tell_of_layers() -> None:
+    attention = torch.empty(3, 8, 4, 6, dtype=torch.bfloat16, device="meta")
+    states = [torch.empty(3, 5, dtype=torch.float32), torch.empty(3, 4, dtype=torch.bfloat16)]
+    facts = LayerFacts.of(
+        {"a": attention, "one": states[:1], "both": states, "odd": torch.empty(3, dtype=torch.cfloat)}
+    )
+    assert facts.dtypes == {"a": "bfloat16", "one": "float32", "both": "", "odd": ""}
+    assert facts.repeats == head_repeats({"a": attention})
 
 
 def test_the_order_of_heads_is_that_of_the_tensor() -> None:
@@ -127,12 +163,12 @@ def test_what_cannot_be_cut(mapping: PageMapping | None, repeats: int, held: Sha
     """No guess: a layer is refused by its name."""
     refs = [CacheRef(0, 192, mapping)]
     with pytest.raises(UsageError, match=f"layer model.0 can't be cut by heads: .*{why}.* remove canonical_layout"):
-        held_refs(["model.0"], refs, {"model.0": repeats}, held)
+        held_refs(["model.0"], refs, LayerFacts({"model.0": repeats}), held)
 
 
 def test_rows_of_all_layers_cannot_be_cut() -> None:
     with pytest.raises(UsageError, match="layer a, b can't be cut by heads: vLLM moves the pages of all layers as one"):
-        held_refs(["a", "b"], [CacheRef(0, 4096, None)], {"a": 1, "b": 1}, WHOLE)
+        held_refs(["a", "b"], [CacheRef(0, 4096, None)], LayerFacts({"a": 1, "b": 1}), WHOLE)
 
 
 # --- shares ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from kvoffloadd.client import Client, KeyState, Outcome, Registration
 from kvoffloadd.integrations.vllm.caches import announced, registered
 from kvoffloadd.integrations.vllm.config import namespace_of
-from kvoffloadd.integrations.vllm.parts import head_repeats, share
+from kvoffloadd.integrations.vllm.parts import LayerFacts, share
 from kvoffloadd.model import U8Array
 from scripts.harness.daemon import Daemon
 from tests.integrations.vllm.fakes import Cache, CacheRef, Caches, CacheTensor, Config, GroupConfig, of_size
@@ -98,9 +98,9 @@ class Engine:
         tensors = [torch.zeros(BLOCKS, page + PADDING, dtype=torch.int8) for _ in GROUPS[0].layer_names]
         refs = [[CacheRef(at, page, mapping) for at in range(len(tensors))] for _ in GROUPS]
         names = [name for group in GROUPS for name in group.layer_names]
-        repeats = head_repeats({name: self._pages.tensor(ranks) for name in names})
+        facts = LayerFacts.of({name: self._pages.tensor(ranks) for name in names})
         client = self._client(config)
-        registration = client.register(registered(config, Caches([CacheTensor(one) for one in tensors], refs), repeats))
+        registration = client.register(registered(config, Caches([CacheTensor(one) for one in tensors], refs), facts))
         return Rank(client, registration, [one.numpy().view(np.uint8) for one in tensors], share(config).writes)
 
     def _client(self, config: Config) -> Client:
