@@ -110,6 +110,7 @@ class Job:
     parts: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
     rows: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))
     bad: BoolArray = field(default_factory=lambda: np.zeros(0, bool))
+    hashed: BoolArray = field(default_factory=lambda: np.zeros(0, bool))  # of a load: which its copy is to verify
     settled: int = 0  # of a store: so many of its parts, the last ones, are committed or freed by now
     lists: list[BlockList] = field(default_factory=list)  # what is copied; given to the copy when it begins
     phase: Phase = Phase.END
