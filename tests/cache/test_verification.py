@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,14 @@ from kvoffloadd.cache.jobs import Jobs, LoadPlan
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import Lane
-from kvoffloadd.model import Outcome
+from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.storage import hashing
 
 from .fakes import keys_of, make_cache, make_keyspace, store
+
+
+GPU: Any = SimpleNamespace(hashed_load_bytes=0)
+"""A device that hashes nothing while it copies; nor is it asked to copy."""
 
 
 @pytest.fixture
@@ -43,11 +48,11 @@ def adopted(cache: Cache) -> LoadPlan:
 async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, threading.Event], ends: Outcome) -> None:
     cache = make_cache()
     plan = adopted(cache)
-    nobody: Any = None  # neither signals nor a device are asked
+    nobody: Any = None  # no signal is waited for
     jobs = Jobs(cache, None, lane[0], nobody, False)
     results: list[Completion] = []
     deadline_s = asyncio.get_running_loop().time() + (0.05 if ends is Outcome.EXPIRED else 60.0)
-    options = CopyOptions(nobody, deadline_s)
+    options = CopyOptions(GPU, deadline_s)
     running = [jobs.load(plan, options, results.append) for _ in range(20)]
     assert {job.phase for job in running} == {Phase.VERIFICATION}
     if ends is Outcome.CANCELLED:
@@ -60,14 +65,17 @@ async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, thread
 
 
 class SlowDevice:
-    """Its copies end when the test says so."""
+    """Its copies end when the test says so. `hashed_load_bytes`: see `Device`."""
 
-    def __init__(self) -> None:
+    def __init__(self, hashed_load_bytes: int = 0) -> None:
+        self.hashed_load_bytes = hashed_load_bytes
         self.ends: list[Any] = []
+        self.work: list[Any] = []
 
-    def submit(self, *args: Any, done: Any, **options: Any) -> Any:
+    def submit(self, direction: Direction, work: Any, *, done: Any, **options: Any) -> Any:
+        self.work.append(work)
         self.ends.append(done)
-        return object()
+        return SimpleNamespace(cancel=lambda: None)
 
 
 async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_valid() -> None:
@@ -131,7 +139,7 @@ async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: 
     cache.drop = drop  # type: ignore[method-assign]
     cache.entries.parts.digest[plan.parts[3]] += np.uint64(1)
     results: list[Completion] = []
-    options = CopyOptions(nobody, loop.time() + 60)  # type: ignore[arg-type]  # nor is a device
+    options = CopyOptions(GPU, loop.time() + 60)
     job = jobs.load(plan, options, results.append)
     assert await jobs.settle({job}, 20.0)
     assert told == [error]
