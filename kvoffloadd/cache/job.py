@@ -39,6 +39,14 @@ class Phase(StrEnum):
     END = "end"  # nothing: it ends behind the reply
 
 
+class Verification(StrEnum):
+    """What is verified of a device's loads."""
+
+    COPIED = "copied"  # all that is sealed, while it is copied; before, where that can't be
+    BEFORE = "before"  # all that is sealed, before it is copied
+    ADOPTED = "adopted"  # what an earlier daemon left, and nothing else
+
+
 class Stopped(Exception):
     """A job ends before its copy has begun. The message is the reason, for the worker."""
 

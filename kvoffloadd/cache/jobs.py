@@ -18,7 +18,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvoffloadd.cache.fetches import Urgency
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, JobCounters, Phase, Stopped, behind_others, next_turn
+from kvoffloadd.cache.job import (
+    Completion,
+    CopyOptions,
+    Job,
+    JobCounters,
+    Phase,
+    Stopped,
+    Verification,
+    behind_others,
+    next_turn,
+)
 from kvoffloadd.cache.lower import GroupLookup, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -269,6 +279,12 @@ class Jobs:
         wrong = (digests != columns.digest[parts]).any(axis=1)
         self.drop(job.rows[at[wrong]])
         columns.unverified[parts] = 0
+
+    def verification(self, device: Device) -> Verification:
+        """What is verified of loads to this device, and when."""
+        if not self.verifies(device):
+            return Verification.ADOPTED
+        return Verification.COPIED if device.hashed_load_bytes else Verification.BEFORE
 
     def verifies(self, device: Device) -> bool:
         """Whether all sealed payloads are verified when they are loaded to this device; not only what was adopted."""

@@ -21,7 +21,6 @@ from kvoffloadd.storage import hashing
 
 from .fakes import keys_of, make_cache, make_keyspace, store
 
-
 GPU: Any = SimpleNamespace(hashed_load_bytes=0)
 """A device that hashes nothing while it copies; nor is it asked to copy."""
 
