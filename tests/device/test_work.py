@@ -197,14 +197,14 @@ def test_hashing_work_copies_what_is_wanted_and_tells_what_it_found_of_what(
 
 
 def test_what_a_load_can_hash() -> None:
-    """Payloads that are copied whole, unless one of the job is too large, or of too many runs, to be copied in one go."""
+    """Payloads that are copied whole, unless one of the job is too large, or has too many runs, for one chunk."""
     small = GroupPlan.build([Tensor(0, BLOCKS, 64, 64)], [Ref(0, 0, 8, 4, 16)], 2)
     runs = GroupPlan.build([Tensor(0, BLOCKS, 1 << 14, 1 << 14)], [Ref(0, 0, 1, HASHED_DESCRIPTORS, 2)], 1)
     more = GroupPlan.build([Tensor(0, BLOCKS, 1 << 14, 1 << 14)], [Ref(0, 0, 1, HASHED_DESCRIPTORS + 1, 2)], 1)
 
     def of(plan: GroupPlan, ids: list[list[int]]) -> BlockList:
         numbers = np.arange(len(ids))
-        return BlockList((plan,), np.array(ids, np.uint32), numbers, np.zeros_like(numbers), u64(numbers + (1 << 40)))
+        return BlockList((plan,), np.array(ids, np.uint32), numbers, np.zeros_like(numbers), u64([1 << 40] * len(ids)))
 
     some = of(small, [[0, 1], [2, NO_BLOCK], [NO_BLOCK, NO_BLOCK], [3, 4]])
     assert hashable([some], 64).tolist() == [True, False, False, True]
