@@ -79,7 +79,7 @@ def check_loads(memory: MemoryConfig) -> Iterator[Diagnosis]:
     else:
         yield note(
             "verified loads", "none but of what an earlier daemon left: the compiled helper is not in use",
-            "build the compiled helpers, or set memory.verify_loads = true, which costs a pass over the bytes of a load",
+            "build the compiled helpers, or set memory.verify_loads = true, which costs a pass over their bytes",
         )  # fmt: skip
 
 
