@@ -215,7 +215,7 @@ class Jobs:
         await self._verify(job)
         result = await self._copy(job)
         if job.hashed.any() and result.outcome is Outcome.DONE:
-            self._check_hashed(job, result.digests)
+            await self._check_hashed(job, result.digests)
         return result
 
     def _hold(self, job: Job, plan: LoadPlan) -> None:
@@ -254,6 +254,8 @@ class Jobs:
             is_due = columns.unverified[job.parts] != 0
         if not is_due.any():
             return
+        if len(job.parts) > STEP_PARTS:
+            await job.step(Phase.VERIFICATION, behind_others)
         if device.hashed_load_bytes:
             job.hashed = is_due & hashable(job.lists, device.hashed_load_bytes)
         due = np.flatnonzero(is_due & ~job.hashed)
@@ -266,12 +268,16 @@ class Jobs:
                 raise Stopped(Outcome.FAILED, f"verification failed: {digests}")
             self._drop_wrong(job, turn, digests)  # at once, before another job loads them
 
-    def _check_hashed(self, job: Job, digests: U64Array | None) -> None:
-        """Drop what the copy has found wrong."""
+    async def _check_hashed(self, job: Job, digests: U64Array | None) -> None:
+        """Drop what the copy has found wrong, of very many payloads in some turns of the loop."""
         if digests is None:
             raise ValueError("a device was to hash what it loads, and did not")
         copied = np.flatnonzero(job.hashed & ~job.bad)
-        self._drop_wrong(job, copied, digests[copied])
+        for begin in range(0, len(copied), STEP_PARTS):
+            if begin:
+                await job.pause()
+            step = copied[begin : begin + STEP_PARTS]
+            self._drop_wrong(job, step, digests[step])
 
     def _drop_wrong(self, job: Job, at: I64Array, digests: U64Array) -> None:
         """These payloads of a load have these checksums."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffloadd.cache import jobs as jobs_module
 from kvoffloadd.cache.job import Completion, CopyOptions, Job, Phase, Verification
 from kvoffloadd.cache.jobs import Jobs, LoadPlan
 from kvoffloadd.cache.memory.cache import Cache
@@ -292,6 +293,21 @@ async def test_what_is_dropped_before_the_copy_begins_is_left_out(lane: tuple[La
     device.ends[0](CopyResult(Outcome.DONE, 8, 8, 8, 0.0, digests=digests))
     assert np.flatnonzero(scene.ends[0].bad).tolist() == [5]
     assert scene.missing() == [5]
+
+
+async def test_very_many_are_judged_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found wrong in between, by others, is bad as well; each payload is judged by its own checksum."""
+    monkeypatch.setattr(jobs_module, "STEP_PARTS", 4)
+    scene = Scene("auto")
+    job = scene.load()
+    async with asyncio.timeout(60):
+        await scene.device.given.wait()
+    scene.copied(3, 4, 9)
+    assert (scene.ends, scene.missing()) == ([], [3])
+    scene.jobs.drop(job.rows[1:2])
+    assert await scene.jobs.settle({job}, 60.0)
+    assert np.flatnonzero(scene.ends[0].bad).tolist() == scene.missing() == [1, 3, 4, 9]
+    assert not scene.cache.entries.leases.any()
 
 
 async def test_a_device_that_does_not_hash_what_it_was_to_serves_nothing() -> None:
