@@ -328,10 +328,10 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
             if mine:
                 least = min(case["ratio_to_limit"][what] for case in mine)
                 bounds.append(at_least(f"{what}, {label}: least ratio to memcpy", least, minimum))
+    ratio_to_limit = min(bound.value for bound in bounds)
     if unverified := [case["ratio_to_unverified"] for case in cases if "ratio_to_unverified" in case]:
         what = "load: least ratio to one that is not verified"
         bounds.append(at_least(what, min(unverified), UNVERIFIED_RATIO_MIN))
-    ratio_to_limit = min(bound.value for bound in bounds)
     most = max(case["ping"][what]["p99_us"] / case["ping"]["idle"]["p99_us"] for case in cases for what in BUSY)
     bounds.append(at_most("ping beside jobs, p99: greatest ratio to the idle one", most, PING_RATIO_MAX))
     return judged({"cases": cases, "ratio_to_limit": ratio_to_limit}, bounds)

@@ -288,7 +288,7 @@ def blocks_of(src: U8Array, dst: U8Array, page_bytes: int, per_key: int) -> Bloc
 async def test_a_store_is_hashed_meanwhile(
     device: HostDevice, size_bytes: int, page_bytes: int, per_key: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one whose payloads are too large for it, or where nothing can, is not; and no load is."""
+    """And one whose payloads are too large for it, or where nothing can, is not; and no load is, unless it asks."""
     size_bytes -= size_bytes % (page_bytes * per_key)
     src, dst, results = noise(size_bytes), np.zeros(size_bytes, np.uint8), Results()
     work, payload_bytes = blocks_of(src, dst, page_bytes, per_key), page_bytes * per_key
