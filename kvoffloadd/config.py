@@ -28,7 +28,7 @@ T = TypeVar("T")
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 AUTO = "auto"
-"""Of a size: the daemon finds it out."""
+"""The daemon finds it out."""
 
 ROOT_BYTES_MIN = 4 * MIB
 """Least capacity of a disk root."""
@@ -80,7 +80,7 @@ class MemoryConfig:
     capacity_bytes: int = _key(4 * GIB, checks.size(PAGE_BYTES, multiple=PAGE_BYTES))
     slab_bytes: int = _key(0, checks.size(0, 64 * GIB, multiple=PAGE_BYTES))
     policy: str = _key("", checks.name)
-    verify_loads: bool = _key(False, checks.flag)
+    verify_loads: bool | str = _key(AUTO, checks.flag_or_auto)
     verify_adopted: str = _key("load", checks.choice("load", "start"))
     pool_file: str = _key("", checks.path_or_empty)
     huge_pages: str = _key("auto", checks.choice("auto", "off", "transparent", "reserved"))

@@ -40,6 +40,7 @@ _DISK = "the disk tier reads and writes the arena, whatever device copies to and
 _MEMFDS = "counts mappings by the names of memfds; test_cuda_memory and test_cuda_ends have the GPU's"
 HOST_ONLY = {
     "test_between_steps": "what takes several turns is the cache's and the sessions', whatever device copies",
+    "test_verified_loads": "loads to GPUs are not verified with the daemon's defaults",
     "test_bugs": "what is planted lies in the cache and before it",
     "test_disk_capacity": _DISK,
     "test_disk_chaos": _DISK,

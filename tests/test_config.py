@@ -257,7 +257,7 @@ def test_config_is_frozen() -> None:
         ("memory.capacity_bytes", "true", "must be a number of bytes"),
         ("memory.capacity_bytes", "4096.0", "must be a number of bytes"),
         ("memory.policy", "1", "must be text in quotes"),
-        ("memory.verify_loads", "1", "must be true or false"),
+        ("memory.verify_loads", "1", 'must be true, false or "auto"'),
         ("copy.threads", "0", "must be from 1 to 256"),
         ("copy.threads", "true", "must be an integer"),
         ("copy.threads", "2.0", "must be an integer"),

@@ -39,6 +39,14 @@ class Phase(StrEnum):
     END = "end"  # nothing: it ends behind the reply
 
 
+class Verification(StrEnum):
+    """What is verified of a device's loads."""
+
+    COPIED = "copied"  # all that is sealed, while it is copied; before, where that can't be
+    BEFORE = "before"  # all that is sealed, before it is copied
+    ADOPTED = "adopted"  # what an earlier daemon left, and nothing else
+
+
 class Stopped(Exception):
     """A job ends before its copy has begun. The message is the reason, for the worker."""
 
@@ -110,6 +118,7 @@ class Job:
     parts: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
     rows: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))
     bad: BoolArray = field(default_factory=lambda: np.zeros(0, bool))
+    hashed: BoolArray = field(default_factory=lambda: np.zeros(0, bool))  # of a load: which its copy is to verify
     settled: int = 0  # of a store: so many of its parts, the last ones, are committed or freed by now
     lists: list[BlockList] = field(default_factory=list)  # what is copied; given to the copy when it begins
     phase: Phase = Phase.END

@@ -18,16 +18,27 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvoffloadd.cache.fetches import Urgency
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, JobCounters, Phase, Stopped, behind_others, next_turn
+from kvoffloadd.cache.job import (
+    Completion,
+    CopyOptions,
+    Job,
+    JobCounters,
+    Phase,
+    Stopped,
+    Verification,
+    behind_others,
+    next_turn,
+)
 from kvoffloadd.cache.lower import GroupLookup, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.sealing import Sealing
-from kvoffloadd.device.base import CopyResult
+from kvoffloadd.config import AUTO
+from kvoffloadd.device.base import CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals
-from kvoffloadd.device.work import BlockList, BlockWork
+from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Direction, I64Array, Outcome, U32Array, U64Array
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
@@ -74,7 +85,7 @@ class Jobs:
     lower: LowerTiers | None
     hash_lane: Lane
     signals: Signals
-    verify_loads: bool
+    verify_loads: bool | str  # AUTO: by devices that hash what they load
     running: set[Job] = field(default_factory=set)
     progress: Progress = field(default_factory=Progress)  # the running jobs by number; sessions begin and end them
     waits: Waits = field(default_factory=Waits)
@@ -184,7 +195,7 @@ class Jobs:
 
         With a `request`, its keys below memory are brought there first, while those of the plan are held; what is
         copied is what it resolves to then. A key whose payload was adopted (with `verify_loads`: sealed) and does not
-        match its checksum is dropped before the copy.
+        match its checksum is dropped, and bad: before the copy, or by a copy that hashes, which may have copied it.
         """
         job = Job(Direction.LOAD, options, on_end, _now_s())
         self._hold(job, plan)
@@ -202,7 +213,10 @@ class Jobs:
             await self._fetch(job, request.below)
             self._hold(job, request.resolve())
         await self._verify(job)
-        return await self._copy(job)
+        result = await self._copy(job)
+        if job.hashed.any() and result.outcome is Outcome.DONE:
+            await self._check_hashed(job, result.digests)
+        return result
 
     def _hold(self, job: Job, plan: LoadPlan) -> None:
         """Hold the plan's keys in place of those held so far."""
@@ -210,7 +224,7 @@ class Jobs:
         if len(job.rows):
             self.cache.unhold(job.rows)
         job.rows, job.parts, job.lists = plan.rows, plan.parts, plan.lists
-        job.bad = np.zeros(len(plan.rows), bool)
+        job.bad, job.hashed = np.zeros((2, len(plan.rows)), bool)
 
     async def _fetch(self, job: Job, below: list[GroupLookup]) -> None:
         """Bring these keys into memory. They are held until the job waits again."""
@@ -230,14 +244,21 @@ class Jobs:
         await job.step(Phase.DISK, begin, job.options.deadline_s)
 
     async def _verify(self, job: Job) -> None:
-        """Check the payloads whose checksums are due, one turn of the lane after the other, and drop what is wrong."""
-        columns = self.cache.entries.parts
-        if self.verify_loads:
-            due = np.flatnonzero(columns.state[job.parts] == PartState.SEALED)
+        """Check the payloads whose checksums are due, one turn of the lane after the other, and drop what is wrong. The
+        copy checks those that it can hash.
+        """
+        columns, device = self.cache.entries.parts, job.options.device
+        if self.verifies(device):
+            is_due = columns.state[job.parts] == PartState.SEALED
         else:
-            due = np.flatnonzero(columns.unverified[job.parts])
-        if not len(due):
+            is_due = columns.unverified[job.parts] != 0
+        if not is_due.any():
             return
+        if len(job.parts) > STEP_PARTS:
+            await job.step(Phase.VERIFICATION, behind_others)
+        if device.hashed_load_bytes:
+            job.hashed = is_due & hashable(job.lists, device.hashed_load_bytes)
+        due = np.flatnonzero(is_due & ~job.hashed)
         for turn in in_turns(due, self.cache.entries.payload_bytes(job.parts[due])):
             parts = job.parts[turn]
             digests = await job.step(Phase.VERIFICATION, partial(self._hash, job, parts), job.options.deadline_s)
@@ -245,9 +266,35 @@ class Jobs:
                 if job.stopped is not None:
                     raise Stopped(job.stopped)
                 raise Stopped(Outcome.FAILED, f"verification failed: {digests}")
-            wrong = (digests != columns.digest[parts]).any(axis=1)
-            self.drop(job.rows[turn[wrong]])  # at once, before another job loads them
-            columns.unverified[parts] = 0
+            self._drop_wrong(job, turn, digests)  # at once, before another job loads them
+
+    async def _check_hashed(self, job: Job, digests: U64Array | None) -> None:
+        """Drop what the copy has found wrong, of very many payloads in some turns of the loop."""
+        if digests is None:
+            raise ValueError("a device was to hash what it loads, and did not")
+        copied = np.flatnonzero(job.hashed & ~job.bad)
+        for begin in range(0, len(copied), STEP_PARTS):
+            if begin:
+                await job.pause()
+            step = copied[begin : begin + STEP_PARTS]
+            self._drop_wrong(job, step, digests[step])
+
+    def _drop_wrong(self, job: Job, at: I64Array, digests: U64Array) -> None:
+        """These payloads of a load have these checksums."""
+        columns, parts = self.cache.entries.parts, job.parts[at]
+        wrong = (digests != columns.digest[parts]).any(axis=1)
+        self.drop(job.rows[at[wrong]])
+        columns.unverified[parts] = 0
+
+    def verification(self, device: Device) -> Verification:
+        """What is verified of loads to this device, and when."""
+        if not self.verifies(device):
+            return Verification.ADOPTED
+        return Verification.COPIED if device.hashed_load_bytes else Verification.BEFORE
+
+    def verifies(self, device: Device) -> bool:
+        """Whether all sealed payloads are verified when they are loaded to this device; not only what was adopted."""
+        return device.hashed_load_bytes > 0 if self.verify_loads == AUTO else bool(self.verify_loads)
 
     def _hash(
         self, job: Job, parts: I64Array, resume: Callable[[U64Array | BaseException], None]
@@ -351,9 +398,10 @@ class Jobs:
     def _submit(self, job: Job, resume: Callable[[CopyResult], None]) -> Callable[[], bool]:
         options, lists = job.options, job.lists
         job.lists = []
+        work = BlockWork(lists, ~job.bad if job.bad.any() else None)
         copy = job.copy = options.device.submit(
             job.direction,
-            BlockWork(lists, ~job.bad if job.bad.any() else None),
+            work.hashing() if job.hashed.any() else work,
             deadline_s=options.deadline_s,
             urgent=options.urgent,
             done=resume,

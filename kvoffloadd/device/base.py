@@ -45,7 +45,7 @@ class CopyResult:
     copies: int
     seconds: float  # from `submit` to the last access
     reason: str = ""
-    digests: U64Array | None = None  # (payloads, 2): of a store that is DONE; None: it was not hashed meanwhile
+    digests: U64Array | None = None  # (payloads, 2): of what was read, if it is DONE; None: it was not hashed
 
     @classmethod
     def not_begun(cls, outcome: Outcome, reason: str = "") -> CopyResult:
@@ -95,6 +95,7 @@ class Device(Protocol):
     """All methods are for the event loop's thread."""
 
     kind: str
+    hashed_load_bytes: int  # of a payload that a load can hash while it is copied, at most; 0: it hashes none
 
     async def unmap(self, allocation: Allocation) -> None:
         """Ends a mapping, off the loop. The caller guarantees that no copy uses it, and none will.
@@ -119,7 +120,8 @@ class Device(Protocol):
         `done` is called exactly once, on the loop, never within this call, after the last access to any byte of
         `work`. `deadline_s`: absolute, of `loop.time()`; chunks that have not begun by then are dropped. `flow`:
         whose copies these are; copies of one direction share the device as flows do, chunk by chunk. `urgent`: goes
-        before most of the flow's other copies. Stores and loads never wait for each other.
+        before most of the flow's other copies. Stores and loads never wait for each other. A store is hashed while it
+        is copied where that costs little; a load if `work` is a `HashedWork`, see `hashed_load_bytes`.
 
         Raises:
             UsageError: the device is closed.

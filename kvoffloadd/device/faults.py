@@ -58,7 +58,7 @@ class FaultyDevice:
         corrupt_every: int = 0,
         fail_every: int = 0,
     ) -> None:
-        self.kind = inner.kind
+        self.kind, self.hashed_load_bytes = inner.kind, inner.hashed_load_bytes
         self.planted = 0
         self._inner = inner
         self._delay_s = delay_s

@@ -18,10 +18,11 @@ from kvoffloadd.device.base import Allocation, CopyResult, Work
 from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Mover, Turn, lane_gauges
 from kvoffloadd.device.copyruns import copy_payloads, copy_runs
 from kvoffloadd.device.holes import Holes
-from kvoffloadd.device.plan import CHUNK_DESCRIPTORS, Copies, PayloadCopies, split, split_payloads
+from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
+from kvoffloadd.device.work import HASHED_DESCRIPTORS, HashedWork
 from kvoffloadd.errors import LimitError, MemoryKindError, UsageError
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
-from kvoffloadd.model import Direction, Outcome, U64Array
+from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 
 SPLIT_BYTES_MIN = 1 << 20
@@ -31,7 +32,6 @@ UNMAP_THREADS = 2
 """Made at the start: memory must be unmapped, too, when no thread can be made any more."""
 
 _PIECE_BYTES_MIN = SPLIT_BYTES_MIN // 2
-_HASHED_DESCRIPTORS = 4 * CHUNK_DESCRIPTORS  # of a payload that is hashed while it is copied, at most
 _ROOT_UID = 0
 
 
@@ -65,6 +65,7 @@ class HostDevice:
         self._loop = loop
         self._copy_threads = copy_threads
         self._chunk_bytes = min(chunk_bytes, TURN_BYTES)
+        self.hashed_load_bytes = self._chunk_bytes // 2 if copy_payloads is not None else 0
         self._lanes = {direction: Lane(direction.value, copy_threads, loop) for direction in Direction}
         self._unmapping = Lane("unmap", UNMAP_THREADS, loop)
         self._copies: set[ChunkedCopy] = set()
@@ -109,12 +110,13 @@ class HostDevice:
         threads = self._copy_threads if work.total_bytes >= SPLIT_BYTES_MIN else 1
         piece_bytes = min(self._chunk_bytes, max(work.total_bytes // threads, _PIECE_BYTES_MIN))
         pieces, cutter = threads if work.small else 1, split
+        hashed = work if isinstance(work, HashedWork) else None
         if direction is Direction.STORE and copy_payloads is not None:
             # Payloads are not divided, so only if all threads have about as much to do: at most a quarter more.
             most_bytes = piece_bytes if threads == 1 else min(self._chunk_bytes // 2, work.total_bytes // (4 * threads))
-            hashed = work.hashed(_HASHED_DESCRIPTORS, most_bytes)
-            if hashed is not None:
-                work, cutter, done = hashed, split_payloads, partial(_end_hashed, done, hashed.digests)
+            hashed = work.hashed(HASHED_DESCRIPTORS, most_bytes)
+        if hashed is not None:
+            work, cutter, done = hashed, split_payloads, partial(_end_hashed, done, hashed)
         cut = partial(cutter, pieces=pieces, min_piece_bytes=_PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
         chunks = Chunks(work, direction, cut, piece_bytes)
         turn = Turn(self._loop, self._lanes[direction], threads, urgent, flow)
@@ -158,8 +160,8 @@ def copy_chunk(chunk: Copies) -> None:
         copy_runs(chunk.src, chunk.dst, chunk.size)
 
 
-def _end_hashed(done: Callable[[CopyResult], None], digests: U64Array, result: CopyResult) -> None:
-    done(replace(result, digests=digests) if result.outcome is Outcome.DONE else result)
+def _end_hashed(done: Callable[[CopyResult], None], work: HashedWork, result: CopyResult) -> None:
+    done(replace(result, digests=work.found()) if result.outcome is Outcome.DONE else result)
 
 
 def _check_memory(fd: int, peer_uid: int) -> int:

@@ -154,6 +154,11 @@ class GroupPlan:
         size = np.broadcast_to(self.size[low:high], memory.shape)
         return memory.reshape(-1), payload.reshape(-1), size.reshape(-1)
 
+    def descriptors_of(self, blocks: U32Array) -> I64Array:
+        """How many descriptors `expand` yields for each of the keys that have these block ids."""
+        counts: I64Array = (blocks != NO_BLOCK) @ np.bincount(self.block, minlength=self.blocks_per_key)
+        return counts
+
     def _expand_some(
         self, blocks: U32Array, wanted: BoolArray, payload_addresses: U64Array, window: slice
     ) -> tuple[U64Array, U64Array, U64Array]:
@@ -245,7 +250,8 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PayloadCopies(Copies):
-    """Copies that store whole payloads, each in the order of its bytes, and where their checksums go.
+    """Copies of payloads that are not divided, each in the order of its bytes, and where the checksums of what is read
+    go: those of the payloads, where they are copied whole.
 
     `counts`: u64 `(payloads,)`, the copies of each payload, which come one payload after the other. `digests`: u64
     `(payloads, 2)`, a view of the job's, written by whoever copies.

@@ -6,14 +6,25 @@ copy (see `chunked`), and live as long as their chunk. Immutable: any thread may
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from kvoffloadd.device.plan import Copies, GroupPlan, PayloadCopies, coalesce_payloads, concatenate, make_copies
+from kvoffloadd.device.plan import (
+    CHUNK_DESCRIPTORS,
+    Copies,
+    GroupPlan,
+    PayloadCopies,
+    coalesce_payloads,
+    concatenate,
+    make_copies,
+)
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, U32Array, U64Array
+
+HASHED_DESCRIPTORS = 4 * CHUNK_DESCRIPTORS
+"""Of a payload that is hashed while it is copied, at most: it is copied in one chunk."""
 
 SMALL_DESCRIPTORS, SMALL_LISTS = 65_536, 8
 """Work of no more than that is expanded at once: it takes the event loop at most some milliseconds, and less time
@@ -44,13 +55,20 @@ class BlockList:
     columns: I64Array
     addresses: U64Array
 
-    def wanted(self) -> BlockList:
-        """Those payloads alone of which some block is wanted."""
-        some = (self.blocks != NO_BLOCK).any(axis=1)[self.keys]
-        return self if some.all() else self.only(some)
+    def wanted(self) -> BoolArray:
+        """Of which payloads some block is wanted."""
+        some: BoolArray = (self.blocks != NO_BLOCK).any(axis=1)[self.keys]
+        return some
+
+    def whole(self) -> BoolArray:
+        """Of which payloads all blocks are wanted."""
+        every: BoolArray = (self.blocks != NO_BLOCK).all(axis=1)[self.keys]
+        return every
 
     def only(self, mask: BoolArray) -> BlockList:
         """Those payloads alone that are in the mask."""
+        if mask.all():
+            return self
         return BlockList(self.plans, self.blocks, self.keys[mask], self.columns[mask], self.addresses[mask])
 
     def blocks_of_plans(self) -> list[int]:
@@ -75,21 +93,26 @@ class BlockList:
         order = np.argsort(payload, kind="stable")
         return make_copies(direction, memory[order], payload[order], sizes[order], len(sizes))
 
-    def make_payloads(self, rows: slice, digests: U64Array) -> PayloadCopies:
-        """The copies that store these payloads, of which every block is wanted; `digests`: those of the payloads."""
+    def make_payloads(self, direction: Direction, rows: slice, digests: U64Array) -> PayloadCopies:
+        """The copies of these payloads, none of which is divided; `digests`: those of the payloads."""
         keys, columns, addresses = self.keys[rows], self.columns[rows], self.addresses[rows]
-        counts = np.array([len(plan.size) for plan in self.plans], np.int64)[columns]
         if len(self.plans) == 1:
-            memory, payload, sizes = self.plans[0].expand(self.blocks[keys], addresses)
+            blocks = self.blocks[keys]
+            counts = self.plans[0].descriptors_of(blocks)
+            memory, payload, sizes = self.plans[0].expand(blocks, addresses)
         else:
+            by_plan = [columns == column for column in range(len(self.plans))]
+            counts = np.empty(len(keys), np.int64)
+            for plan, mine in zip(self.plans, by_plan, strict=True):
+                counts[mine] = plan.descriptors_of(self.blocks[keys[mine]])
             starts = np.cumsum(counts) - counts
             memory, payload, sizes = np.empty((3, int(counts.sum())), np.uint64)
-            for column, plan in enumerate(self.plans):
-                mine = columns == column
-                made = plan.expand(self.blocks[keys[mine]], addresses[mine])
-                at = (starts[mine][:, None] + np.arange(len(plan.size))).reshape(-1)
-                memory[at], payload[at], sizes[at] = made
-        src, dst, size, counts = coalesce_payloads(memory, payload, sizes, counts)
+            for plan, mine in zip(self.plans, by_plan, strict=True):
+                many = counts[mine]
+                at = np.repeat(starts[mine] - (np.cumsum(many) - many), many) + np.arange(many.sum())
+                memory[at], payload[at], sizes[at] = plan.expand(self.blocks[keys[mine]], addresses[mine])
+        src, dst = (memory, payload) if direction is Direction.STORE else (payload, memory)
+        src, dst, size, counts = coalesce_payloads(src, dst, sizes, counts)
         return PayloadCopies(src, dst, size, len(sizes), counts.astype(np.uint64), digests)
 
 
@@ -97,12 +120,14 @@ class BlockWork:
     """All that a job copies, or the payloads that are in the mask alone. See `base.Work`."""
 
     def __init__(self, lists: list[BlockList], mask: BoolArray | None = None) -> None:
-        self.payloads = sum(len(one.keys) for one in lists)
+        wanted = [one.wanted() for one in lists]
         if mask is not None:
             masks = np.split(mask, np.cumsum([len(one.keys) for one in lists])[:-1])
-            lists = [one.only(some) for one, some in zip(lists, masks, strict=True)]
-        self._lists = [one for one in map(BlockList.wanted, lists) if len(one.keys)]
-        missing = self.payloads - sum(len(one.keys) for one in self._lists)
+            wanted = [some & left for some, left in zip(wanted, masks, strict=True)]
+        chosen = [one.only(some) for one, some in zip(lists, wanted, strict=True)]
+        self._lists = [one for one in chosen if len(one.keys)]
+        self.copied: BoolArray = np.concatenate([np.zeros(0, bool), *wanted])  # which of all payloads
+        missing = np.count_nonzero(~self.copied)
         self.total_bytes = self.descriptors = self.payload_end = 0
         for one in self._lists:
             blocks_of_plans = one.blocks_of_plans()
@@ -142,32 +167,37 @@ class BlockWork:
         """See `base.Work`."""
         if not self._whole or self._widest > most_descriptors or self._largest_bytes > most_bytes:
             return None
+        return self.hashing()
+
+    def hashing(self) -> HashedWork:
+        """The same, whose payloads are hashed while they are copied: see `hashable`."""
         return HashedWork(self, self._lists)
 
 
 class HashedWork:
-    """A store's work whose payloads are hashed while they are copied. See `base.Work`; it makes `PayloadCopies`.
+    """Work whose payloads are hashed while they are copied. See `base.Work`; it makes `PayloadCopies`.
 
-    `digests`: u64 `(payloads, 2)`, in the order of the lists; complete when all has been copied. Of each piece it is
-    written by the thread that copies it, and by no other.
+    `digests`: u64 `(payloads, 2)`, of those that are copied, in the order of the lists; complete when all has been
+    copied. Of each piece it is written by the thread that copies it, and by no other.
     """
 
     def __init__(self, work: BlockWork, lists: list[BlockList]) -> None:
         self.total_bytes, self.descriptors, self.payload_end = work.total_bytes, work.descriptors, work.payload_end
         self.small = work.small
-        self.digests: U64Array = np.zeros((work.payloads, 2), np.uint64)
+        self.digests: U64Array = np.zeros((np.count_nonzero(work.copied), 2), np.uint64)
         self.pieces = work.pieces
+        self._copied = work.copied
         self._lists = lists
         counts = [len(one.keys) for one in lists]
         self._firsts = np.cumsum([0, *counts]).tolist()
 
     def make(self, direction: Direction, piece: Piece) -> Copies:
         """See `base.Work`. The piece has whole payloads, as all have that `hashed` allows."""
-        return self._make(piece.list_number, piece.first, piece.end)
+        return self._make(direction, piece.list_number, piece.first, piece.end)
 
     def make_all(self, direction: Direction) -> Copies:
         """See `base.Work`."""
-        made = [self._make(number, 0, len(one.keys)) for number, one in enumerate(self._lists)]
+        made = [self._make(direction, number, 0, len(one.keys)) for number, one in enumerate(self._lists)]
         if len(made) == 1:
             return made[0]
         copies = concatenate(made)
@@ -179,6 +209,25 @@ class HashedWork:
         del most_descriptors, most_bytes
         return self
 
-    def _make(self, number: int, first: int, end: int) -> PayloadCopies:
+    def found(self) -> U64Array:
+        """The digests, u64 `(payloads, 2)`, of all payloads that the lists had: 0 where nothing is copied."""
+        if len(self.digests) == len(self._copied):
+            return self.digests
+        digests = np.zeros((len(self._copied), 2), np.uint64)
+        digests[self._copied] = self.digests
+        return digests
+
+    def _make(self, direction: Direction, number: int, first: int, end: int) -> PayloadCopies:
         at = self._firsts[number]
-        return self._lists[number].make_payloads(slice(first, end), self.digests[at + first : at + end])
+        digests = self.digests[at + first : at + end]
+        return self._lists[number].make_payloads(direction, slice(first, end), digests)
+
+
+def hashable(lists: Sequence[BlockList], most_bytes: int) -> BoolArray:
+    """Of which payloads `BlockWork.hashing` finds the checksums: those that are copied whole. It divides no payload, so
+    none at all if one of them has more than so many bytes, or than HASHED_DESCRIPTORS.
+    """
+    plans = [plan for one in lists for plan in one.plans]
+    if any(len(plan.size) > HASHED_DESCRIPTORS or plan.payload_bytes > most_bytes for plan in plans):
+        return np.zeros(sum(len(one.keys) for one in lists), bool)
+    return np.concatenate([np.zeros(0, bool), *(one.whole() for one in lists)])

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator
 
 from kvoffloadd.config import Config, CopyConfig, MemoryConfig
+from kvoffloadd.device.copyruns import copy_payloads
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.errors import ConfigError
@@ -62,6 +63,24 @@ def check_helpers() -> Iterator[Diagnosis]:
         )
     else:
         yield ok("compiled helpers", "built")
+
+
+def check_loads(memory: MemoryConfig) -> Iterator[Diagnosis]:
+    """What keeps payloads that have changed in memory from being loaded."""
+    hashes = copy_payloads is not None
+    if memory.verify_loads is True:
+        yield ok(
+            "verified loads", f"to shared memory {'while' if hashes else 'before'} they are copied; to GPUs before"
+        )
+    elif not memory.verify_loads:
+        yield ok("verified loads", "of what an earlier daemon left; no others (memory.verify_loads = false)")
+    elif hashes:
+        yield ok("verified loads", "to shared memory, while they are copied; not to GPUs")
+    else:
+        yield note(
+            "verified loads", "none but of what an earlier daemon left: the compiled helper is not in use",
+            "build the compiled helpers, or set memory.verify_loads = true, which costs a pass over their bytes",
+        )  # fmt: skip
 
 
 def check_memory(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:

@@ -164,14 +164,8 @@ class Context:
             "remote": self.remote is not None,
             "cuda": self.config.cuda.enabled,
         }
-        return [
-            "host",
-            "memory",
-            "keep",
-            "clear_token",
-            "composition",
-            *(name for name, has in optional.items() if has),
-        ]
+        always = ["host", "memory", "keep", "clear_token", "composition"]
+        return [*always, *(name for name, has in optional.items() if has)]
 
     async def reserve(self, request: Sequence[Wanted], check: Callable[[], None]) -> list[Reservation]:
         """`reserve_all` of very many keys, over several turns of the loop. `check()` is called in each, and may raise:

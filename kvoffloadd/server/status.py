@@ -133,7 +133,10 @@ def _all_users(context: Context) -> dict[str, Any]:
         },
         "running": {"jobs": len(jobs.running), "holds": jobs.holds},
         "server": {name: getattr(context.counters, name) for name in context.counters.__slots__},
-        "devices": {device.kind: device.gauges() for device in context.devices},
+        "devices": {
+            device.kind: {**device.gauges(), "loads_verified": jobs.verification(device).value}
+            for device in context.devices
+        },
         "lanes": _lanes(context),
         "hash_lane": {"queued": context.hash_lane.queued, "running": context.hash_lane.running},
         "instances": len(context.instances),

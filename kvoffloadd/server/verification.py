@@ -38,11 +38,9 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
     """
     audit = AuditRun()
     await _check_books(context, audit)
-    if audit.findings and not context.jobs.verify_loads:
+    if audit.findings and context.jobs.verify_loads is not True:
         # A place that two keys believe to be theirs shows in a checksum, and nowhere else.
-        log.critical(
-            "the self-audit found errors: from now on payloads are verified before each load; restart the daemon"
-        )
+        log.critical("the self-audit found errors: from now on payloads are verified at each load; restart the daemon")
         context.jobs.verify_loads = True
     columns = context.cache.entries.parts
     audit.slots = int(np.count_nonzero(columns.state[: columns.runs.used]))

@@ -6,6 +6,9 @@ measures memcpy row by row, stores back to back (the arena is full: each store e
 each, loads, and memcpy again. Times are the client's: from `store` or `load` to the end of `wait`. `ratio_to_limit` is
 the median over the rounds of (memcpy's time) / (the job's time). Then another process pings the daemon while nothing is
 copied, and while stores and loads are.
+
+With `--unverified`, each load is beside one of a second daemon, which has `memory.verify_loads = false`:
+`ratio_to_unverified` is the median over the rounds of (its time) / (the load's time).
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ REFS = (1, 16, 64)
 ROW_BYTES = (4 << 10, 16 << 10, 64 << 10, 1 << 20)
 LARGE_ROW_BYTES = 16 << 10
 LARGE_RATIO_MIN, SMALL_RATIO_MIN = 0.85, 0.60
+UNVERIFIED_RATIO_MIN = 0.90
 PING_RATIO_MAX = 10.0
 """Of another session's p99 beside jobs, to the one without."""
 SETS = 3
@@ -188,15 +192,28 @@ Samples = dict[str, list[float]]
 """What was measured -> mean seconds of one job, by round; the daemon's own under "daemon ..."."""
 
 
-def measure(bench: Bench, rounds: int, jobs: int) -> Samples:
+def measure(bench: Bench, unverified: Bench | None, rounds: int, jobs: int) -> Samples:
     """Rounds of `jobs` jobs of each kind; the first warms up, after every page of the arena has been written."""
     samples: Samples = {}
-    for _ in range(SETS + 1):
-        bench.store()
+    for each in filter(None, (bench, unverified)):
+        for _ in range(SETS + 1):
+            each.store()
+        each.drain()
     with ThreadPoolExecutor(bench.threads) as pool:
         for number in range(-1, rounds):
-            measure_round(bench, samples if number >= 0 else {}, jobs, pool)
+            kept = samples if number >= 0 else {}
+            measure_round(bench, kept, jobs, pool)
+            if unverified is not None:
+                measure_pairs(bench, unverified, kept, jobs)
     return samples
+
+
+def measure_pairs(bench: Bench, unverified: Bench, kept: Samples, jobs: int) -> None:
+    """Loads of both daemons by turns."""
+    bench.drain()
+    pairs = [(bench.load(), unverified.load()) for _ in range(jobs)]
+    for what, times in zip(("load beside unverified", "unverified"), zip(*pairs, strict=True), strict=True):
+        note(kept, what, list(times))
 
 
 def measure_round(bench: Bench, kept: Samples, jobs: int, pool: ThreadPoolExecutor) -> None:
@@ -264,14 +281,18 @@ def run_case(case: Case | LayoutCase, arguments: argparse.Namespace) -> dict[str
         "limits.keys_per_request": str(case.groups * case.keys_in(arguments.bytes)),
     }
     namespace = NamespaceSpec(model="bench_copy", key_bytes=KEY_BYTES)
-    with (
-        private_folder() as folder,
-        Daemon(Path(folder), SETS * job_bytes, settings) as daemon,
-        Client(daemon.socket, namespace=namespace, deadline_s=WAIT_S) as client,
-    ):
-        bench = Bench(client, case, arguments.bytes, arguments.threads)
-        samples = measure(bench, arguments.rounds, arguments.jobs)
-        lag = measure_lag(bench, daemon, Path(folder) / "ping.log", 2 * arguments.jobs)
+    with contextlib.ExitStack() as stack:
+
+        def begin(more: dict[str, str]) -> tuple[Bench, Daemon, Path]:
+            folder = Path(stack.enter_context(private_folder()))
+            daemon = stack.enter_context(Daemon(folder, SETS * job_bytes, settings | more))
+            client = stack.enter_context(Client(daemon.socket, namespace=namespace, deadline_s=WAIT_S))
+            return Bench(client, case, arguments.bytes, arguments.threads), daemon, folder
+
+        bench, daemon, folder = begin({})
+        unverified = begin({"memory.verify_loads": "false"})[0] if arguments.unverified else None
+        samples = measure(bench, unverified, arguments.rounds, arguments.jobs)
+        lag = measure_lag(bench, daemon, folder / "ping.log", 2 * arguments.jobs)
     return {
         "name": case.name,
         "row_bytes": case.row_bytes,
@@ -282,12 +303,18 @@ def run_case(case: Case | LayoutCase, arguments: argparse.Namespace) -> dict[str
         "daemon_ratio": {what: ratio(samples, f"daemon {what}") for what in ("store", "store, drained", "load")},
         "gib_per_s": {what: round(job_bytes / GIB / p50(seconds), 2) for what, seconds in samples.items()},
         "ping": lag,
+        **({"ratio_to_unverified": ratio_to_unverified(samples)} if arguments.unverified else {}),
     }
 
 
 def ratio(samples: Samples, what: str) -> float:
     """To memcpy."""
     return round(median_ratio(samples["memcpy"], samples[what]), 3)
+
+
+def ratio_to_unverified(samples: Samples) -> float:
+    """Of a load."""
+    return round(median_ratio(samples["unverified"], samples["load beside unverified"]), 3)
 
 
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -302,6 +329,9 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
                 least = min(case["ratio_to_limit"][what] for case in mine)
                 bounds.append(at_least(f"{what}, {label}: least ratio to memcpy", least, minimum))
     ratio_to_limit = min(bound.value for bound in bounds)
+    if unverified := [case["ratio_to_unverified"] for case in cases if "ratio_to_unverified" in case]:
+        what = "load: least ratio to one that is not verified"
+        bounds.append(at_least(what, min(unverified), UNVERIFIED_RATIO_MIN))
     most = max(case["ping"][what]["p99_us"] / case["ping"]["idle"]["p99_us"] for case in cases for what in BUSY)
     bounds.append(at_most("ping beside jobs, p99: greatest ratio to the idle one", most, PING_RATIO_MAX))
     return judged({"cases": cases, "ratio_to_limit": ratio_to_limit}, bounds)
@@ -321,6 +351,12 @@ def show(result: dict[str, Any]) -> None:
             for case in result["cases"]
         ),
     )
+    if any("ratio_to_unverified" in case for case in result["cases"]):
+        print_grid(
+            "\nloads that verify what they copy: ratio to loads that do not",
+            ("rows x tensors", "load"),
+            ((case["name"], f"{case['ratio_to_unverified']:.2f}") for case in result["cases"]),
+        )
     print_grid(
         "\nround trip of another session's ping meanwhile, p99 / longest, ms",
         ("rows x tensors", "idle", "stores", "loads"),
@@ -347,6 +383,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=3, help="jobs of each kind in a round (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="copy_threads (default: %(default)s)")
     parser.add_argument("--rows", type=size, nargs="*", help="rows of these bytes only")
+    parser.add_argument("--unverified", action="store_true", help="also loads of a second daemon that verifies none")
     add_layout(parser)
     arguments = parser.parse_args()
     rows = [case for case in CASES if not arguments.rows or case.row_bytes in arguments.rows]

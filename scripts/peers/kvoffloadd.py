@@ -38,10 +38,11 @@ class Kvoffloadd:
             "copy.threads": str(setting.threads),
             "disk.read_threads": str(setting.threads),
             "disk.write_threads": str(setting.threads),
-            "memory.verify_loads": str(setting.verified).lower(),
             # Slabs of whole payloads, so that small memories are used up.
             "memory.slab_bytes": str(8 * geometry.chunk_bytes),
         }
+        if setting.verified:
+            settings["memory.verify_loads"] = "true"
         self._pool: Path | None = None
         if setting.disk is not None:
             settings["disk.roots"] = f'[{{ path = "{setting.disk}", capacity = {setting.disk_bytes} }}]'

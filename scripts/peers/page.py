@@ -35,10 +35,9 @@ What holds for all of them:
 
 And for each:
 
-- **kvoffloadd**: defaults, but for sizes and threads. Each payload is hashed while it is stored. What comes from
-  disk, or from memory that an earlier daemon left, is verified before it is served; what was stored since the start
-  only with `memory.verify_loads`. Without a disk, its memory is a file in /dev/shm; its systemd unit keeps memory
-  over a restart, too.
+- **kvoffloadd**: defaults, but for sizes and threads. Each payload is hashed while it is stored, and again while it
+  is loaded (`memory.verify_loads`; on GPUs it is an option, and off). What comes from disk is verified before it is
+  served. Without a disk, its memory is a file in /dev/shm; its systemd unit keeps memory over a restart, too.
 - **LMCache**: `lmcache server` and its own client classes, ZMQ on the loopback interface, memory allocated at the
   start, metrics and events off. *Engine copies* is `engine_driven` through the server's shared memory, its own
   choice on a CPU; *server copies* is `lmcache_driven`, as with GPUs. **On a CPU both copy with portable torch code:

@@ -219,7 +219,8 @@ async def test_what_the_worker_asks_for_counts_more_than_the_deadline() -> None:
     jobs = Jobs(cache, None, lane, nobody, False)
     plan = LoadPlan(cache.entries.parts.row[parts], parts, [])
     ends: list[Completion] = []
-    job = jobs.load(plan, CopyOptions(nobody, 1e9), ends.append)
+    device: Any = SimpleNamespace(hashed_load_bytes=0)
+    job = jobs.load(plan, CopyOptions(device, 1e9), ends.append)
     job.stop(Outcome.EXPIRED)
     job.cancel()
     assert ends == []

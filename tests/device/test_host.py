@@ -24,11 +24,11 @@ from kvoffloadd.device import host
 from kvoffloadd.device.copyruns import copy_payloads
 from kvoffloadd.device.host import HostDevice, copy_chunk
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
-from kvoffloadd.device.work import BlockList, BlockWork
+from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.errors import MemoryKindError, UsageError
 from kvoffloadd.fairqueue import FairQueue
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
-from kvoffloadd.model import Direction, Outcome, Ref
+from kvoffloadd.model import NO_BLOCK, Direction, Outcome, Ref
 from kvoffloadd.sharedmem import create_memfd
 from tests.device.memory import Made, address, noise, u64
 
@@ -288,7 +288,7 @@ def blocks_of(src: U8Array, dst: U8Array, page_bytes: int, per_key: int) -> Bloc
 async def test_a_store_is_hashed_meanwhile(
     device: HostDevice, size_bytes: int, page_bytes: int, per_key: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one whose payloads are too large for it, or where nothing can, is not; and no load is."""
+    """And one whose payloads are too large for it, or where nothing can, is not; and no load is, unless it asks."""
     size_bytes -= size_bytes % (page_bytes * per_key)
     src, dst, results = noise(size_bytes), np.zeros(size_bytes, np.uint8), Results()
     work, payload_bytes = blocks_of(src, dst, page_bytes, per_key), page_bytes * per_key
@@ -316,6 +316,56 @@ async def test_a_store_is_hashed_meanwhile(
     whole = blocks_of(src, dst, page_bytes, len(src) // page_bytes)
     if size_bytes >= 4 * MIB:
         assert (await copied("one payload for two threads", Direction.STORE, whole)).digests is None
+
+
+@pytest.mark.skipif(copy_payloads is None, reason="nothing hashes while it copies here")
+@pytest.mark.parametrize(
+    ("pages", "per_key", "page_bytes"), [(64, 4, 64), (1024, 4, 4096), (2000, 2, 3001), (2, 1, MIB)]
+)
+async def test_a_load_is_hashed_on_request(device: HostDevice, pages: int, per_key: int, page_bytes: int) -> None:
+    """What it tells is what the payload held that it read, for each that it copies whole."""
+    memory, payloads, results = np.zeros(pages * page_bytes, np.uint8), noise(pages * page_bytes), Results()
+    count = pages // per_key
+    plan = GroupPlan.build([Tensor(address(memory), pages, page_bytes, page_bytes)], [Ref(0, 0, page_bytes)], per_key)
+    ids = np.random.default_rng(4).permutation(pages).astype(np.uint32).reshape(-1, per_key)
+    at = np.uint64(address(payloads)) + np.arange(count, dtype=np.uint64) * np.uint64(per_key * page_bytes)
+    one = BlockList((plan,), ids, np.arange(count), np.zeros(count, np.int64), at)
+    if per_key > 1:
+        ids[1, 1] = NO_BLOCK
+    left_out = np.arange(count) == count - 1
+    whole = hashable([one], device.hashed_load_bytes)
+    assert whole.tolist() == [number != 1 or per_key == 1 for number in range(count)]
+    deadline_s = asyncio.get_running_loop().time() + 20
+    work = BlockWork([one], ~left_out).hashing()
+    device.submit(Direction.LOAD, work, deadline_s=deadline_s, urgent=True, done=results.done("a"))
+    result = await results.get("a")
+    assert (result.outcome, result.bytes) == (Outcome.DONE, work.total_bytes)
+    assert result.digests is not None
+    by_key = payloads.reshape(count, -1)
+    for number in np.flatnonzero(whole & ~left_out):
+        assert result.digests[number].astype(">u8").tobytes() == xxhash.xxh3_128_digest(by_key[number].data)
+    assert not result.digests[left_out].any()
+    rows, copied = memory.reshape(pages, -1), ids[~left_out]
+    pages_of = payloads.reshape(count, per_key, -1)[~left_out]
+    assert np.array_equal(rows[copied[copied != NO_BLOCK]], pages_of[copied != NO_BLOCK])
+
+
+@pytest.mark.skipif(copy_payloads is None, reason="nothing hashes while it copies here")
+async def test_a_load_that_fails_has_no_digests(device: HostDevice) -> None:
+    src, dst, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), Results()
+    device.mover = FailingMover()
+    deadline_s = asyncio.get_running_loop().time() + 20
+    work = blocks_of(src, dst, 4096, 1).hashing()
+    device.submit(Direction.LOAD, work, deadline_s=deadline_s, urgent=False, done=results.done("a"))
+    result = await results.get("a")
+    assert (result.outcome, result.digests) == (Outcome.FAILED, None)
+
+
+async def test_without_the_helper_no_load_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "copy_payloads", None)
+    made = HostDevice(asyncio.get_running_loop(), 1, MIB)
+    assert made.hashed_load_bytes == 0
+    assert await made.close(10)
 
 
 @pytest.mark.skipif(copy_payloads is None, reason="nothing hashes while it copies here")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvoffloadd.device import chunked as chunks_module
 from kvoffloadd.device.chunked import Chunks
 from kvoffloadd.device.plan import Copies, GroupPlan, PayloadCopies, Tensor, split, split_payloads
-from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList, BlockWork
+from kvoffloadd.device.work import HASHED_DESCRIPTORS, SMALL_DESCRIPTORS, BlockList, BlockWork, hashable
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import NO_BLOCK, Direction, Ref
 from tests.device.memory import u64
@@ -163,6 +163,55 @@ def test_what_is_not_copied_whole_is_not_hashed() -> None:
     assert work(gap).hashed(8, 64) is None, "one is not copied at all"
     assert work(blocks, [True, False, True]).hashed(8, 64) is None
     assert work(blocks, [True, True, True]).hashed(8, 64) is not None
+
+
+@given(lists(), st.data(), st.sampled_from(Direction), st.sampled_from([1, 2, 3, 40]), st.sampled_from([1, 50, 1000]))
+@settings(max_examples=200, deadline=None)
+def test_hashing_work_copies_what_is_wanted_and_tells_what_it_found_of_what(
+    some: list[BlockList], data: st.DataObject, direction: Direction, pieces: int, size: int
+) -> None:
+    """Payloads that are left out, or copied in part, take nobody else's place."""
+    count = sum(len(one.keys) for one in some)
+    mask = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool)
+    work = BlockWork(some, mask)
+    hashed = work.hashing()
+    whole = hashed.make_all(direction)
+    assert bytes_of(whole) == bytes_of(work.make_all(direction))
+    made = [hashed.make(direction, piece) for piece in hashed.pieces(40, 50)]
+    chunks = [chunk for copies in made for chunk in split_payloads(copies, pieces, 1, chunk_bytes=size)]
+    assert sorted(pair for chunk in chunks for pair in bytes_of(chunk)) == bytes_of(whole)
+    assert sum(chunk.descriptors for chunk in chunks) == work.descriptors
+    addresses = np.concatenate([one.addresses for one in some])
+    wanted = np.concatenate([one.wanted() for one in some]) & mask
+    number_of = {int(address): at for at, address in enumerate(addresses.tolist())}
+    told = dict[int, int]()
+    for chunk in chunks:
+        assert isinstance(chunk, PayloadCopies)
+        payload = chunk.src if direction is Direction.LOAD else chunk.dst
+        firsts = (np.cumsum(chunk.counts) - chunk.counts).astype(int)
+        for first, digest in zip(firsts, chunk.digests, strict=True):
+            below = max(at for at in number_of if at <= int(payload[first]))
+            told[number_of[below]] = digest[0] = number_of[below] + 1
+    assert sorted(told) == np.flatnonzero(wanted).tolist()
+    assert hashed.found()[:, 0].tolist() == [at + 1 if wanted[at] else 0 for at in range(count)]
+
+
+def test_what_a_load_can_hash() -> None:
+    """Payloads that are copied whole, unless one of the job is too large, or has too many runs, for one chunk."""
+    small = GroupPlan.build([Tensor(0, BLOCKS, 64, 64)], [Ref(0, 0, 8, 4, 16)], 2)
+    runs = GroupPlan.build([Tensor(0, BLOCKS, 1 << 14, 1 << 14)], [Ref(0, 0, 1, HASHED_DESCRIPTORS, 2)], 1)
+    more = GroupPlan.build([Tensor(0, BLOCKS, 1 << 14, 1 << 14)], [Ref(0, 0, 1, HASHED_DESCRIPTORS + 1, 2)], 1)
+
+    def of(plan: GroupPlan, ids: list[list[int]]) -> BlockList:
+        numbers = np.arange(len(ids))
+        return BlockList((plan,), np.array(ids, np.uint32), numbers, np.zeros_like(numbers), u64([1 << 40] * len(ids)))
+
+    some = of(small, [[0, 1], [2, NO_BLOCK], [NO_BLOCK, NO_BLOCK], [3, 4]])
+    assert hashable([some], 64).tolist() == [True, False, False, True]
+    assert hashable([some], 63).tolist() == [False] * 4
+    assert hashable([some, of(runs, [[5]])], 1 << 20).tolist() == [True, False, False, True, True]
+    assert not hashable([some, of(more, [[5]])], 1 << 20).any()
+    assert hashable([], 64).tolist() == []
 
 
 def test_neighbours_of_two_payloads_stay_two_copies() -> None:

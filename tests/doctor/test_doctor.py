@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from kvoffloadd import cli, config
-from kvoffloadd.doctor import Diagnosis, Host, Verdict, examine, places
+from kvoffloadd.doctor import Diagnosis, Host, Verdict, examine, places, system
 from kvoffloadd.doctor.gpus import check_gpus
 from kvoffloadd.doctor.host import NAMESPACES_OF_THE_HOST
-from kvoffloadd.doctor.system import check_holes, check_kernel, check_limits, check_memory, check_shm
+from kvoffloadd.doctor.system import check_holes, check_kernel, check_limits, check_loads, check_memory, check_shm
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.trial.wait import HANG_S
 from scripts.harness.daemon import Daemon
@@ -161,6 +161,26 @@ def test_shared_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     place.rmdir()
     assert only(check_shm(host), "/dev/shm").verdict == Verdict.PROBLEM
+
+
+@pytest.mark.parametrize(
+    ("verify_loads", "hashes", "verdict", "said"),
+    [
+        ("auto", True, Verdict.OK, "to shared memory, while they are copied; not to GPUs"),
+        ("auto", False, Verdict.NOTE, "the compiled helper is not in use"),
+        ("true", True, Verdict.OK, "to shared memory while they are copied; to GPUs before"),
+        ("true", False, Verdict.OK, "to shared memory before they are copied; to GPUs before"),
+        ("false", True, Verdict.OK, "memory.verify_loads = false"),
+        ("false", False, Verdict.OK, "memory.verify_loads = false"),
+    ],
+)
+def test_what_is_verified_of_loads(
+    verify_loads: str, hashes: bool, verdict: Verdict, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "copy_payloads", object() if hashes else None)
+    found = only(check_loads(chosen(memory__verify_loads=verify_loads).memory), "verified loads")
+    assert found.verdict == verdict
+    assert said in found.found
 
 
 def test_memory(host: Host) -> None:

@@ -63,10 +63,14 @@ def test_bench_copy() -> None:
 
 @pytest.mark.slow
 def test_bench_copy_of_a_layout() -> None:
-    arguments = ("--layout", "packed-pages", "--model", "lfm2-1.2b")
+    """And beside one that verifies nothing, whose loads are no part of the ratio to memcpy."""
+    arguments = ("--layout", "packed-pages", "--model", "lfm2-1.2b", "--unverified")
     found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", *arguments)
     (case,) = found["cases"]
     assert case["name"] == "lfm2-1.2b, packed-pages"
+    assert case["ratio_to_unverified"] > 0
+    assert found["ratio_to_limit"] == min(case["ratio_to_limit"][kind] for kind in ("store", "load"))
+    assert [bound["bound"] for bound in found["bounds"] if "not verified" in bound["what"]] == [0.9]
     assert all(ratio >= 0 for ratio in case["ratio_to_limit"].values())
 
 

@@ -66,7 +66,7 @@ class CudaDevice:
         fatal: Callable[[str], None],
         cpus: frozenset[int] = frozenset(),
     ) -> None:
-        self.kind = f"cuda:{uuid.hex()}"
+        self.kind, self.hashed_load_bytes = f"cuda:{uuid.hex()}", 0
         self._loop = loop
         self._driver = driver
         self._ordinal = ordinal
