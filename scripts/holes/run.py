@@ -63,7 +63,7 @@ class HolesRun:
         self._counters = Counters(folder / "counters", self._rows)
         self._report = HolesReport(options, self._counters)
         self._memory_prefix = f"kvo-h{os.getpid()}-"
-        self._can_forbid = _can_forbid_holes()
+        self._can_forbid = can_forbid_holes()
         self._places: dict[int, Place] = {}
         settings = disk_settings(disk_folder / "root", DISK_TIMES * options.memory_bytes) | {
             "log.level": "warning",
@@ -245,7 +245,8 @@ class HolesRun:
             self._report.said += self._log(row).read_text(encoding="utf-8", errors="replace").splitlines()
 
 
-def _can_forbid_holes() -> bool:
+def can_forbid_holes() -> bool:
+    """Whether the kernel lets a daemon run with `copy.fill_holes = false`."""
     try:
         Holes().close()
     except OSError:
