@@ -155,6 +155,7 @@ soak: $(READY) ## the tests that take minutes, and a stress run with kills of wo
 	@$(BIN)/python -m pytest -q -m soak
 	@$(BIN)/python scripts/stress.py --seconds 300 --workers 4 --kill-workers --kill-daemon
 	@$(BIN)/python scripts/stress.py --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
+	@$(BIN)/python scripts/stress_holes.py --seconds 120 --kill-workers --kill-daemon
 
 soak-remote: $(REMOTE_READY) ## two hosts that share a real store, everything on them killed at random, for 20 minutes; see SOAK_REMOTE
 	@$(REMOTE_VENV)/bin/python scripts/soak.py $(SOAK_REMOTE)

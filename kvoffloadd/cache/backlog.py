@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -68,8 +68,15 @@ class BacklogBatch:
 
     keyspace: Keyspace
     rows: U32Array  # of memory
-    generations: U16Array  # of each key's first part: if it has changed, the row is another key's
+    records: (
+        U32Array  # each key's first part record, and its generation: if either has changed, the row is another key's
+    )
+    generations: U16Array
     tries: int = 0  # so far
+
+    def only(self, chosen: BoolArray | slice) -> BacklogBatch:
+        """These of its keys."""
+        return replace(self, rows=self.rows[chosen], records=self.records[chosen], generations=self.generations[chosen])
 
 
 class Backlog:
@@ -154,9 +161,9 @@ class Backlog:
             rows = rows[:room]
         if not len(rows):
             return
-        first = self._cache.entries.first[rows]
+        records = self._cache.entries.first[rows]
         self._waiting[rows] = 1
-        self.queue.append(BacklogBatch(keyspace, rows, self._cache.entries.parts.generation[first], tries))
+        self.queue.append(BacklogBatch(keyspace, rows, records, self._cache.entries.parts.generation[records], tries))
         self.bytes += size * len(rows)
         self.changes.notify_all()
 
@@ -237,20 +244,22 @@ class Backlog:
             size = sum(offer.keyspace.part_bytes)
             count = max(1, min(BATCH_KEYS, self._settings.batch_bytes // size))
             if len(offer.rows) > count:
-                self.queue.appendleft(
-                    BacklogBatch(offer.keyspace, offer.rows[count:], offer.generations[count:], offer.tries)
-                )
-            rows, generations = offer.rows[:count], offer.generations[:count]
-            self.bytes -= size * len(rows)
-            entries = self._cache.entries
-            same = entries.state[rows] == RowState.LIVE
-            same &= entries.index.keyspace[rows] == offer.keyspace.id
-            live = np.flatnonzero(same)
-            same[live] = entries.parts.generation[entries.first[rows[live]]] == generations[live]
-            self._dropped["evicted"] += int(len(rows) - same.sum())
-            rows, generations = rows[same], generations[same]
-            writable = self.writable(offer.keyspace, rows)
-            self._waiting[rows[~writable]] = 0
+                self.queue.appendleft(offer.only(slice(count, None)))
+                offer = offer.only(slice(count))
+            self.bytes -= size * len(offer.rows)
+            same = self._still(offer)
+            self._dropped["evicted"] += int(len(same) - same.sum())
+            offer = offer.only(same)
+            writable = self.writable(offer.keyspace, offer.rows)
+            self._waiting[offer.rows[~writable]] = 0
             if writable.any():
-                return BacklogBatch(offer.keyspace, rows[writable], generations[writable], offer.tries)
+                return offer.only(writable)
         return None
+
+    def _still(self, offer: BacklogBatch) -> BoolArray:
+        """Which rows are still those of the keys that were offered."""
+        entries = self._cache.entries
+        same: BoolArray = entries.state[offer.rows] == RowState.LIVE
+        same &= entries.first[offer.rows] == offer.records
+        same &= entries.parts.generation[offer.records] == offer.generations
+        return same

@@ -60,6 +60,9 @@ NAMES = (
     "reconnects",
     "calls_lost",  # calls that ended in an error of the connection
     "comparisons",  # of whole KV caches
+    "holes",  # that an owner made in its registered memory
+    "failed_jobs",  # which met such a hole
+    "excused_bytes",  # of a load's blocks, not those of the key, which missed, or whose load failed or was lost
     "operations",
 )
 LATENCIES = ("store", "load", "pin")

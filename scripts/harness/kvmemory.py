@@ -197,7 +197,7 @@ class KvMemory:
             wrong, stray = int(differs.sum()), int(differs[~asked].sum())
             at, byte = (int(index[0]) for index in np.nonzero(differs))
             where = (
-                f"tensor {tensor} block {rows[at]} byte {byte} of {row.real.shape[1]}: "
+                f"first tensor {tensor} block {rows[at]} byte {byte} of {row.real.shape[1]}: "
                 f"{real[at, byte]:#04x} in place of {expected[at, byte]:#04x}"
             )
             row.expected[rows] = real

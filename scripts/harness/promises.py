@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from kvoffloadd.client import KeyState, Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
-    from kvoffloadd.client import Found, JobResult
-    from kvoffloadd.model import U8Array
+    from kvoffloadd.client import Found, Job, JobResult
+    from kvoffloadd.model import BoolArray, U8Array
     from scripts.harness.counters import Counters
     from scripts.harness.geometry import Geometry, GroupShape
-    from scripts.harness.jobs import OpenJob
     from scripts.harness.kvmemory import Wrong
+
+
+class Moved(Protocol):
+    """One group's keys in a job."""
+
+    def bytes_of(self, keys: BoolArray) -> int:
+        """What some of them move."""
+
+
+class Begun(Protocol):
+    """A job that was asked for. `hurried`: its deadline may pass; `cancelled`: somebody asked for an early end."""
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def shares(self) -> Sequence[Moved]: ...
+
+    @property
+    def is_load(self) -> bool: ...
+
+    @property
+    def hurried(self) -> bool: ...
+
+    @property
+    def cancelled(self) -> bool: ...
+
 
 _LOADED = (KeyState.HIT, KeyState.MISS, KeyState.PENDING)
 _STORED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
@@ -35,11 +61,11 @@ class Findings:
         print(f"broken promise: {text}", file=sys.stderr, flush=True)
 
     def wrong(self, wrong: Wrong, what: str) -> None:
-        """Bytes that are not what they must be."""
+        """Bytes that are not what they must be. `wrong.stray_bytes` of them are where nothing was asked to write."""
         self._counters.add("wrong_bytes", wrong.wrong_bytes)
         self._counters.add("stray_bytes", wrong.stray_bytes)
         print(
-            f"wrong: {wrong.wrong_bytes} bytes ({wrong.stray_bytes} stray), first {wrong.where}; {what}",
+            f"wrong: {wrong.wrong_bytes} bytes ({wrong.stray_bytes} stray), {wrong.where}; {what}",
             file=sys.stderr,
             flush=True,
         )
@@ -76,7 +102,7 @@ def _servable(group: GroupShape, hits: Any, tokens: int) -> bool:
     return rest == 0 and 0 < length <= len(hits) and bool(hits[group.first_needed(length) : length].all())
 
 
-def broken_in_result(opened: OpenJob, result: JobResult, *, may_miss: bool, closing: bool) -> list[str]:
+def broken_in_result(opened: Begun, result: JobResult, *, may_miss: bool, closing: bool) -> list[str]:
     """What is wrong with the end of a job. `may_miss`: keys of a load may turn out not to be there after all, because
     they were on disk when it was accepted. `closing`: its session may have ended before.
     """

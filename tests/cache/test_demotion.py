@@ -293,6 +293,29 @@ async def test_what_was_used_once_was_not_to_be_written(open_tier: Open) -> None
     assert tier.not_demoted == {}
 
 
+@pytest.mark.parametrize("history", range(12))
+async def test_each_key_is_written_or_counted_whatever_rows_and_records_change_hands(
+    open_tier: Open, history: int
+) -> None:
+    """A row may come to another key of the same keyspace, with another record that has the same generation."""
+    rng = np.random.default_rng(history)
+    tier = await open_tier(Shape(num_segments=60))
+    keyspace = tier.keyspace()
+    held: list[int] = []
+    stored = 0
+    for _ in range(12):
+        new = range(stored, stored + int(rng.integers(1, 4)))
+        tier.store(keyspace, *new)
+        stored += len(new)
+        held += new
+        gone = rng.permutation([number for number in held if rng.random() < 0.4]).tolist()
+        tier.evict(keyspace, *gone)
+        held = [number for number in held if number not in gone]
+    await tier.quiet()
+    assert tier.on_disk(keyspace, *range(stored)) == held, "nothing was written before"
+    assert tier.not_demoted["evicted"] == stored - len(held)
+
+
 async def test_a_row_that_changed_hands_before_its_turn_is_not_taken_for_the_old_key(open_tier: Open) -> None:
     tier = await open_tier()
     keyspace, other = tier.keyspace(), tier.keyspace(b"o" * 16)

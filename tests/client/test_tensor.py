@@ -176,3 +176,18 @@ def test_memory_that_another_library_has_mapped() -> None:
     assert one.allocation is other.allocation
     with pytest.raises(UsageError, match="are outside the given memory"):
         SharedTensor.of_fd(one.allocation.fd, memory, np.zeros((2, 8), np.uint8))
+
+
+def test_memory_that_another_library_has_mapped_in_the_place_of_other_memory() -> None:
+    """A tensor of the earlier memory may be known still: by its address alone, that would be shared again."""
+    place = np.frombuffer(mmap.mmap(-1, 8192), np.uint8)  # where both are mapped, one after the other
+    fds = [os.memfd_create(name) for name in ("earlier", "later")]
+    tensors = []
+    for fd in fds:
+        os.ftruncate(fd, 8192)
+        tensors.append(SharedTensor.of_fd(fd, place, place.reshape(2, 4096)))
+    assert [os.fstat(one.allocation.fd).st_ino for one in tensors] == [os.fstat(fd).st_ino for fd in fds]
+    assert SharedTensor.of_fd(fds[1], place, place.reshape(2, 4096)).allocation is tensors[1].allocation
+    assert SharedTensor.adopt(place.reshape(2, 4096)).allocation is tensors[1].allocation
+    for fd in fds:
+        os.close(fd)

@@ -28,8 +28,7 @@ class Allocation:
         self.size_bytes = size_bytes
         self.owner = owner
         weakref.finalize(self, os.close, fd).atexit = False
-        stat = os.fstat(fd)
-        self.identity = (stat.st_dev, stat.st_ino)
+        self.identity = _identity_of(fd)
         """Names the memory: two allocations with the same identity are attached once."""
         _live.add(self)
 
@@ -72,3 +71,18 @@ class Allocation:
             if allocation.address <= address and address + size_bytes <= allocation.address + allocation.size_bytes:
                 return allocation
         return None
+
+    @classmethod
+    def of_fd(cls, fd: int, memory: U8Array) -> Allocation:
+        """Of memory that another library has mapped: the one that is known here, or a new one. Duplicates `fd`."""
+        address, identity = memory.ctypes.data, _identity_of(fd)
+        while (known := cls.around(address, memory.size)) is not None:
+            if known.identity == identity:
+                return known
+            _live.discard(known)  # its mapping has ended: the other library has mapped something else there
+        return cls(os.dup(fd), address, memory.size, memory)
+
+
+def _identity_of(fd: int) -> tuple[int, int]:
+    stat = os.fstat(fd)
+    return stat.st_dev, stat.st_ino

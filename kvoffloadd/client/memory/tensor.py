@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 import numpy as np
@@ -106,9 +105,7 @@ class SharedTensor(CanonicalTensor):
         address = memory.ctypes.data
         if extent.address < address or extent.address + extent.size_bytes > address + memory.size:
             raise UsageError(f"{extent.size_bytes} bytes at {extent.address:#x} are outside the given memory")
-        known = Allocation.around(address, memory.size)
-        allocation = Allocation(os.dup(fd), address, memory.size, memory) if known is None else known
-        return cls(allocation, extent, rows)
+        return cls(Allocation.of_fd(fd, memory), extent, rows)
 
     def torch(self) -> Any:
         """The same memory as a torch.int8 tensor (num_blocks, page_bytes). Imports torch; copies nothing."""

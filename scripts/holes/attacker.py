@@ -1,0 +1,116 @@
+"""An attacker process: makes holes in its registered memory while its own stores and loads run, and between them.
+
+It checks its jobs as a bystander does, but for bytes that have become 0, and for jobs that met a hole.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from scripts.holes.options import WorkerOptions
+from scripts.holes.shapes import SHAPES
+from scripts.holes.texts import STRIDE_BYTES
+from scripts.holes.worker import HolesWorker, live
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from scripts.harness.counters import Counters
+    from scripts.holes.memory import WatchedMemory
+
+PAUSES_S = (0.0, 0.0, 0.0002, 0.002, 0.02)
+HOLES_BETWEEN = 4
+
+
+class HolePuncher(threading.Thread):
+    """Makes one hole after the other in `memory`, while the context lasts."""
+
+    def __init__(self, memory: WatchedMemory, rng: np.random.Generator, counters: Counters) -> None:
+        super().__init__(name="puncher", daemon=True)
+        self.failure: Exception | None = None
+        self._memory = memory
+        self._rng = rng
+        self._counters = counters
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Raises what ended it."""
+        self._ended.set()
+        self.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def run(self) -> None:
+        try:
+            while not self._ended.wait(float(self._rng.choice(PAUSES_S))):
+                punch_once(self._memory, self._rng, self._counters)
+        except Exception as error:  # noqa: BLE001  told by __exit__
+            self.failure = error
+
+
+def punch_once(memory: WatchedMemory, rng: np.random.Generator, counters: Counters) -> None:
+    """In one of the ways there are, of a few bytes or many blocks."""
+    at = int(rng.integers(0, memory.size_bytes))
+    size = min(int(np.exp(rng.uniform(0.0, np.log(8 * STRIDE_BYTES)))), memory.size_bytes - at)
+    SHAPES[int(rng.integers(0, len(SHAPES)))](memory, at, size)
+    counters.add("holes")
+
+
+class HolesAttacker(HolesWorker):
+    """See above."""
+
+    attacks = True
+
+    @property
+    def operations(self) -> Sequence[tuple[float, Callable[[], None]]]:
+        return (
+            (60.0, self.punch_during),
+            (25.0, self.punch_between),
+            (10.0, self.begin_job),
+            (3.0, self.compare),
+            (2.0, self.reconnect),
+        )
+
+    def punch_during(self) -> None:
+        """Jobs from their begin to their end."""
+        rng = np.random.default_rng(int(self.rng.integers(0, 1 << 62)))
+        with HolePuncher(self.memory, rng, self.counters):
+            for _ in range(int(self.rng.integers(1, 5))):
+                self.begin_job()
+            self.wait()
+
+    def punch_between(self) -> None:
+        """Holes that are there before a job begins."""
+        self.wait()
+        for _ in range(int(self.rng.integers(1, HOLES_BETWEEN + 1))):
+            punch_once(self.memory, self.rng, self.counters)
+        self.begin_job()
+
+    def begin_job(self) -> None:
+        """Store what nobody else stores, or load anything."""
+        session, some = self.any_session(), self.some(0.7)
+        if not self.room(len(some)):
+            return
+        if self.rng.random() < 0.5:
+            session.store(session.texts.holed(self.rng), some)
+        elif session is self.shared and self.rng.random() < 0.5:
+            session.load(session.texts.clean(self.rng), some)
+        else:
+            session.load(session.texts.holed(self.rng), some)
+
+
+def main() -> int:
+    return live(lambda: HolesAttacker(WorkerOptions(**json.loads(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
