@@ -340,6 +340,8 @@ def _remote(remote: Status) -> Iterator[Metric]:
     text = "Memory that can't be used until the agent answers or ends."
     yield _gauge("remote_quarantined_bytes", text, one("quarantined_bytes"))
     yield _counter("remote_cleared_elsewhere", "Clears by other hosts that were followed.", one("cleared_elsewhere"))
+    overdue = _one(len(remote["eras_overdue"])) if there else []
+    yield _gauge("remote_eras_overdue", "Namespaces whose era was not seen for some time, 64 at most.", overdue)
     yield _counter("remote_markers_lost", "Markers of eras that were found absent.", one("markers_lost"))
     yield _histogram("remote_lookup_seconds", "How long an answer of the store took.", remote.get("lookup_s"))
     yield _histogram("remote_get_seconds", "How long it took to fetch a batch of keys.", remote.get("get_s"))
