@@ -28,10 +28,10 @@ def test_the_package_names_it() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_weights_are_watched_from_when_there_is_a_cache(sglang: SimpleNamespace) -> None:
+def test_weights_are_watched_from_before_they_are_loaded(sglang: SimpleNamespace) -> None:
     plugin().install()
     ((target, hook, kind),) = sglang.registry.hooks
-    assert (target, kind) == ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.__init__", HookType.BEFORE)
+    assert (target, kind) == ("sglang.srt.managers.scheduler.Scheduler.__init__", HookType.BEFORE)
     weights = importlib.import_module(f"{ADAPTER}.weights").WEIGHTS
     assert hook(object(), "arguments") is None, "it leaves them as they are"
     hook(object())
@@ -77,7 +77,7 @@ def test_other_releases_and_other_processes_are_left_alone(
     monkeypatch.setattr(metadata, "version", lambda _: "0.5.24")
     plugin().install()
     monkeypatch.setattr(metadata, "version", lambda _: "0.5.23")
-    monkeypatch.delitem(sys.modules, "sglang.srt.mem_cache.unified_radix_cache")
+    monkeypatch.delitem(sys.modules, "sglang.srt.managers.scheduler")
     plugin().install()
     assert sglang.registry.hooks == []
 
