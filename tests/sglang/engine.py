@@ -93,6 +93,11 @@ class Engine(EngineChild):
         self.begin(prompts, max_tokens, **given)
         return self.finish()
 
+    def ask(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> list[Request]:
+        """As `generate`, with any other fields of SGLang's requests."""
+        self._say(do="ask", prompts=prompts, max_tokens=max_tokens, **fields)
+        return self.finish()
+
     def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> None:
         """As `generate`, without waiting: `finish` does."""
         self._say(do="generate", prompts=prompts, max_tokens=max_tokens, **given)

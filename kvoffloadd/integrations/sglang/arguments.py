@@ -52,11 +52,12 @@ HARMLESS: Final = (
         """
         entrypoints/ parser/ constrained/ rust_server/ observability/ checkpoint_engine/update.py
         configs/model_config.py disaggregation/common/conn.py disaggregation/decode_kvcache_offload_manager.py
-        disaggregation/encoder/ kv_canary/ layers/sampler.py managers/data_parallel_controller.py
-        managers/detokenizer_manager.py managers/disagg_service.py managers/load_snapshot.py
-        managers/positional_embeds_transport.py managers/scheduler.py managers/scheduler_components/output_streamer.py
-        managers/scheduler_components/weight_updater.py managers/tokenizer
-        mem_cache/hybrid_cache/hybrid_pool_assembler.py multimodal/ sampling/ utils/
+        disaggregation/encoder/ distributed/bootstrap.py kv_canary/ layers/sampler.py
+        managers/data_parallel_controller.py managers/detokenizer_manager.py managers/disagg_service.py
+        managers/load_snapshot.py managers/positional_embeds_transport.py managers/scheduler.py
+        managers/scheduler_components/output_streamer.py managers/scheduler_components/weight_updater.py
+        managers/tokenizer mem_cache/hybrid_cache/hybrid_pool_assembler.py model_executor/mindspore_runner.py
+        multimodal/ sampling/ utils/
         """,
     ),
     _judged(

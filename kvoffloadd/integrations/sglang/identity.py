@@ -51,7 +51,7 @@ def weights_elsewhere(arguments: Mapping[str, Any]) -> str:
     """Why the weights are not those of the model's files. Empty: they are."""
     if arguments.get("load_format") in _ELSEWHERE:
         return f"--load-format {arguments['load_format']} takes weights from another process"
-    if arguments.get("weight_cache_mode", "off") != "off":
+    if arguments.get("weight_cache_mode") not in (None, "off"):
         return f"--weight-cache-mode {arguments['weight_cache_mode']} takes weights from another process"
     return ""
 
