@@ -42,6 +42,8 @@ _PATIENCE = {"timeout_s": 60.0, "job_deadline_s": 200.0, "prefetch_threshold": P
 
 VICTIM = "KVOFFLOADD_TEST_VICTIM"
 """For `killing`. Names a file with the pid of the daemon to be killed; the kill removes it."""
+REWRITE = "KVOFFLOADD_TEST_REWRITE"
+"""For `rewriting`. Folders, with a colon between: files of the first are put into the second."""
 OPTIONS = {
     "device": "cpu",
     "attention_backend": "torch_native",

@@ -44,6 +44,10 @@ class Served:
 
         return {"requests": [_request(self._run(one(prompt))) for prompt in prompts]}
 
+    def adapter_id(self, name: str) -> Answer:
+        """SGLang's id of an adapter."""
+        return {"id": self._engine.tokenizer_manager.lora_registry._registry[name].lora_id}
+
     def load_adapter(self, name: str, path: str) -> Answer:
         """Take an adapter, while requests are served."""
         done = self._engine.load_lora_adapter(name, path)

@@ -7,9 +7,7 @@ import shutil
 from typing import Any
 
 from kvoffloadd.integrations.sglang.storage import KVOffloaddStorage
-
-FROM_TO = "KVOFFLOADD_TEST_REWRITE"
-"""Folders, with a colon between: files of the first are put into the second."""
+from tests.sglang.engine import REWRITE
 
 
 class RewritingStorage(KVOffloaddStorage):
@@ -17,6 +15,6 @@ class RewritingStorage(KVOffloaddStorage):
 
     def __init__(self, *arguments: Any) -> None:
         """As SGLang makes it."""
-        source, target = os.environ[FROM_TO].split(":")
+        source, target = os.environ[REWRITE].split(":")
         shutil.copytree(source, target, dirs_exist_ok=True)
         super().__init__(*arguments)

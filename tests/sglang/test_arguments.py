@@ -1,7 +1,8 @@
-"""SGLang's own list of server arguments, against the one that says which of them are harmless."""
+"""SGLang's own lists against those of the adapter: server arguments, and what changes weights."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -75,3 +76,19 @@ def test_drafts_are_read_by_drafts_alone() -> None:
     """A look at what the others say: of all that computes, only models of drafts ask for one."""
     asked = readers()["speculative_draft_model_path"]
     assert {module for module in asked if module.startswith(("models/", "layers/"))} == {"models/deepseek_nextn.py"}
+
+
+def test_each_method_that_changes_weights_is_watched() -> None:
+    """All of them but those that only connect to others."""
+    adapter = find_spec("kvoffloadd.integrations.sglang.engine")
+    assert adapter
+    assert adapter.origin
+    watched = Path(adapter.origin).read_text(encoding="utf-8")
+    source = ast.parse(modules()["model_executor/model_runner_components/weight_updater.py"])
+    (updater,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "WeightUpdater")
+    methods = {
+        node.name for node in updater.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    assert methods - {"init_weights_update_group", "destroy_weights_update_group"} == {
+        name for name in methods if f'"{name}"' in watched
+    }

@@ -13,8 +13,7 @@ import pytest
 
 from tests.sglang import lora
 from tests.sglang.conftest import StartDaemon, StartEngine
-from tests.sglang.engine import ALL, Engine, Prompts, cached, linked, linked_to, settle, stored_at, tokens
-from tests.sglang.rewriting import FROM_TO
+from tests.sglang.engine import ALL, REWRITE, Engine, Prompts, cached, linked, linked_to, settle, stored_at, tokens
 from tests.vllm.models import OTHER
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3600)]
@@ -57,7 +56,7 @@ def test_files_written_again(
     late = json.loads(storage[CONFIG])
     late |= {"module_path": "tests.sglang.rewriting", "class_name": "RewritingStorage"}
     options = {"storage": storage | {CONFIG: json.dumps(late)}, "model_path": str(folder)}
-    first = start_engine("dense", environment={FROM_TO: f"{model(OTHER)}:{folder}"}, **options)
+    first = start_engine("dense", environment={REWRITE: f"{model(OTHER)}:{folder}"}, **options)
     assert tokens(first.ask(few)) == computed(first, few)
     settle(daemon)
     first.flush()
@@ -98,7 +97,7 @@ def test_adapters_trained_again(
     assert old == computed(first, few, lora_path="mine")
     settle(daemon)
     first.flush()
-    found = first.ask(few, extra_key=_id_of("mine", adapter))
+    found = first.ask(few, extra_key=first.do("adapter_id", name="mine")["id"])
     assert (tokens(found), cached(found)) == (computed(first, few), [0] * FEW)
     settle(daemon)
     first.close()
@@ -121,13 +120,6 @@ def test_adapters_trained_again(
     third = start_engine("dense", **options)
     found = third.ask(few, lora_path="mine")
     assert (tokens(found), cached(found)) == (new, [0] * FEW)
-
-
-def _id_of(name: str, path: Path) -> str:
-    """SGLang's."""
-    from sglang.srt.lora.lora_registry import LoRARef
-
-    return str(LoRARef.deterministic_id(name, str(path)))
 
 
 def test_what_is_harmless_and_what_is_not(start_daemon: StartDaemon, start_engine: StartEngine, asked: Prompts) -> None:

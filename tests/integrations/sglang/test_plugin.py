@@ -44,6 +44,33 @@ def test_weights_are_watched_from_before_they_are_loaded(sglang: SimpleNamespace
     assert told == ["suspend", "renew", "clear"]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "update_weights_from_disk",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "receive_weights_from_distributed",
+        "load_weights_from_distributed",
+        "begin_weight_update",
+    ],
+)
+def test_each_way_to_change_weights_is_watched(change: str, sglang: SimpleNamespace) -> None:
+    """tests/sglang/test_arguments.py knows that there are no others."""
+    plugin().install()
+    sglang.registry.hooks[0][1]()
+    told: list[str] = []
+    follower = SimpleFollower(told)
+    importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(follower, 7)
+    getattr(sglang.updater(), change)()
+    assert told == ["suspend"]
+    sglang.tree().reset()
+    if change == "begin_weight_update":
+        assert told == ["suspend"], "not before its end"
+        sglang.updater().end_weight_update()
+    assert told == ["suspend", "renew", "clear"]
+
+
 def test_a_storage_that_comes_after_a_change_has_other_names(sglang: SimpleNamespace) -> None:
     plugin().install()
     sglang.registry.hooks[0][1]()
