@@ -6,6 +6,7 @@ engine is in doubt.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -44,6 +45,19 @@ def look_at(source: Source, how: Fingerprint, file: str = "config.json") -> str:
         if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
             return f"hub:{folder.name}"
     raise ContentsError(f"nobody knows what is in {source.path!r}: give a local path, or a commit as --revision")
+
+
+def takes_code_from_elsewhere(model: Source) -> bool:
+    """Whether a model says that its code, or a part of it, is that of another repository of the hub, or can't be asked."""
+    path = os.path.expanduser(model.path)
+    folder = path if os.path.lexists(path) else snapshot_of(model.path, model.revision)
+    if folder is None:
+        return True
+    try:
+        auto_map = json.loads(Path(folder, "config.json").read_bytes()).get("auto_map")
+    except (OSError, ValueError, AttributeError):  # SGLang says so, if it needs one
+        return False
+    return "--" in repr(auto_map)  # REPOSITORY--MODULE.CLASS
 
 
 class FilesAtStart:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvoffloadd.integrations.common.contents import ContentsError
 from kvoffloadd.integrations.sglang.arguments import ADAPTERS, FILES, MODELS, NAMES_HARMLESS
-from kvoffloadd.integrations.sglang.files import Source
+from kvoffloadd.integrations.sglang.files import Source, takes_code_from_elsewhere
 
 Named = Callable[[Source], str]
 
@@ -47,12 +47,16 @@ def sources_of(arguments: Mapping[str, Any]) -> frozenset[Source]:
     return frozenset(found)
 
 
-def weights_elsewhere(arguments: Mapping[str, Any]) -> str:
-    """Why the weights are not those of the model's files. Empty: they are."""
+def from_elsewhere(arguments: Mapping[str, Any]) -> str:
+    """Why weights or code are not those of the model's files. Empty: they are."""
     if arguments.get("load_format") in _ELSEWHERE:
         return f"--load-format {arguments['load_format']} takes weights from another process"
     if arguments.get("weight_cache_mode") not in (None, "off"):
         return f"--weight-cache-mode {arguments['weight_cache_mode']} takes weights from another process"
+    if arguments.get("trust_remote_code"):
+        model = _source("model_path", str(arguments.get("model_path")), arguments)
+        if takes_code_from_elsewhere(model):
+            return f"{model.path!r} takes code from another repository (auto_map in its config.json)"
     return ""
 
 
@@ -60,11 +64,14 @@ def _said(name: str, value: Any, arguments: Mapping[str, Any], named: Named) -> 
     if name == ADAPTERS:
         return bool(value)
     if name in FILES and isinstance(value, str) and value:
-        source = Source(value)
-        if name in MODELS:
-            source = Source(value, True, arguments.get("revision") or None, arguments.get("download_dir") or None)
-        return named(source) or value
+        return named(_source(name, value, arguments)) or value
     return _comparable(name, value, named)
+
+
+def _source(name: str, value: str, arguments: Mapping[str, Any]) -> Source:
+    if name not in MODELS:
+        return Source(value)
+    return Source(value, True, arguments.get("revision") or None, arguments.get("download_dir") or None)
 
 
 def _comparable(name: str, value: Any, named: Named) -> object:

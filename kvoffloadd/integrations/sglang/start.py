@@ -9,7 +9,7 @@ from kvoffloadd.client import Client
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint
 from kvoffloadd.integrations.sglang import engine, versions
 from kvoffloadd.integrations.sglang.files import FILES
-from kvoffloadd.integrations.sglang.identity import identity_of, weights_elsewhere
+from kvoffloadd.integrations.sglang.identity import from_elsewhere, identity_of
 from kvoffloadd.integrations.sglang.namespace import Computed, namespace_of
 from kvoffloadd.integrations.sglang.options import SeatOptions
 from kvoffloadd.integrations.sglang.pagestore import PageStore, Purpose
@@ -54,7 +54,7 @@ def _computed(how: Fingerprint, number: int) -> Computed:
     """
     arguments = engine.arguments()
     identity: object = None
-    doubt = weights_elsewhere(arguments)
+    doubt = from_elsewhere(arguments)
     if not doubt:
         try:
             identity = identity_of(arguments, lambda source: FILES.identity(source, how))

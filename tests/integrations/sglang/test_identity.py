@@ -13,7 +13,7 @@ import pytest
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint
 from kvoffloadd.integrations.sglang.arguments import ADAPTERS, COUNTED, FILES, HARMLESS, MODELS, NAMES_HARMLESS
 from kvoffloadd.integrations.sglang.files import Source, look_at
-from kvoffloadd.integrations.sglang.identity import identity_of, sources_of, weights_elsewhere
+from kvoffloadd.integrations.sglang.identity import from_elsewhere, identity_of, sources_of
 
 ROOT = Path(__file__).parents[3]
 ALL = sorted(COUNTED | NAMES_HARMLESS)
@@ -135,6 +135,22 @@ def test_which_files_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_weights_of_other_processes_are_not_those_of_files() -> None:
-    assert weights_elsewhere(NONE | {"load_format": "auto", "weight_cache_mode": "off"}) == ""
-    assert "--load-format remote_instance" in weights_elsewhere({"load_format": "remote_instance"})
-    assert "--weight-cache-mode client" in weights_elsewhere({"weight_cache_mode": "client"})
+    assert from_elsewhere(NONE | {"load_format": "auto", "weight_cache_mode": "off"}) == ""
+    assert "--load-format remote_instance" in from_elsewhere({"load_format": "remote_instance"})
+    assert "--weight-cache-mode client" in from_elsewhere({"weight_cache_mode": "client"})
+
+
+def test_code_of_other_repositories_is_not_that_of_files(tmp_path: Path) -> None:
+    given = NONE | {"model_path": str(tmp_path), "trust_remote_code": True}
+    assert from_elsewhere(given) == "", "it has no configuration"
+    for auto_map, elsewhere in (
+        ({"AutoModel": "modeling_own.Model"}, False),
+        ({"AutoModel": "org/other--modeling.Model"}, True),
+        ({"AutoTokenizer": ["org/other--tokenizing.Slow", None]}, True),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"auto_map": auto_map}))
+        assert bool(from_elsewhere(given)) == elsewhere
+    assert from_elsewhere(given | {"trust_remote_code": False}) == ""
+    (tmp_path / "config.json").write_text("[]")
+    assert from_elsewhere(given) == ""
+    assert "takes code" in from_elsewhere(given | {"model_path": "org/not-in-the-cache"}), "nobody knows"
