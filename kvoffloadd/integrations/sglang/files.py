@@ -48,7 +48,7 @@ def look_at(source: Source, how: Fingerprint, file: str = "config.json") -> str:
 
 
 def takes_code_from_elsewhere(model: Source) -> bool:
-    """Whether a model says that its code, or a part of it, is that of another repository of the hub, or can't be asked."""
+    """Whether a model says that some of its code is that of another repository of the hub, or can't be asked."""
     path = os.path.expanduser(model.path)
     folder = path if os.path.lexists(path) else snapshot_of(model.path, model.revision)
     if folder is None:
