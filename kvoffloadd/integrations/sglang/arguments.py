@@ -103,7 +103,7 @@ HARMLESS: Final = (
         """
         abort_on_priority_when_disabled default_priority_value disable_priority_preemption enable_prefill_delayer
         enable_priority_scheduling lora_drain_wait_threshold max_queued_requests min_free_slots_delay
-        num_continuous_decode_steps prefill_decode_interval prefill_decode_interval_min_bs
+        num_continuous_decode_steps pp_max_micro_batch_size prefill_decode_interval prefill_decode_interval_min_bs
         prefill_delayer_max_delay_ms prefill_delayer_max_delay_passes prefill_delayer_queue_min_ratio
         prefill_delayer_token_usage_low_watermark priority_scheduling_preemption_threshold retraction_policy
         schedule_conservativeness schedule_low_priority_values_first schedule_policy scheduler_recv_interval
@@ -261,7 +261,7 @@ COUNTED: Final = _names(
     msprobe_dump_config nnodes node_rank num_reserved_decode_tokens offload_group_size offload_mode
     offload_num_in_group offload_prefetch_step optimistic_prefill_attempts page_size paged_experts_num_resident
     pdmux_config_path ple_offload_backend ple_offload_dir ple_offload_embedding pp_async_batch_depth
-    pp_max_micro_batch_size pp_size pre_warm_nccl prefill_attention_backend prefill_kv_cache_dequant_dtype
+    pp_size pre_warm_nccl prefill_attention_backend prefill_kv_cache_dequant_dtype
     prefill_max_requests prefill_only_disable_kv_cache qsa_indexer_dtype quantization quantization_param_path
     quantize_and_serve radix_cache_backend remote_instance_weight_loader_backend
     remote_instance_weight_loader_seed_instance_ip remote_instance_weight_loader_seed_instance_service_port
@@ -301,3 +301,9 @@ FILES: Final = (
 
 ADAPTERS: Final = "lora_paths"
 """Counts only as to whether there are any: with some, SGLang takes other kernels (models/deepseek_v2.py)."""
+
+GRAPHS: Final = "cuda_graph_config"
+SIZES: Final = frozenset(("bs", "max_bs"))
+"""Of each phase in GRAPHS, these do not count: SGLang derives them from memory and from the size of batches, and pads a
+batch to the next of them (model_executor/runner/decode_cuda_graph_runner.py, _pad_to_bucket).
+"""

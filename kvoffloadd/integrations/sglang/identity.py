@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvoffloadd.integrations.common.contents import ContentsError
-from kvoffloadd.integrations.sglang.arguments import ADAPTERS, FILES, MODELS, NAMES_HARMLESS
+from kvoffloadd.integrations.sglang.arguments import ADAPTERS, FILES, GRAPHS, MODELS, NAMES_HARMLESS, SIZES
 from kvoffloadd.integrations.sglang.files import Source, takes_code_from_elsewhere
 
 Named = Callable[[Source], str]
@@ -63,9 +63,15 @@ def from_elsewhere(arguments: Mapping[str, Any]) -> str:
 def _said(name: str, value: Any, arguments: Mapping[str, Any], named: Named) -> object:
     if name == ADAPTERS:
         return bool(value)
+    if name == GRAPHS and isinstance(value, Mapping):
+        value = {phase: _without_sizes(said) for phase, said in value.items()}
     if name in FILES and isinstance(value, str) and value:
         return named(_source(name, value, arguments)) or value
     return _comparable(name, value, named)
+
+
+def _without_sizes(said: Any) -> Any:
+    return {key: one for key, one in said.items() if key not in SIZES} if isinstance(said, Mapping) else said
 
 
 def _source(name: str, value: str, arguments: Mapping[str, Any]) -> Source:

@@ -73,6 +73,14 @@ def test_values_are_told_apart_by_what_they_say() -> None:
     assert identity(lora_target_modules={"q", "k", "v"}) == identity(lora_target_modules={"v", "k", "q"})
 
 
+def test_sizes_of_graphs_do_not_count() -> None:
+    """SGLang makes them of the memory that it finds."""
+    graphs = {"decode": {"backend": "full", "bs": [1, 2], "max_bs": 2}, "prefill": {"backend": "disabled", "bs": None}}
+    before = identity(cuda_graph_config=graphs)
+    assert identity(cuda_graph_config=graphs | {"decode": {"backend": "full", "bs": [1, 4], "max_bs": 4}}) == before
+    assert identity(cuda_graph_config=graphs | {"decode": {"backend": "none", "bs": [1, 2], "max_bs": 2}}) != before
+
+
 def test_what_cannot_be_compared_is_in_doubt() -> None:
     """Its `repr` may be another in each process."""
     with pytest.raises(ContentsError, match="--forward-hooks has a value of function"):
