@@ -42,6 +42,8 @@ _PATIENCE = {"timeout_s": 60.0, "job_deadline_s": 200.0, "prefetch_threshold": P
 
 VICTIM = "KVOFFLOADD_TEST_VICTIM"
 """For `killing`. Names a file with the pid of the daemon to be killed; the kill removes it."""
+REWRITE = "KVOFFLOADD_TEST_REWRITE"
+"""For `rewriting`. Folders, with a colon between: files of the first are put into the second."""
 OPTIONS = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -91,6 +93,11 @@ class Engine(EngineChild):
     def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> list[Request]:
         """One after the other, or with `together` all at once, to their ends."""
         self.begin(prompts, max_tokens, **given)
+        return self.finish()
+
+    def ask(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> list[Request]:
+        """As `generate`, with any other fields of SGLang's requests."""
+        self._say(do="ask", prompts=prompts, max_tokens=max_tokens, **fields)
         return self.finish()
 
     def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> None:

@@ -34,6 +34,30 @@ class Served:
         except Exception as error:  # noqa: BLE001  SGLang raises what a server would answer
             return {"tokens": [], "cached": 0, "stored": 0, "reason": repr(error)}
 
+    def ask(self, prompts: list[list[int]], max_tokens: int, **fields: Any) -> Answer:
+        """As `generate`, with any other fields of SGLang's requests."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        async def one(prompt: list[int]) -> Any:
+            asked = GenerateReqInput(input_ids=prompt, sampling_params=_sampling(max_tokens), **fields)
+            return await self._engine.tokenizer_manager.generate_request(asked, None).__anext__()
+
+        return {"requests": [_request(self._run(one(prompt))) for prompt in prompts]}
+
+    def adapter_id(self, name: str) -> Answer:
+        """SGLang's id of an adapter."""
+        return {"id": self._engine.tokenizer_manager.lora_registry._registry[name].lora_id}
+
+    def load_adapter(self, name: str, path: str) -> Answer:
+        """Take an adapter, while requests are served."""
+        done = self._engine.load_lora_adapter(name, path)
+        return {"success": done.success, "message": done.error_message or ""}
+
+    def unload_adapter(self, name: str) -> Answer:
+        """Give it back."""
+        done = self._engine.unload_lora_adapter(name)
+        return {"success": done.success, "message": done.error_message or ""}
+
     def give_up(self, prompts: list[list[int]], max_tokens: int, after_s: float) -> Answer:
         """Ask for all at once, and think better of it after a while."""
         self._run(self._give_up(prompts, _sampling(max_tokens), after_s))

@@ -109,19 +109,19 @@ def contents_of(path: str | os.PathLike[str], how: Fingerprint = Fingerprint.AUT
     return "files:" + digest_of(sorted(found))
 
 
-def snapshot_of(model: str, revision: str | None = None) -> str | None:
+def snapshot_of(model: str, revision: str | None = None, file: str = "config.json") -> str | None:
     """The folder in which Hugging Face's cache of this host has a model of the hub. None: it has none, or `model` is
-    none of the hub's.
+    none of the hub's. `file`: one that the model must have.
     """
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError:
         return None
     try:
-        config = hub.try_to_load_from_cache(model, "config.json", revision=revision or None)
+        found = hub.try_to_load_from_cache(model, file, revision=revision or None)
     except ValueError:  # no name that the hub could have
         return None
-    return str(Path(config).parent) if isinstance(config, str) else None
+    return str(Path(found).parent) if isinstance(found, str) else None
 
 
 def _files(path: str) -> Iterator[_File]:

@@ -9,13 +9,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.runtime_context import get_device, get_exec, get_memory, get_model, get_parallel, get_spec
+from sglang.srt.runtime_context import get_context, get_device, get_exec, get_memory, get_parallel
+from sglang.srt.utils import cpu_has_amx_support
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.sglang.namespace import DRAFT, KERNELS, MODEL
+from kvoffloadd.integrations.sglang.adapters import ADAPTERS
+from kvoffloadd.integrations.sglang.files import FILES
+from kvoffloadd.integrations.sglang.identity import sources_of
 from kvoffloadd.integrations.sglang.pagestore import PageStore
 from kvoffloadd.integrations.sglang.pools import TpRank
 from kvoffloadd.integrations.sglang.weights import WEIGHTS
@@ -32,12 +37,14 @@ _CHANGES = (
 
 
 def arguments() -> dict[str, Any]:
-    """For `namespace_of`."""
-    model, kernels, draft = get_model(), get_exec().kernel, get_spec()
-    found = {name: getattr(model, name) for name in ("model_path", "revision", *MODEL)}
-    found |= {name: getattr(kernels, name) for name in KERNELS}
-    found |= {name: getattr(draft, name) for name in DRAFT}
-    return found | {"device": get_device().device}
+    """All of SGLang's, by name, as they are now."""
+    found: dict[str, Any] = get_context().resolved_server_args_dict()
+    return found
+
+
+def has_amx() -> bool:
+    """Whether this engine computes on a processor with AMX."""
+    return get_device().device == "cpu" and bool(cpu_has_amx_support())
 
 
 def refuse_parallel(pp_size: int, attn_cp_size: int, dcp_size: int) -> None:
@@ -107,6 +114,16 @@ def all_agree(good: bool) -> bool:
 
 
 @functools.cache
+def watch_start() -> None:
+    """Before SGLang loads anything: look at its files, and have whatever it loads later told. Raises as
+    `watch_weights` does.
+    """
+    watch_weights()
+    _watch_adapters()
+    FILES.look(sources_of(arguments()))
+
+
+@functools.cache
 def watch_weights() -> None:
     """Have `WEIGHTS` told of every change, from now on. Raises AttributeError where SGLang has other methods."""
     for name in _CHANGES:
@@ -114,6 +131,30 @@ def watch_weights() -> None:
     _call_before(WeightUpdater, "begin_weight_update", WEIGHTS.session_begins)
     _call_after(WeightUpdater, "end_weight_update", WEIGHTS.session_ends)
     _call_after(UnifiedRadixCache, "reset", WEIGHTS.flush)
+
+
+def _watch_adapters() -> None:
+    """Have `ADAPTERS` told of each that is loaded, and asked for the extra key of each request."""
+    load, load_tensors, make = LoRAManager._load_lora_adapter, LoRAManager._load_lora_adapter_from_tensors, Req.__init__
+
+    @functools.wraps(load)
+    def loading(manager: LoRAManager, lora_ref: Any) -> Any:
+        with ADAPTERS.loading(lora_ref.lora_id, lora_ref.lora_path):
+            return load(manager, lora_ref)
+
+    @functools.wraps(load_tensors)
+    def receiving(manager: LoRAManager, lora_ref: Any, *arguments: Any, **named: Any) -> Any:
+        ADAPTERS.received(lora_ref.lora_id)
+        return load_tensors(manager, lora_ref, *arguments, **named)
+
+    @functools.wraps(make)
+    def making(request: Req, *arguments: Any, **named: Any) -> None:
+        make(request, *arguments, **named)
+        request.extra_key = ADAPTERS.extra_key(request.extra_key, request.lora_id)
+
+    LoRAManager._load_lora_adapter = loading
+    LoRAManager._load_lora_adapter_from_tensors = receiving
+    Req.__init__ = making
 
 
 def rest_during_flushes(pages: PageStore) -> None:

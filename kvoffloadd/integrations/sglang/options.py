@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.common.contents import Fingerprint
 from kvoffloadd.integrations.common.options import DEFAULT_SOCKET, seconds_of, socket_of
 
 STORAGE_FLAG = "--hicache-storage-backend-extra-config"
@@ -16,12 +17,14 @@ LINKER_FLAG = "--unified-cache-external-linker-config"
 @dataclass(frozen=True, slots=True)
 class SeatOptions:
     """Times in seconds. `socket`: where the daemon listens. `timeout_s`: for how long the answer to a lookup is waited
-    for, before it counts as a miss. `job_deadline_s`: when the daemon gives a load or a store up.
+    for, before it counts as a miss. `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how
+    the files of the model are named.
     """
 
     socket: str = DEFAULT_SOCKET
     timeout_s: float = 1.0
     job_deadline_s: float = 60.0
+    fingerprint: Fingerprint = Fingerprint.AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class StorageOptions(SeatOptions):
             timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, STORAGE_FLAG),
             job_deadline_s=seconds_of(extra_config, "job_deadline_s", standard.job_deadline_s, STORAGE_FLAG),
             wait_s=seconds_of(extra_config, "wait_s", standard.wait_s, STORAGE_FLAG),
+            fingerprint=Fingerprint.of(extra_config.get("fingerprint", standard.fingerprint), STORAGE_FLAG),
         )
 
 
@@ -64,7 +68,7 @@ class LinkerOptions(SeatOptions):
         """Raises UsageError, naming the key, for a value that can't be, and for keys that are not known."""
         where = f"linker_extra_config of {LINKER_FLAG}"
         standard = cls()
-        unknown = sorted(set(extra_config) - {"socket", "timeout_s", "job_deadline_s", "overlap"})
+        unknown = sorted(set(extra_config) - {"socket", "timeout_s", "job_deadline_s", "overlap", "fingerprint"})
         if unknown:
             raise UsageError(f"{where}: {', '.join(unknown)}: not an option of kvoffloadd")
         overlap = extra_config.get("overlap", standard.overlap)
@@ -75,4 +79,5 @@ class LinkerOptions(SeatOptions):
             timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, where),
             job_deadline_s=seconds_of(extra_config, "job_deadline_s", standard.job_deadline_s, where),
             overlap=overlap,
+            fingerprint=Fingerprint.of(extra_config.get("fingerprint", standard.fingerprint), where),
         )

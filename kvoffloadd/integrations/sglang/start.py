@@ -6,8 +6,11 @@ import logging
 import secrets
 
 from kvoffloadd.client import Client
+from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint
 from kvoffloadd.integrations.sglang import engine, versions
-from kvoffloadd.integrations.sglang.namespace import namespace_of
+from kvoffloadd.integrations.sglang.files import FILES
+from kvoffloadd.integrations.sglang.identity import from_elsewhere, identity_of
+from kvoffloadd.integrations.sglang.namespace import Computed, namespace_of
 from kvoffloadd.integrations.sglang.options import SeatOptions
 from kvoffloadd.integrations.sglang.pagestore import PageStore, Purpose
 from kvoffloadd.integrations.sglang.pools import Pools
@@ -23,7 +26,8 @@ def page_store(pools: Pools, options: SeatOptions, tp_size: int, *, retry_busy: 
 
     `retry_busy`: whether lookups and loads ask a busy daemon again, until their deadlines. Stores do.
     """
-    namespace = namespace_of(engine.arguments(), pools, tp_size, versions.check())
+    number = engine.agreed(secrets.randbits(64)) if WEIGHTS.engine is None else WEIGHTS.engine
+    namespace = namespace_of(_computed(options.fingerprint, number), pools, tp_size)
     instance = secrets.token_bytes(16)
 
     def client(purpose: Purpose) -> Client:
@@ -38,8 +42,25 @@ def page_store(pools: Pools, options: SeatOptions, tp_size: int, *, retry_busy: 
             retry_busy=retry_busy or purpose == "stores",
         )
 
-    number = engine.agreed(secrets.randbits(64)) if WEIGHTS.engine is None else WEIGHTS.engine
     pages = PageStore(pools, client, job_deadline_s=options.job_deadline_s)
     WEIGHTS.follow(pages, number)
     logger.info("kvoffloadd: pools %s, daemon at %s", ", ".join(pools.pools), options.socket)
     return pages
+
+
+def _computed(how: Fingerprint, number: int) -> Computed:
+    """Of this engine. `number`: of the engine, and of no other, which is its identity where one of its ranks is in
+    doubt.
+    """
+    arguments = engine.arguments()
+    identity: object = None
+    doubt = from_elsewhere(arguments)
+    if not doubt:
+        try:
+            identity = identity_of(arguments, lambda source: FILES.identity(source, how))
+        except ContentsError as error:
+            doubt = str(error)
+    if not engine.all_agree(not doubt):
+        logger.warning("kvoffloadd: this engine shares with no other: %s", doubt or "another rank is in doubt")
+        identity = ("in doubt", number)
+    return Computed(arguments, identity, versions.check(), engine.has_amx())

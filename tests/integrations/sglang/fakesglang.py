@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.integrations.sglang.namespace import DRAFT, KERNELS, MODEL
+from kvoffloadd.integrations.sglang.arguments import COUNTED, NAMES_HARMLESS
 
 ADAPTER = "kvoffloadd.integrations.sglang"
-_OURS = ("engine", "linker", "plugin", "start", "storage", "transfers", "weights")
+_OURS = ("adapters", "engine", "files", "identity", "linker", "plugin", "start", "storage", "transfers", "weights")
 """Modules of the adapter that import SGLang's, or hold what one process knows."""
 
 
@@ -66,6 +66,31 @@ class WeightUpdater:
     update_weights_from_tensor = update_weights_from_ipc = update_weights_from_disk
     receive_weights_from_distributed = load_weights_from_distributed = update_weights_from_disk
     begin_weight_update = end_weight_update = update_weights_from_disk
+
+
+class Scheduler:
+    """Loads whatever it loads when it is made."""
+
+
+class Req:
+    """A request. `lora_id` goes behind its extra key."""
+
+    def __init__(self, rid: str, extra_key: str | None = None, lora_id: str | None = None) -> None:
+        self.rid, self.lora_id = rid, lora_id
+        self.extra_key = extra_key if lora_id is None else (extra_key or "") + lora_id
+
+
+class LoRAManager:
+    """`meanwhile`: what happens while it reads an adapter's files."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def _load_lora_adapter(self, lora_ref: Any) -> str:
+        self.meanwhile()
+        return f"loaded {lora_ref.lora_id}"
+
+    def _load_lora_adapter_from_tensors(self, lora_ref: Any, tensors: Any, config_dict: Any, added: Any = None) -> str:
+        return f"received {lora_ref.lora_id}"
 
 
 class HiCacheController:
@@ -135,10 +160,12 @@ def no_group(**_: Any) -> Any:
 
 @contextmanager
 def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """SGLang can be imported. Yields `parallel`, `features` and `memory`, to change, and classes to call."""
-    arguments: dict[str, Any] = dict.fromkeys((*MODEL, *KERNELS, *DRAFT))
-    arguments |= {"model_path": "org/model", "revision": None, "device": "cpu"}
-    bag = SimpleNamespace(**arguments)
+    """SGLang can be imported. Yields `arguments`, `parallel`, `features`, `memory` and `amx`, to change, and classes to
+    call.
+    """
+    arguments: dict[str, Any] = dict.fromkeys((*COUNTED, *NAMES_HARMLESS))
+    arguments |= {"model_path": "org/model", "device": "cpu"}
+    amx: list[bool] = []
     group = SimpleNamespace(world_size=1)
     parallel = SimpleNamespace(nnodes=1, attn_tp_group=group, attn_tp_rank=0, attn_tp_size=1, attn_dcp_size=1)
     features = SimpleNamespace(enable_memory_saver=False)
@@ -146,6 +173,8 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     updater = type("WeightUpdater", (WeightUpdater,), {})
     tree = type("UnifiedRadixCache", (UnifiedRadixCache,), {})
     controller = type("HiCacheController", (HiCacheController,), {})
+    manager = type("LoRAManager", (LoRAManager,), {})
+    request = type("Req", (Req,), {"__init__": Req.__init__})
     registry = type("HookRegistry", (HookRegistry,), {"hooks": []})
     modules: dict[str, dict[str, Any]] = {
         "srt.mem_cache.hicache_storage": {
@@ -166,14 +195,17 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "UnifiedCacheLinker": UnifiedCacheLinker,
         },
         "srt.model_executor.model_runner_components.weight_updater": {"WeightUpdater": updater},
+        "srt.managers.scheduler": {"Scheduler": type("Scheduler", (Scheduler,), {})},
+        "srt.managers.schedule_batch": {"Req": request},
+        "srt.lora.lora_manager": {"LoRAManager": manager},
+        "srt.utils": {"cpu_has_amx_support": lambda: bool(amx)},
         "srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
         "srt.runtime_context": {
-            "get_device": lambda: bag,
-            "get_exec": lambda: SimpleNamespace(kernel=bag, features=features),
+            "get_context": lambda: SimpleNamespace(resolved_server_args_dict=lambda: dict(arguments)),
+            "get_device": lambda: SimpleNamespace(device=arguments["device"]),
+            "get_exec": lambda: SimpleNamespace(features=features),
             "get_memory": lambda: memory,
-            "get_model": lambda: bag,
             "get_parallel": lambda: parallel,
-            "get_spec": lambda: bag,
         },
     }
     for name, content in modules.items():
@@ -188,6 +220,10 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         monkeypatch.delitem(sys.modules, f"{ADAPTER}.{module}", raising=False)
         monkeypatch.delattr(importlib.import_module(ADAPTER), module, raising=False)
     yield SimpleNamespace(
+        arguments=arguments,
+        amx=amx,
+        manager=manager,
+        request=request,
         parallel=parallel,
         features=features,
         memory=memory,

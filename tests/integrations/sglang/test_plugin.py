@@ -28,10 +28,10 @@ def test_the_package_names_it() -> None:
     assert callable(getattr(importlib.import_module(module), name))
 
 
-def test_weights_are_watched_from_when_there_is_a_cache(sglang: SimpleNamespace) -> None:
+def test_weights_are_watched_from_before_they_are_loaded(sglang: SimpleNamespace) -> None:
     plugin().install()
     ((target, hook, kind),) = sglang.registry.hooks
-    assert (target, kind) == ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.__init__", HookType.BEFORE)
+    assert (target, kind) == ("sglang.srt.managers.scheduler.Scheduler.__init__", HookType.BEFORE)
     weights = importlib.import_module(f"{ADAPTER}.weights").WEIGHTS
     assert hook(object(), "arguments") is None, "it leaves them as they are"
     hook(object())
@@ -41,6 +41,33 @@ def test_weights_are_watched_from_when_there_is_a_cache(sglang: SimpleNamespace)
     sglang.updater().update_weights_from_disk()
     assert told == ["suspend"], "once, however often it was asked to watch"
     sglang.tree().reset()
+    assert told == ["suspend", "renew", "clear"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "update_weights_from_disk",
+        "update_weights_from_tensor",
+        "update_weights_from_ipc",
+        "receive_weights_from_distributed",
+        "load_weights_from_distributed",
+        "begin_weight_update",
+    ],
+)
+def test_each_way_to_change_weights_is_watched(change: str, sglang: SimpleNamespace) -> None:
+    """tests/sglang/test_arguments.py knows that there are no others."""
+    plugin().install()
+    sglang.registry.hooks[0][1]()
+    told: list[str] = []
+    follower = SimpleFollower(told)
+    importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(follower, 7)
+    getattr(sglang.updater(), change)()
+    assert told == ["suspend"]
+    sglang.tree().reset()
+    if change == "begin_weight_update":
+        assert told == ["suspend"], "not before its end"
+        sglang.updater().end_weight_update()
     assert told == ["suspend", "renew", "clear"]
 
 
@@ -77,7 +104,7 @@ def test_other_releases_and_other_processes_are_left_alone(
     monkeypatch.setattr(metadata, "version", lambda _: "0.5.24")
     plugin().install()
     monkeypatch.setattr(metadata, "version", lambda _: "0.5.23")
-    monkeypatch.delitem(sys.modules, "sglang.srt.mem_cache.unified_radix_cache")
+    monkeypatch.delitem(sys.modules, "sglang.srt.managers.scheduler")
     plugin().install()
     assert sglang.registry.hooks == []
 

@@ -92,12 +92,25 @@ def install() -> None:
     common._cuda_host_register = lambda *_, **__: None  # memory is pinned for GPUs
     _translate_windows()
     torch: Any = importlib.import_module("torch")
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    for name in ("empty", "zeros", "tensor", "arange", "full", "empty_like", "zeros_like"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
     for kernel in NAMED:
         if not hasattr(torch.ops.sgl_kernel, kernel):
             torch.library.define(f"sgl_kernel::{kernel}", "() -> ()")
     convolutions: Any = importlib.import_module("sglang.srt.layers.attention.mamba.causal_conv1d")
     convolutions._causal_conv1d_fn_triton = convolve
     convolutions._causal_conv1d_update_triton = convolve_one
+
+
+def _unpinned(make: Any) -> Any:
+    """What LoRA's pools ask for, whatever the device is."""
+
+    def make_unpinned(*arguments: Any, **named: Any) -> Any:
+        named.pop("pin_memory", None)
+        return make(*arguments, **named)
+
+    return make_unpinned
 
 
 def _translate_windows() -> None:

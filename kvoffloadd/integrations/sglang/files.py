@@ -1,0 +1,101 @@
+"""What an engine computes with, as files: looked at before SGLang loads them, and again when a storage comes.
+
+Between the two anything may have been written in their place, and nobody knows then which of it was loaded: such an
+engine is in doubt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint, contents_of, snapshot_of
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class Source(NamedTuple):
+    """What an argument names. `hub`: it may be a model of the hub; then `revision`: which one, None: its newest, and
+    `download_dir`: where it is instead of in the hub's cache.
+    """
+
+    path: str
+    hub: bool = False
+    revision: str | None = None
+    download_dir: str | None = None
+
+
+def look_at(source: Source, how: Fingerprint, file: str = "config.json") -> str:
+    """Names what is there now; empty for a file that is not there. `file`: of a model of the hub, one that each has.
+
+    Raises:
+        ContentsError: it can't be told.
+    """
+    path = os.path.expanduser(source.path)
+    if not source.hub or os.path.lexists(path):
+        return contents_of(path, how)
+    if source.revision and _COMMIT.fullmatch(source.revision):
+        return f"hub:{source.revision}"
+    if not source.download_dir:
+        folder = Path(snapshot_of(source.path, source.revision, file) or "")
+        if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
+            return f"hub:{folder.name}"
+    raise ContentsError(f"nobody knows what is in {source.path!r}: give a local path, or a commit as --revision")
+
+
+def takes_code_from_elsewhere(model: Source) -> bool:
+    """Whether a model says that some of its code is that of another repository of the hub, or can't be asked."""
+    path = os.path.expanduser(model.path)
+    folder = path if os.path.lexists(path) else snapshot_of(model.path, model.revision)
+    if folder is None:
+        return True
+    try:
+        auto_map = json.loads(Path(folder, "config.json").read_bytes()).get("auto_map")
+    except (OSError, ValueError, AttributeError):  # SGLang says so, if it needs one
+        return False
+    return "--" in repr(auto_map)  # REPOSITORY--MODULE.CLASS
+
+
+class FilesAtStart:
+    """Those that SGLang was about to load. All methods come from one thread. `file`: as for `look_at`."""
+
+    def __init__(self, file: str = "config.json") -> None:
+        self._file = file
+        self._seen: dict[Source, str | ContentsError] = {}
+
+    def look(self, sources: Iterable[Source]) -> None:
+        """Nothing of them has been read yet."""
+        self._seen = {source: self._look_or_error(source) for source in sources}
+
+    def identity(self, source: Source, how: Fingerprint) -> str:
+        """Names what was loaded from there.
+
+        Raises:
+            ContentsError: it is in doubt.
+        """
+        before = self._seen.get(source)
+        if before is None:
+            raise ContentsError(
+                f"nobody has looked at {source.path!r} before SGLang loaded it: kvoffloadd's plug-in must be on, and "
+                "the weights those of the start"
+            )
+        if isinstance(before, ContentsError):
+            raise before
+        named = look_at(source, how, self._file)
+        if look_at(source, Fingerprint.AUTO, self._file) != before:
+            raise ContentsError(f"{source.path!r} has changed since SGLang began to load it")
+        return named
+
+    def _look_or_error(self, source: Source) -> str | ContentsError:
+        try:
+            return look_at(source, Fingerprint.AUTO, self._file)
+        except ContentsError as error:
+            return error
+
+
+FILES = FilesAtStart()
+"""Of this process, which has one rank. `engine.watch_start` has it look."""

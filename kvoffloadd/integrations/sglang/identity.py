@@ -1,0 +1,108 @@
+"""What SGLang's server arguments say of the bytes of a page, with files named by what is in them."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from kvoffloadd.integrations.common.contents import ContentsError
+from kvoffloadd.integrations.sglang.arguments import ADAPTERS, FILES, GRAPHS, MODELS, NAMES_HARMLESS, SIZES
+from kvoffloadd.integrations.sglang.files import Source, takes_code_from_elsewhere
+
+Named = Callable[[Source], str]
+
+_ELSEWHERE = ("remote", "remote_instance", "ipc_cache")
+"""Formats whose weights come from another process or host."""
+
+
+def identity_of(arguments: Mapping[str, Any], named: Named) -> tuple[tuple[str, object], ...]:
+    """Each argument that counts, with its value: equal for engines whose pages are alike.
+
+    `arguments`: all of SGLang's, as resolved. `named`: names what is in a file, empty for one that is not there.
+
+    Raises:
+        ContentsError: a file can't be named, or a value can't be compared.
+    """
+    return tuple(
+        (name, _said(name, value, arguments, named))
+        for name, value in sorted(arguments.items())
+        if name not in NAMES_HARMLESS
+    )
+
+
+def sources_of(arguments: Mapping[str, Any]) -> frozenset[Source]:
+    """All files that `identity_of` would ask for."""
+    found = set()
+
+    def note(source: Source) -> str:
+        found.add(source)
+        return ""
+
+    with suppress(ContentsError):  # whoever asks for the identity is told
+        identity_of(arguments, note)
+    return frozenset(found)
+
+
+def from_elsewhere(arguments: Mapping[str, Any]) -> str:
+    """Why weights or code are not those of the model's files. Empty: they are."""
+    if arguments.get("load_format") in _ELSEWHERE:
+        return f"--load-format {arguments['load_format']} takes weights from another process"
+    if arguments.get("weight_cache_mode") not in (None, "off"):
+        return f"--weight-cache-mode {arguments['weight_cache_mode']} takes weights from another process"
+    if arguments.get("trust_remote_code"):
+        model = _source("model_path", str(arguments.get("model_path")), arguments)
+        if takes_code_from_elsewhere(model):
+            return f"{model.path!r} takes code from another repository (auto_map in its config.json)"
+    return ""
+
+
+def _said(name: str, value: Any, arguments: Mapping[str, Any], named: Named) -> object:
+    if name == ADAPTERS:
+        return bool(value)
+    if name == GRAPHS and isinstance(value, Mapping):
+        value = {phase: _without_sizes(said) for phase, said in value.items()}
+    if name in FILES and isinstance(value, str) and value:
+        return named(_source(name, value, arguments)) or value
+    return _comparable(name, value, named)
+
+
+def _without_sizes(said: Any) -> Any:
+    return {key: one for key, one in said.items() if key not in SIZES} if isinstance(said, Mapping) else said
+
+
+def _source(name: str, value: str, arguments: Mapping[str, Any]) -> Source:
+    if name not in MODELS:
+        return Source(value)
+    return Source(value, True, arguments.get("revision") or None, arguments.get("download_dir") or None)
+
+
+def _comparable(name: str, value: Any, named: Named) -> object:
+    """The value, in a form whose `repr` is the same in all processes."""
+    if isinstance(value, enum.Enum):
+        return _comparable(name, value.value, named)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        if os.path.isabs(value):
+            return named(Source(value)) or value
+        return _parsed(name, value, named) if value.startswith(("{", "[")) else value
+    if isinstance(value, Mapping):
+        return "a mapping", *sorted((repr(key), _comparable(name, one, named)) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return "a list", *(_comparable(name, one, named) for one in value)
+    if isinstance(value, set | frozenset):
+        return "a set", *sorted(repr(_comparable(name, one, named)) for one in value)
+    raise ContentsError(f"--{name.replace('_', '-')} has a value of {type(value).__name__}, which can't be compared")
+
+
+def _parsed(name: str, text: str, named: Named) -> object:
+    """JSON by what it says, any other text as it is."""
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text
+    return _comparable(name, parsed, named)

@@ -1,0 +1,153 @@
+"""Starting a storage: under the name of what was loaded, or under one that no other engine has."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffloadd.client import NamespaceSpec
+from kvoffloadd.integrations.common.contents import Fingerprint
+from kvoffloadd.integrations.sglang.hostpool import host_pools
+from kvoffloadd.integrations.sglang.namespace import namespace_of
+from kvoffloadd.integrations.sglang.pools import TpRank
+from tests.integrations.sglang.fakes import MHATokenToKVPoolHost
+from tests.integrations.sglang.fakesglang import ADAPTER
+
+NUMBER = 7
+
+
+@pytest.fixture
+def model(sglang: SimpleNamespace, tmp_path: Path) -> Path:
+    """That the engine is about to load."""
+    sglang.arguments["model_path"] = str(tmp_path / "model")
+    (tmp_path / "model" / "shards").mkdir(parents=True)
+    return write(tmp_path / "model", "old")
+
+
+def write(model: Path, content: str) -> Path:
+    for file in (model / "config.json", model / "shards" / "m.safetensors"):
+        file.write_text(content)
+        os.utime(file, (1e9, 1e9))
+    return model
+
+
+def begin(sglang: SimpleNamespace) -> None:
+    """As SGLang's scheduler does, before it loads anything."""
+    importlib.import_module(f"{ADAPTER}.plugin").install()
+    sglang.registry.hooks[-1][1]()
+
+
+def named(number: int = NUMBER, how: Fingerprint = Fingerprint.AUTO) -> NamespaceSpec:
+    """The namespace, where a storage is attached now."""
+    start: Any = importlib.import_module(f"{ADAPTER}.start")
+    pools = host_pools({"kv": MHATokenToKVPoolHost(4, 64, [4096, 4096])}, TpRank(0, 1), replicated=False)
+    return namespace_of(start._computed(how, number), pools, 1)
+
+
+@pytest.mark.parametrize("how", Fingerprint)
+def test_engines_with_the_same_files_share(how: Fingerprint, sglang: SimpleNamespace, model: Path) -> None:
+    begin(sglang)
+    assert named(1, how) == named(2, how)
+
+
+def test_files_written_again_before_the_storage_came(
+    sglang: SimpleNamespace, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was loaded is neither the old files nor the new ones, as far as anybody knows."""
+    begin(sglang)
+    before = named()
+    write(model, "new")
+    doubtful = named(1)
+    assert doubtful not in (before, named(2)), "it shares with nobody"
+    assert doubtful == named(1), "it finds its own pages"
+    assert "this engine shares with no other: " in caplog.text
+    assert "has changed since SGLang began to load it" in caplog.text
+    begin_again(sglang)
+    assert named() not in (before, doubtful)
+    assert named(1) == named(2)
+
+
+def begin_again(sglang: SimpleNamespace) -> None:
+    """As another engine."""
+    files: Any = importlib.import_module(f"{ADAPTER}.files")
+    identity: Any = importlib.import_module(f"{ADAPTER}.identity")
+    files.FILES.look(identity.sources_of(sglang.arguments))
+
+
+def test_without_the_plug_in_an_engine_shares_with_nobody(
+    sglang: SimpleNamespace, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert named(1) != named(2)
+    assert "plug-in must be on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_path": "s3://bucket/model"},
+        {"load_format": "remote"},
+        {"weight_cache_mode": "client"},
+        {"forward_hooks": [object()]},
+        {"quantization_param_path": "link to nowhere"},
+    ],
+)
+def test_what_nobody_knows_is_shared_with_nobody(
+    changed: dict[str, Any], sglang: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model)
+    Path("link to nowhere").symlink_to("nowhere")
+    sglang.arguments |= {"model_path": str(model / "config.json")} | changed
+    begin(sglang)
+    assert named(1) != named(2)
+
+
+def test_a_rank_that_is_sure_goes_with_one_that_is_not(
+    sglang: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else they would call the parts of a key by two names, and none would ever be whole."""
+    begin(sglang)
+    asked: list[bool] = []
+
+    def another_is_not(good: bool) -> bool:
+        asked.append(good)
+        return False
+
+    monkeypatch.setattr(importlib.import_module(f"{ADAPTER}.engine"), "all_agree", another_is_not)
+    assert named(1) != named(2)
+    assert asked == [True, True]
+    assert "another rank is in doubt" in caplog.text
+
+
+def test_weights_taken_from_another_model_in_place(sglang: SimpleNamespace, model: Path, tmp_path: Path) -> None:
+    """SGLang then says that this is its model; a storage that comes afterwards shares with nobody."""
+    begin(sglang)
+    (tmp_path / "other" / "shards").mkdir(parents=True)
+    sglang.arguments["model_path"] = str(write(tmp_path / "other", "new"))
+    assert named(1) != named(2)
+
+
+def test_states_lie_otherwise_with_amx(sglang: SimpleNamespace, model: Path) -> None:
+    begin(sglang)
+    without = named()
+    sglang.amx.append(True)
+    assert named() != without
+    sglang.arguments["device"] = "cuda"
+    with_gpu = named()
+    sglang.amx.clear()
+    assert named() == with_gpu, "a GPU's states are what they are"
+
+
+@pytest.mark.parametrize("name", ["speculative_draft_model_path", "speculative_draft_model_revision"])
+def test_engines_that_differ_in_the_draft_share(name: str, sglang: SimpleNamespace, model: Path) -> None:
+    """No pool of a draft is ever stored: test_hostpool.py and test_devicepool.py have them refused."""
+    begin(sglang)
+    before = named()
+    sglang.arguments[name] = "another"
+    assert named() == before
+    sglang.arguments["speculative_algorithm"] = "EAGLE3"
+    assert named() != before

@@ -1,0 +1,20 @@
+"""A storage before which somebody writes the model's files again: SGLang has loaded them by then."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from typing import Any
+
+from kvoffloadd.integrations.sglang.storage import KVOffloaddStorage
+from tests.sglang.engine import REWRITE
+
+
+class RewritingStorage(KVOffloaddStorage):
+    """Ours, late."""
+
+    def __init__(self, *arguments: Any) -> None:
+        """As SGLang makes it."""
+        source, target = os.environ[REWRITE].split(":")
+        shutil.copytree(source, target, dirs_exist_ok=True)
+        super().__init__(*arguments)
