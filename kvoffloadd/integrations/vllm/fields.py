@@ -54,7 +54,7 @@ HARMLESS: Final = (
     _left_out(
         "engine",
         "compilation_config optimization_level performance_mode",
-        "how the same graph is compiled and captured: CompilationConfig keeps what the passes compute",
+        "how the model's own graph is compiled and captured (vllm/compilation): rounding may differ, as in batches",
     ),
     _left_out(
         "engine",
@@ -138,8 +138,8 @@ HARMLESS: Final = (
     _left_out("cache", "user_specified_block_size _block_size_resolved", "whether a default was taken"),
     _left_out(
         "load",
-        "download_dir safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
-        "device ignore_patterns use_tqdm_on_load pt_load_map_location",
+        "download_dir safetensors_prefetch_num_threads safetensors_prefetch_block_size device use_tqdm_on_load "
+        "pt_load_map_location",
         "how files are read (model_loader/weight_utils.py): what is in them is named",
     ),
     _left_out(
@@ -168,7 +168,7 @@ HARMLESS: Final = (
     _left_out(
         "kernel",
         "enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup enable_jit_warmup",
-        "what is done before the first request (model_executor/warmup)",
+        "what is done before the first request (model_executor/warmup): the same kernels are chosen from",
     ),
     _left_out("device", "device", "deprecated; device_type is what vLLM has made of it"),
     _left_out(
@@ -244,7 +244,7 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
         "skip_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode "
         "replayssm_buffer_len use_replayssm use_kda_recoverssm kv_sharing_fast_prefill swa_bounded_replay"
     ),
-    "load": _names("load_format"),
+    "load": _names("load_format ignore_patterns safetensors_load_strategy"),
     "attention": _names(
         "backend minimax_m3_msa_decode_backend backend_per_kind flash_attn_version "
         "flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv tq_max_kv_splits_for_cuda_graph "

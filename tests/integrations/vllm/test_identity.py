@@ -94,6 +94,21 @@ def test_every_judgement_has_a_reason_and_is_made_once() -> None:
     assert not is_judged("cache", "new_option") and is_part("cache", "new_option")
 
 
+def harmless_table() -> str:
+    """As docs/VLLM.md has it: paste it there."""
+    rows = ["| configuration | fields | why they are harmless |", "|---|---|---|"]
+    for left in HARMLESS:
+        section = "VllmConfig" if left.section == "engine" else left.section
+        fields = ", ".join(f"`{field}`" for field in sorted(left.fields) if not field.startswith("_"))
+        rows.append(f"| {section} | {fields} | {left.reason} |")
+    return "\n".join(rows)
+
+
+def test_harmless_fields_are_documented_with_their_reasons() -> None:
+    document = Path(__file__).parents[3] / "docs" / "VLLM.md"
+    assert harmless_table() in document.read_text(encoding="utf-8")
+
+
 # --- values ---
 
 
