@@ -145,5 +145,5 @@ def _salt(config: Any, identity: Mapping[str, Any], seed: str | None) -> str:
     if unstable_hashes(config, seed):
         said.append(f"engine {config.engine_id}")  # nobody else can know these keys, so nobody else may find them
     if identity["doubt"]:
-        said.append(f"alone {identity['token']}")
+        said.append(f"alone {identity['token']} {config.engine_id}")  # replicas have one token
     return " ".join((*said, str(identity["fields"])))

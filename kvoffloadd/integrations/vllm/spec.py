@@ -91,7 +91,10 @@ class KVOffloaddSpec(OffloadingSpec):
             )
         lookup_thread = LookupThread(self._client("scheduler"), announced(self.config))
         groups = [group.group_id for group in self.config.groups]
-        names = KeyNames(salts=salts_of(self._identity["drafts"], self._drafting()))
+        drafts = self._identity["drafts"]
+        if drafts == self._identity["token"]:  # in doubt
+            drafts += self.config.engine_id
+        names = KeyNames(salts=salts_of(drafts, self._drafting()))
         event_thread = EventThread(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
         has_windows = bool(self.config.extra_config.get(REACHES))
         return KVOffloaddManager(

@@ -69,6 +69,8 @@ def test_in_doubt_it_is_the_engines_own() -> None:
     """Its processes agree, and its next start does not."""
     made = [named(replace(BASE, extra_config=identified(doubt="files", token=token))) for token in ("a", "a", "b")]
     assert made[0] == made[1] != made[2]
+    replica = replace(BASE, extra_config=identified(doubt="files", token="a"), engine_id="engine_dp1")
+    assert named(replica) != made[0]
 
 
 def test_adapters_need_our_connector() -> None:
