@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import logging
 import os
 import secrets
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import PurePath
 from typing import Any, Final
@@ -123,28 +125,37 @@ def fields_of(vllm_config: Any) -> list[tuple[str, object]]:
 
 
 def canonical(value: object, where: str) -> object:
-    """The same for equal values in all processes. Raises NamelessError for what has no such form: functions, and
-    objects that are only themselves.
+    """The same for equal values in all processes. Raises NamelessError for what has no such form: functions that are
+    not vLLM's, and objects that are only themselves.
     """
-    if isinstance(value, enum.Enum):
-        return "enum", _class_name(type(value)), canonical(value.value, where)
-    if value is None or isinstance(value, bool | int | float | str | bytes):
+    if value is None or (isinstance(value, bool | int | float | str | bytes) and not isinstance(value, enum.Enum)):
         return value
-    if isinstance(value, type):
-        return "class", _class_name(value)
-    if isinstance(value, PurePath):
-        return str(value)
-    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
-        return str(value)
     if isinstance(value, Mapping):
         return "map", tuple(sorted((str(key), canonical(one, f"{where}.{key}")) for key, one in value.items()))
     if isinstance(value, set | frozenset):
         return "set", tuple(sorted(repr(canonical(one, where)) for one in value))
     if isinstance(value, list | tuple):
         return "list", tuple(canonical(one, where) for one in value)
-    if dataclasses.is_dataclass(value):
+    if isinstance(value, functools.partial):
+        return "partial", canonical((value.func, value.args, value.keywords), where)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
         return _class_name(type(value)), tuple((name, canonical(one, f"{where}.{name}")) for name, one in fields)
+    return _name_of(value, where)
+
+
+def _name_of(value: object, where: str) -> object:
+    """Of a value that has a name."""
+    if isinstance(value, enum.Enum):
+        return "enum", _class_name(type(value)), canonical(value.value, where)
+    if isinstance(value, type):
+        return "class", _class_name(value)
+    if isinstance(value, PurePath):
+        return "path", str(value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return "torch", str(value)
+    if isinstance(value, types.FunctionType) and value.__module__.startswith("vllm.") and not value.__closure__:
+        return "function", value.__module__, value.__qualname__  # vLLM's release is in the namespace
     raise NamelessError(f"{where} is {type(value).__name__}, which has no name that another engine would know")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import os
 import pickle
 from pathlib import Path
@@ -147,6 +148,20 @@ class Inner:
 def test_values_that_differ_have_other_forms(value: object, other: object) -> None:
     assert repr(canonical(value, "x")) != repr(canonical(other, "x"))
     assert canonical(value, "x") == canonical(pickle.loads(pickle.dumps(value)), "x")
+
+
+def test_functions_of_vllm_have_names() -> None:
+    """By one of them the options of a draft model are made."""
+
+    def override(config: object) -> object:
+        return config
+
+    with pytest.raises(NamelessError):
+        canonical(functools.partial(override, 1), "x")
+    override.__module__ = "vllm.config.speculative"
+    assert canonical(override, "x") == ("function", "vllm.config.speculative", override.__qualname__)
+    assert canonical(functools.partial(override, 1), "x") == canonical(functools.partial(override, 1), "x")
+    assert canonical(functools.partial(override, 1), "x") != canonical(functools.partial(override, 2), "x")
 
 
 def test_the_order_of_maps_and_sets_is_nothing() -> None:
