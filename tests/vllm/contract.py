@@ -36,8 +36,10 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.request import RequestStatus
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
+from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, adapters, versions
+from kvoffloadd.integrations.vllm.adapters import LoadedAdapter
 from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata, _reaches
+from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost
 from kvoffloadd.integrations.vllm.parts import by_heads
@@ -116,10 +118,13 @@ FIELDS = {
     "vllm.v1.outputs:KVConnectorOutput": "finished_recving failed_recving kv_connector_worker_meta",
     "vllm.config:KVTransferConfig": "kv_load_failure_policy kv_connector_extra_config",
     "vllm.config:ModelConfig": (
-        "revision dtype quantization hf_overrides hf_config_path max_model_len hf_text_config multimodal_config "
-        "enable_sleep_mode enable_cumem_allocator"
+        "model model_weights revision code_revision trust_remote_code dtype hf_config hf_config_path max_model_len "
+        "hf_text_config multimodal_config generation_config model_impl model_class_overrides enable_sleep_mode "
+        "enable_cumem_allocator"
     ),
-    "vllm.config:LoadConfig": "load_format",
+    "vllm.config:LoadConfig": "load_format model_loader_extra_config",
+    "vllm.config:SpeculativeConfig": "method model draft_model_config draft_load_config",
+    "vllm.config:MultiModalConfig": "mm_encoder_fp8_scale_path",
     "vllm.config:ParallelConfig": "nnodes pipeline_parallel_size",
     "vllm.config:CacheConfig": "prefix_caching_hash_algo",
 }
@@ -308,6 +313,19 @@ def test_a_failed_load_is_computed(engine: StartEngine, asked: list[list[int]], 
     assert not one.daemon.alive
     one.forget()
     assert one.generate(asked) == [0, 0, 0]
+
+
+def test_a_rank_loads_nothing_for_another_state_of_an_adapter(
+    engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request was told of files that this rank has not loaded: it computes."""
+    monkeypatch.setattr(adapters, "_loaded", {1: "old files"})
+    worker = engine().worker.connector_worker.worker
+    for contents in ("new files", ""):
+        spec = KeysLoadStoreSpec([], (0,), PLAIN, LoadedAdapter(1, contents))
+        assert worker.submit_load(99, spec, None)
+        (ended,) = worker.get_finished()
+        assert (ended.job_id, ended.success, ended.partial) == (99, False, False)
 
 
 FAILED, KEPT, RECOMPUTED = (f"vllm:kvoffloadd_{what}" for what in ("failed_loads", "kept_tokens", "recomputed_tokens"))

@@ -80,7 +80,7 @@ class Engine(EngineChild):
     # --- what may be asked ---
 
     def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> list[Request]:
-        """All at once, to their ends. `given`: their `salt`, and their `kv_transfer_params` as `params`."""
+        """All at once, to their ends. `given`: `salt`, `params` (`kv_transfer_params`) and `adapter` of all."""
         self.begin(prompts, max_tokens, **given)
         return self.finish()
 

@@ -18,6 +18,8 @@ class Served:
         from vllm.config import KVTransferConfig
 
         connector = options.pop("connector")
+        if touched := options.pop("touched", None):
+            _touch_while_loading(touched)
         if connector is not None:
             options["kv_transfer_config"] = KVTransferConfig(**connector)
         self._llm = LLM(**options)
@@ -29,9 +31,10 @@ class Served:
         max_tokens: int,
         salt: str | None = None,
         params: dict[str, Any] | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> Answer:
-        """All prompts at once, to their ends. `params`: their `kv_transfer_params`."""
-        return {"requests": self._collect(self._add(prompts, max_tokens, salt, params))}
+        """All prompts at once, to their ends. `params`: `kv_transfer_params`; `adapter`: a LoRARequest as a map."""
+        return {"requests": self._collect(self._add(prompts, max_tokens, salt, params, adapter))}
 
     def abort(self, prompts: list[list[int]], max_tokens: int, after_steps: int) -> Answer:
         """As `generate`, but every second request is aborted after so many steps."""
@@ -89,9 +92,17 @@ class Served:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _add(
-        self, prompts: list[list[int]], max_tokens: int, salt: str | None, params: dict[str, Any] | None = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: str | None,
+        params: dict[str, Any] | None = None,
+        adapter: dict[str, Any] | None = None,
     ) -> list[str]:
         from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        lora = None if adapter is None else LoRARequest(**adapter)
 
         extra = None if params is None else {"kv_transfer_params": params}
         sampling = SamplingParams(
@@ -102,7 +113,7 @@ class Served:
             self._asked += 1
             names.append(f"r{self._asked}")
             given: dict[str, Any] = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
-            self._llm.llm_engine.add_request(names[-1], given, sampling)
+            self._llm.llm_engine.add_request(names[-1], given, sampling, lora_request=lora)
         return names
 
     def _collect(self, names: list[str], steps: int | None = None) -> list[Answer]:
@@ -118,6 +129,19 @@ class Served:
                 cached = output.num_cached_tokens
                 found[output.request_id] = _request(completion.token_ids, cached, completion.finish_reason or "")
         return [found[name] for name in names]
+
+
+def _touch_while_loading(file: str) -> None:
+    """Somebody writes to a file of the model while its weights are being loaded."""
+    from vllm.model_executor.model_loader import DefaultModelLoader
+
+    load = DefaultModelLoader.load_weights
+
+    def load_weights(*arguments: Any, **named: Any) -> Any:
+        os.utime(file)
+        return load(*arguments, **named)
+
+    DefaultModelLoader.load_weights = load_weights
 
 
 def _await_transfers(_worker: Any) -> None:

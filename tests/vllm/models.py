@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,25 @@ def write(kind: str, folder: Path, python: str = sys.executable) -> Path:
             command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False, timeout=_WRITE_S
         )
         assert done.returncode == 0, done.stderr
+    return path
+
+
+def write_adapter(path: Path, seed: int) -> Path:
+    """A LoRA adapter for "dense", with random weights; over the one that is there."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(seed)
+    made = {}
+    for layer in range(4):
+        for module, rows in (("q_proj", 256), ("v_proj", 128)):
+            at = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            made[f"{at}.lora_A.weight"] = rng.normal(0, 0.2, (8, 256)).astype(np.float32)
+            made[f"{at}.lora_B.weight"] = rng.normal(0, 0.2, (rows, 8)).astype(np.float32)
+    path.mkdir(exist_ok=True)
+    save_file(made, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(config | {"task_type": "CAUSAL_LM"}))
     return path
 
 

@@ -55,6 +55,7 @@ _LOCAL: Final = frozenset(
 _STATFS_BYTES: Final = 256  # struct statfs has 120
 _HARMLESS: Final = frozenset((".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".pyc"))
 """Suffixes of files that no engine computes with."""
+_HUB_SNAPSHOT: Final = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
 _HUB_BLOB: Final = re.compile(r"/models--[^/]+/blobs/([0-9a-f]{40}|[0-9a-f]{64})$")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -109,9 +110,33 @@ def contents_of(path: str | os.PathLike[str], how: Fingerprint = Fingerprint.AUT
     return "files:" + digest_of(sorted(found))
 
 
+def model_of(path: str | os.PathLike[str], how: Fingerprint = Fingerprint.AUTO) -> str:
+    """Names what is in a model's folder or file. As `contents_of`, but a snapshot of the hub is named by its commit:
+    hosts that have fetched unlike parts of it share. Files that are not the hub's name it too.
+
+    Raises:
+        ContentsError: as `contents_of`.
+    """
+    folder = os.path.abspath(os.path.expanduser(os.fspath(path)))
+    snapshot = _HUB_SNAPSHOT.search(folder)
+    if not snapshot or not os.path.isdir(folder):
+        return contents_of(folder, how)
+    try:
+        own = [(one.name, _named(one.path, how)) for one in _files(folder) if not _HUB_BLOB.search(one.path)]
+    except OSError as error:
+        raise ContentsError(f"{error.filename or folder} can't be read: {error.strerror}") from error
+    return f"hub:{snapshot[1]}@{snapshot[2]}" + (":" + digest_of(sorted(own)) if own else "")
+
+
+def hub_name(path: str) -> str:
+    """The hub's name of the model whose snapshot this folder is. Empty: it is none."""
+    snapshot = _HUB_SNAPSHOT.search(os.path.abspath(os.path.expanduser(path)))
+    return snapshot[1].replace("--", "/") if snapshot else ""
+
+
 def snapshot_of(model: str, revision: str | None = None, file: str = "config.json") -> str | None:
     """The folder in which Hugging Face's cache of this host has a model of the hub. None: it has none, or `model` is
-    none of the hub's. `file`: one that the model must have.
+    none of the hub's. `file`: one that it must have.
     """
     try:
         hub: Any = importlib.import_module("huggingface_hub")

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvoffloadd.client import NamespaceSpec
+from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.common.contents import Fingerprint
 from kvoffloadd.integrations.common.keys import KEY_BYTES
-from kvoffloadd.integrations.common.naming import digest_of, files_of, fitting
+from kvoffloadd.integrations.common.naming import digest_of, fitting
 from kvoffloadd.integrations.common.options import DEFAULT_SOCKET, seconds_of, socket_of
+from kvoffloadd.integrations.vllm.identity import IDENTITY, OPTION
 from kvoffloadd.integrations.vllm.parts import by_heads, share
-
-IDENTITY = "kvoffloadd_identity"
-"""Key of extra_config under which `KVOffloaddConnector` says what vLLM's OffloadingConfig leaves out."""
 
 STATES = "kvoffloadd_states"
 """Key of extra_config under which it says which groups keep a state: the indices of those of which a block holds what
@@ -33,6 +33,7 @@ before its end a prefix needs of it. Of the others it needs all.
 DRAFTS = "kvoffloadd_drafts"
 """Key of extra_config under which it says which groups have layers of a draft model: their indices."""
 
+_IDENTITY_FORMAT = 2  # how an engine is named: what an earlier version of this project has named is not found again
 _CANONICAL_FORMAT = 1  # how parts are cut out of vLLM's canonical pages
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
@@ -45,13 +46,14 @@ class Options:
 
     `socket`: where the daemon listens. `timeout_s`: for how long the answer to a lookup is waited for, before it counts
     as a miss. `wait_s`: for how long a request waits for keys on their way from disk, or being stored by others.
-    `job_deadline_s`: when the daemon gives a load or a store up.
+    `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how the model's files are named.
     """
 
     socket: str = DEFAULT_SOCKET
     timeout_s: float = 1.0
     wait_s: float = 10.0
     job_deadline_s: float = 60.0
+    fingerprint: Fingerprint = Fingerprint.AUTO
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> Options:
@@ -62,6 +64,7 @@ class Options:
             timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, _WHERE),
             wait_s=seconds_of(extra_config, "wait_s", standard.wait_s, _WHERE),
             job_deadline_s=seconds_of(extra_config, "job_deadline_s", standard.job_deadline_s, _WHERE),
+            fingerprint=Fingerprint.of(extra_config.get(OPTION, standard.fingerprint), _WHERE),
         )
 
 
@@ -71,12 +74,12 @@ def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> 
     `seed`: PYTHONHASHSEED, None if it is not set. cache_salt and LoRA are in vLLM's block hashes, and so in the keys.
     Raises UsageError as `share` does.
     """
-    identity: Mapping[str, Any] = config.extra_config.get(IDENTITY, {})
-    revision = str(identity.get("revision") or config.extra_config.get("revision") or "")
+    identity: Mapping[str, Any] = config.extra_config[IDENTITY]
+    revision = str(config.extra_config.get("revision") or "")
     return NamespaceSpec(
-        model=fitting(str(config.model.name)),
-        revision=fitting(revision + files_of(str(config.model.name))),
-        dtype=fitting(f"{config.model.dtype} {identity.get('dtype', '')}".strip()),
+        model=fitting(str(identity["model"])),
+        revision=fitting(revision + str(identity["weights"])),
+        dtype=fitting(f"{config.model.dtype} {identity['dtype']}"),
         layout=_layout(config, platform, release),
         parallel=_parallel(config),
         salt=fitting(_salt(config, identity, seed)),
@@ -84,39 +87,18 @@ def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> 
     )
 
 
-def identity_of(vllm_config: Any) -> dict[str, str]:
-    """What OffloadingConfig leaves out of a VllmConfig and the bytes of a KV cache depend on."""
-    model = vllm_config.model_config
-    multimodal = getattr(model, "multimodal_config", None)
-    said = {
-        "quantization": model.quantization,
-        # A function has no name that another process would know: such an engine shares with nobody.
-        "overrides": model.hf_overrides
-        if isinstance(model.hf_overrides, dict)
-        else f"engine {vllm_config.kv_transfer_config.engine_id}",
-        "config": model.hf_config_path,
-        "dummy": str(vllm_config.load_config.load_format) == "dummy",
-        "positions": _long_positions(model),
-        "processor": getattr(multimodal, "mm_processor_kwargs", None),
-    }
-    return {
-        "revision": str(model.revision or ""),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "model": digest_of(sorted((name, repr(value)) for name, value in said.items() if value)),
-        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
-    }
-
-
-def _long_positions(model: Any) -> int:
-    """The length that decides how "longrope" models rotate all of their keys; of others, 0: it decides nothing."""
-    config = model.hf_text_config
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-    return int(model.max_model_len) if "longrope" in repr(rope) else 0
+def refuse_adapters(extra_config: Mapping[str, Any]) -> None:
+    """Raises UsageError where requests can have adapters, and nobody tells which."""
+    if extra_config[IDENTITY]["adapters"]:
+        raise UsageError(
+            "KVOffloaddSpec can't tell which LoRA adapter a request has, and would give it what an earlier state of "
+            'the adapter has computed: use "kv_connector": "KVOffloaddConnector", or leave --enable-lora out'
+        )
 
 
 def unstable_hashes(config: Any, seed: str | None) -> bool:
     """Whether block hashes differ between runs of the engine, so that nothing hits after a restart."""
-    return seed is None and _hash_of(config.extra_config.get(IDENTITY, {})) in _RANDOM_SEED_HASHES
+    return seed is None and config.extra_config[IDENTITY]["hash"] in _RANDOM_SEED_HASHES
 
 
 def instance_of(engine_id: str) -> bytes:
@@ -148,8 +130,6 @@ def _layout(config: Any, platform: str, release: str) -> str:
         block_bytes if alone else 0,
         replicated,
         config.canonical_layout,
-        # From 0.33 on. Where the identity is not told, it may decide how all keys are rotated.
-        0 if IDENTITY in config.extra_config else getattr(config.model, "max_model_len", 0),
     )
     if config.cache.blocks_per_chunk > 1 and config.extra_config.get(STATES):
         said += (("states", *config.extra_config[STATES]),)
@@ -161,12 +141,9 @@ def _layout(config: Any, platform: str, release: str) -> str:
 
 
 def _salt(config: Any, identity: Mapping[str, Any], seed: str | None) -> str:
-    hashing = f"{_hash_of(identity)} seed {'default' if seed is None else seed}"
-    extra = str(identity.get("model", ""))
-    # Nobody else can know these keys, so nobody else may find them, either.
-    own = f" engine {config.engine_id}" if unstable_hashes(config, seed) else ""
-    return f"{hashing}{own} {extra}".rstrip()
-
-
-def _hash_of(identity: Mapping[str, Any]) -> str:
-    return str(identity.get("hash", ""))
+    said = [f"identity v{_IDENTITY_FORMAT}", f"{identity['hash']} seed {'default' if seed is None else seed}"]
+    if unstable_hashes(config, seed):
+        said.append(f"engine {config.engine_id}")  # nobody else can know these keys, so nobody else may find them
+    if identity["doubt"]:
+        said.append(f"alone {identity['token']} {config.engine_id}")  # replicas have one token
+    return " ".join((*said, str(identity["fields"])))

@@ -22,8 +22,10 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, Sli
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
-from kvoffloadd.integrations.vllm.config import DRAFTS, IDENTITY, REACHES, STATES, identity_of
+from kvoffloadd.integrations.vllm.adapters import AdapterNames, name_in_hashes, note_what_is_loaded
+from kvoffloadd.integrations.vllm.config import DRAFTS, REACHES, STATES, Options
 from kvoffloadd.integrations.vllm.handoff import HandOff
+from kvoffloadd.integrations.vllm.identity import IDENTITY
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost, refuse_nodes, refuse_ranks_elsewhere
 from kvoffloadd.integrations.vllm.parts import HEADS, LayerFacts, check_scheduler, heads_of
@@ -81,11 +83,12 @@ class KVOffloaddConnector(OffloadingConnector):
                 "kv_connector_extra_config"
             )
         _complete(vllm_config)
-        extra[IDENTITY] = identity_of(vllm_config)
         extra[STATES] = _states(kv_cache_config)
         extra[REACHES] = _reaches(kv_cache_config)
         extra[DRAFTS] = _drafts(vllm_config, kv_cache_config)
         extra[HEADS] = heads_of(vllm_config)
+        if role is KVConnectorRole.WORKER and vllm_config.lora_config is not None:
+            note_what_is_loaded()
         super().__init__(vllm_config, role, kv_cache_config)
         if (
             self.connector_scheduler is not None
@@ -96,6 +99,10 @@ class KVOffloaddConnector(OffloadingConnector):
                 "kvoffloadd: this model keeps states, and vLLM stores only the one at the last full block of a prompt: "
                 "with chunks of several blocks, a prompt hits only if its last full block ends a chunk"
             )
+        self._adapters: AdapterNames | None = None
+        if self.connector_scheduler is not None and vllm_config.lora_config is not None:
+            self._adapters = AdapterNames(Options.of(extra).fingerprint, extra[IDENTITY]["adapters"])
+            name_in_hashes(self._adapters)
         if self.connector_scheduler is not None:
             self._handoff = HandOff(self.connector_scheduler, vllm_config, kv_cache_config)
         self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
@@ -180,6 +187,9 @@ class KVOffloaddConnector(OffloadingConnector):
         """Its prompt may be one that another engine will answer."""
         self._handoff.begin(request)
         super().on_new_request(request)
+        adapter = self._adapters.adapter_of(request) if self._adapters is not None else None
+        if adapter is not None:
+            self.scheduler._req_status[request.request_id].req_context.set_state(adapter)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """The step's stores, with the tails of prompts that are to be handed over."""

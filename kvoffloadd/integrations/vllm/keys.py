@@ -6,11 +6,57 @@ groups of its own, so the index goes; what is left gets the namespace's width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvoffloadd.integrations.common.keys import KEY_BYTES, key_of_name, mask_of
 
 _GROUP_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KeyNames:
+    """How an engine names its keys now.
+
+    `generation`: another (u64) after each reset of the engine's cache, and 0 before. Stores of an earlier one may still
+    be under way then, even unsent; under names of their own they can't be taken for what the new weights compute.
+    `salts`: group -> u64, for groups whose contents depend on more than the namespace.
+    """
+
+    generation: int = 0
+    salts: Mapping[int, int] = field(default_factory=dict)
+
+    def number(self, group: int) -> int:
+        """What tells this group's names from other ones of the same hashes; 0: hashes are the names."""
+        return self.generation ^ self.salts.get(group, 0)
+
+
+PLAIN = KeyNames()
+
+
+def salts_of(drafts: str, groups: Iterable[int]) -> dict[int, int]:
+    """For groups with layers of a draft model, `drafts` names it: engines that have another one find nothing there."""
+    salt = hashlib.blake2b(drafts.encode(), digest_size=8, person=b"kvoffloadd draft").digest()
+    return dict.fromkeys(groups, int.from_bytes(salt, "little") | 1)
+
+
+def drafting_groups(layers: Mapping[int, Sequence[str]], target_layers: int) -> list[int]:
+    """The groups, by index, that are not the target model's alone. `layers`: the names of each group's layers.
+
+    vLLM names layers by their place in the model. The target's are those with a number below `target_layers` and
+    nothing about drafts before it; whatever else there is counts as the draft's.
+    """
+    return [group for group, names in layers.items() if not all(_is_targets(name, target_layers) for name in names)]
+
+
+def _is_targets(name: str, target_layers: int) -> bool:
+    place, found, rest = name.partition("layers.")
+    number = rest.partition(".")[0]
+    return bool(found) and place in _TARGET_PLACES and number.isdecimal() and int(number) < target_layers
+
+
+_TARGET_PLACES = frozenset(("", "model.", "language_model.", "language_model.model.", "model.language_model."))
 
 
 def group_of(offload_key: bytes) -> int:
@@ -18,28 +64,25 @@ def group_of(offload_key: bytes) -> int:
     return int.from_bytes(offload_key[-_GROUP_BYTES:], "big")
 
 
-def key_of(offload_key: bytes, generation: int = 0) -> bytes:
-    """The daemon's key, `KEY_BYTES` wide.
-
-    `generation`: another (u64) after each reset of the engine's cache, and 0 before. Stores of an earlier one may still
-    be under way then, even unsent; under names of their own they can't be taken for what the new weights compute.
-    """
-    name = offload_key[:-_GROUP_BYTES]
+def key_of(offload_key: bytes, names: KeyNames = PLAIN) -> bytes:
+    """The daemon's key, `KEY_BYTES` wide."""
+    name, number = offload_key[:-_GROUP_BYTES], names.number(group_of(offload_key))
     if len(name) > KEY_BYTES:
-        return key_of_name(generation, name)
+        return key_of_name(number, name)
     padded = name.ljust(KEY_BYTES, b"\0")
-    return _masked(padded, mask_of(generation)) if generation else padded
+    return _masked(padded, mask_of(number)) if number else padded
 
 
-def offload_key_of(key: bytes, group: int, generation: int, hash_bytes: int) -> bytes | None:
+def offload_key_of(key: bytes, group: int, names: KeyNames, hash_bytes: int) -> bytes | None:
     """The offload key that `key_of` made this of, `hash_bytes`: how long the engine's block hashes are.
 
-    None where it is none of this generation, which a padding tells: hashes as long as keys have none, so that another
+    None where it is none of these names, which a padding tells: hashes as long as keys have none, so that another
     generation's become hashes of nothing. None for longer hashes, too: their names can't be turned back.
     """
     if hash_bytes > KEY_BYTES:
         return None
-    padded = _masked(key, mask_of(generation)) if generation else key
+    number = names.number(group)
+    padded = _masked(key, mask_of(number)) if number else key
     if padded.count(0, hash_bytes) != KEY_BYTES - hash_bytes:
         return None
     return padded[:hash_bytes] + group.to_bytes(_GROUP_BYTES, "big")
@@ -50,11 +93,11 @@ def hash_bytes_of(offload_key: bytes) -> int:
     return len(offload_key) - _GROUP_BYTES
 
 
-def by_group(offload_keys: Iterable[bytes], generation: int = 0) -> dict[int, list[bytes]]:
+def by_group(offload_keys: Iterable[bytes], names: KeyNames = PLAIN) -> dict[int, list[bytes]]:
     """Group -> the daemon's keys, each once, in the order of the offload keys."""
     groups: dict[int, dict[bytes, None]] = {}
     for offload_key in offload_keys:
-        groups.setdefault(group_of(offload_key), {})[key_of(offload_key, generation)] = None
+        groups.setdefault(group_of(offload_key), {})[key_of(offload_key, names)] = None
     return {group: list(keys) for group, keys in groups.items()}
 
 

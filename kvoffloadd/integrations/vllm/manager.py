@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from time import monotonic, sleep
 from typing import Any
 
@@ -30,10 +31,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffloadd.client import KeepHow
+from kvoffloadd.integrations.vllm.adapters import LoadedAdapter
 from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.keeping import Keeping
-from kvoffloadd.integrations.vllm.keys import by_group, hash_bytes_of, offload_key_of
+from kvoffloadd.integrations.vllm.keys import PLAIN, KeyNames, by_group, hash_bytes_of, offload_key_of
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec
@@ -69,9 +71,10 @@ class KVOffloaddManager(OffloadingManager):
         event_thread: EventThread | None = None,
         *,
         has_windows: bool = False,
+        names: KeyNames = PLAIN,
     ) -> None:
         """`group_ids`: the engine's groups, in vLLM's order. `event_thread`: where KV cache events are enabled.
-        `has_windows`: whether some groups need the end of a prefix alone.
+        `has_windows`: whether some groups need the end of a prefix alone. `names`: of keys, before any reset.
         """
         self._has_windows = has_windows
         self._lookup_thread = lookup_thread
@@ -86,7 +89,7 @@ class KVOffloaddManager(OffloadingManager):
         self._fresh: dict[str, RequestState] = {}
         self._keeping = Keeping()
         self._outstanding: set[PinRequest] = set()
-        self._generation = 0
+        self._names = names
         self._stats = OffloadingConnectorStats()
         self._connected: bool | None = None
 
@@ -99,6 +102,8 @@ class KVOffloaddManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """RETRY first; HIT: pinned."""
         self._learn()
+        if _has_unknown_adapter(req_context):
+            return LookupResult.MISS
         self._keeping.note(req_context, (key,))
         state = self._requests.get(req_context.req_id)
         if state is None:
@@ -131,7 +136,7 @@ class KVOffloaddManager(OffloadingManager):
         fresh, self._fresh = self._fresh, {}
         for state in admitted(fresh.values(), self._requests.values(), self._lookup_thread.half_tier_keys, monotonic()):
             self._hash_bytes = hash_bytes_of(state.fresh[0])
-            pin = state.ask(self._generation)
+            pin = state.ask(self._names)
             self._outstanding.add(pin)
             self._stats.increase_counter(_LOOKED_UP, sum(map(len, pin.groups.values())))
             self._lookup_thread.ask(pin)
@@ -154,7 +159,7 @@ class KVOffloaddManager(OffloadingManager):
         """The request's pins last until `complete_load`."""
         state = self._requests.setdefault(req_context.req_id, RequestState(req_context.req_id))
         state.phase = RequestPhase.LOADING
-        return KeysLoadStoreSpec(keys, self._group_ids, self._generation)
+        return KeysLoadStoreSpec(keys, self._group_ids, self._names, req_context.get_state(LoadedAdapter))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """It ended, well or not."""
@@ -211,11 +216,12 @@ class KVOffloaddManager(OffloadingManager):
         state = self._requests.get(req_context.req_id)
         if state is not None and not state.loading:
             self._forget(state.settle())  # it computes; one that was preempted before is in no `new_req_ids`
-        wanted = list(keys) if self._lookup_thread.connected else []
+        stores = self._lookup_thread.connected and not _has_unknown_adapter(req_context)
+        wanted = list(keys) if stores else []
         if state is not None:
             wanted = [key for key in wanted if not state.is_there(key)]
         self._keeping.note(req_context, keys, stores=int(bool(wanted)))
-        spec = KeysLoadStoreSpec(wanted, self._group_ids, self._generation)
+        spec = KeysLoadStoreSpec(wanted, self._group_ids, self._names, req_context.get_state(LoadedAdapter))
         if self._event_thread is not None and wanted:
             self._hash_bytes = hash_bytes_of(wanted[0])
             self._event_thread.expect(dict(spec.groups))
@@ -238,12 +244,13 @@ class KVOffloaddManager(OffloadingManager):
         if self._event_thread is None or not self._hash_bytes:
             return
         for news in self._event_thread.news(_EVENT_KEYS):
-            former = news.generation != self._generation
+            former = news.generation != self._names.generation
             if not former:
                 self._stored_anew = None
             elif not news.removed:
                 continue  # true before the reset
-            named = (offload_key_of(key, news.group, news.generation, self._hash_bytes) for key in news.keys)
+            names = replace(self._names, generation=news.generation)
+            named = (offload_key_of(key, news.group, names, self._hash_bytes) for key in news.keys)
             keys = [OffloadKey(key) for key in named if key is not None]
             if former and self._stored_anew:
                 # To the same hash vLLM has noted by now what it is about to tell; it would forget that.
@@ -274,10 +281,11 @@ class KVOffloaddManager(OffloadingManager):
         self._requests = {
             name: state for name, state in self._requests.items() if state.phase is not RequestPhase.ENDING
         }
-        self._generation = secrets.randbits(64) | 1  # counted, two engines of one namespace would agree on names
+        # Counted, two engines of one namespace would agree on names.
+        self._names = replace(self._names, generation=secrets.randbits(64) | 1)
         self._lookup_thread.clear(self._options.timeout_s)
         if self._event_thread is not None:
-            self._event_thread.renew(self._generation)
+            self._event_thread.renew(self._names.generation)
             self._stored_anew = set()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -309,7 +317,7 @@ class KVOffloaddManager(OffloadingManager):
             state = self._requests.get(pin.request)
             if state is None or pin not in state.pins:
                 continue
-            self._stats.increase_counter(_HIT, state.learn(pin, self._generation, monotonic()))
+            self._stats.increase_counter(_HIT, state.learn(pin, self._names, monotonic()))
 
     def _account(self, state: RequestState) -> None:
         if state.failed_tokens:
@@ -320,7 +328,7 @@ class KVOffloaddManager(OffloadingManager):
     def _keep(self, said: tuple[KeepHow, list[OffloadKey]] | None) -> None:
         if said is not None:
             how, keys = said
-            self._lookup_thread.keep(by_group(keys, self._generation), how)
+            self._lookup_thread.keep(by_group(keys, self._names), how)
 
     def _drop(self, state: RequestState) -> None:
         self._fresh.pop(state.request, None)
@@ -330,6 +338,11 @@ class KVOffloaddManager(OffloadingManager):
         for pin in pins:
             self._outstanding.discard(pin)
             self._lookup_thread.forget(pin)
+
+
+def _has_unknown_adapter(context: ReqContext) -> bool:
+    adapter = context.get_state(LoadedAdapter)
+    return adapter is not None and not adapter.contents
 
 
 def metric_definitions() -> dict[str, Any]:

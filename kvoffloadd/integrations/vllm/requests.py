@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvoffloadd.client import KeyState
-from kvoffloadd.integrations.vllm.keys import by_group, group_of, key_of
+from kvoffloadd.integrations.vllm.keys import PLAIN, KeyNames, by_group, group_of, key_of
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
 
 _ASK_AGAIN_S = 0.005
@@ -115,7 +115,7 @@ class RequestState:
         if self.phase is RequestPhase.POSTPONED:
             self.phase, self.waiting_since = RequestPhase.ASKING, now
 
-    def ask(self, generation: int = 0) -> PinRequest:
+    def ask(self, names: KeyNames = PLAIN) -> PinRequest:
         """What is `fresh`, as it goes to the daemon: in the order of the prompt."""
         keys, ends = self.fresh, {}
         if self.end_of is not None:
@@ -125,7 +125,7 @@ class RequestState:
             for key in keys:
                 if (group := group_of(key)) not in ends and (end := self.end_of(key)) is not None:
                     ends[group] = end
-        self.asking = PinRequest(self.request, by_group(keys, generation), ends)
+        self.asking = PinRequest(self.request, by_group(keys, names), ends)
         self.pins.append(self.asking)
         self.fresh.clear()
         return self.asking
@@ -134,14 +134,14 @@ class RequestState:
         end = None if self.end_of is None else self.end_of(key)
         return math.inf if end is None else end
 
-    def learn(self, pin: PinRequest, generation: int, now: float) -> int:
+    def learn(self, pin: PinRequest, names: KeyNames, now: float) -> int:
         """Take an answer; how many keys hit. What is pending and not on its way from disk is asked for once more."""
         states = {group: dict(zip(keys, pin.states[group], strict=True)) for group, keys in pin.groups.items()}
         hits = 0
         for key, known in self.answers.items():
             if known is LookupState.HIT:
                 continue
-            state = states.get(group_of(key), {}).get(key_of(key, generation))
+            state = states.get(group_of(key), {}).get(key_of(key, names))
             if state is None:
                 continue
             if state == KeyState.HIT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,8 +15,18 @@ from kvoffloadd.client import Client
 from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.blocks import warn_of_states
 from kvoffloadd.integrations.vllm.caches import announced
-from kvoffloadd.integrations.vllm.config import IDENTITY, REACHES, Options, instance_of, namespace_of, unstable_hashes
+from kvoffloadd.integrations.vllm.config import (
+    REACHES,
+    STATES,
+    Options,
+    instance_of,
+    namespace_of,
+    refuse_adapters,
+    unstable_hashes,
+)
 from kvoffloadd.integrations.vllm.event_thread import EventThread
+from kvoffloadd.integrations.vllm.identity import attached
+from kvoffloadd.integrations.vllm.keys import KeyNames, drafting_groups, salts_of
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager, metric_definitions
 from kvoffloadd.integrations.vllm.onehost import refuse_nodes
@@ -28,6 +39,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvoffloadd")
 
+_INSTRUCTION_SETS = {
+    "avx2": "_is_avx2_supported",
+    "avx512": "_is_avx512_supported",
+    "avx512bf16": "_is_avx512_bf16_supported",
+    "amx": "_is_amx_tile_supported",
+}
 _CONNECT_S = 10.0  # an engine's memory is attached in it, too
 
 
@@ -39,16 +56,20 @@ class KVOffloaddSpec(OffloadingSpec):
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
-        """Connects to nothing yet. Raises UsageError for options that can't be."""
+        """Connects to nothing yet. Raises UsageError for options that can't be, and where it is not known what the
+        engine computes with.
+        """
         super().__init__(config)
+        self._options = Options.of(config.extra_config)
+        self._identity = attached(config.extra_config)
+        if STATES not in config.extra_config:  # vLLM's own connector
+            refuse_adapters(config.extra_config)
         # True: vLLM has rank 0 alone store what all ranks hold alike.
         self.replicated_layout = bool(config.replicated_layout)
         self.layer_facts = LayerFacts()
         """Of this rank's layers. `KVOffloaddConnector` sets it before there is a worker."""
-        self._options = Options.of(config.extra_config)
         self._seed = os.environ.get("PYTHONHASHSEED")
-        platform = f"{current_platform.device_type} {os.uname().machine}"
-        self._namespace = namespace_of(config, platform, versions.check().number, self._seed)
+        self._namespace = namespace_of(config, _platform(), versions.check().number, self._seed)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -70,20 +91,34 @@ class KVOffloaddSpec(OffloadingSpec):
             )
         lookup_thread = LookupThread(self._client("scheduler"), announced(self.config))
         groups = [group.group_id for group in self.config.groups]
+        drafts = self._identity["drafts"]
+        if drafts == self._identity["token"]:  # in doubt
+            drafts += self.config.engine_id
+        names = KeyNames(salts=salts_of(drafts, self._drafting()))
         event_thread = EventThread(self._client("observer"), groups) if self.config.enable_kv_cache_events else None
         has_windows = bool(self.config.extra_config.get(REACHES))
-        return KVOffloaddManager(lookup_thread, groups, self._options, event_thread, has_windows=has_windows)
+        return KVOffloaddManager(
+            lookup_thread, groups, self._options, event_thread, has_windows=has_windows, names=names
+        )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back, and where
         other ranks are on other hosts.
         """
         engine = get_current_vllm_config_or_none()
-        if engine is not None and IDENTITY not in self.config.extra_config:
+        if engine is not None and STATES not in self.config.extra_config:
             refuse_nodes(engine)
             warn_of_states(engine.cache_config.mamba_cache_mode, self.config.cache.blocks_per_chunk)
             refuse_sleep(engine, "OffloadingConnector tells no spec of it; KVOffloaddConnector with vLLM 0.33 follows")
         return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self._options, self.layer_facts)
+
+    def _drafting(self) -> list[int]:
+        """The groups that an engine with another draft model has other bytes in."""
+        if not self._identity["drafts"]:
+            return []
+        layers = {group.group_id: group.layer_names for group in self.config.groups}
+        # In a pipeline a rank knows its own layers alone, and so does its scheduler.
+        return list(layers) if self.config.parallel.pp_size > 1 else drafting_groups(layers, self._identity["layers"])
 
     def _client(self, role: Literal["scheduler", "worker", "observer"]) -> Client:
         return Client(
@@ -94,3 +129,15 @@ class KVOffloaddSpec(OffloadingSpec):
             deadline_s=max(_CONNECT_S, self._options.timeout_s),
             connect_deadline_s=0.0,
         )
+
+
+def _platform() -> str:
+    """What kind of device computes. On CPUs the instruction sets decide which of vLLM's kernels are loaded
+    (`CpuPlatform.import_kernels`), and in which order these keep the numbers of a block (`_get_attn_isa`): engines of
+    unlike processors share nothing.
+    """
+    named = f"{current_platform.device_type} {os.uname().machine}"
+    if current_platform.device_type != "cpu":
+        return named
+    cpu = importlib.import_module("torch").cpu
+    return " ".join((named, *(name for name, has in _INSTRUCTION_SETS.items() if getattr(cpu, has, bool)())))

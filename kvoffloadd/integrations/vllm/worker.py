@@ -10,10 +10,11 @@ from typing import Any
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffloadd.client import Client, Ready, Timeline
+from kvoffloadd.integrations.vllm.adapters import LoadedAdapter, is_loaded, may_be_loaded
 from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
 from kvoffloadd.integrations.vllm.caches import registered
 from kvoffloadd.integrations.vllm.config import STATES, Options
-from kvoffloadd.integrations.vllm.keys import by_group
+from kvoffloadd.integrations.vllm.keys import KeyNames, by_group
 from kvoffloadd.integrations.vllm.parts import LayerFacts, share
 from kvoffloadd.integrations.vllm.transfer_thread import Transfer, TransferThread
 from kvoffloadd.model import Direction
@@ -25,11 +26,19 @@ _LET_GO_S = 20.0
 class KeysLoadStoreSpec(LoadStoreSpec):
     """The keys of a transfer, which travel, pickled by vLLM, from the scheduler to the workers.
 
-    `groups`: for each of the engine's groups, in vLLM's order, its index and the daemon's keys.
+    `groups`: for each of the engine's groups, in vLLM's order, its index and the daemon's keys. `adapter`: the
+    request's.
     """
 
-    def __init__(self, offload_keys: Iterable[bytes], group_ids: Sequence[int], generation: int) -> None:
-        named = by_group(offload_keys, generation)
+    def __init__(
+        self,
+        offload_keys: Iterable[bytes],
+        group_ids: Sequence[int],
+        names: KeyNames,
+        adapter: LoadedAdapter | None = None,
+    ) -> None:
+        named = by_group(offload_keys, names)
+        self.adapter = adapter
         self.groups: list[tuple[int, list[bytes]]] = [(group, named.get(group, [])) for group in group_ids]
 
 
@@ -51,26 +60,35 @@ class KVOffloaddWorker(OffloadingWorker):
         self._points = _Points(kv_caches.tensors[0].tensor.device)
         caches = registered(config, kv_caches, facts, self._points.timelines)
         self._transfer_thread = TransferThread(client, caches, job_deadline_s=options.job_deadline_s)
+        self._refused: list[LoadStoreResult] = []
         self._sleep_s = options.job_deadline_s + _LET_GO_S
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
-        """GPU -> daemon. It ends at once where another rank, which holds the same bytes, stores them."""
-        groups = dst_spec.groups
-        chunks = store_chunks(groups, src_spec, self._blocks_per_key, self._states) if self._writes else {}
+        """GPU -> daemon. It ends at once where another rank, which holds the same bytes, stores them, and where the
+        request's adapter is not what this rank has loaded.
+        """
+        groups, writes = dst_spec.groups, self._writes and is_loaded(dst_spec.adapter)
+        chunks = store_chunks(groups, src_spec, self._blocks_per_key, self._states) if writes else {}
         self._transfer_thread.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: KeysLoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Daemon -> GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step."""
+        """Daemon -> GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step. It fails where this rank has
+        loaded another state of the request's adapter.
+        """
+        if not may_be_loaded(src_spec.adapter):
+            self._refused.append(LoadStoreResult(job_id, success=False))
+            return True
         chunks = load_chunks(src_spec.groups, dst_spec, self._blocks_per_key, self._states)
         self._transfer_thread.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now(), expedited))
         return True
 
     def get_finished(self) -> list[LoadStoreResult]:
         """Those that ended since the last call."""
-        return [
+        refused, self._refused = self._refused, []
+        return refused + [
             LoadStoreResult(
                 job_id=ended.number,
                 success=ended.success,

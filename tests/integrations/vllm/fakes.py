@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kvoffloadd.integrations.vllm.identity import IDENTITY
 from kvoffloadd.integrations.vllm.parts import HEADS
 
 
@@ -38,13 +39,20 @@ class GroupConfig:
     group_id: int = 0
 
 
+def identified(**changed: Any) -> dict[str, Any]:
+    """The extra_config of an engine whose identity is told."""
+    standard = dict.fromkeys(("adapters", "drafts", "seen", "doubt"), "")
+    said = {"model": "org/model", "dtype": "bfloat16", "hash": "sha256", "weights": "files:one", "fields": "some"}
+    return {IDENTITY: standard | said | {"layers": 4, "places": [], "token": "own"} | changed}
+
+
 @dataclass(frozen=True)
 class Config:
     """As vLLM's OffloadingConfig."""
 
     groups: tuple[GroupConfig, ...] = (GroupConfig(),)
     worker_kv_bytes_per_block: int = 4096
-    extra_config: dict[str, Any] = field(default_factory=dict)
+    extra_config: dict[str, Any] = field(default_factory=identified)
     engine_id: str = "engine"
     model: Model = Model()
     cache: Cache = Cache()
@@ -102,6 +110,6 @@ def of_size(
     ranks: int, heads: int, *, rank: int = 0, agnostic: bool = True, canonical_parts: Any = None, **changed: Any
 ) -> Config:
     """An engine of a model of so many KV heads, with vLLM's canonical layout."""
-    extra = {HEADS: heads} | ({} if canonical_parts is None else {"canonical_parts": canonical_parts})
+    extra = identified() | {HEADS: heads} | ({} if canonical_parts is None else {"canonical_parts": canonical_parts})
     parallel = Parallel(rank, ranks, ranks, is_parallelism_agnostic=agnostic)
     return replace(Config(extra_config=extra, parallel=parallel, canonical_layout=True), **changed)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.common.contents import Fingerprint
 from kvoffloadd.integrations.vllm.config import (
-    IDENTITY,
     REACHES,
-    identity_of,
+    Options,
     instance_of,
     namespace_of,
+    refuse_adapters,
     unstable_hashes,
 )
-from tests.integrations.vllm.fakes import Cache, Config, GroupConfig, Model, Parallel, of_size
+from tests.integrations.vllm.fakes import Cache, Config, GroupConfig, Model, Parallel, identified, of_size
 
 BASE = Config()
 
@@ -36,7 +33,6 @@ def test_ranks_and_engines_share_one() -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        replace(BASE, model=Model(name="org/other")),
         replace(BASE, model=Model(dtype="fp8")),
         replace(BASE, cache=Cache(blocks_per_chunk=4)),
         replace(BASE, parallel=Parallel(tp_size=4, world_size=4)),
@@ -44,90 +40,62 @@ def test_ranks_and_engines_share_one() -> None:
         replace(BASE, groups=(GroupConfig(layer_names=("b", "a")),)),
         replace(BASE, kv_cache_layout="LHBNC"),
         replace(BASE, worker_kv_bytes_per_block=8192),
-        replace(BASE, extra_config={"revision": "main"}),
-        replace(BASE, extra_config={IDENTITY: {"revision": "v2"}}),
-        replace(BASE, extra_config={IDENTITY: {"model": "awq {}"}}),
-        replace(BASE, extra_config={REACHES: {0: 128}}),
+        replace(BASE, extra_config=identified() | {"revision": "main"}),
+        replace(BASE, extra_config=identified(model="org/other")),
+        replace(BASE, extra_config=identified(weights="files:other")),
+        replace(BASE, extra_config=identified(dtype="float16")),
+        replace(BASE, extra_config=identified(fields="others")),
+        replace(BASE, extra_config=identified(hash="sha256_cbor")),
+        replace(BASE, extra_config=identified(doubt="the model's files have changed")),
+        replace(BASE, extra_config=identified() | {REACHES: {0: 128}}),
     ],
 )
 def test_what_differs_has_another(changed: Config) -> None:
     assert named(changed) != named(BASE)
 
 
-def engine(**changed: Any) -> SimpleNamespace:
-    """As vLLM's VllmConfig, where it matters."""
-    standard: dict[str, Any] = {
-        "revision": None,
-        "dtype": "torch.bfloat16",
-        "quantization": None,
-        "hf_overrides": {},
-        "hf_config_path": None,
-        "hf_text_config": SimpleNamespace(rope_parameters={"rope_type": "default"}),
-        "max_model_len": 4096,
-        "multimodal_config": None,
-    }
-    return SimpleNamespace(
-        model_config=SimpleNamespace(**standard | changed),
-        load_config=SimpleNamespace(load_format=changed.get("load_format", "auto")),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo=changed.get("hash", "sha256")),
-        kv_transfer_config=SimpleNamespace(engine_id=changed.get("engine_id", "one")),
-    )
+def test_the_place_of_a_model_is_no_part() -> None:
+    """vLLM's name of a local model is its path, which may be another on each host."""
+    assert named(replace(BASE, model=Model(name="/elsewhere"))) == named(BASE)
 
 
-LONG = SimpleNamespace(rope_parameters={"full_attention": {"rope_type": "longrope", "short_factor": [1.0]}})
+@pytest.mark.parametrize("told", ["adapters", "drafts", "layers", "places", "seen", "token"])
+def test_what_is_named_by_keys_is_no_part(told: str) -> None:
+    """Adapters and drafts name keys of their own; a token counts where there is a doubt."""
+    assert named(replace(BASE, extra_config=identified(**{told: "another"}))) == named(BASE)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"revision": "v2"},
-        {"dtype": "torch.float16"},
-        {"quantization": "awq"},
-        {"hf_overrides": {"rope_theta": 1.0}},
-        {"hf_overrides": len},
-        {"hf_config_path": "/elsewhere"},
-        {"hf_text_config": LONG},
-        {"multimodal_config": SimpleNamespace(mm_processor_kwargs={"num_crops": 4})},
-        {"load_format": "dummy"},
-        {"hash": "xxhash"},
-    ],
-)
-def test_engines_that_differ_have_another(changed: dict[str, Any]) -> None:
-    assert identity_of(engine(**changed)) != identity_of(engine())
-
-
-def test_lengths_matter_where_they_decide_how_keys_are_rotated() -> None:
-    assert identity_of(engine(max_model_len=8192)) == identity_of(engine())
-    long = [identity_of(engine(hf_text_config=LONG, max_model_len=length)) for length in (4096, 8192)]
-    assert long[0] != long[1]
-
-
-def test_a_function_is_the_engines_own() -> None:
-    """Nobody can tell whether two of them do the same."""
-    made = [identity_of(engine(hf_overrides=len, engine_id=name)) for name in ("one", "one", "two")]
+def test_in_doubt_it_is_the_engines_own() -> None:
+    """Its processes agree, and its next start does not."""
+    made = [named(replace(BASE, extra_config=identified(doubt="files", token=token))) for token in ("a", "a", "b")]
     assert made[0] == made[1] != made[2]
+    replica = replace(BASE, extra_config=identified(doubt="files", token="a"), engine_id="engine_dp1")
+    assert named(replica) != made[0]
+
+
+def test_adapters_need_our_connector() -> None:
+    refuse_adapters(identified())
+    with pytest.raises(UsageError, match="KVOffloaddSpec can't tell which LoRA adapter"):
+        refuse_adapters(identified(adapters="rank 16"))
+
+
+def test_how_files_are_named_can_be_chosen() -> None:
+    assert Options.of({}).fingerprint is Fingerprint.AUTO
+    assert Options.of({"fingerprint": "contents"}).fingerprint is Fingerprint.CONTENTS
+    with pytest.raises(UsageError, match="kv_connector_extra_config: fingerprint must be"):
+        Options.of({"fingerprint": "times"})
 
 
 def test_random_hashes_are_the_engines_own() -> None:
-    config = replace(BASE, extra_config={IDENTITY: {"hash": "xxhash"}})
+    config = replace(BASE, extra_config=identified(hash="xxhash"))
     assert unstable_hashes(config, None)
     assert not unstable_hashes(config, "0")
     assert named(config) != named(replace(config, engine_id="another"))
     assert named(config, "0") == named(replace(config, engine_id="another"), "0") != named(config, "1")
 
 
-def test_a_directory_is_named_by_its_files(tmp_path: Path) -> None:
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(b"one")
-    config = replace(BASE, model=Model(name=str(tmp_path)))
-    before = named(config)
-    assert named(config) == before
-    os.utime(weights, ns=(1, 1))
-    assert named(config) != before
-
-
 def test_long_names_fit() -> None:
-    assert len(named(replace(BASE, model=Model(name="m" * 600))).model) < 512
+    assert len(named(replace(BASE, extra_config=identified(model="m" * 600))).model) < 512
 
 
 def test_instances_have_sixteen_bytes_of_their_own() -> None:
@@ -175,7 +143,7 @@ def test_options_that_cannot_be() -> None:
         with pytest.raises(UsageError, match="canonical_parts must be a number of parts"):
             named(of_size(1, 8, canonical_parts=wrong))
     with pytest.raises(UsageError, match='canonical_parts needs "canonical_layout": true'):
-        named(replace(BASE, extra_config={"canonical_parts": 2}))
+        named(replace(BASE, extra_config=identified() | {"canonical_parts": 2}))
     with pytest.raises(UsageError, match=r"canonical_parts: 8 heads over 4 ranks can't be 6 parts: .* 8 parts always"):
         named(of_size(4, 8, canonical_parts=6))
     with pytest.raises(UsageError, match="canonical_layout needs KVOffloaddConnector"):

@@ -6,7 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd.integrations.common.keys import KEY_BYTES
-from kvoffloadd.integrations.vllm.keys import by_group, group_of, hash_bytes_of, key_of, offload_key_of
+from kvoffloadd.integrations.vllm.keys import (
+    KeyNames,
+    by_group,
+    drafting_groups,
+    group_of,
+    hash_bytes_of,
+    key_of,
+    offload_key_of,
+    salts_of,
+)
 from kvoffloadd.integrations.vllm.versions import release
 
 GENERATIONS = st.integers(0, (1 << 64) - 1)
@@ -28,40 +37,68 @@ def test_every_key_has_the_same_width() -> None:
 
 
 def test_after_a_reset_nothing_has_its_old_name() -> None:
-    names = {key_of(offload_key(b"h" * 32, 0), generation) for generation in range(3)}
+    names = {key_of(offload_key(b"h" * 32, 0), KeyNames(generation)) for generation in range(3)}
     assert len(names) == 3
 
 
 @given(name=st.binary(min_size=1, max_size=KEY_BYTES), group=st.integers(0, 99), generation=GENERATIONS)
 def test_a_name_can_be_turned_back(name: bytes, group: int, generation: int) -> None:
-    key = key_of(offload_key(name, group), generation)
+    names = KeyNames(generation)
+    key = key_of(offload_key(name, group), names)
     assert len(key) == KEY_BYTES
-    assert offload_key_of(key, group, generation, len(name)) == offload_key(name, group)
+    assert offload_key_of(key, group, names, len(name)) == offload_key(name, group)
     assert hash_bytes_of(offload_key(name, group)) == len(name)
 
 
 @given(names=st.lists(st.binary(min_size=16, max_size=16), unique=True), generation=GENERATIONS)
 def test_names_differ_where_hashes_do(names: list[bytes], generation: int) -> None:
-    assert len({key_of(offload_key(name, 0), generation) for name in names}) == len(names)
+    assert len({key_of(offload_key(name, 0), KeyNames(generation)) for name in names}) == len(names)
 
 
 @given(name=st.binary(min_size=16, max_size=16), of=GENERATIONS, read_as=GENERATIONS)
 def test_a_padding_tells_another_generations_names(name: bytes, of: int, read_as: int) -> None:
-    found = offload_key_of(key_of(offload_key(name, 0), of), 0, read_as, 16)
+    found = offload_key_of(key_of(offload_key(name, 0), KeyNames(of)), 0, KeyNames(read_as), 16)
     assert found == (offload_key(name, 0) if of == read_as else None)
 
 
 def test_long_hashes_can_not_be_turned_back() -> None:
     for generation in (0, 7):
-        key = key_of(offload_key(b"h" * 64, 0), generation)
+        key = key_of(offload_key(b"h" * 64, 0), KeyNames(generation))
         assert len(key) == KEY_BYTES
-        assert offload_key_of(key, 0, generation, 64) is None
-    assert key_of(offload_key(b"h" * 64, 0), 0) != key_of(offload_key(b"h" * 64, 0), 7)
+        assert offload_key_of(key, 0, KeyNames(generation), 64) is None
+    assert key_of(offload_key(b"h" * 64, 0)) != key_of(offload_key(b"h" * 64, 0), KeyNames(7))
 
 
 def test_keys_keep_their_order_and_are_named_once() -> None:
     keys = [offload_key(name * 32, group) for name, group in ((b"a", 1), (b"b", 0), (b"c", 1), (b"a", 1))]
     assert by_group(keys) == {1: [b"a" * 32, b"c" * 32], 0: [b"b" * 32]}
+
+
+@given(name=st.binary(min_size=16, max_size=KEY_BYTES), generation=GENERATIONS)
+def test_groups_of_drafts_are_named_by_them(name: bytes, generation: int) -> None:
+    """In other engines the target's groups have the same names, and the draft's others; each can be turned back."""
+    one, other = (KeyNames(generation, salts_of(draft, (1,))) for draft in ("one draft", "another"))
+    assert one == KeyNames(generation, salts_of("one draft", [1]))
+    for group, differs in ((0, False), (1, True)):
+        key = key_of(offload_key(name, group), one)
+        assert (key != key_of(offload_key(name, group), other)) is differs
+        assert (key != key_of(offload_key(name, group), KeyNames(generation))) is differs
+        assert offload_key_of(key, group, one, len(name)) == offload_key(name, group)
+    assert by_group([offload_key(name, 1)], one) == {1: [key_of(offload_key(name, 1), one)]}
+
+
+def test_layers_that_are_not_known_as_the_targets_are_the_drafts() -> None:
+    layers = {
+        0: ["model.layers.0.self_attn.attn", "model.layers.3.self_attn.attn"],
+        1: ["model.layers.4.self_attn.attn"],  # EAGLE, MTP: numbered on
+        2: ["draft_model.model.layers.0.self_attn.attn"],
+        3: ["language_model.model.layers.1.self_attn.attn"],
+        4: ["model.layers.1.self_attn.attn", "mtp.layers.0.self_attn.attn"],
+        5: ["odd"],
+        6: ["model.layers.x.attn"],
+    }
+    assert drafting_groups(layers, 4) == [1, 2, 4, 5, 6]
+    assert drafting_groups(layers, 0) == list(layers)
 
 
 def test_release_of_a_version() -> None:

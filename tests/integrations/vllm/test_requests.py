@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvoffloadd.client import KeyState
+from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
 
@@ -46,7 +47,7 @@ def test_answers_are_kept() -> None:
     state = RequestState("r")
     pin = asked(state)
     pin.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.PENDING])}
-    assert state.learn(pin, 0, 0.0) == 1
+    assert state.learn(pin, PLAIN, 0.0) == 1
     assert answers(state, 5.0) == [LookupState.HIT, LookupState.MISS, LookupState.PENDING]
 
 
@@ -55,11 +56,11 @@ def test_a_pending_key_is_asked_for_again_once_its_answer_is_there() -> None:
     pin = asked(state)
     pin.states = {0: bytes([KeyState.HIT, KeyState.HIT, KeyState.PENDING])}
     pin.promoting = True
-    state.learn(pin, 0, 0.4)
+    state.learn(pin, PLAIN, 0.4)
     answers(state, 0.5)
     assert state.fresh == []
     pin.promoting = False
-    state.learn(pin, 0, 0.5)
+    state.learn(pin, PLAIN, 0.5)
     answers(state, 0.5)
     assert state.fresh == [], "not at once"
     answers(state, 0.6)
@@ -78,7 +79,7 @@ def test_keys_from_disk_may_take_longer() -> None:
     state = RequestState("r")
     pin = asked(state)
     pin.states = {0: bytes([KeyState.PENDING] * 3)}
-    state.learn(pin, 0, 0.0)
+    state.learn(pin, PLAIN, 0.0)
     assert answers(state, 9.0) == [LookupState.PENDING] * 3
     assert answers(state, 11.0) == [LookupState.MISS] * 3
 
@@ -95,7 +96,7 @@ def test_who_computes_pins_nothing_and_knows_what_it_knew() -> None:
     state = RequestState("r")
     pin = asked(state)
     pin.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.MISS])}
-    state.learn(pin, 0, 0.0)
+    state.learn(pin, PLAIN, 0.0)
     assert state.settle() == [pin]
     assert (state.waiting_keys, state.answers[KEYS[0]]) == (0, LookupState.HIT)
 
@@ -181,7 +182,7 @@ def held(state: RequestState) -> PinRequest:
     """All keys hit, and are pinned."""
     pin = asked(state)
     pin.states = {0: bytes([KeyState.HIT] * 3)}
-    state.learn(pin, 0, 0.0)
+    state.learn(pin, PLAIN, 0.0)
     state.phase = RequestPhase.LOADING
     return pin
 

@@ -1,0 +1,284 @@
+"""What an engine computes with: the fields of vLLM's configuration that decide what is in a KV cache, and the contents
+of the files that they name.
+
+It is read when the engine's configuration is made, before weights are loaded (`plugin`), and travels with the
+configuration to all of the engine's processes. Each of them looks at the files once more when it attaches to the
+daemon: files that have changed meanwhile may have been loaded half old, half new. Where anything is in doubt the engine
+shares with nobody, and says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import logging
+import os
+import secrets
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any, Final
+
+from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint, hub_name, model_of, snapshot_of
+from kvoffloadd.integrations.common.naming import digest_of
+from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, SECTIONS, is_part
+
+logger = logging.getLogger("vllm.kvoffloadd")
+
+IDENTITY = "kvoffloadd_identity"
+"""Key of extra_config under which the plug-in says what the engine computes with."""
+
+OPTION = "fingerprint"
+"""Key of extra_config with which users choose how files are named."""
+
+_OF_MODEL: Final = frozenset(
+    (
+        *("auto", "hf", "dummy", "fastsafetensors", "instanttensor", "mistral", "npcache", "pt"),
+        *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
+    )
+)
+"""`load_format`s of which vLLM's loaders read the model's own files, and no others."""
+_WITHOUT_MODEL: Final = frozenset(("ngram", "ngram_gpu", "suffix"))
+"""Methods of speculative decoding that have no draft model."""
+
+
+class NamelessError(UsageError):
+    """A field has a value that no other process could name."""
+
+
+def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[str, Any]:
+    """Of a VllmConfig, as it goes into extra_config: texts, numbers and lists alone.
+
+    `model`, `dtype`, `hash`: as users know them. `weights`: the contents of the model's files. `fields`: the rest.
+    `adapters`: how adapters are applied; empty without any. `drafts`: the draft model; empty without one. `layers`: how
+    many the model has. `places`, `seen`: the files, and what they were like. `token`: the engine's own. `doubt`: why it
+    shares with nobody; empty: it shares.
+    """
+    model = vllm_config.model_config
+    said: dict[str, Any] = {
+        "model": _display_name(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
+        "layers": int(model.get_total_num_hidden_layers()),
+        "token": secrets.token_hex(8),
+        **dict.fromkeys(("weights", "fields", "adapters", "drafts", "seen", "doubt"), ""),
+        "places": [],
+    }
+    try:
+        said["fields"] = digest_of(fields_of(vllm_config))
+        said["adapters"] = _adapters(vllm_config)
+        said["places"] = _places(vllm_config.model_config, vllm_config.load_config)
+        said["seen"] = seen(said["places"])
+        said["weights"] = said["seen"] if how is Fingerprint.AUTO else seen(said["places"], how)
+    except (NamelessError, ContentsError) as error:
+        said["doubt"] = str(error)
+    if _has_drafts(vllm_config):
+        said["drafts"] = _drafts(vllm_config, said, how)
+    return said
+
+
+def attached(extra_config: dict[str, Any]) -> dict[str, Any]:
+    """The identity in an engine's extra_config, once its weights are loaded: with a doubt where files have changed.
+
+    Raises UsageError where the plug-in has not run.
+    """
+    said = extra_config.get(IDENTITY)
+    if said is None:
+        raise UsageError(
+            "kvoffloadd does not know what this engine computes with: its plug-in for vLLM had not run when the "
+            "engine's configuration was made. Install the package kvoffloadd in vLLM's environment (to have it on "
+            "PYTHONPATH is not enough), and name kvoffloadd in VLLM_PLUGINS where that is set"
+        )
+    if not said["doubt"]:
+        try:
+            if seen(said["places"]) != said["seen"]:
+                said = said | {"doubt": "the model's files have changed since the engine was started"}
+        except ContentsError as error:
+            said = said | {"doubt": str(error)}
+    if said["doubt"]:
+        logger.warning(
+            "kvoffloadd: this engine shares with no other, and nothing will hit after its restart: %s", said["doubt"]
+        )
+    extra_config[IDENTITY] = said
+    return dict(said)
+
+
+def seen(places: Iterable[str], how: Fingerprint = Fingerprint.AUTO) -> str:
+    """What is at these places. Raises ContentsError where nothing is."""
+    return "+".join(_named(place, how) for place in places)
+
+
+def fields_of(vllm_config: Any) -> list[tuple[str, object]]:
+    """Name and value of each field that is part of the identity. Raises NamelessError, ContentsError."""
+    found: list[tuple[str, object]] = []
+    for field in dataclasses.fields(vllm_config):
+        if not is_part("engine", field.name):
+            continue
+        value = getattr(vllm_config, field.name)
+        section = SECTIONS.get(field.name, field.name)
+        found += _section(section, value)
+    found += _model(vllm_config.model_config)
+    found += _loader(vllm_config.load_config)
+    return sorted(found, key=lambda one: one[0])
+
+
+def canonical(value: object, where: str) -> object:
+    """The same for equal values in all processes. Raises NamelessError for what has no such form: functions that are
+    not vLLM's, and objects that are only themselves.
+    """
+    if value is None or (isinstance(value, bool | int | float | str | bytes) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, Mapping):
+        return "map", tuple(sorted((str(key), canonical(one, f"{where}.{key}")) for key, one in value.items()))
+    if isinstance(value, set | frozenset):
+        return "set", tuple(sorted(repr(canonical(one, where)) for one in value))
+    if isinstance(value, list | tuple):
+        return "list", tuple(canonical(one, where) for one in value)
+    if isinstance(value, functools.partial):
+        return "partial", canonical((value.func, value.args, value.keywords), where)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
+        return _class_name(type(value)), tuple((name, canonical(one, f"{where}.{name}")) for name, one in fields)
+    return _name_of(value, where)
+
+
+def _name_of(value: object, where: str) -> object:
+    """Of a value that has a name."""
+    if isinstance(value, enum.Enum):
+        return "enum", _class_name(type(value)), canonical(value.value, where)
+    if isinstance(value, type):
+        return "class", _class_name(value)
+    if isinstance(value, PurePath):
+        return "path", str(value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return "torch", str(value)
+    if isinstance(value, types.FunctionType) and value.__module__.startswith("vllm.") and not value.__closure__:
+        return "function", value.__module__, value.__qualname__  # vLLM's release is in the namespace
+    raise NamelessError(f"{where} is {type(value).__name__}, which has no name that another engine would know")
+
+
+def _class_name(one: type) -> str:
+    return f"{one.__module__}.{one.__qualname__}"
+
+
+def _section(section: str, config: Any) -> Iterator[tuple[str, object]]:
+    """Of a section that is no dataclass, or is not there, the value itself."""
+    if not dataclasses.is_dataclass(config):
+        yield section, canonical(config, section)
+        return
+    for field in dataclasses.fields(config):
+        if is_part(section, field.name):
+            name = f"{section}.{field.name}"
+            yield name, canonical(getattr(config, field.name, None), name)
+
+
+def _model(model: Any) -> Iterator[tuple[str, object]]:
+    """What stands beside the fields of a ModelConfig."""
+    multimodal = model.multimodal_config
+    yield from _section("multimodal", multimodal)
+    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
+    if scales:
+        yield "multimodal.scales", _named(scales, Fingerprint.AUTO)
+    generation = str(model.generation_config)
+    defaults = generation in ("auto", "vllm")
+    yield "model.generation", generation if defaults else _named(generation, Fingerprint.AUTO)
+    if not _any_length(model):
+        yield "model.max_model_len", int(model.max_model_len)
+
+
+def _any_length(model: Any) -> bool:
+    config = model.hf_text_config
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    known = getattr(config, "model_type", "") in ANY_LENGTH and str(model.model_impl) in ("auto", "vllm")
+    return known and not model.model_class_overrides and "longrope" not in repr(rope)
+
+
+def _loader(load: Any) -> Iterator[tuple[str, object]]:
+    extra = load.model_loader_extra_config
+    yield "load.extra", canonical(extra, "load.extra")
+    for place in _texts(extra):
+        if os.path.isabs(place) and os.path.lexists(place):
+            yield f"load.extra {place}", _named(place, Fingerprint.AUTO)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
+
+
+def _adapters(vllm_config: Any) -> str:
+    lora = vllm_config.lora_config
+    return "" if lora is None else digest_of(list(_section("lora", lora)))
+
+
+def _has_drafts(vllm_config: Any) -> bool:
+    drafting = vllm_config.speculative_config
+    return drafting is not None and str(drafting.method) not in _WITHOUT_MODEL
+
+
+def _drafts(vllm_config: Any, said: dict[str, Any], how: Fingerprint) -> str:
+    """Names the draft model. In doubt it is the engine's own: what the target computes is shared all the same."""
+    drafting = vllm_config.speculative_config
+    model, load = drafting.draft_model_config, drafting.draft_load_config or vllm_config.load_config
+    try:
+        found = [*_section("speculative", drafting)]
+        if model is not None:
+            found += [*_section("model", model), *_model(model), ("dtype", str(model.dtype))]
+            found += [("files", seen(_places(model, load), how))]
+        elif drafting.model:
+            found += [("files", _named(str(drafting.model), how))]
+        found += [*_section("load", load), *_loader(load)]
+        return digest_of(sorted(found, key=lambda one: one[0]))
+    except (NamelessError, ContentsError) as error:
+        logger.warning("kvoffloadd: this engine shares what its draft model computes with no other: %s", error)
+        return str(said["token"])
+
+
+def _places(model: Any, load: Any) -> list[str]:
+    """Where the files are that a model is made of. Raises ContentsError where that is not known."""
+    if str(load.load_format) not in _OF_MODEL:
+        raise ContentsError(f"with --load-format {load.load_format} weights do not come from the model's files")
+    if model.model_weights:
+        raise ContentsError(f"the weights are in an object storage, {model.model_weights}")
+    places = [_place(str(model.model), model.revision)]
+    if model.hf_config_path:
+        places.append(_place(str(model.hf_config_path), model.revision))
+    code = getattr(model.hf_config, "auto_map", None) if model.trust_remote_code else None
+    for name in _texts(code):
+        repository, separator, module = name.rpartition("--")
+        if separator:  # code of another repository than the model's
+            places.append(_place(repository, model.code_revision, f"{module.partition('.')[0]}.py"))
+    return list(dict.fromkeys(places))
+
+
+def _place(name: str, revision: str | None, file: str = "config.json") -> str:
+    if os.path.exists(os.path.expanduser(name)):
+        return os.path.abspath(os.path.expanduser(name))
+    folder = snapshot_of(name, revision, file)
+    if folder is None:
+        raise ContentsError(f"{name} is neither a place on this host, nor in its Hugging Face cache")
+    return folder
+
+
+def _named(place: str, how: Fingerprint) -> str:
+    found = model_of(place, how)
+    if not found:
+        raise ContentsError(f"nothing is at {place}")
+    return found
+
+
+def _display_name(model: Any) -> str:
+    """The hub's name. Of a local model, whose path may be another on each host, what kind of model it is."""
+    name = str(model.model)
+    if not os.path.exists(os.path.expanduser(name)):
+        return name
+    kinds = getattr(model.hf_config, "architectures", None) or ["model"]
+    return hub_name(name) or str(kinds[0])

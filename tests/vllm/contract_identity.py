@@ -1,0 +1,231 @@
+"""What an engine computes with, by vLLM's own configurations. Not collected: `test_identity` runs it with each
+release's Python. No model is run; folders hold a config each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm.config
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.models.registry import ModelRegistry
+from vllm.v1.core import kv_cache_utils
+
+from kvoffloadd.integrations.vllm import identity, plugin
+from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, ELSEWHERE, HARMLESS, PARTS, is_judged
+from kvoffloadd.integrations.vllm.identity import IDENTITY, attached, fields_of
+from scripts.vllm import transfer_config
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+CONFIGS = {
+    "engine": "VllmConfig",
+    "model": "ModelConfig",
+    "multimodal": "MultiModalConfig",
+    "cache": "CacheConfig",
+    "load": "LoadConfig",
+    "attention": "AttentionConfig",
+    "parallel": "ParallelConfig",
+    "mamba": "MambaConfig",
+    "kernel": "KernelConfig",
+    "device": "DeviceConfig",
+    "lora": "LoRAConfig",
+    "speculative": "SpeculativeConfig",
+}
+"""Section -> vLLM's class."""
+
+COMMON: dict[str, Any] = {
+    **{"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "dtype": "bfloat16"},
+    **{"bos_token_id": 1, "eos_token_id": 2},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "other": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "states": {
+        **{"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "linear_num_key_heads": 2},
+        **{"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "num_experts": 4},
+        **{"linear_conv_kernel_dim": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        **{"shared_expert_intermediate_size": 128, "full_attention_interval": 4},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        (made / name).mkdir()
+        (made / name / "config.json").write_text(json.dumps(COMMON | config))
+    return made
+
+
+def config_of(model: Path, route: str = "connector", **options: Any) -> Any:
+    """A VllmConfig as engines make it, with which the plug-in has run."""
+    options = {"enforce_eager": True, "max_model_len": 1024} | options
+    connector = KVTransferConfig(**transfer_config(route), engine_id="engine")
+    arguments = EngineArgs(model=str(model), skip_tokenizer_init=True, kv_transfer_config=connector, **options)
+    return arguments.create_engine_config()
+
+
+def said(config: Any) -> dict[str, Any]:
+    """What two engines must have in common to share."""
+    found = dict(config.kv_transfer_config.kv_connector_extra_config[IDENTITY])
+    assert not found["doubt"]
+    del found["token"]
+    return found
+
+
+def _draft(folder: Path, name: str) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(folder / name), "num_speculative_tokens": 2}
+
+
+BLOCKS = {"weight": "fp8_per_block_static", "activation": "fp8_per_block_dynamic"}
+TENSORS = {"weight": "fp8_per_tensor_static", "activation": "fp8_per_tensor_dynamic"}
+SHARDED: dict[str, Any] = {"load_format": "sharded_state"}
+APART: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mamba_ssm_cache_dtype": ("states", {"mamba_ssm_cache_dtype": "float16"}, {"mamba_ssm_cache_dtype": "bfloat16"}),
+    "mamba_cache_dtype": ("states", {"mamba_cache_dtype": "float16"}, {"mamba_cache_dtype": "bfloat16"}),
+    "kv_cache_dtype_skip_layers": (
+        "dense",
+        {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]},
+        {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["1"]},
+    ),
+    "quantization_config, layers": (
+        "dense",
+        {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": []}},
+        {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": ["re:.*q_proj.*"]}},
+    ),
+    "quantization_config, kinds": (
+        "dense",
+        {"quantization_config": {"linear": BLOCKS}},
+        {"quantization_config": {"linear": TENSORS}},
+    ),
+    "load_format": ("dense", {}, SHARDED),
+    "model_loader_extra_config": (
+        "dense",
+        SHARDED | {"model_loader_extra_config": {"pattern": "a-{rank}-{part}.safetensors"}},
+        SHARDED | {"model_loader_extra_config": {"pattern": "b-{rank}-{part}.safetensors"}},
+    ),
+    "code_revision": ("dense", {}, {"code_revision": "other"}),
+    "model_impl": ("dense", {"model_impl": "vllm"}, {"model_impl": "transformers"}),
+    "quantization": ("dense", {}, {"quantization": "fp8_per_tensor"}),
+    "hf_overrides": ("dense", {}, {"hf_overrides": {"rope_theta": 5.0}}),
+    "override_generation_config": ("dense", {}, {"override_generation_config": {"attn_temperature_tuning": True}}),
+}
+"""Name -> a model, and options of two engines that must not share."""
+
+ALIKE: dict[str, dict[str, Any]] = {
+    "lengths": {"max_model_len": 512},
+    "batches": {"max_num_seqs": 3, "max_num_batched_tokens": 2048, "num_gpu_blocks_override": 50},
+    "answers": {"seed": 7, "max_logprobs": 5, "served_model_name": "another"},
+    "adapters": {"enable_lora": True},
+}
+"""Name -> options in which an engine may differ from another one and share what has no adapter."""
+
+
+@pytest.mark.parametrize("name", APART)
+def test_engines_that_must_not_share(name: str, folder: Path) -> None:
+    model, one, other = APART[name]
+    assert said(config_of(folder / model, **one)) != said(config_of(folder / model, **other))
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_engines_that_share(name: str, folder: Path) -> None:
+    one, other = config_of(folder / "dense"), config_of(folder / "dense", **ALIKE[name])
+    assert fields_of(one) == fields_of(other)
+    assert said(one) == said(other) | {"adapters": ""}
+
+
+def test_engines_that_differ_in_the_draft(folder: Path) -> None:
+    """They share what the target computes."""
+    models = ("dense", "dense", "other")
+    drafts = [said(config_of(folder / "dense", speculative_config=_draft(folder, one))) for one in models]
+    names = [one.pop("drafts") for one in drafts]
+    assert names[0] == names[1] != names[2]
+    assert drafts[0] == drafts[2]
+
+
+@pytest.mark.parametrize("section", CONFIGS)
+def test_every_field_is_judged(section: str) -> None:
+    """A field that nobody has judged is part of the identity; here it is to be judged."""
+    fields = [field.name for field in dataclasses.fields(getattr(vllm.config, CONFIGS[section]))]
+    assert [field for field in fields if not is_judged(section, field)] == []
+
+
+def test_no_section_is_left_out() -> None:
+    assert PARTS.keys() | {one.section for one in (*HARMLESS, *ELSEWHERE)} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("kind", sorted(ANY_LENGTH))
+def test_models_of_any_length_do_not_read_theirs(kind: str) -> None:
+    """A line of vLLM's source for each: there is none."""
+    transformers = importlib.import_module("transformers.models.auto.modeling_auto")
+    architecture = transformers.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    architecture = architecture if isinstance(architecture, str) else architecture[0]
+    assert architecture in ModelRegistry.models
+    file = importlib.import_module(ModelRegistry.models[architecture].module_name).__file__
+    assert file is not None
+    assert "max_model_len" not in Path(file).read_text(encoding="utf-8")
+
+
+# --- what the adapter takes from vLLM ---
+
+
+@pytest.mark.parametrize("route", ["connector", "spec"])
+def test_the_plug_in_runs_where_configurations_are_made(route: str, folder: Path) -> None:
+    config = config_of(folder / "dense", route)
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    assert attached(extra)["doubt"] == ""
+    (folder / "dense" / "new.safetensors").write_bytes(b"new")
+    assert "have changed" in attached(extra)["doubt"]
+    (folder / "dense" / "new.safetensors").unlink()
+
+
+def test_inside_a_multiconnector(folder: Path) -> None:
+    inner = [transfer_config("connector"), {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}]
+    connector = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": inner}
+    )
+    EngineArgs(
+        model=str(folder / "dense"), skip_tokenizer_init=True, kv_transfer_config=connector
+    ).create_engine_config()
+    extra = connector.kv_connector_extra_config["connectors"][0]["kv_connector_extra_config"]
+    assert extra[IDENTITY]["weights"].startswith("files:")
+    assert IDENTITY not in connector.kv_connector_extra_config
+
+
+def test_the_identity_is_the_same_each_time(folder: Path) -> None:
+    assert said(config_of(folder / "states")) == said(config_of(folder / "states"))
+
+
+def test_engines_without_the_connector_are_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Iterator[Any]:
+        raise AssertionError("nobody has asked for it")
+
+    monkeypatch.setattr(plugin, "identity_of", fail)
+    config = EngineArgs(model=str(folder / "dense"), skip_tokenizer_init=True).create_engine_config()
+    assert config.kv_transfer_config is None
+
+
+def test_where_adapters_are_named() -> None:
+    assert list(inspect.signature(kv_cache_utils._gen_lora_extra_hash_keys).parameters) == ["request"]
+    assert list(inspect.signature(WorkerLoRAManager._load_adapter).parameters) == ["self", "lora_request"]
+    source = inspect.getsource(kv_cache_utils.generate_block_hash_extra_keys)
+    assert re.search(r"_gen_lora_extra_hash_keys\(request\)", source)
+
+
+def test_loaders_that_read_the_model_alone() -> None:
+    loaders = importlib.import_module("vllm.model_executor.model_loader")._LOAD_FORMAT_TO_MODEL_LOADER
+    assert set(loaders) >= identity._OF_MODEL
+    assert set(loaders) - identity._OF_MODEL == {"ipc_cache", "modelexpress", "tensorizer"}

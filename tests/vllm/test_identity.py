@@ -1,0 +1,160 @@
+"""Real engines: who shares with whom, and what becomes of files that are written again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffloadd.integrations.vllm.versions import SUPPORTED
+from tests.vllm.conftest import Reference, StartDaemon, StartEngine
+from tests.vllm.engine import Engine, Prompts, by_connector, cached, prompts, settle, tokens
+from tests.vllm.models import OTHER, write_adapter
+from tests.vllm.releases import run_with
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+COUNT = 3
+ALL, NONE = [480] * COUNT, [0] * COUNT
+MEMORY = "256MiB"
+
+
+@pytest.fixture
+def asked() -> Prompts:
+    """Few: engines of these tests are many."""
+    return prompts(3, COUNT)
+
+
+@pytest.mark.parametrize("number", SUPPORTED)
+def test_identity_of_each_release(number: str, model: Callable[[str], Path]) -> None:
+    """`contract_identity.py`, in a process of its own."""
+    run_with(number, model("dense"), "tests/vllm/contract_identity.py", deadline_s=800)
+
+
+def test_an_adapter_that_is_trained_again(
+    start_daemon: StartDaemon, start_engine: StartEngine, tmp_path: Path, asked: Prompts
+) -> None:
+    """At its place, under its name: while it is served, loaded in place, and over a restart."""
+    daemon = start_daemon(memory=MEMORY)
+    folder = write_adapter(tmp_path / "adapter", 1)
+    adapter = {"lora_name": "mine", "lora_int_id": 1, "lora_path": str(folder)}
+    options = {"connector": by_connector(daemon.socket), "enable_lora": True, "max_lora_rank": 8}
+    engine = start_engine("dense", **options)
+
+    def anew(**given: Any) -> tuple[list[list[int]], list[int | None]]:
+        answer = engine.generate_anew(asked, adapter=adapter | given)
+        settle(daemon, engine)
+        return tokens(answer), cached(answer)
+
+    old, hits = anew()
+    assert hits == NONE
+    assert anew() == (old, ALL)
+    base = engine.generate_anew(asked)
+    assert cached(base) == NONE
+    assert tokens(base) != old
+    settle(daemon, engine)
+    stored = daemon.status()["cache"]["keys"]
+    write_adapter(folder, 2)
+    assert anew() == (old, NONE), "nobody has told the engine to load it again"
+    assert anew() == (old, NONE), "what the old adapter computes is not stored as the new one's"
+    assert daemon.status()["cache"]["keys"] <= stored + 2, "but for what settling stores"
+    new, hits = anew(load_inplace=True)
+    assert hits == NONE
+    assert new != old
+    assert anew(load_inplace=True) == (new, ALL)
+    engine.kill()
+    engine = start_engine("dense", **options)
+    assert anew() == (new, ALL)
+    engine.kill()
+    engine = start_engine("dense", **options | {"connector": None})
+    assert tokens(engine.generate(asked, adapter=adapter)) == new
+
+
+def test_weights_that_are_written_again(
+    start_daemon: StartDaemon,
+    model: Callable[[str], Path],
+    reference: Reference,
+    tmp_path: Path,
+    asked: Prompts,
+) -> None:
+    """While they are served, before a start, and while they are loaded."""
+    daemon = start_daemon(memory=MEMORY)
+    folder = tmp_path / "model"
+    shutil.copytree(model("dense"), folder)
+    connector = by_connector(daemon.socket)
+
+    def started(name: str, **options: Any) -> Engine:
+        return Engine(folder, tmp_path / f"{name}.log", connector=connector, **options)
+
+    old = reference("dense", asked)
+    with started("first") as first:
+        assert tokens(first.generate(asked)) == old
+        settle(daemon, first)
+        shutil.copytree(model(OTHER), folder, dirs_exist_ok=True)
+        answer = first.generate_anew(asked)
+        assert (tokens(answer), cached(answer)) == (old, ALL), "it computes with what it has loaded"
+    new = reference(OTHER, asked)
+    assert new != old
+    with started("second") as second:
+        answer = second.generate(asked)
+        assert (tokens(answer), cached(answer)) == (new, NONE)
+        settle(daemon, second)
+        answer = second.generate_anew(asked)
+        assert (tokens(answer), cached(answer)) == (new, ALL)
+    with started("third", touched=str(folder / "config.json")) as third:
+        answer = third.generate(asked)
+        assert (tokens(answer), cached(answer)) == (new, NONE)
+        assert "shares with no other" in third.log()
+        settle(daemon, third)
+        answer = third.generate_anew(asked)
+        assert (tokens(answer), cached(answer)) == (new, ALL), "with itself it does"
+
+
+def test_engines_that_differ_in_what_is_harmless(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts
+) -> None:
+    daemon = start_daemon(memory=MEMORY)
+    connector = by_connector(daemon.socket)
+    first = start_engine("dense", connector=connector)
+    assert tokens(first.generate(asked)) == reference("dense", asked)
+    settle(daemon, first)
+    first.kill()
+    others = {"max_model_len": 600, "max_num_seqs": 2, "seed": 7, "num_gpu_blocks_override": 70, "enable_lora": True}
+    answer = start_engine("dense", connector=connector, **others).generate(asked)
+    assert cached(answer) == ALL
+    assert tokens(answer) == reference("dense", asked)
+
+
+def test_layers_of_other_dtypes(start_daemon: StartDaemon, start_engine: StartEngine, asked: Prompts) -> None:
+    """Blocks have equal bytes: one engine leaves the first layer out of its fp8 cache, and one the second layer."""
+    daemon = start_daemon(memory=MEMORY)
+    connector = by_connector(daemon.socket)
+    for layer in ("0", "1"):
+        engine = start_engine("dense", connector=connector, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[layer])
+        assert cached(engine.generate(asked)) == NONE
+        settle(daemon, engine)
+        assert cached(engine.generate_anew(asked)) == ALL
+        engine.kill()
+
+
+def test_engines_that_differ_in_the_draft(
+    start_daemon: StartDaemon, start_engine: StartEngine, model: Callable[[str], Path], asked: Prompts
+) -> None:
+    """What a draft model has computed is of no use to another one, which would find nothing that is accepted."""
+    daemon = start_daemon(memory=MEMORY)
+    connector = by_connector(daemon.socket)
+    accepted = []
+    for draft in (OTHER, "dense"):
+        drafting = {"method": "draft_model", "model": str(model(draft)), "num_speculative_tokens": 3}
+        engine = start_engine("dense", connector=connector, speculative_config=drafting)
+        for hits in (False, True):
+            before = engine.metrics().get("vllm:spec_decode_num_accepted_tokens", 0)
+            answer = engine.generate_anew(asked)
+            accepted.append(engine.metrics()["vllm:spec_decode_num_accepted_tokens"] - before)
+            assert all(bool(tokens) is hits for tokens in cached(answer))
+            settle(daemon, engine)
+        engine.kill()
+    assert accepted[2] == accepted[3] > 2 * accepted[0]
