@@ -76,25 +76,28 @@ class Clearings:
         else:
             for name in names:
                 cache.epochs.advance(name)
-        epoch = cache.epochs.last
+        epoch = cache.epochs.base if names is None else min(map(cache.epochs.of, names))
         eras = self._remote.begin_clear(names) if self._remote else []
         walks, disk_keyspaces = _take_effect(cache, self._disk, names, namespaces)
+        swept = self._run(_sweep(walks))
         clearing = Clearing(
             names=names,
             epoch=epoch,
-            swept=self._run(_sweep(walks)),
-            tried=self._run(self._record(disk_keyspaces, eras)),
+            swept=swept,
+            tried=self._run(self._record(swept, disk_keyspaces, eras)),
             roots=list(self._disk.roots) if self._disk else [],
             eras=eras,
         )
         self._count(clearing)
         return clearing
 
-    async def _record(self, disk_keyspaces: list[DiskKeyspace], eras: Collection[NamespaceEra]) -> None:
+    async def _record(
+        self, swept: asyncio.Task[Any], disk_keyspaces: list[DiskKeyspace], eras: Collection[NamespaceEra]
+    ) -> None:
         """Neither half waits for the other: a store may take long, or not answer at all."""
         halves: list[Coroutine[Any, Any, None]] = []
         if self._disk:
-            halves.append(self._disk.clears.finish(disk_keyspaces))
+            halves.append(_finish_on_disk(self._disk, swept, disk_keyspaces))
         if self._remote:
             halves.append(self._remote.record_clear(eras))
         await asyncio.gather(*halves)
@@ -208,3 +211,9 @@ async def _sweep(walks: _Walks) -> tuple[int, int]:
             held_bytes += some_bytes
             await asyncio.sleep(0)
     return keys, held_bytes
+
+
+async def _finish_on_disk(disk: DiskTier, swept: asyncio.Task[Any], disk_keyspaces: list[DiskKeyspace]) -> None:
+    """After memory: of keys that are in both, the one that drops them last emits the event."""
+    await asyncio.wait([swept])
+    await disk.clears.finish(disk_keyspaces)

@@ -40,7 +40,7 @@ class SessionClears:
         self._clearings = clearings
         self._requested = requested
         self._account = account
-        self._last: Clearing | None = None  # that was requested without a token; None as well: and then a store
+        self._last: Clearing | None = None  # requested without a token, and nothing was stored since
 
     def note_store(self) -> None:
         """The session stores something: its next clear is to reach that."""

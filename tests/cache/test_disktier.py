@@ -9,6 +9,7 @@ import pytest
 
 from kvoffloadd.cache.disk import catalog as catalog_module
 from kvoffloadd.cache.disk import scrub
+from kvoffloadd.cache.memory import keytable
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, BoolArray, U32Array
@@ -191,6 +192,27 @@ async def test_two_clears_at_once_tell_of_each_key(open_tier: Open, monkeypatch:
     keyspace.namespace.listeners = 1
     await tier.store_away(keyspace, *range(20))
     await asyncio.gather(tier.clear(keyspace.namespace), tier.clear(keyspace.namespace))
+    assert sorted(removed(tier)) == list(range(20))
+
+
+async def test_a_clear_tells_once_of_keys_in_memory_and_on_disk(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the disk is done with its part while memory still has many keys to drop."""
+    monkeypatch.setattr(keytable, "STEP_ROWS", 1)
+    tier = await open_tier()
+    keyspace = tier.keyspace()
+    keyspace.namespace.listeners = 1
+    tier.store(keyspace, *range(20))
+    await tier.quiet()
+    assert tier.on_disk(keyspace, *range(20)) == list(range(20))
+
+    async def save_epochs(_roots: object) -> None:
+        pass
+
+    monkeypatch.setattr(tier.disk.clears, "save_epochs", save_epochs)
+    with pytest.raises(NotDurableError):
+        await tier.clear(keyspace.namespace)
     assert sorted(removed(tier)) == list(range(20))
 
 

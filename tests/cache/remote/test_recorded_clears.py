@@ -1,0 +1,67 @@
+"""Clears that the store takes of some namespaces, and not of others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvoffloadd.cache.clearing import REMOTE, Clearings
+from kvoffloadd.errors import RemoteStoreError
+from kvoffloadd.objectnames import pointer_name
+
+from .test_fetching import NAME, Scene
+
+LATER = b"z" * 16
+"""A namespace behind NAME, whose pointer can't be read."""
+
+
+@pytest.mark.parametrize("unreadable", [NAME, LATER])
+async def test_a_namespace_that_fails_delays_no_other(unreadable: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a clear of everything. The failing one is repeated by the tier, with the same epoch."""
+    scene = await Scene().start()
+    try:
+        scene.cache.open_namespace(LATER, 0, "test", 32)
+        eras = scene.remote.eras
+        async with asyncio.timeout(60):
+            await eras.changes.wait_for(lambda: eras.of(NAME) is not None and eras.of(LATER) is not None)
+        read_value, failing = scene.store.read_value, {pointer_name(unreadable)}
+
+        async def read_some(name: str, until_s: float) -> Any:
+            if name in failing:
+                raise RemoteStoreError("planted")
+            return await read_value(name, until_s)
+
+        monkeypatch.setattr(scene.store, "read_value", read_some)
+        clearings = Clearings(scene.cache, None, scene.remote, scene._spawn)
+        clearing = clearings.begin(None)
+        epoch = scene.cache.epochs.last
+        assert clearings.unrecorded(clearing) == [REMOTE]
+        async with asyncio.timeout(60):
+            await clearing.tried
+        assert clearings.unrecorded(clearing) == [REMOTE]
+        assert [known.fingerprint for known in clearing.eras] == [unreadable]
+        assert clearings.figures() == {"unrecorded": 1, "places": [REMOTE]}
+        failing.clear()
+        await clearings.wait_recorded(clearing, 60.0)
+        assert clearings.unrecorded(clearing) == []
+        assert clearings.figures() == {"unrecorded": 0, "places": []}
+        assert {scene.cache.epochs.of(name) for name in (NAME, LATER)} == {epoch}, "nothing was cleared anew"
+    finally:
+        await scene.close()
+
+
+async def test_a_clear_makes_the_one_before_obsolete() -> None:
+    """They are counted once for each namespace, and once for everything."""
+    scene = await Scene().start()
+    try:
+        clearings = Clearings(scene.cache, None, scene.remote, scene._spawn)
+        counts = []
+        for names in ([NAME], [NAME], [LATER], None, None, [NAME]):
+            clearings.begin(None if names is None else frozenset(names))
+            counts.append(clearings.figures()["unrecorded"])
+        assert counts == [1, 1, 2, 1, 1, 2]
+        await clearings.close(60.0)
+    finally:
+        await scene.close()

@@ -1,0 +1,75 @@
+"""Clears, and the places that record them: none waits for another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvoffloadd.cache.clearing import REMOTE, Clearings
+from kvoffloadd.cache.remote.eras import NamespaceEra
+from kvoffloadd.cache.remote.remotetier import RemoteTier
+from kvoffloadd.changes import Changes
+
+from .conftest import Open
+
+
+class SlowStore:
+    """As much of a remote tier as clears need. It records them from `go` on."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.eras = SimpleNamespace(changes=Changes())
+
+    def begin_clear(self, names: Collection[bytes] | None) -> list[NamespaceEra]:
+        return [NamespaceEra(name, unmade=True) for name in names or ()]
+
+    async def record_clear(self, eras: Collection[NamespaceEra]) -> None:
+        await self.go.wait()
+        for known in eras:
+            known.unmade = False
+        self.eras.changes.notify_all()
+
+    def unrecorded(self, eras: Collection[NamespaceEra]) -> list[NamespaceEra]:
+        return [known for known in eras if known.unmade]
+
+
+@pytest.mark.parametrize("slow", ["disk", "store"])
+async def test_no_place_waits_for_another(open_tier: Open, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    tier, store, written = await open_tier(retry_s=3600.0), SlowStore(), asyncio.Event()
+    name = tier.keyspace().namespace.fingerprint
+    write_epochs = tier.root.directory.write_epochs
+
+    async def write_late(*epochs: Any) -> None:
+        await written.wait()
+        await write_epochs(*epochs)
+
+    monkeypatch.setattr(tier.root.directory, "write_epochs", write_late)
+    clearings = Clearings(tier.cache, tier.disk, cast(RemoteTier, store), asyncio.get_running_loop().create_task)
+    clearing = clearings.begin(frozenset([name]))
+    path = str(tier.root.path)
+    assert clearings.unrecorded(clearing) == [path, REMOTE]
+    first, then = (store.go, written) if slow == "disk" else (written, store.go)
+    first.set()
+    await tier.until(lambda: len(clearings.unrecorded(clearing)) == 1)
+    assert clearings.unrecorded(clearing) == [path if slow == "disk" else REMOTE]
+    assert not clearing.tried.done()
+    then.set()
+    await clearings.wait_recorded(clearing, 60.0)
+    assert clearings.unrecorded(clearing) == []
+
+
+async def test_of_several_namespaces_each_counts(open_tier: Open) -> None:
+    tier = await open_tier()
+    names = frozenset(tier.keyspace(name).namespace.fingerprint for name in (b"a" * 16, b"b" * 16))
+    clearings = Clearings(tier.cache, tier.disk, None, asyncio.get_running_loop().create_task)
+    clearing = clearings.begin(names)
+    await clearings.wait_recorded(clearing, 60.0)
+    assert clearings.unrecorded(clearing) == []
+    manifest = tier.root.directory.manifest
+    assert manifest is not None
+    assert manifest.has_clear(names, clearing.epoch)
+    assert not manifest.has_clear(names, clearing.epoch + 1)
