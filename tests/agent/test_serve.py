@@ -16,9 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvoffloadd.agent import serve
 from kvoffloadd.agentframes import (
+    ANSWER_BYTES_MAX,
     NAMES_MAX,
     READ_NAMES_MAX,
     VALUE_BYTES_MAX,
@@ -346,6 +349,25 @@ def test_values_are_as_many_as_an_answer_holds(serve_engine: Callable[..., Serve
         *[bytes(VALUE_BYTES_MAX - 1)] * (whole - 1),
     ]
     assert answer == Values(1, expected)
+
+
+@given(
+    sizes=st.lists(
+        st.sampled_from([-1, 0, 1, 48, VALUE_BYTES_MAX // 2, VALUE_BYTES_MAX, VALUE_BYTES_MAX + 1]),
+        min_size=1,
+        max_size=READ_NAMES_MAX,
+    )
+)
+def test_reading_gets_on_and_its_answers_fit(sizes: list[int]) -> None:
+    """Asked again for what did not fit, it all comes, in its order."""
+    values = [None if size < 0 else bytes(size) for size in sizes]
+    came: list[bytes | int | None] = []
+    while len(came) < len(values):
+        some = serve._that_fit(values[len(came) :])
+        assert len(encode(Values(1, some), ANSWER_BYTES_MAX)) <= ANSWER_BYTES_MAX
+        assert some
+        came += some
+    assert came == [Code.SIZE if size > VALUE_BYTES_MAX else value for size, value in zip(sizes, values, strict=True)]
 
 
 @pytest.mark.parametrize("value", [bytes(VALUES_BYTES_MAX // READ_NAMES_MAX), bytes(1), None, Code.FAILED])

@@ -310,7 +310,9 @@ def _keep(connection: RespConnection, names: Sequence[str], kept_s: float) -> fl
 
 
 def _remove_over(connection: RespConnection, now_s: float) -> None:
-    """Remove some of what is kept no longer."""
+    """Remove some of what is kept no longer. What is renewed at this very moment may go, too: after so long without it,
+    that is a loss like any other.
+    """
     found = connection.ask("ZRANGE", KEPT_NAME, "-inf", str(now_s), "BYSCORE", "LIMIT", "0", str(_OVER_MAX))
     over = [name for name in found if isinstance(name, bytes)] if isinstance(found, list) else []
     if over:
