@@ -120,6 +120,11 @@ HARMLESS: Final = (
     ),
     _left_out(
         "multimodal",
+        "allow_missing_mm_embeddings",
+        "which requests are refused: VllmConfig.__post_init__ makes it of the roles of connectors",
+    ),
+    _left_out(
+        "multimodal",
         "interleave_mm_strings",
         "where placeholders stand in a text (entrypoints/chat_utils.py): its token ids are in the block hashes",
     ),
@@ -237,7 +242,7 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
     "multimodal": _names(
         "language_model_only limit_per_prompt enable_mm_embeds media_io_kwargs mm_processor_kwargs "
         "mm_device_do_normalize mm_hasher_algorithm mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend "
-        "mm_encoder_attn_dtype video_pruning_rate video_pruning_method allow_missing_mm_embeddings"
+        "mm_encoder_attn_dtype video_pruning_rate video_pruning_method"
     ),
     "cache": _names(
         "cache_dtype is_attention_free sliding_window kv_cache_dtype_skip_layers mamba_page_size_padded "
@@ -262,7 +267,9 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
         "cp_kv_cache_interleave_size _allow_auto_resolve_cp_interleave_size"
     ),
     "mamba": _names("backend enable_stochastic_rounding stochastic_rounding_philox_rounds ssu_algorithm"),
-    "kernel": _names("ir_op_priority moe_backend sparse_indexer_topk_backend linear_backend linear_backend_per_quant"),
+    "kernel": _names(
+        "ir_op_priority moe_backend sparse_indexer_topk_backend linear_backend linear_backend_per_quant monokernel"
+    ),
     "device": _names("device_type"),
     "lora": _names(
         "max_lora_rank fully_sharded_loras lora_dtype target_modules enable_tower_connector_lora "

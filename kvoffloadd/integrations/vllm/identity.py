@@ -67,7 +67,7 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
         "places": [],
     }
     try:
-        said["fields"] = digest_of(fields_of(vllm_config))
+        said["fields"] = digest_of(fields_of(vllm_config, how))
         said["adapters"] = _adapters(vllm_config)
         said["places"] = _places(vllm_config.model_config, vllm_config.load_config)
         said["seen"] = seen(said["places"])
@@ -110,7 +110,7 @@ def seen(places: Iterable[str], how: Fingerprint = Fingerprint.AUTO) -> str:
     return "+".join(_named(place, how) for place in places)
 
 
-def fields_of(vllm_config: Any) -> list[tuple[str, object]]:
+def fields_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> list[tuple[str, object]]:
     """Name and value of each field that is part of the identity. Raises NamelessError, ContentsError."""
     found: list[tuple[str, object]] = []
     for field in dataclasses.fields(vllm_config):
@@ -119,8 +119,8 @@ def fields_of(vllm_config: Any) -> list[tuple[str, object]]:
         value = getattr(vllm_config, field.name)
         section = SECTIONS.get(field.name, field.name)
         found += _section(section, value)
-    found += _model(vllm_config.model_config)
-    found += _loader(vllm_config.load_config)
+    found += _model(vllm_config.model_config, how)
+    found += _loader(vllm_config.load_config, how)
     return sorted(found, key=lambda one: one[0])
 
 
@@ -174,16 +174,16 @@ def _section(section: str, config: Any) -> Iterator[tuple[str, object]]:
             yield name, canonical(getattr(config, field.name, None), name)
 
 
-def _model(model: Any) -> Iterator[tuple[str, object]]:
+def _model(model: Any, how: Fingerprint) -> Iterator[tuple[str, object]]:
     """What stands beside the fields of a ModelConfig."""
     multimodal = model.multimodal_config
     yield from _section("multimodal", multimodal)
     scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
     if scales:
-        yield "multimodal.scales", _named(scales, Fingerprint.AUTO)
+        yield "multimodal.scales", _named(scales, how)
     generation = str(model.generation_config)
     defaults = generation in ("auto", "vllm")
-    yield "model.generation", generation if defaults else _named(generation, Fingerprint.AUTO)
+    yield "model.generation", generation if defaults else _named(generation, how)
     if not _any_length(model):
         yield "model.max_model_len", int(model.max_model_len)
 
@@ -195,12 +195,19 @@ def _any_length(model: Any) -> bool:
     return known and not model.model_class_overrides and "longrope" not in repr(rope)
 
 
-def _loader(load: Any) -> Iterator[tuple[str, object]]:
-    extra = load.model_loader_extra_config
-    yield "load.extra", canonical(extra, "load.extra")
-    for place in _texts(extra):
-        if os.path.isabs(place) and os.path.lexists(place):
-            yield f"load.extra {place}", _named(place, Fingerprint.AUTO)
+def _loader(load: Any, how: Fingerprint) -> Iterator[tuple[str, object]]:
+    yield "load.extra", canonical(_with_contents(load.model_loader_extra_config, how), "load.extra")
+
+
+def _with_contents(value: object, how: Fingerprint) -> object:
+    """Names of files that are there, wherever they stand, become what is in them."""
+    if isinstance(value, str) and os.path.isabs(value) and os.path.lexists(value):
+        return _named(value, how)
+    if isinstance(value, Mapping):
+        return {key: _with_contents(one, how) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_contents(one, how) for one in value]
+    return value
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -231,11 +238,11 @@ def _drafts(vllm_config: Any, said: dict[str, Any], how: Fingerprint) -> str:
     try:
         found = [*_section("speculative", drafting)]
         if model is not None:
-            found += [*_section("model", model), *_model(model), ("dtype", str(model.dtype))]
+            found += [*_section("model", model), *_model(model, how), ("dtype", str(model.dtype))]
             found += [("files", seen(_places(model, load), how))]
         elif drafting.model:
             found += [("files", _named(str(drafting.model), how))]
-        found += [*_section("load", load), *_loader(load)]
+        found += [*_section("load", load), *_loader(load, how)]
         return digest_of(sorted(found, key=lambda one: one[0]))
     except (NamelessError, ContentsError) as error:
         logger.warning("kvoffloadd: this engine shares what its draft model computes with no other: %s", error)

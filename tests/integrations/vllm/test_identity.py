@@ -7,6 +7,7 @@ import enum
 import functools
 import os
 import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -230,6 +231,10 @@ def test_by_contents_copies_share_wherever_they_are(model: Path, tmp_path: Path)
         assert said[0]["fields"] == said[1]["fields"]
 
 
+def _scales(file: Path) -> Any:
+    return section("multimodal", mm_encoder_fp8_scale_path=str(file))
+
+
 def test_other_files_that_an_engine_reads(model: Path, tmp_path: Path) -> None:
     """A config elsewhere, scales, options of the loader, sampling defaults by which Llama 4 scales its queries."""
     config = with_files(tmp_path / "config")
@@ -239,11 +244,18 @@ def test_other_files_that_an_engine_reads(model: Path, tmp_path: Path) -> None:
         "model.hf_config_path": str(config),
         "model.generation_config": str(config),
         "load.model_loader_extra_config": {"adapter": [str(scales)]},
-        "model.multimodal_config": section("multimodal", mm_encoder_fp8_scale_path=str(scales)),
+        "model.multimodal_config": _scales(scales),
     }
     for name, value in cases.items():
         before = one(model, **{name: value})
         assert before != one(model)
+        elsewhere = tmp_path / "elsewhere" / name
+        shutil.copytree(config, elsewhere / "config")
+        shutil.copy(scales, elsewhere)
+        moved: Any = {"adapter": [str(elsewhere / "scales.json")]} if isinstance(value, dict) else None
+        moved = moved or (str(elsewhere / "config") if isinstance(value, str) else _scales(elsewhere / "scales.json"))
+        copies = [identity_of(vllm_config(model, {name: each}), Fingerprint.CONTENTS) for each in (value, moved)]
+        assert copies[0]["fields"] == copies[1]["fields"], "by contents, their places are nothing"
         for file in (scales, config / "config.json"):
             file.write_text(file.read_text() + " ")
         assert one(model, **{name: value}) != before
