@@ -260,6 +260,5 @@ class Backlog:
         """Which rows are still those of the keys that were offered."""
         entries = self._cache.entries
         same: BoolArray = entries.state[offer.rows] == RowState.LIVE
-        same &= entries.first[offer.rows] == offer.records
         same &= entries.parts.generation[offer.records] == offer.generations
         return same
