@@ -68,10 +68,8 @@ class BacklogBatch:
 
     keyspace: Keyspace
     rows: U32Array  # of memory
-    records: (
-        U32Array  # each key's first part record, and its generation: if either has changed, the row is another key's
-    )
-    generations: U16Array
+    records: U32Array  # the first part record of each key
+    generations: U16Array  # of these records: if one has changed, its row is another key's, with whatever record
     tries: int = 0  # so far
 
     def only(self, chosen: BoolArray | slice) -> BacklogBatch:
@@ -260,6 +258,5 @@ class Backlog:
         """Which rows are still those of the keys that were offered."""
         entries = self._cache.entries
         same: BoolArray = entries.state[offer.rows] == RowState.LIVE
-        same &= entries.first[offer.rows] == offer.records
         same &= entries.parts.generation[offer.records] == offer.generations
         return same
