@@ -86,8 +86,12 @@ def only_on_disk(rank: Rank, keys: Keys, at_once: int = 1024) -> Keys:
     return on_disk
 
 
-def served(rank: Rank, keys: Keys, at_once: int = 64) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Load all the keys, some at a time: which came. Asserts that what came is right, and the rest was left alone."""
+def served(
+    rank: Rank, keys: Keys, at_once: int = 64, *, writes_wrong: bool = False
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Load all the keys, some at a time: which came. Asserts that what came is right, and the rest was left alone, but
+    with `writes_wrong` for the blocks of keys that failed: a copy may have found out that they are wrong.
+    """
     came = np.zeros(len(keys), bool)
     for start in range(0, len(keys), at_once):
         some = keys[start : start + at_once]
@@ -99,7 +103,7 @@ def served(rank: Rank, keys: Keys, at_once: int = 64) -> np.ndarray[Any, np.dtyp
         if result.outcome is Outcome.PARTIAL:
             good[result.failed[0]] = False
         assert rank.wrong(0, some[good], blocks[good]) == 0
-        rank.wipe_loaded(0, blocks[good])
+        rank.wipe_loaded(0, blocks if writes_wrong else blocks[good])
         assert rank.clean()
         came[start : start + len(some)] = good
     return came

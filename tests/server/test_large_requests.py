@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.job import Completion
+from kvoffloadd.cache.job import Completion, Verification
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.progress import Progress
@@ -67,7 +67,9 @@ async def room() -> Room:
     cache = make_cache()
     loop = asyncio.get_running_loop()
     host: Any = Named(kind="host", gauges=dict, lanes=list)
-    jobs: Any = SimpleNamespace(running=set(), counters={}, unsealed=0, holds=0)
+    jobs: Any = SimpleNamespace(
+        running=set(), counters={}, unsealed=0, holds=0, verification=lambda _: Verification.ADOPTED
+    )
     lane: Any = SimpleNamespace(queued=0, running=0, figures=dict)
     gpus: Any = SimpleNamespace(devices=list)
     context = Context(

@@ -17,7 +17,7 @@ from kvoffloadd.storage import hashing
 from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
 
 
-def daemon(findings: list[list[str]], *, verify_loads: bool = False) -> Any:
+def daemon(findings: list[list[str]], *, verify_loads: bool | str = False) -> Any:
     """As much of a daemon as `verify` looks at, without keys. Its self-audit finds `findings`, step by step."""
     parts = SimpleNamespace(state=np.zeros(0, np.uint8), runs=SimpleNamespace(used=0))
     return SimpleNamespace(
@@ -34,13 +34,16 @@ async def test_books_that_are_right_change_nothing(caplog: pytest.LogCaptureFixt
     assert (audit.findings, context.jobs.verify_loads, caplog.records) == ([], False, [])
 
 
-async def test_once_the_books_are_wrong_every_load_is_verified(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("before", [False, "auto"])
+async def test_once_the_books_are_wrong_every_load_is_verified(
+    before: bool | str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A slot that two keys believe to be theirs holds what the checksum of one of them does not know."""
-    context = daemon([[], ["memory: a slot's owner differs from its part"]])
+    context = daemon([[], ["memory: a slot's owner differs from its part"]], verify_loads=before)
     for _ in range(2):
         audit = await verify(context, payloads=False, disk=False, repair=False)
         assert len(audit.findings) == 1
-        assert context.jobs.verify_loads
+        assert context.jobs.verify_loads is True
     assert [record.levelname for record in caplog.records] == ["CRITICAL"]
 
 
