@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from kvoffloadd.cache.clearing import REMOTE, Clearings
-from kvoffloadd.cache.remote.eras import NamespaceEra
+from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.changes import Changes
 

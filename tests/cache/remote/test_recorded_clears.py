@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
+from kvoffloadd.agentframes import Code
 from kvoffloadd.cache.clearing import REMOTE, Clearings
-from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.objectnames import pointer_name
+from kvoffloadd.storage.remote.values import NotRead
 
 from .test_fetching import NAME, Scene
 
@@ -26,14 +27,15 @@ async def test_a_namespace_that_fails_delays_no_other(unreadable: bytes, monkeyp
         eras = scene.remote.eras
         async with asyncio.timeout(60):
             await eras.changes.wait_for(lambda: eras.of(NAME) is not None and eras.of(LATER) is not None)
-        read_value, failing = scene.store.read_value, {pointer_name(unreadable)}
+        read_values, failing = scene.store.read_values, {pointer_name(unreadable)}
 
-        async def read_some(name: str, until_s: float) -> Any:
-            if name in failing:
-                raise RemoteStoreError("planted")
-            return await read_value(name, until_s)
+        async def read_some(names: Sequence[str], until_s: float) -> list[bytes | NotRead | None]:
+            values = await read_values(names, until_s)
+            return [
+                NotRead(Code.FAILED) if name in failing else value for name, value in zip(names, values, strict=True)
+            ]
 
-        monkeypatch.setattr(scene.store, "read_value", read_some)
+        monkeypatch.setattr(scene.store, "read_values", read_some)
         clearings = Clearings(scene.cache, None, scene.remote, scene._spawn)
         clearing = clearings.begin(None)
         epoch = scene.cache.epochs.last
