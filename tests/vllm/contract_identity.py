@@ -153,6 +153,8 @@ def test_engines_that_differ_in_the_draft(folder: Path) -> None:
     """They share what the target computes."""
     models = ("dense", "dense", "other")
     drafts = [said(config_of(folder / "dense", speculative_config=_draft(folder, one))) for one in models]
+    for one in drafts:
+        del one["draft_places"], one["draft_seen"]
     names = [one.pop("drafts") for one in drafts]
     assert names[0] == names[1] != names[2]
     assert drafts[0] == drafts[2]
