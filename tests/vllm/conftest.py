@@ -21,6 +21,7 @@ Reference = Callable[..., list[list[int]]]
 
 TRAITS: Mapping[str, dict[str, Any]] = {
     "dense": {},
+    models.OTHER: {},
     "one-head": {},
     "hybrid": {},
     # vLLM's CPU kernels for MLA answer otherwise for several requests at once than for one, with and without connector;

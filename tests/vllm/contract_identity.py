@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import vllm.config
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.models.registry import ModelRegistry
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core import kv_cache_utils
 
-from kvoffloadd.integrations.vllm import identity, plugin
+from kvoffloadd.integrations.vllm import identity, plugin, spec
 from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, ELSEWHERE, HARMLESS, PARTS, is_judged
 from kvoffloadd.integrations.vllm.identity import IDENTITY, attached, fields_of
 from scripts.vllm import transfer_config
@@ -151,6 +153,8 @@ def test_engines_that_differ_in_the_draft(folder: Path) -> None:
     """They share what the target computes."""
     models = ("dense", "dense", "other")
     drafts = [said(config_of(folder / "dense", speculative_config=_draft(folder, one))) for one in models]
+    for one in drafts:
+        del one["draft_places"], one["draft_seen"]
     names = [one.pop("drafts") for one in drafts]
     assert names[0] == names[1] != names[2]
     assert drafts[0] == drafts[2]
@@ -229,3 +233,18 @@ def test_loaders_that_read_the_model_alone() -> None:
     loaders = importlib.import_module("vllm.model_executor.model_loader")._LOAD_FORMAT_TO_MODEL_LOADER
     assert set(loaders) >= identity._OF_MODEL
     assert set(loaders) - identity._OF_MODEL == {"ipc_cache", "modelexpress", "tensorizer"}
+
+
+def test_processors_of_other_instruction_sets_have_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that vLLM asks for, where it chooses kernels, or the order of what these keep of a block."""
+    here = spec._platform()
+    assert here.startswith("cpu ")
+    attention = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
+    asking = (attention._get_attn_isa, CpuPlatform.import_kernels, CpuPlatform.get_attn_backend_cls)
+    asked = {name for one in asking for name in re.findall(r"torch\.cpu\.(_is_\w+)", inspect.getsource(one))}
+    assert {"_is_amx_tile_supported", "_is_avx512_supported"} <= asked <= set(spec._INSTRUCTION_SETS.values())
+    for name in asked:
+        has = getattr(torch.cpu, name)()
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.cpu, name, lambda has=has: not has)
+            assert spec._platform() != here

@@ -43,6 +43,7 @@ def test_an_adapter_that_is_trained_again(
     adapter = {"lora_name": "mine", "lora_int_id": 1, "lora_path": str(folder)}
     options = {"connector": by_connector(daemon.socket), "enable_lora": True, "max_lora_rank": 8}
     engine = start_engine("dense", **options)
+    engine.await_connection()
 
     def anew(**given: Any) -> tuple[list[list[int]], list[int | None]]:
         answer = engine.generate_anew(asked, adapter=adapter | given)
@@ -67,6 +68,7 @@ def test_an_adapter_that_is_trained_again(
     assert anew(load_inplace=True) == (new, ALL)
     engine.kill()
     engine = start_engine("dense", **options)
+    engine.await_connection()
     assert anew() == (new, ALL)
     engine.kill()
     engine = start_engine("dense", **options | {"connector": None})
@@ -87,7 +89,9 @@ def test_weights_that_are_written_again(
     connector = by_connector(daemon.socket)
 
     def started(name: str, **options: Any) -> Engine:
-        return Engine(folder, tmp_path / f"{name}.log", connector=connector, **options)
+        engine = Engine(folder, tmp_path / f"{name}.log", connector=connector, **options)
+        engine.await_connection()
+        return engine
 
     old = reference("dense", asked)
     with started("first") as first:
@@ -119,11 +123,14 @@ def test_engines_that_differ_in_what_is_harmless(
     daemon = start_daemon(memory=MEMORY)
     connector = by_connector(daemon.socket)
     first = start_engine("dense", connector=connector)
+    first.await_connection()
     assert tokens(first.generate(asked)) == reference("dense", asked)
     settle(daemon, first)
     first.kill()
     others = {"max_model_len": 600, "max_num_seqs": 2, "seed": 7, "num_gpu_blocks_override": 70, "enable_lora": True}
-    answer = start_engine("dense", connector=connector, **others).generate(asked)
+    second = start_engine("dense", connector=connector, **others)
+    second.await_connection()
+    answer = second.generate(asked)
     assert cached(answer) == ALL
     assert tokens(answer) == reference("dense", asked)
 
@@ -134,6 +141,7 @@ def test_layers_of_other_dtypes(start_daemon: StartDaemon, start_engine: StartEn
     connector = by_connector(daemon.socket)
     for layer in ("0", "1"):
         engine = start_engine("dense", connector=connector, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[layer])
+        engine.await_connection()
         assert cached(engine.generate(asked)) == NONE
         settle(daemon, engine)
         assert cached(engine.generate_anew(asked)) == ALL
@@ -150,6 +158,7 @@ def test_engines_that_differ_in_the_draft(
     for draft in (OTHER, "dense"):
         drafting = {"method": "draft_model", "model": str(model(draft)), "num_speculative_tokens": 3}
         engine = start_engine("dense", connector=connector, speculative_config=drafting)
+        engine.await_connection()
         for hits in (False, True):
             before = engine.metrics().get("vllm:spec_decode_num_accepted_tokens", 0)
             answer = engine.generate_anew(asked)

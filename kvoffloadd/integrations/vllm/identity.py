@@ -53,8 +53,8 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
 
     `model`, `dtype`, `hash`: as users know them. `weights`: the contents of the model's files. `fields`: the rest.
     `adapters`: how adapters are applied; empty without any. `drafts`: the draft model; empty without one. `layers`: how
-    many the model has. `places`, `seen`: the files, and what they were like. `token`: the engine's own. `doubt`: why it
-    shares with nobody; empty: it shares.
+    many the model has. `places`, `seen`: the files, and what they were like; `draft_places`, `draft_seen`: the draft's.
+    `token`: the engine's own. `doubt`: why it shares with nobody; empty: it shares.
     """
     model = vllm_config.model_config
     said: dict[str, Any] = {
@@ -63,9 +63,12 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
         "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
         "layers": int(model.get_total_num_hidden_layers()),
         "token": secrets.token_hex(8),
-        **dict.fromkeys(("weights", "fields", "adapters", "drafts", "seen", "doubt"), ""),
+        **dict.fromkeys(("weights", "fields", "adapters", "drafts", "seen", "draft_seen", "doubt"), ""),
         "places": [],
+        "draft_places": [],
     }
+    if vllm_config.lora_config is not None:
+        said["adapters"] = said["token"]  # unless it has a name
     try:
         said["fields"] = digest_of(fields_of(vllm_config, how))
         said["adapters"] = _adapters(vllm_config)
@@ -75,7 +78,10 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
     except (NamelessError, ContentsError) as error:
         said["doubt"] = str(error)
     if _has_drafts(vllm_config):
-        said["drafts"] = _drafts(vllm_config, said, how)
+        try:
+            said |= _drafts(vllm_config, how)
+        except (NamelessError, ContentsError) as error:
+            said |= _own_drafts(said, str(error))
     return said
 
 
@@ -97,6 +103,12 @@ def attached(extra_config: dict[str, Any]) -> dict[str, Any]:
                 said = said | {"doubt": "the model's files have changed since the engine was started"}
         except ContentsError as error:
             said = said | {"doubt": str(error)}
+    if said["draft_places"]:
+        try:
+            if seen(said["draft_places"]) != said["draft_seen"]:
+                said = said | _own_drafts(said, "its files have changed since the engine was started")
+        except ContentsError as error:
+            said = said | _own_drafts(said, str(error))
     if said["doubt"]:
         logger.warning(
             "kvoffloadd: this engine shares with no other, and nothing will hit after its restart: %s", said["doubt"]
@@ -119,7 +131,7 @@ def fields_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> list[tup
         value = getattr(vllm_config, field.name)
         section = SECTIONS.get(field.name, field.name)
         found += _section(section, value)
-    found += _model(vllm_config.model_config, how)
+    found += _model(vllm_config.model_config)
     found += _loader(vllm_config.load_config, how)
     return sorted(found, key=lambda one: one[0])
 
@@ -174,18 +186,18 @@ def _section(section: str, config: Any) -> Iterator[tuple[str, object]]:
             yield name, canonical(getattr(config, field.name, None), name)
 
 
-def _model(model: Any, how: Fingerprint) -> Iterator[tuple[str, object]]:
+def _model(model: Any) -> Iterator[tuple[str, object]]:
     """What stands beside the fields of a ModelConfig."""
-    multimodal = model.multimodal_config
-    yield from _section("multimodal", multimodal)
-    scales = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
-    if scales:
-        yield "multimodal.scales", _named(scales, how)
-    generation = str(model.generation_config)
-    defaults = generation in ("auto", "vllm")
-    yield "model.generation", generation if defaults else _named(generation, how)
+    yield from _section("multimodal", model.multimodal_config)
+    yield "model.generation", _generation(model) or "elsewhere"
     if not _any_length(model):
         yield "model.max_model_len", int(model.max_model_len)
+
+
+def _generation(model: Any) -> str:
+    """Empty where it is a place."""
+    given = str(model.generation_config)
+    return given if given in ("auto", "vllm") else ""
 
 
 def _any_length(model: Any) -> bool:
@@ -231,22 +243,27 @@ def _has_drafts(vllm_config: Any) -> bool:
     return drafting is not None and str(drafting.method) not in _WITHOUT_MODEL
 
 
-def _drafts(vllm_config: Any, said: dict[str, Any], how: Fingerprint) -> str:
-    """Names the draft model. In doubt it is the engine's own: what the target computes is shared all the same."""
+def _drafts(vllm_config: Any, how: Fingerprint) -> dict[str, Any]:
+    """What is told of the draft model. Raises NamelessError, ContentsError."""
     drafting = vllm_config.speculative_config
     model, load = drafting.draft_model_config, drafting.draft_load_config or vllm_config.load_config
-    try:
-        found = [*_section("speculative", drafting)]
-        if model is not None:
-            found += [*_section("model", model), *_model(model, how), ("dtype", str(model.dtype))]
-            found += [("files", seen(_places(model, load), how))]
-        elif drafting.model:
-            found += [("files", _named(str(drafting.model), how))]
-        found += [*_section("load", load), *_loader(load, how)]
-        return digest_of(sorted(found, key=lambda one: one[0]))
-    except (NamelessError, ContentsError) as error:
-        logger.warning("kvoffloadd: this engine shares what its draft model computes with no other: %s", error)
-        return str(said["token"])
+    found = [*_section("speculative", drafting), *_section("load", load), *_loader(load, how)]
+    places: list[str] = []
+    if model is not None:
+        places = _places(model, load)
+        found += [*_section("model", model), *_model(model), ("dtype", str(model.dtype))]
+    elif drafting.model:
+        places = [_place(str(drafting.model), drafting.revision)]
+    as_seen = seen(places)
+    found.append(("files", as_seen if how is Fingerprint.AUTO else seen(places, how)))
+    named = digest_of(sorted(found, key=lambda one: one[0]))
+    return {"drafts": named, "draft_places": places, "draft_seen": as_seen}
+
+
+def _own_drafts(said: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """The draft model is in doubt. What the target computes is shared all the same."""
+    logger.warning("kvoffloadd: this engine shares what its draft model computes with no other: %s", why)
+    return {"drafts": said["token"], "draft_places": []}
 
 
 def _places(model: Any, load: Any) -> list[str]:
@@ -263,6 +280,11 @@ def _places(model: Any, load: Any) -> list[str]:
         repository, separator, module = name.rpartition("--")
         if separator:  # code of another repository than the model's
             places.append(_place(repository, model.code_revision, f"{module.partition('.')[0]}.py"))
+    if not _generation(model):
+        places.append(_place(str(model.generation_config), None, "generation_config.json"))
+    scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
+    places += [os.path.abspath(scales)] if scales else []
+    places += [one for one in _texts(load.model_loader_extra_config) if os.path.isabs(one) and os.path.lexists(one)]
     return list(dict.fromkeys(places))
 
 

@@ -18,6 +18,8 @@ from kvoffloadd.integrations.common.contents import (
     ContentsError,
     Fingerprint,
     contents_of,
+    hub_name,
+    model_of,
     snapshot_of,
 )
 
@@ -254,3 +256,45 @@ def test_a_model_of_the_hub_lies_in_its_cache(
 def test_without_the_hubs_client_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert snapshot_of("org/name") is None
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_a_snapshot_of_the_hub_is_named_by_its_commit(how: Fingerprint, tmp_path: Path) -> None:
+    """Whatever of it has been fetched; a file that is not the hub's is named too."""
+    models = tmp_path / "models--org--name"
+    blob = write(models / "blobs" / SHA)
+    folder = models / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder / "config.json").symlink_to(blob)
+    assert model_of(folder, how) == f"hub:org--name@{COMMIT}"
+    assert hub_name(str(folder)) == "org/name"
+    (folder / "model.safetensors").symlink_to(blob)
+    assert model_of(folder, how) == f"hub:org--name@{COMMIT}"
+    own = write(folder / "own.py")
+    before = model_of(folder, how)
+    assert before != f"hub:org--name@{COMMIT}"
+    write(own, b"new")
+    assert model_of(folder, how) != before
+
+
+@pytest.mark.parametrize("how", BOTH)
+def test_other_folders_are_named_by_their_contents(how: Fingerprint, tmp_path: Path) -> None:
+    write(tmp_path / "config.json")
+    assert model_of(tmp_path, how) == contents_of(tmp_path, how)
+    assert hub_name(str(tmp_path)) == ""
+    assert model_of(f"/nowhere/models--org--name/snapshots/{COMMIT}", how) == "", "nothing is there"
+
+
+def test_a_model_is_looked_for_by_any_of_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def look(*given: object, revision: str | None = None) -> str:
+        asked.append((*given, revision))
+        return "/hub/snapshots/c0ffee/adapter_config.json"
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(try_to_load_from_cache=look))
+    assert snapshot_of("org/name", "v2", "adapter_config.json") == "/hub/snapshots/c0ffee"
+    assert asked == [("org/name", "adapter_config.json", "v2")]

@@ -255,9 +255,12 @@ def test_other_files_that_an_engine_reads(model: Path, tmp_path: Path) -> None:
         moved: Any = {"adapter": [str(elsewhere / "scales.json")]} if isinstance(value, dict) else None
         moved = moved or (str(elsewhere / "config") if isinstance(value, str) else _scales(elsewhere / "scales.json"))
         copies = [identity_of(vllm_config(model, {name: each}), Fingerprint.CONTENTS) for each in (value, moved)]
-        assert copies[0]["fields"] == copies[1]["fields"], "by contents, their places are nothing"
+        said = [(each["fields"], each["weights"]) for each in copies]
+        assert said[0] == said[1], "by contents, their places are nothing"
+        extra: dict[str, Any] = {IDENTITY: identity_of(vllm_config(model, {name: value}))}
         for file in (scales, config / "config.json"):
             file.write_text(file.read_text() + " ")
+        assert "have changed" in attached(extra)["doubt"]
         assert one(model, **{name: value}) != before
 
 
@@ -270,7 +273,7 @@ def test_other_files_that_an_engine_reads(model: Path, tmp_path: Path) -> None:
         ({"model.model_weights": "s3://bucket/model"}, "object storage, s3://bucket/model"),
         ({"model.model": "org/never-fetched"}, "neither a place on this host, nor in its Hugging Face cache"),
         ({"model.hf_config_path": "/nowhere/at/all"}, "neither a place"),
-        ({"model.generation_config": "/nowhere/at/all"}, "nothing is at /nowhere/at/all"),
+        ({"model.generation_config": "/nowhere/at/all"}, "neither a place"),
     ],
 )
 def test_weights_that_are_not_known_are_a_doubt(values: dict[str, Any], why: str, model: Path) -> None:
@@ -383,11 +386,27 @@ def test_a_draft_model_is_named_apart(model: Path, tmp_path: Path) -> None:
             drafting(drafts[0], **{"model.hf_overrides": {"a": 1}}),
         )
     ]
+    for each in said:
+        del each["draft_places"], each["draft_seen"]
     names = [each.pop("drafts") for each in said]
     assert names[0] == names[1]
     assert len(set(names)) == 4 and all(names)
     assert all(each == said[0] for each in said)
-    assert said[0] | {"drafts": ""} == one(model)
+    nothing: dict[str, Any] = {"drafts": "", "draft_places": [], "draft_seen": ""}
+    assert said[0] | nothing == one(model)
+
+
+def test_a_draft_that_changes_while_it_is_loaded_is_the_engines_own(model: Path, tmp_path: Path) -> None:
+    """The target is not in doubt."""
+    draft = with_files(tmp_path / "draft")
+    for change in (lambda: (draft / "config.json").write_bytes(b"new"), lambda: draft.rename(tmp_path / "away")):
+        extra: dict[str, Any] = {IDENTITY: identity_of(vllm_config(model, speculative_config=drafting(draft)))}
+        before = attached(extra)
+        assert before["drafts"] != before["token"]
+        change()
+        after = attached(extra)
+        assert (after["drafts"], after["doubt"]) == (before["token"], "")
+        assert attached(extra) == after
 
 
 def test_drafts_without_a_model(model: Path) -> None:
@@ -411,3 +430,10 @@ def test_how_adapters_are_applied_is_named_apart(model: Path) -> None:
     names = [each.pop("adapters") for each in said]
     assert names[0] == names[1] != names[2]
     assert said[0] | {"adapters": ""} == one(model)
+
+
+def test_adapters_count_as_applied_where_all_else_is_in_doubt(model: Path) -> None:
+    """`refuse_adapters` goes by it."""
+    for values in ({"model.hf_overrides": len}, {"load.load_format": "tensorizer"}):
+        config = vllm_config(model, values, lora_config=section("lora"))
+        assert identity_of(config)["adapters"]
