@@ -80,8 +80,8 @@ class FilesAtStart:
         before = self._seen.get(source)
         if before is None:
             raise ContentsError(
-                f"nobody has looked at {source.path!r} before SGLang loaded it: kvoffloadd's plug-in must be on, and "
-                "the weights those of the start"
+                f"nobody looked at {source.path!r} before SGLang loaded it: kvoffloadd's plug-in did not run, or the "
+                "weights were changed in place since"
             )
         if isinstance(before, ContentsError):
             raise before

@@ -63,7 +63,7 @@ def test_what_changes_while_it_is_named_is_in_doubt(tmp_path: Path, monkeypatch:
 
 def test_what_nobody_has_looked_at_is_in_doubt(tmp_path: Path) -> None:
     source = write(tmp_path / "m.gguf", "old")
-    with pytest.raises(ContentsError, match=r"nobody has looked at .*plug-in must be on"):
+    with pytest.raises(ContentsError, match=r"nobody looked at .*plug-in did not run"):
         FilesAtStart().identity(source, Fingerprint.AUTO)
 
 
