@@ -217,8 +217,8 @@ class Eras:
                 if self._was_away or time.monotonic() >= due_s:
                     await self._round()
                     due_s = time.monotonic() + self._poll_s
-                else:
-                    await self._ask(self._take_urgent())
+                elif urgent := self._take_urgent():
+                    await self._ask(urgent)
                 if self._bug is not None:
                     raise self._bug
                 if not self._urgent or self._silences:
@@ -235,8 +235,9 @@ class Eras:
     async def _round(self) -> None:
         """Look at all namespaces once."""
         names, urgent = self._names(), self._take_urgent()
-        for known in [known for known in self._known.values() if known.is_idle and known.fingerprint not in names]:
-            del self._known[known.fingerprint]  # nothing of it is left here
+        for known in list(self._known.values()):
+            if known.is_idle and known not in self._looks and known.fingerprint not in names:
+                del self._known[known.fingerprint]  # nothing of it is left here
         names |= self._known.keys()
         for name in names:
             self._know(name).is_back |= self._was_away
