@@ -120,7 +120,7 @@ def test_what_a_disk_keeps_does_not_outlive_a_clear_elsewhere(start_daemon: Star
 def test_small_objects_of_others_end_no_daemon_and_empty_no_disk(
     start_daemon: Start, store: Store, keys: Keys, generation: int, identity: bytes
 ) -> None:
-    """The last numbers that there are, with the right checksum and a marker. `generation`: 0 for the one that counts."""
+    """The last numbers that there are, with the right checksum and a marker. `generation`: 0 for that which counts."""
     root = store.folder / "root"
     root.mkdir(mode=0o700)
     daemon = start_daemon(*store.settings("remote.push=never"), *disk_settings((root, 64 * MIB)))

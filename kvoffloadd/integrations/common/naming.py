@@ -1,25 +1,10 @@
-"""What the names of a namespace are made of: texts that fit their fields, and the files of a model."""
+"""What the names of a namespace are made of: texts that fit their fields."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 
 _FIELD_MAX = 512
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
-
-
-def files_of(model: str) -> str:
-    """Names weights in a local directory by their files' sizes and times: there, nobody else notes a new revision.
-
-    Empty for a name that is no directory.
-    """
-    try:
-        entries = [entry for entry in os.scandir(model) if entry.is_file() and entry.name.endswith(_WEIGHTS)]
-        said = [(entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries]
-    except OSError:
-        return ""
-    return "files:" + digest_of(sorted(said))
 
 
 def fitting(text: str) -> str:
