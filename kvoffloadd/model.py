@@ -61,6 +61,9 @@ DROPPED = ", dropped"
 KEY_BYTES_MIN, KEY_BYTES_MAX = 8, 32
 """Widths a namespace may declare for its keys; wider names are hashed by the client."""
 
+PARTS_PER_KEY_MAX, BLOCKS_PER_KEY_MAX, TOKENS_PER_KEY_END = 1024, 4096, 1 << 24
+"""Bounds of a group: for sessions that declare it, and for what disks and saved state say of it."""
+
 
 class GroupKind(enum.StrEnum):
     """What a group's layers need of the keys before a boundary (design: `lookup`)."""

@@ -11,8 +11,8 @@ import numpy as np
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.memory.savedstate import SavedState, read_compositions
-from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U32Array
+from kvoffloadd.cache.memory.savedstate import SavedState
+from kvoffloadd.model import I64Array, U32Array
 from kvoffloadd.storage.slotrecords import RecoveredSlots
 
 
@@ -26,18 +26,17 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
     owners = np.full(len(found), -1, np.int64)
     all_rows = [np.zeros(0, np.uint32)]
     opened = []
-    for number, fingerprint, uid, label, key_bytes, epoch, group, kind, *rest in saved.keyspaces if saved else []:
-        tokens_per_key, window_keys, blocks_per_key, parts, part_bytes, *compositions = rest
-        if epoch != cache.epochs.of(fingerprint) or not all(part_bytes):
+    for one in saved.keyspaces if saved else []:
+        fits = all(one.part_bytes) and max(one.part_bytes) <= tier.payload_bytes_max
+        if one.epoch != cache.epochs.of(one.fingerprint) or not fits:
             continue
-        namespace = cache.open_namespace(fingerprint, uid, label, key_bytes)
+        namespace = cache.open_namespace(one.fingerprint, one.uid, one.label, one.key_bytes)
         opened.append(namespace)
-        shape = GroupSchema(group, GroupKind(kind), tokens_per_key, window_keys, blocks_per_key, parts)
-        keyspace = cache.declare(namespace, shape, number)
-        keyspace.set_part_bytes(dict(enumerate(part_bytes)))
-        keyspace.fill_compositions(dict(enumerate(read_compositions(compositions, parts))))
-        cache.admit(keyspace, part_bytes)
-        at = np.flatnonzero(found.keyspaces == number)
+        keyspace = cache.declare(namespace, one.schema, one.number)
+        keyspace.set_part_bytes(dict(enumerate(one.part_bytes)))
+        keyspace.fill_compositions(dict(enumerate(one.compositions)))
+        cache.admit(keyspace, one.part_bytes)
+        at = np.flatnonzero(found.keyspaces == one.number)
         rows, records, whole = _insert(cache, keyspace, found.only(at))
         owners[at[whole]] = records
         all_rows.append(rows)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from kvoffloadd.model import LAYERS_BYTES, Dtype
+from kvoffloadd.model import BLOCKS_PER_KEY_MAX, LAYERS_BYTES, PARTS_PER_KEY_MAX, TOKENS_PER_KEY_END, Dtype
 
 VERSION = 1
 VERSIONS = (1,)
@@ -119,10 +119,10 @@ class GroupSpec(Part, frozen=True):
 
     group: Small
     kind: Literal["full", "sliding", "chunked", "mamba"]
-    tokens_per_key: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
+    tokens_per_key: Annotated[int, msgspec.Meta(ge=1, lt=TOKENS_PER_KEY_END)]
     window_keys: Small = 0
-    blocks_per_key: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
-    parts: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
+    blocks_per_key: Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_KEY_MAX)] = 1
+    parts: Annotated[int, msgspec.Meta(ge=1, le=PARTS_PER_KEY_MAX)] = 1
     part: Small = 0
     refs: list[RefSpec] = []
 

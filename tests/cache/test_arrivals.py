@@ -10,6 +10,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -384,6 +385,27 @@ async def test_clears_of_two_roots_are_learnt_one_after_the_other(
     await tier.until(lambda: all(root.state == RootState.OK for root in tier.roots))
     await tier.until(lambda: not tier.disk.arrivals.coming)
     assert tier.states(keyspace, 1) == [MISS]
+
+
+async def test_a_clear_while_others_are_learnt_is_later_than_all_of_them(
+    open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if they are ahead of this host's clock: what it takes away must not come back under the merged number."""
+    first = await open_tier(paths=[paths[1]])
+    first.cache.epochs.last = first.cache.epochs.clock() + 3600 * 10**6
+    await first.clear(first.keyspace(A).namespace)
+    await first.close()
+    paths[1].chmod(0o755)
+    tier = await open_tier(paths=paths)
+    keyspace, walks = tier.keyspace(A), Walks(tier, monkeypatch)
+    paths[1].chmod(0o700)
+    await tier.until(lambda: walks.begun)
+    with suppress(NotDurableError):  # the other root may not be there yet
+        await tier.clear(keyspace.namespace)
+    cleared = tier.cache.epochs.of(A)
+    walks.let_go = 1
+    await tier.until(lambda: tier.roots[1].state == RootState.OK and not tier.disk.arrivals.coming)
+    assert tier.cache.epochs.of(A) == cleared
 
 
 @pytest.mark.parametrize("hangs", [False, True])

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -781,3 +782,22 @@ async def test_keys_that_were_adopted_are_written_though_the_backlog_is_small(tm
         assert second.audit() == []
     finally:
         await second.close()
+
+
+async def test_what_is_written_while_its_root_goes_is_not_found(open_tier: Open, tmp_path: Path) -> None:
+    """A thread was at it, and the catalog had been told that nothing of the root is there."""
+    tier = await open_tier(retry_s=3600.0)
+    keyspace = tier.keyspace()
+    tier.files.writing.close()
+    tier.store(keyspace, 1)
+    await tier.until(tier.files.writing.entered.is_set)
+    tier.root.path.rename(tmp_path / "away")
+    going = asyncio.ensure_future(tier.disk.arrivals.check(tier.root))
+    await tier.until(lambda: tier.root.writer._sealing)  # it waits for the write alone
+    assert tier.root.state == RootState.OFF
+    tier.files.writing.open()
+    with suppress(OSError):
+        await going
+    assert not tier.disk.demotion.holds
+    assert tier.on_disk(keyspace, 1) == []
+    assert tier.served(keyspace, 1) == [1]

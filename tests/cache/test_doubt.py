@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from kvoffloadd.cache.disk.disktier import find_on_disk
 from kvoffloadd.cache.fetches import Urgency
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
@@ -60,6 +61,20 @@ async def test_each_doubt(open_tier: Open, doubt: Doubt, states: list[int]) -> N
     assert (found[0].rows >= 0).all(), "it is there, and is not stored twice"
     keyspace.namespace.doubt = Doubt.NONE
     assert tier.states(keyspace, 1, 2, 3) == [HIT, HIT, PENDING]
+
+
+@pytest.mark.parametrize("doubt", list(Doubt))
+async def test_a_question_about_several_groups_finds_nothing_of_one_in_doubt(open_tier: Open, doubt: Doubt) -> None:
+    tier = await open_tier()
+    keyspaces = [tier.keyspace(name) for name in (A, B)]
+    for keyspace in keyspaces:
+        await tier.store_away(keyspace, 1)
+    keyspaces[0].namespace.doubt = doubt
+    groups = [(keyspace, keys_of(1)) for keyspace in keyspaces]
+    found = tier.cache.find_all(groups)
+    masks = find_on_disk(tier.disk, groups, found)
+    assert [mask.tolist() for mask in masks] == [[not doubt], [True]]
+    assert [result.states.tolist() for result in found] == [[MISS if doubt else PENDING], [PENDING]]
 
 
 async def test_what_was_asked_of_the_disk_before_the_doubt_is_not_read(open_tier: Open) -> None:

@@ -243,3 +243,18 @@ def test_the_successor_goes_on(groups: int) -> None:
     again, saved = heir(after)
     assert len(adopt(again, saved)) == PAGES
     assert check(again, 0, 0) == []
+
+
+def test_a_row_that_is_used_anew_is_not_inherited() -> None:
+    """Else a root that comes late, and knows of a clear from before this run, would take what was stored since."""
+    cache = make_cache(PAGES, SLAB_PAGES)
+    store(cache, make_keyspace(cache, NAME)[1], keys_of(1))
+    after, saved = heir(cache)
+    rows = adopt(after, saved)
+    namespace, keyspace = make_keyspace(after, NAME)
+    after.eviction.drop(rows)
+    store(after, keyspace, keys_of(2))
+    assert after.find(keyspace, keys_of(2)).hit_rows.tolist() == rows.tolist()
+    for _ in after.drop_older(namespace, after.epochs.began):
+        pass
+    assert hits(after, keys_of(2)) == [True]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -149,4 +152,41 @@ def test_later_records_say_so() -> None:
     write(again, np.array([1], np.uint32), 1)
     found = again.read()
     assert found.pages[np.argmax(found.orders)] == 1, "those of a successor come after all others"
+    pool.close()
+
+
+class Watched(np.ndarray):
+    """Records of which `look` is called after each assignment: the writer may be killed there."""
+
+    look: Callable[[], None]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.look()
+
+
+@pytest.mark.parametrize("held_before", [False, True])
+def test_a_writer_that_is_killed_at_any_point_leaves_whole_records_or_none(held_before: bool) -> None:
+    """The check comes last and goes first, also where another record was before."""
+    pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
+    watched = pool.records.view(Watched)
+    slot_records = SlotRecords(watched, pool.slabs, SLAB_PAGES, pool.seed)
+    left: list[tuple[int, int]] = []  # whole records and others, after each step
+
+    def look() -> None:
+        found = SlotRecords(pool.records.copy(), pool.slabs, SLAB_PAGES, pool.seed).read()
+        left.append((len(found), found.damaged))
+
+    watched.look = lambda: None
+    slot_records.assign(0, 1)
+    pages = np.array([3, 5], np.uint32)
+    if held_before:
+        write(slot_records, pages, 1)
+        slot_records.erase(pages)
+    watched.look = look
+    write(slot_records, pages, 2)
+    assert left[-1] == (2, 0)
+    slot_records.erase(pages)
+    assert left[-1] == (0, 0)
+    assert set(left) == {(2, 0), (0, 0)}
     pool.close()

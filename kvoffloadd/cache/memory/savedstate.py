@@ -2,28 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import logging
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgpack
+import msgspec
 
 from kvoffloadd.cache.memory.composition import UNKNOWN, Composition
 from kvoffloadd.cache.memory.epochs import Epochs
+from kvoffloadd.cache.memory.keyspaces import NUMBERS
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.model import (
+    BLOCKS_PER_KEY_MAX,
+    EPOCH_MAX,
+    KEY_BYTES_MAX,
+    KEY_BYTES_MIN,
+    LAYERS_BYTES,
+    PARTS_PER_KEY_MAX,
+    TOKENS_PER_KEY_END,
+    GroupKind,
+    GroupSchema,
+)
+
+log = logging.getLogger(__name__)
 
 _ARRAYS_BYTES = 10
 """Headers of two arrays, at most."""
 
+_Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+_Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
+_Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
+
+class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
+    """One keyspace, as `_pack_keyspace` lists it. Within the bounds that a session's groups have."""
+
+    number: Annotated[int, msgspec.Meta(ge=0, lt=NUMBERS)]
+    fingerprint: _Fingerprint
+    uid: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+    label: str
+    key_bytes: Annotated[int, msgspec.Meta(ge=KEY_BYTES_MIN, le=KEY_BYTES_MAX)]
+    epoch: _Epoch
+    group: _Small
+    kind: GroupKind
+    tokens_per_key: Annotated[int, msgspec.Meta(ge=1, lt=TOKENS_PER_KEY_END)]
+    window_keys: _Small
+    blocks_per_key: Annotated[int, msgspec.Meta(ge=1, le=BLOCKS_PER_KEY_MAX)]
+    parts: Annotated[int, msgspec.Meta(ge=1, le=PARTS_PER_KEY_MAX)]
+    part_bytes: list[_Bytes]
+    packed_compositions: list[int | tuple[str, bytes]] = []
+
+    @property
+    def schema(self) -> GroupSchema:
+        """Of its group."""
+        return GroupSchema(
+            self.group, self.kind, self.tokens_per_key, self.window_keys, self.blocks_per_key, self.parts
+        )
+
+    @property
+    def compositions(self) -> list[Composition]:
+        """Of each part."""
+        found = [Composition(*pair) for pair in self.packed_compositions if isinstance(pair, tuple)]
+        return (found or [UNKNOWN]) * self.parts if len(found) < 2 else found
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its fields go together."""
+        compositions = self.compositions
+        is_chunked = self.kind is GroupKind.CHUNKED
+        return (
+            len(self.part_bytes) == len(compositions) == self.parts
+            and all(len(one.layers) in (0, LAYERS_BYTES) for one in compositions)
+            and self.packed_compositions[:1] in ([], [0])
+            and not any(isinstance(pair, int) for pair in self.packed_compositions[1:])
+            and (self.window_keys > 0 or not is_chunked)
+        )
+
+
+class SavedState(msgspec.Struct, frozen=True, array_like=True):
     """Namespaces and epochs as a predecessor saved them. `base`, `last` and `epochs`: see `Epochs`."""
 
-    base: int
-    last: int
-    epochs: dict[bytes, int]
-    keyspaces: list[list[Any]]  # the fields of each, as `_pack_keyspace` lists them
+    base: _Epoch
+    last: _Epoch
+    epochs: dict[_Fingerprint, _Epoch]
+    keyspaces: list[SavedKeyspace]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether its keyspaces are sound, and can be together: each number and each group is one keyspace's, and a
+        namespace is one user's.
+        """
+        keyspaces = self.keyspaces
+        groups = {(one.fingerprint, one.group) for one in keyspaces}
+        namespaces = {(one.fingerprint, one.uid, one.label, one.key_bytes, one.epoch) for one in keyspaces}
+        return (
+            all(one.is_sound for one in keyspaces)
+            and len({one.number for one in keyspaces}) == len(groups) == len(keyspaces)
+            and len(namespaces) == len({one.fingerprint for one in keyspaces})
+        )
 
 
 def pack_state(namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int) -> tuple[bytes, list[int]]:
@@ -61,7 +139,7 @@ def _pack_keyspace(keyspace: Keyspace) -> bytes:
 
 
 def _pack_compositions(keyspace: Keyspace) -> list[list[Any]]:
-    """One more field, for `read_compositions`; none if nothing is known. Earlier daemons take the last field for the
+    """One more field, `packed_compositions`; none if nothing is known. Earlier daemons take the last field for the
     sizes of parts, and leave a keyspace behind in which one is 0: they can't compare compositions.
     """
     if not any(composition.known for composition in keyspace.compositions):
@@ -71,14 +149,18 @@ def _pack_compositions(keyspace: Keyspace) -> list[list[Any]]:
     return [[0, *((one.dtypes, one.layers) for one in kept)]]
 
 
-def read_compositions(fields: Sequence[Sequence[Any]], parts: int) -> list[Composition]:
-    """Of each part, from what comes behind the sizes of parts."""
-    if not fields:
-        return [UNKNOWN] * parts
-    found = [Composition(*pair) for pair in fields[0][1:]]
-    return found * parts if len(found) == 1 else found
-
-
 def read_saved_state(names: bytes) -> SavedState | None:
-    """Unpack what `pack_state` packed, whose checksum the caller has verified. None: nothing was saved."""
-    return SavedState(*msgpack.unpackb(names, strict_map_key=False)) if names else None
+    """Unpack what `pack_state` packed, whose checksum the caller has verified. None: nothing was saved, or, with a
+    warning, something that `pack_state` does not pack: this start is a cold one.
+    """
+    if not names:
+        return None
+    try:
+        saved = msgspec.msgpack.decode(names, type=SavedState)
+        why = "" if saved.is_sound else "its groups can't be together"
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        why = str(error)
+    if not why:
+        return saved
+    log.warning("memory: what the previous run has saved is damaged, and its keys are not taken over: %.200s", why)
+    return None

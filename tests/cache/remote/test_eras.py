@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from kvoffloadd.cache.remote.era import Era
+from kvoffloadd.cache.remote.agreement import PATH_MAX
+from kvoffloadd.cache.remote.era import Era, decode_era, encode_era
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.objectnames import marker_name, pointer_name
 from kvoffloadd.storage.remote.values import NotRead
@@ -196,3 +197,24 @@ async def test_a_marker_that_is_gone_is_never_put_again(seed: int, monkeypatch: 
     middle.run()
     await settled(lambda: nothing_stale() and bool(cleared) and agree([one, middle]), "they agree")
     await lab.stop()
+
+
+async def test_a_clear_removes_markers_of_eras_that_were_cleared_before(seed: int) -> None:
+    """A store that was away may have brought one back, of an era to which no path leads any more."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    host.run()
+    await settled(lambda: agree(lab.hosts), "it is in its era")
+    era = host.era
+    assert era is not None
+    for _ in range(PATH_MAX + 2):
+        await host.clear()
+        await settled(lambda: agree(lab.hosts), "it is in the next one")
+    pointed = decode_era(NAME, lab.objects.values[pointer_name(NAME)])
+    assert pointed is not None
+    assert pointed > era, "the path begins behind it"
+    await host.stop()
+    marker = marker_name(NAME, era.generation, era.id)
+    lab.objects.values[marker] = encode_era(NAME, era)
+    await host.clear()
+    assert marker not in lab.objects.values

@@ -226,6 +226,20 @@ async def test_a_deadline_frees_what_can_be_freed(scene: Scene, begun: bool) -> 
     assert scene.served(*range(8)) == list(range(8))
 
 
+async def test_a_question_that_is_never_answered_ends_with_its_request(scene: Scene) -> None:
+    scene.offer(*range(8))
+    ended: list[list[int]] = []
+    fetch = scene.request(*range(8), done=lambda: ended.append(scene.states(*range(8))))
+    await scene.turn()
+    (question,) = scene.store.calls
+    scene.remote.fetching._expire(cast(Any, fetch))
+    assert ended == [[KeyState.MISS] * 8]
+    scene.store.finish(question)  # it comes after all
+    await scene.turn()
+    assert not scene.store.calls, "nothing is fetched for it"
+    assert len(ended) == 1
+
+
 @pytest.mark.parametrize("begun", [False, True])
 async def test_a_session_that_goes_leaves_nothing(scene: Scene, begun: bool) -> None:
     scene.offer(*range(8))
@@ -284,6 +298,26 @@ async def test_without_the_marker_nothing_counts(scene: Scene, when: str) -> Non
     await scene.finish_all()
     assert ended == [[KeyState.MISS] * 8]
     assert scene.remote.eras.lost_markers == 1
+
+
+async def test_what_came_counts_only_in_the_era_in_which_it_was_asked_for(scene: Scene) -> None:
+    """The marker was there when the store looked, and here another question has found it gone since."""
+    scene.offer(*range(8))
+    ended: list[list[int]] = []
+    scene.request(*range(8), done=lambda: ended.append(scene.states(*range(8))))
+    await scene.turn()
+    scene.store.finish(scene.store.calls[0])
+    await scene.turn()
+    scene.store.finish(scene.gets()[0])
+    await scene.turn()
+    (question,) = scene.store.calls
+    place = scene.remote._contents.place(scene.keyspace)
+    assert place is not None
+    scene.remote.eras.lost(NAME, place.number)
+    scene.store.finish(question)
+    assert ended == [[KeyState.MISS] * 8]
+    assert scene.remote.fetching.counters.not_fetched["cleared"] == 8
+    await scene.era_is_known()
 
 
 async def test_while_much_is_late_nothing_is_asked_for(scene: Scene) -> None:

@@ -14,7 +14,7 @@ from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.remote import agreement, eras
 from kvoffloadd.cache.remote.era import COUNT_MAX, Era, decode_era, encode_era, new_era
 from kvoffloadd.cache.remote.namespaceera import RENEW_S
-from kvoffloadd.errors import NotDurableError
+from kvoffloadd.errors import NotDurableError, RemoteStoreError
 from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
 from tests.cache.remote.lab import NAME, Host, Lab, agree, settled
@@ -304,6 +304,22 @@ async def test_a_path_without_end_is_followed_in_steps(seed: int) -> None:
     await lab.stop()
 
 
+async def test_a_look_follows_so_many_links_and_no_more(seed: int) -> None:
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    await opened(lab, NAME)
+    await host.stop()
+    era = era_of(lab, NAME)
+    for _ in range(2 * agreement.LINKS_MAX):
+        after = new_era(era.after(era.generation))
+        put(lab, successor_name(NAME, era.generation, era.id), NAME, after)
+        era = after
+    calls = host.store.calls
+    with pytest.raises(RemoteStoreError, match="moved on"):
+        await host.eras._agreement.settle(host.eras._known[NAME])
+    assert host.store.calls - calls <= agreement.LINKS_MAX + 2
+
+
 async def test_small_objects_in_use_are_renewed(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(seed, 1)
     (host,) = lab.hosts
@@ -320,6 +336,13 @@ async def test_small_objects_in_use_are_renewed(seed: int, monkeypatch: pytest.M
     await settled(lambda: renewed == [mine], "once at the start")
     host.eras._known[NAME].renewed_s -= RENEW_S
     await settled(lambda: renewed == [mine] * 2, "and once a day")
+    await clear(host, NAME)
+    await settled(lambda: host.hits() is not None, "it is in the next era")
+    after = era_of(lab, NAME)
+    mine = {pointer_name(NAME), marker_name(NAME, after.generation, after.id)}
+    mine.add(successor_name(NAME, era.generation, era.id))
+    host.eras._known[NAME].renewed_s -= RENEW_S
+    await settled(lambda: mine <= renewed[-1], "and the way to it")
     await lab.stop()
 
 
