@@ -350,3 +350,17 @@ async def test_all_is_confirmed_when_each_was_seen(seed: int) -> None:
     del lab.objects.unreadable[pointer_name(NAMES[0])]
     await settled(lambda: host.cache.confirmed.at_s > 0, "all were seen")
     await lab.stop()
+
+
+async def test_a_clear_is_heard_of_though_the_store_has_lost_a_successor(seed: int) -> None:
+    """The one that leads there from the era that the other host is in, before it has looked."""
+    lab = Lab(seed, 2)
+    await opened(lab, NAME)
+    before, (one, other) = era_of(lab, NAME), lab.hosts
+    other.store.is_silent = True
+    await clear(one, NAME)
+    await settled(lambda: (now := one.eras.of(NAME)) is not None and now.is_idle, "its work is done")
+    assert lab.objects.values.pop(successor_name(NAME, before.generation, before.id), None) is not None
+    other.store.is_silent = False
+    await settled(lambda: agree(lab.hosts), "the other one hears of it")
+    await lab.stop()
