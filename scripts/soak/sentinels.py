@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SPARED, VANDALISED = 2, 2
 """Namespaces that the vandal leaves alone, and that it does not."""
-TRIAL_S, LOOK_S = 40.0, 1.0
+TRIAL_S, LOOK_S = 25.0, 1.0
 """How long between two trials, and between two looks."""
 HEARD_S: Final = 10.0
 """Within this time a host hears of a clear if it runs, and so does the store: the poll, and a look that takes as long
@@ -46,7 +46,8 @@ VANDALISED_S: Final = 30.0
 """The same where a vandal is at work: what no look has told for 15 s does not hit."""
 AT_ONCE_S: Final = 2.0
 """How long a host is asked all the time when it is back."""
-CLEARED_SHARE, DOWN_SHARE, SPOILT_SHARE, FORGETFUL_SHARE, KILLED_SHARE = 0.8, 0.6, 0.4, 0.6, 0.5
+CLEARED_SHARE, DOWN_SHARE, CLOSED_SHARE, SPOILT_SHARE = 0.75, 0.6, 0.5, 0.4
+FORGETFUL_SHARE, KILLED_SHARE = 0.6, 0.5
 SETTLES_S: Final = 2.0
 """About how long it takes until what was stored is on disk and in the store."""
 KEEPS = 0
@@ -71,13 +72,14 @@ class Watched:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A trial. `clearing` and `other`: hosts. `down`: the other one is, during the clear; `forgets`: it comes back
-    without its memory; `spoilt`: the disk can't record anything.
+    """A trial. `clearing` and `other`: hosts. `down`: the other one is, during the clear; `closed`: it was before, and
+    no engine has come back yet; `forgets`: it comes back without its memory; `spoilt`: the disk can't record anything.
     """
 
     clearing: int
     clears: bool
     down: bool
+    closed: bool
     killed: bool
     forgets: bool
     spoilt: bool
@@ -89,8 +91,10 @@ class Plan:
     @property
     def name(self) -> str:
         """What is counted."""
-        words = ["down" if self.down else "up", *(["no record"] if self.spoilt else [])]
-        return ", ".join(words) if self.clears else f"{', '.join(words)}, no clear"
+        words = ["down" if self.down else "closed" if self.closed else "up"]
+        words += ["without record"] if self.spoilt else []
+        words += [] if self.clears else ["without clear"]
+        return " ".join(words)
 
 
 @dataclass(slots=True)
@@ -111,7 +115,7 @@ class SentinelReport:
 
 
 class Sentinels:
-    """Call `look` often. `calm()` ends all that is wrong for now. `last_trial_s`: no daemon is stopped after that."""
+    """Call `look` often. `calm()` ends all that is wrong for now. `last_end_s`: no daemon is ended after that."""
 
     def __init__(
         self,
@@ -121,7 +125,7 @@ class Sentinels:
         rng: np.random.Generator,
         seconds: float,
         calm: Callable[[], None],
-        last_trial_s: float,
+        last_end_s: float,
     ) -> None:
         self.report = SentinelReport()
         self._hosts = hosts
@@ -130,7 +134,7 @@ class Sentinels:
         self._rng = rng
         self._calm = calm
         self._gap_s = min(TRIAL_S, seconds / 6)
-        self._last_trial_s = last_trial_s
+        self._last_end_s = last_end_s
         self._trial_s, self._look_s = self._gap_s / 2, 0.0
         self._engines: dict[tuple[int, int], Sentinel] = {}
         self.watched = [
@@ -215,10 +219,12 @@ class Sentinels:
             return bool(self._rng.random() < share)
 
         clearing = int(self._rng.integers(0, 2))
-        down = chance(DOWN_SHARE) and now_s < self._last_trial_s
-        spoilt = chance(SPOILT_SHARE) and now_s < self._last_trial_s
+        may_end = now_s < self._last_end_s
+        down = chance(DOWN_SHARE) and may_end
+        closed = chance(CLOSED_SHARE) and may_end and not down
+        spoilt = chance(SPOILT_SHARE) and may_end
         clears = chance(CLEARED_SHARE) or not down
-        return Plan(clearing, clears, down, chance(KILLED_SHARE), chance(FORGETFUL_SHARE), spoilt)
+        return Plan(clearing, clears, down, closed, chance(KILLED_SHARE), chance(FORGETFUL_SHARE), spoilt)
 
     def _trial(self, plan: Plan) -> None:
         """Raises DaemonError: a daemon does not start or stop."""
@@ -226,8 +232,10 @@ class Sentinels:
         self.report.trials[plan.name] += 1
         try:
             self._fill()
-            if plan.down:
+            if plan.down or plan.closed:
                 self._go_down(plan.other, killed=plan.killed, forgets=plan.forgets)
+            if plan.closed:
+                self._hosts[plan.other].daemon.start()
             if plan.spoilt:
                 self._trap.set()
             recorded = [plan.clears and self._clear(plan, number) for number in range(len(self.watched))]
@@ -247,12 +255,26 @@ class Sentinels:
         """Both hosts store, and fetch what the other one has."""
         for host in range(len(self._hosts)):
             self._leave(host)
+            for number in range(len(self.watched)):
+                self._engine(host, number)
+            self._await_eras(host)
             for number, watched in enumerate(self.watched):
                 half = watched.keys[:: 2 if host else 1]
                 self._engine(host, number).store(half, watched.version)
         time.sleep(SETTLES_S)
         for host in range(len(self._hosts)):
             self._load_all(host)
+
+    def _await_eras(self, host: int) -> None:
+        """Until the daemon knows the eras of what nobody vandalises: nothing is put into the store before."""
+        spared = {f"{watched.name}#" for watched in self.watched if watched.is_spared}
+
+        def known() -> bool:
+            eras: dict[str, str] = self._hosts[host].daemon.status()["remote"]["eras"]
+            return spared <= {label[: label.find("#") + 1] for label, era in eras.items() if era}
+
+        if within(known, HEARD_S * slowness(), every_s=0.05) is None:
+            self._wrong(f"host {host} does not agree with the store on an era within {HEARD_S * slowness():.0f} s")
 
     def _go_down(self, number: int, *, killed: bool, forgets: bool) -> None:
         self._leave(number)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 
 import pytest
-import xxhash
 
 from kvoffloadd.agentframes import Code
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
@@ -17,6 +15,7 @@ from kvoffloadd.cache.remote.namespaceera import RENEW_S
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
+from scripts.soak.vandal import forged
 from tests.cache.remote.lab import NAME, Host, Lab, agree, settled
 
 NAMES = [bytes([n]) * 16 for n in range(1, 25)]
@@ -229,12 +228,6 @@ async def test_what_is_overdue_is_named_and_then_does_not_hit(seed: int) -> None
 
 
 # --- what the store may say ---
-
-
-def forged(fingerprint: bytes, generation: int, identity: bytes) -> bytes:
-    """A small object that no daemon writes, with the right checksum."""
-    fields = struct.pack("<8sQ8s", b"KVOERA1\n", generation, identity)
-    return fields + xxhash.xxh3_128_digest(fingerprint + fields)
 
 
 @pytest.mark.parametrize("where", ["pointer", "successor"])
