@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,24 @@ def is_idle(status: dict[str, Any]) -> bool:
     disk = status["disk"]
     waiting = status["cache"]["unsealed"] or disk["backlog_bytes"] or any(root["writing"] for root in disk["roots"])
     return not waiting
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestTrap:
+    """While it is set this root takes no new manifest, so that it can record no clear: its temporary name is taken."""
+
+    root: Path
+
+    def set(self) -> None:
+        """Idempotent, as `remove` is."""
+        (self._place / "x").mkdir(parents=True, exist_ok=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self._place, ignore_errors=True)
+
+    @property
+    def _place(self) -> Path:
+        return self.root / "manifest.new"
 
 
 @dataclass(frozen=True, slots=True)

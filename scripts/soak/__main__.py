@@ -5,8 +5,12 @@ Each host is a network namespace with a daemon and workers (those of stress.py),
 the other host's; without root, an address of the loopback device, whose links can't be cut. The store is Mooncake's,
 with a master and a store on each host, or Valkey. At random instants workers, daemons, their agents, stores and the
 master are killed, stopped for a while or for good, links cut or made slow, namespaces cleared: the seed says when. The
-first host keeps its memory tier over a kill and has a disk; the second one has neither. Exit status 0 only if no byte
-was wrong, no promise broken, nothing leaked (descriptors, mappings, leases, slots, processes, memory), no audit found
+first host keeps its memory tier over a kill and has a disk, which for a while can record no clear; the second one has
+neither. A vandal damages, replaces and removes the small objects that hosts agree through, in some namespaces. Others
+are watched: what a clear has ended must not come back, on no host, also on one that was down meanwhile.
+
+Exit status 0 only if no byte was wrong, nothing was served after a clear that was stored before, no promise broken, no
+daemon ended by itself, nothing leaked (descriptors, mappings, leases, slots, processes, memory), no audit found
 anything, and something came from the store; 1 otherwise; 2 for wrong usage.
 """
 

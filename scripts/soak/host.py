@@ -42,6 +42,7 @@ GONE_S = 30.0
 STILL_S = 120.0
 """Nothing that any worker does takes so long, on the busiest machine; nor does its start."""
 QUIET_S = 120.0
+ENDED_MAX = 5
 VERIFY_S = 120.0
 PUSH = ("seal", "evict", "second-use")
 """One host pushes all that it can, the other one by the seed."""
@@ -59,6 +60,7 @@ class HostReport:
     said: list[str] = field(default_factory=list)
     remote: Counter[str] = field(default_factory=Counter)
     daemon_runs: int = 0
+    daemons_ended: int = 0
     quarantined_most_bytes: int = 0
     private_bytes: tuple[int, int] | None = None
 
@@ -212,10 +214,25 @@ class SoakHost:
             time.sleep(float(self._rng.uniform(0.0, START_S)))
             self.daemon.kill()
         self.daemon.start()
+        self._await_agents_end()
+        self.report.findings += self.observer.verify().findings
+
+    def _await_agents_end(self) -> None:
         if within(lambda: not any(map(lives, self._agents)), GONE_S, every_s=0.01) is None:
             self.report.errors.append(f"an agent outlived its daemon by more than {GONE_S:.0f} s")
         self._agents.clear()
-        self.report.findings += self.observer.verify().findings
+
+    def go_down(self, *, killed: bool) -> None:
+        """For a while: see that what it had ends with it."""
+        self.note(now_due=True)
+        status = 0
+        if killed:
+            self.daemon.kill()
+        else:
+            status = self.daemon.stop()
+        if status != 0:
+            self.report.errors.append(f"daemon {self._number} ended with status {status}:\n{self.daemon.tail()}")
+        self._await_agents_end()
 
     def pause_daemon(self, seconds: float) -> None:
         """Deadlines pass meanwhile, and the agent goes on."""
@@ -244,10 +261,10 @@ class SoakHost:
     # --- looks ---
 
     def look(self) -> None:
-        """Take in what there is to see. Raises DaemonError: the daemon has died, or nothing moves."""
+        """Take in what there is to see. Raises DaemonError: daemons die again and again, or nothing moves."""
         self.note()
         if not self.daemon.alive:
-            raise DaemonError(f"daemon {self._number} died, status {self.daemon.exit_status}:\n{self.daemon.tail()}")
+            self._has_ended()
         for worker in list(self._workers.values()):
             if (status := worker.child.poll()) is not None:
                 self.report.errors.append(f"worker {worker.row}.{worker.generation} ended with status {status}")
@@ -261,6 +278,15 @@ class SoakHost:
             raise DaemonError(
                 f"no worker of host {self._number} has done anything for {STILL_S:.0f} s:\n{self.daemon.tail()}"
             )
+
+    def _has_ended(self) -> None:
+        """The daemon, and nobody had asked it to. The run goes on with the next one."""
+        said = f"daemon {self._number} died, status {self.daemon.exit_status}:\n{self.daemon.tail()}"
+        self.report.daemons_ended += 1
+        self.report.errors.append(said)
+        if self.report.daemons_ended > ENDED_MAX:
+            raise DaemonError(said)
+        self.daemon.start()
 
     def note(self, *, now_due: bool = False) -> None:
         """Counters of the daemon's present run."""

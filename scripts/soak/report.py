@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
+from scripts.soak.sentinels import SentinelReport
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from scripts.harness.counters import Counters
     from scripts.soak.host import HostReport
     from scripts.soak.options import Options
@@ -28,6 +31,8 @@ class Report:
     seconds: float = 0.0
     hosts: list[HostReport] = field(default_factory=list)
     mishaps: Counter[str] = field(default_factory=Counter)
+    sentinels: SentinelReport = field(default_factory=SentinelReport)
+    vandal: Counter[str] = field(default_factory=Counter)
     store_starts: int = 0
     left_over: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -40,7 +45,12 @@ class Report:
     @property
     def errors(self) -> list[str]:
         """Workers that crashed, what daemons logged, and so on."""
-        return [error for host in self.hosts for error in host.errors]
+        return self.sentinels.errors + [error for host in self.hosts for error in host.errors]
+
+    @property
+    def daemons_ended(self) -> int:
+        """That nobody had asked to."""
+        return sum(host.daemons_ended for host in self.hosts)
 
     @property
     def said(self) -> list[str]:
@@ -64,7 +74,13 @@ class Report:
     def is_good(self) -> bool:
         """Whether everything is right, and something came from the store."""
         total = self.counters.total
-        bad = total("wrong_bytes") + total("broken_promises")
+        bad = (
+            total("wrong_bytes")
+            + total("broken_promises")
+            + self.sentinels.served
+            + self.sentinels.wrong
+            + self.daemons_ended
+        )
         came = total("verified_loads") and self.remote("fetched")
         return not (bad or self.findings or self.leaks or self.errors) and bool(came or self.interrupted)
 
@@ -99,6 +115,10 @@ class Report:
             "seconds": round(self.seconds, 2),
             **{name: total(name) for name in counted},
             "mishaps": dict(self.mishaps),
+            "vandal": dict(self.vandal),
+            "sentinels": asdict(self.sentinels),
+            "served_after_a_clear": self.sentinels.served,
+            "daemons_ended": self.daemons_ended,
             "store_starts": self.store_starts,
             "remote": {name: self.remote(name) for name in sorted({key for host in self.hosts for key in host.remote})},
             "daemon_runs": [host.daemon_runs for host in self.hosts],
@@ -116,7 +136,7 @@ class Report:
         """The table, and below it each thing that is wrong."""
         where = "network namespaces" if self.isolated else "the loopback device"
         title = f"soak: 2 hosts on {where}, {self.options.engine}, {self.seconds:.0f} s, seed {self.options.seed}"
-        sections = [self._moved(), self._shared(), self._gone_wrong(), self._verdict()]
+        sections = [self._moved(), self._shared(), self._gone_wrong(), self._watched(), self._verdict()]
         print_table(title, sections, good=self.is_good)
         print_wrong(self)
 
@@ -164,9 +184,21 @@ class Report:
             ("lost", f"{total('lost'):,}", f"jobs; {total('calls_lost'):,} calls"),
         ]
 
+    def _watched(self) -> list[tuple[str, str, str]]:
+        found, heard_s = self.sentinels, sorted(self.sentinels.heard_s)
+        slowest = f"slowest {format_ms(heard_s[-1])}" if heard_s else ""
+        return [
+            ("vandal's acts", f"{self.vandal.total() - self.vandal['could not']:,}", _listed(self.vandal)),
+            ("trials", f"{found.trials.total():,}", _listed(found.trials)),
+            ("sentinels", f"{found.looks:,}", f"looks; {found.fresh:,} keys, {found.kept:,} of which were kept"),
+            ("their clears", f"{found.clears:,}", f"{len(heard_s):,} followed by other hosts; {slowest}"),
+        ]
+
     def _verdict(self) -> list[tuple[str, str, str]]:
         total = self.counters.total
         return [
+            ("served after a clear", f"{self.sentinels.served:,}", "keys of sentinels"),
+            ("daemons ended", f"{self.daemons_ended:,}", "unexpectedly"),
             ("wrong bytes", f"{total('wrong_bytes'):,}", f"{total('stray_bytes'):,} of them stray"),
             ("broken promises", f"{total('broken_promises'):,}", ""),
             ("self-audit", f"{len(self.findings):,}", "findings"),
@@ -175,5 +207,5 @@ class Report:
         ]
 
 
-def _listed(reasons: dict[str, int]) -> str:
+def _listed(reasons: Mapping[str, int]) -> str:
     return ", ".join(f"{count:,} {reason}" for reason, count in sorted(reasons.items()) if count)

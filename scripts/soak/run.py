@@ -12,17 +12,21 @@ import numpy as np
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.wait import within
 from scripts.harness.counters import Counters
+from scripts.harness.disk import ManifestTrap
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.soak.host import GONE_S, SoakHost, left_over
 from scripts.soak.mishaps import Mishap, Mishaps
 from scripts.soak.report import Report
+from scripts.soak.sentinels import Sentinels, fingerprint_of
 from scripts.soak.stores import Stores
+from scripts.soak.vandal import Vandal
 from scripts.stress.namespaces import MIXED, geometries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from scripts.harness.geometry import Geometry
     from scripts.soak.options import Options
 
 HOSTS = 2
@@ -41,6 +45,7 @@ class Run:
         self._options = options
         self._folder = folder
         self._kept = SoakHost.kept(disk_folder, memory_folder, options.working_set_bytes // 2)
+        self._trap = ManifestTrap(disk_folder / "root")
         self._memory_folder = memory_folder
         self._rng = np.random.default_rng([options.seed, 1 << 21])
         self._counters = Counters(folder / "counters", HOSTS * options.workers)
@@ -61,6 +66,11 @@ class Run:
                 host.start()
             mishaps = Mishaps(self._rng, self._options.seconds, list(self._mishaps()))
             self._report.mishaps = mishaps.counts
+            self._sentinels = self._make_sentinels(mishaps)
+            stack.callback(self._sentinels.close)
+            self._vandal = self._make_vandal()
+            stack.callback(self._vandal.close)
+            self._vandal.start()
             try:
                 self._work(mishaps)
             except KeyboardInterrupt:
@@ -79,8 +89,33 @@ class Run:
             **(self._kept if number == 0 else {}),
         }
         rows = range(number * self._options.workers, (number + 1) * self._options.workers)
-        found = geometries(self._options.seed, HOSTS * self._options.workers, MIXED, "")
+        found = self._geometries()
         return SoakHost(number, rows, self._options, folder, settings, found, self._counters, self._rng)
+
+    def _make_sentinels(self, mishaps: Mishaps) -> Sentinels:
+        def calm() -> None:
+            mishaps.undo_all()
+            self._stores.await_all()
+            for host in self._hosts:
+                host.await_agent()
+
+        rng = np.random.default_rng([self._options.seed, 1 << 22])
+        pool, seconds = self._memory_folder / "pool", self._options.seconds
+        made = Sentinels(self._hosts, self._trap, pool, rng, seconds, calm, TAIL * seconds)
+        self._report.sentinels = made.report
+        return made
+
+    def _make_vandal(self) -> Vandal:
+        rng = np.random.default_rng([self._options.seed, 1 << 23])
+        hub = self._lab.hub
+        made = Vandal(hub, self._options.engine, self._stores.engine_settings(hub), self._folder, rng)
+        workers = {fingerprint_of(one.namespace()) for one in self._geometries()}
+        made.names = sorted(workers)[::2] + self._sentinels.vandalised()
+        self._report.vandal = made.counts
+        return made
+
+    def _geometries(self) -> list[Geometry]:
+        return geometries(self._options.seed, HOSTS * self._options.workers, MIXED, "")
 
     # --- what goes wrong ---
 
@@ -92,6 +127,7 @@ class Run:
             yield Mishap("agent killed", 60, 0, host.kill_agent)
             yield Mishap("agent stopped", 200, 0, host.stop_agent)
             yield Mishap("all cleared", 200, 0, host.clear_all)
+        yield Mishap("disk records nothing", 100, 10, lambda _: self._trap.set(), self._trap.remove)
         for name, process in self._stores.by_name.items():
             what = name.split()[0]
             mean_s = 150 if what == "master" else 100
@@ -122,11 +158,13 @@ class Run:
                 self._report.seconds = now
                 self._look()
                 mishaps.look(now)
+                self._sentinels.look(now)
                 live.show(now, self._report.figures())
                 time.sleep(TICK_S)
 
     def _look(self) -> None:
         self._stores.look()
+        self._vandal.look()
         for host in self._hosts:
             host.look()
 
@@ -139,6 +177,8 @@ class Run:
     def _end(self, mishaps: Mishaps) -> None:
         """In order. The workers stop while things are still wrong."""
         self._counters.stop()
+        self._sentinels.close()
+        self._vandal.close()
         until_s = time.monotonic() + WORKER_END_S
         for host in self._hosts:
             host.end_workers(until_s)

@@ -47,6 +47,11 @@ class Stores:
             return {"remote.engine": "valkey", "valkey.url": f"redis://{self._valkey.place}"}
         return {"remote.engine": "mooncake", "mooncake.master": self._master.place, "mooncake.host": host.address}
 
+    def engine_settings(self, host: Host) -> dict[str, str]:
+        """Of an engine of the agent's on this host."""
+        named = self.settings(host).items()
+        return {name.partition(".")[2]: value for name, value in named if name != "remote.engine"}
+
     def start(self) -> None:
         """All of them. Raises DaemonError."""
         for process in self.by_name.values():

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 PATIENT = 0.8
 """How often a turn waits for what comes from disk."""
 AGAIN_KEYS = 8
-NOT_REGISTERED_YET = ("schema_mismatch", "unknown_name", "bad_lease")
-"""What a daemon that was started anew may say to one rank before the other has come back."""
+BETWEEN_RUNS = ("schema_mismatch", "unknown_name", "bad_lease", "draining")
+"""What a daemon that was started anew may say to one rank before the other has come back, and one that is to end."""
 CLEAR_WAIT_S = 2.0
 """How long a clear waits until the remote store has recorded it."""
 
@@ -106,7 +106,7 @@ class Worker:
     def _refused(self, error: RemoteError, operation: Callable[[], None], epoch: Epoch) -> None:
         if error.code == "bad_lease" and self.engine.cleared_since(epoch):
             self.counters.add("leases_void")
-        elif self.options.daemon_may_die and error.code in NOT_REGISTERED_YET:
+        elif self.options.daemon_may_die and error.code in BETWEEN_RUNS:
             self.counters.add("calls_lost")
         else:
             self.findings.broken(f"{_name(operation)}: {error!r}")

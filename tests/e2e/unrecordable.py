@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.harness.daemon import Daemon
+from scripts.harness.disk import ManifestTrap
 from tests.e2e.disk import MIB, disk_settings
 
 WAYS = ("disk", "store")
@@ -36,19 +36,19 @@ class Unrecordable:
 
     def spoil(self) -> None:
         if self.way == "disk":
-            (self._trap / "x").mkdir(parents=True)
+            self._trap.set()
         else:
             self._switch.write_text("read_delay_s=3600\nwrite_delay_s=3600\nremove_delay_s=3600\n")
 
     def mend(self) -> None:
         if self.way == "disk":
-            shutil.rmtree(self._trap)
+            self._trap.remove()
         else:
             self._switch.write_text("")
 
     @property
-    def _trap(self) -> Path:
-        return self.folder / "disk" / "manifest.new"
+    def _trap(self) -> ManifestTrap:
+        return ManifestTrap(self.folder / "disk")
 
     @property
     def _switch(self) -> Path:

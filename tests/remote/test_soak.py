@@ -25,6 +25,9 @@ def test_a_short_one(engine: str, seed: int) -> None:
     figures = done.figures
     assert (figures["findings"], figures["leaked"], figures["errors"], figures["said"]) == ([], [], [], [])
     assert figures["wrong_bytes"] == figures["broken_promises"] == 0
+    assert figures["served_after_a_clear"] == figures["daemons_ended"] == 0
+    assert sum(figures["sentinels"]["trials"].values()) > 0
+    assert sum(figures["vandal"].values()) > 0
     assert figures["verified_loads"] > 0
     assert figures["remote"]["pushed"] > 0
     assert sum(figures["mishaps"].values()) > 5

@@ -32,8 +32,8 @@ SWEEP_S: Final = 4.0
 TRIES: Final = 8
 """How often others may come between, before it is left to the next time."""
 
-PATH_MAX: Final = 4
-"""Eras behind the pointer, before it is written anew. Successors of so many are kept: a host may be on the way."""
+LINKS_KEPT: Final = 4
+"""Successors of so many eras that are over are kept: a host may be on the way."""
 
 LINKS_MAX: Final = 64
 """Successors that one look follows. Then the pointer is written anew, and the next look goes on from there."""
@@ -75,7 +75,9 @@ class EraAgreement:
         for _ in range(TRIES):
             path = await self._path(known)
             if path and await self._agree(known, path):
-                known.pointed = path[0]
+                if len(path) > 1:
+                    await self._move_pointer(known, path)
+                known.pointed = path[-1]
                 return
         raise RemoteStoreError("other hosts keep changing the era of a namespace")
 
@@ -139,7 +141,7 @@ class EraAgreement:
             self._check_believable(after)
             path.append(after)
             if len(path) > LINKS_MAX:
-                await self._shorten(known, path)
+                await self._move_pointer(known, path)
                 raise RemoteStoreError(f"a namespace has more than {LINKS_MAX} eras behind its pointer; it is moved on")
         return path
 
@@ -170,8 +172,6 @@ class EraAgreement:
             await self._replace(known, last, epoch)
         elif last == known.era:
             known.unmade = False
-            if len(path) > PATH_MAX:
-                await self._shorten(known, path)
             return True
         elif await self._value(marker_of(known, last)) is None:
             await self._replace(known, last, epoch)
@@ -198,14 +198,17 @@ class EraAgreement:
             await self._store.remove([marker_of(known, era)], until())
         return found
 
-    async def _shorten(self, known: NamespaceEra, path: list[Era]) -> None:
-        """Have the pointer name the last era, and forget eras that are long over. Who ended one may have gone before it
-        had removed the marker.
+    async def _move_pointer(self, known: NamespaceEra, path: list[Era]) -> None:
+        """Have the pointer name the last era, so that pointer and successor both lead there: either may be lost.
+        Forget eras that are long over. Who ended one may have gone before it had removed the marker.
         """
         await self.remove_markers(known, path[:-1])
         value = encode_era(known.fingerprint, path[-1])
         await self._store.write_value(pointer_name(known.fingerprint), value, until(), kept_s=KEPT_S)
-        await self._store.remove([successor_of(known, era) for era in path[:-PATH_MAX]], until())
+        passed = list(dict.fromkeys([*known.passed, *path[:-1]]))
+        if forgotten := passed[:-LINKS_KEPT]:
+            await self._store.remove([successor_of(known, era) for era in forgotten], until())
+        known.passed = passed[-LINKS_KEPT:]
 
     async def _make(self, known: NamespaceEra, era: Era) -> Era:
         """A new era, with its marker; `era`: what it begins with."""

@@ -7,8 +7,9 @@ other names. Three kinds of small objects say which era counts:
   whoever removes it has cleared the store for everybody, at once.
 - The era's **successor** names the era after it, as soon as there is one. It is only ever written where there is none,
   so of several hosts that end an era at once one wins, and the others go on from what that one wrote.
-- The namespace's **pointer** names an era from which successors lead to the last one, which is the one that counts. It
-  only saves the way: it may lag behind.
+- The namespace's **pointer** names an era from which successors lead to the last one, which is the one that counts.
+  Whoever finds that it lags behind moves it there, so that hosts hear of an era from the pointer and from the successor
+  of theirs: the store may lose either.
 
 Eras are in order (generation, id), and successors lead upwards alone. The generation is the namespace's epoch (see
 `epochs`), on every host: the number of the last clear that reached it. So the store remembers clears as a disk's

@@ -32,6 +32,7 @@ class NamespaceEra:
     is_ahead: bool = False  # the store has an era that is not believed
     pointed: Era | None = None  # what the pointer named when the era was agreed on last
     unmade: bool = False  # a clear was made here that the store has not heard of
+    passed: list[Era] = field(default_factory=list)  # eras before it, whose successors are kept
     over: list[Era] = field(default_factory=list)  # that were cleared here
     again_s: float | None = None  # when their markers are to be removed again
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import struct
 
 import pytest
-import xxhash
 
 from kvoffloadd.agentframes import Code
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
@@ -17,6 +15,7 @@ from kvoffloadd.cache.remote.namespaceera import RENEW_S
 from kvoffloadd.errors import NotDurableError, RemoteStoreError
 from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
+from scripts.soak.vandal import forged
 from tests.cache.remote.lab import NAME, Host, Lab, agree, settled
 
 NAMES = [bytes([n]) * 16 for n in range(1, 25)]
@@ -231,12 +230,6 @@ async def test_what_is_overdue_is_named_and_then_does_not_hit(seed: int) -> None
 # --- what the store may say ---
 
 
-def forged(fingerprint: bytes, generation: int, identity: bytes) -> bytes:
-    """A small object that no daemon writes, with the right checksum."""
-    fields = struct.pack("<8sQ8s", b"KVOERA1\n", generation, identity)
-    return fields + xxhash.xxh3_128_digest(fingerprint + fields)
-
-
 @pytest.mark.parametrize("where", ["pointer", "successor"])
 @pytest.mark.parametrize(
     ("generation", "identity"),
@@ -372,4 +365,18 @@ async def test_all_is_confirmed_when_each_was_seen(seed: int) -> None:
     assert host.cache.confirmed.at_s == 0
     del lab.objects.unreadable[pointer_name(NAMES[0])]
     await settled(lambda: host.cache.confirmed.at_s > 0, "all were seen")
+    await lab.stop()
+
+
+async def test_a_clear_is_heard_of_though_the_store_has_lost_a_successor(seed: int) -> None:
+    """The one that leads there from the era that the other host is in, before it has looked."""
+    lab = Lab(seed, 2)
+    await opened(lab, NAME)
+    before, (one, other) = era_of(lab, NAME), lab.hosts
+    other.store.is_silent = True
+    await clear(one, NAME)
+    await settled(lambda: (now := one.eras.of(NAME)) is not None and now.is_idle, "its work is done")
+    assert lab.objects.values.pop(successor_name(NAME, before.generation, before.id), None) is not None
+    other.store.is_silent = False
+    await settled(lambda: agree(lab.hosts), "the other one hears of it")
     await lab.stop()
