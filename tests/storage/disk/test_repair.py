@@ -163,10 +163,10 @@ def test_the_manifest(root: Path, folder: Folder) -> None:
     assert "no manifest" in check_root(root, repair=False).findings[0]
     assert not manifest.exists()
     before = contents(folder)
-    text = b'{"version": 2}\n'
+    text = b'{"version": 3}\n'
     manifest.write_bytes(text + f"xxh3_128 {xxhash.xxh3_128_hexdigest(text)}\n".encode())
     report = check_root(root, repair=True)
-    assert "version 2" in report.findings[0]
+    assert "version 3" in report.findings[0]
     assert report.repaired == 0
     assert contents(folder) == before
 
