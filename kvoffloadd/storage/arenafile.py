@@ -47,7 +47,9 @@ ATTEMPTS_MAX = 3
 _MAGIC = b"KVOFPOOL"
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, capacity bytes, slab bytes, seed
 SEQUENCE_MAX: Final = 1 << 62
-"""A state with a later number is not ours, and leaves no room for the next one."""
+"""A state with this number or a later one is not ours. What follows the last one that is has the number 0; even, so
+that it is not written where that is.
+"""
 
 _NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of what follows
 _ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
@@ -172,7 +174,7 @@ class ArenaFile:
 
     def save_names(self, names: bytes) -> bool:
         """Remember them in place of the ones before; False, and nothing is remembered, if they are too many."""
-        self._sequence += 1
+        self._sequence = (self._sequence + 1) % SEQUENCE_MAX
         at = PAGE_BYTES + (self._sequence % 2) * NAMES_BYTES
         fits = len(names) <= self.names_bytes_max
         kept = names if fits else b""

@@ -180,10 +180,11 @@ class Arrivals:
         for number, name in enumerate(recovered.keyspaces):
             if name.epoch != self._cache.epochs.of(name.fingerprint):
                 continue
-            disk_keyspace = self._disk.catalog.disk_keyspace(name)
             entries = recovered.entries[recovered.entries["space"] == number]
-            entries = entries[entries["part"] < name.parts]
-            if disk_keyspace is not None and len(entries):
+            if not len(entries):
+                continue
+            disk_keyspace = self._disk.catalog.disk_keyspace(name)
+            if disk_keyspace is not None:
                 parts = entries["part"].astype(np.uint16)
                 keys = np.ascontiguousarray(entries["key"])
                 self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, entries["page"])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U64Array
+from kvoffloadd.model import PAGE_BYTES, PARTS_PER_KEY_MAX, BoolArray, I64Array, U8Array, U64Array
 from kvoffloadd.storage.signedpages import CHECKSUM_OFFSET, digest_of, is_signed, sign_page
 
 Records = npt.NDArray[Any]
@@ -233,7 +233,8 @@ def decode_records(pages: U8Array, uuid: bytes) -> tuple[Records, BoolArray]:
     if len(found):
         sizes = records["payload_bytes"][found]
         good = (records["version"][found] == FORMAT_VERSION) & (records["uuid"][found] == _bytes(uuid)).all(axis=1)
-        good &= (sizes > 0) & (sizes < 1 << 62) & (records["part"][found] < records["parts"][found])
+        good &= (sizes > 0) & (sizes < 1 << 62)
+        good &= _have_parts(records["part"][found], records["parts"][found])
         valid[found] = good
         for at in found[good].tolist():
             valid[at] = is_signed(pages[at])
@@ -332,7 +333,13 @@ def _is_sound(entries: Records, table: Records, footer_page: int) -> bool:
     in_place = first[0] >= HEADER_PAGES and bool((first + record_pages(entries["payload_bytes"]) <= behind).all())
     if not in_place or int(entries["space"].max()) >= len(table):
         return False
-    return bool((entries["part"] < table["parts"][entries["space"]]).all())
+    return bool(_have_parts(entries["part"], table["parts"][entries["space"]]).all())
+
+
+def _have_parts(part: Records, parts: Records) -> BoolArray:
+    """Whether a key of so many parts may be one of ours, and has this one."""
+    has: BoolArray = (part < parts) & (parts <= PARTS_PER_KEY_MAX)
+    return has
 
 
 # --- bytes ---

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import PAGE_BYTES, PARTS_PER_KEY_MAX
 from kvoffloadd.storage.disk import format as disk_format
 from kvoffloadd.storage.disk.files import aligned_pages
 from kvoffloadd.storage.disk.format import (
@@ -43,7 +43,7 @@ keyspaces = st.builds(
     shape=uuids,
     epoch=u64,
     group=u32,
-    parts=st.integers(1, (1 << 32) - 1),
+    parts=st.integers(1, PARTS_PER_KEY_MAX),
     key_bytes=st.integers(8, 32),
 )
 
