@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from kvoffloadd.cache.remote.agreement import PATH_MAX
+from kvoffloadd.cache.remote.agreement import LINKS_KEPT
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.objectnames import marker_name, pointer_name
@@ -207,7 +207,7 @@ async def test_a_clear_removes_markers_of_eras_that_were_cleared_before(seed: in
     await settled(lambda: agree(lab.hosts), "it is in its era")
     era = host.era
     assert era is not None
-    for _ in range(PATH_MAX + 2):
+    for _ in range(LINKS_KEPT + 2):
         await host.clear()
         await settled(lambda: agree(lab.hosts), "it is in the next one")
     pointed = decode_era(NAME, lab.objects.values[pointer_name(NAME)])
