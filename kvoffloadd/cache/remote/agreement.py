@@ -105,10 +105,8 @@ class EraAgreement:
 
     async def renew(self, known: NamespaceEra) -> None:
         """Have the store keep the small objects of the era that counts."""
-        if known.era is not None and known.pointed is not None:
+        if known.era is not None:
             names = [pointer_name(known.fingerprint), marker_of(known, known.era)]
-            if known.pointed != known.era:
-                names += [successor_of(known, era) for era in await self._follow(known, known.pointed)]
             await self._store.renew(names, KEPT_S, until())
 
     # --- the path ---
