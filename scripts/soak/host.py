@@ -245,8 +245,11 @@ class SoakHost:
         self._signal_agent(signal.SIGKILL)
 
     def stop_agent(self, _seconds: float) -> None:
-        """For ever: the daemon has to notice."""
-        self._signal_agent(signal.SIGSTOP)
+        """For ever: the daemon has to notice. Not in its start: before it has asked to end with its daemon, the kernel
+        does not see to that, and one that is stopped does not either.
+        """
+        if self._remote()["state"] == "ok":
+            self._signal_agent(signal.SIGSTOP)
 
     def _signal_agent(self, number: int) -> None:
         if pid := int(self._remote()["agent"]["pid"]):

@@ -32,6 +32,7 @@ time, beside the other looks, and whatever becomes of it the round goes on.
 What no look has confirmed is in **doubt** (see `doubt`), unless the store is known to be away:
 
 - Before the first look at a namespace in this run nothing of an earlier run hits: it may have been cleared meanwhile.
+  Nor for some looks more if there was no pointer: other hosts may know of clears that the store has lost.
 - If the last look is older than `doubt_s`, counted only while the store answers, nothing hits.
 
 A clear is made again after a while, and whenever the store was away, since a store that fails over may bring back what
@@ -309,6 +310,9 @@ class Eras:
 
     def _seen(self, known: NamespaceEra) -> None:
         """The store has told its era just now."""
+        if known.unsure:
+            known.unsure -= 1
+            return
         known.seen_s, known.confirmed_s, known.is_ahead = self._clock.now_s, time.time(), False
         namespace = self._cache.namespaces.get(known.fingerprint)
         if namespace is not None:

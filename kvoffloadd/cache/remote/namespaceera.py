@@ -29,6 +29,7 @@ class NamespaceEra:
     tried_s: float = float("-inf")  # when it was last asked for
     renewed_s: float = float("-inf")  # when the store was last told to keep its small objects
     is_back: bool = False  # the store was away since markers of eras that are over were removed last
+    unsure: int = 0  # looks that are to come before what the store tells is believed
     is_ahead: bool = False  # the store has an era that is not believed
     pointed: Era | None = None  # what the pointer named when the era was agreed on last
     unmade: bool = False  # a clear was made here that the store has not heard of

@@ -81,7 +81,7 @@ class Scene:
 
     async def era_is_known(self) -> None:
         async with asyncio.timeout(20):
-            while self.remote._contents.place(self.keyspace) is None:  # noqa: ASYNC110
+            while self.remote._contents.place(self.keyspace) is None or self.keyspace.namespace.doubt:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
     async def close(self) -> None:

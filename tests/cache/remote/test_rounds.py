@@ -22,12 +22,13 @@ NAMES = [bytes([n]) * 16 for n in range(1, 25)]
 
 
 async def opened(lab: Lab, *names: bytes) -> None:
-    """All hosts have these namespaces open, and are in their eras."""
+    """All hosts have these namespaces open, are in their eras, and believe what they have."""
     for host in lab.hosts:
         for name in names:
             host.open(name)
         host.run()
-    await settled(lambda: all(known(host, name) for host in lab.hosts for name in names), "all have agreed")
+    pairs = [(host, name) for host in lab.hosts for name in names]
+    await settled(lambda: all(known(host, name) and not host.doubt(name) for host, name in pairs), "all have agreed")
 
 
 def known(host: Host, name: bytes) -> bool:
@@ -378,4 +379,36 @@ async def test_a_clear_is_heard_of_though_the_store_has_lost_a_successor(seed: i
     assert lab.objects.values.pop(successor_name(NAME, before.generation, before.id), None) is not None
     other.store.is_silent = False
     await settled(lambda: agree(lab.hosts), "the other one hears of it")
+    await lab.stop()
+
+
+async def test_a_store_that_has_lost_all_gives_other_hosts_time_to_tell_of_clears(seed: int) -> None:
+    """A host that was down during a clear finds no pointer, and makes one: what it has is not believed before the host
+    that has cleared has had a round.
+    """
+    lab = Lab(seed, 2)
+    await opened(lab, NAME)
+    one, other = lab.hosts
+    await other.stop()
+    await clear(one, NAME)
+    await one.stop()
+    lab.objects.values.clear()
+    back = lab.hosts[1] = Host(lab.objects, lab._clock, poll_s=0.2)
+    back.run()
+    await settled(lambda: back.era is not None, "it is in an era")
+    assert back.doubt() is Doubt.INHERITED
+    one.run()
+    await settled(lambda: agree(lab.hosts), "it hears of the clear")
+    await settled(lambda: back.doubt() is Doubt.NONE, "and is believed again")
+    await lab.stop()
+
+
+async def test_successors_of_eras_that_are_long_over_are_removed(seed: int) -> None:
+    lab = Lab(seed, 2)
+    await opened(lab, NAME)
+    for _ in range(3 * agreement.LINKS_KEPT):
+        await clear(lab.hosts[0], NAME)
+        await settled(lambda: agree(lab.hosts), "the other host hears of it")
+    after = f"{successor_name(NAME, 0, b'').partition('after')[0]}after/"
+    assert sum(name.startswith(after) for name in lab.objects.values) <= 2 * agreement.LINKS_KEPT
     await lab.stop()
