@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.memory.savedstate import SavedState, read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, U64Array
+from kvoffloadd.model import EPOCH_MAX, PAGE_BYTES, PARTS_PER_KEY_MAX, GroupKind, GroupSchema, U64Array
 from kvoffloadd.storage import arenafile as pool_module
 from kvoffloadd.storage.arenafile import ArenaFile
 
@@ -258,3 +262,65 @@ def test_a_row_that_is_used_anew_is_not_inherited() -> None:
     for _ in after.drop_older(namespace, after.epochs.began):
         pass
     assert hits(after, keys_of(2)) == [True]
+
+
+def keyspaces_of(tree: Any) -> Any:
+    """Of a saved state: each a list of number, fingerprint, uid, label, ..., parts, sizes of parts, compositions."""
+    return tree[3]
+
+
+def twice(tree: Any) -> None:
+    keyspaces_of(tree).append(keyspaces_of(tree)[0])
+
+
+def with_field(at: int, value: object) -> Callable[[Any], None]:
+    """The second keyspace has this in place of what it had."""
+
+    def change(tree: Any) -> None:
+        keyspaces_of(tree)[1][at] = value
+
+    return change
+
+
+def cut(tree: Any) -> None:
+    del tree[3]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(twice, cut, with_field(0, 0), with_field(0, 1 << 16), with_field(1, b"short"), with_field(2, 1)),
+        *(with_field(2, -1), with_field(3, "x"), with_field(4, 16), with_field(4, 33), with_field(5, 1)),
+        *(with_field(5, EPOCH_MAX + 1), with_field(6, 0), with_field(7, "chunked"), with_field(7, "x")),
+        *(with_field(8, 0), with_field(10, 0), with_field(11, 1), with_field(11, PARTS_PER_KEY_MAX + 1)),
+        *(with_field(12, [PAGE_BYTES]), with_field(12, None), with_field(12, [1, -1]), with_field(13, [1])),
+        *(with_field(13, [0, 0]), with_field(13, [0, ["a", b"b"]]), with_field(13, [0, *[["a", b""]] * 3])),
+    ],
+)
+def test_a_saved_state_that_no_daemon_writes_is_a_cold_start(
+    change: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    for group, pages in enumerate([(1,), (1, 2)]):
+        keyspace = make_keyspace(cache, NAME, group=group, pages=pages)[1]
+        cache.set_part_bytes(keyspace, {}, {0: Composition("bfloat16", b"layers 0")})
+        store(cache, keyspace, keys_of(1, 2))
+    cache.save_state()
+    names = cache.tier.pool.names()
+    assert read_saved_state(names) is not None
+    tree = msgpack.unpackb(names, strict_map_key=False)
+    change(tree)
+    assert read_saved_state(msgpack.packb(tree)) is None
+    assert "what the previous run has saved is damaged" in caplog.text
+
+
+def test_saved_sizes_that_no_slab_has_room_for_are_passed_over() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    for group in range(2):
+        store(cache, make_keyspace(cache, NAME, group=group)[1], keys_of(1))
+    tree = msgpack.unpackb(cache.tier.pool.names(), strict_map_key=False)
+    keyspaces_of(tree)[0][12] = [(1 << 48) - 1]
+    after, _ = heir(cache)
+    assert len(adopt(after, read_saved_state(msgpack.packb(tree)))) == 1
+    assert check(after, 0, 0) == []
+    assert after.figures()["slot_sizes"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,17 @@ def test_every_flipped_byte_of_a_segment_header_is_noticed() -> None:
         page[at] ^= 0xFF
         assert decode_segment_header(page) is Problem.DAMAGED, at
         page[at] ^= 0xFF
+
+
+def test_records_of_keys_with_more_parts_than_there_are_are_none() -> None:
+    """In their headers, and in footers."""
+    for parts, is_ours in ((PARTS_PER_KEY_MAX, True), (PARTS_PER_KEY_MAX + 1, False), ((1 << 32) - 1, False)):
+        keyspace, entries = replace(SPACE_A, parts=parts), entries_of([1])
+        pages = aligned_pages(1)
+        encode_records(pages, b"u" * 16, entries, encode_spaces([keyspace]), np.zeros((1, 2), np.uint64), 0)
+        assert decode_records(pages, b"u" * 16)[1].tolist() == [is_ours]
+        footer = encode_footer(b"u" * 16, 1, entries, [keyspace], SEGMENT_BYTES)
+        assert (decode_footer(footer, b"u" * 16) is not None) == is_ours
 
 
 def test_headers_that_are_not_ours() -> None:
