@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
@@ -116,7 +116,7 @@ class Report:
             **{name: total(name) for name in counted},
             "mishaps": dict(self.mishaps),
             "vandal": dict(self.vandal),
-            "sentinels": asdict(self.sentinels),
+            "sentinels": self.sentinels.as_json(),
             "served_after_a_clear": self.sentinels.served,
             "daemons_ended": self.daemons_ended,
             "store_starts": self.store_starts,

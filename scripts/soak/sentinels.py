@@ -113,6 +113,11 @@ class SentinelReport:
     heard_s: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
+    def as_json(self) -> dict[str, object]:
+        """But for the errors, which are among those of the run."""
+        figures = ("clears", "served", "wrong", "fresh", "kept", "looks", "heard_s")
+        return {"trials": dict(self.trials), **{name: getattr(self, name) for name in figures}}
+
 
 class Sentinels:
     """Call `look` often. `calm()` ends all that is wrong for now. `last_end_s`: no daemon is ended after that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,6 +67,7 @@ def test_what_is_served_after_a_clear_is_counted(daemon: Daemon, tmp_path: Path)
         made._look_at(0, 1)
         made._look_at(0, 1)
         assert made.report.fresh > 0
+        assert json.loads(json.dumps(made.report.as_json()))["trials"] == {}
         assert made.report.served == 0
         watched = made.watched[1]
         watched.version = watched.floors[0] = watched.version + 1
