@@ -158,6 +158,10 @@ async def test_a_manifest_is_not_written_for_each_confirmation(open_tier: Open) 
     manifest = await read_manifest(tier.root.path)
     assert manifest is not None
     assert manifest.confirmed_s == now_s + 90_000, "a clear keeps it"
+    await confirmed(tier, now_s)
+    manifest = await read_manifest(tier.root.path)
+    assert manifest is not None
+    assert manifest.confirmed_s == now_s, "the clock was ahead"
 
 
 # --- numbers of the future ---

@@ -180,7 +180,7 @@ class RootDirectory:
             raise DiskError(f"{self.path} is off")
         # Only one write waits: later calls know all epochs that earlier ones did, and while a disk hangs there may be
         # any number of calls.
-        confirmed_s = max(confirmed_s, self.manifest.confirmed_s)
+        confirmed_s = confirmed_s or self.manifest.confirmed_s
         self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs), confirmed_s)
         if self._waiting is None:
             self._waiting = asyncio.get_running_loop().create_task(self._write_next())
@@ -205,7 +205,8 @@ class RootDirectory:
             if self.manifest is None or manifest is None or manifest.root_uuid != self.uuid:
                 raise DiskError(f"{self.path} is off")
             same = replace(manifest, confirmed_s=self.manifest.confirmed_s) == self.manifest
-            if same and manifest.confirmed_s < self.manifest.confirmed_s + CONFIRM_S:
+            # Either way: a clock that was ahead has been set right.
+            if same and abs(manifest.confirmed_s - self.manifest.confirmed_s) < CONFIRM_S:
                 return
             if not manifest.covers(self.manifest):  # the root has just come, and its clears are not merged yet
                 raise DiskError(f"{self.path} has a record of later clears")

@@ -8,8 +8,13 @@ from typing import cast
 
 import pytest
 
+<<<<<<< HEAD
 from kvoffloadd.cache.remote.agreement import LINKS_KEPT
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era
+=======
+from kvoffloadd.cache.remote.agreement import PATH_MAX
+from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
+>>>>>>> tokens
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.objectnames import marker_name, pointer_name
 from kvoffloadd.storage.remote.values import NotRead
@@ -218,3 +223,19 @@ async def test_a_clear_removes_markers_of_eras_that_were_cleared_before(seed: in
     lab.objects.values[marker] = encode_era(NAME, era)
     await host.clear()
     assert marker not in lab.objects.values
+
+
+async def test_of_two_eras_that_no_path_joins_the_earlier_one_ends(seed: int) -> None:
+    """The store has lost the pointer, and another host has begun anew: who hits in the earlier era must hit no more."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    host.run()
+    await settled(lambda: agree(lab.hosts), "it is in its era")
+    mine = host.era
+    assert mine is not None
+    later = new_era(mine.after(mine.generation))
+    lab.objects.values[marker_name(NAME, later.generation, later.id)] = encode_era(NAME, later)
+    lab.objects.values[pointer_name(NAME)] = encode_era(NAME, later)
+    await settled(lambda: host.era == later, "it goes on in the later one")
+    assert marker_name(NAME, mine.generation, mine.id) not in lab.objects.values
+    await lab.stop()
