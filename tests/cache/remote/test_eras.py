@@ -8,13 +8,8 @@ from typing import cast
 
 import pytest
 
-<<<<<<< HEAD
 from kvoffloadd.cache.remote.agreement import LINKS_KEPT
-from kvoffloadd.cache.remote.era import Era, decode_era, encode_era
-=======
-from kvoffloadd.cache.remote.agreement import PATH_MAX
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
->>>>>>> tokens
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.objectnames import marker_name, pointer_name
 from kvoffloadd.storage.remote.values import NotRead
