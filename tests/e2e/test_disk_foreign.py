@@ -201,8 +201,8 @@ def test_a_newer_manifest_is_not_touched(start_daemon: Start, root: Path, keys: 
 
 
 def newer(raw: bytes) -> bytes:
-    """The same manifest, of the next version."""
-    text = raw.rpartition(b"xxh3_128 ")[0].replace(b'"version": 1', b'"version": 2')
+    """The same manifest, of a later version."""
+    text = raw.rpartition(b"xxh3_128 ")[0].replace(b'"version": 1', b'"version": 3')
     return text + b"xxh3_128 " + xxhash.xxh3_128_hexdigest(text).encode() + b"\n"
 
 
