@@ -498,7 +498,7 @@ class Listing(Reply, frozen=True, tag="listing"):
 class Completed(Push, frozen=True, tag="completed"):
     """The end of a job: its blocks belong to the client again. `failed[g]`: u32 indices into the job's key list g. For
     a load, these are the keys whose blocks are not valid; for a store, the keys that this job had reserved and did not
-    store.
+    store. `bytes`: what was copied, also of keys that the copy itself has found wrong.
     """
 
     job: Id
