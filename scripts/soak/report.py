@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
 from scripts.soak.sentinels import SentinelReport
+from scripts.soak.vandal import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,6 +81,7 @@ class Report:
             + self.sentinels.served
             + self.sentinels.wrong
             + self.daemons_ended
+            + self.vandal[ENDED]
         )
         came = total("verified_loads") and self.remote("fetched")
         return not (bad or self.findings or self.leaks or self.errors) and bool(came or self.interrupted)

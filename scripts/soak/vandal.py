@@ -9,6 +9,7 @@ can then give hosts without memory what was cleared, and could as well write key
 
 from __future__ import annotations
 
+import logging
 import struct
 import subprocess
 import threading
@@ -47,6 +48,11 @@ LARGE_BYTES = 96 << 10
 LINKS = (20, 300)
 FOLLOWED_MAX = 400
 KEPT_S = 24 * 3600.0
+log = logging.getLogger(__name__)
+
+ENDED: Final = "ended by a bug"
+"""What is counted when the vandal does nothing any more."""
+
 DAY_US: Final = 24 * 3600 * 10**6
 AHEAD_US: Final = 2 * 366 * DAY_US
 """More than any host believes."""
@@ -115,6 +121,13 @@ class Vandal:
     # --- its thread ---
 
     def _run(self) -> None:
+        try:
+            self._go_on()
+        except Exception:  # else nobody would miss it
+            log.exception("the vandal has ended")
+            self.counts[ENDED] += 1
+
+    def _go_on(self) -> None:
         failures = 0
         while not self._stop.wait(float(self._rng.exponential(GAP_S))):
             client = self._client
@@ -184,11 +197,11 @@ class Vandal:
         """Many eras, one after the other: of the same generation, or each of a later one."""
         era, later = self._last(name), bool(self._rng.integers(0, 2))
         for _ in range(int(self._rng.integers(*LINKS))):
+            if self._stop.is_set() or (era.is_last and not later):
+                return
             after = new_era(era.after(era.generation + int(later)))
             self._write(successor_name(name, era.generation, era.id), encode_era(name, after))
             era = after
-            if self._stop.is_set() or after.is_last:
-                return
 
     def _remove(self, name: bytes) -> None:
         """Pointer, markers and successors, some or all of them."""
