@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files, is_segment_name
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
+from kvoffloadd.trial.wait import until
 from scripts.harness.damage import flip
 
 if TYPE_CHECKING:
@@ -32,7 +33,14 @@ class ManifestTrap:
 
     def set(self) -> None:
         """Idempotent, as `remove` is."""
-        (self._place / "x").mkdir(parents=True, exist_ok=True)
+        until(self._is_set, "the name is free of the manifest that is being written")
+
+    def _is_set(self) -> bool:
+        try:
+            (self._place / "x").mkdir(parents=True, exist_ok=True)
+        except (NotADirectoryError, FileExistsError):  # a manifest is being written this moment
+            return False
+        return True
 
     def remove(self) -> None:
         shutil.rmtree(self._place, ignore_errors=True)
