@@ -9,7 +9,8 @@ class Doubt(enum.IntEnum):
     """What of a namespace does not hit, though it is there.
 
     NONE: all hits. INHERITED: what was stored before this run does not, since no look at the shared store has told yet
-    what other hosts have cleared. ALL: nothing does, since the last look is too long ago though the store answers.
+    what other hosts have cleared. ALL: nothing does, since the last look is too long ago though the store answers, or
+    since the store has lost what tells of clears.
     """
 
     NONE = 0

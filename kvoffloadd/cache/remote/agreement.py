@@ -39,8 +39,8 @@ LINKS_MAX: Final = 64
 """Successors that one look follows. Then the pointer is written anew, and the next look goes on from there."""
 
 UNSURE_LOOKS: Final = 3
-"""A host that has found no pointer in this run looks so many times more before it believes what it has: the store may
-have lost clears that other hosts know, and write again in their next round.
+"""A host that has found no pointer, nor the marker of the era that it knows, looks so many times more before it
+believes what it has: the store may have lost a clear that other hosts know, and write again in their next round.
 """
 
 GAP_S: Final = 0.05
@@ -123,7 +123,7 @@ class EraAgreement:
             return await self._follow(known, first)
         if known.unmade:  # the pointer that is gone may have led to an era that others are in
             await self._store.sweep(markers_prefix(name), until(SWEEP_S))
-        if known.seen_s is None:
+        if known.era is None or await self._value(marker_of(known, known.era)) is None:
             known.unsure = UNSURE_LOOKS
         era = known.era or await self._make(known, Era(self._epochs.of(name), bytes(ERA_BYTES)))
         await self._write(known, pointer_name(name), era)

@@ -32,7 +32,8 @@ time, beside the other looks, and whatever becomes of it the round goes on.
 What no look has confirmed is in **doubt** (see `doubt`), unless the store is known to be away:
 
 - Before the first look at a namespace in this run nothing of an earlier run hits: it may have been cleared meanwhile.
-  Nor for some looks more if there was no pointer: other hosts may know of clears that the store has lost.
+- Nothing at all hits for some looks if the store has lost the pointer and the era's marker: other hosts may know of a
+  clear that it has lost, too. If there was no pointer at the first look, nothing of an earlier run hits meanwhile.
 - If the last look is older than `doubt_s`, counted only while the store answers, nothing hits.
 
 A clear is made again after a while, and whenever the store was away, since a store that fails over may bring back what
@@ -178,7 +179,9 @@ class Eras:
             return Doubt.INHERITED
         if self._unseen_s(known) > self._doubt_s:
             return Doubt.ALL
-        return Doubt.INHERITED if known.seen_s is None else Doubt.NONE
+        if known.seen_s is None:
+            return Doubt.INHERITED
+        return Doubt.ALL if known.unsure else Doubt.NONE
 
     def _is_away(self) -> bool:
         """Whether the store is known not to answer."""
@@ -312,8 +315,8 @@ class Eras:
         """The store has told its era just now."""
         if known.unsure:
             known.unsure -= 1
-            return
-        known.seen_s, known.confirmed_s, known.is_ahead = self._clock.now_s, time.time(), False
+        else:
+            known.seen_s, known.confirmed_s, known.is_ahead = self._clock.now_s, time.time(), False
         namespace = self._cache.namespaces.get(known.fingerprint)
         if namespace is not None:
             namespace.doubt = self.doubt_of(known.fingerprint)

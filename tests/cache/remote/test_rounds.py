@@ -403,6 +403,41 @@ async def test_a_store_that_has_lost_all_gives_other_hosts_time_to_tell_of_clear
     await lab.stop()
 
 
+@pytest.mark.parametrize("told", ["by its round", "by a lookup"])
+async def test_a_store_that_has_lost_a_clear_puts_what_is_there_in_doubt(seed: int, told: str) -> None:
+    """While the host runs that has not heard of it: the marker of its era is gone, and no pointer leads on."""
+    lab = Lab(seed, 2)
+    await opened(lab, NAME)
+    before, (one, other) = era_of(lab, NAME), lab.hosts
+    other.store.is_silent = True
+    await clear(one, NAME)
+    one.store.is_silent = True
+    lab.objects.values.pop(pointer_name(NAME))
+    lab.objects.values.pop(successor_name(NAME, before.generation, before.id), None)
+    other.eras._poll_s = 0.2  # it has a round at once, and others have time
+    if told == "by a lookup":
+        other.look()
+    other.store.is_silent = False
+    await settled(lambda: pointer_name(NAME) in lab.objects.values, "it has written a pointer")
+    await settled(lambda: other.doubt() is Doubt.ALL, "nothing hits")
+    one.store.is_silent = False
+    await settled(lambda: agree(lab.hosts) and other.epoch > before.generation, "it hears of the clear")
+    await settled(lambda: other.doubt() is Doubt.NONE, "and is believed again")
+    await lab.stop()
+
+
+async def test_a_pointer_alone_that_is_lost_puts_nothing_in_doubt(seed: int) -> None:
+    """The era's marker is there: nobody has cleared."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    await opened(lab, NAME)
+    for _ in range(3):
+        lab.objects.values.pop(pointer_name(NAME))
+        await settled(lambda: host.doubt() is not Doubt.NONE or pointer_name(NAME) in lab.objects.values, "it is back")
+        assert host.doubt() is Doubt.NONE
+    await lab.stop()
+
+
 async def test_successors_of_eras_that_are_long_over_are_removed(seed: int) -> None:
     lab = Lab(seed, 2)
     await opened(lab, NAME)
