@@ -44,7 +44,8 @@ class Engine:
 
     `layouts`: of the geometry's, for one KV cache after the other; None: always the first. `lines`: where KV caches
     lie, and what writes into them late; None: in shared memory, and nothing does. `disk`: the daemon has a disk tier;
-    `jobs_may_fail`: faults are planted that say so; both False until set.
+    `jobs_may_fail`: faults are planted that say so; `may_be_doubted`: someone damages a shared store, so that keys may
+    come into doubt while they are leased; all False until set.
     """
 
     def __init__(  # noqa: PLR0913  what a worker is told
@@ -77,6 +78,7 @@ class Engine:
         self._lines = lines
         self.disk = False
         self.jobs_may_fail = False
+        self.may_be_doubted = False
         self._instance = os.urandom(16)
         try:
             for number in range(geometry.ranks):
@@ -356,13 +358,14 @@ class Engine:
             self.jobs_may_fail and result.outcome is Outcome.FAILED and result.reason
         ):
             return
-        may_miss = self.disk and not opened.leased
+        is_promised = opened.leased and not self.may_be_doubted
+        may_miss = self.disk and not is_promised
         for text in broken_in_result(opened, result, may_miss=may_miss, closing=self.closing):
             self._findings.broken(text)
         # What was promised, but for a clear: asked of the daemon only if it matters.
         finished = result.outcome in (Outcome.DONE, Outcome.PARTIAL)
         excused = finished and not opened.is_load and any(map(len, result.failed))
-        absent = opened.leased and not all((states == KeyState.HIT).all() for states in result.states)
+        absent = is_promised and not all((states == KeyState.HIT).all() for states in result.states)
         if (excused or absent) and not self.cleared_since(opened.epoch):
             what = "leased keys were not there" if absent else "reserved keys were not stored"
             self._findings.broken(f"{opened.job}, {result.outcome}: {what}")

@@ -331,7 +331,8 @@ class Sentinels:
             limit_s = (HEARD_S if watched.is_spared else VANDALISED_S) * slowness()
             began_s = time.monotonic()
             took_s = within(lambda n=number: not self._load(plan.other, n, wait=True), limit_s, every_s=0.05)  # type: ignore[misc]
-            watched.floors[plan.other] = watched.version
+            if watched.is_spared or self._epoch(plan.other, number) >= self._epoch(plan.clearing, number):
+                watched.floors[plan.other] = watched.version
             if took_s is None:
                 self._load(plan.other, number, wait=True)
                 self._wrong(
@@ -340,9 +341,20 @@ class Sentinels:
             else:
                 self.report.heard_s.append(took_s)
 
+    def _epoch(self, host: int, number: int) -> int:
+        """Of the last clear that the host has obeyed. What does not hit may be in doubt alone."""
+        label = f"{self.watched[number].name}#"
+        namespaces = self._hosts[host].daemon.status()["namespaces"]
+        return max((int(one["epoch"]) for one in namespaces if one["label"].startswith(label)), default=0)
+
     def _forget_and_ask(self, recorded: list[bool]) -> None:
-        """The host whose disk could not record it comes back with that disk alone."""
+        """The host whose disk could not record it comes back with that disk alone. Where the vandal is at work, the
+        store may have lost the clear, too: then nobody knows of it.
+        """
         self._go_down(KEEPS, killed=True, forgets=True)
+        for watched in self.watched:
+            if not watched.is_spared:
+                watched.floors[KEEPS] = 0
         if self._rng.random() < KILLED_SHARE:
             self._trap.remove()
         self._hosts[KEEPS].daemon.start()
