@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import importlib.util
+import itertools
 import os
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,7 @@ ReadWords = Callable[[U64Array], tuple[U64Array, BoolArray]]
 _IOV_MAX = 1024  # most iovecs the kernel takes in one call
 _BOUNCE_BYTES = 256 << 10
 _WORD = np.uint64(8)
+_ALIGNED = 64  # what _copyruns.c wants of a destination, to hash on the way
 _U64 = np.dtype(np.uint64)
 _GONE = (
     "a page of the blocks' memory is gone, or was never there: it was punched out, cut off with the file, or not "
@@ -117,15 +119,19 @@ def _load_payloads() -> CopyPayloads | None:
 
 
 def _is_right(function: CopyPayloads) -> bool:
-    """Whether it copies, and gives the digests that the package's Python functions give, of short and long payloads."""
+    """Whether it copies, and gives the digests that the package's Python functions give, of payloads that are short,
+    long, and of whole blocks of the hash function.
+    """
     data = np.arange(1 << 15, dtype=np.uint16).view(np.uint8)
-    target, digests = np.zeros_like(data), np.zeros((3, 2), np.uint64)
-    size = np.array([40, 200, 1, 299, 65_536 - 540], np.uint64)
+    target, digests = np.zeros(len(data) + _ALIGNED, np.uint8), np.zeros((4, 2), np.uint64)
+    target = target[-target.ctypes.data % _ALIGNED :][: len(data)]
+    size = np.array([4096, 8192, 40, 200, 1, 299, 65_536 - 12_828], np.uint64)
     begin = np.cumsum(size) - size
     runs = (begin + np.uint64(data.ctypes.data), begin + np.uint64(target.ctypes.data), size)
-    function(*runs, np.array([1, 3, 1], np.uint64), digests)
+    function(*runs, np.array([2, 1, 3, 1], np.uint64), digests)
     expected = b"".join(
-        xxhash.xxh3_128_digest(data[low:high].data) for low, high in ((0, 40), (40, 540), (540, 65_536))
+        xxhash.xxh3_128_digest(data[low:high].data)
+        for low, high in itertools.pairwise((0, 12_288, 12_328, 12_828, 65_536))
     )
     return bool((data == target).all()) and digests.astype(">u8").tobytes() == expected
 
@@ -253,8 +259,8 @@ def copy_runs(src: U64Array, dst: U64Array, size: U64Array) -> None:
 copy_payloads: CopyPayloads | None = _load_payloads()
 """Copies like `copy_runs`, and hashes what it reads: `(src, dst, size, counts, digests)`. Payload i consists of the
 next `counts[i]` runs, u64 `(payloads,)`. Its xxh3_128, of all runs in this order, is written to `digests[i]`, u64
-`(payloads, 2)`, high half first, as `storage.hashing` has it. The bytes that are hashed are those of the source right
-after they were copied. None: `native` is not in use, or the package `xxhash` does not export its functions.
+`(payloads, 2)`, high half first, as `storage.hashing` has it. The bytes that are hashed are those that are copied, or
+those of the source right after. None: `native` is not in use, or the package `xxhash` does not export its functions.
 
 Raises like `copy_runs`, and MemoryError.
 """

@@ -232,6 +232,38 @@ def test_hashing_around_the_sizes_at_which_copies_change(around: int) -> None:
         _copy_and_hash([[(3, misalignment, length), (0, 0, 5)], [(1, 1, length)]])
 
 
+BLOCK = 1024  # of the hash function
+
+
+@hashing
+@given(
+    st.lists(st.lists(st.integers(0, 20) | st.integers(3, 6), max_size=4), max_size=5),
+    st.sampled_from([0, 1, 63]),
+    st.sampled_from([0, 32, 64]),
+)
+@settings(max_examples=60, deadline=None)
+def test_payloads_of_whole_blocks_are_copied_and_hashed(shapes: list[list[int]], source: int, target: int) -> None:
+    """Those are hashed on the way, where the destination is aligned; beside shorter ones, empty ones and others."""
+    assert copy_payloads is not None
+    blocks = [blocks for payload in shapes for blocks in payload]
+    size = u64([BLOCK * many for many in blocks])
+    total = BLOCK * sum(blocks)
+    begins = np.cumsum(size) - size
+    src, dst = noise(total + 64, 1)[source : source + total], np.zeros(total + 128, np.uint8)
+    dst = dst[-address(dst) % 64 :][target : target + total]
+    digests = np.zeros((len(shapes), 2), np.uint64)
+    counts = u64([len(payload) for payload in shapes])
+    # Payloads and their runs lie in memory in the opposite order.
+    froms = u64([total]) - begins - size
+    copy_payloads(froms + u64([address(src)]), begins + u64([address(dst)]), size, counts, digests)
+    pieces = [src[at : at + length] for at, length in zip(froms.tolist(), size.tolist(), strict=True)]
+    assert dst.tobytes() == b"".join(piece.tobytes() for piece in pieces)
+    ends = np.cumsum([len(payload) for payload in shapes], dtype=int)
+    for payload, end, digest in zip(shapes, ends, digests, strict=True):
+        whole = b"".join(piece.tobytes() for piece in pieces[end - len(payload) : end])
+        assert digest.astype(">u8").tobytes() == xxhash.xxh3_128_digest(whole)
+
+
 @hashing
 def test_arguments_that_do_not_fit_are_refused() -> None:
     assert copy_payloads is not None
