@@ -156,7 +156,10 @@ class GroupPlan:
 
     def descriptors_of(self, blocks: U32Array) -> I64Array:
         """How many descriptors `expand` yields for each of the keys that have these block ids."""
-        counts: I64Array = (blocks != NO_BLOCK) @ np.bincount(self.block, minlength=self.blocks_per_key)
+        wanted = blocks != NO_BLOCK
+        if wanted.all():
+            return np.full(len(blocks), len(self.block))
+        counts: I64Array = wanted @ np.bincount(self.block, minlength=self.blocks_per_key)
         return counts
 
     def _expand_some(
@@ -289,6 +292,8 @@ def coalesce_payloads(
     src: U64Array, dst: U64Array, size: U64Array, counts: I64Array
 ) -> tuple[U64Array, U64Array, U64Array, I64Array]:
     """The same within each payload, of which number i has the next `counts[i]` copies; and how many it has then."""
+    if counts.max(initial=0) <= 1:
+        return src, dst, size, counts
     joined = _ascending(src, dst, size)
     if not joined.any():
         return src, dst, size, counts
