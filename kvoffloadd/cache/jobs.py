@@ -282,8 +282,9 @@ class Jobs:
     def _drop_wrong(self, job: Job, at: I64Array, digests: U64Array) -> None:
         """These payloads of a load have these checksums."""
         columns, parts = self.cache.entries.parts, job.parts[at]
-        words = np.flatnonzero(digests != np.take(columns.digest, parts, axis=0))  # none: it then takes no time
-        self.drop(job.rows[at[np.unique(words // 2)]])
+        words = np.flatnonzero(digests != np.take(columns.digest, parts, axis=0))  # of two a payload
+        wrong = np.unique(words // 2)
+        self.drop(job.rows[at[wrong]])
         columns.unverified[parts] = 0
 
     def verification(self, device: Device) -> Verification:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -284,12 +285,13 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_hash_that_gives_other_digests_is_not_used() -> None:
-    def other(*arguments: U64Array) -> None:
+    def other(payload: int, *arguments: U64Array) -> None:
         assert copy_payloads is not None
         copy_payloads(*arguments)
-        arguments[4][2, 1] ^= np.uint64(1)
+        arguments[4][payload, 1] ^= np.uint64(1)
 
     if copy_payloads is not None:
         assert copyruns._is_right(copy_payloads)
-        assert not copyruns._is_right(other)
+        for payload in range(4):
+            assert not copyruns._is_right(partial(other, payload))
     assert not copyruns._is_right(lambda *_: None)
