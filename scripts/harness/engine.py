@@ -127,8 +127,8 @@ class Engine:
 
     def share(self, rank: Rank, group: GroupShape, part: int, keys: U8Array, first: int) -> Share:
         """Blocks for as many of the keys as there are blocks for."""
-        count = min(len(keys), rank.memory.num_free // group.blocks_per_key)
-        blocks = rank.memory.take(count * group.blocks_per_key).reshape(count, group.blocks_per_key)
+        count = min(len(keys), len(rank.memory.free) // group.blocks_per_key)
+        blocks = rank.memory.free.take(count * group.blocks_per_key).reshape(count, group.blocks_per_key)
         return Share(group, part, keys[:count], blocks, first)
 
     # --- jobs ----------------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ class Engine:
         if wrong is not None:
             self._findings.wrong(wrong, what)
         for blocks in taken:
-            memory.give(blocks.reshape(-1))
+            memory.free.give(blocks.reshape(-1))
         return wrong is None
 
     def _count(self, opened: OpenJob, result: JobResult, keys: int, right: bool) -> None:

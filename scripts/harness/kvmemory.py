@@ -14,6 +14,7 @@ import numpy as np
 
 from kvoffloadd.client import KvCache
 from kvoffloadd.model import NO_BLOCK
+from scripts.harness.freeblocks import FreeBlocks
 from scripts.harness.places import HostPlace, Runs
 
 if TYPE_CHECKING:
@@ -95,8 +96,7 @@ class KvMemory:
         self._runs = {number: self._runs_of(shapes[number], pieces) for number, pieces in arrangement.pieces.items()}
         tensors = [self._place.tensors[at] for at in arrangement.order]
         self.caches = KvCache(tensors, arrangement.groups, [] if line is None else [line.timeline])
-        self._free = rng.permutation(self.num_blocks)
-        self._num_free = self.num_blocks
+        self.free = FreeBlocks(self.num_blocks, rng)
         self._busy = np.zeros(self.num_blocks, bool)
 
     def _runs_of(self, shape: GroupShape, pieces: Iterable[Piece]) -> list[_Runs]:
@@ -107,23 +107,6 @@ class KvMemory:
             runs.append(_Runs(piece.runs(row.real), piece.over(row.expected), start, end))
             start = end
         return runs
-
-    # --- blocks ------------------------------------------------------------------------------------
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be taken."""
-        return self._num_free
-
-    def take(self, count: int) -> I64Array:
-        """Blocks that nobody uses; the caller has made sure of `num_free`."""
-        self._num_free -= count
-        return self._free[self._num_free : self._num_free + count].copy()
-
-    def give(self, blocks: I64Array) -> None:
-        """They are free again; what they hold stays, and is still compared."""
-        self._free[self._num_free : self._num_free + len(blocks)] = blocks
-        self._num_free += len(blocks)
 
     # --- contents ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvoffloadd.client import SharedTensor
 from kvoffloadd.sharedmem import Mapping, create_memfd
+from scripts.harness.freeblocks import FreeBlocks
 from scripts.holes.texts import PAYLOAD_BYTES, STRIDE_BYTES
 
 if TYPE_CHECKING:
@@ -67,29 +68,12 @@ class WatchedMemory:
         self._before = self._expected.copy()
         self._lent = np.zeros(blocks, bool)
         self._holed = np.zeros(blocks, bool)
-        self._free = rng.permutation(blocks)
-        self._num_free = blocks
+        self.free = FreeBlocks(blocks, rng)
         os.pwrite(self._fd, self._expected.data, 0)
 
     @property
     def fd(self) -> int:
         return self._fd
-
-    # --- blocks ---
-
-    @property
-    def num_free(self) -> int:
-        return self._num_free
-
-    def take(self, count: int) -> I64Array:
-        """Blocks that nobody uses; the caller has made sure of `num_free`."""
-        self._num_free -= count
-        return self._free[self._num_free : self._num_free + count].copy()
-
-    def give(self, blocks: I64Array) -> None:
-        """They are free again; what they hold stays, and is still compared."""
-        self._free[self._num_free : self._num_free + len(blocks)] = blocks
-        self._num_free += len(blocks)
 
     # --- contents ---
 

@@ -124,7 +124,7 @@ class Session:
         self._submit(Direction.LOAD, prompt, keys, blocks, lease)
 
     def _taken(self, prompt: Prompt, which: I64Array) -> tuple[U8Array, I64Array]:
-        blocks = self.memory.take(min(len(which), self.memory.num_free))
+        blocks = self.memory.free.take(min(len(which), len(self.memory.free)))
         return prompt.keys[which[: len(blocks)]], blocks
 
     def _submit(self, direction: Direction, prompt: Prompt, keys: U8Array, blocks: I64Array, lease: int) -> None:
@@ -139,7 +139,7 @@ class Session:
             raise
         except BaseException:
             self.memory.lend(blocks, False)  # the daemon never had them
-            self.memory.give(blocks)
+            self.memory.free.give(blocks)
             raise
         self.open.append(HolesJob(job, prompt, [share], lease != 0, boot_id, began))
         self._note(direction.value, prompt, job=job.id, lease=int(lease), blocks=blocks.tolist(), keys=_hex(keys))
@@ -176,7 +176,7 @@ class Session:
         if opened.is_load:
             self._take_in(opened, result, valid)
         right = self.compare(f"{opened.job} of {self.texts.spec.model}, {result.outcome}", opened.blocks)
-        self.memory.give(opened.blocks)
+        self.memory.free.give(opened.blocks)
         self._count(opened, result, int(valid.sum()), right)
 
     def _check_result(self, opened: HolesJob, result: JobResult) -> None:

@@ -62,7 +62,7 @@ class HolesWorker:
         while not self.is_ending:
             _, operation = self.operations[int(np.searchsorted(bounds, self.rng.random()))]
             self.attempt(operation)
-            if self.rng.random() < 0.5 or self.memory.num_free < KEYS:
+            if self.rng.random() < 0.5 or len(self.memory.free) < KEYS:
                 self.attempt(self.wait)
             self.counters.add("operations")
             if self.options.pause_s:
@@ -157,7 +157,7 @@ class HolesWorker:
 
     def room(self, blocks: int = KEYS) -> bool:
         """Whether so many are free."""
-        return self.memory.num_free >= blocks
+        return len(self.memory.free) >= blocks
 
     def some(self, share: float = 1.0) -> I64Array:
         """Indices of keys of a prompt; of all, or of a random share, and never none."""

@@ -79,7 +79,7 @@ def test_filled_blocks_are_expected_and_lent_ones_are_let_alone(number: int) -> 
     group = next(group for group in geometry.groups if group.part_of_rank[0] is not None)
     part = group.part_of_rank[0] or 0
     keys = oracle().keys(0, 16, 2)
-    blocks = memory.take(2 * group.blocks_per_key).reshape(2, -1)
+    blocks = memory.free.take(2 * group.blocks_per_key).reshape(2, -1)
     memory.fill(group.number, blocks, oracle().contents(group.number, part, keys, group.payload_bytes(part)))
     assert memory.compare_all() is None
     # What a load would have to bring, but nobody brought it.
