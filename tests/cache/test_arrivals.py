@@ -351,9 +351,11 @@ async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     for _ in range(100):
         await asyncio.sleep(0.001)
         await tier.fetch(tier.keyspace(A), 1)
+        assert tier.cache.epochs.is_rising(A), "nor from a shared store"
     walks.let_go = 1
     await tier.until(lambda: all(root.state == RootState.OK for root in tier.roots))
     assert tier.states(tier.keyspace(A), 1) == [MISS]
+    assert not tier.cache.epochs.is_rising(A)
 
 
 async def test_clears_of_two_roots_are_learnt_one_after_the_other(

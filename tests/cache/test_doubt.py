@@ -143,6 +143,23 @@ async def test_a_disk_that_nobody_confirmed_for_a_month_is_empty(
         assert tier.on_disk(tier.keyspace(A), 3) == [3]
 
 
+async def test_a_root_that_comes_late_is_not_confirmed_by_looks_from_before(open_tier: Open) -> None:
+    """What it has was in no round."""
+    now_s, then_s = int(time.time()), int(time.time()) - UNCONFIRMED_MAX_S + 60
+    tier = await open_tier()
+    await tier.store_away(tier.keyspace(A), 1)
+    await confirmed(tier, then_s)
+    await tier.close()
+    tier = await open_tier(before=lambda tier: setattr(tier.cache.confirmed, "at_s", now_s))
+    manifest = await read_manifest(tier.root.path)
+    assert manifest is not None
+    assert manifest.confirmed_s == then_s
+    await confirmed(tier, now_s)
+    manifest = await read_manifest(tier.root.path)
+    assert manifest is not None
+    assert manifest.confirmed_s == now_s
+
+
 async def test_a_manifest_is_not_written_for_each_confirmation(open_tier: Open) -> None:
     tier = await open_tier()
     now_s = int(time.time())

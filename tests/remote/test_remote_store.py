@@ -27,7 +27,7 @@ from scripts.harness.lab import Host as LabHost
 from tests.remote.conftest import Cluster
 from tests.remote.objects import Object, put
 from tests.remote.stranger import stranger
-from tests.storage.remote.host import PARTS, SPACE, Host, names_of, soon, until
+from tests.storage.remote.host import PARTS, SPACE, Host, names_of, soon, until, value_of
 
 pytestmark = pytest.mark.remote
 
@@ -136,10 +136,10 @@ async def test_what_one_host_puts_another_one_gets(open_hosts: Open, kind: str, 
 async def test_small_objects_of_eras(open_hosts: Open, kind: str) -> None:
     hosts = open_hosts(kind)
     here, there = await hosts.open(0), await hosts.open(1)
-    assert await there.store.read_value(MARKER, soon()) is None
+    assert await value_of(there.store, MARKER, soon()) is None
     await here.store.write_value(MARKER, b"era", soon(), if_absent=True, kept_s=3600.0)
     await there.store.write_value(MARKER, b"other", soon(), if_absent=True, kept_s=3600.0)
-    assert await there.store.read_value(MARKER, soon()) == b"era"
+    assert await value_of(there.store, MARKER, soon()) == b"era"
     here.fill(here.slots[:3], 1)
     await here.put(names_of(3), here.slots[:3])
     found = await there.exists(names_of(3))
@@ -150,7 +150,7 @@ async def test_small_objects_of_eras(open_hosts: Open, kind: str) -> None:
     assert found is not None
     assert found.marker == Presence.NO
     assert found.keys.tolist() == [Presence.YES] * 3
-    assert await here.store.sweep(era_prefix(SPACE.fingerprint, SPACE.generation, SPACE.era), soon()) == 3
+    assert await here.store.sweep(era_prefix(SPACE.fingerprint, SPACE.generation, SPACE.era), soon()) == (3, "")
     assert (await there.get(names_of(3), there.slots[:3])).status.tolist() == [MISS] * 3
 
 
@@ -276,7 +276,7 @@ async def test_the_store_dies_and_comes_back(open_hosts: Open, kind: str, seed: 
     result = await host.get(names_of(5), host.slots[10:15])
     assert set(result.status.tolist()) <= {FAILED, RemoteStatus.NOT_ASKED}
     with pytest.raises(RemoteStoreError):
-        await host.store.read_value(MARKER, time.monotonic() + 10)
+        await value_of(host.store, MARKER, time.monotonic() + 10)
     server.start()
     await until_exists(host, names_of(5), [False] * 5)
     end = time.monotonic() + 60

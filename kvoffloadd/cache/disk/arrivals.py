@@ -141,19 +141,23 @@ class Arrivals:
             root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
         else:
             root.directory.accepted = True
-            self._distrust_unconfirmed(root, manifest)
+            confirmed = self._cache.confirmed
+            if confirmed.is_over(manifest.confirmed_s, time.time()):
+                self._distrust(root)
+            elif manifest.confirmed_s and confirmed.at_s:  # until a round has seen what it has, too
+                confirmed.at_s = min(confirmed.at_s, manifest.confirmed_s)
         async with self._changing:
             await self._merge_epochs(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
 
-    def _distrust_unconfirmed(self, root: Root, manifest: Manifest) -> None:
+    @staticmethod
+    def _distrust(root: Root) -> None:
         """The shared store remembers clears for a while; who has not asked it since then can't know of them."""
-        if self._cache.confirmed.is_over(manifest.confirmed_s, time.time()):
-            log.warning(
-                "disk %s: what it has was not confirmed by the remote store for more than %d days, and is removed",
-                root.path,
-                UNCONFIRMED_MAX_S // 86400,
-            )
-            root.distrust()
+        log.warning(
+            "disk %s: what it has was not confirmed by the remote store for more than %d days, and is removed",
+            root.path,
+            UNCONFIRMED_MAX_S // 86400,
+        )
+        root.distrust()
 
     async def _recover(self, root: Root) -> None:
         """Read what a root holds, and put it into the catalog: steps 3 and 4."""
@@ -202,10 +206,14 @@ class Arrivals:
             if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
                 catalog.close(disk_keyspace)  # nothing more is promoted from it
         cache.epochs.last = later.last  # a clear meanwhile must be later than all that is merged
-        # Before the new epoch is written down, for a successor must not find these keys in it.
-        for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
-            for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
-                await asyncio.sleep(0)
+        cache.epochs.rising = later  # nothing more comes from the remote store
+        try:
+            # Before the new epoch is written down, for a successor must not find these keys in it.
+            for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
+                for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
+                    await asyncio.sleep(0)
+        finally:
+            cache.epochs.rising = None
         cache.epochs.merge(base, last, by_namespace)
         for namespace in cache.namespaces.values():
             self._renew(namespace)

@@ -54,6 +54,8 @@ class Epochs:
     last: int = 0  # the highest number that is known to have been given out
     by_namespace: dict[bytes, int] = field(default_factory=dict)  # by fingerprint
     clock: Callable[[], int] = field(default=unix_time_us, compare=False)
+    rising: Epochs | None = field(default=None, compare=False)
+    """What a merge that is under way leads to. It has to walk over memory before the epochs rise."""
     began: int = field(
         default_factory=unix_time_us, compare=False
     )  # a later clear by another daemon was during this run
@@ -69,6 +71,10 @@ class Epochs:
     def of(self, fingerprint: bytes) -> int:
         """The epoch of a namespace, whether it is open or not."""
         return self.by_namespace.get(fingerprint, self.base)
+
+    def is_rising(self, fingerprint: bytes) -> bool:
+        """Whether a merge is under way that ends this namespace's epoch: nothing more is brought there."""
+        return self.rising is not None and self.rising.of(fingerprint) > self.of(fingerprint)
 
     def advance(self, fingerprint: bytes) -> None:
         """This namespace is cleared. Raises LimitError: no number is left, and nothing was changed."""

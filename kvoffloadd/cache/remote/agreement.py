@@ -16,6 +16,7 @@ from kvoffloadd.agentframes import Code
 from kvoffloadd.cache.memory.epochs import Epochs
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
+from kvoffloadd.cache.remote.storeclock import StoreClock
 from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.objectnames import ERA_BYTES, marker_name, markers_prefix, pointer_name, successor_name
 from kvoffloadd.storage.remote.store import RemoteStore
@@ -27,7 +28,7 @@ VALUE_S: Final = 2.0
 """How long one small object may take."""
 
 SWEEP_S: Final = 4.0
-"""How long the objects of an era that is over may take to be removed; what is left goes when the store needs room."""
+"""How long one look removes markers of eras that nobody knows any more; the next one goes on from there."""
 
 TRIES: Final = 8
 """How often others may come between, before it is left to the next time."""
@@ -38,9 +39,9 @@ LINKS_KEPT: Final = 4
 LINKS_MAX: Final = 64
 """Successors that one look follows. Then the pointer is written anew, and the next look goes on from there."""
 
-UNSURE_LOOKS: Final = 3
-"""A host that has found no pointer, nor the marker of the era that it knows, looks so many times more before it
-believes what it has: the store may have lost a clear that other hosts know, and write again in their next round.
+UNSURE_POLLS: Final = 3
+"""A host that has found no pointer, nor the marker of the era that it knows, waits for so many polls before it believes
+what it has: the store may have lost a clear that other hosts know, and write again in their next round.
 """
 
 GAP_S: Final = 0.05
@@ -63,7 +64,8 @@ class EraAgreement:
         self,
         store: RemoteStore,
         epochs: Epochs,
-        again_s: float,
+        clock: StoreClock,
+        poll_s: float,
         clear_here: Callable[[bytes, int | None], Awaitable[None]],
         on_taken: Callable[[NamespaceEra], None],
     ) -> None:
@@ -71,7 +73,9 @@ class EraAgreement:
         self.cleared_elsewhere = 0
         self._store = store
         self._epochs = epochs
-        self._again_s = again_s
+        self._clock = clock
+        self._unsure_s = UNSURE_POLLS * poll_s
+        self._again_s = max(1.0, poll_s)
         self._clear_here = clear_here
         self._on_taken = on_taken
 
@@ -88,19 +92,7 @@ class EraAgreement:
 
     async def clear(self, known: NamespaceEra) -> None:
         """End the era that the store has, since this host has cleared."""
-        name, last = known.fingerprint, None
-        first = await self._first(known)
-        if first is not None and known.unmade:  # else another clear, or the poll, has done it since
-            path = await self._follow(known, first)
-            last = path[-1]
-            await self.remove_markers(known, path)
-            known.forget(last, self._again_s)
         await self.remove_markers(known, known.over)
-        if last is not None and last.generation >= self._epochs.of(name) and known.unmade:
-            # A host whose clock is ahead has cleared before, and we did not know: our clear must have a later number.
-            self._check_believable(last)
-            self._epochs.last = max(self._epochs.last, last.generation)
-            await self._clear_here(name, None)
         await self.settle(known)
 
     async def remove_markers(self, known: NamespaceEra, eras: Collection[Era]) -> None:
@@ -122,14 +114,24 @@ class EraAgreement:
         if first is not None:
             return await self._follow(known, first)
         if known.unmade:  # the pointer that is gone may have led to an era that others are in
-            await self._store.sweep(markers_prefix(name), until(SWEEP_S))
+            await self._sweep_markers(known)
         if known.era is None or await self._value(marker_of(known, known.era)) is None:
-            known.unsure = UNSURE_LOOKS
+            known.unsure_until_s = self._clock.now_s + self._unsure_s
         era = known.era or await self._make(known, Era(self._epochs.of(name), bytes(ERA_BYTES)))
         await self._write(known, pointer_name(name), era)
         if known.era is None and await self._read(known, pointer_name(name)) != era:  # another host was faster
             await self._store.remove([marker_of(known, era)], until())
         return []
+
+    async def _sweep_markers(self, known: NamespaceEra) -> None:
+        """Remove the markers of all eras of the namespace. A store with very many objects takes several looks."""
+        starts, after = known.swept
+        if starts != self._store.starts:  # another connection: the store may have been started anew, too
+            after = ""
+        _, after = await self._store.sweep(markers_prefix(known.fingerprint), until(SWEEP_S), after)
+        known.swept = self._store.starts, after
+        if after:
+            raise RemoteStoreError("the markers of a namespace's eras are not all removed yet")
 
     async def _first(self, known: NamespaceEra) -> Era | None:
         """The era that the pointer names."""
@@ -167,7 +169,15 @@ class EraAgreement:
                 await self._end(known, min(mine, last), max(mine, last))
                 return False
         epoch = self._epochs.of(name)
-        if last.generation > epoch:
+        if known.made is not None and known.made.generation == epoch and known.made in path:
+            known.unmade = False
+        if known.unmade and last.generation >= epoch:
+            # A host whose clock is ahead has cleared, and we did not know: our clear must have a later number.
+            known.forget(last, self._again_s)
+            await self.remove_markers(known, path)
+            self._epochs.last = max(self._epochs.last, last.generation)
+            await self._clear_here(name, None)
+        elif last.generation > epoch:
             known.era = None
             self.cleared_elsewhere += 1
             await self._clear_here(name, last.generation)
@@ -176,12 +186,11 @@ class EraAgreement:
             await self.remove_markers(known, path)
             await self._replace(known, last, epoch)
         elif last == known.era:
-            known.unmade = False
             return True
         elif await self._value(marker_of(known, last)) is None:
             await self._replace(known, last, epoch)
         elif last.generation == self._epochs.of(name):  # else a clear has begun meanwhile
-            known.era, known.unmade = last, False
+            known.era = last
             self._on_taken(known)
             return True
         return False
@@ -220,6 +229,7 @@ class EraAgreement:
         made = new_era(era)
         value = encode_era(known.fingerprint, made)
         await self._store.write_value(marker_of(known, made), value, until(), if_absent=True, kept_s=KEPT_S)
+        known.made = made
         self.made += 1
         return made
 

@@ -121,16 +121,16 @@ class Eras:
         self._poll_s = poll_s
         self._overdue_s = max(OVERDUE_POLLS * poll_s, OVERDUE_S_MIN)
         self._doubt_s = max(DOUBT_POLLS * poll_s, DOUBT_S_MIN)
-        again_s = max(1.0, poll_s)
-        self._agreement = EraAgreement(store, cache.epochs, again_s, self._clear_to_its_end, self._on_taken)
         self._clear_here = clear_here
         self._known: dict[bytes, NamespaceEra] = {}
         self._clock = StoreClock(2 * poll_s + VALUE_S)
+        self._agreement = EraAgreement(store, cache.epochs, self._clock, poll_s, self._clear_to_its_end, self._on_taken)
         self._silences = 0  # rounds without an answer since the last one that had one
         self._was_away = False  # since the last round that had an answer
         self._numbers = 0
         self._wanted = Changes()
         self._urgent: set[bytes] = set()
+        self._checked: set[bytes] = set()  # of those of which only a clear is remembered
         self._starts = 0
         self._looks: dict[NamespaceEra, asyncio.Task[None]] = {}
         self._clears: set[asyncio.Task[None]] = set()
@@ -141,10 +141,10 @@ class Eras:
 
     def of(self, fingerprint: bytes) -> NamespaceEra | None:
         """The namespace's era, if one is known, of the epoch in which this host is."""
-        known = self._known.get(fingerprint)
-        if known is None or known.era is None or known.era.generation != self._cache.epochs.of(fingerprint):
+        known, epochs = self._known.get(fingerprint), self._cache.epochs
+        if known is None or known.era is None or known.era.generation != epochs.of(fingerprint):
             return None
-        return known
+        return None if epochs.is_rising(fingerprint) else known
 
     def is_current(self, fingerprint: bytes, number: int) -> bool:
         """Whether this is still the era."""
@@ -181,14 +181,13 @@ class Eras:
             return Doubt.ALL
         if known.seen_s is None:
             return Doubt.INHERITED
-        return Doubt.ALL if known.unsure else Doubt.NONE
+        return Doubt.NONE if known.unsure_until_s is None else Doubt.ALL
 
     def _is_away(self) -> bool:
         """Whether the store is known not to answer."""
-        store = self._store
-        if store.state is RemoteState.STARTING:
-            return bool(store.reason)
-        return store.state is not RemoteState.OK or self._silences > AWAY_ROUNDS
+        if self._store.state is RemoteState.STARTING:
+            return bool(self._store.reason)
+        return not self._is_connected() or self._silences > AWAY_ROUNDS
 
     def _unseen_s(self, known: NamespaceEra) -> float:
         """How long the store has answered since it last told this era, or since it was first to."""
@@ -245,9 +244,19 @@ class Eras:
                 del self._known[known.fingerprint]  # nothing of it is left here
         names |= self._known.keys()
         for name in names:
-            self._know(name).is_back |= self._was_away
-        # Who was seen longest ago first: of many, the store may not read the last ones in time.
-        if await self._ask(sorted(names, key=lambda name: (name not in urgent, self._known[name].seen_s or 0.0))):
+            self._know(name).is_remembered = False
+            self._known[name].is_back |= self._was_away
+        self._checked &= self._cache.epochs.by_namespace.keys()
+        for name in self._cache.epochs.by_namespace.keys() - names - self._checked:
+            self._know(name).is_remembered = True  # the store may not have heard of that clear
+            names.add(name)
+
+        def order(name: bytes) -> tuple[bool, bool, float]:
+            """Who was seen longest ago first: of many, the store may not read the last ones in time."""
+            known = self._known[name]
+            return name not in urgent, known.is_remembered, known.seen_s or 0.0
+
+        if await self._ask(sorted(names, key=order)):
             self._was_away = False
             self._confirm(names)
         self._tell()
@@ -303,6 +312,9 @@ class Eras:
             known.tried_s = now_s
             if _unreadable(pointer) or _unreadable(after):
                 continue
+            if known.is_remembered and pointer is None:  # nothing of it is there either
+                self._checked.add(known.fingerprint)
+                continue
             pointed = decode_era(known.fingerprint, pointer) if isinstance(pointer, bytes) else None
             same = era is not None and era is known.era and after is None and pointed == known.pointed is not None
             if same and not known.has_work(now_s):
@@ -313,19 +325,20 @@ class Eras:
 
     def _seen(self, known: NamespaceEra) -> None:
         """The store has told its era just now."""
-        if known.unsure:
-            known.unsure -= 1
-        else:
-            known.seen_s, known.confirmed_s, known.is_ahead = self._clock.now_s, time.time(), False
+        if known.unsure_until_s is None or self._clock.now_s >= known.unsure_until_s:
+            known.unsure_until_s, known.is_ahead = None, False
+            known.seen_s, known.confirmed_s = self._clock.now_s, time.time()
+            if known.is_remembered:
+                self._checked.add(known.fingerprint)
         namespace = self._cache.namespaces.get(known.fingerprint)
         if namespace is not None:
             namespace.doubt = self.doubt_of(known.fingerprint)
 
-    def _confirm(self, names: Collection[bytes]) -> None:
+    def _confirm(self, names: set[bytes]) -> None:
         """The end of a round: since when all that is here is confirmed."""
         times = [known.confirmed_s for name in names if (known := self._known.get(name)) is not None]
         told = [at_s for at_s in times if at_s is not None]
-        if len(told) == len(times):
+        if len(told) == len(times) and names >= self._names():
             self._cache.confirmed.at_s = int(min(told, default=time.time()))
 
     # --- looks ---
@@ -360,9 +373,9 @@ class Eras:
             await self._agreement.remove_markers(known, known.over)
             known.is_back = False
         if due:
-            known.again_s = None
-            last = known.over[-1]
-            self.sweeps.add(era_prefix(known.fingerprint, last.generation, last.id))
+            for era in known.unswept:
+                self.sweeps.add(era_prefix(known.fingerprint, era.generation, era.id))
+            known.again_s, known.unswept = None, []
         if known.is_to_renew(time.monotonic()):
             await self._agreement.renew(known)
             known.renewed_s = time.monotonic()

@@ -29,12 +29,16 @@ class NamespaceEra:
     tried_s: float = float("-inf")  # when it was last asked for
     renewed_s: float = float("-inf")  # when the store was last told to keep its small objects
     is_back: bool = False  # the store was away since markers of eras that are over were removed last
-    unsure: int = 0  # looks that are to come before what the store tells is believed
+    unsure_until_s: float | None = None  # of the `StoreClock`: what the store tells is believed from then on
     is_ahead: bool = False  # the store has an era that is not believed
     pointed: Era | None = None  # what the pointer named when the era was agreed on last
+    made: Era | None = None  # the last one that this host has made
     unmade: bool = False  # a clear was made here that the store has not heard of
+    swept: tuple[int, str] = (0, "")  # the connection, and how far markers of eras that nobody knows were removed
     passed: list[Era] = field(default_factory=list)  # eras before it, whose successors are kept
     over: list[Era] = field(default_factory=list)  # that were cleared here
+    unswept: list[Era] = field(default_factory=list)  # of these, those whose keys are to be removed
+    is_remembered: bool = False  # nothing of it is here but the number of its last clear
     again_s: float | None = None  # when their markers are to be removed again
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -59,4 +63,5 @@ class NamespaceEra:
         """This era was cleared here. Its marker is removed again after `wait_s`."""
         if era not in self.over:
             self.over = [*self.over, era][-REMEMBERED:]
+            self.unswept = [*self.unswept, era][-REMEMBERED:]
         self.again_s = time.monotonic() + wait_s

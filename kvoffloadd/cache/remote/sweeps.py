@@ -43,8 +43,9 @@ class Sweeps:
             await self._added.wait_for(lambda: bool(self._waiting))
             prefix = next(iter(self._waiting))
             try:
-                removed = await self._store.sweep(prefix, time.monotonic() + SWEEP_S)
-                log.debug("remote: %d objects of an era that is over were removed", removed)
+                removed, left = await self._store.sweep(prefix, time.monotonic() + SWEEP_S)
+                also = ", others are left" if left else ""
+                log.debug("remote: %d objects of an era that is over were removed%s", removed, also)
             except RemoteStoreError as error:
                 log.debug("remote: the objects of an era that is over are left: %s", error)
             finally:

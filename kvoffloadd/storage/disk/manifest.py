@@ -149,7 +149,7 @@ def decode_manifest(raw: bytes) -> Manifest:
         epochs = {bytes.fromhex(name): epoch for name, epoch in stored.epochs.items()}
         uuid, confirmed_s = bytes.fromhex(stored.root_uuid), stored.confirmed_s or 0
         return Manifest(uuid, stored.base_epoch, stored.last_epoch, epochs, confirmed_s)
-    except (msgspec.MsgspecError, ValueError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise DiskManifestError(f"the manifest is damaged: {error}") from None
 
 

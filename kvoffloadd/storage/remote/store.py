@@ -212,10 +212,6 @@ class RemoteStore:
         """Whether a `put` would be made now."""
         return self._calls.serving and self._puts.breaker.allows()
 
-    def get_room_bytes(self) -> int:
-        """How many more bytes, headers included (4096 a key), can be on their way here."""
-        return self._gets.room_bytes
-
     def put_room_bytes(self) -> int:
         """How many more bytes, headers included (4096 a key), can be on their way there."""
         return self._puts.room_bytes
@@ -369,13 +365,6 @@ class RemoteStore:
         """
         return await self._values.read(names, until_s)
 
-    async def read_value(self, name: str, until_s: float) -> bytes | None:
-        """The only one that is of interest. Raises RemoteStoreError if it can't be read, too."""
-        (value,) = await self._values.read([name], until_s)
-        if isinstance(value, NotRead):
-            raise RemoteStoreError(f"reading {name}: the store failed ({value.reason})")
-        return value
-
     async def write_value(
         self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, kept_s: float | None = None
     ) -> None:
@@ -395,11 +384,12 @@ class RemoteStore:
         """Remove objects, whatever leases and pins say. Raises RemoteStoreError: some may still be there."""
         await self._values.remove(names, until_s)
 
-    async def sweep(self, prefix: str, until_s: float) -> int:
-        """Remove all objects below a prefix that were there before, in steps; how many. Nothing else waits meanwhile,
-        but other sweeps for a step. Raises RemoteStoreError: some may still be there.
+    async def sweep(self, prefix: str, until_s: float, after: str = "") -> tuple[int, str]:
+        """Remove all objects below a prefix that were there before, in steps. Nothing else waits meanwhile, but other
+        sweeps for a step. Returns how many, and where to go on (`after`) if time was over before the end; "": all are
+        gone. Raises RemoteStoreError: not one step was made.
         """
-        return await self._values.sweep(prefix, until_s)
+        return await self._values.sweep(prefix, until_s, after)
 
     # --- breakers ---
 

@@ -89,17 +89,27 @@ class SmallObjects:
             some = list(names[at : at + NAMES_MAX])
             await self._change(partial(Remove, names=some), len(some), until_s, "removing")
 
-    async def sweep(self, prefix: str, until_s: float) -> int:
+    async def sweep(self, prefix: str, until_s: float, after: str) -> tuple[int, str]:
         """See `RemoteStore.sweep`."""
-        removed, after, what = 0, "", f"sweeping {prefix}"
+        removed, begun = 0, after
         while True:
-            make = partial(Sweep, prefix=prefix, after=after)
-            step = cast(Swept, await self._ask(self._sweeping, make, 1, until_s, what, Swept))
-            if step.removed < 0:
-                raise RemoteStoreError(f"{what}: the store failed ({_spelled(step.removed)})")
+            try:
+                step = await self._sweep_step(prefix, until_s, after)
+            except RemoteStoreError:
+                if after == begun:
+                    raise
+                return removed, after
             removed, after = removed + step.removed, step.after
             if not after:
-                return removed
+                return removed, ""
+
+    async def _sweep_step(self, prefix: str, until_s: float, after: str) -> Swept:
+        what = f"sweeping {prefix}"
+        make = partial(Sweep, prefix=prefix, after=after)
+        step = cast(Swept, await self._ask(self._sweeping, make, 1, until_s, what, Swept))
+        if step.removed < 0:
+            raise RemoteStoreError(f"{what}: the store failed ({_spelled(step.removed)})")
+        return step
 
     async def _change(self, make: Callable[[int], Call], items: int, until_s: float, what: str) -> I64Array:
         """Raises RemoteStoreError if it is not done by then, or not everything is."""

@@ -164,9 +164,9 @@ class FakeRemote:
         for name in names:
             self.values.pop(name, None)
 
-    async def sweep(self, prefix: str, until_s: float) -> int:
+    async def sweep(self, prefix: str, until_s: float, after: str = "") -> tuple[int, str]:
         await asyncio.sleep(0)
-        return 0
+        return 0, ""
 
     async def close(self, deadline_s: float) -> bool:
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ class Objects:
     unreadable: dict[str, Code] = field(default_factory=dict)
     hanging: set[str] = field(default_factory=set)  # names whose reads alone, and writes, never end
     unwritable: set[str] = field(default_factory=set)  # names whose writes never end
+    ever: set[str] = field(default_factory=set)  # names of all that was ever written
 
 
 class FakeStore:
@@ -50,12 +52,14 @@ class FakeStore:
         self.starts = 1
         self.is_away = False
         self.is_silent = False  # it answers nothing, and nobody has noticed yet
+        self.is_open = False  # a breaker is open: of puts, say; the store answers
         self.calls = 0
         self.swept: list[str] = []
+        self.sweep_most = 1 << 30
 
     @property
     def state(self) -> RemoteState:
-        return RemoteState.OPEN if self.is_away else RemoteState.OK
+        return RemoteState.OPEN if self.is_away or self.is_open else RemoteState.OK
 
     async def _turns(self, *names: str) -> None:
         for _ in range(self.objects.rng.randrange(4)):
@@ -89,6 +93,7 @@ class FakeStore:
             await self._turns()
         if name not in self.objects.values:
             self.objects.values[name] = value
+            self.objects.ever.add(name)
         await self._turns()
 
     async def renew(self, names: Sequence[str], kept_s: float, until_s: float) -> list[bool]:
@@ -102,14 +107,16 @@ class FakeStore:
             self.objects.unreadable.pop(name, None)
         await self._turns()
 
-    async def sweep(self, prefix: str, until_s: float) -> int:
+    async def sweep(self, prefix: str, until_s: float, after: str = "") -> tuple[int, str]:
+        """In order of the names. `sweep_most`: time is over after so many."""
         self.swept.append(prefix)
         await self._turns()
-        gone = [name for name in self.objects.values if name.startswith(prefix)]
-        for name in gone:
+        gone = sorted(name for name in self.objects.values if name.startswith(prefix) and name > after)
+        for name in gone[: self.sweep_most]:
             del self.objects.values[name]
         await self._turns()
-        return len(gone)
+        left = gone[self.sweep_most :]
+        return len(gone) - len(left), gone[self.sweep_most - 1] if left else ""
 
 
 class Host:
@@ -117,7 +124,8 @@ class Host:
 
     def __init__(self, objects: Objects, now: Callable[[], int], poll_s: float = 0.001) -> None:
         self.store = FakeStore(objects)
-        self.epochs = Epochs(clock=now)
+        self.ahead = 0  # its clock, of the others'
+        self.epochs = Epochs(clock=lambda: now() + self.ahead)
         self.on_disk: set[bytes] = set()
         self.cache = SimpleNamespace(
             epochs=self.epochs,
@@ -196,10 +204,11 @@ class Host:
 
 
 async def settled(condition: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  many things change it
-            await asyncio.sleep(0.001)
-    assert what
+    """Wait until it holds. `what`: for people, if it never does."""
+    ends_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends_s, f"not so: {what}"
+        await asyncio.sleep(0.001)
 
 
 def agree(hosts: list[Host]) -> bool:

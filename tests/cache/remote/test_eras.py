@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import cast
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from kvoffloadd.cache.remote.agreement import LINKS_KEPT
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
 from kvoffloadd.errors import NotDurableError
-from kvoffloadd.objectnames import marker_name, pointer_name
+from kvoffloadd.objectnames import era_prefix, marker_name, markers_prefix, pointer_name
 from kvoffloadd.storage.remote.values import NotRead
 from tests.cache.remote.lab import NAME, Host, Lab, agree, settled
 
@@ -29,12 +30,17 @@ async def test_hosts_that_begin_at_once_agree_and_nobody_clears(seed: int, numbe
 
 
 class Chaos:
-    """Clears by any of the hosts, several at once; hosts that are away meanwhile; small objects that are lost."""
+    """Clears by any of the hosts, several at once; hosts that are away meanwhile; small objects that are lost. `ahead`:
+    the hosts' clocks differ by up to so much.
+    """
 
-    def __init__(self, lab: Lab, loses: bool) -> None:
+    def __init__(self, lab: Lab, loses: bool, ahead: int) -> None:
         self.lab, self.loses = lab, loses
-        self.promised = 0  # the latest clear that was answered
+        self.cleared: set[str] = set()  # markers of all eras that there were when a clear began that was answered
+        self.begun: set[str] = set()  # or that was not
         self.tasks: list[asyncio.Task[None]] = []
+        for host in lab.hosts:
+            host.ahead = lab.rng.randrange(ahead + 1)
 
     def step(self) -> None:
         lab = self.lab
@@ -50,27 +56,39 @@ class Chaos:
             self.check()
 
     async def _clear(self, host: Host) -> None:
-        try:
-            self.promised = max(self.promised, await host.clear())
-        except NotDurableError:
-            return
-        self.check()
+        before = {name for name in self.lab.objects.ever if name.startswith(markers_prefix(NAME))}
+        self.begun |= before
+        with suppress(NotDurableError):
+            await host.clear()
+            self.cleared |= before
+            self.check()
 
     def check(self) -> None:
-        for host in [] if self.loses else self.lab.hosts:
+        if not self.loses:
+            self._check(self.cleared)
+
+    def check_at_the_end(self) -> None:
+        """Also clears that could not be recorded at first have been."""
+        self._check(self.begun)
+
+    def _check(self, over: set[str]) -> None:
+        for host in self.lab.hosts:
             era = host.hits()
-            assert era is None or era.generation >= self.promised, "it takes keys from before a clear that was answered"
+            assert era is None or marker_name(NAME, era.generation, era.id) not in over, "it takes what was cleared"
 
 
 @pytest.mark.parametrize("loses", [False, True])
-@pytest.mark.parametrize("number", range(40))
-async def test_after_a_clear_no_host_hits_what_was_there_before(seed: int, number: int, loses: bool) -> None:
+@pytest.mark.parametrize("ahead", [0, 50, 2000])
+@pytest.mark.parametrize("number", range(25))
+async def test_after_a_clear_no_host_hits_what_was_there_before(
+    seed: int, number: int, ahead: int, loses: bool
+) -> None:
     """With small objects that are lost in the same moments, what is promised holds once all have looked again."""
     lab = Lab(seed + number, 3)
+    chaos = Chaos(lab, loses, ahead)
     for host in lab.hosts:
         host.run()
     await settled(lambda: agree(lab.hosts), "they agree")
-    chaos = Chaos(lab, loses)
     for _ in range(60):
         chaos.step()
         for _ in range(lab.rng.randrange(6)):
@@ -81,14 +99,54 @@ async def test_after_a_clear_no_host_hits_what_was_there_before(seed: int, numbe
     for host in lab.hosts:
         host.look()
     await settled(lambda: agree(lab.hosts), "they agree in the end")
-    assert lab.hosts[0].epoch >= chaos.promised
+    chaos.check_at_the_end()
+    await lab.stop()
+
+
+@pytest.mark.parametrize("how", ["the store was away", "a look was under way"])
+async def test_a_clear_by_a_host_whose_clock_is_behind_counts_whoever_carries_it_out(
+    seed: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another host has pushed after its own clear, by a later number, is cleared, too."""
+    lab = Lab(seed, 2)
+    ahead, behind = lab.hosts
+    ahead.ahead = 10**6
+    for host in lab.hosts:
+        host.run()
+    await settled(lambda: agree(lab.hosts), "they agree")
+    if how == "the store was away":
+        behind.go(away=True)
+    else:
+        await behind.stop()
+    await ahead.clear()
+    await settled(lambda: ahead.hits() is not None, "it goes on")
+    pushed_in = ahead.hits()
+    if how == "the store was away":
+        with pytest.raises(NotDurableError):
+            await behind.clear()
+        behind.go(away=False)
+    else:
+        read, clears = behind.store.read_values, list[asyncio.Task[int]]()
+
+        async def read_values(names: Sequence[str], until_s: float) -> list[bytes | NotRead | None]:
+            if not clears and len(names) == 1:  # a look has the namespace's lock
+                clears.append(asyncio.get_running_loop().create_task(behind.clear()))
+                await asyncio.sleep(0.001)
+            return await read(names, until_s)
+
+        monkeypatch.setattr(behind.store, "read_values", read_values)
+        behind.run()
+        await settled(lambda: bool(clears) and clears[0].done(), "it is answered")
+    known = behind.eras._known[NAME]
+    await settled(lambda: not known.unmade and agree(lab.hosts), "it is recorded")
+    assert behind.hits() != pushed_in
     await lab.stop()
 
 
 async def test_a_clear_by_a_host_whose_clock_is_behind_gets_a_later_number(seed: int) -> None:
     lab = Lab(seed, 2)
     ahead, behind = lab.hosts
-    ahead.epochs.clock = lambda: 10**9
+    ahead.ahead = 10**9
     ahead.run()
     await ahead.clear()
     await settled(lambda: ahead.hits() is not None, "it is in its era")
@@ -233,4 +291,73 @@ async def test_of_two_eras_that_no_path_joins_the_earlier_one_ends(seed: int) ->
     lab.objects.values[pointer_name(NAME)] = encode_era(NAME, later)
     await settled(lambda: host.era == later, "it goes on in the later one")
     assert marker_name(NAME, mine.generation, mine.id) not in lab.objects.values
+    await lab.stop()
+
+
+async def test_what_was_stored_in_each_of_two_eras_is_swept(seed: int) -> None:
+    """Two clears, one right after the other."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    host.run()
+    keys = []
+    for _ in range(2):
+        await settled(lambda: agree(lab.hosts), "it is in an era")
+        era = cast(Era, host.era)
+        keys.append(era_prefix(NAME, era.generation, era.id) + "key")
+        lab.objects.values[keys[-1]] = b"payload"
+        await host.clear()
+    await settled(lambda: not lab.objects.values.keys() & set(keys), "the keys of both are gone")
+    await lab.stop()
+
+
+async def test_a_clear_that_no_store_has_recorded_is_made_up_for_after_a_restart(seed: int) -> None:
+    """Nothing of the namespace is there then, but the number of its clear."""
+    lab = Lab(seed, 2)
+    for host in lab.hosts:
+        host.run()
+    await settled(lambda: agree(lab.hosts), "they agree")
+    one, other = lab.hosts
+    era = other.era
+    one.go(away=True)
+    with pytest.raises(NotDurableError):
+        await one.clear()
+    await one.stop()
+    again = lab.hosts[0] = Host(lab.objects, lab._clock)
+    again.epochs.merge(one.epochs.base, one.epochs.last, one.epochs.by_namespace)
+    del again.cache.namespaces[NAME]
+    again.run()
+    await settled(lambda: other.epoch == again.epoch and other.hits() not in (None, era), "the other host hears of it")
+    await settled(lambda: not again.eras._known, "and this one has no more to do with it")
+    before = dict(lab.objects.values)
+    again.open(NAME)
+    await settled(lambda: agree(lab.hosts), "an engine opens it")
+    assert lab.objects.values == before
+    await lab.stop()
+
+
+async def test_a_clear_that_is_remembered_makes_no_era_in_the_store(seed: int) -> None:
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    host.epochs.merge(0, 7, {b"m" * 16: 7})
+    host.run()
+    await settled(lambda: agree(lab.hosts) and b"m" * 16 in host.eras._checked, "it was looked for")
+    assert {name for name in lab.objects.values if (b"m" * 16).hex() in name} == set()
+    host.open(b"m" * 16)
+    await settled(lambda: host.eras.of(b"m" * 16) is not None, "an engine opens it")
+    await lab.stop()
+
+
+async def test_markers_of_eras_that_nobody_knows_are_removed_over_several_looks(seed: int) -> None:
+    """The store has lost the pointer and has very many objects; the clear is recorded all the same."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    for number in range(40):
+        era = new_era(Era(number, bytes(8)))
+        lab.objects.values[marker_name(NAME, era.generation, era.id)] = encode_era(NAME, era)
+    host.store.sweep_most = 3
+    with pytest.raises(NotDurableError):
+        await host.clear()
+    host.run()
+    await settled(lambda: agree(lab.hosts), "it is in an era of its own")
+    assert len(lab.objects.values) == 2
     await lab.stop()

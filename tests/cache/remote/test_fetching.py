@@ -282,6 +282,24 @@ async def test_a_clear_wins_at_any_step(scene: Scene, when: str) -> None:
     assert scene.served(*range(8)) == []
 
 
+@pytest.mark.parametrize("when", ["not asked", "asked", "under way"])
+async def test_nothing_comes_while_a_root_tells_of_a_clear(scene: Scene, when: str) -> None:
+    """Memory is walked over before the epoch rises: what came behind the walk would be taken over into the new one."""
+    scene.offer(*range(8))
+    if when != "not asked":
+        scene.request(*range(8))
+        await scene.turn()
+    if when == "under way":
+        scene.store.finish(scene.store.calls[0])
+        await scene.turn()
+    epochs = scene.cache.epochs
+    epochs.rising = epochs.merged(0, epochs.last + 5, {NAME: epochs.last + 5})
+    scene.request(*range(8))
+    await scene.finish_all()
+    assert scene.served(*range(8)) == []
+    epochs.rising = None
+
+
 @pytest.mark.parametrize("when", ["asked", "come"])
 async def test_without_the_marker_nothing_counts(scene: Scene, when: str) -> None:
     scene.offer(*range(8))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+from typing import cast
 
 import pytest
 
@@ -423,6 +425,47 @@ async def test_a_store_that_has_lost_a_clear_puts_what_is_there_in_doubt(seed: i
     one.store.is_silent = False
     await settled(lambda: agree(lab.hosts) and other.epoch > before.generation, "it hears of the clear")
     await settled(lambda: other.doubt() is Doubt.NONE, "and is believed again")
+    await lab.stop()
+
+
+async def test_doubt_lasts_as_long_as_others_may_need(seed: int) -> None:
+    """However often the host looks meanwhile, and loses its marker."""
+    lab = Lab(seed, 1)
+    lab.hosts[0] = host = Host(lab.objects, lab._clock, poll_s=1000)
+    host.run()
+    clock = host.eras._clock
+    await settled(lambda: host.era is not None and host.doubt() is Doubt.INHERITED, "it has made an era")
+
+    def has_made(count: int) -> bool:
+        return host.eras._agreement.made > count and host.era is not None
+
+    for number in range(1, 2 * agreement.UNSURE_POLLS):
+        lab.objects.values.pop(marker_name(NAME, cast(Era, host.era).generation, cast(Era, host.era).id), None)
+        host.look()
+        await settled(partial(has_made, number), "it has made another one")
+        assert host.doubt() is Doubt.INHERITED
+    clock.now_s += agreement.UNSURE_POLLS * 1000
+    host.eras.lost(NAME, host.eras._known[NAME].number)
+    await settled(lambda: host.doubt() is Doubt.NONE, "time is over")
+    await lab.stop()
+
+
+@pytest.mark.parametrize("why", ["a loss", "an object"])
+async def test_a_breaker_that_is_open_hides_no_doubt(seed: int, why: str) -> None:
+    """The store answers each look: it is not away."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    await opened(lab, NAME)
+    host.store.is_open = True
+    host.store.changes.notify_all()
+    if why == "an object":
+        lab.objects.unreadable[pointer_name(NAME)] = Code.FAILED
+        host.eras._clock.now_s += eras.DOUBT_S_MIN + 1
+    else:
+        host.eras._poll_s = 0.2
+        lab.objects.values.clear()
+        host.look()
+    await settled(lambda: host.doubt() is Doubt.ALL, "nothing hits")
     await lab.stop()
 
 

@@ -105,6 +105,7 @@ def test_other_versions_are_told_from_damage(version: int) -> None:
     [
         "",
         "[]",
+        pytest.param('{"x": %s' % ("[" * 100_000), id="deep"),
         "{}",
         '{"version": 1}',
         '{"version": 1, "root_uuid": "zz", "base_epoch": 0, "last_epoch": 0, "epochs": {}}',

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array, slot_pages
 from kvoffloadd.objectnames import Space
@@ -19,6 +20,7 @@ from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.flight import RemoteTransfer
 from kvoffloadd.storage.remote.store import ExistsResult, RemoteSettings, RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import GetResult, Names
+from kvoffloadd.storage.remote.values import NotRead
 
 FOREVER_S = 60.0
 """For hangs alone."""
@@ -32,6 +34,14 @@ def names_of(count: int, space: Space = SPACE, first: int = 0) -> Names:
     keys = np.zeros((count, 4), np.uint64)
     keys[:, 0] = np.arange(first, first + count) + 1
     return Names(space, keys)
+
+
+async def value_of(store: RemoteStore, name: str, until_s: float) -> bytes | None:
+    """The only small object that is of interest. Raises RemoteStoreError if it can't be read."""
+    (value,) = await store.read_values([name], until_s)
+    if isinstance(value, NotRead):
+        raise RemoteStoreError(value.reason)
+    return value
 
 
 def soon() -> float:
