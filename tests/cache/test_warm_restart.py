@@ -232,6 +232,19 @@ def test_names_that_are_too_many_are_left_out_by_user(monkeypatch: pytest.Monkey
     assert check(after, 0, 0) == []
 
 
+def test_clears_that_are_too_many_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without them nothing may be found again."""
+    monkeypatch.setattr(pool_module, "NAMES_BYTES", 4000)
+    cache = make_cache(PAGES, SLAB_PAGES)
+    store(cache, make_keyspace(cache, NAME)[1], keys_of(1))
+    cache.epochs.merge(0, 500, {number.to_bytes(16): number for number in range(1, 500)})
+    for _ in range(2):
+        cache.save_state()
+    assert caplog.messages == ["memory: there are too many clears to record: a restart will be cold for all"]
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 0
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 def test_the_successor_goes_on(groups: int) -> None:
     """It stores, evicts and is succeeded as if it had stored all of it itself."""

@@ -176,12 +176,15 @@ class Cache:
         """
         self._state_changed = False
         names, left_out = pack_state(self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max)
-        self.tier.pool.save_names(names)
-        if left_out and not self._warned_of_names:
+        fits = self.tier.pool.save_names(names)
+        if (left_out or not fits) and not self._warned_of_names:
             self._warned_of_names = True
             log.warning(
-                "memory: uid %(uid)d has too many groups to be recorded: a restart will be cold for this user",
-                {"uid": left_out[0]},
+                "memory: %s: a restart will be cold for %s",
+                f"uid {left_out[0]} has too many groups to be recorded"
+                if fits
+                else "there are too many clears to record",
+                "this user" if fits else "all",
             )
 
     def _replace(self, old: Keyspace) -> None:

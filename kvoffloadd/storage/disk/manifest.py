@@ -86,13 +86,13 @@ async def read_manifest(path: Path, executor: Executor | None = None) -> Manifes
         DiskManifestError: it is not what was written.
         OSError: it can't be read.
     """
-    # In one call: a disk may not answer for long, and who is cancelled meanwhile leaves no open file behind.
+    # In one call: a disk may not answer for long, and who is cancelled meanwhile leaves no open file behind. Many
+    # clears take long to decode, too.
     loop = asyncio.get_running_loop()
     try:
-        raw = await loop.run_in_executor(executor, _read, path / MANIFEST_NAME)
+        return await loop.run_in_executor(executor, lambda: decode_manifest(_read(path / MANIFEST_NAME)))
     except FileNotFoundError:
         return None
-    return decode_manifest(raw)
 
 
 async def write_manifest(path: Path, manifest: Manifest, executor: Executor | None = None) -> None:
