@@ -108,15 +108,15 @@ class FakeStore:
         await self._turns()
 
     async def sweep(self, prefix: str, until_s: float, after: str = "") -> tuple[int, str]:
-        """In order of the names. `sweep_most`: time is over after so many."""
+        """In order of the names. `sweep_most`: time is over when so many were looked at, whatever their names."""
         self.swept.append(prefix)
         await self._turns()
-        gone = sorted(name for name in self.objects.values if name.startswith(prefix) and name > after)
-        for name in gone[: self.sweep_most]:
+        names = sorted(name for name in self.objects.values if name > after)
+        gone = [name for name in names[: self.sweep_most] if name.startswith(prefix)]
+        for name in gone:
             del self.objects.values[name]
         await self._turns()
-        left = gone[self.sweep_most :]
-        return len(gone) - len(left), gone[self.sweep_most - 1] if left else ""
+        return len(gone), names[self.sweep_most - 1] if len(names) > self.sweep_most else ""
 
 
 class Host:

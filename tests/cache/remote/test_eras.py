@@ -342,8 +342,19 @@ async def test_a_clear_that_is_remembered_makes_no_era_in_the_store(seed: int) -
     host.run()
     await settled(lambda: agree(lab.hosts) and b"m" * 16 in host.eras._checked, "it was looked for")
     assert {name for name in lab.objects.values if (b"m" * 16).hex() in name} == set()
+    await lab.stop()
+
+
+async def test_a_namespace_may_be_opened_as_its_clear_is_looked_for(seed: int) -> None:
+    lab = Lab(seed, 1)
+    host = lab.hosts[0] = Host(lab.objects, lab._clock, poll_s=1000)
+    host.epochs.merge(0, 7, {b"m" * 16: 7})
+    host.run()
+    await settled(lambda: b"m" * 16 in host.eras._checked, "it was looked for")
     host.open(b"m" * 16)
-    await settled(lambda: host.eras.of(b"m" * 16) is not None, "an engine opens it")
+    host.store.starts += 1  # a round begins
+    host.eras._wanted.notify_all()
+    await settled(lambda: host.eras.of(b"m" * 16) is not None, "it has an era")
     await lab.stop()
 
 
@@ -351,6 +362,8 @@ async def test_markers_of_eras_that_nobody_knows_are_removed_over_several_looks(
     """The store has lost the pointer and has very many objects; the clear is recorded all the same."""
     lab = Lab(seed, 1)
     (host,) = lab.hosts
+    others = {f"another application's {number}": b"" for number in range(20)}
+    lab.objects.values |= others
     for number in range(40):
         era = new_era(Era(number, bytes(8)))
         lab.objects.values[marker_name(NAME, era.generation, era.id)] = encode_era(NAME, era)
@@ -359,5 +372,5 @@ async def test_markers_of_eras_that_nobody_knows_are_removed_over_several_looks(
         await host.clear()
     host.run()
     await settled(lambda: agree(lab.hosts), "it is in an era of its own")
-    assert len(lab.objects.values) == 2
+    assert len(lab.objects.values) == len(others) + 2
     await lab.stop()
