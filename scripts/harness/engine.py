@@ -44,8 +44,8 @@ class Engine:
 
     `layouts`: of the geometry's, for one KV cache after the other; None: always the first. `lines`: where KV caches
     lie, and what writes into them late; None: in shared memory, and nothing does. `disk`: the daemon has a disk tier;
-    `jobs_may_fail`: faults are planted that say so; `may_be_doubted`: someone damages a shared store, so that keys may
-    come into doubt while they are leased; all False until set.
+    `jobs_may_fail`: faults are planted that say so; `may_be_doubted`: there is a shared store that may lose all, so
+    that keys come into doubt while they are leased; all False until set.
     """
 
     def __init__(  # noqa: PLR0913  what a worker is told

@@ -25,7 +25,6 @@ from scripts.stress.prompts import ROOTS
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Sequence
 
     import numpy as np
 
@@ -178,7 +177,6 @@ class SoakHost:
             model="",
             plant="",
             remote=True,
-            doubted=[one.name for one in vandalised(self._geometries)],
         )
         command = module("scripts.stress.worker", json.dumps(asdict(options)))
         child = spawn(command, self._log(row), environment={MARK: str(os.getpid())})
@@ -351,11 +349,6 @@ class SoakHost:
         self.report.findings += self.watch.findings
         self.report.daemon_runs = len(self._runs)
         self.report.remote = sum(self._runs.values(), Counter())
-
-
-def vandalised(geometries: Sequence[Geometry]) -> Sequence[Geometry]:
-    """Those of the workers' namespaces that the vandal does not spare: every other one."""
-    return geometries[::2]
 
 
 def counted(remote: dict[str, Any]) -> Counter[str]:

@@ -14,7 +14,7 @@ from kvoffloadd.trial.wait import within
 from scripts.harness.counters import Counters
 from scripts.harness.disk import ManifestTrap
 from scripts.harness.lab import Lab, why_not_isolated
-from scripts.soak.host import GONE_S, SoakHost, left_over, vandalised
+from scripts.soak.host import GONE_S, SoakHost, left_over
 from scripts.soak.mishaps import Mishap, Mishaps
 from scripts.soak.report import Report
 from scripts.soak.sentinels import Sentinels, fingerprint_of
@@ -109,8 +109,8 @@ class Run:
         rng = np.random.default_rng([self._options.seed, 1 << 23])
         hub = self._lab.hub
         made = Vandal(hub, self._options.engine, self._stores.engine_settings(hub), self._folder, rng)
-        workers = {fingerprint_of(one.namespace()) for one in vandalised(self._geometries())}
-        made.names = sorted(workers) + self._sentinels.vandalised()
+        workers = {fingerprint_of(one.namespace()) for one in self._geometries()}
+        made.names = sorted(workers)[::2] + self._sentinels.vandalised()
         self._report.vandal = made.counts
         return made
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 
@@ -48,8 +47,7 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
     """What stress.py tells a worker. `conversations[n]`: how many namespace n has; `plant`: see `planned`.
-    `remote`: hosts share a store, which may be away when a namespace is cleared; `doubted`: names of namespaces whose
-    keys may come into doubt while they are leased.
+    `remote`: hosts share a store, which may be away when a namespace is cleared, and may lose what it has.
     """
 
     socket: str
@@ -69,4 +67,3 @@ class WorkerOptions:
     model: str
     plant: str
     remote: bool = False
-    doubted: Sequence[str] = ()

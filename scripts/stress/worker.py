@@ -145,7 +145,7 @@ class Worker:
         )
         engine.disk = self.options.disk
         engine.jobs_may_fail = self.options.jobs_may_fail
-        engine.may_be_doubted = geometry.name in self.options.doubted
+        engine.may_be_doubted = self.options.remote
         return engine
 
     def any_rank(self) -> Rank:
