@@ -258,8 +258,8 @@ def test_processors_of_other_instruction_sets_have_other_platforms(monkeypatch: 
 def test_variables_are_vllms() -> None:
     """No judgement of one that it does not have, in neither release; and those without its prefix are all known."""
     known = set(vllm.envs.environment_variables)
-    assert {name for name in known if not name.startswith(environment.PREFIX)} <= environment.OTHERS_HARMLESS
-    judged = {name for left in (*environment.HARMLESS, *environment.ELSEWHERE) for name in left.names}
+    assert {name for name in known if not name.startswith("VLLM_")} <= environment.OTHERS_HARMLESS
+    judged = {f"VLLM_{name}" for left in (*environment.HARMLESS, *environment.ELSEWHERE) for name in left.names}
     assert judged - known <= GONE_OR_COMING[vllm.__version__[:4]] | {"VLLM_DIST_IDENT"}
 
 

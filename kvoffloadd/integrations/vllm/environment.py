@@ -6,30 +6,11 @@ whatever vLLM or a plug-in makes of it. docs/VLLM.md has the table of harmless o
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
-PREFIX: Final = "VLLM_"
+from kvoffloadd.integrations.common.variables import HarmlessVariables, JudgedVariables
 
-
-@dataclass(frozen=True, slots=True)
-class HarmlessVariables:
-    """Why variables are left out."""
-
-    names: frozenset[str]
-    reason: str
-
-
-def _names(names: str, prefix: str = "") -> frozenset[str]:
-    return frozenset(prefix + name for name in names.split())
-
-
-def _left_out(names: str, reason: str) -> HarmlessVariables:
-    """`names`: without their prefix."""
-    return HarmlessVariables(_names(names, PREFIX), reason)
-
+_left_out = HarmlessVariables.of
 
 HARMLESS: Final = (
     _left_out(
@@ -125,26 +106,13 @@ ELSEWHERE: Final = (
 )
 """As HARMLESS: what these say is named in another way."""
 
-OTHERS_HARMLESS: Final = _names(
-    "CMAKE_BUILD_TYPE CUDA_HOME CUDA_VISIBLE_DEVICES FORCE_COLOR LD_LIBRARY_PATH LOCAL_RANK MAX_JOBS "
-    "MOONCAKE_PREFERRED_SEGMENT MOONCAKE_REQUESTER_LOCAL_HOSTNAME NO_COLOR NVCC_THREADS S3_ACCESS_KEY_ID "
-    "S3_ENDPOINT_URL S3_SECRET_ACCESS_KEY VERBOSE"
+OTHERS_HARMLESS: Final = frozenset(
+    (
+        *("CMAKE_BUILD_TYPE", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "FORCE_COLOR", "LD_LIBRARY_PATH", "LOCAL_RANK"),
+        *("MAX_JOBS", "MOONCAKE_PREFERRED_SEGMENT", "MOONCAKE_REQUESTER_LOCAL_HOSTNAME", "NO_COLOR", "NVCC_THREADS"),
+        *("S3_ACCESS_KEY_ID", "S3_ENDPOINT_URL", "S3_SECRET_ACCESS_KEY", "VERBOSE"),
+    )
 )
 """vLLM's variables without its prefix: all that vLLM 0.32 and 0.33 have. A model in S3 is in doubt anyway."""
 
-_LEFT_OUT: Final = frozenset().union(*(one.names for one in (*HARMLESS, *ELSEWHERE)))
-
-_OF_A_SERVICE: Final = re.compile(
-    r"VLLM_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
-)
-"""Kubernetes tells containers of each service: one whose name begins with "vllm" has variables of this prefix."""
-
-
-def told_by(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Name and value of each variable that is part of the identity, by name."""
-    return sorted((name, value) for name, value in environ.items() if is_part(name))
-
-
-def is_part(name: str) -> bool:
-    """Whether a variable is part of the identity: all of vLLM's are that nobody has judged otherwise."""
-    return name.startswith(PREFIX) and name not in _LEFT_OUT and not _OF_A_SERVICE.fullmatch(name)
+VARIABLES: Final = JudgedVariables("VLLM_", (*HARMLESS, *ELSEWHERE))

@@ -25,7 +25,7 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint, hub_name, model_of, snapshot_of
 from kvoffloadd.integrations.common.naming import digest_of
 from kvoffloadd.integrations.common.remotecode import code_elsewhere, names_in
-from kvoffloadd.integrations.vllm.environment import told_by
+from kvoffloadd.integrations.vllm.environment import VARIABLES
 from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, SECTIONS, is_part
 
 logger = logging.getLogger("vllm.kvoffloadd")
@@ -224,7 +224,7 @@ def _loader(load: Any, how: Fingerprint) -> Iterator[tuple[str, object]]:
 
 def _environment(how: Fingerprint) -> list[tuple[str, object]]:
     """Variables that are set, and count. The value of one may be a file."""
-    told = told_by(os.environ)
+    told = VARIABLES.told_by(os.environ)
     return [(name, _with_contents(value, how) if os.path.isfile(value) else value) for name, value in told]
 
 

@@ -323,7 +323,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         return refuse
 
     for name in ("open", "listdir"):
-        monkeypatch.setattr(contents.os, name, refusing(getattr(os, name)))
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
     return names
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffloadd.integrations.common import contents
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint
-from kvoffloadd.integrations.sglang.files import FilesAtStart, Source, look_at
+from kvoffloadd.integrations.sglang.files import FilesAtStart, Source, look_at, takes_code_from_elsewhere
 
 COMMIT, NEWER = "0123456789" * 4, "f" * 40
 
@@ -104,6 +104,47 @@ def test_models_of_the_hub_are_named_by_commit(cached: dict[tuple[str, str | Non
     cached[("org/m", None, "config.json")] = NEWER
     with pytest.raises(ContentsError, match="has changed"):
         files.identity(newest, Fingerprint.AUTO)
+
+
+@pytest.mark.parametrize("by_folder", [True, False])
+def test_models_of_the_hub_that_are_edited_in_its_cache(
+    by_folder: bool, cached: dict[tuple[str, str | None, str], str], tmp_path: Path
+) -> None:
+    """The commit does not say so. `by_folder`: of `--download-dir`."""
+    folder = tmp_path / ("models--org--m/snapshots" if by_folder else "snapshots") / COMMIT
+    source = Source("org/m", True, COMMIT, str(tmp_path) if by_folder else None)
+    assert look_at(source, Fingerprint.AUTO) == f"hub:{COMMIT}", "it is not fetched yet"
+    files = FilesAtStart()
+    files.look([source])
+    cached[("org/m", COMMIT, "config.json")] = COMMIT
+    folder.mkdir(parents=True)
+    assert files.identity(source, Fingerprint.AUTO) == f"hub:{COMMIT}", "it was fetched meanwhile"
+    write(folder / "config.json", "edited")
+    assert look_at(source, Fingerprint.AUTO) != f"hub:{COMMIT}"
+    with pytest.raises(ContentsError, match="has changed"):
+        files.identity(source, Fingerprint.AUTO)
+
+
+def test_models_of_modelscope_are_not_known(
+    cached: dict[tuple[str, str | None, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached[("org/m", None, "config.json")] = COMMIT
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    for source in (Source("org/m", True), Source("org/m", True, COMMIT), Source("org/m", True, COMMIT, "/anywhere")):
+        with pytest.raises(ContentsError, match="nobody knows"):
+            look_at(source, Fingerprint.AUTO)
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+def test_code_of_another_repository(name: str, tmp_path: Path) -> None:
+    own, others = '{"auto_map": {"AutoModel": "m.Own"}}', '{"auto_map": {"AutoModel": ["org/code--m.Own", null]}}'
+    assert takes_code_from_elsewhere(Source("org/never-fetched", True))
+    for text, elsewhere in ((own, False), (others, True), ("[]", False), ("no JSON", False)):
+        write(tmp_path / name, text)
+        assert takes_code_from_elsewhere(Source(str(tmp_path))) is elsewhere
+    write(tmp_path / name, own)
+    write(tmp_path / "tokenizer_config.json", others)
+    assert not takes_code_from_elsewhere(Source(str(tmp_path))), "token ids are named"
 
 
 def test_a_folder_that_is_no_snapshot_names_nothing(

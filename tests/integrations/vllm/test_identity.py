@@ -430,7 +430,7 @@ def harmless_variables_table() -> str:
     """As docs/VLLM.md has it: paste it there."""
     rows = ["| variables, without `VLLM_` | why they are harmless |", "|---|---|"]
     for left in environment.HARMLESS:
-        names = ", ".join(f"`{name.removeprefix(environment.PREFIX)}`" for name in sorted(left.names))
+        names = ", ".join(f"`{name}`" for name in sorted(left.names))
         rows.append(f"| {names} | {left.reason} |")
     return "\n".join(rows)
 
