@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffloadd.integrations.sglang import environment
 from kvoffloadd.integrations.sglang.arguments import COUNTED, HARMLESS, NAMES_HARMLESS, HarmlessArguments
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -38,6 +39,14 @@ def declared() -> set[str]:
     from sglang.srt.server_args import ServerArgs
 
     return {field.name for field in fields(ServerArgs)}
+
+
+def test_harmless_variables_are_sglangs() -> None:
+    """Two are of its processes alone."""
+    from sglang.srt.environ import Envs
+
+    names = {f"SGLANG_{name}" for left in (*environment.HARMLESS, *environment.ELSEWHERE) for name in left.names}
+    assert names - set(vars(Envs)) == {"SGLANG_RUN_ID", "SGLANG_DP_RANK"}
 
 
 @cache

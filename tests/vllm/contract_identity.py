@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 import torch
 import vllm.config
+import vllm.envs
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.worker_manager import WorkerLoRAManager
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core import kv_cache_utils
 
-from kvoffloadd.integrations.vllm import identity, plugin, spec
+from kvoffloadd.integrations.vllm import environment, identity, plugin, spec
 from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, ELSEWHERE, HARMLESS, PARTS, is_judged
 from kvoffloadd.integrations.vllm.identity import IDENTITY, attached, fields_of
 from scripts.vllm import transfer_config
@@ -237,7 +239,7 @@ def test_loaders_that_read_the_model_alone() -> None:
 
 def test_processors_of_other_instruction_sets_have_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each that vLLM asks for, where it chooses kernels, or the order of what these keep of a block."""
-    here = spec._platform()
+    here = spec._device()
     assert here.startswith("cpu ")
     attention = importlib.import_module("vllm.v1.attention.backends.cpu_attn")
     asking = (attention._get_attn_isa, CpuPlatform.import_kernels, CpuPlatform.get_attn_backend_cls)
@@ -247,4 +249,46 @@ def test_processors_of_other_instruction_sets_have_other_platforms(monkeypatch: 
         has = getattr(torch.cpu, name)()
         with monkeypatch.context() as patched:
             patched.setattr(torch.cpu, name, lambda has=has: not has)
-            assert spec._platform() != here
+            assert spec._device() != here
+
+
+# --- environment ---
+
+
+def test_variables_are_vllms() -> None:
+    """No judgement of one that it does not have, in neither release; and those without its prefix are all known."""
+    known = set(vllm.envs.environment_variables)
+    assert {name for name in known if not name.startswith("VLLM_")} <= environment.OTHERS_HARMLESS
+    judged = {f"VLLM_{name}" for left in (*environment.HARMLESS, *environment.ELSEWHERE) for name in left.names}
+    assert judged - known <= GONE_OR_COMING[vllm.__version__[:4]] | {"VLLM_DIST_IDENT"}
+
+
+GONE_OR_COMING = {
+    "0.32": {
+        *("VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT", "VLLM_CHAT_TEMPLATE_FUEL", "VLLM_HTTP_MAX_REQUEST_BODY_SIZE"),
+        *("VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES", "VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB"),
+        "VLLM_REQUEST_BODY_LOG_LEVEL",
+    },
+    "0.33": {"VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE", "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"},
+}
+"""Release -> variables that the other one alone has."""
+
+
+def test_the_order_of_states_that_vllm_chooses_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other connectors, on CPUs."""
+    found = []
+    for order in ("SD", "DS"):
+        monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", order)
+        mamba_utils.get_conv_state_layout.cache_clear()
+        found.append(spec._platform())
+    mamba_utils.get_conv_state_layout.cache_clear()
+    assert [one.convolutions for one in found] == ["SD", "DS"]
+    assert found[0].vllm == vllm.__version__
+
+
+def test_engines_that_differ_in_variables(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = said(config_of(folder / "dense"))
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
+    assert said(config_of(folder / "dense")) == before
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    assert said(config_of(folder / "dense")) != before

@@ -167,3 +167,22 @@ def test_engines_that_differ_in_the_draft(
             settle(daemon, engine)
         engine.kill()
     assert accepted[2] == accepted[3] > 2 * accepted[0]
+
+
+def test_states_that_lie_in_another_order(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts
+) -> None:
+    """Sizes, layers and dtypes are equal. vLLM chooses the order by itself if another connector needs it."""
+    daemon = start_daemon(memory=MEMORY)
+    connector = by_connector(daemon.socket)
+    right = reference("conv", asked)
+    for order in ("SD", "DS"):
+        engine = start_engine("conv", connector=connector, environment={"VLLM_SSM_CONV_STATE_LAYOUT": order})
+        engine.await_connection()
+        answer = engine.generate(asked)
+        assert (tokens(answer), cached(answer)) == (right, NONE)
+        settle(daemon, engine)
+        answer = engine.generate_anew(asked)
+        assert tokens(answer) == right
+        assert all(cached(answer)), "with itself it shares"
+        engine.kill()

@@ -2,10 +2,14 @@
 
 A name stands for contents, so whatever file decides the bytes of a KV cache is named by what is in it:
 
-- A file of Hugging Face's cache is stored under the digest of its contents: that digest names it, on every host.
-- On a local file system, a file is named by its size, its times of modification and of change, and its inode. Whoever
-  writes to it, or puts another file in its place, changes one of these: the kernel sets the time of change, and nobody
-  else can. Other hosts have other times and inodes, and share nothing.
+- A file of Hugging Face's cache is stored under the digest of its contents: that digest names it, on every host. Small
+  files (configs, code) are read, and compared with their digest. Large ones are, if they were written to after their
+  link was made. What is not what its digest says counts as any other file.
+- On a local file system that keeps times of its own, a file is named by its size, its times of modification and of
+  change, and its inode. Whoever writes to it, or puts another file in its place, changes one of these: the kernel sets
+  the time of change, and nobody else can. Other hosts have other times and inodes, and share nothing.
+- Images (squashfs, erofs) keep the times that their maker chose, overlayfs takes those of the file system below, and in
+  tmpfs a mapping is written through without a new time. There a file is named by the digest of all its bytes.
 - Other file systems (NFS, FUSE) make times and inodes up, or tell them late. There a file is named by its size, its
   time of modification, and the digest of its first and last MiB.
 - With `Fingerprint.CONTENTS` a file is named by the digest of all its bytes: hosts that have equal files share. All of
@@ -18,13 +22,14 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import hashlib
 import importlib
 import os
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import xxhash
 
@@ -36,27 +41,40 @@ END_BYTES: Final = 1 << 20
 
 _READ_BYTES: Final = 16 << 20
 
-_LOCAL: Final = frozenset(
+_TIMES_TELL: Final = frozenset(
     (
         0xEF53,  # ext2, ext3, ext4
         0x58465342,  # xfs
         0x9123683E,  # btrfs
-        0x01021994,  # tmpfs
-        0x794C7630,  # overlayfs
         0x2FC12FC1,  # zfs
         0xF2F52010,  # f2fs
         0xCA451A4E,  # bcachefs
-        0x73717368,  # squashfs
-        0xE0F5E1E2,  # erofs
     )
 )
 """`f_type` of file systems of the host's own kernel (statfs(2)), which set the time of change at each write."""
+
+_TIMES_SAY_NOTHING: Final = frozenset(
+    (
+        0x01021994,  # tmpfs
+        0x858458F6,  # ramfs
+        0x794C7630,  # overlayfs
+        0x73717368,  # squashfs
+        0xE0F5E1E2,  # erofs
+        0x28CD3D45,  # cramfs
+        0x9660,  # iso9660
+        0x15013346,  # udf
+    )
+)
+"""As `_TIMES_TELL`: those on which other contents may have equal times and inodes, and all of a file can be read as
+fast as by an engine.
+"""
 
 _STATFS_BYTES: Final = 256  # struct statfs has 120
 _HARMLESS: Final = frozenset((".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp", ".pdf", ".pyc"))
 """Suffixes of files that no engine computes with."""
 _HUB_SNAPSHOT: Final = re.compile(r"/models--([^/]+)/snapshots/([0-9a-f]{40})$")
 _HUB_BLOB: Final = re.compile(r"/models--[^/]+/blobs/([0-9a-f]{40}|[0-9a-f]{64})$")
+_GIT_DIGEST_CHARS: Final = 40
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -84,35 +102,54 @@ class ContentsError(UsageError):
     """
 
 
+class _Times(enum.Enum):
+    """What times and inodes of a file say on its file system."""
+
+    TELL = enum.auto()
+    SAY_NOTHING = enum.auto()
+    UNKNOWN = enum.auto()
+
+
 class _File(NamedTuple):
-    """`name`: below the folder that was asked for, with links followed in `path`."""
+    """`name`: below the folder that was asked for. `path`: with links followed. `place`: where it stands, perhaps as a
+    link. `alone`: nothing else was asked for.
+    """
 
     name: str
     path: str
+    place: str
+    alone: bool = False
 
 
-def contents_of(path: str | os.PathLike[str], how: Fingerprint = Fingerprint.AUTO) -> str:
+class _Hasher(Protocol):
+    def update(self, data: bytes, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
+
+
+_digests: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
+"""Path, and kind of digest -> what `stat` said of the file, and the digest of all its bytes."""
+
+
+def contents_of(path: str | os.PathLike[str], how: Fingerprint | None = Fingerprint.AUTO) -> str:
     """Names what is in a file, or in all files of a folder and below, but for hidden ones, which no loader reads.
 
-    Empty where nothing is at that path. Reads all bytes with `Fingerprint.CONTENTS`, and up to 2 MiB of a file on file
-    systems that are not the host's own.
+    `how`: None for a second look, which is compared with a first one alike: it reads no more of a file than both ends,
+    on any file system. Empty where nothing is at that path. Of a folder, what this user may not read counts as
+    unreadable: no loader of this user's reads it.
 
     Raises:
         ContentsError: something of it can't be read, or changes meanwhile.
     """
     path = os.path.expanduser(os.fspath(path))
-    try:
-        if not os.path.lexists(path):
-            return ""
-        found = [(one.name, _named(one.path, how)) for one in _files(path)]
-    except OSError as error:
-        raise ContentsError(f"{error.filename or path} can't be read: {error.strerror}") from error
-    return "files:" + digest_of(sorted(found))
+    if not os.path.lexists(path):
+        return ""
+    return "files:" + digest_of(_all_named(path, how))
 
 
-def model_of(path: str | os.PathLike[str], how: Fingerprint = Fingerprint.AUTO) -> str:
+def model_of(path: str | os.PathLike[str], how: Fingerprint | None = Fingerprint.AUTO) -> str:
     """Names what is in a model's folder or file. As `contents_of`, but a snapshot of the hub is named by its commit:
-    hosts that have fetched unlike parts of it share. Files that are not the hub's name it too.
+    hosts that have fetched unlike parts of it share. Files that are not the hub's, or not any more, name it too.
 
     Raises:
         ContentsError: as `contents_of`.
@@ -121,11 +158,16 @@ def model_of(path: str | os.PathLike[str], how: Fingerprint = Fingerprint.AUTO) 
     snapshot = _HUB_SNAPSHOT.search(folder)
     if not snapshot or not os.path.isdir(folder):
         return contents_of(folder, how)
-    try:
-        own = [(one.name, _named(one.path, how)) for one in _files(folder) if not _HUB_BLOB.search(one.path)]
-    except OSError as error:
-        raise ContentsError(f"{error.filename or folder} can't be read: {error.strerror}") from error
-    return f"hub:{snapshot[1]}@{snapshot[2]}" + (":" + digest_of(sorted(own)) if own else "")
+    return f"hub:{snapshot[1]}@{snapshot[2]}{_own(folder, how)}"
+
+
+def own_files_of(snapshot: str, how: Fingerprint | None = Fingerprint.AUTO) -> str:
+    """Names what is not the hub's in the folder of a snapshot. Empty: nothing, or there is no such folder.
+
+    Raises:
+        ContentsError: as `contents_of`.
+    """
+    return _own(snapshot, how) if os.path.isdir(snapshot) else ""
 
 
 def hub_name(path: str) -> str:
@@ -138,6 +180,8 @@ def snapshot_of(model: str, revision: str | None = None, file: str = "config.jso
     """The folder in which Hugging Face's cache of this host has a model of the hub. None: it has none, or `model` is
     none of the hub's. `file`: one that it must have.
     """
+    if uses_modelscope():
+        return None
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError:
@@ -149,10 +193,28 @@ def snapshot_of(model: str, revision: str | None = None, file: str = "config.jso
     return str(Path(found).parent) if isinstance(found, str) else None
 
 
+def uses_modelscope() -> bool:
+    """Whether engines of this environment take models from ModelScope, whose files nobody here can name."""
+    given = (os.environ.get(name, "").lower() for name in ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"))
+    return any(value not in ("", "0", "false", "no", "n", "off") for value in given)
+
+
+def _own(folder: str, how: Fingerprint | None) -> str:
+    own = [(name, named) for name, named in _all_named(folder, how) if named[0] != "hub"]
+    return ":" + digest_of(own) if own else ""
+
+
+def _all_named(path: str, how: Fingerprint | None) -> list[tuple[str, tuple[object, ...]]]:
+    try:
+        return sorted((one.name, _named_if_readable(one, how)) for one in _files(path))
+    except OSError as error:
+        raise ContentsError(f"{error.filename or path} can't be read: {error.strerror}") from error
+
+
 def _files(path: str) -> Iterator[_File]:
     """Of a folder, links to folders followed, each real folder once."""
     if not os.path.isdir(path):
-        yield _File(os.path.basename(path), os.path.realpath(path, strict=True))
+        yield _File(os.path.basename(path), os.path.realpath(path, strict=True), path, alone=True)
         return
     seen: set[str] = set()
     folders = [("", os.path.realpath(path, strict=True))]
@@ -161,36 +223,55 @@ def _files(path: str) -> Iterator[_File]:
         if folder in seen:
             continue
         seen.add(folder)
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                name = os.path.join(below, entry.name)
-                if entry.name.startswith(".") or entry.name == "__pycache__":
-                    continue
-                real = os.path.realpath(entry.path, strict=True)
-                if os.path.isdir(real):
-                    folders.append((name, real))
-                elif os.path.splitext(entry.name)[1].lower() not in _HARMLESS:
-                    yield _File(name, real)
+        try:
+            entries = sorted(os.listdir(folder))
+        except PermissionError:
+            if not below:
+                raise
+            yield _File(below, folder, folder)
+            continue
+        for entry in entries:
+            name, place = os.path.join(below, entry), os.path.join(folder, entry)
+            if entry.startswith(".") or entry == "__pycache__":
+                continue
+            if os.path.isdir(place):
+                folders.append((name, os.path.realpath(place, strict=True)))
+            elif os.path.splitext(entry)[1].lower() not in _HARMLESS:
+                yield _File(name, place, place)
 
 
-def _named(path: str, how: Fingerprint) -> tuple[object, ...]:
+def _named_if_readable(file: _File, how: Fingerprint | None) -> tuple[object, ...]:
+    try:
+        return _named(file._replace(path=os.path.realpath(file.path, strict=True)), how)
+    except PermissionError:
+        if file.alone:
+            raise
+        return ("unreadable",)
+
+
+def _named(file: _File, how: Fingerprint | None) -> tuple[object, ...]:
     """What is in this file, without links in its path."""
-    blob = _HUB_BLOB.search(path)
-    if blob:
-        return "hub", blob[1]
+    path, blob = file.path, _HUB_BLOB.search(file.path)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         before = os.fstat(fd)
         if not stat.S_ISREG(before.st_mode):
             raise ContentsError(f"{path} is not a file")
-        if how is Fingerprint.CONTENTS:
-            named: tuple[object, ...] = ("all", before.st_size, _digest(fd, path, 0, before.st_size))
-        elif _is_local(fd, path):
-            return "stat", before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino
+        times = _times(fd, path)
+        if blob and _is_the_hubs(fd, file, blob[1], how):
+            named: tuple[object, ...] = ("hub", blob[1])
+        elif how is Fingerprint.CONTENTS:
+            named = ("all", before.st_size, _digest(fd, path, 0, before.st_size))
+        elif times is _Times.TELL:
+            return ("stat", *_stamp(before))
+        elif times is _Times.SAY_NOTHING and how is not None:
+            named = ("all", before.st_size, _digest_once(fd, path, before, "xxh3", xxhash.xxh3_128()))
         else:
             last = max(before.st_size - END_BYTES, END_BYTES)
             ends = _digest(fd, path, 0, END_BYTES), _digest(fd, path, last, END_BYTES)
             named = ("ends", before.st_size, before.st_mtime_ns, *ends)
+            if times is _Times.SAY_NOTHING:
+                named = (*named, before.st_ctime_ns, before.st_ino)
         after = os.fstat(fd)
     finally:
         os.close(fd)
@@ -199,9 +280,50 @@ def _named(path: str, how: Fingerprint) -> tuple[object, ...]:
     return named
 
 
-def _digest(fd: int, path: str, begin: int, size_bytes: int) -> str:
+def _is_the_hubs(fd: int, file: _File, digest: str, how: Fingerprint | None) -> bool:
+    """Whether a file under this digest is what it was when it was fetched. The hub's digests are git's of small files,
+    and SHA-256 of large ones.
+    """
+    about = os.fstat(fd)
+    small = len(digest) == _GIT_DIGEST_CHARS
+    if not small and how is not Fingerprint.CONTENTS:
+        linked_ns = _linked_ns(file.place)
+        if linked_ns is not None and about.st_mtime_ns <= linked_ns:
+            return True  # it is linked to as soon as it is there
+    hashed: _Hasher = hashlib.sha256()
+    if small:
+        hashed = hashlib.sha1(b"blob %d\0" % about.st_size, usedforsecurity=False)
+    if how is Fingerprint.CONTENTS:
+        return _digest(fd, file.path, 0, about.st_size, hashed) == digest
+    return _digest_once(fd, file.path, about, "hub", hashed) == digest
+
+
+def _linked_ns(place: str) -> int | None:
+    """When the link to a blob was made, the last one where there are several. None: it is none."""
+    made = None
+    while os.path.islink(place):
+        made = os.lstat(place).st_mtime_ns
+        place = os.path.join(os.path.dirname(place), os.readlink(place))
+    return made
+
+
+def _stamp(about: os.stat_result) -> tuple[int, ...]:
+    return about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino
+
+
+def _digest_once(fd: int, path: str, about: os.stat_result, kind: str, hashed: _Hasher) -> str:
+    """Of all bytes, which are read again by this process if their file was written to, or is another one."""
+    stamp = (about.st_dev, *_stamp(about))
+    known = _digests.get((path, kind))
+    if known is None or known[0] != stamp:
+        known = stamp, _digest(fd, path, 0, about.st_size, hashed)
+        _digests[path, kind] = known
+    return known[1]
+
+
+def _digest(fd: int, path: str, begin: int, size_bytes: int, hashed: _Hasher | None = None) -> str:
     """Of so many bytes, or of those that there are."""
-    hashed = xxhash.xxh3_128()
+    hashed = xxhash.xxh3_128() if hashed is None else hashed
     at, end = begin, begin + size_bytes
     while at < end:
         read = os.pread(fd, min(_READ_BYTES, end - at), at)
@@ -212,9 +334,12 @@ def _digest(fd: int, path: str, begin: int, size_bytes: int) -> str:
     return hashed.hexdigest()
 
 
-def _is_local(fd: int, path: str) -> bool:
+def _times(fd: int, path: str) -> _Times:
     answer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _libc.fstatfs(fd, answer):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), path)
-    return ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF in _LOCAL
+    kind = ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF
+    if kind in _TIMES_TELL:
+        return _Times.TELL
+    return _Times.SAY_NOTHING if kind in _TIMES_SAY_NOTHING else _Times.UNKNOWN

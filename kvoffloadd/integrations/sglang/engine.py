@@ -91,7 +91,7 @@ def rank() -> TpRank:
 
 
 def agreed(number: int) -> int:
-    """The first rank's number, in all ranks that hold parts of the same keys; they all come here, once."""
+    """The first rank's number, in all ranks that hold parts of the same keys; they all come here, each time."""
     group = get_parallel().attn_tp_group
     if group.world_size == 1:
         return number

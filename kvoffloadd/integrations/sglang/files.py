@@ -6,14 +6,21 @@ engine is in doubt.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint, contents_of, snapshot_of
+from kvoffloadd.integrations.common.contents import (
+    ContentsError,
+    Fingerprint,
+    contents_of,
+    own_files_of,
+    snapshot_of,
+    uses_modelscope,
+)
+from kvoffloadd.integrations.common.remotecode import code_elsewhere
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -29,8 +36,9 @@ class Source(NamedTuple):
     download_dir: str | None = None
 
 
-def look_at(source: Source, how: Fingerprint, file: str = "config.json") -> str:
-    """Names what is there now; empty for a file that is not there. `file`: of a model of the hub, one that each has.
+def look_at(source: Source, how: Fingerprint | None, file: str = "config.json") -> str:
+    """Names what is there now; empty for a file that is not there. `how`: as for `contents_of`. `file`: of a model of
+    the hub, one that each has.
 
     Raises:
         ContentsError: it can't be told.
@@ -38,13 +46,22 @@ def look_at(source: Source, how: Fingerprint, file: str = "config.json") -> str:
     path = os.path.expanduser(source.path)
     if not source.hub or os.path.lexists(path):
         return contents_of(path, how)
-    if source.revision and _COMMIT.fullmatch(source.revision):
-        return f"hub:{source.revision}"
-    if not source.download_dir:
-        folder = Path(snapshot_of(source.path, source.revision, file) or "")
-        if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
-            return f"hub:{folder.name}"
+    folder = Path(_snapshot_of(source, file) or "")
+    if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
+        return f"hub:{folder.name}{own_files_of(str(folder), how)}"
+    if source.revision and _COMMIT.fullmatch(source.revision) and not uses_modelscope():
+        return f"hub:{source.revision}"  # it is not fetched yet
     raise ContentsError(f"nobody knows what is in {source.path!r}: give a local path, or a commit as --revision")
+
+
+def _snapshot_of(source: Source, file: str) -> str | None:
+    """In `download_dir`, of a commit alone."""
+    if not source.download_dir:
+        return snapshot_of(source.path, source.revision, file)
+    if not source.revision or not _COMMIT.fullmatch(source.revision) or uses_modelscope():
+        return None
+    repository = f"models--{source.path.replace('/', '--')}"
+    return os.path.join(os.path.expanduser(source.download_dir), repository, "snapshots", source.revision)
 
 
 def takes_code_from_elsewhere(model: Source) -> bool:
@@ -53,11 +70,7 @@ def takes_code_from_elsewhere(model: Source) -> bool:
     folder = path if os.path.lexists(path) else snapshot_of(model.path, model.revision)
     if folder is None:
         return True
-    try:
-        auto_map = json.loads(Path(folder, "config.json").read_bytes()).get("auto_map")
-    except (OSError, ValueError, AttributeError):  # SGLang says so, if it needs one
-        return False
-    return "--" in repr(auto_map)  # REPOSITORY--MODULE.CLASS
+    return bool(code_elsewhere(folder))
 
 
 class FilesAtStart:
@@ -86,13 +99,13 @@ class FilesAtStart:
         if isinstance(before, ContentsError):
             raise before
         named = look_at(source, how, self._file)
-        if look_at(source, Fingerprint.AUTO, self._file) != before:
+        if look_at(source, None, self._file) != before:
             raise ContentsError(f"{source.path!r} has changed since SGLang began to load it")
         return named
 
     def _look_or_error(self, source: Source) -> str | ContentsError:
         try:
-            return look_at(source, Fingerprint.AUTO, self._file)
+            return look_at(source, None, self._file)
         except ContentsError as error:
             return error
 

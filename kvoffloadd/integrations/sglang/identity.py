@@ -56,7 +56,7 @@ def from_elsewhere(arguments: Mapping[str, Any]) -> str:
     if arguments.get("trust_remote_code"):
         model = _source("model_path", str(arguments.get("model_path")), arguments)
         if takes_code_from_elsewhere(model):
-            return f"{model.path!r} takes code from another repository (auto_map in its config.json)"
+            return f"{model.path!r} takes code from another repository (auto_map in its configs)"
     return ""
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 
 from kvoffloadd.client import Client
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint
+from kvoffloadd.integrations.common.naming import digest_of
 from kvoffloadd.integrations.sglang import engine, versions
+from kvoffloadd.integrations.sglang.environment import VARIABLES
 from kvoffloadd.integrations.sglang.files import FILES
 from kvoffloadd.integrations.sglang.identity import from_elsewhere, identity_of
 from kvoffloadd.integrations.sglang.namespace import Computed, namespace_of
@@ -54,13 +57,21 @@ def _computed(how: Fingerprint, number: int) -> Computed:
     """
     arguments = engine.arguments()
     identity: object = None
-    doubt = from_elsewhere(arguments)
+    variables = VARIABLES.told_by(os.environ)
+    unlike = _unlike(variables)  # all ranks come here
+    doubt = from_elsewhere(arguments) or unlike
     if not doubt:
         try:
-            identity = identity_of(arguments, lambda source: FILES.identity(source, how))
+            identity = (identity_of(arguments, lambda source: FILES.identity(source, how)), variables)
         except ContentsError as error:
             doubt = str(error)
     if not engine.all_agree(not doubt):
         logger.warning("kvoffloadd: this engine shares with no other: %s", doubt or "another rank is in doubt")
         identity = ("in doubt", number)
     return Computed(arguments, identity, versions.check(), engine.has_amx())
+
+
+def _unlike(variables: list[tuple[str, str]]) -> str:
+    """Why this rank's environment is another one than the first rank's. Empty: it is the same."""
+    number = int(digest_of(variables)[:15], 16)
+    return "" if engine.agreed(number) == number else "its ranks have other environment variables (SGLANG_*)"

@@ -8,7 +8,7 @@ SUPPORTED = ("0.5.23",)
 
 
 def check() -> str:
-    """The installed release. Raises ImportError if there is no SGLang, or one that is not supported."""
+    """The whole version of the installed SGLang. Raises ImportError if there is none, or one that is not supported."""
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
@@ -16,4 +16,4 @@ def check() -> str:
     found = version.split("+")[0]
     if found not in SUPPORTED:
         raise ImportError(f"kvoffloadd supports SGLang {', '.join(SUPPORTED)}; installed is {version}")
-    return found
+    return version

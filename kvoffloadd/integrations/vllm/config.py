@@ -33,7 +33,7 @@ before its end a prefix needs of it. Of the others it needs all.
 DRAFTS = "kvoffloadd_drafts"
 """Key of extra_config under which it says which groups have layers of a draft model: their indices."""
 
-_IDENTITY_FORMAT = 2  # how an engine is named: what an earlier version of this project has named is not found again
+_IDENTITY_FORMAT = 3  # how an engine is named: what an earlier version of this project has named is not found again
 _CANONICAL_FORMAT = 1  # how parts are cut out of vLLM's canonical pages
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
@@ -68,11 +68,22 @@ class Options:
         )
 
 
-def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> NamespaceSpec:
-    """`config`: vLLM's OffloadingConfig. `platform`: of the engine's device. `release`: of vLLM.
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """What computes, and is no option. `device`: its kind, with its instruction sets. `vllm`: its whole version.
+    `convolutions`: in which order the states of convolutions lie ("SD" or "DS"), which vLLM decides by itself if other
+    connectors need it; all sizes are equal.
+    """
 
-    `seed`: PYTHONHASHSEED, None if it is not set. cache_salt and LoRA are in vLLM's block hashes, and so in the keys.
-    Raises UsageError as `share` does.
+    device: str
+    vllm: str
+    convolutions: str
+
+
+def namespace_of(config: Any, platform: Platform, seed: str | None) -> NamespaceSpec:
+    """`config`: vLLM's OffloadingConfig. `seed`: PYTHONHASHSEED, None if it is not set.
+
+    cache_salt and LoRA are in vLLM's block hashes, and so in the keys. Raises UsageError as `share` does.
     """
     identity: Mapping[str, Any] = config.extra_config[IDENTITY]
     revision = str(config.extra_config.get("revision") or "")
@@ -80,7 +91,7 @@ def namespace_of(config: Any, platform: str, release: str, seed: str | None) -> 
         model=fitting(str(identity["model"])),
         revision=fitting(revision + str(identity["weights"])),
         dtype=fitting(f"{config.model.dtype} {identity['dtype']}"),
-        layout=_layout(config, platform, release),
+        layout=fitting(_layout(config, platform)),
         parallel=_parallel(config),
         salt=fitting(_salt(config, identity, seed)),
         key_bytes=KEY_BYTES,
@@ -115,7 +126,7 @@ def _parallel(config: Any) -> str:
     return "tp{} pp{} pcp{} dcp{} of {}".format(*sizes)
 
 
-def _layout(config: Any, platform: str, release: str) -> str:
+def _layout(config: Any, platform: Platform) -> str:
     # A pipeline rank knows its own layers alone: names and sizes would differ from rank to rank.
     alone = config.parallel.pp_size == 1
     block_bytes, replicated = config.worker_kv_bytes_per_block, config.replicated_layout
@@ -137,7 +148,9 @@ def _layout(config: Any, platform: str, release: str) -> str:
         said += (("reaches", *sorted(config.extra_config[REACHES].items())),)
         if config.extra_config.get(DRAFTS):
             said += (("drafts", *config.extra_config[DRAFTS]),)
-    return f"vllm {release} {platform} {config.kv_cache_layout} {digest_of(said)}"
+    if config.extra_config.get(REACHES) != {}:  # it has states, or nobody has said that it has none
+        said += (("convolutions", platform.convolutions),)
+    return f"vllm {platform.vllm} {platform.device} {config.kv_cache_layout} {digest_of(said)}"
 
 
 def _salt(config: Any, identity: Mapping[str, Any], seed: str | None) -> str:

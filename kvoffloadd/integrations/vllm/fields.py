@@ -75,8 +75,8 @@ HARMLESS: Final = (
     _left_out(
         "engine",
         "kv_events_config ec_transfer_config ec_manager_config weight_transfer_config",
-        "transports (distributed/): embeddings of media are in the block hashes, and weights that were transferred "
-        "need a reset of the connector",
+        "transports (distributed/): hashes of media, or the uuids that requests give them, are in the block hashes, "
+        "and weights that were transferred need a reset of the connector",
     ),
     _left_out(
         "model",
@@ -202,7 +202,11 @@ ELSEWHERE: Final = (
     _left_out("engine", "quant_config", "made of model.quantization, model.quantization_config and the files"),
     _left_out("engine", "lora_config", "names the keys of requests with adapters (section lora)"),
     _left_out("engine", "speculative_config", "names the keys of the draft's groups (section speculative)"),
-    _left_out("engine", "kv_transfer_config", "this connector's own: parts and chunks are in the layout"),
+    _left_out(
+        "engine",
+        "kv_transfer_config",
+        "parts and chunks are in the layout; so is the order of keys and states, which vLLM chooses by the connectors",
+    ),
     _left_out(
         "model", "model model_weights revision hf_config_path generation_config", "what is in these files is named"
     ),

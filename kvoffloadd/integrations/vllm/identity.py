@@ -1,5 +1,5 @@
-"""What an engine computes with: the fields of vLLM's configuration that decide what is in a KV cache, and the contents
-of the files that they name.
+"""What an engine computes with: the fields of vLLM's configuration that decide what is in a KV cache, the environment
+variables that do, and the contents of the files that they name.
 
 It is read when the engine's configuration is made, before weights are loaded (`plugin`), and travels with the
 configuration to all of the engine's processes. Each of them looks at the files once more when it attaches to the
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import logging
 import os
 import secrets
@@ -23,6 +24,8 @@ from typing import Any, Final
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint, hub_name, model_of, snapshot_of
 from kvoffloadd.integrations.common.naming import digest_of
+from kvoffloadd.integrations.common.remotecode import code_elsewhere, names_in
+from kvoffloadd.integrations.vllm.environment import VARIABLES
 from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, SECTIONS, is_part
 
 logger = logging.getLogger("vllm.kvoffloadd")
@@ -74,7 +77,7 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
         said["adapters"] = _adapters(vllm_config)
         said["places"] = _places(vllm_config.model_config, vllm_config.load_config)
         said["seen"] = seen(said["places"])
-        said["weights"] = said["seen"] if how is Fingerprint.AUTO else seen(said["places"], how)
+        said["weights"] = named(said["places"], how)
     except (NamelessError, ContentsError) as error:
         said["doubt"] = str(error)
     if _has_drafts(vllm_config):
@@ -117,13 +120,20 @@ def attached(extra_config: dict[str, Any]) -> dict[str, Any]:
     return dict(said)
 
 
-def seen(places: Iterable[str], how: Fingerprint = Fingerprint.AUTO) -> str:
-    """What is at these places. Raises ContentsError where nothing is."""
+def seen(places: Iterable[str]) -> str:
+    """What these places look like: compared with a second look. Raises ContentsError where nothing is."""
+    return named(places, None)
+
+
+def named(places: Iterable[str], how: Fingerprint | None) -> str:
+    """What is at these places, as `contents_of` names it. Raises ContentsError where nothing is."""
     return "+".join(_named(place, how) for place in places)
 
 
 def fields_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> list[tuple[str, object]]:
-    """Name and value of each field that is part of the identity. Raises NamelessError, ContentsError."""
+    """Name and value of each field that is part of the identity, and the environment's. Raises NamelessError,
+    ContentsError.
+    """
     found: list[tuple[str, object]] = []
     for field in dataclasses.fields(vllm_config):
         if not is_part("engine", field.name):
@@ -133,6 +143,7 @@ def fields_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> list[tup
         found += _section(section, value)
     found += _model(vllm_config.model_config)
     found += _loader(vllm_config.load_config, how)
+    found.append(("environment", canonical(_environment(how), "environment")))
     return sorted(found, key=lambda one: one[0])
 
 
@@ -211,6 +222,12 @@ def _loader(load: Any, how: Fingerprint) -> Iterator[tuple[str, object]]:
     yield "load.extra", canonical(_with_contents(load.model_loader_extra_config, how), "load.extra")
 
 
+def _environment(how: Fingerprint) -> list[tuple[str, object]]:
+    """Variables that are set, and count. The value of one may be a file."""
+    told = VARIABLES.told_by(os.environ)
+    return [(name, _with_contents(value, how) if os.path.isfile(value) else value) for name, value in told]
+
+
 def _with_contents(value: object, how: Fingerprint) -> object:
     """Names of files that are there, wherever they stand, become what is in them."""
     if isinstance(value, str) and os.path.isabs(value) and os.path.lexists(value):
@@ -255,9 +272,9 @@ def _drafts(vllm_config: Any, how: Fingerprint) -> dict[str, Any]:
     elif drafting.model:
         places = [_place(str(drafting.model), drafting.revision)]
     as_seen = seen(places)
-    found.append(("files", as_seen if how is Fingerprint.AUTO else seen(places, how)))
-    named = digest_of(sorted(found, key=lambda one: one[0]))
-    return {"drafts": named, "draft_places": places, "draft_seen": as_seen}
+    found.append(("files", named(places, how)))
+    drafts = digest_of(sorted(found, key=lambda one: one[0]))
+    return {"drafts": drafts, "draft_places": places, "draft_seen": as_seen}
 
 
 def _own_drafts(said: Mapping[str, Any], why: str) -> dict[str, Any]:
@@ -274,11 +291,12 @@ def _places(model: Any, load: Any) -> list[str]:
         raise ContentsError(f"the weights are in an object storage, {model.model_weights}")
     places = [_place(str(model.model), model.revision)]
     if model.hf_config_path:
-        places.append(_place(str(model.hf_config_path), model.revision))
-    code = getattr(model.hf_config, "auto_map", None) if model.trust_remote_code else None
-    for name in _texts(code):
-        repository, separator, module = name.rpartition("--")
-        if separator:  # code of another repository than the model's
+        revision = getattr(model, "_hf_config_revision", None) or model.revision
+        places.append(_place(str(model.hf_config_path), revision))
+    if model.trust_remote_code:
+        code = [*names_in(getattr(model.hf_config, "auto_map", None)), *itertools.chain(*map(code_elsewhere, places))]
+        for name in dict.fromkeys(code):
+            repository, _, module = name.rpartition("--")
             places.append(_place(repository, model.code_revision, f"{module.partition('.')[0]}.py"))
     if not _generation(model):
         places.append(_place(str(model.generation_config), None, "generation_config.json"))
@@ -291,13 +309,14 @@ def _places(model: Any, load: Any) -> list[str]:
 def _place(name: str, revision: str | None, file: str = "config.json") -> str:
     if os.path.exists(os.path.expanduser(name)):
         return os.path.abspath(os.path.expanduser(name))
-    folder = snapshot_of(name, revision, file)
+    # vLLM has asked the hub which commit a branch has, and loads that one, whatever the branch has meanwhile.
+    folder = snapshot_of(name, getattr(revision, "resolved", revision), file)
     if folder is None:
         raise ContentsError(f"{name} is neither a place on this host, nor in its Hugging Face cache")
     return folder
 
 
-def _named(place: str, how: Fingerprint) -> str:
+def _named(place: str, how: Fingerprint | None) -> str:
     found = model_of(place, how)
     if not found:
         raise ContentsError(f"nothing is at {place}")

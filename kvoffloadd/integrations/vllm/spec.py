@@ -19,6 +19,7 @@ from kvoffloadd.integrations.vllm.config import (
     REACHES,
     STATES,
     Options,
+    Platform,
     instance_of,
     namespace_of,
     refuse_adapters,
@@ -69,7 +70,7 @@ class KVOffloaddSpec(OffloadingSpec):
         self.layer_facts = LayerFacts()
         """Of this rank's layers. `KVOffloaddConnector` sets it before there is a worker."""
         self._seed = os.environ.get("PYTHONHASHSEED")
-        self._namespace = namespace_of(config, _platform(), versions.check().number, self._seed)
+        self._namespace = namespace_of(config, _platform(), self._seed)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +132,12 @@ class KVOffloaddSpec(OffloadingSpec):
         )
 
 
-def _platform() -> str:
+def _platform() -> Platform:
+    states: Any = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
+    return Platform(_device(), versions.version(), str(states.get_conv_state_layout()))
+
+
+def _device() -> str:
     """What kind of device computes. On CPUs the instruction sets decide which of vLLM's kernels are loaded
     (`CpuPlatform.import_kernels`), and in which order these keep the numbers of a block (`_get_attn_isa`): engines of
     unlike processors share nothing.

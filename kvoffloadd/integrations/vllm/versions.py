@@ -33,13 +33,18 @@ def release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
+def version() -> str:
+    """Of the installed vLLM, in whole: a patch release may compute other bytes."""
+    return str(importlib.import_module("vllm").__version__)
+
+
 def check() -> VllmRelease:
     """The installed release. Raises ImportError if there is no vLLM, or one that is not supported."""
-    version = str(importlib.import_module("vllm").__version__)
-    known = RELEASES.get(release(version))
+    installed = version()
+    known = RELEASES.get(release(installed))
     if known is None:
         named = ", ".join(f"{one}.x" for one in SUPPORTED)
-        raise ImportError(f"kvoffloadd supports vLLM {named}; installed is {version}")
+        raise ImportError(f"kvoffloadd supports vLLM {named}; installed is {installed}")
     return known
 
 

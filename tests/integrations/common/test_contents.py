@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -20,18 +22,47 @@ from kvoffloadd.integrations.common.contents import (
     contents_of,
     hub_name,
     model_of,
+    own_files_of,
     snapshot_of,
 )
 
 BOTH = tuple(Fingerprint)
+Times = contents._Times
 ANCIENT = (1e9, 1e9)
-SHA = "0123456789abcdef" * 4
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever file system the tests have: one on a disk of this host."""
+    monkeypatch.setattr(contents, "_times", lambda *_: Times.TELL)
 
 
 @pytest.fixture
-def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+def foreign(local: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file system is none of the kernel's own."""
-    monkeypatch.setattr(contents, "_is_local", lambda *_: False)
+    monkeypatch.setattr(contents, "_times", lambda *_: Times.UNKNOWN)
+
+
+@pytest.fixture
+def image(local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system's times are those that its maker chose, or another's."""
+    monkeypatch.setattr(contents, "_times", lambda *_: Times.SAY_NOTHING)
+
+
+def blob_of(hub: Path, data: bytes, *, large: bool = False) -> Path:
+    """As the hub's client stores it."""
+    digest = hashlib.sha256(data) if large else hashlib.sha1(b"blob %d\0" % len(data) + data)
+    return write(hub / "blobs" / digest.hexdigest(), data)
+
+
+def snapshot(hub: Path, **files: bytes) -> Path:
+    """Of a model's folder in the hub's cache. `weights` are large ones."""
+    folder = hub / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    for name, data in files.items():
+        (folder / name).symlink_to(os.path.relpath(blob_of(hub, data, large=name == "weights"), folder))
+    return folder
 
 
 def write(path: Path, data: bytes = b"old", times: tuple[float, float] | None = ANCIENT) -> Path:
@@ -122,20 +153,106 @@ def test_all_bytes_count_if_asked_for(tmp_path: Path) -> None:
     assert contents_of(one.parent, Fingerprint.CONTENTS) != contents_of(other.parent, Fingerprint.CONTENTS)
 
 
+@pytest.mark.usefixtures("image")
+def test_all_bytes_count_where_times_say_nothing(tmp_path: Path) -> None:
+    """Two images with equal times and inodes; and a second look reads the ends alone."""
+    data = bytearray(4 * END_BYTES)
+    file = write(tmp_path / "m.safetensors", bytes(data))
+    before, seen = contents_of(file), contents_of(file, None)
+    data[2 * END_BYTES] = 1
+    other = write(tmp_path / "other" / "m.safetensors", bytes(data))
+    assert contents_of(other) != before
+    os.replace(other, file)
+    assert contents_of(file) != before, "what was read before is not taken for another file's"
+    assert contents_of(file, None) != seen
+
+
+@pytest.mark.usefixtures("image")
+def test_all_bytes_are_read_once_for_each_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an adapter each request asks again."""
+    file = write(tmp_path / "m.safetensors")
+    before = contents_of(file)
+    monkeypatch.setattr(contents, "_digest", None)
+    assert contents_of(file) == before
+    write(file, b"new")
+    with pytest.raises(TypeError):
+        contents_of(file)
+
+
+def test_memory_says_nothing_of_writes_through_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    path = Path(f"/dev/shm/kvoffloadd-test-{os.getpid()}")
+    try:
+        path.write_bytes(bytes(mmap.PAGESIZE))
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+            assert mapped[0] == 0, "mapped before it is named"
+            times = [path.stat().st_mtime_ns]
+            before = contents_of(path)
+            mapped[0] = 1
+            times.append(path.stat().st_mtime_ns)
+        contents._digests.clear()
+        assert times[0] == times[1]
+        assert contents_of(path) != before
+    finally:
+        path.unlink()
+
+
+def edit(link: Path, data: bytes) -> None:
+    """Through the link, in place, as editors do; long after it was made."""
+    link.write_bytes(data)
+    os.utime(link, (4e9, 4e9))
+
+
 @pytest.mark.parametrize("how", BOTH)
-def test_the_hubs_cache_names_files_by_their_contents(how: Fingerprint, tmp_path: Path) -> None:
-    found = []
-    for host in ("a", "b"):
-        blobs = tmp_path / host / "models--org--name" / "blobs"
-        blob = write(blobs / SHA, b"not looked at: " + host.encode(), times=None)
-        link = blobs.parent / "snapshots" / "c0ffee" / "m.safetensors"
-        link.parent.mkdir(parents=True)
-        link.symlink_to(os.path.relpath(blob, link.parent))
-        found.append(contents_of(link.parent, how))
-        link.unlink()
-        link.symlink_to(write(blobs / SHA[::-1]))
-        assert contents_of(link.parent, how) != found[-1]
+@pytest.mark.parametrize("named", [contents_of, model_of])
+def test_the_hubs_cache_names_files_by_their_contents(
+    named: Callable[..., str], how: Fingerprint, tmp_path: Path
+) -> None:
+    found = [named(snapshot(tmp_path / host / "models--org--m", weights=b"old"), how) for host in ("a", "b")]
     assert found[0] == found[1]
+    assert contents_of(snapshot(tmp_path / "c" / "models--org--m", weights=b"new"), how) != found[0]
+
+
+@pytest.mark.parametrize("how", [*BOTH, None])
+@pytest.mark.parametrize("named", [contents_of, model_of])
+@pytest.mark.parametrize("name", ["config.json", "weights"])
+def test_the_hubs_files_that_are_edited_in_place(
+    name: str, named: Callable[..., str], how: Fingerprint | None, tmp_path: Path
+) -> None:
+    """As model cards tell users to, who want longer contexts."""
+    folders = [
+        snapshot(tmp_path / host / "models--org--m", **{"config.json": b"{}", "weights": b"old"}) for host in ("a", "b")
+    ]
+    before = named(folders[0], how)
+    edit(folders[0] / name, b"new")
+    after = named(folders[0], how)
+    assert after != before
+    assert named(folders[1], how) == before
+    edit(folders[0] / name, b"NEW")
+    assert named(folders[0], how) not in (before, after)
+
+
+def test_the_hubs_weights_are_read_where_they_are_younger_than_their_link(tmp_path: Path) -> None:
+    """A copy may be; it is what it was, if all of its bytes are. By contents they are read in any case."""
+    folder = snapshot(tmp_path / "models--org--m", weights=b"old")
+    before = model_of(folder)
+    edit(folder / "weights", b"old")
+    assert model_of(folder) == before
+    link = write(tmp_path / "link", times=None)
+    link.unlink()
+    link.symlink_to(folder / "weights")
+    os.utime(link, (8e9, 8e9), follow_symlinks=False)
+    edit(folder / "weights", b"new")
+    assert contents_of(link) != contents_of(snapshot(tmp_path / "b" / "models--org--m", weights=b"old") / "weights")
+    os.utime(folder / "weights", ANCIENT)
+    assert model_of(folder, Fingerprint.CONTENTS) != before
+
+
+def test_large_files_of_the_hub_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as nobody has written to them, and nobody has asked for it."""
+    folder = snapshot(tmp_path / "models--org--m", weights=b"old")
+    monkeypatch.setattr(contents, "_digest", None)
+    assert model_of(folder) == model_of(folder, None) == f"hub:org--m@{COMMIT}"
 
 
 @pytest.mark.parametrize(
@@ -192,11 +309,53 @@ def test_what_is_no_file_says_nothing(tmp_path: Path) -> None:
         contents_of(tmp_path)
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root can read everything")
-def test_what_can_not_be_read(tmp_path: Path) -> None:
-    write(tmp_path / "m.safetensors").chmod(0)
-    with pytest.raises(ContentsError, match=r"m\.safetensors can't be read: Permission denied"):
-        contents_of(tmp_path)
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of files and folders that nobody may read, whoever runs the tests."""
+    names: set[str] = set()
+
+    def refusing(call: Any) -> Any:
+        def refuse(path: Any, *arguments: Any, **named: Any) -> Any:
+            if os.path.basename(path) in names:
+                raise PermissionError(13, "Permission denied", path)
+            return call(path, *arguments, **named)
+
+        return refuse
+
+    for name in ("open", "listdir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    return names
+
+
+@pytest.mark.parametrize("how", [*BOTH, None])
+@pytest.mark.parametrize("name", ["lost+found", "own.py"])
+def test_what_no_loader_may_read_either(name: str, how: Fingerprint | None, closed: set[str], tmp_path: Path) -> None:
+    """A volume of its own has `lost+found`. It counts as it is: readable is another name."""
+    model = tmp_path / "model"
+    write(model / "m.safetensors")
+    alone = contents_of(model, how)
+    write(model / name) if name.endswith(".py") else write(model / name / "file")
+    readable = contents_of(model, how)
+    closed.add(name)
+    assert len({alone, readable, contents_of(model, how)}) == 3
+    assert contents_of(model, how) == contents_of(model, how)
+
+
+def test_a_model_that_can_not_be_read(closed: set[str], tmp_path: Path) -> None:
+    file = write(tmp_path / "model" / "m.safetensors")
+    for path in (file, file.parent):
+        closed.add(path.name)
+        with pytest.raises(ContentsError, match=rf"{path.name} can't be read: Permission denied"):
+            contents_of(path)
+
+
+def test_a_link_to_nowhere_that_no_loader_would_follow(tmp_path: Path) -> None:
+    write(tmp_path / "model" / "m.safetensors")
+    before = contents_of(tmp_path / "model")
+    (tmp_path / "model" / "README.md").symlink_to(tmp_path / "gone")
+    assert contents_of(tmp_path / "model") == before
+    (tmp_path / "model" / "folder.md").symlink_to(write(tmp_path / "elsewhere" / "m.safetensors").parent)
+    assert contents_of(tmp_path / "model") != before
 
 
 def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,14 +377,18 @@ def test_options() -> None:
         Fingerprint.of("head", "--flag")
 
 
-def test_file_systems_of_the_kernel_are_local(tmp_path: Path) -> None:
+def test_what_times_say_on_which_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the tests' own one nothing is known, of shared memory it is."""
-    for folder, expected in ((Path("/dev/shm"), True), (Path("/proc/self"), False)):
+    monkeypatch.undo()
+    for folder, expected in ((Path("/dev/shm"), Times.SAY_NOTHING), (Path("/proc/self"), Times.UNKNOWN)):
         fd = os.open(folder, os.O_RDONLY)
-        assert contents._is_local(fd, str(folder)) is expected
+        assert contents._times(fd, str(folder)) is expected
         os.close(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        contents._is_local(fd, "closed")
+        contents._times(fd, "closed")
+    assert not contents._TIMES_TELL & contents._TIMES_SAY_NOTHING
+    for image_or_memory in (0x73717368, 0xE0F5E1E2, 0x794C7630, 0x01021994):  # statfs(2), linux/magic.h
+        assert image_or_memory in contents._TIMES_SAY_NOTHING
 
 
 # --- models of the hub ---
@@ -258,24 +421,27 @@ def test_without_the_hubs_client_nothing_is_known(monkeypatch: pytest.MonkeyPatc
     assert snapshot_of("org/name") is None
 
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
+@pytest.mark.parametrize("variable", ["VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"])
+def test_models_of_another_hub_are_not_looked_for(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of that name in the cache may be another one."""
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub("/hub/snapshots/c0ffee/config.json"))
+    for value, found in (("False", True), ("0", True), ("True", False), ("1", False)):
+        monkeypatch.setenv(variable, value)
+        assert (snapshot_of("org/name", "") is not None) is found
 
 
 @pytest.mark.parametrize("how", BOTH)
 def test_a_snapshot_of_the_hub_is_named_by_its_commit(how: Fingerprint, tmp_path: Path) -> None:
     """Whatever of it has been fetched; a file that is not the hub's is named too."""
-    models = tmp_path / "models--org--name"
-    blob = write(models / "blobs" / SHA)
-    folder = models / "snapshots" / COMMIT
-    folder.mkdir(parents=True)
-    (folder / "config.json").symlink_to(blob)
+    folder = snapshot(tmp_path / "models--org--name", **{"config.json": b"{}"})
     assert model_of(folder, how) == f"hub:org--name@{COMMIT}"
     assert hub_name(str(folder)) == "org/name"
-    (folder / "model.safetensors").symlink_to(blob)
+    (folder / "model.safetensors").symlink_to(blob_of(folder.parents[1], b"weights", large=True))
     assert model_of(folder, how) == f"hub:org--name@{COMMIT}"
     own = write(folder / "own.py")
     before = model_of(folder, how)
-    assert before != f"hub:org--name@{COMMIT}"
+    assert before == f"hub:org--name@{COMMIT}{own_files_of(str(folder), how)}" != f"hub:org--name@{COMMIT}"
+    assert own_files_of(str(tmp_path / "nowhere"), how) == ""
     write(own, b"new")
     assert model_of(folder, how) != before
 

@@ -6,12 +6,13 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from kvoffloadd.integrations.common import contents
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint
-from kvoffloadd.integrations.sglang.files import FilesAtStart, Source, look_at
+from kvoffloadd.integrations.sglang.files import FilesAtStart, Source, look_at, takes_code_from_elsewhere
 
 COMMIT, NEWER = "0123456789" * 4, "f" * 40
 
@@ -31,12 +32,12 @@ def test_what_is_as_it_was_is_known(how: Fingerprint, tmp_path: Path) -> None:
     assert files.identity(source, how) == look_at(source, how)
 
 
-@pytest.mark.parametrize("local", [True, False])
+@pytest.mark.parametrize("times", contents._Times)
 @pytest.mark.parametrize("how", Fingerprint)
 def test_what_was_written_again_is_in_doubt(
-    how: Fingerprint, local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: Fingerprint, times: contents._Times, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contents, "_is_local", lambda *_: local)
+    monkeypatch.setattr(contents, "_times", lambda *_: times)
     files = FilesAtStart()
     source = write(tmp_path / "m.gguf", "old")
     files.look([source])
@@ -51,8 +52,8 @@ def test_what_changes_while_it_is_named_is_in_doubt(tmp_path: Path, monkeypatch:
     files.look([source])
     digest = contents._digest
 
-    def slow(fd: int, path: str, begin: int, size_bytes: int) -> str:
-        found = digest(fd, path, begin, size_bytes)
+    def slow(*given: Any) -> str:
+        found = digest(*given)
         write(tmp_path / "m.gguf", "new")
         return found
 
@@ -103,6 +104,47 @@ def test_models_of_the_hub_are_named_by_commit(cached: dict[tuple[str, str | Non
     cached[("org/m", None, "config.json")] = NEWER
     with pytest.raises(ContentsError, match="has changed"):
         files.identity(newest, Fingerprint.AUTO)
+
+
+@pytest.mark.parametrize("by_folder", [True, False])
+def test_models_of_the_hub_that_are_edited_in_its_cache(
+    by_folder: bool, cached: dict[tuple[str, str | None, str], str], tmp_path: Path
+) -> None:
+    """The commit does not say so. `by_folder`: of `--download-dir`."""
+    folder = tmp_path / ("models--org--m/snapshots" if by_folder else "snapshots") / COMMIT
+    source = Source("org/m", True, COMMIT, str(tmp_path) if by_folder else None)
+    assert look_at(source, Fingerprint.AUTO) == f"hub:{COMMIT}", "it is not fetched yet"
+    files = FilesAtStart()
+    files.look([source])
+    cached[("org/m", COMMIT, "config.json")] = COMMIT
+    folder.mkdir(parents=True)
+    assert files.identity(source, Fingerprint.AUTO) == f"hub:{COMMIT}", "it was fetched meanwhile"
+    write(folder / "config.json", "edited")
+    assert look_at(source, Fingerprint.AUTO) != f"hub:{COMMIT}"
+    with pytest.raises(ContentsError, match="has changed"):
+        files.identity(source, Fingerprint.AUTO)
+
+
+def test_models_of_modelscope_are_not_known(
+    cached: dict[tuple[str, str | None, str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached[("org/m", None, "config.json")] = COMMIT
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    for source in (Source("org/m", True), Source("org/m", True, COMMIT), Source("org/m", True, COMMIT, "/anywhere")):
+        with pytest.raises(ContentsError, match="nobody knows"):
+            look_at(source, Fingerprint.AUTO)
+
+
+@pytest.mark.parametrize("name", ["config.json", "preprocessor_config.json"])
+def test_code_of_another_repository(name: str, tmp_path: Path) -> None:
+    own, others = '{"auto_map": {"AutoModel": "m.Own"}}', '{"auto_map": {"AutoModel": ["org/code--m.Own", null]}}'
+    assert takes_code_from_elsewhere(Source("org/never-fetched", True))
+    for text, elsewhere in ((own, False), (others, True), ("[]", False), ("no JSON", False)):
+        write(tmp_path / name, text)
+        assert takes_code_from_elsewhere(Source(str(tmp_path))) is elsewhere
+    write(tmp_path / name, own)
+    write(tmp_path / "tokenizer_config.json", others)
+    assert not takes_code_from_elsewhere(Source(str(tmp_path))), "token ids are named"
 
 
 def test_a_folder_that_is_no_snapshot_names_nothing(

@@ -12,6 +12,7 @@ import pytest
 
 from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.integrations.common.contents import Fingerprint
+from kvoffloadd.integrations.sglang.environment import HARMLESS
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.namespace import namespace_of
 from kvoffloadd.integrations.sglang.pools import TpRank
@@ -121,6 +122,56 @@ def test_a_rank_that_is_sure_goes_with_one_that_is_not(
     assert named(1) != named(2)
     assert asked == [True, True]
     assert "another rank is in doubt" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["SGLANG_MAMBA_SSM_DTYPE", "SGLANG_HUMMING_ONLINE_QUANT_CONFIG", "SGLANG_OF_TOMORROW"])
+def test_variables_that_are_not_known_to_be_harmless_are_part(
+    name: str, sglang: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(sglang)
+    found = [named()]
+    for value in ("a", "b"):
+        monkeypatch.setenv(name, value)
+        assert named(1) == named(2)
+        found.append(named())
+    assert len({one.salt for one in found}) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["SGLANG_RUN_ID", "SGLANG_PORT", "SGLANG_CACHE_DIR", "SGLANG_PLUGINS", "SGLANG_SERVICE_HOST", "VLLM_X"]
+)
+def test_variables_in_which_engines_may_differ(
+    name: str, sglang: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(sglang)
+    before = named()
+    monkeypatch.setenv(name, "another")
+    assert named() == before
+
+
+def test_ranks_of_other_variables_share_with_nobody(
+    sglang: SimpleNamespace, model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would compute parts of one key in two ways."""
+    begin(sglang)
+    monkeypatch.setattr(importlib.import_module(f"{ADAPTER}.engine"), "agreed", lambda number: number + 1)
+    assert named(1) != named(2)
+    assert "its ranks have other environment variables" in caplog.text
+
+
+def harmless_table() -> str:
+    """As docs/SGLANG.md has it: paste it there."""
+    rows = ["| variables, without `SGLANG_` | why they are harmless |", "|---|---|"]
+    names = [", ".join(f"`{name}`" for name in sorted(left.names)) for left in HARMLESS]
+    rows += [f"| {each} | {left.reason} |" for each, left in zip(names, HARMLESS, strict=True)]
+    return "\n".join(rows)
+
+
+def test_harmless_variables_are_documented_with_their_reasons() -> None:
+    document = Path(__file__).parents[3] / "docs" / "SGLANG.md"
+    assert harmless_table() in document.read_text(encoding="utf-8")
+    names = [name for left in HARMLESS for name in left.names]
+    assert len(set(names)) == len(names)
 
 
 def test_weights_taken_from_another_model_in_place(sglang: SimpleNamespace, model: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from kvoffloadd.integrations.common.contents import Fingerprint
 from kvoffloadd.integrations.vllm.config import (
     REACHES,
     Options,
+    Platform,
     instance_of,
     namespace_of,
     refuse_adapters,
@@ -20,10 +21,11 @@ from kvoffloadd.integrations.vllm.config import (
 from tests.integrations.vllm.fakes import Cache, Config, GroupConfig, Model, Parallel, identified, of_size
 
 BASE = Config()
+PLATFORM = Platform("cpu", "0.32.0", "SD")
 
 
 def named(config: Config, seed: str | None = None) -> NamespaceSpec:
-    return namespace_of(config, "cpu", "0.32", seed)
+    return namespace_of(config, PLATFORM, seed)
 
 
 def test_ranks_and_engines_share_one() -> None:
@@ -52,6 +54,29 @@ def test_ranks_and_engines_share_one() -> None:
 )
 def test_what_differs_has_another(changed: Config) -> None:
     assert named(changed) != named(BASE)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        Platform("cuda", "0.32.0", "SD"),
+        Platform("cpu", "0.32.1", "SD"),
+        Platform("cpu", "0.32.0+cpu", "SD"),
+        Platform("cpu", "0.32.0rc1", "SD"),
+        Platform("cpu", "0.32.0", "DS"),
+    ],
+)
+def test_what_computes_is_named(changed: Platform) -> None:
+    """By its whole version: what a patch release mends must not be found again."""
+    assert namespace_of(BASE, changed, None) != named(BASE)
+
+
+def test_the_order_of_states_is_named_where_there_may_be_some() -> None:
+    """Engines that are known to have none share: vLLM turns states around for connectors, whatever the model is."""
+    for reaches, differs in ((None, True), ({1: 1}, True), ({}, False)):
+        config = replace(BASE, extra_config=identified() | ({} if reaches is None else {REACHES: reaches}))
+        one, other = (namespace_of(config, replace(PLATFORM, convolutions=order), None) for order in ("SD", "DS"))
+        assert (one != other) is differs
 
 
 def test_the_place_of_a_model_is_no_part() -> None:

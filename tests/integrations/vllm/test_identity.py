@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import hashlib
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,9 @@ from typing import Any
 import pytest
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.common import contents
 from kvoffloadd.integrations.common.contents import Fingerprint, model_of
-from kvoffloadd.integrations.vllm import identity
+from kvoffloadd.integrations.vllm import environment, identity
 from kvoffloadd.integrations.vllm.fields import ELSEWHERE, HARMLESS, PARTS, SECTIONS, is_judged, is_part
 from kvoffloadd.integrations.vllm.identity import IDENTITY, NamelessError, attached, canonical, fields_of, identity_of
 from tests.integrations.vllm.configs import judged, model_config, section, vllm_config, with_files
@@ -31,6 +34,12 @@ WALKED = [
     if field not in ("model_weights", "load_format", "hf_config_path", "model")  # places: see below
 ]
 READ_ONCE_MORE = {"model.multimodal_config", "model.generation_config", "load.model_loader_extra_config"}
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever file system the tests have: one on a disk of this host."""
+    monkeypatch.setattr(contents, "_times", lambda *_: contents._Times.TELL)
 
 
 @pytest.fixture
@@ -288,13 +297,13 @@ def test_a_model_of_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.Mo
     folders = [with_files(tmp_path / host / f"models--org--m/snapshots/{commits[0]}") for host in ("a", "b")]
     other = with_files(tmp_path / f"a/models--org--m/snapshots/{commits[1]}")
     for folder in (*folders, other):
-        blob = folder.parents[1] / "blobs" / ("e" * 64)
+        blob = folder.parents[1] / "blobs" / hashlib.sha256(b"old").hexdigest()
         blob.parent.mkdir(exist_ok=True)
         blob.write_bytes(b"old")
         for file in folder.iterdir():
             file.unlink()
             file.symlink_to(blob)
-    (folders[1] / "README.txt").symlink_to(folders[1].parents[1] / "blobs" / ("e" * 64))
+    (folders[1] / "README.txt").symlink_to(folders[1].parents[1] / "blobs" / hashlib.sha256(b"old").hexdigest())
     said = [one(folder) for folder in (*folders, other)]
     assert [each.pop("places") for each in said] == [[str(folder)] for folder in (*folders, other)]
     assert said[0] == said[1] != said[2]
@@ -306,6 +315,28 @@ def test_a_model_of_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.Mo
     assert by_name == said[0]
     (folders[0] / "own.py").write_text("changed by hand")
     assert one(folders[0])["weights"] != said[0]["weights"]
+
+
+def test_the_commit_of_a_branch_is_the_one_that_vllm_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else fetches the branch meanwhile, and the cache has another commit of it."""
+
+    class Resolved(str):
+        resolved = "0123456789" * 4
+
+    asked = []
+
+    def snapshot_of(*given: Any) -> str:
+        asked.append(given)
+        return str(with_files(tmp_path / "snapshot"))
+
+    monkeypatch.setattr(identity, "snapshot_of", snapshot_of)
+    config = vllm_config(tmp_path, {"model.model": "org/m", "model.revision": Resolved("main")})
+    assert not identity_of(config)["doubt"]
+    config.model_config.hf_config_path = "org/config"
+    config.model_config._hf_config_revision = Resolved("v2")
+    assert not identity_of(config)["doubt"]
+    assert asked[0] == asked[1] == ("org/m", Resolved.resolved, "config.json")
+    assert asked[2] == ("org/config", Resolved.resolved, "config.json")
 
 
 def test_code_of_another_repository(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,6 +353,91 @@ def test_code_of_another_repository(model: Path, tmp_path: Path, monkeypatch: py
     assert len(one(model, **values, **{"model.trust_remote_code": False})["places"]) == 1
     assert one(model, **values, **{"model.trust_remote_code": True})["places"] == [str(model), str(code)]
     assert asked == [("org/code", "v2", "modeling_own.py")]
+    (model / "preprocessor_config.json").write_text('{"auto_map": {"AutoProcessor": "org/eyes--processing.Own"}}')
+    assert one(model, **values, **{"model.trust_remote_code": False})["places"] == [str(model)]
+    one(model, **values, **{"model.trust_remote_code": True})
+    assert asked[1:] == [("org/code", "v2", "modeling_own.py"), ("org/eyes", "v2", "processing.py")]
+
+
+# --- environment ---
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", ("", '{"dtype": "int4"}')),
+        ("VLLM_MARLIN_INPUT_DTYPE", ("int8", "fp8")),
+        ("VLLM_PP_LAYER_PARTITION", ("1,3", "3,1")),
+        ("VLLM_OF_TOMORROW", ("0", "1")),
+    ],
+)
+def test_variables_that_are_not_known_to_be_harmless_are_part(
+    name: str, values: tuple[str, str], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [one(model)]
+    for value in values:
+        monkeypatch.setenv(name, value)
+        said += [one(model), one(model)]
+    assert said[1] == said[2] and said[3] == said[4]
+    assert len({each["fields"] for each in said}) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("VLLM_HOST_IP", "VLLM_LOGGING_LEVEL", "VLLM_CACHE_ROOT", "VLLM_PLUGINS", "VLLM_ENGINE_READY_TIMEOUT_S"),
+        *("VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_USE_MODELSCOPE", "HOME", "CUDA_VISIBLE_DEVICES", "MY_VLLM_NAME"),
+        *("VLLM_PORT", "VLLM_SERVICE_HOST", "VLLM_SERVICE_PORT_HTTP", "VLLM_PORT_8000_TCP", "VLLM_QWEN_SERVICE_HOST"),
+        *("VLLM_QWEN_PORT", "VLLM_QWEN_PORT_8000_TCP_ADDR", "VLLM_QWEN_PORT_53_UDP_PROTO"),
+    ],
+)
+def test_variables_in_which_engines_may_differ(name: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes' too, which tells of services whose names begin with vllm."""
+    before = one(model)
+    monkeypatch.setenv(name, "another")
+    assert one(model) == before
+
+
+def test_a_variable_may_name_a_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    for name, text in (("a", "{}"), ("b", "{}"), ("b", "[]")):
+        file = tmp_path / name / "quantization.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(file))
+        said.append(identity_of(vllm_config(model), Fingerprint.CONTENTS)["fields"])
+    assert said[0] == said[1] != said[2]
+
+
+def test_models_of_modelscope_are_a_doubt(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hugging Face's cache may have another model of that name."""
+    hub = SimpleNamespace(try_to_load_from_cache=lambda *_, **__: str(model / "config.json"))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    config = vllm_config(model, {"model.model": "org/m"})
+    assert not identity_of(config)["doubt"]
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert "neither a place" in identity_of(config)["doubt"]
+    assert not identity_of(vllm_config(model))["doubt"], "a place is a place"
+
+
+def test_every_variable_is_judged_once() -> None:
+    names = [name for left in (*environment.HARMLESS, *environment.ELSEWHERE) for name in left.names]
+    assert len(set(names)) == len(names)
+    assert all(len(left.reason) > 10 for left in (*environment.HARMLESS, *environment.ELSEWHERE))
+
+
+def harmless_variables_table() -> str:
+    """As docs/VLLM.md has it: paste it there."""
+    rows = ["| variables, without `VLLM_` | why they are harmless |", "|---|---|"]
+    for left in environment.HARMLESS:
+        names = ", ".join(f"`{name}`" for name in sorted(left.names))
+        rows.append(f"| {names} | {left.reason} |")
+    return "\n".join(rows)
+
+
+def test_harmless_variables_are_documented_with_their_reasons() -> None:
+    document = Path(__file__).parents[3] / "docs" / "VLLM.md"
+    assert harmless_variables_table() in document.read_text(encoding="utf-8")
 
 
 # --- attaching ---
@@ -346,15 +462,15 @@ def test_files_that_are_gone_are_a_doubt(model: Path) -> None:
 def test_all_bytes_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By contents, too: whether files have changed meanwhile is told by what the file system says of them."""
     extra: dict[str, Any] = {IDENTITY: identity_of(vllm_config(model), Fingerprint.CONTENTS)}
-    asked: list[Fingerprint] = []
+    asked: list[Fingerprint | None] = []
 
-    def named(place: str, how: Fingerprint) -> str:
+    def named(place: str, how: Fingerprint | None) -> str:
         asked.append(how)
         return model_of(place, how)
 
     monkeypatch.setattr(identity, "model_of", named)
     assert not attached(extra)["doubt"]
-    assert asked == [Fingerprint.AUTO]
+    assert asked == [None]
     (model / "config.json").write_bytes(b"new")
     assert attached(extra)["doubt"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffloadd.client import Client, KeyState, Outcome, Registration
 from kvoffloadd.integrations.vllm.caches import announced, registered
-from kvoffloadd.integrations.vllm.config import namespace_of
+from kvoffloadd.integrations.vllm.config import Platform, namespace_of
 from kvoffloadd.integrations.vllm.parts import LayerFacts, share
 from kvoffloadd.model import U8Array
 from scripts.harness.daemon import Daemon
@@ -104,7 +104,7 @@ class Engine:
         return Rank(client, registration, [one.numpy().view(np.uint8) for one in tensors], share(config).writes)
 
     def _client(self, config: Config) -> Client:
-        spec = namespace_of(config, "cpu", "0.32", None)
+        spec = namespace_of(config, Platform("cpu", "0.32.0", "SD"), None)
         client = Client(self._daemon.socket, namespace=spec, instance=self._instance)
         client.connect()
         return self._daemon.welcome(client)

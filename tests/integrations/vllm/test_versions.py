@@ -22,6 +22,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 def test_a_known_release(monkeypatch: pytest.MonkeyPatch, version: str, tells: bool) -> None:
     install(monkeypatch, version)
     assert versions.check().number == versions.release(version)
+    assert versions.version() == version
     assert versions.check().tells_of_sleep is tells
 
 
