@@ -312,7 +312,8 @@ def test_vllm_is_wrapped_once(folder: Path, vllm: SimpleNamespace) -> None:
 
 def test_a_request_that_spans_a_load_stays_unlike(folder: Path, vllm: SimpleNamespace, engine: Any) -> None:
     """It was computed with both; vLLM hands the stores of a step to ranks in the next one, after the load."""
-    name = engine.ask(lora(folder)).kvoffloadd_adapter.loaded
+    spanning = engine.ask(lora(folder))
+    name = spanning.kvoffloadd_adapter.loaded
     assert adapters.RANK.is_loaded(name)
     old = folder.rename(folder.with_name("kept"))
     train(folder, b"new")
@@ -324,7 +325,9 @@ def test_a_request_that_spans_a_load_stays_unlike(folder: Path, vllm: SimpleName
     assert engine.rank.loaded == {1: "old"}
     assert state_at(lora(folder)) == name.state
     assert not adapters.RANK.is_loaded(name), "it is back, but not in what was computed between"
-    assert not shares(engine.ask(lora(folder)))
+    again = engine.ask(lora(folder))
+    assert not shares(again)
+    assert again.block_hashes != spanning.block_hashes, "nor in vLLM's own prefix cache"
 
 
 def test_a_rank_tells_what_it_has_replaced_by_itself(folder: Path, engine: Any) -> None:
