@@ -235,6 +235,7 @@ def test_where_adapters_are_named() -> None:
     assert list(inspect.signature(EngineCore.remove_lora).parameters) == ["self", "lora_id"]
     assert list(inspect.signature(EngineCore.add_request).parameters)[:2] == ["self", "request"]
     assert {"method", "args"} <= set(inspect.signature(Executor.collective_rpc).parameters)
+    assert isinstance(Executor.is_sleeping, property)
 
 
 def test_requests_can_be_hashed_again() -> None:

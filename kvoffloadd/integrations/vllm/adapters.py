@@ -86,9 +86,9 @@ class AdapterNames:
             setattr(request, _NOTED, noted)
         return noted
 
-    def settle(self, request: Any, add_lora: Callable[[Any], object]) -> None:
+    def settle(self, request: Any, add_lora: Callable[[Any], object] | None) -> None:
         """Before the scheduler has it: the request's name is that of what is loaded. `add_lora`: vLLM's, which has
-        `learn` called; to an adapter that is loaded it does nothing.
+        `learn` called; to an adapter that is loaded it does nothing. None: ranks can load nothing now.
         """
         noted = self.adapter_of(request)
         if noted is None:
@@ -97,12 +97,7 @@ class AdapterNames:
         named = self._named.get(lora.lora_int_id)
         # Of files that were written again it may be that they are loaded: vLLM had dropped the adapter.
         if named is None or lora.load_inplace or seen not in (named.loaded.state, named.seen):
-            try:
-                add_lora(lora)
-            except Exception:
-                logger.exception("kvoffloadd: the LoRA adapter at %s can't be loaded", lora.lora_path)
-            named = self._named[lora.lora_int_id]
-            named.seen = seen
+            named = self._asked(lora, seen, add_lora)
         if noted is not named:
             setattr(request, _NOTED, named)
             request.block_hashes.clear()
@@ -140,6 +135,17 @@ class AdapterNames:
         """Some rank told that it has, by itself, loaded something else than these."""
         for number in [number for number, named in self._named.items() if named.loaded.state in states]:
             self.forget(number)
+
+    def _asked(self, lora: Any, seen: str, add_lora: Callable[[Any], object] | None) -> NamedAdapter:
+        if add_lora is None:
+            return self._nameless(lora.lora_int_id)
+        try:
+            add_lora(lora)
+        except Exception:
+            logger.exception("kvoffloadd: the LoRA adapter at %s can't be loaded", lora.lora_path)
+        named = self._named[lora.lora_int_id]
+        named.seen = seen
+        return named
 
     def _contents(self, lora: Any, state: str) -> str:
         """What names a state with the user's choice of `fingerprint`. Empty: not known, or it is no more there."""
@@ -184,7 +190,8 @@ def name_adapters(names: AdapterNames) -> None:
 
     @functools.wraps(add_request)
     def settling(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-        names.settle(request, self.add_lora)
+        # The memory that adapters are loaded into may be taken away.
+        names.settle(request, None if self.model_executor.is_sleeping else self.add_lora)
         return add_request(self, request, *arguments, **named)
 
     hashes._gen_lora_extra_hash_keys = _over(extra_keys, with_salt)

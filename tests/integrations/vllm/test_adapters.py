@@ -80,6 +80,8 @@ class WorkerLoRAManager:
 class EngineCore:
     """With one rank, in its own process, as vLLM's uniprocess executor has it."""
 
+    is_sleeping = False
+
     def __init__(self) -> None:
         self.rank: Any = sys.modules[adapters._LOADER].WorkerLoRAManager()
         self.model_executor = self
@@ -212,6 +214,18 @@ def test_a_request_that_was_made_before_a_load_and_comes_after_it(folder: Path, 
     engine.add_lora(lora(folder, load_inplace=True))
     engine.add_request(made)
     assert made.block_hashes == engine.ask(lora(folder)).block_hashes != old.block_hashes
+
+
+def test_a_request_that_comes_while_the_engine_sleeps(folder: Path, engine: Any) -> None:
+    """The memory that adapters are loaded into is gone."""
+    engine.is_sleeping = True
+    engine.add_request(asleep := FakeRequest(lora(folder)))
+    assert engine.rank.loaded == {}
+    assert not shares(asleep)
+    engine.is_sleeping = False
+    awake = engine.ask(lora(folder))
+    assert shares(awake)
+    assert awake.block_hashes != asleep.block_hashes
 
 
 def test_requests_that_load_in_place_are_named_by_what_they_load(folder: Path, engine: Any) -> None:
