@@ -171,7 +171,7 @@ def name_adapters(names: AdapterNames) -> None:
     def with_salt(request: Any) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = extra_keys(request)
         named = names.adapter_of(request)
-        return found if named is None else [*found, ("lora contents", named.salt)]
+        return found if named is None else [*found, ("lora loaded", named.salt)]
 
     @functools.wraps(add_lora)
     def learning(self: Any, lora_request: Any) -> Any:

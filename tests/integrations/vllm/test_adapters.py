@@ -318,7 +318,7 @@ def test_vllm_is_wrapped_once(folder: Path, vllm: SimpleNamespace) -> None:
     started(vllm, settings="rank 16")
     engine = started(vllm, settings="rank 8")
     (hashed,) = engine.ask(lora(folder)).block_hashes
-    assert hashed[1:] == (("lora contents", engine.names._named[1].salt),)
+    assert hashed[1:] == (("lora loaded", engine.names._named[1].salt),)
 
 
 # --- ranks ---
