@@ -14,6 +14,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -36,8 +37,9 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from vllm.v1.request import RequestStatus
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, adapters, versions
-from kvoffloadd.integrations.vllm.adapters import LoadedAdapter
+from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
+from kvoffloadd.integrations.vllm import worker as worker_module
+from kvoffloadd.integrations.vllm.adapters import LoadedAdapter, RankAdapters
 from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata, _reaches
 from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
@@ -318,11 +320,14 @@ def test_a_failed_load_is_computed(engine: StartEngine, asked: list[list[int]], 
 def test_a_rank_loads_nothing_for_another_state_of_an_adapter(
     engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request was told of files that this rank has not loaded: it computes."""
-    monkeypatch.setattr(adapters, "_loaded", {1: "old files"})
+    """The request was named before this rank loaded something else: it computes."""
+    monkeypatch.setattr(worker_module, "RANK", rank := RankAdapters())
+    for state in ("old files", "new files"):
+        rank.note(SimpleNamespace(lora_int_id=1), state)
+    assert rank.state_of(1) == "new files"
     worker = engine().worker.connector_worker.worker
-    for contents in ("new files", ""):
-        spec = KeysLoadStoreSpec([], (0,), PLAIN, LoadedAdapter(1, contents))
+    for state in ("old files", ""):
+        spec = KeysLoadStoreSpec([], (0,), PLAIN, LoadedAdapter(1, state))
         assert worker.submit_load(99, spec, None)
         (ended,) = worker.get_finished()
         assert (ended.job_id, ended.success, ended.partial) == (99, False, False)

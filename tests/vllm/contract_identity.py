@@ -17,6 +17,7 @@ import pytest
 import torch
 import vllm.config
 import vllm.envs
+from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.worker_manager import WorkerLoRAManager
@@ -24,6 +25,9 @@ from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request
 
 from kvoffloadd.integrations.vllm import environment, identity, plugin, spec
 from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, ELSEWHERE, HARMLESS, PARTS, is_judged
@@ -229,6 +233,25 @@ def test_where_adapters_are_named() -> None:
     assert list(inspect.signature(WorkerLoRAManager._load_adapter).parameters) == ["self", "lora_request"]
     source = inspect.getsource(kv_cache_utils.generate_block_hash_extra_keys)
     assert re.search(r"_gen_lora_extra_hash_keys\(request\)", source)
+    assert list(inspect.signature(EngineCore.add_lora).parameters) == ["self", "lora_request"]
+    assert list(inspect.signature(EngineCore.remove_lora).parameters) == ["self", "lora_id"]
+    assert list(inspect.signature(EngineCore.add_request).parameters)[:2] == ["self", "request"]
+    assert {"method", "args"} <= set(inspect.signature(Executor.collective_rpc).parameters)
+    assert isinstance(Executor.is_sleeping, property)
+
+
+def test_requests_can_be_hashed_again() -> None:
+    """Before the scheduler has one."""
+    hashed: list[int] = []
+
+    def hasher(request: Request) -> list[Any]:
+        hashed.append(len(request.block_hashes))
+        return [b"hash"]
+
+    request = Request("r", [1, 2], SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    request.block_hashes.clear()
+    request.update_block_hashes()
+    assert (hashed, request.block_hashes) == ([0, 0], [b"hash"])
 
 
 def test_loaders_that_read_the_model_alone() -> None:

@@ -80,7 +80,9 @@ class Engine(EngineChild):
     # --- what may be asked ---
 
     def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> list[Request]:
-        """All at once, to their ends. `given`: `salt`, `params` (`kv_transfer_params`) and `adapter` of all."""
+        """All at once, to their ends. `given`: `salt`, `params` (`kv_transfer_params`) and `adapter` of all, and
+        `load_after`, the steps after which that is loaded in place.
+        """
         self.begin(prompts, max_tokens, **given)
         return self.finish()
 

@@ -32,9 +32,18 @@ class Served:
         salt: str | None = None,
         params: dict[str, Any] | None = None,
         adapter: dict[str, Any] | None = None,
+        load_after: int | None = None,
     ) -> Answer:
-        """All prompts at once, to their ends. `params`: `kv_transfer_params`; `adapter`: a LoRARequest as a map."""
-        return {"requests": self._collect(self._add(prompts, max_tokens, salt, params, adapter))}
+        """All prompts at once, to their ends. `params`: `kv_transfer_params`; `adapter`: a LoRARequest as a map, which
+        is loaded in place after so many steps.
+        """
+        names = self._add(prompts, max_tokens, salt, params, adapter)
+        if adapter is not None and load_after is not None:
+            from vllm.lora.request import LoRARequest
+
+            self._collect(names, steps=load_after)
+            self._llm.llm_engine.add_lora(LoRARequest(**adapter, load_inplace=True))
+        return {"requests": self._collect(names)}
 
     def abort(self, prompts: list[list[int]], max_tokens: int, after_steps: int) -> Answer:
         """As `generate`, but every second request is aborted after so many steps."""

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffloadd.integrations.vllm.versions import SUPPORTED
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
-from tests.vllm.engine import Engine, Prompts, by_connector, cached, prompts, settle, tokens
+from tests.vllm.engine import TWO_RANKS, Engine, Prompts, by_connector, cached, prompts, settle, tokens
 from tests.vllm.models import OTHER, write_adapter
 from tests.vllm.releases import run_with
 
@@ -34,45 +34,57 @@ def test_identity_of_each_release(number: str, model: Callable[[str], Path]) -> 
     run_with(number, model("dense"), "tests/vllm/contract_identity.py", deadline_s=800)
 
 
+@pytest.mark.parametrize(("environment", "ranks"), [({}, 1), (TWO_RANKS, 2)], ids=["one process", "two ranks"])
 def test_an_adapter_that_is_trained_again(
-    start_daemon: StartDaemon, start_engine: StartEngine, tmp_path: Path, asked: Prompts
+    start_daemon: StartDaemon,
+    start_engine: StartEngine,
+    tmp_path: Path,
+    asked: Prompts,
+    environment: dict[str, str],
+    ranks: int,
 ) -> None:
-    """At its place, under its name: while it is served, loaded in place, and over a restart."""
-    daemon = start_daemon(memory=MEMORY)
+    """At its place, under its name, while it is served: until it is loaded, requests are those of the old one, and what
+    spans the load is nobody's. vLLM's own prefix cache is never emptied.
+    """
+    daemon, spanning = start_daemon(memory=MEMORY), prompts(4, COUNT)
     folder = write_adapter(tmp_path / "adapter", 1)
     adapter = {"lora_name": "mine", "lora_int_id": 1, "lora_path": str(folder)}
-    options = {"connector": by_connector(daemon.socket), "enable_lora": True, "max_lora_rank": 8}
-    engine = start_engine("dense", **options)
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_num_batched_tokens": 160}
+    options |= {"environment": environment, "tensor_parallel_size": ranks}
+    connector = by_connector(daemon.socket)
+    engine = start_engine("dense", connector=connector, **options)
     engine.await_connection()
 
-    def anew(**given: Any) -> tuple[list[list[int]], list[int | None]]:
-        answer = engine.generate_anew(asked, adapter=adapter | given)
+    def ask(given: Prompts = asked, **named: Any) -> tuple[list[list[int]], list[int | None]]:
+        answer = engine.generate(given, adapter=adapter, **named)
         settle(daemon, engine)
         return tokens(answer), cached(answer)
 
-    old, hits = anew()
+    old, hits = ask()
     assert hits == NONE
-    assert anew() == (old, ALL)
-    base = engine.generate_anew(asked)
+    base = engine.generate(asked)
     assert cached(base) == NONE
     assert tokens(base) != old
-    settle(daemon, engine)
-    stored = daemon.status()["cache"]["keys"]
     write_adapter(folder, 2)
-    assert anew() == (old, NONE), "nobody has told the engine to load it again"
-    assert anew() == (old, NONE), "what the old adapter computes is not stored as the new one's"
-    assert daemon.status()["cache"]["keys"] <= stored + 2, "but for what settling stores"
-    new, hits = anew(load_inplace=True)
+    assert ask() == (old, ALL), "nobody has told the engine to load it again"
+    mixed, hits = ask(spanning, load_after=4)  # the first is computed, the second in part, the third not at all
+    assert hits == NONE
+    new, hits = ask()
     assert hits == NONE
     assert new != old
-    assert anew(load_inplace=True) == (new, ALL)
+    spanned, hits = ask(spanning)
+    assert hits == NONE, "no name of theirs is that of the new one"
+    assert ranks > 1 or spanned != mixed, "steps of an engine in another process are its own"
+    assert ask() == (new, ALL)
     engine.kill()
-    engine = start_engine("dense", **options)
+    engine = start_engine("dense", connector=connector, **options)
     engine.await_connection()
-    assert anew() == (new, ALL)
+    assert ask() == (new, ALL)
+    assert ask(spanning) == (spanned, ALL)
     engine.kill()
-    engine = start_engine("dense", **options | {"connector": None})
+    engine = start_engine("dense", connector=None, **options)
     assert tokens(engine.generate(asked, adapter=adapter)) == new
+    assert tokens(engine.generate(spanning, adapter=adapter)) == spanned
 
 
 def test_weights_that_are_written_again(

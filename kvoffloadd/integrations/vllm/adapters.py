@@ -1,8 +1,13 @@
-"""LoRA adapters: what identifies one are the contents of its files, and not the name and the path that vLLM has for it.
+"""LoRA adapters: what identifies one is what the ranks have loaded of its files, and not the name and the path that
+vLLM has for it, nor what lies there when a request comes.
 
-A scheduler puts them into the block hashes of the adapter's requests, and with that into vLLM's own prefix cache, too.
-What a rank has loaded may be another state of the files, from before they were written again: the rank names what it
-loads, and neither stores nor loads blocks for a request that was told of another state.
+The scheduler names an adapter once all ranks have loaded it, and have told that they loaded the same. The name goes
+into the block hashes of the adapter's requests, and with that into vLLM's own prefix cache. vLLM loads adapters when it
+runs the first request that has one: here they are loaded when that request comes, so that it has the name of what will
+compute it.
+
+An adapter that is dropped for want of room is loaded again by the ranks alone, in the middle of a step. Each rank
+therefore judges, too: it never again stores or loads under the name of what it has once replaced by something else.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ import functools
 import importlib
 import logging
 import os
+import secrets
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,68 +27,195 @@ from kvoffloadd.integrations.common.naming import digest_of
 logger = logging.getLogger("vllm.kvoffloadd")
 
 _HASHES = "vllm.v1.core.kv_cache_utils"
+_ENGINE = "vllm.v1.engine.core"
 _LOADER = "vllm.lora.worker_manager"
 _NOTED = "kvoffloadd_adapter"
+_SEEN = "kvoffloadd_adapter_files"
 _CONFIG = "adapter_config.json"
+
+
+# --- the scheduler's process ---
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """One that a request has. `number`: vLLM's id. `contents`: of its files, empty where they are not known."""
+    """What ranks compute a request with. `number`: vLLM's id. `state`: of its files when they were loaded, empty where
+    that is not known.
+    """
 
     number: int
-    contents: str
+    state: str
+
+
+@dataclass(eq=False, slots=True)
+class NamedAdapter:
+    """One that requests have. `salt`: what is in their block hashes. `seen`: what its files were like when ranks were
+    last asked. `replaced`: ranks have, or may have, loaded something else under its number since.
+    """
+
+    loaded: LoadedAdapter
+    salt: str
+    seen: str = ""
+    replaced: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether its requests load and store."""
+        return bool(self.loaded.state) and not self.replaced
 
 
 class AdapterNames:
-    """Names adapters by their files, for a scheduler. `settings`: how the engine applies adapters."""
+    """Names adapters by what ranks have loaded. `settings`: how the engine applies adapters."""
 
     def __init__(self, how: Fingerprint, settings: str) -> None:
         self._how = how
         self._settings = settings
-        self._read: dict[str, tuple[str, str]] = {}  # path -> what its files were like, and their contents
+        self._named: dict[int, NamedAdapter] = {}
         self._warned: set[str] = set()
 
-    def adapter_of(self, request: Any) -> LoadedAdapter | None:
-        """Of a request of vLLM's, as its files were when it came."""
+    def adapter_of(self, request: Any) -> NamedAdapter | None:
+        """Of a request of vLLM's, as it was named first, or by `settle`."""
         lora = request.lora_request
         if lora is None:
             return None
-        noted: LoadedAdapter | None = getattr(request, _NOTED, None)
+        noted: NamedAdapter | None = getattr(request, _NOTED, None)
         if noted is None:
-            noted = LoadedAdapter(lora.lora_int_id, self._contents(lora.lora_path))
+            # Where vLLM makes requests, in a thread of their own: that one looks at the files.
+            setattr(request, _SEEN, state_at(lora))
+            noted = self._named.get(lora.lora_int_id) or self._nameless(lora.lora_int_id)
             setattr(request, _NOTED, noted)
         return noted
 
-    def salt_of(self, request: Any) -> str:
-        """What goes into the block hashes of a request that has an adapter. Empty: its adapter is not known."""
-        adapter = self.adapter_of(request)
-        if adapter is None or not adapter.contents:
-            return ""
-        return digest_of((self._named(request), self._settings))
+    def settle(self, request: Any, add_lora: Callable[[Any], object] | None) -> None:
+        """Before the scheduler has it: the request's name is that of what is loaded. `add_lora`: vLLM's, which has
+        `learn` called; to an adapter that is loaded it does nothing. None: ranks can load nothing now.
+        """
+        noted = self.adapter_of(request)
+        if noted is None:
+            return
+        lora, seen = request.lora_request, getattr(request, _SEEN)
+        named = self._named.get(lora.lora_int_id)
+        # Of files that were written again it may be that they are loaded: vLLM had dropped the adapter.
+        if named is None or lora.load_inplace or seen not in (named.loaded.state, named.seen):
+            named = self._asked(lora, seen, add_lora)
+        if noted is not named:
+            setattr(request, _NOTED, named)
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
-    def _named(self, request: Any) -> str:
-        """All bytes are read once for each state of the files."""
-        path, contents = request.lora_request.lora_path, request.kvoffloadd_adapter.contents
-        shape = f"3d {request.lora_request.is_3d_lora_weight}"
-        if self._how is Fingerprint.AUTO:
-            return f"{contents} {shape}"
-        before, named = self._read.get(path, ("", ""))
-        if before != contents:
-            named = contents_at(path, self._how)
-            self._read[path] = contents, named
-        return f"{named} {shape}"
-
-    def _contents(self, path: str) -> str:
-        found = contents_at(path)
-        if not found and path not in self._warned:
-            self._warned.add(path)
+    def learn(self, lora: Any, states: Collection[str]) -> None:
+        """What ranks have loaded of a LoRARequest."""
+        number = lora.lora_int_id
+        (state,) = set(states) if len(set(states)) == 1 else ("",)
+        former = self._named.get(number)
+        if former is not None and state and former.loaded.state == state:
+            return
+        contents = self._contents(lora, state)
+        self.forget(number)
+        if contents:
+            salt = digest_of((contents, self._settings))
+            self._named[number] = NamedAdapter(LoadedAdapter(number, state), salt)
+            return
+        self._named[number] = self._nameless(number)
+        if lora.lora_path not in self._warned:
+            self._warned.add(lora.lora_path)
             logger.warning(
-                "kvoffloadd: nothing is stored or loaded for requests with the LoRA adapter at %s: what is in its "
-                "files is not known here",
-                path,
+                "kvoffloadd: nothing is stored or loaded for requests with the LoRA adapter at %s: what was loaded of "
+                "its files is not known here",
+                lora.lora_path,
             )
-        return found
+
+    def forget(self, number: int) -> None:
+        """Who has the adapter shares nothing any more; the next request has ranks asked."""
+        former = self._named.pop(number, None)
+        if former is not None:
+            former.replaced = True
+
+    def replaced(self, states: Collection[str]) -> None:
+        """Some rank told that it has, by itself, loaded something else than these."""
+        for number in [number for number, named in self._named.items() if named.loaded.state in states]:
+            self.forget(number)
+
+    def _asked(self, lora: Any, seen: str, add_lora: Callable[[Any], object] | None) -> NamedAdapter:
+        if add_lora is None:
+            return self._nameless(lora.lora_int_id)
+        try:
+            add_lora(lora)
+        except Exception:
+            logger.exception("kvoffloadd: the LoRA adapter at %s can't be loaded", lora.lora_path)
+        named = self._named[lora.lora_int_id]
+        named.seen = seen
+        return named
+
+    def _contents(self, lora: Any, state: str) -> str:
+        """What names a state with the user's choice of `fingerprint`. Empty: not known, or it is no more there."""
+        if not state or self._how is Fingerprint.AUTO:
+            return state
+        contents = state_at(lora, self._how)
+        return contents if state_at(lora) == state else ""
+
+    @staticmethod
+    def _nameless(number: int) -> NamedAdapter:
+        """Its requests share with each other alone, in vLLM's own prefix cache."""
+        return NamedAdapter(LoadedAdapter(number, ""), secrets.token_hex(16))
+
+
+def name_adapters(names: AdapterNames) -> None:
+    """From now on vLLM's block hashes in this process name adapters by what is loaded, too."""
+    hashes: Any = importlib.import_module(_HASHES)
+    engine: Any = importlib.import_module(_ENGINE).EngineCore
+    extra_keys = _original(hashes._gen_lora_extra_hash_keys)
+    add_lora, remove_lora, add_request = map(_original, (engine.add_lora, engine.remove_lora, engine.add_request))
+
+    @functools.wraps(extra_keys)
+    def with_salt(request: Any) -> list[tuple[str, ...]]:
+        found: list[tuple[str, ...]] = extra_keys(request)
+        named = names.adapter_of(request)
+        return found if named is None else [*found, ("lora loaded", named.salt)]
+
+    @functools.wraps(add_lora)
+    def learning(self: Any, lora_request: Any) -> Any:
+        states: list[str] = []  # where it fails, some ranks may have loaded it
+        try:
+            added = add_lora(self, lora_request)
+            states = self.model_executor.collective_rpc(state_of, args=(lora_request.lora_int_id,))
+        finally:
+            names.learn(lora_request, states)
+        return added
+
+    @functools.wraps(remove_lora)
+    def forgetting(self: Any, lora_id: int) -> Any:
+        names.forget(lora_id)
+        return remove_lora(self, lora_id)
+
+    @functools.wraps(add_request)
+    def settling(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        # The memory that adapters are loaded into may be taken away.
+        names.settle(request, None if self.model_executor.is_sleeping else self.add_lora)
+        return add_request(self, request, *arguments, **named)
+
+    hashes._gen_lora_extra_hash_keys = _over(extra_keys, with_salt)
+    engine.add_lora, engine.remove_lora = _over(add_lora, learning), _over(remove_lora, forgetting)
+    engine.add_request = _over(add_request, settling)
+
+
+def _original(function: Any) -> Any:
+    return getattr(function, "original", function)
+
+
+def _over(original: Any, ours: Any) -> Any:
+    """`ours`, in the place of vLLM's; one process may have several engines, one after the other."""
+    ours.original = original
+    return ours
+
+
+# --- a rank's process ---
+
+
+def state_at(lora: Any, how: Fingerprint = Fingerprint.AUTO) -> str:
+    """What is in the files of a LoRARequest, and how they are read. Empty: not known."""
+    contents = contents_at(lora.lora_path, how)
+    return contents and f"{contents} 3d {lora.is_3d_lora_weight}"
 
 
 def contents_at(path: str, how: Fingerprint = Fingerprint.AUTO) -> str:
@@ -95,52 +229,78 @@ def contents_at(path: str, how: Fingerprint = Fingerprint.AUTO) -> str:
         return ""
 
 
-_loaded: dict[int, str] = {}
-"""What this rank has loaded: vLLM's id of an adapter -> the contents of its files. Empty: they changed meanwhile."""
+class RankAdapters:
+    """What this rank has loaded, by vLLM's ids."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, str] = {}
+        self._alone: dict[int, Any] = {}  # LoRARequests that were loaded since the scheduler asked all ranks
+        self._replaced: set[str] = set()
+        self._untold: set[str] = set()
+
+    def note(self, lora: Any, state: str) -> None:
+        """A LoRARequest was loaded. `state`: empty where its files were written meanwhile."""
+        number = lora.lora_int_id
+        former = self._states.get(number, "")
+        if former not in ("", state):
+            self._replace(former)
+        self._states[number] = state
+        self._alone[number] = lora
+
+    def state_of(self, number: int) -> str:
+        """For the scheduler, which asks all ranks when all have loaded it. Empty: not known.
+
+        What was replaced once has no name again: requests may have been computed in part with what replaced it.
+        """
+        self._alone.pop(number, None)
+        state = self._states.get(number, "")
+        return "" if state in self._replaced else state
+
+    def is_loaded(self, adapter: LoadedAdapter | None) -> bool:
+        """Whether this rank, and as far as it knows each other, computes with just this adapter, and always did so for
+        requests of that name; without an adapter it does.
+        """
+        if adapter is None:
+            return True
+        if not adapter.state or adapter.state in self._replaced:
+            return False
+        alone = self._alone.get(adapter.number)
+        if alone is not None and state_at(alone) != adapter.state:
+            self._replace(adapter.state)  # another rank may have loaded it a moment later
+            return False
+        return self._states.get(adapter.number) == adapter.state
+
+    def tell(self) -> set[str]:
+        """The states that were replaced since the last call."""
+        told, self._untold = self._untold, set()
+        return told
+
+    def _replace(self, state: str) -> None:
+        self._replaced.add(state)
+        self._untold.add(state)
 
 
-def is_loaded(adapter: LoadedAdapter | None) -> bool:
-    """Whether this rank computes with just this adapter; without one it does."""
-    return adapter is None or (bool(adapter.contents) and _loaded.get(adapter.number) == adapter.contents)
+RANK = RankAdapters()
+"""This process's."""
 
 
-def may_be_loaded(adapter: LoadedAdapter | None) -> bool:
-    """As `is_loaded`, or it has none of that number yet, and will load it for the request."""
-    return is_loaded(adapter) or (adapter is not None and bool(adapter.contents) and adapter.number not in _loaded)
-
-
-def name_in_hashes(names: AdapterNames) -> None:
-    """From now on vLLM's block hashes in this process name adapters by their contents, too."""
-    module: Any = importlib.import_module(_HASHES)
-    original = getattr(module._gen_lora_extra_hash_keys, "original", module._gen_lora_extra_hash_keys)
-
-    @functools.wraps(original)
-    def extra_keys(request: Any) -> list[tuple[str, ...]]:
-        found: list[tuple[str, ...]] = original(request)
-        salt = names.salt_of(request) if found else ""
-        return [*found, ("lora contents", salt)] if salt else found
-
-    extra_keys.original = original  # type: ignore[attr-defined]
-    module._gen_lora_extra_hash_keys = extra_keys
+def state_of(_worker: Any, number: int) -> str:
+    """What vLLM's executor calls in each rank."""
+    return RANK.state_of(number)
 
 
 def note_what_is_loaded() -> None:
     """From now on it is known what is in the adapters that vLLM loads in this process."""
     manager: Any = importlib.import_module(_LOADER).WorkerLoRAManager
-    if hasattr(manager._load_adapter, "original"):
-        return
-    load = manager._load_adapter
+    load = _original(manager._load_adapter)
 
     @functools.wraps(load)
     def load_adapter(self: Any, lora_request: Any) -> Any:
-        _loaded[lora_request.lora_int_id] = ""  # until it is known; what can't be loaded stays so
-        before = contents_at(lora_request.lora_path)
-        adapter = load(self, lora_request)
-        after = contents_at(lora_request.lora_path)
+        before = state_at(lora_request)
+        adapter = load(self, lora_request)  # where it can't, vLLM keeps what it has
+        after = state_at(lora_request)
         # Of the hub's, which are fetched on the way, each state has a place of its own.
-        if before in ("", after):
-            _loaded[lora_request.lora_int_id] = after
+        RANK.note(lora_request, after if before in ("", after) else "")
         return adapter
 
-    load_adapter.original = load  # type: ignore[attr-defined]
-    manager._load_adapter = load_adapter
+    manager._load_adapter = _over(load, load_adapter)

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, Sli
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
-from kvoffloadd.integrations.vllm.adapters import AdapterNames, name_in_hashes, note_what_is_loaded
+from kvoffloadd.integrations.vllm.adapters import RANK, AdapterNames, name_adapters, note_what_is_loaded
 from kvoffloadd.integrations.vllm.config import DRAFTS, REACHES, STATES, Options
 from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.identity import IDENTITY
@@ -102,7 +102,7 @@ class KVOffloaddConnector(OffloadingConnector):
         self._adapters: AdapterNames | None = None
         if self.connector_scheduler is not None and vllm_config.lora_config is not None:
             self._adapters = AdapterNames(Options.of(extra).fingerprint, extra[IDENTITY]["adapters"])
-            name_in_hashes(self._adapters)
+            name_adapters(self._adapters)
         if self.connector_scheduler is not None:
             self._handoff = HandOff(self.connector_scheduler, vllm_config, kv_cache_config)
         self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
@@ -145,6 +145,8 @@ class KVOffloaddConnector(OffloadingConnector):
         manager: KVOffloaddManager = self.scheduler.manager
         if isinstance(connector_output.kv_connector_worker_meta, WorkerMetadata):
             self._lost |= connector_output.kv_connector_worker_meta.lost
+            if self._adapters is not None:
+                self._adapters.replaced(connector_output.kv_connector_worker_meta.replaced)
         failed = connector_output.failed_recving or set()
         for request in (connector_output.finished_recving or set()) - failed:
             manager.load_succeeded(request)
@@ -230,14 +232,18 @@ class KVOffloaddConnector(OffloadingConnector):
 
 @dataclass
 class WorkerMetadata(OffloadingWorkerMetadata):
-    """What ranks tell the scheduler. `lost`: requests whose load failed, and not just in part."""
+    """What ranks tell the scheduler. `lost`: requests whose load failed, and not just in part. `replaced`: states of
+    adapters that some rank has loaded something else in the place of.
+    """
 
     lost: set[str] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
         """Of two ranks."""
         both = super().aggregate(other)
-        return WorkerMetadata(both.completed_jobs, both.transfer_stats, self.lost | other.lost)
+        lost, replaced = self.lost | other.lost, self.replaced | other.replaced
+        return WorkerMetadata(both.completed_jobs, both.transfer_stats, lost, replaced)
 
 
 class FailingWorker(OffloadingConnectorWorker):
@@ -272,12 +278,13 @@ class FailingWorker(OffloadingConnectorWorker):
         return results
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """With the loads among what has ended that were lost."""
+        """With the loads among what has ended that were lost, and the adapters that were replaced since the last."""
         meta = super().build_connector_worker_meta()
+        replaced = RANK.tell()
         if meta is None:
-            return None
+            return WorkerMetadata(replaced=replaced) if replaced else None
         lost, self._lost = self._lost, set()
-        return WorkerMetadata(meta.completed_jobs, meta.transfer_stats, lost)
+        return WorkerMetadata(meta.completed_jobs, meta.transfer_stats, lost, replaced)
 
     def sleep(self) -> None:
         """Nothing is stored or loaded until `wake`. Idempotent, as vLLM wants both."""

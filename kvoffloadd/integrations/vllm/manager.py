@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvoffloadd.client import KeepHow
-from kvoffloadd.integrations.vllm.adapters import LoadedAdapter
+from kvoffloadd.integrations.vllm.adapters import LoadedAdapter, NamedAdapter
 from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.keeping import Keeping
@@ -102,7 +102,7 @@ class KVOffloaddManager(OffloadingManager):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """RETRY first; HIT: pinned."""
         self._learn()
-        if _has_unknown_adapter(req_context):
+        if not _shares(req_context):
             return LookupResult.MISS
         self._keeping.note(req_context, (key,))
         state = self._requests.get(req_context.req_id)
@@ -159,7 +159,7 @@ class KVOffloaddManager(OffloadingManager):
         """The request's pins last until `complete_load`."""
         state = self._requests.setdefault(req_context.req_id, RequestState(req_context.req_id))
         state.phase = RequestPhase.LOADING
-        return KeysLoadStoreSpec(keys, self._group_ids, self._names, req_context.get_state(LoadedAdapter))
+        return KeysLoadStoreSpec(keys, self._group_ids, self._names, _loaded_of(req_context))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """It ended, well or not."""
@@ -216,12 +216,12 @@ class KVOffloaddManager(OffloadingManager):
         state = self._requests.get(req_context.req_id)
         if state is not None and not state.loading:
             self._forget(state.settle())  # it computes; one that was preempted before is in no `new_req_ids`
-        stores = self._lookup_thread.connected and not _has_unknown_adapter(req_context)
+        stores = self._lookup_thread.connected and _shares(req_context)
         wanted = list(keys) if stores else []
         if state is not None:
             wanted = [key for key in wanted if not state.is_there(key)]
         self._keeping.note(req_context, keys, stores=int(bool(wanted)))
-        spec = KeysLoadStoreSpec(wanted, self._group_ids, self._names, req_context.get_state(LoadedAdapter))
+        spec = KeysLoadStoreSpec(wanted, self._group_ids, self._names, _loaded_of(req_context))
         if self._event_thread is not None and wanted:
             self._hash_bytes = hash_bytes_of(wanted[0])
             self._event_thread.expect(dict(spec.groups))
@@ -340,9 +340,14 @@ class KVOffloaddManager(OffloadingManager):
             self._lookup_thread.forget(pin)
 
 
-def _has_unknown_adapter(context: ReqContext) -> bool:
-    adapter = context.get_state(LoadedAdapter)
-    return adapter is not None and not adapter.contents
+def _shares(context: ReqContext) -> bool:
+    adapter = context.get_state(NamedAdapter)
+    return adapter is None or adapter.is_shared
+
+
+def _loaded_of(context: ReqContext) -> LoadedAdapter | None:
+    adapter = context.get_state(NamedAdapter)
+    return None if adapter is None else adapter.loaded
 
 
 def metric_definitions() -> dict[str, Any]:

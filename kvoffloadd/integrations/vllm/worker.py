@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffloadd.client import Client, Ready, Timeline
-from kvoffloadd.integrations.vllm.adapters import LoadedAdapter, is_loaded, may_be_loaded
+from kvoffloadd.integrations.vllm.adapters import RANK, LoadedAdapter
 from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
 from kvoffloadd.integrations.vllm.caches import registered
 from kvoffloadd.integrations.vllm.config import STATES, Options
@@ -65,9 +65,9 @@ class KVOffloaddWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
         """GPU -> daemon. It ends at once where another rank, which holds the same bytes, stores them, and where the
-        request's adapter is not what this rank has loaded.
+        request's adapter is not what this rank has loaded, or was not in between.
         """
-        groups, writes = dst_spec.groups, self._writes and is_loaded(dst_spec.adapter)
+        groups, writes = dst_spec.groups, self._writes and RANK.is_loaded(dst_spec.adapter)
         chunks = store_chunks(groups, src_spec, self._blocks_per_key, self._states) if writes else {}
         self._transfer_thread.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
         return True
@@ -78,7 +78,7 @@ class KVOffloaddWorker(OffloadingWorker):
         """Daemon -> GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step. It fails where this rank has
         loaded another state of the request's adapter.
         """
-        if not may_be_loaded(src_spec.adapter):
+        if not RANK.is_loaded(src_spec.adapter):
             self._refused.append(LoadStoreResult(job_id, success=False))
             return True
         chunks = load_chunks(src_spec.groups, dst_spec, self._blocks_per_key, self._states)
