@@ -5,7 +5,6 @@ Used from one thread. Every wait is bounded.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
@@ -97,8 +96,10 @@ class Engine:
         """Whether the namespace was cleared since `self.epoch` was that; yes, if nobody can tell."""
         if self.closing:
             return True
-        with contextlib.suppress(ClientError):
+        try:
             self.epoch = self._epoch()
+        except ClientError:
+            return True
         return self.epoch != epoch
 
     def _connected(self, number: int) -> Rank:
