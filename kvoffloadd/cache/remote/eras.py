@@ -252,7 +252,7 @@ class Eras:
             names.add(name)
 
         def order(name: bytes) -> tuple[bool, bool, float]:
-            """Who was seen longest ago first: of many, the store may not read the last ones in time."""
+            """Puts first what was seen longest ago: of many, the store may not read the last ones in time."""
             known = self._known[name]
             return name not in urgent, known.is_remembered, known.seen_s or 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
 
 _FIELD_MAX = 512
 
@@ -15,3 +16,15 @@ def fitting(text: str) -> str:
 def digest_of(value: object) -> str:
     """32 hexadecimal digits that name a value by its `repr`."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yields all texts in a value of configurations: lists and mappings, the keys of these apart."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from texts_in(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from texts_in(one)

@@ -7,8 +7,10 @@ it makes token ids, which are named.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+
+from kvoffloadd.integrations.common.naming import texts_in
 
 _TOKENIZER = "tokenizer_config.json"
 
@@ -23,20 +25,12 @@ def code_elsewhere(folder: str) -> list[str]:
             continue
         try:
             config = json.loads(file.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         found += names_in(config.get("auto_map") if isinstance(config, Mapping) else None)
     return list(dict.fromkeys(found))
 
 
-def names_in(auto_map: object) -> Iterator[str]:
-    """Of one `auto_map`: what is in another repository."""
-    if isinstance(auto_map, str):
-        if "--" in auto_map:
-            yield auto_map
-    elif isinstance(auto_map, Mapping):
-        for one in auto_map.values():
-            yield from names_in(one)
-    elif isinstance(auto_map, list | tuple):
-        for one in auto_map:
-            yield from names_in(one)
+def names_in(auto_map: object) -> list[str]:
+    """Returns what of one `auto_map` is in another repository."""
+    return [name for name in texts_in(auto_map) if "--" in name]

@@ -141,7 +141,7 @@ class AdapterNames:
             return self._nameless(lora.lora_int_id)
         try:
             add_lora(lora)
-        except Exception:
+        except Exception:  # its loaders may raise anything; vLLM tries again with the request, and answers it
             logger.exception("kvoffloadd: the LoRA adapter at %s can't be loaded", lora.lora_path)
         named = self._named[lora.lora_int_id]
         named.seen = seen

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint, hub_name, model_of, snapshot_of
-from kvoffloadd.integrations.common.naming import digest_of
+from kvoffloadd.integrations.common.naming import digest_of, texts_in
 from kvoffloadd.integrations.common.remotecode import code_elsewhere, names_in
 from kvoffloadd.integrations.vllm.environment import VARIABLES
 from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, SECTIONS, is_part
@@ -239,17 +239,6 @@ def _with_contents(value: object, how: Fingerprint) -> object:
     return value
 
 
-def _texts(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _texts(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _texts(one)
-
-
 def _adapters(vllm_config: Any) -> str:
     lora = vllm_config.lora_config
     return "" if lora is None else digest_of(list(_section("lora", lora)))
@@ -302,7 +291,7 @@ def _places(model: Any, load: Any) -> list[str]:
         places.append(_place(str(model.generation_config), None, "generation_config.json"))
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     places += [os.path.abspath(scales)] if scales else []
-    places += [one for one in _texts(load.model_loader_extra_config) if os.path.isabs(one) and os.path.lexists(one)]
+    places += [one for one in texts_in(load.model_loader_extra_config) if os.path.isabs(one) and os.path.lexists(one)]
     return list(dict.fromkeys(places))
 
 
