@@ -143,7 +143,8 @@ class AdapterNames:
             add_lora(lora)
         except Exception:  # its loaders may raise anything; vLLM tries again with the request, and answers it
             logger.exception("kvoffloadd: the LoRA adapter at %s can't be loaded", lora.lora_path)
-        named = self._named[lora.lora_int_id]
+        # Not there if this engine's `add_lora` is another one than vLLM's, which has `learn` called.
+        named = self._named.setdefault(lora.lora_int_id, self._nameless(lora.lora_int_id))
         named.seen = seen
         return named
 

@@ -168,6 +168,15 @@ def test_a_request_is_named_by_what_is_loaded(how: Fingerprint, folder: Path, vl
     assert engine.ask(None).block_hashes == [()]
 
 
+def test_an_engine_that_loads_adapters_in_its_own_way_shares_nothing(folder: Path, vllm: SimpleNamespace) -> None:
+    """And goes on: a subclass need not call vLLM's `add_lora`."""
+    engine = started(vllm)
+    engine.add_lora = engine.rank.add_adapter
+    assert not shares(engine.ask(lora(folder)))
+    assert not shares(engine.ask(lora(folder)))
+    assert engine.rank.loaded == {1: "old"}
+
+
 def test_engines_that_have_loaded_the_same_share(folder: Path, vllm: SimpleNamespace) -> None:
     one = started(vllm).ask(lora(folder, number=7))
     other = started(vllm).ask(lora(folder))
