@@ -229,7 +229,8 @@ class Client(BaseClient):
         Args:
             registration: whose tensors.
             groups: group -> (keys, block ids); ids are (keys,) or (keys, blocks_per_key) integers.
-            lease: a reservation that covers the keys; 0: the job reserves this rank's part itself.
+            lease: a reservation: keys that were not reserved, or are gone since, are not stored; 0: the job reserves
+                this rank's part itself.
             first: as in `lookup`.
             deadline_s: the daemon gives the job up after so long. The request's own deadline is the client's.
             ready: when the blocks are final; None: they are. The daemon touches none of them before, and gives the job

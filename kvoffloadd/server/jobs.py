@@ -16,7 +16,7 @@ from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.admission import Admission
 from kvoffloadd.cache.memory.cache import NO_ROWS
 from kvoffloadd.cache.memory.finding import Finding
-from kvoffloadd.cache.memory.keys import has_duplicates, keys_array, spans
+from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
 from kvoffloadd.cache.memory.lease import WriteLease
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Namespace
@@ -44,7 +44,9 @@ from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.registration import Registration
 from kvoffloadd.server.sessionjob import NO_PARTS, Charge, GroupJob, SessionJob, SessionLoad, completed
 
-_RESERVED, _HIT = int(KeyState.RESERVED), int(KeyState.HIT)
+_MISS, _HIT, _PENDING, _RESERVED = (
+    int(state) for state in (KeyState.MISS, KeyState.HIT, KeyState.PENDING, KeyState.RESERVED)
+)
 COMPLETION_BYTES = 512
 """A `completed` without its `failed` lists, at most."""
 _KEY_BYTES, _PAYLOAD_BYTES, _DESCRIPTOR_BYTES = 40, 96, 24
@@ -345,28 +347,28 @@ class SessionJobs:
             raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
 
     def _leased(self, groups: list[GroupJob], lease: WriteLease) -> list[Reservation]:
-        """What the lease has reserved of these groups. Raises LeaseError if it does not cover all keys."""
+        """What the lease has reserved of these groups. A key of which it has not all that is missing is not stored: it
+        was never reserved, or is gone. A lease keeps slots, not keys: one whose slots are all filled can be evicted
+        before another rank names it, for a part that was stored before; and keys can be cleared or found corrupt.
+        """
         entries = self.context.cache.entries
         lookups = self.context.cache.find_all([(group.keyspace, group.keys) for group in groups])
-        if any((lookup.rows < 0).any() for lookup in lookups):
-            raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
-        parts = [
-            entries.records(lookup.rows, group.registered.parts) for group, lookup in zip(groups, lookups, strict=True)
-        ]
-        all_parts = np.concatenate([NO_PARTS, *(p.ravel() for p in parts)])
-        state = entries.parts.state[all_parts]
-        leased = np.isin(all_parts, lease.parts) & (state == PartState.RESERVED)
-        stored = state >= PartState.COMMITTED  # before the reservation, which took the key's other parts
-        if not (leased | stored).all():
-            raise LeaseError(f"lease {lease.id} does not cover all keys of this store")
         reserved = []
-        for group_parts, span in zip(parts, spans(p.size for p in parts), strict=True):
-            to_fill = leased[span].reshape(group_parts.shape)
-            keys, columns = np.nonzero(to_fill)
-            states = np.where(to_fill.any(axis=1), _RESERVED, _HIT).astype(np.uint8)
-            chosen = group_parts[keys, columns]
-            addresses = self.context.cache.entries.payload_addresses(chosen)
-            reserved.append(Reservation(chosen, addresses, keys, columns, states))
+        for group, lookup in zip(groups, lookups, strict=True):
+            held = np.flatnonzero(lookup.rows >= 0)
+            parts = entries.records(lookup.rows[held], group.registered.parts)
+            state = entries.parts.state[parts]
+            leased = (state == PartState.RESERVED) & np.isin(parts, lease.parts)
+            stored = state >= PartState.COMMITTED
+            to_fill = leased & (leased | stored).all(axis=1)[:, None]
+            others = ((state == PartState.RESERVED) & ~leased).any(axis=1)
+            states = np.full(len(group.keys), _MISS, np.uint8)
+            states[held[stored.all(axis=1)]] = _HIT
+            states[held[others]] = _PENDING
+            states[held[to_fill.any(axis=1)]] = _RESERVED
+            which, columns = np.nonzero(to_fill)
+            chosen = parts[which, columns]
+            reserved.append(Reservation(chosen, entries.payload_addresses(chosen), held[which], columns, states))
         return reserved
 
     # --- plans ---

@@ -235,8 +235,8 @@ class Engine:
         except ClientError as error:
             self._refused(rank, shares, taken, forgiven=isinstance(error, ConnectionLostError))
             raise
-        leased = direction is Direction.LOAD and lease != 0
-        self.open.append(OpenJob(job, rank, rank.memory, shares, taken, began, deadline_s < JOB_S, leased, self.epoch))
+        hurried, leased = deadline_s < JOB_S, lease != 0
+        self.open.append(OpenJob(job, rank, rank.memory, shares, taken, began, hurried, leased, self.epoch))
         self._counters.set("jobs_open", len(self.open))
         if lost is not None:
             raise lost
@@ -359,7 +359,7 @@ class Engine:
             self.jobs_may_fail and result.outcome is Outcome.FAILED and result.reason
         ):
             return
-        is_promised = opened.leased and not self.may_be_doubted
+        is_promised = opened.is_load and opened.leased and not self.may_be_doubted
         may_miss = self.disk and not is_promised
         for text in broken_in_result(opened, result, may_miss=may_miss, closing=self.closing):
             self._findings.broken(text)
@@ -367,7 +367,7 @@ class Engine:
         finished = result.outcome in (Outcome.DONE, Outcome.PARTIAL)
         excused = finished and not opened.is_load and any(map(len, result.failed))
         absent = is_promised and not all((states == KeyState.HIT).all() for states in result.states)
-        if (excused or absent) and not self.cleared_since(opened.epoch):
+        if (excused or absent or _has_lost_slots(opened, result)) and not self.cleared_since(opened.epoch):
             what = "leased keys were not there" if absent else "reserved keys were not stored"
             self._findings.broken(f"{opened.job}, {result.outcome}: {what}")
 
@@ -393,3 +393,18 @@ class Engine:
         """Drop the connections as a program would that ends in a hurry."""
         for rank in self.ranks:
             rank.client.close(0.0, force=True)
+
+
+def _has_lost_slots(opened: OpenJob, result: JobResult) -> bool:
+    """Whether a store has not found a slot that was reserved for it. A key of several parts can be gone as soon as
+    others have filled what was reserved of it.
+    """
+    return (
+        not opened.is_load
+        and opened.leased
+        and any(
+            (states != KeyState.RESERVED).any()
+            for share, states in zip(opened.shares, result.states, strict=True)
+            if len(share.group.parts) == 1
+        )
+    )

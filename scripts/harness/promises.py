@@ -27,7 +27,9 @@ class Moved(Protocol):
 
 
 class Begun(Protocol):
-    """A job that was asked for. `hurried`: its deadline may pass; `cancelled`: somebody asked for an early end."""
+    """A job that was asked for. `leased`: under a lease; `hurried`: its deadline may pass; `cancelled`: somebody asked
+    for an early end.
+    """
 
     @property
     def job(self) -> Job: ...
@@ -39,6 +41,9 @@ class Begun(Protocol):
     def is_load(self) -> bool: ...
 
     @property
+    def leased(self) -> bool: ...
+
+    @property
     def hurried(self) -> bool: ...
 
     @property
@@ -47,6 +52,7 @@ class Begun(Protocol):
 
 _LOADED = (KeyState.HIT, KeyState.MISS, KeyState.PENDING)
 _STORED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
+_FILLED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.MISS)
 
 
 class Findings:
@@ -119,7 +125,7 @@ def broken_in_result(opened: Begun, result: JobResult, *, may_miss: bool, closin
         if not least <= result.bytes <= most:
             broken.append(f"{opened.job}: {result.bytes} bytes were copied, its keys have {least} to {most}")
     for states, failed, mine in zip(result.states, result.failed, chosen, strict=True):
-        if not np.isin(states, _LOADED if load else _STORED).all():
+        if not np.isin(states, _LOADED if load else _FILLED if opened.leased else _STORED).all():
             broken.append(f"{opened.job}: states {np.unique(states).tolist()}")
         told = np.isin(np.arange(len(mine)), failed)
         if load:

@@ -103,6 +103,33 @@ def test_a_scheduler_reserves_all_parts_and_its_ranks_fill_them(daemon: Daemon, 
     assert second.loads_right(keys)
 
 
+def test_a_key_that_is_gone_before_a_rank_names_it_is_a_miss_of_that_rank_alone(
+    standing: Callable[..., Daemon], keys: Keys, seed: int
+) -> None:
+    """Its other part was stored before, so that it is whole, and can be evicted, once the first rank has filled what
+    was reserved. The store that names it stores all others.
+    """
+    daemon = standing('memory.policy="lru"', memory="4MiB")
+    first, second = engine(daemon, 2)
+    generator = np.random.default_rng(seed + 1)
+    second.store_keys(keys[:3])
+    found = first.client.reserve({0: keys})
+    assert found.states[0].tolist() == [RESERVED] * 6
+    assert first.store_keys(keys, lease=found.lease).states[0].tolist() == [RESERVED] * 6
+    assert first.states(keys) == [HIT] * 3 + [PENDING] * 3
+    for _ in range(64):  # twice what memory holds, or more
+        beside = new_keys(generator, 32)
+        for rank in (first, second):
+            assert rank.store_keys(beside).states[0].tolist() == [RESERVED] * 32
+    told = second.store_keys(keys, lease=found.lease)
+    assert (told.states[0].tolist(), told.outcome) == ([MISS] * 3 + [RESERVED] * 3, Outcome.DONE)
+    assert told.valid(0).tolist() == [False] * 3 + [True] * 3
+    first.client.release(found.lease)
+    assert first.states(keys) == [MISS] * 3 + [HIT] * 3
+    for rank in (first, second):
+        assert rank.loads_right(keys[3:])
+
+
 def test_one_part_of_a_key_can_be_reserved(daemon: Daemon, ranks: tuple[Rank, Rank], keys: Keys) -> None:
     first, second = ranks
     found = first.client.reserve({0: keys}, parts=[1])
@@ -234,9 +261,11 @@ def test_a_reservation_is_filled_by_ranks_of_several_parts(daemon: Daemon, keys:
         assert (told.states[0].tolist(), told.outcome) == ([RESERVED] * 6, Outcome.DONE)
     first.client.release(found.lease)
     assert second.loads_right(keys)
-    only = first.client.reserve({0: new_keys(np.random.default_rng(0), 1)}, [0])
-    with pytest.raises(RemoteError, match="bad_lease"):
-        first.store_keys(new_keys(np.random.default_rng(0), 1), lease=int(only.lease))
+    one = new_keys(np.random.default_rng(0), 1)
+    only = first.client.reserve({0: one}, [0])
+    told = first.store_keys(one, lease=int(only.lease))
+    assert (told.states[0].tolist(), told.bytes) == ([MISS], 0), "its other part is reserved for nobody"
+    first.client.release(only.lease)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,15 @@ from kvoffloadd.client import JobResult, KeyState, Outcome
 from scripts.harness.promises import broken_in_result
 
 
-def broken(copied_bytes: int, outcome: Outcome, failed: list[int], *, is_load: bool = True) -> list[str]:
+def broken(
+    copied_bytes: int, outcome: Outcome, failed: list[int], *, is_load: bool = True, leased: bool = False
+) -> list[str]:
     """Of a job with five keys of 10 bytes that were all there."""
     state = KeyState.HIT if is_load else KeyState.RESERVED
     share = SimpleNamespace(bytes_of=lambda mine: 10 * int(np.count_nonzero(mine)))
-    opened: Any = SimpleNamespace(job="job", shares=[share], is_load=is_load, hurried=False, cancelled=False)
+    opened: Any = SimpleNamespace(
+        job="job", shares=[share], is_load=is_load, leased=leased, hurried=False, cancelled=False
+    )
     valid = np.isin(np.arange(5), failed, invert=True)
     result = SimpleNamespace(
         outcome=outcome, bytes=copied_bytes, states=[np.full(5, state, np.uint8)], failed=[np.array(failed, np.uint32)],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.model import KeyState
 from kvoffloadd.sharedmem import create_memfd
 from kvoffloadd.trial.wait import until
 from scripts.harness.peer import Fields
@@ -244,8 +245,6 @@ def test_leases_of_the_wrong_kind_or_for_other_keys(scene: Scene) -> None:
     assert "no read lease" in peer.refused("bad_lease", "load", **scene.job(lease=reserved, groups=one))
     both = [share(0, keys(1, 3), ids(5, 6))]
     assert "does not cover" in peer.refused("bad_lease", "load", **scene.job(lease=pinned, groups=both))
-    more = [share(0, keys(5, 9), ids(5, 6))]
-    assert "does not cover" in peer.refused("bad_lease", "store", **scene.job(lease=reserved, groups=more))
     _same_again(scene, before)
     peer.ok("release", lease=pinned)
     peer.ok("release", lease=reserved)
@@ -264,6 +263,18 @@ def test_a_job_of_no_groups(scene: Scene) -> None:
         scene.peer.refused("bad_lease", tag, **scene.job(groups=[], lease=named))
     scene.peer.ok("release", lease=lease)
     scene.peer.ok("release", lease=pinned)
+
+
+def test_keys_that_no_lease_has_reserved_are_not_stored(scene: Scene) -> None:
+    peer = scene.peer
+    reserved, another = (peer.ok("reserve", **asked(0, keys(*numbers)))["lease"] for numbers in ((5, 6), (7,)))
+    job = scene.job(lease=reserved, groups=[share(0, keys(9, 5, 7), ids(5, 6, 7))])
+    assert peer.ok("store", **job)["states"] == [bytes([KeyState.MISS, KeyState.RESERVED, KeyState.PENDING])]
+    done = peer.completed(job["job"])
+    assert (done["outcome"], done["bytes"]) == ("done", PAGE)
+    peer.ok("release", lease=reserved)
+    assert peer.ok("lookup", **asked(0, keys(5, 6, 7, 9)))["states"] == [b"\1\0\2\0"]
+    peer.ok("release", lease=another)
 
 
 def test_a_lease_whose_slots_are_filled_has_none_left(scene: Scene) -> None:
