@@ -17,8 +17,8 @@ DEMO_READY := $(DEMO_VENV)/.ready
 KERNELS_VENV := build/kernels-venv
 PYTHON_IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
 C_SOURCES := $(wildcard kvoffloadd/device/*.c kvoffloadd/cache/memory/*.c kvoffloadd/storage/*.c)
-# These want a venv of their own: see docs/benchmarks/vllm.md, sglang.md and remote.md.
-BENCHMARKS := $(filter-out scripts/bench_vllm.py scripts/bench_sglang.py scripts/bench_remote.py,$(wildcard scripts/bench_*.py))
+# Those of vLLM, SGLang and remote stores want a venv of their own: see docs/benchmarks/vllm.md, sglang.md and remote.md.
+BENCHMARKS := copy disk engines layouts lookup recovery rpc submit
 # The Python of the GPU machine, and what is given to the scripts: `make gpu-bundle GPU_BUNDLE=--cupy`,
 # `make gpu-check GPU_CHECK="--soft --quick"`.
 GPU_PYTHON ?= 3.12
@@ -84,7 +84,7 @@ $(DEMO_READY): pyproject.toml requirements-dev.lock $(C_SOURCES)
 	@touch $@
 
 demo-remote: $(REMOTE_READY) ## two hosts that share a store, one of them killed with all it has: every byte verified
-	@$(REMOTE_VENV)/bin/python scripts/demo_remote.py $(DEMO_REMOTE)
+	@$(REMOTE_VENV)/bin/python -m scripts demo_remote $(DEMO_REMOTE)
 
 test: $(READY) $(BINDINGS_READY) ## the tests that take up to a second each; some minutes
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
@@ -108,7 +108,7 @@ test-vllm: $(VLLM_READY) $(VLLM_NEXT)/.ready ## the tests with a real vLLM on th
 
 # It links to the venv's kernels, so it is made anew with it.
 $(VLLM_NEXT)/.ready: $(VLLM_READY) scripts/vllm/python.py
-	@$(VLLM_VENV)/bin/python scripts/vllm_python.py $(VLLM_NEXT)
+	@$(VLLM_VENV)/bin/python -m scripts vllm_python $(VLLM_NEXT)
 	@touch $@
 
 # torch with its dependencies, which differ between its builds; all else exactly as written down.
@@ -153,20 +153,20 @@ test-service: $(READY) $(REMOTE_READY) ## the tests in a container with a system
 
 soak: $(READY) ## the tests that take minutes, and a stress run with kills of workers and daemon
 	@$(BIN)/python -m pytest -q -m soak
-	@$(BIN)/python scripts/stress.py --seconds 300 --workers 4 --kill-workers --kill-daemon
-	@$(BIN)/python scripts/stress.py --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
-	@$(BIN)/python scripts/stress_holes.py --seconds 120 --kill-workers --kill-daemon
+	@$(BIN)/python -m scripts stress --seconds 300 --workers 4 --kill-workers --kill-daemon
+	@$(BIN)/python -m scripts stress --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
+	@$(BIN)/python -m scripts stress_holes --seconds 120 --kill-workers --kill-daemon
 
 soak-remote: $(REMOTE_READY) ## two hosts that share a real store, everything on them killed at random, for 20 minutes; see SOAK_REMOTE
-	@$(REMOTE_VENV)/bin/python scripts/soak.py $(SOAK_REMOTE)
+	@$(REMOTE_VENV)/bin/python -m scripts soak $(SOAK_REMOTE)
 
 kernels: ## compile the CUDA kernel for each architecture, after a change of its source; needs no GPU
 	@$(PYTHON) -m venv --clear $(KERNELS_VENV)
 	@$(KERNELS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps --requirement requirements-kernels.lock
-	@PYTHONPATH=$(CURDIR) $(KERNELS_VENV)/bin/python scripts/kernels.py
+	@PYTHONPATH=$(CURDIR) $(KERNELS_VENV)/bin/python -m scripts kernels
 
 mutants: $(READY) ## break the core on purpose, place by place, and see that tests notice (half an hour)
-	@$(BIN)/python scripts/mutants.py
+	@$(BIN)/python -m scripts mutants
 
 lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/ruff check .
@@ -175,19 +175,18 @@ lint: $(READY) ## ruff, mypy --strict, import contracts
 	$(BIN)/lint-imports --no-cache
 
 shape: $(READY) ## how many hands a store and a load pass through, circles of modules, sizes
-	@$(BIN)/python scripts/shape.py
+	@$(BIN)/python -m scripts shape
 
-bench: $(READY) ## run scripts/bench_*.py; results go to docs/benchmarks/
+bench: $(READY) ## run the benchmarks; results go to docs/benchmarks/
 	@mkdir -p docs/benchmarks
-	@set -e; for script in $(BENCHMARKS); do \
-		name=$$(basename $$script .py); \
+	@set -e; for name in $(addprefix bench_,$(BENCHMARKS)); do \
 		echo "bench: $$name"; \
-		$(BIN)/python $$script --json > docs/benchmarks/$$name.json.part; \
+		$(BIN)/python -m scripts $$name --json > docs/benchmarks/$$name.json.part; \
 		mv docs/benchmarks/$$name.json.part docs/benchmarks/$$name.json; \
 	done
 
 bench-peers: $(READY) $(VLLM_READY) $(PEERS_LMCACHE)/.ready $(PEERS_MOONCAKE)/.ready ## beside LMCache, vLLM's tiering and Mooncake Store (an hour); writes docs/benchmarks/peers.md
-	@$(BIN)/python scripts/peers.py $(PEERS)
+	@$(BIN)/python -m scripts peers $(PEERS)
 
 # torch with its dependencies, as above.
 $(PEERS_LMCACHE)/.ready: requirements-peers-lmcache.lock
@@ -204,11 +203,11 @@ $(PEERS_MOONCAKE)/.ready: requirements-peers-mooncake.lock
 	@touch $@
 
 gpu-bundle: ## download what gpu-check needs on a machine without a network, to gpu-bundle/
-	@$(PYTHON) scripts/gpu_bundle.py gpu-bundle --python-version $(GPU_PYTHON) $(GPU_BUNDLE)
+	@$(PYTHON) -m scripts gpu_bundle gpu-bundle --python-version $(GPU_PYTHON) $(GPU_BUNDLE)
 
 gpu-check: ## on a machine with a GPU, without a network: GPU tests and benchmarks; results go to OUT or build/gpu-check
 	@$(PYTHON) -m scripts.gpu.environment $(GPU_VENV) gpu-bundle
-	@$(GPU_VENV)/bin/python scripts/gpu_check.py $(GPU_CHECK)
+	@$(GPU_VENV)/bin/python -m scripts gpu_check $(GPU_CHECK)
 
 install: ## units, tmpfiles.d and a config file, below DESTDIR; PREFIX, SYSCONFDIR, BINARY
 	@for unit in $(UNITS); do \

@@ -1,28 +1,23 @@
-#!/usr/bin/env python3
 """The table of docs/STATUS.md that lists every metric, from the code; a test compares the two.
 
-`python -m scripts.metric_tables --write` rewrites the document's generated part in place. It starts a daemon.
+`python -m scripts metric_tables --write` rewrites the document's generated part in place. It starts a daemon.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import Metric
 
 from kvoffloadd.metrics.families import families
 from kvoffloadd.trial.process import ROOT, private_folder
 from scripts.harness.daemon import Daemon
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from prometheus_client.core import Metric
 
 DOCUMENT = ROOT / "docs" / "STATUS.md"
 BEGIN, END = "<!-- generated: metrics -->", "<!-- end -->"
@@ -69,7 +64,3 @@ def main() -> int:
     else:
         print(table(status))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

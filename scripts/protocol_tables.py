@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from kvoffloadd import errors
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ROLE_MAY, ProtocolState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "PROTOCOL.md"
 BEGIN, END = "<!-- generated: {} -->", "<!-- end -->"
@@ -159,7 +156,3 @@ def main() -> int:
     else:
         print("\n\n".join(make() for make in SECTIONS.values()))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.cli.arguments import COMMANDS, make_parser
+from scripts.__main__ import MODULES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
@@ -150,14 +151,14 @@ def script_commands() -> list[tuple[str, str, str]]:
         (str(path.relative_to(ROOT)), match[1], match[2])
         for path in DOCUMENTS
         for line in code_lines(path)
-        if (match := re.search(r"python3? scripts/(\w+)\.py(.*)$", line))
+        if (match := re.search(r"python3? -m scripts (\w+)(.*)$", line))
     ]
 
 
 @pytest.mark.parametrize(("document", "script", "rest"), script_commands())
 def test_options_of_scripts_exist(document: str, script: str, rest: str) -> None:
-    (module,) = re.findall(r"^from (scripts\.[\w.]+) import main$", text_of(ROOT / "scripts" / f"{script}.py"), re.M)
-    sources = (ROOT / f"{module.replace('.', '/')}.py", ROOT / "scripts" / "harness" / "program.py")
+    module = ROOT / "scripts" / f"{MODULES[script].replace('.', '/')}.py"
+    sources = (module, ROOT / "scripts" / "harness" / "program.py")
     known = set(re.findall(r'"(--[a-z-]+)"', "".join(map(text_of, sources))))
     assert set(re.findall(r"(--[a-z][a-z-]*)", rest)) <= known
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Accuracy check: a tiny model answers questions from KV that a daemon had, in every layout, as if it had computed it.
 
 Trains a hybrid model (full attention, windows, states) within seconds to a task that needs all three, computes prompts,
@@ -10,21 +9,17 @@ accuracy is 95 % at least, every answer is equal to the recomputed one, and ever
 
 from __future__ import annotations
 
+import argparse
 import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.program import carry_out
+from scripts.accuracy.report import Report
 from scripts.harness.program import command_line
-
-if TYPE_CHECKING:
-    import argparse
-
-    from scripts.accuracy.report import Report
 
 
 def run(given: argparse.Namespace, folder: Path) -> Report:

@@ -6,10 +6,10 @@ Prompts are computed token by token, all of them side by side, so that memory wi
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from kvoffloadd.layout import Attention
+from kvoffloadd.layout import Attention, LayerSpec
 from scripts.accuracy.model import (
     CONVOLUTION,
     FULL,
@@ -26,13 +26,8 @@ from scripts.accuracy.model import (
     widened,
 )
 from scripts.accuracy.task import ANSWER_TOKENS, ASK, PROMPT_TOKENS, WINDOW
+from scripts.harness.layers import LayerMemory
 from scripts.harness.paged import keys_and_values
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from kvoffloadd.layout import LayerSpec
-    from scripts.harness.layers import LayerMemory
 
 torch: Any = importlib.import_module("torch")
 

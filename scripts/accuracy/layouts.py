@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from kvoffloadd.client import GroupKind
 from kvoffloadd.layout import (
@@ -36,9 +36,6 @@ from scripts.accuracy.model import (
 )
 from scripts.accuracy.task import WINDOW
 from scripts.harness.layers import LayerMemory, allocated, apart
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 BLOCK = 8
 """Tokens."""

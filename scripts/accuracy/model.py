@@ -8,8 +8,9 @@ which of several values holds. Which mode a token names is in a part of its vect
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.errors import KvOffloadError
 from scripts.accuracy.task import (
@@ -22,9 +23,6 @@ from scripts.accuracy.task import (
     Prompts,
     make_prompts,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 torch: Any = importlib.import_module("torch")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from kvoffloadd.trial.disk import disk_settings
 from kvoffloadd.trial.process import bad_entries
@@ -16,10 +18,6 @@ from scripts.accuracy.task import make_prompts
 from scripts.accuracy.worker import Control, Worker
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import is_idle
-
-if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
 
 torch: Any = importlib.import_module("torch")
 

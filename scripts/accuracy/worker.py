@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.client import Client, GroupKind, NamespaceSpec, Outcome
 from kvoffloadd.layout import Reach
+from kvoffloadd.model import U8Array
 from kvoffloadd.trial.process import DaemonError
 from scripts.accuracy.engine import PagedModel, Tables
 from scripts.accuracy.layouts import BLOCK, LAYOUTS
-from scripts.accuracy.task import FAR_KEYS, PROMPT_TOKENS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from kvoffloadd.model import U8Array
-    from scripts.accuracy.model import Model
-    from scripts.accuracy.task import Prompts
+from scripts.accuracy.model import Model
+from scripts.accuracy.task import FAR_KEYS, PROMPT_TOKENS, Prompts
 
 torch: Any = importlib.import_module("torch")
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Stores and loads through the daemon, beside memcpy of the same rows by as many threads, in one run on one machine.
 
 Each case moves the same bytes (256 MiB by default) as one job, for one size of rows in the worker's tensors. A round
@@ -13,18 +12,22 @@ With `--unverified`, each load is beside one of a second daemon, which has `memo
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
+from kvoffloadd.client import Client, Group, NamespaceSpec, SharedTensor
+from kvoffloadd.client.memory.tensor import CanonicalTensor
+from kvoffloadd.model import I64Array
 from kvoffloadd.trial.figures import KEY_BYTES, median_ratio, p50, p99, print_grid
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.process import private_folder
@@ -39,14 +42,6 @@ from scripts.harness.models import NAMES, named
 from scripts.harness.places import HostPlace
 from scripts.harness.planned import LAYOUTS, NoSuchLayoutError, planned_geometries
 from scripts.harness.program import benchmark_line, show_result
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
-    from kvoffloadd.client import Group
-    from kvoffloadd.client.memory.tensor import CanonicalTensor
-    from kvoffloadd.model import I64Array
 
 GIB = 1 << 30
 REFS = (1, 16, 64)
@@ -404,7 +399,3 @@ def main() -> int:
             results.append(run_case(case, arguments))
     result = summary(results)
     return show_result(result, arguments, show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Demotion to disk and promotion from disk, beside fio, in one run on one machine.
 
 A round, for each payload size: fio writes, a worker stores as many bytes in new keys and the daemon demotes them, fio
@@ -22,13 +21,14 @@ import asyncio
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, Registration, SharedTensor
 from kvoffloadd.trial.disk import disk_folder, file_system
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, print_grid
 from kvoffloadd.trial.output import Live
@@ -40,11 +40,6 @@ from scripts.bench.fio import Fio, has_fio
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import Bound, at_least, at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.client import Registration
 
 MIB = 1 << 20
 PAYLOADS = (64 << 10, MIB, 2 * MIB, 8 * MIB)

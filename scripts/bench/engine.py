@@ -12,17 +12,14 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.model import U8Array
 from kvoffloadd.trial.workload import WAIT_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.model import U8Array
 
 NAMESPACE = NamespaceSpec(model="bench_engines")
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What many engines get of one daemon: requests a second, how long a pin takes, and the share of each.
 
 Each engine is a process with two sessions, as vLLM has them: a scheduler that pins prompts and releases them, and a
@@ -10,11 +9,11 @@ processors, too: the machine divides those among them, not the daemon.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import sys
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.trial.figures import p50, p99, print_grid
 from kvoffloadd.trial.output import Live
@@ -25,9 +24,6 @@ from kvoffloadd.units import format_bytes
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_least, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
-
-if TYPE_CHECKING:
-    import argparse
 
 COUNTS = (1, 4, 16)
 LEAST_SHARE = 0.5
@@ -134,7 +130,3 @@ def main() -> int:
             live.show(number, f"{engines} engines")
             cases.append(run_case(engines, arguments))
     return show_result(summary(cases, arguments), arguments, show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

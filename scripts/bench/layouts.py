@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What a layout of the KV cache buys: the same model and the same bytes in each, beside memcpy by one thread.
 
 Jobs of about as many bytes (128 MiB by default), which store and load blocks of all the model's groups, at scattered
@@ -11,22 +10,26 @@ the end of `wait`; ratios are medians over the rounds. `submission_ms` is copies
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
-import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
+from kvoffloadd.client.memory.tensor import CanonicalTensor
+from kvoffloadd.planner import Layout
 from kvoffloadd.trial.figures import KEY_BYTES, median_ratio, p50, print_grid
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.process import private_folder
 from kvoffloadd.trial.program import size
 from kvoffloadd.trial.workload import WAIT_S, Workload
+from scripts.harness.arrangement import Arrangement
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.models import NAMES, named
@@ -34,14 +37,6 @@ from scripts.harness.places import GpuLine, HostPlace
 from scripts.harness.planned import planned_geometries, possible
 from scripts.harness.program import benchmark_line, show_result
 from tests import softcuda
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from kvoffloadd.client.memory.tensor import CanonicalTensor
-    from kvoffloadd.planner import Layout
-    from scripts.harness.arrangement import Arrangement
 
 MODELS = ("gpt-oss-20b", "qwen3-next-80b-a3b")
 """Attention alone on small blocks; states, which make blocks long."""
@@ -300,7 +295,3 @@ def main() -> int:
             live.show(number, name)
             models.append(run_model(name, arguments, devices))
     return show_result(summary(models, arguments, left_out), arguments, show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

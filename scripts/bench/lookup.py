@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Lookups while ever more keys are held, through the real socket, and what holding a key costs.
 
 For each number of keys a daemon of its own is filled in its own process: its arena is a sparse memfd whose pages are
@@ -19,12 +18,14 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
@@ -34,11 +35,6 @@ from kvoffloadd.trial.process import end, module, private_folder, rss_anon_bytes
 from kvoffloadd.trial.wait import until
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.cache.memory.cache import Cache
 
 LEVELS = (10_000, 100_000, 1_000_000, 10_000_000)
 KEYS = 512

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """How long a start takes with 1, 2, 4 million records in sealed segments, and what memory they take.
 
 The segment files are made with the daemon's own functions: headers and footers are real, the space for the payloads of
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -155,7 +153,3 @@ def main() -> int:
             levels.append(measure(records, arguments.rounds, base, arguments.path))
     result = summary(levels)
     return show_result(result, arguments, show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

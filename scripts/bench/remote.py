@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """The remote tier's way of bytes beside a plain TCP socket, in one run on one machine.
 
 The daemon's side of it alone, `RemoteStore` with its agent, a hash lane and an arena, against a real store. Each round
@@ -25,15 +24,16 @@ import statistics
 import struct
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.lanes import Lane
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
 from kvoffloadd.objectnames import Space, era_prefix
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
@@ -46,13 +46,7 @@ from kvoffloadd.trial.wait import HANG_S, until
 from scripts.bench import remotepins
 from scripts.harness.lab import Host, Lab, why_not_isolated
 from scripts.harness.program import benchmark_line, show_result
-from scripts.harness.stores import Master, MooncakeStore, Valkey, why_no_mooncake, why_no_valkey
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kvoffloadd.model import U8Array, U64Array
-    from scripts.harness.stores import StoreProcess
+from scripts.harness.stores import Master, MooncakeStore, StoreProcess, Valkey, why_no_mooncake, why_no_valkey
 
 KIB, MIB = 1 << 10, 1 << 20
 OBJECT_BYTES = (128 * KIB, MIB, 4 * MIB)

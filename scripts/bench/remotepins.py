@@ -13,23 +13,20 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.model import U8Array
 from kvoffloadd.trial.figures import p50, print_grid
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from kvoffloadd.model import U8Array
-    from scripts.harness.lab import Host, Lab
-    from scripts.harness.stores import StoreProcess
+from scripts.harness.lab import Host, Lab
+from scripts.harness.stores import StoreProcess
 
 PAGE_BYTES = 4096
 MEMORY = "64MiB"

@@ -1,4 +1,3 @@
-#!/usr/bin/env python
 """Round trips to the daemon beside those of a bare msgpack echo server in asyncio, in one run on one machine.
 
 Each round measures, one after the other, the echo, `ping` and `lookup` of 1, 64 and 512 keys, first with a blocking
@@ -28,25 +27,22 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 import numpy as np
 
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.model import U8Array
 from kvoffloadd.trial.figures import median_ratio, p50, p99, print_grid
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.process import end, module, private_folder, spawn, tail
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.program import benchmark_line, show_result
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-
-    from kvoffloadd.model import U8Array
 
 RATIO_MAX = 2.0
 FEW_KEYS, PRICE_MAX, MANY_PRICE_MAX = 32, 1.6, 3.0

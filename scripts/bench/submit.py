@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The processor's cost of a row by each way of copying to and from a GPU, on the software driver.
 
 `plan`: from block ids to chunks; `build`: what a thread makes of a chunk before it calls the driver; `calls`: within
@@ -9,7 +8,8 @@ the daemon's on any driver. Times are the thread's own, medians over rounds. Not
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from kvoffloadd.trial.figures import print_grid
 from kvoffloadd.trial.program import size
@@ -18,9 +18,6 @@ from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.gpu import Gpu
 from scripts.harness.program import benchmark_line, show_result
 from tests import softcuda
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 DAEMON_MAX_US = 0.3
 """Of a row: what the daemon spends before it calls the driver."""
@@ -69,7 +66,3 @@ def main() -> int:
     sys.path.insert(0, str(softcuda.WITH_CUPY))
     costs = Costs(Gpu(), arguments.bytes)
     return show_result(summary(measured(costs, arguments.rounds), costs), arguments, show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from pathlib import Path
+from typing import Any, Self
 
-from kvoffloadd.trial.demo.chat import chat
+from kvoffloadd.trial.demo.chat import ChatTurn, chat
 from kvoffloadd.trial.output import SHOWN, Live, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.trial.process import bad_entries
 from kvoffloadd.trial.wait import until
@@ -20,12 +22,6 @@ from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab
 from scripts.harness.stores import Master, MooncakeStore, Valkey
-
-if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
-
-    from kvoffloadd.trial.demo.chat import ChatTurn
 
 HOSTS = 2
 KV_CACHE = (WHOLE, "cross-layer", 2)

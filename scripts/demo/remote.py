@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Demo: two hosts share what they store; one is killed with all it has, every byte is checked.
 
 Each host is an address of the loopback device, with a daemon, a worker, and a store of Mooncake's; there is a master.
@@ -12,21 +11,15 @@ usage.
 
 from __future__ import annotations
 
-import sys
+import argparse
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvoffloadd.trial.program import carry_out, seconds, size
-from scripts.demo.hosts import HostsRun
+from scripts.demo.hosts import HostsReport, HostsRun
 from scripts.harness.program import command_line
 from scripts.harness.stores import why_no_mooncake, why_no_valkey
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from scripts.demo.hosts import HostsReport
 
 ENGINES: dict[str, Callable[[], str]] = {"mooncake": why_no_mooncake, "valkey": why_no_valkey}
 
@@ -54,7 +47,3 @@ def main() -> int:
             f"--engine {given.engine}: {reason}" + ("" if ENGINES[other]() else f"; --engine {other} would do")
         )
     return carry_out("demo-remote", partial(run, given), as_json=given.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,23 +9,19 @@ import json
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.client import KeyState
+from kvoffloadd.client import Found, KeyState
+from kvoffloadd.model import U8Array
 from kvoffloadd.trial.demo.chat import ROOT_TOKENS, ROOTS, ChatTurn
 from kvoffloadd.trial.oracle import Oracle
 from scripts.harness.counters import Counters
 from scripts.harness.engine import Engine
+from scripts.harness.jobs import OpenJob, Share
 from scripts.harness.models import named, small
 from scripts.harness.planned import PlannedGeometry, planned_geometries
 from scripts.harness.promises import count
-
-if TYPE_CHECKING:
-    from kvoffloadd.client import Found
-    from kvoffloadd.model import U8Array
-    from scripts.harness.jobs import OpenJob, Share
 
 WHOLE = "gpt-oss-20b"
 """The model of which all layers are there: 12 with full and 12 with sliding attention. Others are scaled down."""

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The largest requests of each type that are legal, sent to a daemon that holds many keys, while another peer pings.
 
 One case after the other, each in a session of its own. `turn` is the daemon's own word: the most CPU time that its
@@ -9,12 +8,14 @@ bystander, by the clock.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,17 +27,11 @@ from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.process import private_folder
 from scripts.extremes.cases import CASES
 from scripts.extremes.refusals import REFUSALS
-from scripts.extremes.scene import KEYS, MIB, PAGE, Scene
+from scripts.extremes.scene import KEYS, MIB, PAGE, Case, Scene
 from scripts.extremes.tiers import CAREFUL, CROWDED, DISK, FULL, WIDE
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable, Sequence
-
-    from scripts.extremes.scene import Case
 
 TURN_MAX_S = 0.020
 BEAT_S = 0.005

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from scripts.extremes.scene import (
     MIB,
     PAGE,
     WAITING_JOBS,
+    Case,
+    Scene,
     completed,
     group,
     held_in_groups,
@@ -26,13 +28,7 @@ from scripts.extremes.scene import (
     run,
     shares,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from scripts.extremes.scene import Case, Scene
-    from scripts.harness.peer import RawPeer
-
+from scripts.harness.peer import RawPeer
 
 DRAINS = 256
 """Of one user, that may wait."""

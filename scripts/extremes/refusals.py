@@ -5,17 +5,13 @@ What comes before a case's `yield` is not measured.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
-from scripts.extremes.scene import FRAME_IDS, KEYS, MIB, completed, group, refused, register, run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from scripts.extremes.scene import Case, Scene
+from scripts.extremes.scene import FRAME_IDS, KEYS, MIB, Case, Scene, completed, group, refused, register, run
 
 FRAME_BYTES = (4 << 20) - 4096
 KEYED = ("lookup", "pin", "prefetch", "touch", "reserve")

@@ -1,9 +1,11 @@
-"""What the cases of `legal_extremes.py` share: sessions of a daemon that holds keys, and what they ask it."""
+"""What the cases of `legal_extremes` share: sessions of a daemon that holds keys, and what they ask it."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,11 +13,7 @@ from kvoffloadd.trial.figures import keys_of
 from kvoffloadd.trial.wait import until
 from scripts.harness.peer import RawPeer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    Case = Callable[["Scene"], Iterator[None]]
+Case = Callable[["Scene"], Iterator[None]]
 
 MIB = 1 << 20
 PAGE = 4096

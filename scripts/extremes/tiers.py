@@ -5,7 +5,8 @@ What comes before a case's `yield` is not measured.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from scripts.extremes.scene import (
     KEYS,
     PAGE,
     REPLY_S,
+    Case,
+    Scene,
     group,
     held_in_groups,
     jobs_of,
@@ -24,12 +27,7 @@ from scripts.extremes.scene import (
     shares,
     written,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from scripts.extremes.scene import Case, Scene
-    from scripts.harness.peer import RawPeer
+from scripts.harness.peer import RawPeer
 
 NAMESPACES = 1000
 CROWD = 2000

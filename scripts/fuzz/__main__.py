@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fuzz a daemon over its socket: random, mutated and truncated frames in many sessions, beside an honest worker.
 
 Every whole frame must be answered once, or its session be closed; the daemon must live, its memory and descriptors
@@ -8,21 +7,18 @@ status 0 only if all that held; 1 otherwise; 2 for wrong usage.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.program import carry_out
 from scripts.fuzz.sessions import Fuzzer, Tally
 from scripts.fuzz.trial import Trial, TrialReport
 from scripts.harness.program import add_seed, command_line, seed_of
-
-if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
 
 RSS_GROWTH_MAX = 64 << 20
 FDS_GROWTH_MAX = 64 * 8

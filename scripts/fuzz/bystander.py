@@ -15,17 +15,14 @@ import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import numpy as np
 
-from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, Registration, SharedTensor
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.model import U8Array
 from kvoffloadd.trial.process import module, open_fds, rss_anon_bytes, spawn, tail
-
-if TYPE_CHECKING:
-    from kvoffloadd.client import Registration
-    from kvoffloadd.model import U8Array
 
 PAGE_BYTES = 16 << 10
 KEYS_PER_STEP = 8

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Flood a daemon: sessions that ask for as much as they may and do not read, beside an honest worker.
 
 Each flooder registers a KV cache, asks for jobs, and for status in between, until it is told `busy` or the kernel
@@ -10,13 +9,14 @@ otherwise; 2 for wrong usage.
 
 from __future__ import annotations
 
+import argparse
 import select
-import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
@@ -26,11 +26,6 @@ from kvoffloadd.units import format_bytes
 from scripts.fuzz.flooder import KINDS, Flooder
 from scripts.fuzz.trial import Trial, TrialReport
 from scripts.harness.program import add_seed, command_line, seed_of
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Callable
-    from pathlib import Path
 
 OUTBOX_BYTES = 8 << 20
 RSS_GROWTH_PER_SESSION_MAX = 2 * OUTBOX_BYTES
@@ -169,7 +164,3 @@ def main() -> int:
     if given.sessions < 1 or given.sessions > 250 or given.seconds <= 0 or given.slow_copies < 0:
         parser.error("--sessions: from 1 to 250; --seconds: above 0; --slow-copies: not below 0")
     return carry_out("flood", partial(run, given, seed_of(given, "flood")), as_json=given.json)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

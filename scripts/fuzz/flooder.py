@@ -5,19 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from kvoffloadd.sharedmem import create_memfd
 from kvoffloadd.trial.process import DaemonError
-from scripts.harness.peer import RawPeer, frame
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from scripts.harness.peer import Fields
-
+from scripts.harness.peer import Fields, RawPeer, frame
 
 REPLY_S = 60.0
 BLOCKS, PAGE_BYTES, KEY_BYTES = 64, 4096, 32

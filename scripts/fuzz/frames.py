@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Iterator
 
 PREFIX = struct.Struct("<I")
 FRAME_BYTES_MAX = 4 << 20

@@ -8,19 +8,14 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.trial.output import Live
 from scripts.fuzz.frames import MEMORY_BYTES, Frame, Names, Requests, Spoiler, truncations
-from scripts.harness.peer import RawPeer
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from kvoffloadd.trial.output import Live
-    from scripts.harness.peer import Fields
+from scripts.harness.peer import Fields, RawPeer
 
 REPLY_S = 60.0
 """Patience with a hang: nothing legal takes as long, on the busiest machine."""

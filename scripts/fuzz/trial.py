@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvoffloadd.trial.leaks import held, leaks
 from kvoffloadd.trial.output import format_ms, print_table
 from kvoffloadd.trial.process import bad_entries
 from kvoffloadd.units import format_bytes
-from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost
+from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost, Experience
 from scripts.harness.daemon import Daemon
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
-
-    from scripts.fuzz.bystander import Experience
 
 DAEMON_MEMORY_BYTES = 64 << 20
 

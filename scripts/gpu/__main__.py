@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Tests and measures the CUDA device on a machine with one GPU: one command, no network, under nine minutes.
 
 Every part is a command in a process of its own with a time limit: a crash or a hang costs that part alone. What does
@@ -20,8 +19,8 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from scripts.gpu import SOFT_VARIABLE
 from scripts.gpu.environment import MACHINES_BINDINGS
@@ -29,9 +28,6 @@ from scripts.gpu.machine import machine, said_at_the_end
 from scripts.gpu.parts import TERM_S, Ended, Part, adopt_orphans, run
 from scripts.gpu.report import write
 from scripts.gpu.screen import Screen
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_CUPY = ROOT / "scripts" / "gpu" / "withoutcupy"
@@ -92,7 +88,7 @@ def _tests() -> Part:
 
 def _stress(arguments: argparse.Namespace) -> Part:
     seconds = QUICK_STRESS_S if arguments.quick else STRESS_S
-    command = [sys.executable, "-m", "scripts.stress", "--device", "cuda", "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "scripts", "stress", "--device", "cuda", "--seconds", str(seconds)]
     command += ["--workers", "4", "--kill-workers", "--json", *(["--software-driver"] if arguments.soft else [])]
     return Part("stress", "Stress with killed workers", command, seconds + 40, min_s=seconds + 15)
 

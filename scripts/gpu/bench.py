@@ -1,7 +1,7 @@
 """What the GPU benchmarks share: the ceiling, a worker on the GPU with a real daemon, and how results look.
 
 A benchmark's result is one JSON object: `bounds` and `within_budget` as those of the other benchmarks, and `tables`,
-each with a `title`, `columns` and `rows`, for people and for the report of gpu_check.py; `left_out`: cases for which
+each with a `title`, `columns` and `rows`, for people and for the report of `gpu_check`; `left_out`: cases for which
 there was no time; `skipped`: what can't be measured here, and why. A case may have `wrong_bytes`, which must be 0.
 """
 
@@ -12,10 +12,11 @@ import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,14 +32,9 @@ from scripts.gpu import DAEMON_SAYS
 from scripts.gpu.report import grid
 from scripts.gpu.results import keep
 from scripts.harness.daemon import Daemon
-from scripts.harness.figures import judged, print_bounds
+from scripts.harness.figures import Bound, judged, print_bounds
 from scripts.harness.gpu import Gpu, GpuBuffer, gpu_is_usable
 from scripts.harness.gpumemory import Pinned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from scripts.harness.figures import Bound
 
 T = TypeVar("T")
 

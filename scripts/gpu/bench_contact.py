@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What the machine and its driver say, step by step, each in a process of its own: first of all, and never fatal.
 
 Versions, what the driver has, what contexts and pinned memory take of the GPU and of the host, and with which results
@@ -16,9 +15,10 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +33,6 @@ from scripts.gpu.rules import during_capture, large_chunks, null_streams, unregi
 from scripts.gpu.sharing import opened
 from scripts.harness.gpu import Gpu
 from scripts.harness.gpumemory import Pinned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 STEP_S = 30.0
 PIN_BYTES, QUICK_PIN_BYTES = (4 * KIB, GIB, 8 * GIB), (4 * KIB, 8 * MIB)

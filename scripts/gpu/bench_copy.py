@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Stores and loads of GPU memory through the daemon, beside one plain copy of as many bytes, by size of rows.
 
 Times are the client's, from `store` or `load` to the end of `wait`; the ceiling is cuMemcpyAsync between the GPU and a
@@ -8,7 +7,7 @@ registered memfd, each way and both at once, in the same rounds. Block ids are s
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scripts.gpu.bench import (
     KIB,
@@ -25,11 +24,8 @@ from scripts.gpu.bench import (
     table,
     tell,
 )
-from scripts.harness.figures import at_least, at_most
+from scripts.harness.figures import Bound, at_least, at_most
 from scripts.harness.gpu import Gpu
-
-if TYPE_CHECKING:
-    from scripts.harness.figures import Bound
 
 ROW_BYTES = tuple(size * KIB for size in (4, 8, 16, 24, 32, 64, 256, 2048))
 LARGE_ROW_BYTES = 64 * KIB

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Small rows: the ways of the daemon, and a fifth way, in which the worker gathers them itself; beside a decode loop.
 
 `gather`: the worker gathers the rows of a chunk on a stream of its own (`torch.index_select`) into a staging buffer
@@ -17,7 +16,9 @@ import importlib
 import importlib.util
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +40,6 @@ from scripts.gpu.bench import KIB, MIB, await_pinned, cut_short, daemon, done, i
 from scripts.gpu.bench_paths import PATHS
 from scripts.gpu.decode import DecodeLoop
 from scripts.harness.gpu import gpu_is_usable, software_driver
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 LAYERS = 32
 ROW_BYTES = tuple(size * KIB for size in (4, 16, 64, 2, 8, 32))

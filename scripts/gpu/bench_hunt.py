@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """A hunt for batches that never end: batches and runs of rows of all sizes, both ways at once, until the time is up.
 
 A thread for each direction submits batches of 1,024 copies of 1 KiB to 256 KiB between registered memory and the GPU's,

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What copies take from an engine's kernels, and what kernels take from copies.
 
 Kernels run in a process of their own: bfloat16 matrix products of 8,192 (`matmul`), copies within the GPU's memory
@@ -11,8 +10,9 @@ from __future__ import annotations
 import select
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.trial.figures import median_ratio
 from kvoffloadd.trial.process import private_folder
@@ -34,9 +34,6 @@ from scripts.gpu.bench import (
 )
 from scripts.gpu.bench_paths import PATHS
 from scripts.harness.gpu import Gpu, software_driver
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 START_S, ANSWER_S = 90.0, 30.0
 SLICE_S, QUICK_SLICE_S = 0.25, 0.1

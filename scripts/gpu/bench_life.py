@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Times beside copying: the end of a killed worker's GPU memory, round trips of the smallest jobs.
 
 `unmapped`: from the worker's end until the daemon has closed its mappings, by the daemon's status. `free`: until the
@@ -7,10 +6,10 @@ driver says that the memory is free. The worker is killed while its stores run.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvoffloadd.client import Client
 from kvoffloadd.trial.figures import p50, p99
@@ -34,9 +33,6 @@ from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, software_driver
 from scripts.harness.gpumemory import Rows
-
-if TYPE_CHECKING:
-    import argparse
 
 FREED_MAX_S = 1.0
 NEAR_BYTES = 64 * MIB

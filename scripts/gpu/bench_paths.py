@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Stores and loads by each path of the daemon: in batches, one by one, pitched, by way of the kernel; and mixed sizes.
 
 Each path is a daemon of its own, whose settings allow no other, in a layout of one allocation whose layers are evenly
@@ -9,8 +8,10 @@ the same without; `upwards` and `downwards`: jobs of each size, one behind the o
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from kvoffloadd.client import Client
 from kvoffloadd.trial.figures import p50
@@ -32,10 +33,6 @@ from scripts.gpu.bench import (
     tell,
 )
 from scripts.harness.gpu import Gpu
-
-if TYPE_CHECKING:
-    import argparse
-    from pathlib import Path
 
 ROW_BYTES = (4 * KIB, 16 * KIB, 64 * KIB)
 ALWAYS = "1GiB"

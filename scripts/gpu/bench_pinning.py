@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What stands still while memory is registered, by the size of the pieces; and what kinds of memory are worth.
 
 Stalls: memory is registered in pieces, and meanwhile threads of this process copy 4 KiB and ask for the end, and map
@@ -19,8 +18,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +34,6 @@ from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, gb_per_s, parse, parser, table, tell
 from scripts.gpu.machine import available_bytes
 from scripts.harness.gpu import Gpu, GpuBuffer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PORTABLE_AND_MAPPED = 3
 PIECES = (1, 16, 128)

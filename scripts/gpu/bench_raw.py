@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Small rows by the driver alone, in each way that it has, beside the daemon: what is the driver's, what is ours.
 
 A block has one row in each of 32 layers, evenly apart in the GPU's memory and side by side in registered memory;
@@ -14,7 +13,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from kvoffloadd.device.cuda.kernel import RowKernel
 from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
-from kvoffloadd.model import Direction
+from kvoffloadd.model import Direction, U8Array, U64Array
 from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import (
     KIB,
@@ -44,12 +44,7 @@ from scripts.gpu.bench import (
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.model import U8Array, U64Array
-
-    Submit = Callable[[], int]
+Submit = Callable[[], int]
 
 ROW_BYTES = tuple(size * KIB for size in (4, 24, 2, 8, 16, 28, 32, 64))
 ROWS_MAX = 1 << 14

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The processor's cost of a row by each way of copying, in this process, with the daemon's own code.
 
 `plan` is from block ids to chunks, on one row of 4 KiB in each layer for each block; `build` is what a thread makes of
@@ -11,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,22 +24,15 @@ from kvoffloadd.device.cuda.kernel import RowKernel
 from kvoffloadd.device.cuda.pinning import Arena, cut, piece_ends
 from kvoffloadd.device.cuda.staging import ROWS_MAX, Stage
 from kvoffloadd.device.cuda.stream import CopyStream
-from kvoffloadd.device.pitched import pitch
-from kvoffloadd.device.plan import GroupPlan, make_copies, split
+from kvoffloadd.device.pitched import Pitched, pitch
+from kvoffloadd.device.plan import Copies, GroupPlan, make_copies, split
 from kvoffloadd.errors import DeviceError
-from kvoffloadd.model import Direction, Ref
+from kvoffloadd.model import Direction, Ref, U64Array
 from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import LAYERS, MIB, done, parse, parser, table, tell
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from kvoffloadd.device.pitched import Pitched
-    from kvoffloadd.device.plan import Copies
-    from kvoffloadd.model import U64Array
 
 ROW_BYTES = 4096
 CHUNK_BYTES = 64 * MIB

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Downloads the wheels that a GPU machine lacks for `make gpu-check`, in the versions of requirements-dev.lock.
 
 Nothing but Python and a driver is expected there; torch is used where it is. CuPy does not come along: its wheel for
@@ -50,7 +49,3 @@ def main() -> int:
         print(f"gpu-bundle: more than {BYTES_MAX >> 20} MiB", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Makes the venv of `make gpu-check`, without a network: this Python's packages, and on top the bundle's wheels.
 
     python3 -m scripts.gpu.environment VENV BUNDLE

@@ -13,12 +13,10 @@ import importlib.util
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from scripts.harness.gpu import Gpu, GpuBuffer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 IN_FLIGHT = 8
 MATRIX, CPU_MATRIX = 8192, 64

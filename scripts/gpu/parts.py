@@ -1,4 +1,4 @@
-"""One part of gpu_check.py: a command in a process of its own, which may crash or hang.
+"""One part of `gpu_check`: a command in a process of its own, which may crash or hang.
 
 Needs nothing but Python's own library.
 """
@@ -13,16 +13,14 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scripts.gpu import DAEMON_SAYS, RESULTS_VARIABLE
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[dict[str, Any]], None]
 
 _SET_CHILD_SUBREAPER = 36
 TERM_S = 6.0

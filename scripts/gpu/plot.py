@@ -13,7 +13,7 @@ DASHED = 'stroke-dasharray="5 4"'
 
 
 def bandwidth(cases: list[dict[str, Any]]) -> str:
-    """SVG: a line for each kind of job, dashed what plain copies reach. `cases`: those of bench_copy.py."""
+    """SVG: a line for each kind of job, dashed what plain copies reach. `cases`: those of `bench_copy`."""
     top = 1.1 * max(speed for case in cases for speed in case["gb_per_s"].values())
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" '

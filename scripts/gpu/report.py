@@ -1,19 +1,16 @@
-"""What gpu_check.py writes: report.md, results.jsonl, bandwidth.svg. Needs nothing but Python's own library."""
+"""What `gpu_check` writes: report.md, results.jsonl, bandwidth.svg. Needs nothing but Python's own library."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
+from scripts.gpu.parts import Ended
 from scripts.gpu.plot import bandwidth
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from scripts.gpu.parts import Ended
-
-    Sections = Sequence[tuple[str, Sequence[str]]]
+Sections = Sequence[tuple[str, Sequence[str]]]
 
 
 def write(

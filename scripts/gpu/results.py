@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from scripts.gpu import RESULTS_VARIABLE
-
-if TYPE_CHECKING:
-    import pytest
 
 
 def keep(row: dict[str, Any]) -> None:

@@ -10,8 +10,9 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +27,6 @@ from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB
 from scripts.harness.gpu import POSIX_FD, Gpu, GpuBuffer, software_driver
 from scripts.harness.gpumemory import Pinned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 UNREGISTERED_BYTES, QUICK_UNREGISTERED_BYTES = 256 * MIB, 4 * MIB
 BATCH = 1024

@@ -1,18 +1,15 @@
-"""What gpu_check.py shows on the terminal while it runs. Needs nothing but Python's own library."""
+"""What `gpu_check` shows on the terminal while it runs. Needs nothing but Python's own library."""
 
 from __future__ import annotations
 
 import textwrap
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from scripts.gpu.parts import Ended, Part
 from scripts.gpu.report import grid, remark_of, short, what_it_found
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from scripts.gpu.parts import Ended, Part
 
 COLUMNS = 118
 COUNT_EVERY_S = 15.0

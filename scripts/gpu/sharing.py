@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from kvoffloadd.client.memory.gpu import driver, gpu_allocation
 from kvoffloadd.cudadriver import CudaError
@@ -25,9 +26,6 @@ from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.trial.process import module
 from scripts.gpu.worker import become
 from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, software_driver
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SMALL_BYTES = 64 << 10
 CHUNKS = 4

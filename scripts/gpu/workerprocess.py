@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from kvoffloadd.trial.worker import WorkerProcess
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from scripts.harness.gpumemory import Rows
+from scripts.harness.gpumemory import Rows
 
 START_S, ANSWER_S = 45.0, 45.0
 

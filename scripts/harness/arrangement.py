@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from kvoffloadd.client import Group, Ref
+from kvoffloadd.model import U8Array
+from scripts.harness.groupshape import GroupShape, RefShape
 from scripts.harness.places import Layout, Runs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from kvoffloadd.model import U8Array
-    from scripts.harness.geometry import Geometry, GroupShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +75,25 @@ RANDOM = "random"
 """The name of arrangements that no layout has."""
 
 
-def scattered(geometry: Geometry, rank: int, num_blocks: int, gaps: Gaps) -> Arrangement:
-    """The geometry's refs one behind the other; offsets, gaps between runs and tails are this rank's own."""
-    held = [shape for shape in geometry.groups if shape.part_of_rank[rank] is not None]
-    refs, pages = _placed(geometry, held, rank, gaps)
+def scattered(
+    shapes: Sequence[GroupShape], num_tensors: int, rank: int, num_blocks: int, gaps: Gaps, *, overlaid: bool
+) -> Arrangement:
+    """The refs one behind the other, or with `overlaid` each group's from the beginning of its row. Offsets, gaps
+    between runs and tails are this rank's own.
+    """
+    pages = [1] * num_tensors
+    refs: dict[int, list[Ref]] = {}
+    for shape in shapes:
+        if (part := shape.part_of_rank[rank]) is not None:
+            refs[shape.number] = _placed(shape.parts[part], [0] * num_tensors if overlaid else list(pages), pages, gaps)
+    pages = [page + gaps.draw(0, 0, 16, 123) for page in pages]
     layouts = tuple(Layout(num_blocks, page, page + gaps.draw(0, 0, 64, 33)) for page in pages)
     return Arrangement(
         name=RANDOM,
         num_blocks=num_blocks,
         layouts=layouts,
         order=tuple(range(len(layouts))),
-        groups=tuple(group_of(shape, refs.get(shape.number, []), rank) for shape in geometry.groups),
+        groups=tuple(group_of(shape, refs.get(shape.number, []), rank) for shape in shapes),
         pieces={number: tuple(_piece(ref, layouts[ref.tensor]) for ref in mine) for number, mine in refs.items()},
     )
 
@@ -114,21 +118,16 @@ def _piece(ref: Ref, layout: Layout) -> Piece:
     return Piece(ref.tensor, ref.offset, shape, (layout.stride_bytes, ref.stride or ref.length, 1))
 
 
-def _placed(
-    geometry: Geometry, shapes: Iterable[GroupShape], rank: int, gaps: Gaps
-) -> tuple[dict[int, list[Ref]], list[int]]:
-    """Refs by group, and the page bytes of each tensor."""
-    pages = [1] * geometry.tensors
-    refs: dict[int, list[Ref]] = {}
+def _placed(shapes: Sequence[RefShape], cursors: list[int], pages: list[int], gaps: Gaps) -> list[Ref]:
+    """Refs of these shapes, from the `cursors` of their tensors on, which advance. `pages`, the page bytes of each
+    tensor, grow to hold them.
+    """
+    refs = []
     for shape in shapes:
-        part = shape.part_of_rank[rank]
-        cursors = [0] * geometry.tensors if geometry.overlaid else list(pages)
-        refs[shape.number] = []
-        for ref in shape.parts[0 if part is None else part]:
-            offset = cursors[ref.tensor] + gaps.draw(0, 0, 64, 5)
-            stride = ref.length + gaps.draw(0, 0, 32, 77) if ref.count > 1 else 0
-            placed = Ref(ref.tensor, offset, ref.length, ref.count, stride)
-            refs[shape.number].append(placed)
-            cursors[ref.tensor] = placed.end
-            pages[ref.tensor] = max(pages[ref.tensor], placed.end)
-    return refs, [page + gaps.draw(0, 0, 16, 123) for page in pages]
+        offset = cursors[shape.tensor] + gaps.draw(0, 0, 64, 5)
+        stride = shape.length + gaps.draw(0, 0, 32, 77) if shape.count > 1 else 0
+        ref = Ref(shape.tensor, offset, shape.length, shape.count, stride)
+        refs.append(ref)
+        cursors[ref.tensor] = ref.end
+        pages[ref.tensor] = max(pages[ref.tensor], ref.end)
+    return refs

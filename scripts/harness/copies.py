@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from kvoffloadd.device.cuda.device import THREADS
 from kvoffloadd.model import Direction
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MIXED = "mixed"
 _NEVER = {"cuda.pitched_row_bytes": "0", "cuda.kernel_row_bytes": "0"}

@@ -6,16 +6,12 @@ Each worker writes its own row alone, so that nothing needs a lock which a kille
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
+from kvoffloadd.model import I64Array
 from scripts.harness.arrangement import RANDOM
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvoffloadd.model import I64Array
 
 VERIFIED_LAYOUTS = (RANDOM, "by-layer", "cross-layer", "heads-first", "kv-apart", "packed-pages", "packed-rows")
 

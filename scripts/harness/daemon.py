@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from kvoffloadd.errors import ClientError
 from kvoffloadd.trial.daemon import KVOFFLOADD, OwnDaemon
@@ -13,11 +15,6 @@ from kvoffloadd.trial.leaks import OBSERVER_ALONE, in_use, more_than
 from kvoffloadd.trial.process import DaemonError, bad_entries, mapped_memfds, open_fds, rss_anon_bytes
 from kvoffloadd.trial.wait import until
 from scripts.harness.peer import RawPeer
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
 
 Guest = TypeVar("Guest")
 

@@ -6,16 +6,15 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files, is_segment_name
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
 from kvoffloadd.trial.wait import until
 from scripts.harness.damage import flip
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 def is_idle(status: dict[str, Any]) -> bool:

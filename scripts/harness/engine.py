@@ -8,27 +8,22 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from kvoffloadd.client import Client, JobConnectionLostError, JobDeadlineError, JobResult, KeyState, Outcome
+from kvoffloadd.client import Client, JobConnectionLostError, JobDeadlineError, JobResult, KeyState, Outcome, Ready
 from kvoffloadd.errors import ClientError, ConnectionLostError
-from kvoffloadd.model import NO_BLOCK, Direction
-from scripts.harness.counters import verified_in
+from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, U8Array
+from kvoffloadd.trial.oracle import Oracle
+from scripts.harness.counters import Counters, verified_in
+from scripts.harness.geometry import Geometry
+from scripts.harness.groupshape import GroupShape
 from scripts.harness.jobs import Epoch, OpenJob, Rank, Share
 from scripts.harness.kvmemory import KvMemory
+from scripts.harness.places import Lines
 from scripts.harness.promises import Findings, broken_in_result, count
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvoffloadd.client import Ready
-    from kvoffloadd.model import BoolArray, I64Array, U8Array
-    from kvoffloadd.trial.oracle import Oracle
-    from scripts.harness.counters import Counters
-    from scripts.harness.geometry import Geometry, GroupShape
-    from scripts.harness.places import Lines
 
 CALL_S = 30.0
 JOB_S = 60.0

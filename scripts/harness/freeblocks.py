@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
 
-if TYPE_CHECKING:
-    import numpy as np
-
-    from kvoffloadd.model import I64Array
+from kvoffloadd.model import I64Array
 
 
 class FreeBlocks:

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffloadd.client import GroupKind, NamespaceSpec
-from scripts.harness.arrangement import RANDOM, Gaps, scattered
-
-if TYPE_CHECKING:
-    from scripts.harness.arrangement import Arrangement
+from scripts.harness.arrangement import RANDOM, Arrangement, Gaps, scattered
+from scripts.harness.groupshape import GroupShape, RefShape
 
 BLOCK_TOKENS = 16
 REF_BYTES_MAX = 96 << 10
@@ -23,47 +20,6 @@ BLOCKS_MIN, BLOCKS_MAX = 64, 1024
 """Of a rank."""
 PROMPT_TOKENS = 24 * BLOCK_TOKENS
 """Of a conversation at its longest."""
-
-
-@dataclass(frozen=True, slots=True)
-class RefShape:
-    """`count` runs of `length` bytes in a row of tensor `tensor`."""
-
-    tensor: int
-    length: int
-    count: int = 1
-
-    @property
-    def payload_bytes(self) -> int:
-        """Of one block."""
-        return self.length * self.count
-
-
-@dataclass(frozen=True, slots=True)
-class GroupShape:
-    """A group: `parts[p]` are the refs of part p; `part_of_rank[r]` is what rank r holds, None: nothing."""
-
-    number: int
-    kind: GroupKind
-    tokens_per_key: int
-    window_keys: int
-    blocks_per_key: int
-    parts: tuple[tuple[RefShape, ...], ...]
-    part_of_rank: tuple[int | None, ...]
-
-    def payload_bytes(self, part: int) -> int:
-        """Of one key."""
-        return self.blocks_per_key * sum(ref.payload_bytes for ref in self.parts[part])
-
-    def first_needed(self, length: int) -> int:
-        """Index of the first key that a prefix of `length` keys needs; `length` itself: none."""
-        if self.kind is GroupKind.FULL:
-            return 0
-        if self.kind is GroupKind.MAMBA:
-            return length - 1
-        if self.kind is GroupKind.CHUNKED:
-            return length - length % self.window_keys
-        return max(0, length - self.window_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +52,8 @@ class Geometry:
         widest = max(
             sum(ref.payload_bytes for ref in group.parts[group.part_of_rank[rank] or 0]) for group in self.groups
         )
-        return scattered(self, rank, blocks_in(memory_bytes, widest), Gaps(rng, padded))
+        num_blocks = blocks_in(memory_bytes, widest)
+        return scattered(self.groups, self.tensors, rank, num_blocks, Gaps(rng, padded), overlaid=self.overlaid)
 
     def namespace(self) -> NamespaceSpec:
         """As sessions name it."""

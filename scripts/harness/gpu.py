@@ -7,16 +7,13 @@ import ctypes
 import functools
 import time
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.client.memory.gpu import driver
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from kvoffloadd.model import U8Array
+from kvoffloadd.model import U8Array
 
 CHUNK_BYTES = 2 << 20
 _BUSY_BYTES, _BUSY_SAMPLE, _BUSY_SAMPLES = 64 << 20, 64, 3

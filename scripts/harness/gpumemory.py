@@ -5,20 +5,16 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvoffloadd.client.memory.gpu import driver
+from kvoffloadd.model import U8Array
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.trial.oracle import digest, mixed
-from scripts.harness.gpu import CHUNK_BYTES, POSIX_FD, GpuBuffer
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.model import U8Array
-    from scripts.harness.gpu import Gpu
+from scripts.harness.gpu import CHUNK_BYTES, POSIX_FD, Gpu, GpuBuffer
 
 KINDS = ("ipc", "vmm", "vmm-private", "torch")
 WIPED = 0xEE

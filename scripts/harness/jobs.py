@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kvoffloadd.model import NO_BLOCK, Direction
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.client import Client, Job, Registration
-    from kvoffloadd.model import BoolArray, I64Array, U8Array
-    from scripts.harness.geometry import GroupShape
-    from scripts.harness.kvmemory import KvMemory
+from kvoffloadd.client import Client, Job, Registration
+from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, U8Array
+from scripts.harness.groupshape import GroupShape
+from scripts.harness.kvmemory import KvMemory
 
 Epoch = tuple[str, int]
 """The daemon's run, and how often the namespace was cleared in it."""

@@ -7,25 +7,18 @@ one comparison finds both bytes that are wrong and bytes that should not have be
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.client import KvCache
-from kvoffloadd.model import NO_BLOCK
+from kvoffloadd.client import KvCache, Ready
+from kvoffloadd.model import NO_BLOCK, BoolArray, I64Array, U8Array
+from scripts.harness.arrangement import Arrangement, Piece
 from scripts.harness.freeblocks import FreeBlocks
-from scripts.harness.places import HostPlace, Runs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from kvoffloadd.client import Ready
-    from kvoffloadd.model import BoolArray, I64Array, U8Array
-    from scripts.harness.arrangement import Arrangement, Piece
-    from scripts.harness.geometry import Geometry, GroupShape
-    from scripts.harness.places import Line, Place
-
+from scripts.harness.geometry import Geometry
+from scripts.harness.groupshape import GroupShape
+from scripts.harness.places import HostPlace, Line, Place, Runs
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvoffloadd.layout import HOST, Attention, Mamba, State, canonicalise
-
-if TYPE_CHECKING:
-    from kvoffloadd.layout import CanonicalCache, LayerGroup, LayerSpec, Plan
+from kvoffloadd.layout import HOST, Attention, CanonicalCache, LayerGroup, LayerSpec, Mamba, Plan, State, canonicalise
 
 
 @dataclass(frozen=True)

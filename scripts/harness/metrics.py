@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import http.client
 import socket
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from scripts.harness.counters import Counters
+from scripts.harness.counters import Counters
 
 SCRAPE_S = 30.0
 

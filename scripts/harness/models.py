@@ -8,17 +8,12 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvoffloadd.planner import read_model
+from kvoffloadd.planner import ModelConfig, read_model
 from kvoffloadd.planner.heads import Heads
-from kvoffloadd.planner.states import DeltaHeads, LinearHeads, MambaHeads, ShortConv
+from kvoffloadd.planner.states import DeltaHeads, LinearHeads, MambaHeads, Recurrent, ShortConv
 from kvoffloadd.trial.process import ROOT
 from scripts.harness.published import CONFIGS
-
-if TYPE_CHECKING:
-    from kvoffloadd.planner import ModelConfig
-    from kvoffloadd.planner.states import Recurrent
 
 FILES = {path.stem: path for path in sorted((ROOT / "tests" / "planner" / "data").glob("*.json"))}
 NAMES = tuple(sorted({*FILES, *CONFIGS}))

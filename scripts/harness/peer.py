@@ -8,13 +8,11 @@ import itertools
 import os
 import socket
 import struct
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
 
 import msgpack
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 PREFIX = struct.Struct("<I")
 NAMESPACE = {"model": "raw"}

@@ -12,23 +12,19 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kvoffloadd.client import GpuTensor, SharedTensor, Timeline
+from kvoffloadd.client import GpuTensor, Ready, SharedTensor, Timeline
 from kvoffloadd.client.memory.gpu import driver
+from kvoffloadd.client.memory.tensor import CanonicalTensor
 from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.model import I64Array, U8Array
 from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, count_gpus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvoffloadd.client import Ready
-    from kvoffloadd.client.memory.tensor import CanonicalTensor
-    from kvoffloadd.model import I64Array, U8Array
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 ODD_BYTES = (0, 1, 7, 64, 333, 4097)

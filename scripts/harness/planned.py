@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
-from kvoffloadd.client import GroupKind
-from kvoffloadd.layout import Attention, LayerKind, Mamba, share_of
+import numpy as np
+
+from kvoffloadd.client import Group, GroupKind, Ref
+from kvoffloadd.layout import Attention, LayerKind, LayerSpec, Mamba, View, share_of
+from kvoffloadd.layout.geometry import Rows
 from kvoffloadd.layout.spec import item_bytes
+from kvoffloadd.planner import Layout, ModelConfig
 from kvoffloadd.planner.layouts import (
     BLOCKS,
     CROSS_LAYER,
@@ -26,19 +30,10 @@ from kvoffloadd.planner.layouts import (
 )
 from kvoffloadd.planner.rank import Rank
 from scripts.harness.arrangement import Arrangement, Piece
-from scripts.harness.geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape, blocks_in
+from scripts.harness.geometry import BLOCK_TOKENS, Geometry, blocks_in
+from scripts.harness.groupshape import GroupShape, RefShape
 from scripts.harness.models import named, small
 from scripts.harness.places import Layout as Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy as np
-
-    from kvoffloadd.client import Group, Ref
-    from kvoffloadd.layout import LayerSpec, View
-    from kvoffloadd.layout.geometry import Rows
-    from kvoffloadd.planner import Layout, ModelConfig
 
 PACK_SIZE = 2
 LAYOUTS = {

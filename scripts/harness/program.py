@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import secrets
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from kvoffloadd.trial.output import print_json
 from kvoffloadd.trial.program import EXIT_BAD
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def command_line(documentation: str | None) -> argparse.ArgumentParser:

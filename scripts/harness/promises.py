@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from kvoffloadd.client import KeyState, Outcome
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from kvoffloadd.client import Found, Job, JobResult
-    from kvoffloadd.model import BoolArray, U8Array
-    from scripts.harness.counters import Counters
-    from scripts.harness.geometry import Geometry, GroupShape
-    from scripts.harness.kvmemory import Wrong
+from kvoffloadd.client import Found, Job, JobResult, KeyState, Outcome
+from kvoffloadd.model import BoolArray, U8Array
+from scripts.harness.counters import Counters
+from scripts.harness.geometry import Geometry
+from scripts.harness.groupshape import GroupShape
+from scripts.harness.kvmemory import Wrong
 
 
 class Moved(Protocol):

@@ -5,14 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from kvoffloadd.trial.process import rss_anon_bytes
 from scripts.harness.copies import counted
-
-if TYPE_CHECKING:
-    from kvoffloadd.client import Client
 
 STATUS_S = 0.5
 AUDIT_S = 10.0

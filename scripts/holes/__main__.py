@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Holes: attackers punch holes into memory that they have registered, beside bystanders whose every byte is checked.
 
 An attacker punches pages out of its memory, cuts the file off and lets it grow, and fills it again, while its stores
@@ -16,7 +15,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.process import memory_folder
@@ -24,10 +22,8 @@ from kvoffloadd.trial.program import EXIT_INTERRUPTED, carry_out, seconds, size
 from kvoffloadd.units import format_bytes
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.holes.options import Options
+from scripts.holes.report import HolesReport
 from scripts.holes.run import HolesRun
-
-if TYPE_CHECKING:
-    from scripts.holes.report import HolesReport
 
 MEMORY_BYTES_MIN = 16 << 20
 

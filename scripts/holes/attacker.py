@@ -8,20 +8,17 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 
+from scripts.harness.counters import Counters
+from scripts.holes.memory import WatchedMemory
 from scripts.holes.options import WorkerOptions
 from scripts.holes.shapes import SHAPES
 from scripts.holes.texts import STRIDE_BYTES
 from scripts.holes.worker import HolesWorker, live
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from scripts.harness.counters import Counters
-    from scripts.holes.memory import WatchedMemory
 
 PAUSES_S = (0.0, 0.0, 0.0002, 0.002, 0.02)
 HOLES_BETWEEN = 4

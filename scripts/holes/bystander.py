@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvoffloadd.client import KeyState
 from scripts.holes.options import WorkerOptions
 from scripts.holes.worker import HolesWorker, live
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 PATIENT = 0.8
 """How often a turn waits for what comes from disk."""

@@ -6,14 +6,12 @@ import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from scripts.holes.memory import WrongBlock
 from scripts.holes.texts import PAYLOAD_BYTES
-
-if TYPE_CHECKING:
-    from scripts.holes.memory import WrongBlock
 
 CALLS = 500
 SHOWN_BYTES = 32

@@ -9,17 +9,14 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffloadd.client import SharedTensor
+from kvoffloadd.model import BoolArray, I64Array, U8Array
 from kvoffloadd.sharedmem import Mapping, create_memfd
 from scripts.harness.freeblocks import FreeBlocks
 from scripts.holes.texts import PAYLOAD_BYTES, STRIDE_BYTES
-
-if TYPE_CHECKING:
-    from kvoffloadd.model import BoolArray, I64Array, U8Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

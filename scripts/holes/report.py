@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.output import SHOWN, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
+from scripts.harness.counters import Counters
 from scripts.harness.watch import DaemonCounters
-
-if TYPE_CHECKING:
-    from scripts.harness.counters import Counters
-    from scripts.holes.options import Options
+from scripts.holes.options import Options
 
 COUNTED = (
     "operations", "stores", "loads", "verified_loads", "block_references", "block_hits", "missed_keys", "failed_jobs",

@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
@@ -26,10 +27,6 @@ from scripts.holes.options import Options, WorkerOptions
 from scripts.holes.report import HolesReport
 from scripts.holes.texts import KEYS, PAYLOAD_BYTES
 from scripts.soak.mishaps import Mishap, Mishaps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from pathlib import Path
 
 TICK_S = 0.05
 DISK_TIMES, WORKING_SET_TIMES = 3, 5

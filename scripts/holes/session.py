@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.client import (
     Client,
+    Found,
+    Job,
     JobConnectionLostError,
     JobDeadlineError,
     JobResult,
@@ -17,21 +19,15 @@ from kvoffloadd.client import (
     KvCache,
     Outcome,
 )
-from kvoffloadd.model import Direction
+from kvoffloadd.model import BoolArray, Direction, I64Array, U8Array
 from kvoffloadd.trial.wait import HANG_S
+from scripts.harness.counters import Counters
 from scripts.harness.jobs import Share
 from scripts.harness.kvmemory import Wrong
-from scripts.harness.promises import broken_in_result, count
-from scripts.holes.texts import GROUP, SHAPE
-
-if TYPE_CHECKING:
-    from kvoffloadd.client import Found, Job
-    from kvoffloadd.model import BoolArray, I64Array, U8Array
-    from scripts.harness.counters import Counters
-    from scripts.harness.promises import Findings
-    from scripts.holes.evidence import Journal
-    from scripts.holes.memory import WatchedMemory
-    from scripts.holes.texts import Prompt, Texts
+from scripts.harness.promises import Findings, broken_in_result, count
+from scripts.holes.evidence import Journal
+from scripts.holes.memory import WatchedMemory
+from scripts.holes.texts import GROUP, SHAPE, Prompt, Texts
 
 GONE = "is gone"
 """What a job says that met a hole."""

@@ -6,12 +6,9 @@ import ctypes
 import mmap
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from kvoffloadd.model import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from scripts.holes.memory import WatchedMemory
+from scripts.holes.memory import WatchedMemory
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _MADV_PAGEOUT = 21  # Linux 5.4

@@ -7,16 +7,13 @@ punched into them: every byte of such a payload is the oracle's, or 0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvoffloadd.client import Group, GroupKind, NamespaceSpec, Ref
+from kvoffloadd.model import U8Array
 from kvoffloadd.trial.oracle import Oracle
-from scripts.harness.geometry import GroupShape, RefShape
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from kvoffloadd.model import U8Array
+from scripts.harness.groupshape import GroupShape, RefShape
 
 KEY_BYTES = 32
 KEYS = 8

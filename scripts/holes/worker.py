@@ -6,25 +6,21 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvoffloadd.client import JobDeadlineError
 from kvoffloadd.errors import ClientError, RemoteError
+from kvoffloadd.model import I64Array
 from scripts.harness.counters import Counters
 from scripts.harness.promises import Findings
 from scripts.holes.evidence import Journal
 from scripts.holes.memory import WatchedMemory
+from scripts.holes.options import WorkerOptions
 from scripts.holes.session import Session
 from scripts.holes.texts import KEYS, SHARED, Texts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from kvoffloadd.model import I64Array
-    from scripts.holes.options import WorkerOptions
 
 BLOCKS = 4 * KEYS
 NOT_YET = ("schema_mismatch", "unknown_name", "bad_lease")

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Break the program on purpose, one place at a time, and see whether the tests notice.
 
 Runs the mutants that tests/mutants.toml writes down, and a random sample of those that the syntax of the core rooms
@@ -8,26 +7,23 @@ written down was killed, and of the sample at least `--floor` percent; 1 otherwi
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.output import Live, print_json, print_table
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.mutants.mutations import Mutant, found, written
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = ROOT / "tests/mutants.toml"

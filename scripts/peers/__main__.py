@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """kvoffloadd, LMCache, vLLM's own tiering and Mooncake Store: the same work through each, alternately.
 
 Each round runs every system alone, one after the other, and another one first: round trips, lookups of 1k to 128k
@@ -11,25 +10,20 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.output import Live, print_json
 from kvoffloadd.trial.process import DaemonError, obey_signals
 from kvoffloadd.trial.program import EXIT_BAD, EXIT_INTERRUPTED
 from scripts.peers.cases import Notes, Plan, find_out, in_short, run_round
-from scripts.peers.figures import LOOKUP_TOKENS
+from scripts.peers.figures import LOOKUP_TOKENS, Samples
 from scripts.peers.page import page
-from scripts.peers.peers import PEERS, PeerError, Session
+from scripts.peers.peers import PEERS, Peer, PeerError, Session
 from scripts.peers.report import machine, result_of, show
 from scripts.peers.system import NotOfferedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from scripts.peers.figures import Samples
-    from scripts.peers.peers import Peer
 
 
 def order(peers: Sequence[Peer], number: int) -> list[Peer]:
@@ -116,7 +110,7 @@ def main() -> int:
             found |= run(peers, plan, rounds, live)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    command = shlex.join(["python", "-m", "scripts.peers", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "scripts", "peers", *sys.argv[1:]])
     result = result_of(plan, peers, rounds, command, found)
     if given.write is not None:
         given.write.write_text(page(result), encoding="utf-8")

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from kvoffloadd.trial.process import DaemonError
-from scripts.peers.peers import PeerError, Session, Sizes
+from scripts.peers.figures import Samples
+from scripts.peers.peers import Peer, PeerError, Session, Sizes
 from scripts.peers.system import Geometry, NotOfferedError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from scripts.peers.figures import Samples
-    from scripts.peers.peers import Peer
 
 FULL_PROMPTS = 8
 HIT_S = 10.0

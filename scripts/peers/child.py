@@ -11,21 +11,17 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from scripts.harness.damage import flip_in_files, flip_in_memory
 from scripts.peers import pagecache
 from scripts.peers.content import Content
-from scripts.peers.system import Geometry, NotOfferedError, Prompt, Setting
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from scripts.peers.system import I64Array, System
+from scripts.peers.system import Geometry, I64Array, NotOfferedError, Prompt, Setting, System
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from scripts.peers.system import Geometry, I64Array, Prompt, U8Array
+from scripts.peers.system import Geometry, I64Array, Prompt, U8Array
 
 SCRAMBLED = 0xA5
 NEEDLE_BYTES = 64

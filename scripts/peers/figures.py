@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 GB, MS, US, S = "GB/s", "ms", "us", "s"
 _SCALES = {GB: 1e-9, MS: 1e3, US: 1e6, S: 1.0}

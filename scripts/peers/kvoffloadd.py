@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, Registration, SharedTensor
+from kvoffloadd.client.results import Found
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import is_idle
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.client import Registration
-    from kvoffloadd.client.results import Found
-    from scripts.peers.system import I64Array, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, Prompt, Setting, U8Array
 
 CALL_S = 120.0
 KEY_BYTES = 32

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import zmq
@@ -21,12 +22,7 @@ from lmcache.v1.multiprocess.transfer_context import create_transfer_context
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from scripts.peers.service import Service, free_port
-from scripts.peers.system import NotOfferedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from scripts.peers.system import I64Array, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, Setting, U8Array
 
 MODEL = "bench-peers"
 CALL_S = 120.0

@@ -9,19 +9,15 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mooncake.store import MooncakeDistributedStore
 
 from scripts.peers.service import Service, free_port
-from scripts.peers.system import NotOfferedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from scripts.peers.system import I64Array, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, Setting, U8Array
 
 START_S = 240.0
 STOP_S = 20.0

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from kvoffloadd.units import format_bytes
-from scripts.peers.figures import ahead
+from scripts.peers.figures import Figure, ahead
 from scripts.peers.report import had
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from scripts.peers.figures import Figure
 
 OWN = "kvoffloadd"
 

@@ -7,15 +7,12 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.process import ROOT, private_folder
 from kvoffloadd.trial.worker import WorkerProcess
-from scripts.peers.system import NotOfferedError
-
-if TYPE_CHECKING:
-    from scripts.peers.system import Geometry
+from scripts.peers.system import Geometry, NotOfferedError
 
 ANSWER_S = 300.0
 _SHARED_MEMORY = Path("/dev/shm")

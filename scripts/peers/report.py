@@ -6,21 +6,16 @@ import os
 import platform
 import re
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.trial.disk import file_system
 from kvoffloadd.trial.figures import print_grid
 from kvoffloadd.units import format_bytes
-from scripts.peers.cases import REST_S
-from scripts.peers.figures import FIGURES, spread
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from scripts.peers.cases import Plan
-    from scripts.peers.figures import Figure, Samples
-    from scripts.peers.peers import Peer
+from scripts.peers.cases import REST_S, Plan
+from scripts.peers.figures import FIGURES, Figure, Samples, spread
+from scripts.peers.peers import Peer
 
 
 def machine(disk: Path) -> dict[str, str]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import signal
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.process import DaemonError, end, spawn, tail
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable, Mapping, Sequence
 
 
 class Service:

@@ -9,20 +9,17 @@ found* are counted in whole chunks from the prompt's begin.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from numpy.typing import NDArray
-
-    U8Array = NDArray[np.uint8]
-    I64Array = NDArray[np.int64]
+U8Array = NDArray[np.uint8]
+I64Array = NDArray[np.int64]
 
 VOCABULARY = 128_000
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +33,8 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from scripts.peers.system import NotOfferedError
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, Setting, U8Array
 from scripts.vllm.tiering import TieringOnCpu
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from scripts.peers.system import I64Array, Prompt, Setting, U8Array
 
 CALL_S = 120.0
 STEP = ScheduleEndContext((), ())

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Replay a trace of real requests (Mooncake's JSONL) through a real daemon, every loaded byte checked.
 
 Each block id of the trace (512 tokens) is a key; what its payload must be is a function of the key. A request pins its
@@ -19,12 +18,14 @@ import multiprocessing.connection
 import sys
 import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.model import I64Array
 from kvoffloadd.trial.figures import print_grid
 from kvoffloadd.trial.output import Live, print_json
 from kvoffloadd.trial.process import DaemonError, private_folder
@@ -32,11 +33,6 @@ from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.harness.daemon import Daemon
 from scripts.replay.trace import belady_hits, ceiling_hits, load_trace, lru_hits
 from scripts.replay.worker import MODELS, WAIT_S, Tally, Task, Turn, geometry_of, slot_bytes, work
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-    from kvoffloadd.model import I64Array
 
 GIB = 1 << 30
 SLAB_SLOTS = 256

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """How many references the eviction policies hit, at several cache sizes, on a trace or on a synthetic workload.
 
 No bytes move: only the policies run. For a trace the exact LRU, Belady's rule and the ceiling stand beside them.
@@ -10,16 +9,18 @@ import argparse
 import heapq
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.model import I64Array
 from kvoffloadd.trial.output import Live, print_json
 from scripts.replay.trace import (
+    Signal,
     TraceError,
     belady_hits,
     ceiling_hits,
@@ -31,12 +32,6 @@ from scripts.replay.trace import (
     perfect_signals,
     simulate,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.model import I64Array
-    from scripts.replay.trace import Signal
 
 CAPACITIES = "0.01,0.02,0.05,0.1,0.2"
 REQUESTS = 12_000
@@ -253,7 +248,3 @@ def main() -> int:
     else:
         print_results(result, rows, arguments.capacities)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

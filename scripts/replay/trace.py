@@ -10,19 +10,16 @@ from __future__ import annotations
 import heapq
 import json
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.cache.policy import create_policy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
-    from kvoffloadd.cache.policy.base import Policy
-    from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.cache.policy.base import Policy
+from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 
 NEVER = 1 << 62
 SOON_SHARE = 0.02

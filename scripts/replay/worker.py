@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kvoffloadd.client import Client, GroupKind, KeyState, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
-from kvoffloadd.model import PAGE_BYTES, slot_pages
+from kvoffloadd.client import Client, GroupKind, Job, KeyState, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
+from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, slot_pages
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of
 from kvoffloadd.trial.oracle import Oracle, digest
 from scripts.harness.arrangement import group_of
-from scripts.harness.geometry import Geometry, GroupShape, RefShape
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from multiprocessing.connection import Connection
-    from pathlib import Path
-
-    from kvoffloadd.client import Job
-    from kvoffloadd.model import BoolArray, I64Array, U8Array
+from scripts.harness.geometry import Geometry
+from scripts.harness.groupshape import GroupShape, RefShape
 
 BLOCK_TOKENS = 512
 WAIT_S = 120.0

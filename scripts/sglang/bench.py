@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What a storage costs SGLang where nothing hits: per request, the time of its calls in each of SGLang's threads.
 
 Real engines on the CPU: with `KVOffloaddStorage` and a daemon, the same with its daemon dead, and with SGLang's own
@@ -11,6 +10,7 @@ all of whose calls come from the scheduler's thread.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -22,7 +22,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvoffloadd.trial.figures import median_ratio, p50, print_grid
 from kvoffloadd.trial.output import Live
@@ -34,9 +34,6 @@ from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
 from scripts.sglang import storage_options
 from scripts.sglang.timed import HOOKS, LINKER_METHODS, OURS, SCHEDULER, STORAGE_METHODS
-
-if TYPE_CHECKING:
-    import argparse
 
 TIMED = "scripts.sglang.timed"
 PAGE = 8
@@ -248,7 +245,3 @@ def main() -> int:
     except KeyboardInterrupt:
         return EXIT_BAD
     return show_result(result, given, show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

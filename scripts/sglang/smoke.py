@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Smoke test: does an SGLang engine with your model get its pages back from a running daemon, and answer the same?
 
 Starts the engine with our storage and asks it the same random prompts three times: computed, from the engine's own
@@ -142,7 +141,3 @@ def _arguments() -> argparse.Namespace:
     if given.prompts < 1 or given.tokens < 2 or given.answer < 1:
         parser.error("--prompts and --answer: at least 1; --tokens: at least 2")
     return given
-
-
-if __name__ == "__main__":
-    sys.exit(main())

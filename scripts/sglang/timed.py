@@ -1,4 +1,4 @@
-"""SGLang's storages and linkers with a clock on each call, for `bench_sglang.py`: loaded by SGLang, in its scheduler.
+"""SGLang's storages and linkers with a clock on each call, for `bench_sglang`: loaded by SGLang, in its scheduler.
 
 The names are those of the classes that are timed: `KVOffloaddStorage`, `HiCacheFile` (SGLang's own file backend) and
 `KVOffloaddLinker`. `timings` of the extra config is a folder. There `pid` says which process it is; at each SIGUSR2 it
@@ -15,11 +15,9 @@ import signal
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 OURS = "kvoffloadd.integrations.sglang"
 STORAGE_METHODS = (

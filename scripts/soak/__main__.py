@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Soak: two hosts that share a real store, everything on them killed at random, every loaded byte checked.
 
-Each host is a network namespace with a daemon and workers (those of stress.py), which store and load the same keys as
+Each host is a network namespace with a daemon and workers (those of `stress`), which store and load the same keys as
 the other host's; without root, an address of the loopback device, whose links can't be cut. The store is Mooncake's,
 with a master and a store on each host, or Valkey. At random instants workers, daemons, their agents, stores and the
 master are killed, stopped for a while or for good, links cut or made slow, namespaces cleared: the seed says when. The
@@ -17,8 +16,8 @@ anything, and something came from the store; 1 otherwise; 2 for wrong usage.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.process import DaemonError, memory_folder
@@ -26,12 +25,8 @@ from kvoffloadd.trial.program import carry_out, seconds, size
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.harness.stores import why_no_mooncake, why_no_valkey
 from scripts.soak.options import Options
+from scripts.soak.report import Report
 from scripts.soak.run import Run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from scripts.soak.report import Report
 
 ENGINES: dict[str, Callable[[], str]] = {"mooncake": why_no_mooncake, "valkey": why_no_valkey}
 STORE_TIMES, WORKING_SET_TIMES = 6, 3

@@ -5,33 +5,29 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from kvoffloadd.trial.disk import disk_settings
-from kvoffloadd.trial.leaks import held, leaks, unreturned_slots
+from kvoffloadd.trial.leaks import Used, held, leaks, unreturned_slots
 from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail
 from kvoffloadd.trial.wait import HANG_S, until, within
+from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
+from scripts.harness.geometry import Geometry
 from scripts.harness.watch import Watch
+from scripts.soak.options import Options
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOTS
-
-if TYPE_CHECKING:
-    import subprocess
-
-    import numpy as np
-
-    from kvoffloadd.trial.leaks import Used
-    from scripts.harness.counters import Counters
-    from scripts.harness.geometry import Geometry
-    from scripts.soak.options import Options
 
 MIB = 1 << 20
 MARK = "KVOFFLOADD_SOAK"

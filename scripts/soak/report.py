@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
+from scripts.harness.counters import Counters
+from scripts.soak.host import HostReport
+from scripts.soak.options import Options
 from scripts.soak.sentinels import SentinelReport
 from scripts.soak.vandal import ENDED
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from scripts.harness.counters import Counters
-    from scripts.soak.host import HostReport
-    from scripts.soak.options import Options
 
 GROWTH_MAX_PERCENT, GROWTH_MAX_BYTES = 50.0, 32 << 20
 """Of a daemon's private memory after its warm-up, if it is more than both. Tables grow for minutes, as keys come."""

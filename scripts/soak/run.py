@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
@@ -13,21 +14,16 @@ from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.wait import within
 from scripts.harness.counters import Counters
 from scripts.harness.disk import ManifestTrap
+from scripts.harness.geometry import Geometry
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.soak.host import GONE_S, SoakHost, left_over
 from scripts.soak.mishaps import Mishap, Mishaps
+from scripts.soak.options import Options
 from scripts.soak.report import Report
 from scripts.soak.sentinels import Sentinels, fingerprint_of
 from scripts.soak.stores import Stores
 from scripts.soak.vandal import Vandal
 from scripts.stress.namespaces import MIXED, geometries
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from scripts.harness.geometry import Geometry
-    from scripts.soak.options import Options
 
 HOSTS = 2
 TICK_S = 0.05

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KeyState, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.model import I64Array, U8Array
 from kvoffloadd.trial.oracle import digest, key_digests, mixed
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from kvoffloadd.model import I64Array, U8Array
 
 KEYS: Final = 24
 PAYLOAD_BYTES: Final = 8192

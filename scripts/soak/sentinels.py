@@ -14,25 +14,22 @@ import os
 import secrets
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.errors import ClientError
+from kvoffloadd.model import U8Array
 from kvoffloadd.server.session import fingerprint
 from kvoffloadd.trial.wait import HANG_S, slowness, within
+from scripts.harness.disk import ManifestTrap
+from scripts.soak.host import SoakHost
 from scripts.soak.sentinel import KEYS, Sentinel
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
-    from kvoffloadd.model import U8Array
-    from scripts.harness.disk import ManifestTrap
-    from scripts.soak.host import SoakHost
 
 SPARED, VANDALISED = 2, 2
 """Namespaces that the vandal leaves alone, and that it does not."""

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from kvoffloadd.trial.process import DaemonError
-from scripts.harness.stores import Master, MooncakeStore, Valkey
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from scripts.harness.lab import Host, Lab
-    from scripts.harness.stores import StoreProcess
-    from scripts.soak.options import Options
+from scripts.harness.lab import Host, Lab
+from scripts.harness.stores import Master, MooncakeStore, StoreProcess, Valkey
+from scripts.soak.options import Options
 
 NOTICED_S = 3
 """When Mooncake's master takes a store for dead."""

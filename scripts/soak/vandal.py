@@ -15,8 +15,11 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
 
+import numpy as np
 import xxhash
 
 from kvoffloadd.agentframes import HEADER_BYTES
@@ -26,15 +29,8 @@ from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
 from kvoffloadd.trial.process import DaemonError
 from scripts.harness.enginehost import EngineHost
+from scripts.harness.lab import Host
 from scripts.soak.host import lives
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
-
-    import numpy as np
-
-    from scripts.harness.lab import Host
 
 GAP_S = 0.7
 """How long between two acts, on average."""

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Stress: many worker processes against one daemon, workers and daemon killed, every loaded byte checked.
 
 Each worker registers KV caches of models in the layouts of kvoffloadd.layout, whose bytes it writes and compares
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.trial.disk import disk_folder
@@ -30,10 +28,8 @@ from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.stress.driver import NoDriverError, driver_of
 from scripts.stress.namespaces import CHOICES, MIXED, MODELS, geometries
 from scripts.stress.options import Options
+from scripts.stress.report import Report
 from scripts.stress.run import Run
-
-if TYPE_CHECKING:
-    from scripts.stress.report import Report
 
 MEMORY_BYTES_MIN = 4 << 20
 """Less has no room for a few of the largest keys."""

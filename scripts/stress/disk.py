@@ -7,19 +7,16 @@ import statistics
 import threading
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from kvoffloadd.trial.disk import disk_settings, file_system, used_bytes
 from scripts.harness.disk import Planted, Planter
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy as np
-
-    from scripts.harness.watch import Watch
+from scripts.harness.watch import Watch
 
 AUDIT_S = 120.0
 FOUND_AGAIN_MIN = 0.5

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from scripts.harness.copies import COUNTERS, WAYS
 from scripts.harness.gpu import gpu_is_usable, software_driver
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from scripts.stress.options import Options
+from scripts.stress.options import Options
 
 _ENDS_THE_DAEMON = {"sticky_after", "hang_after", "hang_device_to_host", "hang_host_to_device"}
 _FAILS_JOBS = {"fail_submit_every", "sticky_after"}

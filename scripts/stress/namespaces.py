@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Iterator
+from typing import TypeVar
 
 import numpy as np
 
 from kvoffloadd.errors import ConfigError
-from scripts.harness.geometry import random_geometry
+from scripts.harness.geometry import Geometry, random_geometry
 from scripts.harness.planned import LAYOUTS, NoSuchLayoutError, model_named, planned_geometries
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from scripts.harness.geometry import Geometry
 
 Thing = TypeVar("Thing")
 

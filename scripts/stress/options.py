@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What stress.py tells a worker. `conversations[n]`: how many namespace n has; `plant`: see `planned`.
+    """What `stress` tells a worker. `conversations[n]`: how many namespace n has; `plant`: see `planned`.
     `remote`: hosts share a store, which may be away when a namespace is cleared, and may lose what it has.
     """
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from scripts.harness.geometry import BLOCK_TOKENS
-
-if TYPE_CHECKING:
-    from kvoffloadd.model import U8Array
-    from kvoffloadd.trial.oracle import Oracle
-    from scripts.harness.geometry import Geometry, GroupShape
+from kvoffloadd.model import U8Array
+from kvoffloadd.trial.oracle import Oracle
+from scripts.harness.geometry import BLOCK_TOKENS, Geometry
+from scripts.harness.groupshape import GroupShape
 
 ROOTS = 4
 """Conversations share one of so many beginnings."""

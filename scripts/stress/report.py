@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
-from scripts.harness.counters import VERIFIED_LAYOUTS, verified_in
+from scripts.harness.counters import VERIFIED_LAYOUTS, Counters, verified_in
 from scripts.harness.watch import DaemonCounters
-
-if TYPE_CHECKING:
-    from scripts.harness.counters import Counters
-    from scripts.stress.disk import DiskReport
+from scripts.stress.disk import DiskReport
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,15 +29,11 @@ from scripts.harness.gpumemory import Rows
 from scripts.harness.metrics import Scraped, disagreements
 from scripts.harness.watch import Watch
 from scripts.stress.disk import StressDisk
+from scripts.stress.driver import Driver
 from scripts.stress.namespaces import geometries
 from scripts.stress.options import Options, WorkerOptions
 from scripts.stress.prompts import ROOTS
 from scripts.stress.report import Report
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from scripts.stress.driver import Driver
 
 MIB = 1 << 20
 TICK_S = 0.05

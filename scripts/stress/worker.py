@@ -1,6 +1,6 @@
 """One stress worker process: random operations on a daemon, every answer and every byte checked.
 
-Run by stress.py, with its options as one JSON argument. It ends when it is told to, when its parent ends, or killed.
+Run by `stress`, with its options as one JSON argument. It ends when it is told to, when its parent ends, or killed.
 """
 
 from __future__ import annotations
@@ -10,30 +10,26 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvoffloadd.client import JobDeadlineError, KeyState
+from kvoffloadd.client import Found, JobDeadlineError, KeyState
 from kvoffloadd.errors import ClientError, DeadlineError, RemoteError
+from kvoffloadd.model import I64Array, U8Array
 from kvoffloadd.trial.oracle import Oracle
 from scripts.harness.counters import Counters
 from scripts.harness.engine import CALL_S, JOB_S, Engine
+from scripts.harness.geometry import Geometry
+from scripts.harness.groupshape import GroupShape
+from scripts.harness.jobs import Epoch, OpenJob, Rank, Share
 from scripts.harness.places import Lines
 from scripts.harness.promises import Findings, broken_in_answer, count
 from scripts.stress.namespaces import geometries, turns
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOT_TOKENS, ROOTS, Prompts
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from kvoffloadd.client import Found
-    from kvoffloadd.model import I64Array, U8Array
-    from scripts.harness.geometry import Geometry, GroupShape
-    from scripts.harness.jobs import Epoch, OpenJob, Rank, Share
 
 PATIENT = 0.8
 """How often a turn waits for what comes from disk."""

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """What a request of 32k tokens costs vLLM's scheduler: through this daemon, and through vLLM's own tiering.
 
 Real engines on the CPU, each in a process of its own: with `KVOffloaddConnector` and with `KVOffloaddSpec`, beside a
@@ -12,6 +11,7 @@ that are on disk alone. Run it with the Python that has vLLM and kvoffloadd.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import statistics
@@ -19,7 +19,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvoffloadd.trial.disk import disk_folder, disk_settings
 from kvoffloadd.trial.figures import median_ratio, p99, print_grid
@@ -30,9 +30,6 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
 from scripts.vllm import ENVIRONMENT, transfer_config
-
-if TYPE_CHECKING:
-    import argparse
 
 VERSION = "0.32"
 WHO = ("connector", "spec", "tiering")
@@ -281,7 +278,3 @@ def main() -> int:
     except KeyboardInterrupt:
         return EXIT_BAD
     return show_result(result, given, show)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

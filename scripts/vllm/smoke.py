@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Smoke test: does a vLLM engine with your model get its KV cache back from a running daemon, and answer the same?
 
 Starts the engine with the connector and asks it the same random prompts three times: computed, from the engine's own
@@ -23,16 +22,14 @@ import secrets
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from kvoffloadd.trial.output import print_json, print_table
 from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
 from scripts.vllm import transfer_config
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 HITS = "vllm:external_prefix_cache_hits"
 DEFAULT_SOCKET = "/run/kvoffloadd/kvoffloadd.sock"
@@ -220,7 +217,3 @@ def _options(text: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise argparse.ArgumentTypeError("not a JSON object")
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(main())

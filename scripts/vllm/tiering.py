@@ -1,22 +1,18 @@
 """vLLM's own tiering, as it is but for the worker: its own copies by CUDA alone, this one by torch on a CPU.
 
-For `bench_vllm.py`. A module of its own, since vLLM loads specs by their modules' names.
+For `bench_vllm`. A module of its own, since vLLM loads specs by their modules' names.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 
 class TieringOnCpu(TieringOffloadingSpec):  # type: ignore[misc]  # of vLLM, which has no types here

@@ -1,4 +1,4 @@
-"""An engine of `bench_vllm.py`, in a process of its own: prompts one after the other, and the time that its scheduler
+"""An engine of `bench_vllm`, in a process of its own: prompts one after the other, and the time that its scheduler
 spends in the connector for each.
 
 Usage: `-m scripts.vllm.timed OPTIONS RESULT`, JSON of `Options` and the file that a list of `Sample` goes to.
@@ -11,12 +11,10 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any
 
 VOCABULARY = 512
 _FIRST_TOKEN = 3

@@ -20,7 +20,8 @@ from kvoffloadd.planner import Rank
 from scripts.harness.arrangement import Arrangement, Gaps, scattered
 from scripts.harness.copies import COUNTERS, WAYS, counted
 from scripts.harness.daemon import Daemon
-from scripts.harness.geometry import BLOCK_TOKENS, Geometry, GroupShape, RefShape
+from scripts.harness.geometry import BLOCK_TOKENS, Geometry
+from scripts.harness.groupshape import GroupShape, RefShape
 from scripts.harness.kvmemory import KvMemory
 from scripts.harness.models import named, small
 from scripts.harness.places import GpuLine
@@ -140,7 +141,8 @@ def _arranged(geometry: Geometry, number: int, layout: str, num_blocks: int, rng
         arranged = geometry.arrange_blocks(number, num_blocks, layout)
         shapes = {shape.number: shape for shape in geometry.groups}
         return replace(arranged, groups=tuple(_as_in(shapes[group.group], group) for group in arranged.groups))
-    return scattered(geometry, number, num_blocks, Gaps(rng, padded=True))
+    gaps = Gaps(rng, padded=True)
+    return scattered(geometry.groups, geometry.tensors, number, num_blocks, gaps, overlaid=geometry.overlaid)
 
 
 def _of_several_blocks(geometry: Geometry, many: int) -> Geometry:

@@ -1,4 +1,4 @@
-"""scripts/fuzz_daemon.py and scripts/flood.py: short runs are good, and what is planted is found."""
+"""`scripts fuzz_daemon` and `scripts flood`: short runs are good, and what is planted is found."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.scripts.running import run_script
 
 pytestmark = pytest.mark.slow
 
-FUZZ = ("fuzz_daemon.py", "--frames", "5000", "--truncations-every", "4")
-SHORT_FUZZ = ("fuzz_daemon.py", "--frames", "300", "--truncations-every", "100")
-FLOOD = ("flood.py", "--sessions", "3", "--seconds", "0.7", "--slow-copies", "0.02")
+FUZZ = ("fuzz_daemon", "--frames", "5000", "--truncations-every", "4")
+SHORT_FUZZ = ("fuzz_daemon", "--frames", "300", "--truncations-every", "100")
+FLOOD = ("flood", "--sessions", "3", "--seconds", "0.7", "--slow-copies", "0.02")
 
 
 def test_a_short_fuzz_is_good(seed: int) -> None:
@@ -50,7 +50,7 @@ def test_planted_corruption_is_found(command: tuple[str, ...]) -> None:
     assert done.figures["good"] is False
 
 
-@pytest.mark.parametrize("arguments", [("fuzz_daemon.py", "--frames", "0"), ("flood.py", "--sessions", "0")])
+@pytest.mark.parametrize("arguments", [("fuzz_daemon", "--frames", "0"), ("flood", "--sessions", "0")])
 def test_wrong_usage_is_told(arguments: tuple[str, ...]) -> None:
     done = run_script(*arguments)
     assert done.status == 2

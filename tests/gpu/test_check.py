@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py itself: what it makes of parts that end badly, and what it writes."""
+"""`scripts gpu_check` itself: what it makes of parts that end badly, and what it writes."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_the_report_tells_of_every_part(tmp_path: Path) -> None:
 
 def test_too_few_tests_are_a_failure(tmp_path: Path) -> None:
     """No time for any: nothing is proven."""
-    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--budget", "0", "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "scripts"), "gpu_check", "--budget", "0", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert done.returncode == 1
     assert "only 0 GPU tests ran and passed" in done.stdout

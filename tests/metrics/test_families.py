@@ -46,7 +46,7 @@ def exported(status: dict[str, Any]) -> dict[str, Metric]:
 
 @pytest.mark.slow
 def test_the_document_lists_every_metric_and_no_other(status: dict[str, Any]) -> None:
-    assert fill(DOCUMENT, status) == DOCUMENT, "python -m scripts.metric_tables --write"
+    assert fill(DOCUMENT, status) == DOCUMENT, "python -m scripts metric_tables --write"
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_why() -> None:
 
 
 def test_the_times_that_are_quoted_were_measured() -> None:
-    """A new result of bench_layouts.py goes into advice.LOAD_TIMES and the example of docs/PLANNING.md, too."""
+    """A new result of `bench_layouts` goes into advice.LOAD_TIMES and the example of docs/PLANNING.md, too."""
     measured = json.loads((ROOT / "docs" / "benchmarks" / "bench_layouts.json").read_text(encoding="utf-8"))
     assert measured["submit_ns"] == 2000
     (model,) = (one for one in measured["models"] if one["model"] == GPT_OSS)

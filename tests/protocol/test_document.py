@@ -25,7 +25,7 @@ def test_generated_sections_are_those_of_the_code() -> None:
         check=True,
         timeout=30,
     )
-    assert made.stdout == DOCUMENT, "run scripts/protocol_tables.py --write"
+    assert made.stdout == DOCUMENT, "python -m scripts protocol_tables --write"
 
 
 def test_the_example_of_a_digest_is_right() -> None:

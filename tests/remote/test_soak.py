@@ -1,4 +1,4 @@
-"""scripts/soak.py for a few seconds: two hosts that share a real store, with kills of everything."""
+"""`scripts soak` for a few seconds: two hosts that share a real store, with kills of everything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_short_one(engine: str, seed: int) -> None:
     if reason := WHY_NOT[engine]():
         pytest.skip(reason)
     options = ("--engine", engine, "--seconds", str(SECONDS), "--seed", str(seed))
-    done = run_script("soak.py", *options, limit_s=SECONDS + END_S)
+    done = run_script("soak", *options, limit_s=SECONDS + END_S)
     figures = done.figures
     assert (figures["findings"], figures["leaked"], figures["errors"], figures["said"]) == ([], [], [], [])
     assert figures["wrong_bytes"] == figures["broken_promises"] == 0

@@ -1,4 +1,4 @@
-"""scripts/accuracy.py: in every layout loaded KV gives the recomputed answers, and wrong blocks are noticed."""
+"""`scripts accuracy`: in every layout loaded KV gives the recomputed answers, and wrong blocks are noticed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LAYOUTS = ["by-layer", "cross-layer", "heads first", "kernel blocks", "packed-pa
 @pytest.mark.soak
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_loaded_kv_answers_as_recomputed_kv() -> None:
-    done = run_script("accuracy.py", "--prompts", "8", "--seed", "0")
+    done = run_script("accuracy", "--prompts", "8", "--seed", "0")
     rows = done.figures["rows"]
     assert (done.status, done.figures["errors"]) == (0, []), done.said
     assert [row["verdict"] for row in rows] == ["good"] * len(rows)
@@ -34,6 +34,6 @@ def test_loaded_kv_answers_as_recomputed_kv() -> None:
 
 
 def test_wrong_usage_is_told() -> None:
-    done = run_script("accuracy.py", "--prompts", "3")
+    done = run_script("accuracy", "--prompts", "3")
     assert done.status == 2
     assert "--prompts" in done.said

@@ -23,7 +23,7 @@ def result_of(script: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.soak
 def test_bench_lookup() -> None:
-    found = result_of("bench_lookup.py", "--max-keys", "12000", "--rounds", "1", "--calls", "2")
+    found = result_of("bench_lookup", "--max-keys", "12000", "--rounds", "1", "--calls", "2")
     assert [level["keys"] for level in found["levels"]] == [10_000, 12_000]
     for level in found["levels"]:
         assert {"ping", "lookup prompt", "lookup scattered", "lookup missing", "pin, release"} <= level["calls"].keys()
@@ -37,7 +37,7 @@ def test_bench_lookup() -> None:
 @pytest.mark.slow
 def test_bench_engines() -> None:
     sizes = ("--keys", "4", "--page-bytes", "4KiB", "--rounds", "1", "--seconds", "0.3")
-    found = result_of("bench_engines.py", "--engines", "1", "2", *sizes)
+    found = result_of("bench_engines", "--engines", "1", "2", *sizes)
     assert [case["engines"] for case in found["cases"]] == [1, 2]
     for case in found["cases"]:
         assert case["per_s"].keys() == case["least_share"].keys() == {"pins", "stores", "loads"}
@@ -48,7 +48,7 @@ def test_bench_engines() -> None:
 
 @pytest.mark.slow
 def test_bench_copy() -> None:
-    found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", "--rows", "4KiB")
+    found = result_of("bench_copy", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", "--rows", "4KiB")
     cases = [(case["tensors"], case["contiguous"]) for case in found["cases"]]
     assert cases == [(1, False), (16, False), (64, False), (1, True)]
     for case in found["cases"]:
@@ -65,7 +65,7 @@ def test_bench_copy() -> None:
 def test_bench_copy_of_a_layout() -> None:
     """And beside one that verifies nothing, whose loads are no part of the ratio to memcpy."""
     arguments = ("--layout", "packed-pages", "--model", "lfm2-1.2b", "--unverified")
-    found = result_of("bench_copy.py", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", *arguments)
+    found = result_of("bench_copy", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", *arguments)
     (case,) = found["cases"]
     assert case["name"] == "lfm2-1.2b, packed-pages"
     assert case["ratio_to_unverified"] > 0
@@ -78,7 +78,7 @@ def test_bench_copy_of_a_layout() -> None:
 def test_bench_layouts() -> None:
     """A block of each of Gemma 3's 7 groups: 34 descriptors in a tensor a layer, 7 in others, as planned."""
     found = result_of(
-        "bench_layouts.py", "--bytes", "8MiB", "--rounds", "1", "--models", "gemma-3-4b", "--submit-ns", "50"
+        "bench_layouts", "--bytes", "8MiB", "--rounds", "1", "--models", "gemma-3-4b", "--submit-ns", "50"
     )
     assert (found["bounds"][0]["value"], found["within_budget"], found["submit_ns"]) == (0, True, 50)
     (model,) = found["models"]
@@ -98,7 +98,7 @@ def test_bench_layouts() -> None:
 
 @needs_cuda
 def test_bench_submit() -> None:
-    found = result_of("bench_submit.py", "--bytes", "1MiB", "--rounds", "1")
+    found = result_of("bench_submit", "--bytes", "1MiB", "--rounds", "1")
     cases = {(one["way"], one["direction"]) for one in found["costs"]}
     assert cases == {(way, to) for way in ("one by one", "batch", "runs", "kernel") for to in ("store", "load")}
     assert (found["rows"], found["row_bytes"], found["skipped"]) == (256, 4096, [])
@@ -110,21 +110,21 @@ def test_bench_submit() -> None:
 
 @pytest.mark.slow
 def test_a_missed_bound_is_an_error_when_asked() -> None:
-    done = run_script("bench_lookup.py", "--max-keys", "500", "--rounds", "1", "--calls", "1", "--check")
+    done = run_script("bench_lookup", "--max-keys", "500", "--rounds", "1", "--calls", "1", "--check")
     assert done.status == (0 if done.figures["within_budget"] else 1)
 
 
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("bench_lookup.py", ("--rounds", "0")),
-        ("bench_lookup.py", ("--max-keys", "-3")),
-        ("bench_copy.py", ("--jobs", "0")),
-        ("bench_copy.py", ("--rows", "5KiB")),
-        ("bench_copy.py", ("--bytes", "many")),
-        ("bench_copy.py", ("--layout", "packed-pages")),
-        ("bench_layouts.py", ("--submit-ns", "-1")),
-        ("bench_submit.py", ("--rounds", "0")),
+        ("bench_lookup", ("--rounds", "0")),
+        ("bench_lookup", ("--max-keys", "-3")),
+        ("bench_copy", ("--jobs", "0")),
+        ("bench_copy", ("--rows", "5KiB")),
+        ("bench_copy", ("--bytes", "many")),
+        ("bench_copy", ("--layout", "packed-pages")),
+        ("bench_layouts", ("--submit-ns", "-1")),
+        ("bench_submit", ("--rounds", "0")),
     ],
 )
 def test_wrong_usage_is_refused(script: str, arguments: tuple[str, str]) -> None:
@@ -136,7 +136,7 @@ def test_wrong_usage_is_refused(script: str, arguments: tuple[str, str]) -> None
 
 @pytest.mark.soak
 def test_bench_disk() -> None:
-    found = result_of("bench_disk.py", "--bytes", "4MiB", "--rounds", "1", "--payloads", "64KiB,1MiB")
+    found = result_of("bench_disk", "--bytes", "4MiB", "--rounds", "1", "--payloads", "64KiB,1MiB")
     assert [case["payload_bytes"] for case in found["cases"]] == [64 << 10, 1 << 20]
     for case in found["cases"]:
         for what in ("demote", "promote"):
@@ -147,7 +147,7 @@ def test_bench_disk() -> None:
 
 @pytest.mark.slow
 def test_bench_recovery() -> None:
-    found = result_of("bench_recovery.py", "--records", "1000", "40000", "--rounds", "1")
+    found = result_of("bench_recovery", "--records", "1000", "40000", "--rounds", "1")
     assert [(level["records"], level["segments"]) for level in found["levels"]] == [(0, 0), (1000, 1), (40_000, 2)]
     assert all(0 < level["start_s"] < 30 for level in found["levels"])
     assert found["levels"][2]["index_bytes_per_record"] < 100

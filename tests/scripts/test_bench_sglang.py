@@ -1,4 +1,4 @@
-"""The clock of `bench_sglang.py`, and what is made of its timings; SGLang is not needed."""
+"""The clock of `bench_sglang`, and what is made of its timings; SGLang is not needed."""
 
 from __future__ import annotations
 

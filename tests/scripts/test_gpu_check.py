@@ -1,4 +1,4 @@
-"""scripts/gpu_check.py from end to end, on the software driver and with sizes that tell nothing."""
+"""`scripts gpu_check` from end to end, on the software driver and with sizes that tell nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check(out: Path, *parts: str, variables: dict[str, str] | None = None) -> st
         softcuda.build()
     except softcuda.SoftCudaError as error:
         pytest.skip(str(error))
-    command = [sys.executable, str(ROOT / "scripts" / "gpu_check.py"), "--soft", "--quick", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "scripts"), "gpu_check", "--soft", "--quick", "--out", str(out)]
     done = subprocess.run(
         [*command, "--only", *parts], env=variables, capture_output=True, text=True, check=False, timeout=LIMIT_S
     )

@@ -20,7 +20,7 @@ TURN_CPU_MAX_S = 0.1
 
 def test_jobs_keep_the_loop_turning() -> None:
     chosen = [word for case in CASES for word in ("--case", case)]
-    done = run_script("legal_extremes.py", "--keys", "16384", *chosen)
+    done = run_script("legal_extremes", "--keys", "16384", *chosen)
     assert done.status == 0, done.said
     assert set(done.figures["cases"]) == set(CASES)
     assert {bound["what"].partition(",")[0] for bound in done.figures["bounds"]} == set(CASES)
@@ -29,5 +29,5 @@ def test_jobs_keep_the_loop_turning() -> None:
 
 
 def test_wrong_options_are_refused() -> None:
-    assert run_script("legal_extremes.py", "--keys", "5").status == 2
-    assert run_script("legal_extremes.py", "--case", "none").status == 2
+    assert run_script("legal_extremes", "--keys", "5").status == 2
+    assert run_script("legal_extremes", "--case", "none").status == 2

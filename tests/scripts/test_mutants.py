@@ -1,4 +1,4 @@
-"""scripts/mutants.py: the mutants that are written down can be made, and those of a program differ in one place."""
+"""`scripts mutants`: the mutants that are written down can be made, and those of a program differ in one place."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_the_page_is_what_was_measured() -> None:
         "facts": {"kvoffloadd": {"full memory": "it forgets"}, "lmcache": {}},
         "versions": {"kvoffloadd": {"kvoffloadd": "9.9"}, "lmcache": {"lmcache": "8.8", "torch": "7.7"}},
     }
-    text = page(json.loads(json.dumps(result_of(PLAN, systems, 3, "python -m scripts.peers", found))))
+    text = page(json.loads(json.dumps(result_of(PLAN, systems, 3, "python -m scripts peers", found))))
     for expected in (
         "# kvoffloadd beside its peers, 2026-01-02",
         "| store | GB/s | 4.57 (4.56 to 4.58) | 1.23 (1.23 to 1.23) |",

@@ -18,7 +18,7 @@ Requests = list[list[int]]
 
 
 def result_of(trace: Path, *arguments: str) -> dict[str, Any]:
-    done = run_script("replay_trace.py", str(trace), *arguments)
+    done = run_script("replay_trace", str(trace), *arguments)
     assert done.status == 0, done.said
     assert done.figures["wrong_bytes"] == 0
     assert done.figures["verified_loads"] == done.figures["loads"]
@@ -129,7 +129,7 @@ def test_bounded_lru_hits_what_brute_force_does(trace: Path, requests: Requests)
 
 
 def test_a_planted_corruption_is_noticed(trace: Path) -> None:
-    done = run_script("replay_trace.py", str(trace), "--plant-corruption")
+    done = run_script("replay_trace", str(trace), "--plant-corruption")
     assert done.status == 1
     assert done.figures["wrong_bytes"] == done.figures["loads"] - done.figures["verified_loads"] > 0
     assert done.figures["wrong_bytes"] == done.figures["loads"] // 10
@@ -137,7 +137,7 @@ def test_a_planted_corruption_is_noticed(trace: Path) -> None:
 
 def test_more_workers_than_requests(tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.jsonl", [[0, 1, 2], [0, 1, 3]])
-    found = run_script("replay_trace.py", str(trace), "--workers", "3").figures
+    found = run_script("replay_trace", str(trace), "--workers", "3").figures
     assert found["block_hits"] + found["pending_misses"] == 2
     assert (found["stores"], found["wrong_bytes"]) == (2, 0)
     # If the second request came before the first one's store had ended, there was nothing to check, which it must say.
@@ -145,12 +145,12 @@ def test_more_workers_than_requests(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_replayed_is_told(tmp_path: Path, trace: Path) -> None:
-    absent = run_script("replay_trace.py", str(tmp_path / "absent.jsonl"))
+    absent = run_script("replay_trace", str(tmp_path / "absent.jsonl"))
     assert (absent.status, "absent.jsonl" in absent.said, "Traceback" in absent.said) == (2, True, False)
     (tmp_path / "broken.jsonl").write_text('{"hash_ids": "none"}\n', encoding="utf-8")
-    broken = run_script("replay_trace.py", str(tmp_path / "broken.jsonl"))
+    broken = run_script("replay_trace", str(tmp_path / "broken.jsonl"))
     assert (broken.status, "line 1" in broken.said, "Traceback" in broken.said) == (2, True, False)
-    small = run_script("replay_trace.py", str(trace), "--capacity", "100B")
+    small = run_script("replay_trace", str(trace), "--capacity", "100B")
     assert (small.status, '--capacity "100B" is less than a block' in small.said) == (2, True)
-    large = run_script("replay_trace.py", str(trace), "--capacity", "1PiB")
+    large = run_script("replay_trace", str(trace), "--capacity", "1PiB")
     assert (large.status, "are available" in large.said, "Traceback" in large.said) == (1, True, False)

@@ -1,4 +1,4 @@
-"""scripts/stress.py: a short run is clean, kills included, and what is planted is found."""
+"""`scripts stress`: a short run is clean, kills included, and what is planted is found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_cuda = pytest.mark.skipif(bool(gpu_rank.why_no_cuda()), reason=gpu_rank.wh
 
 def test_a_short_run_with_kills_is_clean_and_checks_something() -> None:
     done = run_script(
-        "stress.py", "--seconds", "3", "--workers", "2", "--seed", "1", "--memory", "32MiB", "--kill-workers"
+        "stress", "--seconds", "3", "--workers", "2", "--seed", "1", "--memory", "32MiB", "--kill-workers"
     )
     assert (done.status, done.figures["said"], done.figures["errors"], done.figures["findings"]) == (0, [], [], [])
     assert done.figures["wrong_bytes"] == done.figures["broken_promises"] == done.figures["leaks"] == 0
@@ -31,7 +31,7 @@ def test_a_short_run_with_kills_is_clean_and_checks_something() -> None:
 
 
 def test_metrics_are_what_the_workers_counted() -> None:
-    done = run_script("stress.py", "--seconds", "3", "--workers", "2", "--seed", "7", "--memory", "32MiB")
+    done = run_script("stress", "--seconds", "3", "--workers", "2", "--seed", "7", "--memory", "32MiB")
     assert (done.status, done.figures["findings"], done.figures["metrics_compared"]) == (0, [], True)
     assert min(done.figures[name] for name in ("stores", "loads", "block_hits", "stored_bytes")) > 0
 
@@ -43,7 +43,7 @@ LAYOUT_MODELS = {"by-layer": "", "cross-layer": "deepseek-v3.2", "packed-pages":
 def test_each_layout_of_the_planner_is_stored_and_loaded(layout: str) -> None:
     model = LAYOUT_MODELS[layout]
     done = run_script(
-        "stress.py", "--seconds", "1.5", "--workers", "2", "--memory", "32MiB", "--layout", layout,
+        "stress", "--seconds", "1.5", "--workers", "2", "--memory", "32MiB", "--layout", layout,
         *(("--model", model) if model else ()),
     )  # fmt: skip
     figures = done.figures
@@ -58,7 +58,7 @@ def test_each_layout_of_the_planner_is_stored_and_loaded(layout: str) -> None:
 def test_wrong_refs_are_found(where: str) -> None:
     """Some bytes behind their place, or another group's: seen in the layers, whatever the refs say."""
     done = run_script(
-        "stress.py", "--seconds", "1.5", "--workers", "2", "--memory", "32MiB", "--layout", "packed-pages",
+        "stress", "--seconds", "1.5", "--workers", "2", "--memory", "32MiB", "--layout", "packed-pages",
         "--plant-corruption", where,
     )  # fmt: skip
     assert (done.status, done.figures["good"], done.figures["findings"]) == (1, False, [])
@@ -66,7 +66,7 @@ def test_wrong_refs_are_found(where: str) -> None:
 
 
 def test_planted_corruption_is_found() -> None:
-    done = run_script("stress.py", "--seconds", "3", "--workers", "2", "--seed", "1", "--plant-corruption")
+    done = run_script("stress", "--seconds", "3", "--workers", "2", "--seed", "1", "--plant-corruption")
     assert done.status == 1
     # One bit in one byte for each of them; those of jobs that were lost or never compared aside.
     assert 0 < done.figures["wrong_bytes"] <= done.figures["faults_planted"]
@@ -76,7 +76,7 @@ def test_planted_corruption_is_found() -> None:
 @pytest.mark.soak
 def test_workers_outlive_the_daemon() -> None:
     done = run_script(
-        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "2", "--kill-daemon", "--slow-copies", "0.005"
+        "stress", "--seconds", "4", "--workers", "2", "--seed", "2", "--kill-daemon", "--slow-copies", "0.005"
     )
     assert (done.status, done.figures["said"], done.figures["errors"], done.figures["findings"]) == (0, [], [], [])
     assert done.figures["daemon_kills"] >= 1
@@ -86,7 +86,7 @@ def test_workers_outlive_the_daemon() -> None:
 @pytest.mark.soak
 def test_keys_outlive_the_daemon_on_disk() -> None:
     done = run_script(
-        "stress.py", "--seconds", "10", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
+        "stress", "--seconds", "10", "--workers", "2", "--seed", "3", "--memory", "16MiB", "--kill-workers",
         "--kill-daemon",
     )  # fmt: skip
     figures, disk = done.figures, done.figures["disk"]
@@ -106,7 +106,7 @@ def test_keys_outlive_the_daemon_on_disk() -> None:
 
 def test_corruption_that_is_planted_on_disk_ends_as_misses() -> None:
     done = run_script(
-        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "4", "--memory", "8MiB", "--plant-corruption", "disk"
+        "stress", "--seconds", "4", "--workers", "2", "--seed", "4", "--memory", "8MiB", "--plant-corruption", "disk"
     )
     figures, disk = done.figures, done.figures["disk"]
     assert (done.status, figures["good"]) == (1, False)  # whatever was found
@@ -118,7 +118,7 @@ def test_corruption_that_is_planted_on_disk_ends_as_misses() -> None:
 
 @needs_cuda
 def test_on_a_gpu_a_short_run_with_kills_is_clean() -> None:
-    done = run_script("stress.py", "--seconds", "8", "--workers", "2", "--seed", "5", "--kill-workers", *ON_GPU)
+    done = run_script("stress", "--seconds", "8", "--workers", "2", "--seed", "5", "--kill-workers", *ON_GPU)
     figures = done.figures
     assert (done.status, figures["said"], figures["errors"], figures["findings"]) == (0, [], [], [])
     assert figures["wrong_bytes"] == figures["broken_promises"] == figures["leaks"] == figures["fatal_ends"] == 0
@@ -132,7 +132,7 @@ def test_on_a_gpu_a_short_run_with_kills_is_clean() -> None:
 @needs_cuda
 def test_on_a_gpu_planted_corruption_is_found() -> None:
     done = run_script(
-        "stress.py", "--seconds", "4", "--workers", "2", "--seed", "5", *ON_GPU, "--plant-corruption",
+        "stress", "--seconds", "4", "--workers", "2", "--seed", "5", *ON_GPU, "--plant-corruption",
         "--driver-faults", "corrupt_every=300",
     )  # fmt: skip
     assert (done.status, done.figures["good"]) == (1, False)
@@ -144,7 +144,7 @@ def test_on_a_gpu_planted_corruption_is_found() -> None:
 @needs_cuda
 def test_workers_outlive_daemons_that_their_gpus_end() -> None:
     done = run_script(
-        "stress.py", "--seconds", "5", "--workers", "2", "--seed", "6", *ON_GPU, "--driver-faults", "sticky_after=800"
+        "stress", "--seconds", "5", "--workers", "2", "--seed", "6", *ON_GPU, "--driver-faults", "sticky_after=800"
     )
     figures = done.figures
     assert (done.status, figures["said"], figures["errors"], figures["findings"]) == (0, [], [], [])
@@ -170,13 +170,13 @@ def test_workers_outlive_daemons_that_their_gpus_end() -> None:
     ],
 )
 def test_wrong_usage_is_told(arguments: tuple[str, ...], named: str) -> None:
-    done = run_script("stress.py", *arguments)
+    done = run_script("stress", *arguments)
     assert done.status == 2
     assert named in done.said
 
 
 def test_a_missing_daemon_is_told() -> None:
-    done = run_script("stress.py", "--seconds", "1", "--socket", "/nowhere/kvo.sock")
+    done = run_script("stress", "--seconds", "1", "--socket", "/nowhere/kvo.sock")
     assert done.status == 1
     assert "/nowhere/kvo.sock" in done.said
 

@@ -1,4 +1,4 @@
-"""scripts/stress_holes.py: a short run is clean, kills included; what is planted is found, and what is legal is not."""
+"""`scripts stress_holes`: a short run is clean, kills included; what is planted is found, and what is legal is not."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_shape_makes_zeros_of_what_it_names(shape: Callable[..., None], sealed
 @pytest.mark.slow
 def test_a_short_run_beside_holes_is_clean(tmp_path: Path) -> None:
     done = run_script(
-        "stress_holes.py", "--seconds", "6", "--memory", "16MiB", "--seed", "1", "--kill-workers", "--kill-daemon",
+        "stress_holes", "--seconds", "6", "--memory", "16MiB", "--seed", "1", "--kill-workers", "--kill-daemon",
         "--evidence", str(tmp_path / "evidence"),
     )  # fmt: skip
     figures = done.figures
@@ -265,7 +265,7 @@ def test_a_short_run_beside_holes_is_clean(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_planted_corruption_is_found_beside_holes(tmp_path: Path) -> None:
     done = run_script(
-        "stress_holes.py", "--seconds", "4", "--seed", "2", "--attackers", "1", "--plant-corruption",
+        "stress_holes", "--seconds", "4", "--seed", "2", "--attackers", "1", "--plant-corruption",
         "--evidence", str(tmp_path / "evidence"),
     )  # fmt: skip
     figures = done.figures
@@ -288,6 +288,6 @@ def test_planted_corruption_is_found_beside_holes(tmp_path: Path) -> None:
 )
 @pytest.mark.slow
 def test_wrong_usage_is_told(arguments: tuple[str, ...], named: str) -> None:
-    done = run_script("stress_holes.py", *arguments)
+    done = run_script("stress_holes", *arguments)
     assert done.status == 2
     assert named in done.said

@@ -1,4 +1,4 @@
-"""scripts/stress.py for minutes on a GPU in software: with kills, and with each fault that its driver can have."""
+"""`scripts stress` for minutes on a GPU in software: with kills, and with each fault that its driver can have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAULTS = {
 
 
 def stress(seconds: int, *options: str) -> Done:
-    return run_script("stress.py", "--seconds", str(seconds), *ON_GPU, *options, limit_s=seconds + END_S)
+    return run_script("stress", "--seconds", str(seconds), *ON_GPU, *options, limit_s=seconds + END_S)
 
 
 def assert_clean(done: Done) -> None:

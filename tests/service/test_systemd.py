@@ -254,7 +254,7 @@ def test_with_a_socket_unit_clients_queue(service: Container) -> None:
 
 def test_restarts_under_load(service: Container, tmp_path: Path) -> None:
     """Workers store and load and check every byte, while the service is restarted and killed."""
-    words = (f"{SOURCE}/scripts/stress.py", "--socket", str(SOCKET), "--memory", "64MiB", "--seconds", "20",
+    words = (f"{SOURCE}/scripts", "stress", "--socket", str(SOCKET), "--memory", "64MiB", "--seconds", "20",
              "--workers", "2", "--disk-share", "0", "--json")  # fmt: skip
     with (
         (tmp_path / "out").open("w") as out,

@@ -1,4 +1,4 @@
-"""`scripts/sglang_smoke.py` as a user runs it: what it says of daemons that are good, forgetful and absent."""
+"""`scripts sglang_smoke` as a user runs it: what it says of daemons that are good, forgetful and absent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Smoke:
         words += [f"--{name}={value}" for name, value in PROMPTS.items()]
         with log.open("wb") as stream:
             self._child = subprocess.Popen(
-                [sys.executable, "scripts/sglang_smoke.py", *words],
+                [sys.executable, "-m", "scripts", "sglang_smoke", *words],
                 cwd=ROOT,
                 env={**os.environ, **ENVIRONMENT},
                 stdout=subprocess.PIPE,

@@ -1,5 +1,5 @@
 """Both releases of vLLM are what the adapter takes them for. The engine's kernels are those of the venv's vLLM: the
-other release is its Python alone, which `scripts/vllm_python.py` fetches.
+other release is its Python alone, which `scripts vllm_python` fetches.
 """
 
 from __future__ import annotations
