@@ -113,6 +113,21 @@ class DiskConfig:
     stuck_s: float = _key(10.0, checks.seconds(0.1, 3600))
     flush_s: float = _key(10.0, checks.seconds(0, 3600))
 
+    @property
+    def on_evict(self) -> bool:
+        """Only keys that memory is about to evict are written."""
+        return self.demote == "evict"
+
+    @property
+    def second_use(self) -> bool:
+        """Only keys that were used again are written."""
+        return self.admit == "second-use"
+
+    @property
+    def use_direct(self) -> bool | None:
+        """Whether files are opened with O_DIRECT; None: where the file system allows it."""
+        return None if self.direct == AUTO else bool(self.direct)
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:

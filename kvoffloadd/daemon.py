@@ -17,16 +17,20 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvoffloadd.cache.clearing import clear_here
+from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keyhash import SEED_BITS
 from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
+from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import HostMemory
@@ -56,9 +60,11 @@ from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
+from kvoffloadd.storage.disk.faults import FaultyFiles
+from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.memory import MemoryTier
+from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.systemd import Systemd
-from kvoffloadd.tiers import make_disk, make_remote
 
 log = logging.getLogger(__name__)
 
@@ -368,13 +374,9 @@ class Daemon:
         if self._faults:
             log.warning("faults are injected: %s", self._faults)
             device = FaultyDevice(host, **self._faults)
-        disk = make_disk(config.disk, cache, loop, self._switches.get("disk")) if config.disk.roots else None
+        disk = self._make_disk(cache, loop) if config.disk.roots else None
         boot_id = secrets.token_bytes(16)
-        remote = (
-            make_remote(config, cache, disk, loop, hash_lane, boot_id, self._switches.get("remote"))
-            if config.remote.engine
-            else None
-        )
+        remote = self._make_remote(cache, disk, loop, hash_lane, boot_id) if config.remote.engine else None
         lower = LowerTiers(disk, remote) if disk or remote else None
         arena = Arena(tier.address, tier.capacity_bytes, tier.slab_pages * PAGE_BYTES)
         signals = Signals(loop)
@@ -395,6 +397,26 @@ class Daemon:
             lower=lower,
             closer=Closer(loop, {0, os.getuid(), *config.server.allowed_uids}),
         )
+
+    def _make_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> DiskTier:
+        files = FaultyFiles(switch) if (switch := self._switches.get("disk")) else Files()
+        return DiskTier(cache, self._config.disk, files, loop, secrets.randbits(SEED_BITS))
+
+    def _make_remote(
+        self, cache: Cache, disk: DiskTier | None, loop: asyncio.AbstractEventLoop, hash_lane: Lane, boot_id: bytes
+    ) -> RemoteTier:
+        """Its agent is not started."""
+        inflight_bytes = min(self._config.remote.inflight_bytes, cache.tier.capacity_bytes // 16)
+        config = replace(self._config.remote, inflight_bytes=inflight_bytes)
+        store = RemoteStore(cache.tier.pool, config, self._engine_settings(), loop, hash_lane, boot_id)
+        return RemoteTier(cache, store, config, loop, partial(clear_here, cache, disk))
+
+    def _engine_settings(self) -> dict[str, Any]:
+        """What the engine of the remote store takes."""
+        config = self._config.remote
+        if config.engine == "memory":
+            return {"directory": config.directory, "faults": str(self._switches.get("remote", ""))}
+        return asdict(getattr(self._config, config.engine))  # its section has its name
 
     @staticmethod
     def _near(config: Config) -> Callable[[str], frozenset[int]]:

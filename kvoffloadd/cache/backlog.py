@@ -33,16 +33,6 @@ OFFERS_PER_TURN = 64
 ADMISSION_SLOTS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class BacklogSettings:
-    """What is offered, and how much may wait."""
-
-    on_evict: bool  # write only keys that memory is about to evict
-    second_use: bool  # write only keys that were used again
-    backlog_bytes: int
-    batch_bytes: int  # what one write takes at most
-
-
 @dataclass(slots=True)
 class Budget:
     """A token bucket for bytes and operations a second; 0: no limit. May go into debt for one batch."""
@@ -79,18 +69,25 @@ class BacklogBatch:
 
 class Backlog:
     """Keys that wait. `missing(keyspace, rows)`: which of these keys the tier could have, and has not. `dropped` counts
-    keys that were to be written and were not, by reason.
+    keys that were to be written and were not, by reason. `on_evict`: write only keys that memory is about to evict.
+    `second_use`: write only keys that were used again. `batch_bytes`: what one write takes at most.
     """
 
     def __init__(
         self,
         cache: Cache,
-        settings: BacklogSettings,
         missing: Callable[[Keyspace, U32Array], BoolArray],
         dropped: Counter[str],
+        *,
+        on_evict: bool,
+        second_use: bool,
+        backlog_bytes: int,
+        batch_bytes: int,
     ) -> None:
         self._cache = cache
-        self._settings = settings
+        self._on_evict = on_evict
+        self._backlog_bytes = backlog_bytes
+        self._batch_bytes = batch_bytes
         self._missing = missing
         self._dropped = dropped
         self.bytes = 0
@@ -99,7 +96,7 @@ class Backlog:
         """Hears of keys that begin to wait."""
         # By row of memory: 1 if it waits to be written, or is being written.
         self._waiting: U8Array = reserve_array((cache.entries.max_rows,), np.uint8)
-        self._uses = UseCounts(ADMISSION_SLOTS) if settings.second_use else None
+        self._uses = UseCounts(ADMISSION_SLOTS) if second_use else None
 
     # --- calls from memory, see `LowerTier` ---
 
@@ -113,14 +110,14 @@ class Backlog:
         if self._uses is not None:
             # Ranks store their parts one after the other: that is one use of the key, not many.
             rows = self._admitted(self._whole(rows))
-        if not self._settings.on_evict:
+        if not self._on_evict:
             self.offer(rows)
 
     def used(self, rows: U32Array) -> None:
         """These keys were used in memory."""
         if self._uses is not None:
             rows = self._admitted(rows)
-            if not self._settings.on_evict:
+            if not self._on_evict:
                 self.offer(rows)
 
     def evicted(self, rows: U32Array) -> None:
@@ -131,7 +128,7 @@ class Backlog:
         for keyspace, indices in self._cache.entries.by_keyspace(rows):
             gone = rows[indices]
             offered = self._sealed(keyspace, gone)
-            if self._settings.on_evict:
+            if self._on_evict:
                 offered &= self._waiting[gone] > 0
             lost = self._missing(keyspace, gone[~offered])
             if lost.any():
@@ -153,7 +150,7 @@ class Backlog:
         size = sum(keyspace.part_bytes)
         if not tries:
             rows = rows[self._waiting[rows] == 0]
-        room = max(0, self._settings.backlog_bytes - self.bytes) // size
+        room = max(0, self._backlog_bytes - self.bytes) // size
         if room < len(rows):
             self._dropped["backlog"] += len(rows) - room
             rows = rows[:room]
@@ -194,7 +191,7 @@ class Backlog:
             # Slots per key as the keys have them now, not as they might have at most.
             per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
-            if tier.num_free(size) // per_key >= ahead or self.bytes >= self._settings.backlog_bytes // 2:
+            if tier.num_free(size) // per_key >= ahead or self.bytes >= self._backlog_bytes // 2:
                 continue
             self.offer(self.known(self._cache.eviction.victims(queue, ahead)))
 
@@ -229,7 +226,7 @@ class Backlog:
         batch = self.take()
         if batch is not None or self.queue:
             return batch
-        if not await self.changes.wait(LOOK_AHEAD_S if self._settings.on_evict else None):
+        if not await self.changes.wait(LOOK_AHEAD_S if self._on_evict else None):
             self.look_ahead()
         return None
 
@@ -240,7 +237,7 @@ class Backlog:
         for _ in range(min(OFFERS_PER_TURN, len(self.queue))):
             offer = self.queue.popleft()
             size = sum(offer.keyspace.part_bytes)
-            count = max(1, min(BATCH_KEYS, self._settings.batch_bytes // size))
+            count = max(1, min(BATCH_KEYS, self._batch_bytes // size))
             if len(offer.rows) > count:
                 self.queue.appendleft(offer.only(slice(count, None)))
                 offer = offer.only(slice(count))

@@ -24,7 +24,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,12 +32,13 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.config import RemoteConfig
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
 from kvoffloadd.objectnames import Space, era_prefix
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
-from kvoffloadd.storage.remote.store import RemoteSettings, RemoteState, RemoteStore
+from kvoffloadd.storage.remote.store import RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
 from kvoffloadd.trial.figures import keys_of, median_ratio, p50, p99, print_grid
 from kvoffloadd.trial.output import Live
@@ -130,11 +131,11 @@ class PlainSocket:
 class Bench:
     """A remote store with an arena of two halves: what is put, and where it is fetched to."""
 
-    def __init__(self, settings: RemoteSettings, store: StoreProcess) -> None:
+    def __init__(self, config: RemoteConfig, engine_settings: Mapping[str, Any], store: StoreProcess) -> None:
         self._loop = asyncio.get_running_loop()
         self._pool = ArenaFile.make(2 * ROUND_BYTES, 2 * ROUND_BYTES)
         self._lane = Lane("hash", 1, self._loop)
-        self._remote = RemoteStore(self._pool, settings, self._loop, self._lane, os.urandom(16))
+        self._remote = RemoteStore(self._pool, config, engine_settings, self._loop, self._lane, os.urandom(16))
         self._store = store
         self._bytes: U8Array = self._pool.arena[:ROUND_BYTES]
         self._bytes[:] = np.random.default_rng(1).integers(0, 256, ROUND_BYTES, np.uint8)
@@ -309,9 +310,13 @@ def measure_moves(name: str, lab: Lab, folder: Path, given: argparse.Namespace) 
         store_of(name, lab, folder) as (engine_settings, store, _),
         entered(lab.hosts[0]),
     ):
-        settings = RemoteSettings(name, engine_settings, python=str(lab.hosts[0].python(folder)))
+        config = RemoteConfig(name, python=str(lab.hosts[0].python(folder)))
         plain = PlainSocket(lab.hosts[1].address)
-        return asyncio.run(_run(settings, store, plain, plain_pid, given))
+
+        async def run() -> dict[str, Any]:
+            return await measure(Bench(config, engine_settings, store), plain, plain_pid, given)
+
+        return asyncio.run(run())
 
 
 def measure_pins(name: str, lab: Lab, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -338,12 +343,6 @@ def own_store(name: str, lab: Lab, folder: Path) -> Iterator[tuple[dict[str, str
     folder.mkdir()
     with store_of(name, lab, folder) as (engine_settings, _, first):
         yield remotepins.settings_of(name, engine_settings, lab.hosts[0], folder), first, folder
-
-
-async def _run(
-    settings: RemoteSettings, store: StoreProcess, plain: PlainSocket, plain_pid: int, given: argparse.Namespace
-) -> dict[str, Any]:
-    return await measure(Bench(settings, store), plain, plain_pid, given)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,9 @@ Open = Callable[..., Awaitable[Tier]]
 
 @pytest.fixture
 async def open_tier(tmp_path: Path) -> AsyncIterator[Open]:
-    """`await open_tier(Shape(...), on_evict=True)` -> a running tier in the test's directory; audited and closed at the
-    end. One after the other, each finds what the one before has left. `before`: what is done to it before it starts.
+    """`await open_tier(Shape(...), demote="evict")` -> a running tier in the test's directory, audited and closed at
+    the end. One after the other, each finds what the one before has left. `before`: what is done to it before it
+    starts.
     """
     tiers: list[Tier] = []
 

@@ -7,13 +7,12 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvoffloadd.cache.disk.demotion import DiskSettings
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.fetches import Fetch, Urgency, keys_below
 from kvoffloadd.cache.memory.audit import check
@@ -22,29 +21,19 @@ from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
+from kvoffloadd.config import DiskConfig, DiskRoot
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeyState, U16Array, U64Array
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.health import RootState
-from kvoffloadd.storage.disk.root import Root, RootSettings
-from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
+from kvoffloadd.storage.disk.root import Root
+from kvoffloadd.storage.disk.segment import Segment
 from kvoffloadd.storage.disk.segmentpool import OVERHEAD_BYTES
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.memory import MemoryTier
 
 from .clears import clear
 from .fakes import FirstInFirstOut, keys_of
-
-SETTINGS = DiskSettings(
-    on_evict=False,
-    second_use=False,
-    write_bytes_per_s=0,
-    write_ops_per_s=0,
-    backlog_bytes=1 << 30,
-    rewrite_hot=True,
-    retry_s=0.05,
-    stuck_s=60.0,
-)
 
 
 @dataclass(frozen=True)
@@ -192,22 +181,18 @@ class Tier:
         self.holds = self.reserved = 0
         memory = MemoryTier(self.shape.pages * PAGE_BYTES, self.shape.slab_pages * PAGE_BYTES, pool)
         self.cache = Cache(memory, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
-        numbers = SequenceNumbers()
-        each = RootSettings(
+        paths = paths or [folder / f"root{n}" for n in range(self.shape.roots)]
+        config = DiskConfig(
+            tuple(DiskRoot(path, self.shape.capacity_bytes) for path in paths),
             segment_bytes=self.shape.segment_pages * PAGE_BYTES,
             read_threads=self.shape.threads,
             write_threads=self.shape.threads,
-            direct=None,
             min_free_bytes=0,
-            retry_s=settings.get("retry_s", 0.05),
             stuck_s=self.shape.stuck_s,
+            **{"retry_s": 0.05} | settings,
         )
-        self.roots = [
-            Root(path, self.shape.capacity_bytes, each, self.files, self.loop, numbers)
-            for path in paths or [folder / f"root{n}" for n in range(self.shape.roots)]
-        ]
-        chosen = replace(SETTINGS, stuck_s=self.shape.stuck_s, **settings)
-        self.disk = DiskTier(self.cache, self.roots, numbers, chosen, self.loop, seed=9)
+        self.disk = DiskTier(self.cache, config, self.files, self.loop, seed=9)
+        self.roots = self.disk.roots
         self.tasks: list[asyncio.Task[None]] = []
         self.arena = self.cache.tier.pool.arena
         self.is_closed = False

@@ -123,7 +123,7 @@ async def test_two_roots_share_the_work(open_tier: Open) -> None:
 
 
 async def test_with_evict_only_the_next_victims_are_written(open_tier: Open) -> None:
-    tier = await open_tier(SMALL, on_evict=True)
+    tier = await open_tier(SMALL, demote="evict")
     keyspace = tier.keyspace()
     tier.store(keyspace, *range(28))
     await asyncio.sleep(0.15)
@@ -148,7 +148,7 @@ async def test_with_evict_only_the_next_victims_are_written(open_tier: Open) -> 
 
 
 async def test_second_use_leaves_out_what_was_used_once(open_tier: Open) -> None:
-    tier = await open_tier(second_use=True)
+    tier = await open_tier(admit="second-use")
     keyspace = tier.keyspace()
     tier.store(keyspace, *range(10))
     await tier.quiet()
@@ -164,7 +164,7 @@ async def test_second_use_leaves_out_what_was_used_once(open_tier: Open) -> None
 
 
 async def test_second_use_before_eviction_and_at_the_end(open_tier: Open) -> None:
-    tier = await open_tier(SMALL, second_use=True, on_evict=True)
+    tier = await open_tier(SMALL, admit="second-use", demote="evict")
     keyspace = tier.keyspace()
     tier.store(keyspace, *range(32))
     tier.cache.uses.add([(keyspace, tier.cache.find(keyspace, keys_of(1, 2, 20)), 0)])
@@ -179,7 +179,7 @@ async def test_second_use_before_eviction_and_at_the_end(open_tier: Open) -> Non
 
 async def test_second_use_counts_keys_not_parts(open_tier: Open) -> None:
     """Two ranks store their parts of the same key, one after the other: that is one use."""
-    tier = await open_tier(second_use=True)
+    tier = await open_tier(admit="second-use")
     keyspace = tier.keyspace(sizes=(PAGE_BYTES, PAGE_BYTES))
     tier.seal(tier.write(keyspace, [1, 2], parts=[0]))
     tier.seal(tier.write(keyspace, [1, 2], parts=[1]))
@@ -258,10 +258,10 @@ async def test_what_is_evicted_before_its_turn_is_counted(open_tier: Open) -> No
     assert tier.not_demoted == {"evicted": 1}
 
 
-@pytest.mark.parametrize("on_evict", [False, True])
-async def test_what_is_evicted_before_it_has_a_checksum_is_counted(open_tier: Open, on_evict: bool) -> None:
+@pytest.mark.parametrize("demote", ["seal", "evict"])
+async def test_what_is_evicted_before_it_has_a_checksum_is_counted(open_tier: Open, demote: str) -> None:
     """Keys that are not complete, that are on disk, or that nobody has asked for twice were not to be written."""
-    tier = await open_tier(on_evict=on_evict)
+    tier = await open_tier(demote=demote)
     keyspace = tier.keyspace(sizes=(PAGE_BYTES, PAGE_BYTES))
     tier.write(keyspace, [1, 2])
     tier.write(keyspace, [3], parts=[0])
@@ -273,7 +273,7 @@ async def test_what_is_evicted_before_it_has_a_checksum_is_counted(open_tier: Op
 
 async def test_what_is_evicted_before_the_look_ahead_comes_to_it_is_counted(open_tier: Open) -> None:
     """Where eviction decides what is written: nobody offered it. What is on disk already is not lost."""
-    tier = await open_tier(on_evict=True)
+    tier = await open_tier(demote="evict")
     keyspace = tier.keyspace()
     tier.store(keyspace, 1)
     tier.evict(keyspace, 1)
@@ -287,7 +287,7 @@ async def test_what_is_evicted_before_the_look_ahead_comes_to_it_is_counted(open
 
 
 async def test_what_was_used_once_was_not_to_be_written(open_tier: Open) -> None:
-    tier = await open_tier(second_use=True)
+    tier = await open_tier(admit="second-use")
     keyspace = tier.keyspace()
     tier.write(keyspace, [1])
     tier.evict(keyspace, 1)
@@ -530,10 +530,10 @@ async def test_what_fell_out_while_a_clear_was_not_noted_is_offered_again(open_t
     assert sum(tier.files.writes) == 10
 
 
-@pytest.mark.parametrize("on_evict", [False, True])
-async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier: Open, on_evict: bool) -> None:
+@pytest.mark.parametrize("demote", ["seal", "evict"])
+async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier: Open, demote: str) -> None:
     """If all that is stored is written, not only what is evicted next."""
-    tier = await open_tier(on_evict=on_evict)
+    tier = await open_tier(demote=demote)
     keyspace, on_disk = tier.keyspace(), tier.folder / "away"
     tier.root.path.rename(on_disk)
     await tier.until(lambda: tier.root.state == RootState.OFF and not tier.root.accepted)
@@ -543,11 +543,11 @@ async def test_what_fell_out_while_no_root_was_there_is_offered_again(open_tier:
     assert tier.not_demoted == {"no disk": 10}
     on_disk.rename(tier.root.path)
     await tier.until(lambda: tier.root.state == RootState.OK)
-    if not on_evict:
+    if demote == "seal":
         await tier.until(lambda: tier.on_disk(keyspace, *range(10)) == list(range(10)))
     assert not tier.disk.demotion._again
     await tier.quiet()
-    assert sum(tier.files.writes) == (0 if on_evict else 10)
+    assert sum(tier.files.writes) == (0 if demote == "evict" else 10)
 
 
 async def test_a_write_of_which_a_part_found_no_root_is_offered_again_when_the_rest_has_ended(
@@ -695,7 +695,7 @@ async def test_a_key_dropped_while_it_is_written_leaves_no_slot_behind(open_tier
 
 
 async def test_an_orderly_end_writes_what_is_in_memory_alone(open_tier: Open) -> None:
-    tier = await open_tier(on_evict=True)
+    tier = await open_tier(demote="evict")
     keyspace, wide = tier.keyspace(), tier.keyspace(b"w" * 16, sizes=(PAGE_BYTES, 5000))
     tier.store(keyspace, *range(20))
     tier.store(wide, *range(5))
@@ -714,7 +714,7 @@ async def test_an_orderly_end_writes_what_is_in_memory_alone(open_tier: Open) ->
 
 async def test_an_orderly_end_writes_more_than_may_wait_at_once(open_tier: Open) -> None:
     roomy = Shape(num_segments=64)
-    tier = await open_tier(roomy, on_evict=True, backlog_bytes=6 * PAGE_BYTES)
+    tier = await open_tier(roomy, demote="evict", backlog_bytes=6 * PAGE_BYTES)
     keyspace, large = tier.keyspace(), tier.keyspace(b"l" * 16, sizes=(5 * PAGE_BYTES,))
     tier.store(keyspace, *range(40))
     tier.store(large, *range(3))
@@ -725,7 +725,7 @@ async def test_an_orderly_end_writes_more_than_may_wait_at_once(open_tier: Open)
 
 
 async def test_an_end_in_time_loses_what_the_disk_is_too_slow_for(open_tier: Open) -> None:
-    tier = await open_tier(on_evict=True, write_ops_per_s=20)
+    tier = await open_tier(demote="evict", write_ops_per_s=20)
     keyspace = tier.keyspace()
     tier.store(keyspace, *range(100))
     async with asyncio.timeout(HANG_S):
@@ -741,7 +741,7 @@ async def test_an_end_in_time_tells_of_what_was_never_offered(
     open_tier: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The backlog is small, so that most of it never waited."""
-    tier = await open_tier(on_evict=True, write_ops_per_s=20, backlog_bytes=6 * PAGE_BYTES)
+    tier = await open_tier(demote="evict", write_ops_per_s=20, backlog_bytes=6 * PAGE_BYTES)
     tier.store(tier.keyspace(), *range(100))
     await tier.close(flush_s=0.3)
     again = await open_tier()
@@ -770,7 +770,7 @@ async def test_keys_that_were_adopted_are_written_though_the_backlog_is_small(tm
     shape = Shape(num_segments=64)
     pool = ArenaFile.make(shape.pages * PAGE_BYTES, shape.slab_pages * PAGE_BYTES)
     kept = os.dup(pool.fd)
-    first = await Tier(tmp_path, shape, pool=pool, on_evict=True).start()
+    first = await Tier(tmp_path, shape, pool=pool, demote="evict").start()
     first.store(first.keyspace(), *range(60))
     await first.close(flush_s=0.0)
     old = ArenaFile(kept, shape.pages * PAGE_BYTES, shape.slab_pages * PAGE_BYTES, is_old=True)

@@ -48,12 +48,17 @@ class DiskMachine(RuleBasedStateMachine):
     names and the epoch: `Tier.served` and `Tier.fetch` compare each of them.
     """
 
-    @initialize(rewrite_hot=st.booleans(), on_evict=st.booleans(), roots=st.integers(1, 2), second_use=st.booleans())
-    def begin(self, rewrite_hot: bool, on_evict: bool, roots: int, second_use: bool) -> None:
+    @initialize(
+        rewrite_hot=st.booleans(),
+        demote=st.sampled_from(["seal", "evict"]),
+        admit=st.sampled_from(["always", "second-use"]),
+        roots=st.integers(1, 2),
+    )
+    def begin(self, rewrite_hot: bool, demote: str, admit: str, roots: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="kvo-"))
         self.runner = asyncio.Runner()
         self.shape = Shape(pages=48, slab_pages=16, segment_pages=16, roots=roots, threads=2)
-        self.settings: dict[str, Any] = {"rewrite_hot": rewrite_hot, "on_evict": on_evict, "second_use": second_use}
+        self.settings: dict[str, Any] = {"rewrite_hot": rewrite_hot, "demote": demote, "admit": admit}
         self.stored: list[set[int]] = [set() for _ in SIZES]
         self.is_sound = True  # no damage and no faults so far
         self.fails = False
@@ -209,7 +214,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.run(self.tier.quiet())
         keyspaces = [self.keyspace(n) for n in range(len(SIZES))]
         before = [set(self.tier.on_disk(keyspace, *ALL)) for keyspace in keyspaces]
-        if flush and not self.settings["second_use"] and not self.unsealed:
+        if flush and self.settings["admit"] == "always" and not self.unsealed:
             for keyspace, known in zip(keyspaces, before, strict=True):
                 known |= set(self.tier.served(keyspace, *ALL))
         self.run(self.tier.close(flush_s=10.0 if flush else 0.0))

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd import checks, cli, config
 from kvoffloadd.agent.engines import valkey
-from kvoffloadd.cache.remote.contents import RemotePolicy
+from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.planner import RemoteTerms, make_remote_plan, remote
 from tests.planner.models import DATA, GEMMA_3, GIB, LLAMA, example_of, path_of, plan
@@ -106,7 +106,7 @@ def test_too_many_parts() -> None:
 
 def test_constants_are_the_daemons() -> None:
     assert remote.OBJECT_SHARE["valkey"] == 1 / valkey._SHARE_MAX
-    assert remote.DEFAULTS.lookup_keys == RemotePolicy().lookup_keys
+    assert remote.DEFAULTS.lookup_keys == RemoteConfig().lookup_keys
     with pytest.raises(ValueError, match="4096"):
         checks.count(1, remote.LOOKUP_KEYS_MAX)(remote.LOOKUP_KEYS_MAX + 1)
 

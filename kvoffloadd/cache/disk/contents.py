@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,7 +17,9 @@ from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.namespace import Keyspace, shape_of
 from kvoffloadd.cache.stats.missreasons import Reason
+from kvoffloadd.config import DiskConfig
 from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
@@ -32,14 +33,15 @@ class DiskContents:
     """The roots, and the catalog of what is on them."""
 
     def __init__(
-        self, cache: Cache, roots: Sequence[Root], numbers: SequenceNumbers, loop: asyncio.AbstractEventLoop, seed: int
+        self, cache: Cache, config: DiskConfig, files: Files, loop: asyncio.AbstractEventLoop, seed: int
     ) -> None:
         self.cache = cache
-        self.roots = roots
-        self.numbers = numbers
+        self.config = config
+        self.numbers = SequenceNumbers()
+        self.roots = [Root(each.path, each.capacity_bytes, config, files, loop, self.numbers) for each in config.roots]
         self.loop = loop
         # The smallest record is a header and one page.
-        records = sum(root.capacity_bytes for root in roots) // (2 * PAGE_BYTES) + 1
+        records = sum(root.capacity_bytes for root in self.roots) // (2 * PAGE_BYTES) + 1
         self.catalog = Catalog(min(records, RECORDS_MAX), seed)
         self._opened: WeakKeyDictionary[Keyspace, DiskKeyspace] = WeakKeyDictionary()
         self._keyspaces: dict[int, Keyspace] = {}  # by the number of the disk keyspace that was opened last for it

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, BacklogSettings, Budget
+from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
 from kvoffloadd.cache.disk.catalog import DiskKeyspace
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -31,20 +31,6 @@ BATCH_SHARE = 64
 
 ROOM_S = 5.0
 """How long a batch waits for a segment before it is dropped."""
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSettings:
-    """How the disk tier is used."""
-
-    on_evict: bool  # write only keys that memory is about to evict
-    second_use: bool  # write only keys that were used again
-    write_bytes_per_s: int  # 0: no limit
-    write_ops_per_s: int  # 0: no limit
-    backlog_bytes: int
-    rewrite_hot: bool
-    retry_s: float
-    stuck_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -81,22 +67,24 @@ def only_in_memory(disk: DiskContents, keyspace: Keyspace, rows: U32Array) -> Bo
 class Demotion:
     """The backlog of keys that wait to be written, and the writes under way."""
 
-    def __init__(self, disk: DiskContents, settings: DiskSettings) -> None:
+    def __init__(self, disk: DiskContents) -> None:
         self._disk = disk
         self._cache = disk.cache
-        self._settings = settings
+        self._config = config = disk.config
         self.counters = DemotionCounters()
         self._writes: set[DemotionWrite] = set()
         self._again: set[Keyspace] = set()
         self._again_changes = Changes()
-        self._budget = Budget(settings.write_bytes_per_s, settings.write_ops_per_s)
-        chosen = BacklogSettings(
-            on_evict=settings.on_evict,
-            second_use=settings.second_use,
-            backlog_bytes=settings.backlog_bytes,
+        self._budget = Budget(config.write_bytes_per_s, config.write_ops_per_s)
+        self.backlog = Backlog(
+            disk.cache,
+            partial(only_in_memory, disk),
+            self.counters.not_demoted,
+            on_evict=config.on_evict,
+            second_use=config.second_use,
+            backlog_bytes=config.backlog_bytes,
             batch_bytes=min(BATCH_BYTES, disk.cache.tier.capacity_bytes // BATCH_SHARE),
         )
-        self.backlog = Backlog(disk.cache, chosen, partial(only_in_memory, disk), self.counters.not_demoted)
 
     @property
     def holds(self) -> int:
@@ -117,7 +105,7 @@ class Demotion:
 
     def adopted(self, rows: U32Array) -> None:
         """These keys were found in memory at the start, sealed."""
-        if not self._settings.second_use:
+        if not self._config.second_use:
             for keyspace, _ in self._cache.entries.by_keyspace(rows):
                 self.offer_again(keyspace)  # there may be more of them than the backlog has room for
 
@@ -125,7 +113,7 @@ class Demotion:
         """Keys of this keyspace were not written, or what was written is void: offer all keys that only memory has, as
         soon as some root may take them.
         """
-        if not self._settings.on_evict:  # then they are offered before they are evicted
+        if not self._config.on_evict:  # then they are offered before they are evicted
             self._again.add(keyspace)
             self._again_changes.notify_all()
 
@@ -151,7 +139,7 @@ class Demotion:
                 self._again.discard(keyspace)  # a write that fails from now on adds it again
                 await self._offer_all(keyspace, math.inf)
             if not ready:
-                await self._disk.numbers.changes.wait(self._settings.retry_s)
+                await self._disk.numbers.changes.wait(self._config.retry_s)
 
     def _may_write(self, keyspace: Keyspace) -> bool:
         """Whether a root works whose manifest has the keyspace's epoch."""
@@ -188,12 +176,12 @@ class Demotion:
         """
         left = 0
         entries, size = self._cache.entries, max(sum(keyspace.part_bytes), 1)
-        step = max(1, self._settings.backlog_bytes // 2 // size)
+        step = max(1, self._config.backlog_bytes // 2 // size)
         for rows in entries.scan(keyspace):
             rows = entries.live(rows)
             rows = self.backlog.known(rows[self.backlog.writable(keyspace, rows)])
             for at in range(0, len(rows), step):
-                await self._until(max(0, self._settings.backlog_bytes - step * size), until)
+                await self._until(max(0, self._config.backlog_bytes - step * size), until)
                 if self._disk.loop.time() >= until:
                     left += self.backlog.num_outside(rows[at:])  # the others are in the backlog
                     break

@@ -13,7 +13,7 @@ import numpy as np
 from kvoffloadd.cache.disk.arrivals import Arrivals
 from kvoffloadd.cache.disk.clears import DiskClears
 from kvoffloadd.cache.disk.contents import DiskContents
-from kvoffloadd.cache.disk.demotion import Demotion, DiskSettings
+from kvoffloadd.cache.disk.demotion import Demotion
 from kvoffloadd.cache.disk.promotion import Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
 from kvoffloadd.cache.disk.scrub import Scrub
@@ -21,10 +21,10 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.config import DiskConfig
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U32Array, U64Array
+from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.health import RootState
-from kvoffloadd.storage.disk.root import Root
-from kvoffloadd.storage.disk.segment import SequenceNumbers
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +35,15 @@ class DiskTier(DiskContents):
     """The `LocalTier` on disk."""
 
     def __init__(
-        self,
-        cache: Cache,
-        roots: Sequence[Root],
-        numbers: SequenceNumbers,
-        settings: DiskSettings,
-        loop: asyncio.AbstractEventLoop,
-        seed: int,
+        self, cache: Cache, config: DiskConfig, files: Files, loop: asyncio.AbstractEventLoop, seed: int
     ) -> None:
-        super().__init__(cache, roots, numbers, loop, seed)
-        self.clears = DiskClears(self, settings.stuck_s)
-        self.demotion = Demotion(self, settings)
+        super().__init__(cache, config, files, loop, seed)
+        self.clears = DiskClears(self, config.stuck_s)
+        self.demotion = Demotion(self)
         self.promotion = Promotion(self)
-        self.reclaim = Reclaim(self, self.demotion, rewrite_hot=settings.rewrite_hot)
+        self.reclaim = Reclaim(self, self.demotion, rewrite_hot=config.rewrite_hot)
         self.scrub = Scrub(self, self.promotion.counters)
         self.arrivals = Arrivals(self, self.clears, self.demotion, self.promotion, self.reclaim)
-        self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
         cache.attach_local(self)
 
@@ -64,7 +57,7 @@ class DiskTier(DiskContents):
 
         await self.arrivals.start(keep)
         for root in self.roots:
-            keep(self.reclaim.keep(root, self._settings.retry_s))
+            keep(self.reclaim.keep(root, self.config.retry_s))
         keep(self.demotion.run())
         keep(self.demotion.run_again())
 

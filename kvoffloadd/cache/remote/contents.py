@@ -17,29 +17,13 @@ from kvoffloadd.agentframes import HEADER_BYTES, PARTS_MAX
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace, shape_of
 from kvoffloadd.cache.remote.eras import Eras
+from kvoffloadd.config import RemoteConfig
 from kvoffloadd.model import BoolArray, U32Array, U64Array
 from kvoffloadd.objectnames import Space
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.remote.store import RemoteStore
 
 MISSES_REMEMBERED: Final = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePolicy:
-    """How the remote store is used. `push`: "second-use", "seal", "evict" or "never"."""
-
-    push: str = "second-use"
-    lookup_s: float = 0.03
-    fetch_s: float = 2.0
-    prefetch_s: float = 10.0
-    lookup_keys: int = 1024
-    min_keys: int = 4
-    inflight_bytes: int = 256 << 20
-    backlog_bytes: int = 256 << 20
-    write_bytes_per_s: int = 0  # 0: no limit
-    miss_ttl_s: float = 1.0
-    era_poll_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +59,17 @@ class RemoteContents:
     """The store, and what is known of it."""
 
     def __init__(
-        self, cache: Cache, store: RemoteStore, eras: Eras, policy: RemotePolicy, loop: asyncio.AbstractEventLoop
+        self, cache: Cache, store: RemoteStore, eras: Eras, config: RemoteConfig, loop: asyncio.AbstractEventLoop
     ) -> None:
         self.cache = cache
         self.store = store
         self.eras = eras
-        self.policy = policy
+        self.config = config
         self.loop = loop
         self._misses = RecentMisses(MISSES_REMEMBERED)
         self._shapes: WeakKeyDictionary[Keyspace, bytes] = WeakKeyDictionary()
         # By row of memory: the number of the era in which the store is believed to have the key; 0: it is not.
         self._believed: U32Array = reserve_array((cache.entries.max_rows,), np.uint32)
-        self.inflight_bytes = min(policy.inflight_bytes, cache.tier.capacity_bytes // 16)
 
     # --- names ---
 
@@ -118,7 +101,7 @@ class RemoteContents:
 
     def fits(self, keyspace: Keyspace) -> bool:
         """Whether its keys are not too large, and have not too many parts."""
-        return keyspace.schema.parts <= PARTS_MAX and object_bytes(keyspace) <= self.inflight_bytes // 4
+        return keyspace.schema.parts <= PARTS_MAX and object_bytes(keyspace) <= self.config.inflight_bytes // 4
 
     def is_current(self, place: RemotePlace) -> bool:
         """Whether its era still counts."""

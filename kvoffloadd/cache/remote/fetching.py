@@ -130,13 +130,13 @@ class RemoteFetching(Fetches):
         self.lookup_s, self.get_s = Histogram(BOUNDS_S), Histogram(BOUNDS_S)
         self.rate = FetchRate()
         self._windows: dict[int, Window[Fetch]] = {
-            urgent: Window(remote.inflight_bytes // share) for urgent, share in WINDOW_SHARES.items()
+            urgent: Window(remote.config.inflight_bytes // share) for urgent, share in WINDOW_SHARES.items()
         }
 
     @property
     def is_worth_asking(self) -> bool:
         """Whether a fetch could bring anything: the store answers, and what is late does not fill a window."""
-        return self._store.can_read() and LATE_SHARE * self.quarantined_bytes <= self._remote.inflight_bytes
+        return self._store.can_read() and LATE_SHARE * self.quarantined_bytes <= self._remote.config.inflight_bytes
 
     # --- requests ---
 
@@ -146,8 +146,8 @@ class RemoteFetching(Fetches):
         """Ask for these keys, and bring what the longest prefix needs that can be restored with them (`whole`: all).
         `done` as in `fetch`; it is called within `fetch_s`.
         """
-        policy = self._remote.policy
-        patience_s = policy.prefetch_s if urgent == Urgency.PREFETCH else policy.fetch_s
+        config = self._remote.config
+        patience_s = config.prefetch_s if urgent == Urgency.PREFETCH else config.fetch_s
         now_s = time.monotonic()
         there = [np.zeros(len(group.keys), bool) for group in groups]
         fetch = RemoteFetch(
@@ -180,7 +180,7 @@ class RemoteFetching(Fetches):
             names = Names(place.space, group.keys[some])
             fetch.lookups += 1
             told = partial(self._told, fetch, group, there, some, place, now_s)
-            self._store.exists(names, now_s + self._remote.policy.lookup_s, told)
+            self._store.exists(names, now_s + self._remote.config.lookup_s, told)
 
     def _told(
         self,
@@ -200,7 +200,7 @@ class RemoteFetching(Fetches):
             there[asked[has]] = True
             self.counters.found += int(np.count_nonzero(has))
             missing = asked[answer.keys == Presence.NO]
-            self._remote.add_misses(group.keyspace, group.keys[missing], self._remote.policy.miss_ttl_s)
+            self._remote.add_misses(group.keyspace, group.keys[missing], self._remote.config.miss_ttl_s)
         self._answer(fetch)
 
     def _has_marker(self, place: RemotePlace, answer: ExistsResult) -> bool:
@@ -232,7 +232,7 @@ class RemoteFetching(Fetches):
             masks = needed_keys(groups, there, self.rate.bytes_within(fetch.until_s - time.monotonic()))
         total = sum(int(np.count_nonzero(mask)) for mask in masks)
         found = sum(int(np.count_nonzero(mask)) for mask in there)
-        few = total < self._remote.policy.min_keys
+        few = total < self._remote.config.min_keys
         self.counters.not_fetched["not_needed"] += found if few else found - total
         if few:
             return []

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from kvoffloadd.agentframes import HEADER_BYTES
-from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, BacklogSettings, Budget
+from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.remote.contents import RemoteContents, RemotePlace
 from kvoffloadd.changes import Changes
@@ -60,22 +60,26 @@ class Pushing:
         self._remote = remote
         self._cache = remote.cache
         self._store = remote.store
-        policy = remote.policy
-        self.is_off = policy.push == "never"
-        self._counts_uses = policy.push == "second-use"
+        config = remote.config
+        self.is_off = config.push == "never"
+        self._counts_uses = config.push == "second-use"
         self._used: list[U32Array] = []
         self.counters = PushCounters()
         self._pushes: set[PendingPush] = set()
         self._ended = Changes()
         self._pause_s, self._paused_until_s = PAUSE_S_MIN, 0.0
-        self._budget = Budget(policy.write_bytes_per_s, 0)
-        settings = BacklogSettings(
-            on_evict=policy.push == "evict",
+        self._budget = Budget(config.write_bytes_per_s, 0)
+        self.backlog = Backlog(
+            self._cache,
+            self._missing,
+            self.counters.not_pushed,
+            on_evict=config.push == "evict",
             second_use=self._counts_uses,
-            backlog_bytes=policy.backlog_bytes,
-            batch_bytes=min(BATCH_BYTES, remote.inflight_bytes // 4, self._cache.tier.capacity_bytes // BATCH_SHARE),
+            backlog_bytes=config.backlog_bytes,
+            batch_bytes=min(
+                BATCH_BYTES, remote.config.inflight_bytes // 4, self._cache.tier.capacity_bytes // BATCH_SHARE
+            ),
         )
-        self.backlog = Backlog(self._cache, settings, self._missing, self.counters.not_pushed)
 
     @property
     def holds(self) -> int:

@@ -21,11 +21,12 @@ import numpy as np
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.remote.contents import RemoteContents, RemotePolicy
+from kvoffloadd.cache.remote.contents import RemoteContents
 from kvoffloadd.cache.remote.eras import Eras
 from kvoffloadd.cache.remote.fetching import RemoteFetching
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.pushing import Pushing
+from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U32Array, U64Array
 from kvoffloadd.storage.remote.store import RemoteStore
@@ -42,16 +43,16 @@ class RemoteTier:
         self,
         cache: Cache,
         store: RemoteStore,
-        policy: RemotePolicy,
+        config: RemoteConfig,
         loop: asyncio.AbstractEventLoop,
         clear_here: Callable[[bytes, int | None], Awaitable[None]],
     ) -> None:
         self.store = store
-        self.eras = Eras(store, cache, policy.era_poll_s, clear_here)
-        self._contents = RemoteContents(cache, store, self.eras, policy, loop)
+        self.eras = Eras(store, cache, config.era_poll_s, clear_here)
+        self._contents = RemoteContents(cache, store, self.eras, config, loop)
         self.fetching = RemoteFetching(self._contents)
         self.pushing = Pushing(self._contents)
-        self._policy = policy
+        self._config = config
         self._tasks: list[asyncio.Task[None]] = []
         cache.attach(self)
 
@@ -108,9 +109,9 @@ class RemoteTier:
             return [None] * len(groups)
         masks = [self._misses(keyspace, keys, lookup) for keyspace, _, keys, lookup in groups]
         counts = [0 if mask is None else int(np.count_nonzero(mask)) for mask in masks]
-        if sum(counts) > self._policy.lookup_keys:
-            _cut(groups, masks, self._policy.lookup_keys)
-        elif sum(counts) < self._policy.min_keys:
+        if sum(counts) > self._config.lookup_keys:
+            _cut(groups, masks, self._config.lookup_keys)
+        elif sum(counts) < self._config.min_keys:
             masks = [None] * len(groups)
         for number, (_, _, keys, lookup) in enumerate(groups):
             waiting = np.flatnonzero(lookup.states == _PENDING)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvoffloadd.config import DiskConfig
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES
@@ -33,19 +33,6 @@ from kvoffloadd.storage.disk.writer import Writer
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RootSettings:
-    """What all roots share."""
-
-    segment_bytes: int
-    read_threads: int
-    write_threads: int
-    direct: bool | None  # O_DIRECT; None: where the file system allows
-    min_free_bytes: int  # new segments leave as much on the file system
-    retry_s: float  # between two health checks
-    stuck_s: float  # how long I/O may take
-
-
 class Root:
     """Its parts do the work: `pool` has the segments, `writer` and `reader` move records, `probe` checks whether the
     directory still answers. `numbers` are shared by all roots of a tier.
@@ -55,20 +42,20 @@ class Root:
         self,
         path: Path,
         capacity_bytes: int,
-        settings: RootSettings,
+        config: DiskConfig,
         files: Files,
         loop: asyncio.AbstractEventLoop,
         numbers: SequenceNumbers,
     ) -> None:
         self.path = path
         self.capacity_bytes = capacity_bytes
-        self.read_lane = Lane(f"read-{path.name}", settings.read_threads, loop)
-        self.write_lane = Lane(f"write-{path.name}", settings.write_threads, loop)
+        self.read_lane = Lane(f"read-{path.name}", config.read_threads, loop)
+        self.write_lane = Lane(f"write-{path.name}", config.write_threads, loop)
         probe_lane = Lane(f"probe-{path.name}", 1, loop)
-        self.directory = RootDirectory(path, files, settings.direct, settings.min_free_bytes, probe_lane)
+        self.directory = RootDirectory(path, files, config.use_direct, config.min_free_bytes, probe_lane)
         self.health = Health(path)
         self.probe = Probe(
-            self.directory, self.health, (self.read_lane, self.write_lane), settings.retry_s, settings.stuck_s
+            self.directory, self.health, (self.read_lane, self.write_lane), config.retry_s, config.stuck_s
         )
         self.pool = SegmentPool(
             self.directory,
@@ -76,8 +63,8 @@ class Root:
             self.write_lane,
             numbers,
             capacity_bytes=capacity_bytes,
-            segment_bytes=min(settings.segment_bytes, capacity_bytes // SEGMENTS_MIN // PAGE_BYTES * PAGE_BYTES),
-            retry_s=settings.retry_s,
+            segment_bytes=min(config.segment_bytes, capacity_bytes // SEGMENTS_MIN // PAGE_BYTES * PAGE_BYTES),
+            retry_s=config.retry_s,
         )
         self.writer = Writer(self.directory, self.pool, self.health, self.write_lane, numbers.changes)
         self.reader = Reader(self.directory, self.health, self.read_lane, numbers.changes)

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvoffloadd.agentframes import KEYS_MAX, Exists, Get, Presence, Put, Reply, Start, Started
 from kvoffloadd.changes import Changes
+from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import RemoteStoreError, UsageError
 from kvoffloadd.lanes import DAEMON, CancelledWork, Flow, Lane
 from kvoffloadd.model import U8Array, U64Array
@@ -44,28 +45,12 @@ PROBE_S = 1.0
 DUE_S = 0.1
 """Clocks differ: breakers that are due so soon are tried now."""
 
+START_S = 30.0
 REMOVE_S = 5.0
 """What is corrupt is to be removed within this time, or stays."""
 
 _NOBODY = Space(bytes(FINGERPRINT_BYTES), bytes(SHAPE_BYTES), 0, bytes(ERA_BYTES), 0, KEY_BYTES)
 _NO_KEYS = np.zeros((0, 4), np.uint64)
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """`engine`: "memory", "mooncake" or "valkey"; `engine_settings`: its own, as msgpack can carry them. `python`: the
-    interpreter of the agent; empty: ours. `stuck_s`: a call that takes longer ends the agent. `start_s`: as does a
-    start. `inflight_bytes`: of gets that have not ended, and the same again of puts.
-    """
-
-    engine: str
-    engine_settings: Mapping[str, Any]
-    python: str = ""
-    stuck_s: float = 5.0
-    start_s: float = 30.0
-    inflight_bytes: int = 256 << 20
-    get_threads: int = 2
-    put_threads: int = 1
 
 
 class RemoteState(enum.StrEnum):
@@ -99,12 +84,18 @@ class RemoteStore:
     def __init__(
         self,
         pool: ArenaFile,
-        settings: RemoteSettings,
+        config: RemoteConfig,
+        engine_settings: Mapping[str, Any],
         loop: asyncio.AbstractEventLoop,
         hash_lane: Lane,
         boot_id: bytes,
+        start_s: float = START_S,
     ) -> None:
-        """Raises LimitError or OSError if the kernel has no memory for header pages."""
+        """`engine_settings`: of the engine that the config names, as msgpack can carry them. `start_s`: a start that
+        takes longer ends the agent, as does a call that takes longer than the config's `stuck_s`.
+
+        Raises LimitError or OSError if the kernel has no memory for header pages.
+        """
         self.changes = Changes()
         self.corrupt: Counter[RemoteStatus] = Counter()
         self._pool = pool
@@ -113,19 +104,17 @@ class RemoteStore:
         self._boot_id = boot_id
         self._headers = HeaderPages(2 * HEADERS_MAX)
         start = Start(
-            settings.engine, dict(settings.engine_settings), pool.arena_offset, pool.capacity_bytes,
-            self._headers.size_bytes, settings.get_threads, settings.put_threads,
+            config.engine, dict(engine_settings), pool.arena_offset, pool.capacity_bytes, self._headers.size_bytes,
+            config.get_threads, config.put_threads,
         )  # fmt: skip
-        self._agent = AgentSupervisor(
-            pool, self._headers.fd, start, settings.python, settings.start_s, loop, self, self.changes
-        )
-        self._calls = Calls(loop, self._agent.send, self._agent.kill, settings.stuck_s)
+        self._agent = AgentSupervisor(pool, self._headers.fd, start, config.python, start_s, loop, self, self.changes)
+        self._calls = Calls(loop, self._agent.send, self._agent.kill, config.stuck_s)
         self._asking = self._calls.line(EXISTS_DEPTH, in_order=True)
         self._values = SmallObjects(self._calls, loop)
         self._lookups = Breaker()
         self._gets, self._puts = (
-            Flight(kind, threads, settings.inflight_bytes, self._calls, self._headers, pool, loop, self._watch_breakers)
-            for kind, threads in ((Get, settings.get_threads), (Put, settings.put_threads))
+            Flight(kind, threads, config.inflight_bytes, self._calls, self._headers, pool, loop, self._watch_breakers)
+            for kind, threads in ((Get, config.get_threads), (Put, config.put_threads))
         )
         self._closing = False
         self._probing: list[Breaker] = []

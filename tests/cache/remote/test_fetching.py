@@ -17,9 +17,9 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
-from kvoffloadd.cache.remote.contents import RemotePolicy
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.remote.request import RemoteKeys
+from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import SchemaError
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState
 from kvoffloadd.storage.hashing import hash_payloads
@@ -49,16 +49,15 @@ def digests_of(payloads: list[bytes]) -> np.ndarray:
 class Scene:
     """A cache with a remote tier over a store that the test steers."""
 
-    def __init__(self, pages: int = 4096, **policy: Any) -> None:
+    def __init__(self, pages: int = 4096, **settings: Any) -> None:
         self.loop = asyncio.get_running_loop()
         memory = MemoryTier(pages * PAGE_BYTES, 64 * PAGE_BYTES)
         self.cache = Cache(memory, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
         self.arena = memory.pool.arena
         self.store = FakeRemote(self.arena, memory.address, digests_of, self.loop)
         chosen = {"push": "never", "min_keys": 1, "miss_ttl_s": 0.0, "era_poll_s": 0.001, "fetch_s": 3600.0}
-        self.remote = RemoteTier(
-            self.cache, cast(RemoteStore, self.store), RemotePolicy(**{**chosen, **policy}), self.loop, self._clear_here
-        )
+        config = RemoteConfig(**{**chosen, "inflight_bytes": memory.capacity_bytes // 16, **settings})
+        self.remote = RemoteTier(self.cache, cast(RemoteStore, self.store), config, self.loop, self._clear_here)
         self.tasks: list[asyncio.Task[None]] = []
         self.troubles: list[str] = []
         self.loop.set_exception_handler(lambda _, context: self.troubles.append(str(context)))
@@ -356,7 +355,7 @@ async def test_while_much_is_late_nothing_is_asked_for(scene: Scene) -> None:
         scene.remote.fetching._expire(cast(Any, fetch))
         scene.audit()
     assert not scene.remote.fetching.is_worth_asking
-    assert scene.remote.fetching.quarantined_bytes <= contents.inflight_bytes
+    assert scene.remote.fetching.quarantined_bytes <= contents.config.inflight_bytes
     keys = keys_of(*range(100, 108))
     found = scene.cache.find(scene.keyspace, keys)
     assert scene.remote.to_ask([(scene.keyspace, 0, keys, found)]) == [None]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array, slot_pages
@@ -18,7 +19,7 @@ from kvoffloadd.objectnames import Space
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.flight import RemoteTransfer
-from kvoffloadd.storage.remote.store import ExistsResult, RemoteSettings, RemoteState, RemoteStore
+from kvoffloadd.storage.remote.store import START_S, ExistsResult, RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import GetResult, Names
 from kvoffloadd.storage.remote.values import NotRead
 
@@ -82,7 +83,14 @@ class Host:
     """`slots`: addresses (n, parts) of slots in the arena for keys of PARTS."""
 
     def __init__(
-        self, engine: Engine, *, engine_name: str = "memory", slots: int = 64, reserved: bool = False, **settings: Any
+        self,
+        engine: Engine,
+        *,
+        engine_name: str = "memory",
+        slots: int = 64,
+        reserved: bool = False,
+        start_s: float = START_S,
+        **settings: Any,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         pages = sum(map(slot_pages, PARTS))
@@ -90,8 +98,10 @@ class Host:
         self.pool = ArenaFile.make(capacity_bytes, capacity_bytes, reserved=reserved)
         self.lane = Lane("hash", 1, self.loop)
         self.boot_id = os.urandom(16)
-        self.settings = RemoteSettings(engine_name, engine.settings(), **{"stuck_s": FOREVER_S} | settings)
-        self.store = RemoteStore(self.pool, self.settings, self.loop, self.lane, self.boot_id)
+        self.config = RemoteConfig(engine_name, **{"stuck_s": FOREVER_S} | settings)
+        self.store = RemoteStore(
+            self.pool, self.config, engine.settings(), self.loop, self.lane, self.boot_id, start_s=start_s
+        )
         first = self.pool.address + np.arange(slots, dtype=np.uint64) * np.uint64(pages * PAGE_BYTES)
         offsets = np.cumsum([0, *(slot_pages(size) * PAGE_BYTES for size in PARTS[:-1])])
         self.slots: U64Array = first[:, None] + offsets.astype(np.uint64)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from kvoffloadd.config import RemoteConfig
 from kvoffloadd.lanes import Lane
 from kvoffloadd.storage.arenafile import open_pool
-from kvoffloadd.storage.remote.store import RemoteSettings, RemoteStore
+from kvoffloadd.storage.remote.store import RemoteStore
 from tests.storage.remote.host import Engine, names_of, soon, until
 
 CAPACITY_BYTES = 1 << 20
@@ -25,8 +26,8 @@ async def main(pool_file: Path, folder: Path) -> None:
     engine.plant("get=hang")
     loop = asyncio.get_running_loop()
     pool = open_pool(pool_file, CAPACITY_BYTES, CAPACITY_BYTES, lambda size_bytes: None)
-    settings = RemoteSettings("memory", engine.settings(), stuck_s=3600)
-    store = RemoteStore(pool, settings, loop, Lane("hash", 1, loop), os.urandom(16))
+    config = RemoteConfig("memory", stuck_s=3600)
+    store = RemoteStore(pool, config, engine.settings(), loop, Lane("hash", 1, loop), os.urandom(16))
     store.start()
     await until(store.can_read)
     store.get(names_of(1), np.array([[pool.address]], np.uint64), [100], soon(), lambda result: None)
