@@ -202,7 +202,6 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 ENGINES = ("any", "sglang")
 """What `plan` may be for."""
-REMOTE_ENGINES = ("mooncake", "valkey")
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -244,24 +243,6 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--gpu-cache", type=_size, metavar="SIZE", help="size of the KV cache on each GPU; with --engine sglang"
-    )
-    parser.add_argument(
-        "--remote", choices=REMOTE_ENGINES, help="also plan a remote store of this kind, and print its config"
-    )
-    parser.add_argument(
-        "--remote-size",
-        type=_size,
-        metavar="SIZE",
-        help="size of the remote store on all hosts together; default: 4 times --memory",
-    )
-    parser.add_argument(
-        "--link-rate", type=_size, metavar="SIZE", help="bytes per second from the store to this host; default: 3GiB"
-    )
-    parser.add_argument(
-        "--prefill-rate",
-        type=_count,
-        metavar="TOKENS",
-        help="tokens per second that the engine computes; default: 10000",
     )
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument(

@@ -118,18 +118,8 @@ def _load(arguments: argparse.Namespace) -> config.Config:
 
 def plan(arguments: argparse.Namespace) -> int:
     from kvoffloadd.cli.plan import plan_json, print_plan
-    from kvoffloadd.cli.remoteplan import print_remote, remote_json
     from kvoffloadd.cli.sglangplan import print_sglang_plan, sglang_plan_json
-    from kvoffloadd.planner import (
-        PAGE_TOKENS,
-        PlanInputs,
-        RemoteTerms,
-        make_plan,
-        make_remote_plan,
-        make_sglang_plan,
-        read_model,
-        read_trace,
-    )
+    from kvoffloadd.planner import PAGE_TOKENS, PlanInputs, make_plan, make_sglang_plan, read_model, read_trace
 
     terms: dict[str, Any] = {name: getattr(arguments, name) for name in PLAN_TERMS}
     sizes = {"memory_bytes": arguments.memory, "disk_bytes": arguments.disk, "gpu_cache_bytes": arguments.gpu_cache}
@@ -140,35 +130,13 @@ def plan(arguments: argparse.Namespace) -> int:
         raise errors.ConfigError("--gpu-cache needs --engine sglang")
     model = read_model(arguments.model_config)
     trace = read_trace(arguments.trace, arguments.trace_block_tokens) if arguments.trace else None
-    remote = _remote_terms(arguments)
     if arguments.engine == "sglang":
         sglang = make_sglang_plan(model, PlanInputs(**{"block_size": PAGE_TOKENS} | terms), trace)
         _show(arguments, lambda: sglang_plan_json(sglang), lambda: print_sglang_plan(sglang))
     else:
         plan = make_plan(model, PlanInputs(**terms), trace)
-        shared = make_remote_plan(plan, RemoteTerms(**remote)) if remote else None
-        more = {"remote": remote_json(shared)} if shared else {}
-        _show(arguments, lambda: plan_json(plan) | more, lambda: print_plan(plan))
-        if shared and not arguments.json:
-            print_remote(shared, plan)
+        _show(arguments, lambda: plan_json(plan), lambda: print_plan(plan))
     return EXIT_OK
-
-
-def _remote_terms(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Empty: nothing was asked of a remote store. Raises ConfigError for options that are of no use."""
-    sizes = {"store_bytes": arguments.remote_size, "link_bytes_per_s": arguments.link_rate}
-    given: dict[str, Any] = {name: parse_bytes(size) for name, size in sizes.items() if size is not None}
-    if arguments.prefill_rate is not None:
-        given["prefill_tokens_per_s"] = arguments.prefill_rate
-    if arguments.remote is None:
-        if given:
-            raise errors.ConfigError("--remote-size, --link-rate and --prefill-rate need --remote")
-        return {}
-    if arguments.engine == "sglang":
-        raise errors.ConfigError("--remote plans for vLLM's keys only: leave out --engine sglang")
-    if not all(given.values()):
-        raise errors.ConfigError("--remote-size and --link-rate must be above 0")
-    return {"engine": arguments.remote, **given}
 
 
 def _show(arguments: argparse.Namespace, as_json: Callable[[], dict[str, Any]], for_people: Callable[[], None]) -> None:

@@ -25,13 +25,6 @@ from kvoffloadd.planner.rank import Rank
 from kvoffloadd.storage.disk.format import RECORD_HEADER_PAGES
 from kvoffloadd.units import format_bytes
 
-OPERATIONS_NOTES = (
-    "one by one: copies; batches: calls with up to 1,024 of them each (the default)",
-    "runs: pitched copies of 8 rows or more (cuda.pitched_row_bytes); rest: copies in no run",
-    "payloads: copies to a staging buffer, from which the kernel moves rows (cuda.kernel_row_bytes)",
-)
-
-
 # --- for programs ---------------------------------------------------------------------------------------
 
 
@@ -54,13 +47,10 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
         "page_bytes": _page_bytes(plan),
         "row_bytes": layout.plan.block_bytes,
         "groups": [_group(plan, group) for group in range(layout.num_groups)],
-        "layouts": [
-            _layout(plan, one) | {"prompt_load_operations": dataclasses.asdict(operations)}
-            for one, operations in zip(plan.layouts, plan.operations, strict=True)
-        ],
+        "layouts": [_layout(plan, one) for one in plan.layouts],
         "impossible": plan.refused,
         "rows_by_default": plan.rows_by_default,
-        "recommended": {"layout": plan.recommended.name, "why": plan.why},
+        "recommended": {"layout": plan.recommended.name},
         "prompts": [dataclasses.asdict(prompt) for prompt in plan.prompts],
         "held": [dataclasses.asdict(held) for held in plan.held],
         "trace": dataclasses.asdict(plan.trace) | {"unique_tokens": plan.trace.unique_tokens} if plan.trace else None,
@@ -115,7 +105,7 @@ def _layout(plan: CapacityPlan, layout: Layout) -> dict[str, Any]:
 
 
 def print_plan(plan: CapacityPlan) -> None:
-    """Tables on standard output, then the advice, the warnings, and what all of it rests on."""
+    """Tables on standard output, then the warnings, and what all of it rests on."""
     console = open_console(PIPE_COLUMNS)
     print_section(console, *_summary(plan), left=2)
     print_section(console, *_groups(plan), left=2)
@@ -126,14 +116,11 @@ def print_plan(plan: CapacityPlan) -> None:
         names = " and ".join(f'"{name}"' for name, why in plan.refused.items() if why == reason)
         notes.append(f"not possible: {names}: {reason}")
     print_indented(console, notes)
-    print_section(console, *_operations(plan))
-    print_indented(console, OPERATIONS_NOTES)
     if plan.rank.model.is_hybrid:
         print_section(console, *_packs(plan))
     print_section(
         console, *held_section(plan.held, plan.prompts, plan.trace, needs_less=plan.layout.needs_less), left=2
     )
-    print_sentences(console, "best layout", [plan.why])
     print_sentences(console, "warnings", plan.warnings)
     print_sentences(console, "assumed", plan.assumed)
 
@@ -226,15 +213,6 @@ def _spread(numbers: Sequence[int]) -> str:
     """Of all groups: one number, or from the least to the most."""
     least, most = min(numbers), max(numbers)
     return f"{most:,}" if least == most else f"{least:,} to {most:,}"
-
-
-def _operations(plan: CapacityPlan) -> Section:
-    rows: list[Row] = []
-    for layout, found in zip(plan.layouts, plan.operations, strict=True):
-        numbers = (found.copies, found.batches, found.runs, found.rest, found.payload_copies, found.launches)
-        rows.append((layout.name, *(f"{number:,}" for number in numbers)))
-    title = f"what a load of {plan.prompts[0].tokens:,} tokens asks of a GPU's driver, on each rank"
-    return title, ("layout", "one by one", "batches", "runs", "and rest", "payloads", "and launches"), rows
 
 
 def _packs(plan: CapacityPlan) -> Section:

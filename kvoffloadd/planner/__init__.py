@@ -11,7 +11,6 @@ from kvoffloadd.planner.layouts import KV_APART, Layout
 from kvoffloadd.planner.modelconfig import ModelConfig, read_model
 from kvoffloadd.planner.planning import CapacityPlan, PlanInputs, make_plan
 from kvoffloadd.planner.rank import KV_DTYPES, Rank
-from kvoffloadd.planner.remote import RemotePlan, RemoteTerms, make_remote_plan
 from kvoffloadd.planner.sglang import PAGE_TOKENS, SglangPlan, make_sglang_plan
 from kvoffloadd.planner.trace import Trace, read_trace
 
@@ -26,14 +25,11 @@ __all__ = [
     "ModelConfig",
     "PlanInputs",
     "Rank",
-    "RemotePlan",
-    "RemoteTerms",
     "SglangPlan",
     "Trace",
     "demand_of",
     "form_groups",
     "make_plan",
-    "make_remote_plan",
     "make_sglang_plan",
     "read_model",
     "read_trace",

@@ -1,4 +1,4 @@
-"""Which layout transfers best and why, and what will disappoint: sentences for people."""
+"""Which layout transfers best, and what will disappoint."""
 
 from __future__ import annotations
 
@@ -11,60 +11,23 @@ from kvoffloadd.planner.layouts import CROSS_LAYER, HEADS_FIRST, PAGES, ROWS, La
 from kvoffloadd.planner.rank import Rank
 from kvoffloadd.units import format_bytes
 
-SHORT_ENOUGH = 4
-"""A block should be at most this part of a prompt: what lies behind the last whole block is computed again."""
-
 IN_DOUBT = (CROSS_LAYER, HEADS_FIRST, ROWS)
 """Which goes first where descriptors are equal."""
-
-LOAD_TIMES = {"in shared memory": 0.9, "with a software driver that takes 2 us to submit a copy": 0.67}
-"""What bench_layouts measured of gpt-oss-20b: cross-layer, where a tensor a layer takes 1. docs/benchmarks has all."""
 
 WASTEFUL = 0.25
 """Of a slot, the part that padding may take before it is worth a word."""
 
 
-def recommend(layouts: Sequence[Layout], chosen: Layout, prompt_tokens: int, share_tp: bool) -> tuple[Layout, str]:
-    """The layout with the fewest descriptors for a prompt's store and load; and why, in a sentence.
+def recommend(layouts: Sequence[Layout], chosen: Layout, prompt_tokens: int, share_tp: bool) -> Layout:
+    """The layout with the fewest descriptors for a prompt's store and load.
 
     `chosen`: only layouts with its pack size, since no released engine packs layers, unless somebody's own does.
-    `share_tp`: ranks of other tensor-parallel sizes are to read what is stored.
+    `share_tp`: ranks of other tensor-parallel sizes are to read what is stored, of which heads first lets each read a
+    contiguous range.
     """
     fitting = [one for one in layouts if one.pack_size == chosen.pack_size]
     shareable = [one for one in fitting if one.name == HEADS_FIRST] if share_tp else []
-    best = min(shareable or fitting, key=lambda one: (_moved(one, prompt_tokens), sum(one.padding), _doubt(one)))
-    said, measured = f'"{best.name}": {_cost(best)}', ""
-    worst = max(fitting, key=lambda one: sum(one.descriptors))
-    if sum(worst.descriptors) > sum(best.descriptors):
-        said += f', where "{worst.name}" takes {_cost(worst)}'
-        measured = f". {_measured()}"
-    if best.block_tokens * SHORT_ENOUGH > prompt_tokens:
-        said += _gain(layouts, best, prompt_tokens)
-    if shareable:
-        said += "; a range of heads is contiguous, so that ranks of other tensor-parallel sizes can read it"
-    return best, f"{said}{measured}."
-
-
-def _measured() -> str:
-    """What fewer descriptors are worth in time."""
-    times = ", ".join(f"{time:.2f} of the time {where}" for where, time in LOAD_TIMES.items())
-    return (
-        f"With 1 descriptor in place of 12, loads of gpt-oss-20b took {times} (docs/benchmarks/bench_layouts.json); "
-        "on a GPU it has not been measured"
-    )
-
-
-def _gain(layouts: Sequence[Layout], best: Layout, prompt_tokens: int) -> str:
-    """What packing would gain where blocks are long for a prompt; "" where it would gain nothing."""
-    shorter = sorted((one for one in layouts if one.block_tokens < best.block_tokens), key=lambda one: one.block_tokens)
-    if not shorter:
-        return ""
-    fitting = [one for one in shorter if one.block_tokens * SHORT_ENOUGH <= prompt_tokens]
-    packed = fitting[-1] if fitting else shorter[0]
-    return (
-        f'; its blocks of {best.block_tokens:,} tokens are long for a prompt of {prompt_tokens:,}: "{packed.name}" '
-        f"would have blocks of {packed.block_tokens:,}, but no released engine offers it"
-    )
+    return min(shareable or fitting, key=lambda one: (_moved(one, prompt_tokens), sum(one.padding), _doubt(one)))
 
 
 def _moved(layout: Layout, tokens: int) -> int:
@@ -75,13 +38,6 @@ def _moved(layout: Layout, tokens: int) -> int:
 
 def _doubt(layout: Layout) -> int:
     return IN_DOUBT.index(layout.name) if layout.name in IN_DOUBT else len(IN_DOUBT)
-
-
-def _cost(layout: Layout) -> str:
-    number = sum(layout.descriptors)
-    each = format_bytes(sum(layout.payloads) // number)
-    groups = f"a block of each of the {layout.num_groups} groups" if layout.num_groups > 1 else "a block"
-    return f"{number} descriptor{'s' * (number > 1)} of {each} for {groups}"
 
 
 def warnings(layout: Layout, rank: Rank, memory: MemorySpace, prompt_tokens: int, prompts_held: int) -> list[str]:

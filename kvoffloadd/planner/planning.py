@@ -12,7 +12,6 @@ from kvoffloadd.planner.advice import recommend, warnings
 from kvoffloadd.planner.capacity import INDEX_BYTES_PER_KEY, DiskSpace, MemorySpace, demand_of
 from kvoffloadd.planner.layouts import Layout, can_pack, possible_layouts
 from kvoffloadd.planner.modelconfig import ModelConfig
-from kvoffloadd.planner.operations import Operations, load_operations
 from kvoffloadd.planner.rank import Rank
 from kvoffloadd.planner.trace import Trace
 
@@ -81,7 +80,6 @@ class CapacityPlan:
     """`layout`: what groups and capacities are those of; as today's engines have it, or in packs as `pack_size` says.
 
     `parts`: of a key of each group. `refused`: names of layouts, and why they are impossible.
-    `operations`: of the first prompt's load, in each of `layouts`.
     `rows_by_default`: engines that pack rows do so unless they are told otherwise.
     """
 
@@ -91,11 +89,9 @@ class CapacityPlan:
     layout: Layout
     parts: tuple[int, ...]
     layouts: tuple[Layout, ...]
-    operations: tuple[Operations, ...]
     refused: dict[str, str]
     rows_by_default: bool
     recommended: Layout
-    why: str
     prompts: tuple[Prompt, ...]
     held: tuple[HeldPrompts, ...]
     warnings: tuple[str, ...]
@@ -123,11 +119,10 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
     spaces = spaces_of(terms, memory)
     held = tuple(_held(name, space, layout, parts, list(lengths.values())) for name, space in spaces)
     typical = next(iter(lengths.values()))
-    recommended, why = recommend(layouts, layout, typical, terms.share_tp)
     return CapacityPlan(
-        rank, terms, trace, layout, parts, tuple(layouts),
-        tuple(load_operations(one, typical) for one in layouts), refused,
-        uniform_type(layout.plan.specs, layout.plan.groups), recommended, why,
+        rank, terms, trace, layout, parts, tuple(layouts), refused,
+        uniform_type(layout.plan.specs, layout.plan.groups),
+        recommend(layouts, layout, typical, terms.share_tp),
         prompts=tuple(_prompt(name, tokens, layout, parts) for name, tokens in lengths.items()),
         held=held,
         warnings=(*_unshared(rank, terms), *warnings(layout, rank, memory, typical, held[0].prompts[0] or 0)),
