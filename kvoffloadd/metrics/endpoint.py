@@ -1,7 +1,6 @@
-"""Where metrics are scraped: a small HTTP server in threads of its own, on this host alone.
+"""Where metrics are scraped: a small HTTP server on the event loop, for this host alone.
 
-Ownership: the event loop owns all figures. A server thread asks it for one snapshot per scrape and waits for that; what
-then takes time, making text of it and sending it, happens in the thread. A scraper that is slow, or many, keeps
+A scrape takes one snapshot on the loop; the text is made of it in a thread. A scraper that is slow, or many, keeps
 nobody waiting but themselves.
 """
 
@@ -13,16 +12,14 @@ import io
 import logging
 import os
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+from http.client import parse_headers
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-from wsgiref.simple_server import WSGIRequestHandler
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from kvoffloadd.checks import split_address
@@ -36,9 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SOCKET_MODE = 0o660
-ANSWER_S = 5.0
-"""How long the loop may take to answer; it takes milliseconds, unless it is stuck."""
-
 PEER_S = 10.0
 """How long a peer may take to send its request and to read the answer, together."""
 
@@ -48,12 +42,11 @@ RETRY_S = 0.1
 SCRAPES_MAX = 4
 """At once; more are turned away."""
 
+HEAD_BYTES_MAX = 16 << 10
+"""Of a request."""
+
 _BACKLOG = 16
-_PATHS = ("/", "/metrics")
-
-
-class LateError(Exception):
-    """The event loop did not answer in time, or has ended."""
+_PATHS = (b"/", b"/metrics")
 
 
 def bind(listen: str) -> socket.socket:
@@ -79,146 +72,102 @@ def _bind_path(path: Path) -> socket.socket:
     return listener
 
 
-class Endpoint(Collector):
+class Endpoint:
     """Serves from `start` to `close`. `snapshot` is called on the loop, once for each scrape."""
 
     def __init__(
         self, listener: socket.socket, loop: asyncio.AbstractEventLoop, snapshot: Callable[[], Mapping[str, Any]]
     ) -> None:
+        listener.setblocking(False)
+        self._listener = listener
         self._loop = loop
         self._snapshot = snapshot
-        registry = CollectorRegistry()
-        registry.register(self)
-        ProcessCollector(registry=registry)
-        self._server = _Server(listener, _app(registry))
+        self._accepting: asyncio.Task[None] | None = None
+        self._scrapes: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin to serve."""
-        threading.Thread(target=self._server.serve_forever, name="kvo-metrics", daemon=True).start()
+        self._accepting = self._loop.create_task(self._accept())
 
     async def close(self) -> None:
         """Serve nobody any more, and remove the socket."""
-        await self._loop.run_in_executor(None, self._server.shutdown)
-        place = self._server.socket.getsockname()
-        self._server.server_close()
+        tasks = [task for task in (self._accepting, *self._scrapes) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        place = self._listener.getsockname()
+        self._listener.close()
         if isinstance(place, str):
             with contextlib.suppress(OSError):
                 os.unlink(place)
 
-    def collect(self) -> Iterator[Metric]:
-        """For the registry, in a server thread. Raises LateError."""
-        return families(self._ask())
-
-    def _ask(self) -> Mapping[str, Any]:
-        answer: Future[Mapping[str, Any]] = Future()
-
-        def tell() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return  # whoever asked has given up
+    async def _accept(self) -> None:
+        while True:
             try:
-                answer.set_result(self._snapshot())
-            except Exception as error:  # noqa: BLE001  the end of a callback: the thread that asked tells of it
-                answer.set_exception(error)
+                peer, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                log.debug("no scraper can be accepted: %s", error)
+                await asyncio.sleep(RETRY_S)  # it stays in the backlog
+                continue
+            if len(self._scrapes) >= SCRAPES_MAX:
+                peer.close()
+                continue
+            scrape = self._loop.create_task(self._serve(peer))
+            self._scrapes.add(scrape)
+            scrape.add_done_callback(self._scrapes.discard)
 
+    async def _serve(self, peer: socket.socket) -> None:
+        """One request. A peer that is slow or gone is no news."""
+        with peer, contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(PEER_S):
+                await self._loop.sock_sendall(peer, await self._answer(await self._request(peer)))
+
+    async def _request(self, peer: socket.socket) -> bytes:
+        """The request line and the header. Raises ConnectionError if the peer ends before, or its header does not."""
+        head = b""
+        while b"\r\n\r\n" not in head:
+            received = await self._loop.sock_recv(peer, HEAD_BYTES_MAX)
+            head += received
+            if not received or len(head) > HEAD_BYTES_MAX:
+                raise ConnectionError("that is no request")
+        return head
+
+    async def _answer(self, head: bytes) -> bytes:
+        line, _, rest = head.partition(b"\r\n")
+        words = line.split()
+        if len(words) != 3 or words[0] != b"GET":
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, b"metrics are at /metrics, for GET\n")
+        if words[1].partition(b"?")[0] not in _PATHS:
+            return _response(HTTPStatus.NOT_FOUND, b"metrics are at /metrics\n")
         try:
-            self._loop.call_soon_threadsafe(tell)
-            return answer.result(ANSWER_S)
-        except TimeoutError:
-            answer.cancel()
-            raise LateError(f"the event loop did not answer within {ANSWER_S:g} s") from None
-        except RuntimeError as error:
-            raise LateError(str(error)) from None
+            accepted = parse_headers(io.BytesIO(rest)).get("Accept", "")
+            text, kind = await self._loop.run_in_executor(None, _text, self._snapshot(), accepted)
+        except Exception:  # the end of a request: a bug in a figure ends nothing else
+            log.exception("a scrape failed")
+            return _response(HTTPStatus.INTERNAL_SERVER_ERROR, b"a figure is missing; the daemon's log has more\n")
+        return _response(HTTPStatus.OK, text, kind)
 
 
-def _app(registry: CollectorRegistry) -> Callable[[dict[str, Any], Any], Iterable[bytes]]:
-    """The library's, at the usual paths alone, and with an answer where there are no figures."""
-    library = make_wsgi_app(registry)
+class _Figures(Collector):
+    def __init__(self, status: Mapping[str, Any]) -> None:
+        self._status = status
 
-    def app(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
-        if environ["PATH_INFO"] not in _PATHS:
-            start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"metrics are at /metrics\n"]
-        try:
-            return cast("Iterable[bytes]", library(environ, start_response))
-        except LateError as error:
-            start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
-            return [f"{error}\n".encode()]
-
-    return app
+    def collect(self) -> Iterator[Metric]:
+        return families(self._status)
 
 
-class _Handler(WSGIRequestHandler):
-    """Of one request. Says nothing of it."""
-
-    timeout = PEER_S
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
-
-    def get_stderr(self) -> io.StringIO:
-        """Where wsgiref would print the traceback of a peer that went away."""
-        return io.StringIO()
+def _text(status: Mapping[str, Any], accepted: str) -> tuple[bytes, str]:
+    """The metrics in a format that the scraper accepts, and its content type. In a thread."""
+    registry = CollectorRegistry()
+    registry.register(_Figures(status))
+    ProcessCollector(registry=registry)
+    encode, kind = choose_encoder(accepted)
+    return encode(registry), kind
 
 
-class _Server(ThreadingWSGIServer):
-    """The library's server on a socket that is there already, with a bound on its threads."""
-
-    def __init__(self, listener: socket.socket, app: Callable[[dict[str, Any], Any], Iterable[bytes]]) -> None:
-        super().__init__(("localhost", 0), _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        self.server_name, self.server_port = "localhost", 0
-        self.setup_environ()
-        self.set_app(app)
-        self._free = threading.Semaphore(SCRAPES_MAX)
-        self._lock = threading.Lock()  # guards `_ends`
-        self._ends: dict[socket.socket, float] = {}
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """The peer of a Unix socket has no address, which wsgiref can't do without."""
-        try:
-            peer, address = self.socket.accept()
-        except OSError:
-            time.sleep(RETRY_S)  # it stays in the backlog
-            raise
-        return peer, address or ("local", 0)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own, if there is one left."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        with self._lock:
-            self._ends[request] = time.monotonic() + PEER_S
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError as error:  # no thread can be made
-            self._free.release()
-            self.shutdown_request(request)
-            log.warning("a scrape was refused: %s", error)
-
-    def service_actions(self) -> None:
-        """Some times a second: hang up on peers who are late, however many bytes they still send now and then."""
-        now = time.monotonic()
-        with self._lock:
-            for request, end in self._ends.items():
-                if now > end:
-                    with contextlib.suppress(OSError):
-                        request.shutdown(socket.SHUT_RDWR)
-
-    def shutdown_request(self, request: Any) -> None:
-        """See the base class."""
-        with self._lock:
-            self._ends.pop(request, None)
-        super().shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """See the base class."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A peer that is slow or gone is nothing to tell of."""
-        log.debug("a scrape failed", exc_info=True)
+def _response(status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,4 +1,4 @@
-"""Where metrics are scraped: who can, what a slow or greedy scraper does, and what a stuck loop is answered with."""
+"""Where metrics are scraped: who can, and what a slow or greedy scraper does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import os
 import socket
 import stat
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -143,20 +142,6 @@ async def test_the_snapshot_is_taken_on_the_loop(serve: Callable[..., str]) -> N
     assert seen == [loop]
 
 
-async def test_a_loop_that_does_not_answer_is_told_of(
-    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "ANSWER_S", 0.05)
-    path = serve()
-    asked = asyncio.to_thread(ask, path)
-    answer = asyncio.ensure_future(asked)
-    await asyncio.sleep(0)
-    time.sleep(0.5)  # noqa: ASYNC251  the loop is stuck: that is the point
-    status, _, body = await answer
-    assert (status, body) == (503, "the event loop did not answer within 0.05 s\n")
-    assert (await asyncio.to_thread(ask, path))[0] == 200
-
-
 async def test_a_snapshot_that_fails_is_no_figure(serve: Callable[..., str]) -> None:
     def snapshot() -> dict[str, Any]:
         raise ValueError("a bug")
@@ -181,18 +166,18 @@ async def test_slow_scrapers_keep_nobody_waiting(serve: Callable[..., str]) -> N
     assert (await asyncio.to_thread(ask, path))[0] == 200
 
     def all_taken() -> bool:
-        """The thread that has answered may still be ending when one more comes, who is then turned away."""
+        """The scrape that was answered may still be ending when one more comes, who is then turned away."""
         come_slowly()
         return ask_quietly(path) == 0
 
-    await asyncio.to_thread(until, all_taken, "every thread has a slow scraper")
+    await asyncio.to_thread(until, all_taken, "all scrapers are slow")
     for peer in slow:
         peer.close()
 
     def answers() -> bool:
         return ask_quietly(path) == 200
 
-    await asyncio.to_thread(until, answers, "their threads are free again")
+    await asyncio.to_thread(until, answers, "there is room for others again")
 
 
 def ask_quietly(path: str) -> int:
@@ -270,33 +255,56 @@ async def test_who_sends_a_byte_now_and_then_is_hung_up_on(
     assert (await asyncio.to_thread(ask, path))[0] == 200
 
 
-async def test_no_thread_for_a_scrape_costs_no_place(
+async def test_no_descriptor_for_a_scrape_is_no_busy_loop(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = serve()
-    start = threading.Thread.start
-
-    def fail(thread: threading.Thread) -> None:
-        if "process_request_thread" in thread.name:
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with monkeypatch.context() as without:
-        without.setattr(threading.Thread, "start", fail)
-        for _ in range(module.SCRAPES_MAX + 1):
-            assert await asyncio.to_thread(ask_quietly, path) == 0
-    assert (await asyncio.to_thread(ask, path))[0] == 200
-
-
-def test_no_descriptor_for_a_scrape_is_no_busy_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Empty:
-        def accept(self) -> None:
-            raise OSError(errno.EMFILE, "Too many open files")
-
+    loop = asyncio.get_running_loop()
+    accept, slept = loop.sock_accept, asyncio.sleep
+    failures = [OSError(errno.EMFILE, "Too many open files")] * 3
     pauses: list[float] = []
-    server = module._Server.__new__(module._Server)
-    server.socket = Empty()  # type: ignore[assignment]
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    with pytest.raises(OSError, match="Too many"):
-        server.get_request()
-    assert pauses == [module.RETRY_S]
+
+    async def sock_accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+        if failures:
+            raise failures.pop()
+        return await accept(listener)
+
+    async def sleep(delay_s: float) -> None:
+        pauses.append(delay_s)
+        await slept(0)
+
+    monkeypatch.setattr(loop, "sock_accept", sock_accept)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    path = serve()
+    assert (await asyncio.to_thread(ask, path))[0] == 200
+    assert pauses == [module.RETRY_S] * 3
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"POST /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"GET\r\n\r\n", 405),
+        (b"\r\n\r\n", 405),
+        (b"GET /metrics?name[]=x HTTP/1.0\r\n\r\n", 200),
+        (b"GET /metrics HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n", 500),  # more than the library reads
+        (b"GET /metrics HTTP/1.1\r\nAccept: text/plain;version=\xff\r\n\r\n", 500),
+        (b"GET /metrics HTTP/1.1\r\n" + b"X" * module.HEAD_BYTES_MAX, 0),
+        (b"GET /metr", 0),
+    ],
+)
+async def test_requests_of_strangers(serve: Callable[..., str], request_bytes: bytes, status: int) -> None:
+    """None of them ends anything: the next one is served."""
+    path = serve()
+
+    def send() -> int:
+        with socket.socket(socket.AF_UNIX) as peer, suppress(ConnectionError):
+            peer.settimeout(20)
+            peer.connect(path)
+            peer.sendall(request_bytes)
+            peer.shutdown(socket.SHUT_WR)
+            words = peer.recv(65536).split()
+            return int(words[1]) if words else 0
+        return 0
+
+    assert await asyncio.to_thread(send) == status
+    assert (await asyncio.to_thread(ask, path))[0] == 200
