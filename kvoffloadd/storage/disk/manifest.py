@@ -106,10 +106,13 @@ async def write_manifest(path: Path, manifest: Manifest, executor: Executor | No
     encoded = await loop.run_in_executor(executor, encode_manifest, manifest)  # thousands of clears take milliseconds
     with suppress(FileNotFoundError):
         await aiofiles.os.unlink(temporary, executor=executor)
-    async with aiofiles.open(temporary, "xb", opener=_open, executor=executor) as stream:
+    stream = await aiofiles.open(temporary, "xb", opener=_open, executor=executor)
+    try:
         await stream.write(encoded)
         await stream.flush()
         await loop.run_in_executor(executor, os.fsync, stream.fileno())
+    finally:
+        await stream.close()  # the end of an `async with` would close it in the loop's own threads
     await aiofiles.os.replace(temporary, path / MANIFEST_NAME, executor=executor)
     await loop.run_in_executor(executor, _sync_directory, path)
 

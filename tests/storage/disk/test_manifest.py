@@ -54,6 +54,16 @@ async def test_who_stops_waiting_for_a_disk_leaves_no_open_file(tmp_path: Path) 
     gc.collect()
 
 
+async def test_the_loop_s_own_threads_never_wait_for_the_disk(tmp_path: Path) -> None:
+    """They serve all roots, and more; here they take no work at all."""
+    ended = ThreadPoolExecutor(1)
+    ended.shutdown()
+    asyncio.get_running_loop().set_default_executor(ended)
+    with ThreadPoolExecutor(1) as executor:
+        await write_manifest(tmp_path, FULL, executor)
+        assert await read_manifest(tmp_path, executor) == FULL
+
+
 async def test_no_manifest_is_none(tmp_path: Path) -> None:
     assert await read_manifest(tmp_path) is None
 
