@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvoffloadd
+from scripts.shape.modules import shape_of
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvoffloadd"
@@ -133,6 +134,12 @@ def test_house_rules(rule: str) -> None:
     find, paths = RULES[rule]
     broken = {str(path.relative_to(ROOT)): found for path in paths if (found := list(find(path)))}
     assert broken == {}
+
+
+@pytest.mark.parametrize("package", ["kvoffloadd", "scripts"])
+def test_no_modules_import_each_other(package: str) -> None:
+    """Imports in functions count, too."""
+    assert shape_of(ROOT, package).circles == []
 
 
 def test_one_name_is_one_class() -> None:

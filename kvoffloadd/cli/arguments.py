@@ -48,7 +48,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of every command; `command` of what it parses is the function that runs it."""
+    """Of every command; what it parses has `command`, the function that runs it, and this `parser`."""
     parser = CommandLine(
         prog="kvoffloadd",
         usage="%(prog)s [--version] COMMAND ...",
@@ -64,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add(name: str, run: Any, text: str, group: Any = subparsers) -> argparse.ArgumentParser:
         child: argparse.ArgumentParser = group.add_parser(name, help=text, description=text, allow_abbrev=False)
-        child.set_defaults(command=run)
+        child.set_defaults(command=run, parser=parser)
         if group is subparsers:
             parser.summaries[name] = text
         return child

@@ -85,11 +85,10 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def completion(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.cli.arguments import make_parser
     from kvoffloadd.cli.completion import completion_script
 
     try:
-        script = completion_script(make_parser(), arguments.shell)
+        script = completion_script(arguments.parser, arguments.shell)
     except ImportError as error:
         # Where an engine's environment was installed without the package's dependencies.
         return complain(f"completion needs shtab: {error}; pip install shtab", EXIT_USAGE)
