@@ -34,7 +34,7 @@ _ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
 }
-_PATIENCE = {"timeout_s": 60.0, "wait_s": 60.0, "job_deadline_s": 200.0}
+_PATIENCE = {"timeout_s": 200.0, "wait_s": 60.0, "job_deadline_s": 200.0}
 """A slow machine is no reason for a miss."""
 
 
