@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
-from http.client import parse_headers
+from http.client import HTTPException, parse_headers
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -140,8 +140,12 @@ class Endpoint:
         if words[1].partition(b"?")[0] not in _PATHS:
             return _response(HTTPStatus.NOT_FOUND, b"metrics are at /metrics\n")
         try:
-            accepted = parse_headers(io.BytesIO(rest)).get("Accept", "")
-            text, kind = await self._loop.run_in_executor(None, _text, self._snapshot(), accepted)
+            encode, kind = choose_encoder(parse_headers(io.BytesIO(rest)).get("Accept", ""))
+        # The library compares a version's words with numbers. Not logged: whoever can connect could fill the log.
+        except (HTTPException, ValueError, TypeError):
+            return _response(HTTPStatus.BAD_REQUEST, b"that is no header\n")
+        try:
+            text = await self._loop.run_in_executor(None, _text, self._snapshot(), encode)
         except Exception:  # the end of a request: a bug in a figure ends nothing else
             log.exception("a scrape failed")
             return _response(HTTPStatus.INTERNAL_SERVER_ERROR, b"a figure is missing; the daemon's log has more\n")
@@ -156,13 +160,12 @@ class _Figures(Collector):
         return families(self._status)
 
 
-def _text(status: Mapping[str, Any], accepted: str) -> tuple[bytes, str]:
-    """The metrics in a format that the scraper accepts, and its content type. In a thread."""
+def _text(status: Mapping[str, Any], encode: Callable[[CollectorRegistry], bytes]) -> bytes:
+    """Writes the metrics in the scraper's format. Runs in a thread."""
     registry = CollectorRegistry()
     registry.register(_Figures(status))
     ProcessCollector(registry=registry)
-    encode, kind = choose_encoder(accepted)
-    return encode(registry), kind
+    return encode(registry)
 
 
 def _response(status: HTTPStatus, body: bytes, kind: str = "text/plain; charset=utf-8") -> bytes:

@@ -358,7 +358,7 @@ class SessionJobs:
             held = np.flatnonzero(lookup.rows >= 0)
             parts = entries.records(lookup.rows[held], group.registered.parts)
             state = entries.parts.state[parts]
-            leased = (state == PartState.RESERVED) & np.isin(parts, lease.parts)
+            leased = (state == PartState.RESERVED) & lease.has(parts)
             stored = state >= PartState.COMMITTED
             to_fill = leased & (leased | stored).all(axis=1)[:, None]
             others = ((state == PartState.RESERVED) & ~leased).any(axis=1)

@@ -49,6 +49,13 @@ def test_a_filled_lease_counts_until_its_end() -> None:
     assert told(leases.end(lease.id)) == ([], [], LEASE_KEYS)
 
 
+@pytest.mark.parametrize("held", [(), (7,), (3, 7, 9)])
+def test_which_parts_a_lease_has(held: tuple[int, ...]) -> None:
+    lease = Leases().add_write(parts(*held))
+    asked = np.array([[3, 7], [8, 9], [0, 10]])
+    assert lease.has(asked).tolist() == np.isin(asked, held).tolist()
+
+
 def test_what_counts_for_a_key_takes_no_more_memory_than_a_part() -> None:
     """However few of them a lease has: the cap is to bound memory."""
     leases, each = Leases(), [parts(number) for number in range(1000)]

@@ -286,8 +286,8 @@ async def test_no_descriptor_for_a_scrape_is_no_busy_loop(
         (b"GET\r\n\r\n", 405),
         (b"\r\n\r\n", 405),
         (b"GET /metrics?name[]=x HTTP/1.0\r\n\r\n", 200),
-        (b"GET /metrics HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n", 500),  # more than the library reads
-        (b"GET /metrics HTTP/1.1\r\nAccept: text/plain;version=\xff\r\n\r\n", 500),
+        (b"GET /metrics HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n", 400),  # more than the library reads
+        (b"GET /metrics HTTP/1.1\r\nAccept: text/plain;version=\xff\r\n\r\n", 400),
         (b"GET /metrics HTTP/1.1\r\n" + b"X" * module.HEAD_BYTES_MAX, 0),
         (b"GET /metr", 0),
     ],

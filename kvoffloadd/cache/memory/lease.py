@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffloadd.errors import LeaseError
-from kvoffloadd.model import I64Array, U32Array
+from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 LEASE_KEYS = 64
 """What a lease is charged, beside its keys or parts, until it ends. Its objects take some 300 bytes, a key under it 4
@@ -40,6 +40,14 @@ class WriteLease:
 
     id: int
     parts: I64Array  # record numbers, sorted
+
+    def has(self, parts: I64Array) -> BoolArray:
+        """Which of these parts it has. Costs no more for a large lease: a request may ask for each of its groups."""
+        found: BoolArray = np.zeros(parts.shape, bool)
+        if len(self.parts):
+            at = np.minimum(np.searchsorted(self.parts, parts), len(self.parts) - 1)
+            found = self.parts[at] == parts
+        return found
 
 
 @dataclass(slots=True)

@@ -46,6 +46,8 @@ DUE_S = 0.1
 """Clocks differ: breakers that are due so soon are tried now."""
 
 START_S = 30.0
+"""The agent is to be ready within this time, or is ended."""
+
 REMOVE_S = 5.0
 """What is corrupt is to be removed within this time, or stays."""
 
