@@ -82,43 +82,54 @@ class Endpoint:
         self._listener = listener
         self._loop = loop
         self._snapshot = snapshot
-        self._accepting: asyncio.Task[None] | None = None
+        self._pause: asyncio.TimerHandle | None = None
         self._scrapes: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin to serve."""
-        self._accepting = self._loop.create_task(self._accept())
+        self._loop.add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
         """Serve nobody any more, and remove the socket."""
-        tasks = [task for task in (self._accepting, *self._scrapes) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._listener)
+        for scrape in self._scrapes:
+            scrape.cancel()
+        await asyncio.gather(*self._scrapes, return_exceptions=True)
         place = self._listener.getsockname()
         self._listener.close()
         if isinstance(place, str):
             with contextlib.suppress(OSError):
                 os.unlink(place)
 
-    async def _accept(self) -> None:
-        while True:
-            try:
-                peer, _ = await self._loop.sock_accept(self._listener)
-            except OSError as error:
-                log.debug("no scraper can be accepted: %s", error)
-                await asyncio.sleep(RETRY_S)  # it stays in the backlog
-                continue
-            if len(self._scrapes) >= SCRAPES_MAX:
-                peer.close()
-                continue
-            scrape = self._loop.create_task(self._serve(peer))
-            self._scrapes.add(scrape)
-            scrape.add_done_callback(self._scrapes.discard)
+    def _accept(self) -> None:
+        """One scraper for each turn of the loop, however many come."""
+        try:
+            peer, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # who came has gone
+        except OSError as error:
+            log.debug("no scraper can be accepted: %s", error)
+            self._loop.remove_reader(self._listener)  # it stays in the backlog
+            self._pause = self._loop.call_later(RETRY_S, self.start)
+            return
+        if len(self._scrapes) >= SCRAPES_MAX:
+            peer.close()
+            return
+        peer.setblocking(False)
+        scrape = self._loop.create_task(self._serve(peer))
+        self._scrapes.add(scrape)
+
+        def end(_: asyncio.Task[None]) -> None:
+            self._scrapes.discard(scrape)
+            peer.close()  # also of a scrape that was cancelled before it began
+
+        scrape.add_done_callback(end)
 
     async def _serve(self, peer: socket.socket) -> None:
         """One request. A peer that is slow or gone is no news."""
-        with peer, contextlib.suppress(OSError, TimeoutError):
+        with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(PEER_S):
                 await self._loop.sock_sendall(peer, await self._answer(await self._request(peer)))
 

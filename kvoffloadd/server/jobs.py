@@ -349,7 +349,8 @@ class SessionJobs:
     def _leased(self, groups: list[GroupJob], lease: WriteLease) -> list[Reservation]:
         """What the lease has reserved of these groups. A key of which it has not all that is missing is not stored: it
         was never reserved, or is gone. A lease keeps slots, not keys: one whose slots are all filled can be evicted
-        before another rank names it, for a part that was stored before; and keys can be cleared or found corrupt.
+        before another rank names it, for a part that was stored before; and keys can be cleared or found corrupt. It is
+        pending where another request has reserved it, or another job fills it.
         """
         entries = self.context.cache.entries
         lookups = self.context.cache.find_all([(group.keyspace, group.keys) for group in groups])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
+import itertools
 import os
 import socket
 import stat
@@ -258,25 +260,63 @@ async def test_who_sends_a_byte_now_and_then_is_hung_up_on(
 async def test_no_descriptor_for_a_scrape_is_no_busy_loop(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = asyncio.get_running_loop()
-    accept, slept = loop.sock_accept, asyncio.sleep
-    failures = [OSError(errno.EMFILE, "Too many open files")] * 3
-    pauses: list[float] = []
+    accept, tries = socket.socket.accept, list[float]()
 
-    async def sock_accept(listener: socket.socket) -> tuple[socket.socket, Any]:
-        if failures:
-            raise failures.pop()
-        return await accept(listener)
+    def failing(listener: socket.socket) -> tuple[socket.socket, Any]:
+        tries.append(time.monotonic())
+        if len(tries) <= 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listener)
 
-    async def sleep(delay_s: float) -> None:
-        pauses.append(delay_s)
-        await slept(0)
-
-    monkeypatch.setattr(loop, "sock_accept", sock_accept)
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(socket.socket, "accept", failing)
     path = serve()
     assert (await asyncio.to_thread(ask, path))[0] == 200
-    assert pauses == [module.RETRY_S] * 3
+    assert all(after - before > module.RETRY_S / 2 for before, after in itertools.pairwise(tries[:4]))
+
+
+async def test_a_crowd_at_the_door_leaves_the_loop_its_turns(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many wait, one is accepted a turn: what else is due comes between any two."""
+    accept, turns = socket.socket.accept, list[int]()
+    turn = 0
+
+    def counting(listener: socket.socket) -> tuple[socket.socket, Any]:
+        turns.append(turn)
+        return accept(listener)
+
+    async def tick() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(socket.socket, "accept", counting)
+    path = serve()
+    crowd = [socket.socket(socket.AF_UNIX) for _ in range(10)]
+    for peer in crowd:
+        peer.connect(path)
+    ticking = asyncio.ensure_future(tick())
+    while len(turns) < len(crowd):  # noqa: ASYNC110  accepting sets no event
+        await asyncio.sleep(0.001)
+    ticking.cancel()
+    for peer in crowd:
+        peer.close()
+    assert len(set(turns)) == len(turns)
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_a_scrape_at_the_end_leaves_no_socket(socket_dir: Path, turns: int) -> None:
+    """One that was accepted just now: sockets left open are warnings, which are errors in tests."""
+    path = str(socket_dir / "metrics.sock")
+    endpoint = Endpoint(bind(path), asyncio.get_running_loop(), small)
+    endpoint.start()
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(path)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await endpoint.close()
+    gc.collect()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Leases of an instance: keys held for reading, slots reserved for writing.
 
-A lease ends by release, when jobs have taken all of it, or with its instance.
+A lease ends by release, or with its instance.
 """
 
 from __future__ import annotations
