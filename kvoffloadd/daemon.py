@@ -59,6 +59,7 @@ from kvoffloadd.server.listener import Listener, bind
 from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
+from kvoffloadd.steps import in_turns
 from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import Files
@@ -260,7 +261,7 @@ def _serve_metrics(context: Context) -> Endpoint | None:
     listen = context.config.metrics.listen
     if not listen:
         return None
-    metrics = Endpoint(endpoint.bind(listen), context.loop, partial(status.describe, context))
+    metrics = Endpoint(endpoint.bind(listen), context.loop, lambda: in_turns(status.describe(context)))
     metrics.start()
     log.info("metrics at %s", listen)
     return metrics

@@ -20,6 +20,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.remotetier import RemoteTier
+from kvoffloadd.steps import Steps, in_turns
 from kvoffloadd.storage.disk.root import Root
 
 REMOTE: Final = "remote"
@@ -79,7 +80,7 @@ class Clearings:
         epoch = cache.epochs.base if names is None else min(map(cache.epochs.of, names))
         eras = self._remote.begin_clear(names) if self._remote else []
         walks, disk_keyspaces = _take_effect(cache, self._disk, names, namespaces)
-        swept = self._run(_sweep(walks))
+        swept = self._run(in_turns(_sweep(walks)))
         clearing = Clearing(
             names=names,
             epoch=epoch,
@@ -169,7 +170,7 @@ async def clear_here(cache: Cache, disk: DiskTier | None, fingerprint: bytes, ep
     else:
         cache.epochs.follow(fingerprint, epoch)
     walks, disk_keyspaces = _take_effect(cache, disk, {fingerprint}, namespaces)
-    await _sweep(walks)
+    await in_turns(_sweep(walks))
     if disk:
         await disk.clears.finish(disk_keyspaces)
 
@@ -203,13 +204,13 @@ def _take_effect(
     return walks, disk_keyspaces
 
 
-async def _sweep(walks: _Walks) -> tuple[int, int]:
+def _sweep(walks: _Walks) -> Steps[tuple[int, int]]:
     keys = held_bytes = 0
     for walk in walks:
         for some_keys, some_bytes in walk:
             keys += some_keys
             held_bytes += some_bytes
-            await asyncio.sleep(0)
+            yield
     return keys, held_bytes
 
 

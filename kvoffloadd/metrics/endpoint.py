@@ -12,7 +12,7 @@ import io
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.client import HTTPException, parse_headers
 from pathlib import Path
@@ -73,10 +73,13 @@ def _bind_path(path: Path) -> socket.socket:
 
 
 class Endpoint:
-    """Serves from `start` to `close`. `snapshot` is called on the loop, once for each scrape."""
+    """Serves from `start` to `close`. `snapshot` runs on the loop, once for each scrape."""
 
     def __init__(
-        self, listener: socket.socket, loop: asyncio.AbstractEventLoop, snapshot: Callable[[], Mapping[str, Any]]
+        self,
+        listener: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        snapshot: Callable[[], Awaitable[Mapping[str, Any]]],
     ) -> None:
         listener.setblocking(False)
         self._listener = listener
@@ -156,7 +159,7 @@ class Endpoint:
         except (HTTPException, ValueError, TypeError):
             return _response(HTTPStatus.BAD_REQUEST, b"that is no header\n")
         try:
-            text = await self._loop.run_in_executor(None, _text, self._snapshot(), encode)
+            text = await self._loop.run_in_executor(None, _text, await self._snapshot(), encode)
         except Exception:  # the end of a request: a bug in a figure ends nothing else
             log.exception("a scrape failed")
             return _response(HTTPStatus.INTERNAL_SERVER_ERROR, b"a figure is missing; the daemon's log has more\n")

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from kvoffloadd.server.session import Session
 from kvoffloadd.server.turns import TURN_S
 from kvoffloadd.server.underway import UnderWay
 from kvoffloadd.sockets import pack_fds, unpack_fds
+from kvoffloadd.steps import first_turn
 
 log = logging.getLogger(__name__)
 
@@ -215,16 +216,19 @@ class PeerConnection:
             if many and not last and self.session.answers_later(message):
                 raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             answer = self.session.handle(message, fds)
+            in_order = isinstance(answer, Generator)
+            if isinstance(answer, Generator):
+                answer = first_turn(answer)
             if isinstance(answer, m.Reply):
                 self._send(answer, (self._context.pidfd,) if isinstance(answer, m.Welcome) else ())
-            elif many and not last:
+            elif many and not last and not in_order:
                 answer.close()  # it has not begun, so it has changed nothing
                 raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             else:
                 task = self._start_task(answer, seq, last=last)
                 task.add_done_callback(partial(self._close_later, fds))
                 fds = []
-                if self.session.is_in_order(message):
+                if in_order:
                     self._under_way.await_first(task, self._steer)
         except KvOffloadError as error:
             self._reply_error(error, seq)

@@ -16,19 +16,14 @@ from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory import audit
-from kvoffloadd.cache.memory.admission import Admission
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.lease import LetGo
-from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.reservation import Reservation, Wanted
 from kvoffloadd.cache.memory.uses import Used
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import Device, Gpus, HostMemory
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.lanes import Lane
-from kvoffloadd.model import U64Array
 from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.bugs import leaves_cache_unsure
 from kvoffloadd.server.clears import RequestedClears
@@ -38,6 +33,7 @@ from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.turns import Turns
+from kvoffloadd.steps import Steps, in_turns
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +100,6 @@ class Context:
     # The daemon's own pidfd, sent to every peer; opened once, since there may be no descriptor left at a hello.
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    admissions: set[Admission] = field(default_factory=set)
-    findings: set[Finding] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
     clearings: Clearings = field(init=False)
     requested_clears: RequestedClears = field(init=False)
@@ -167,43 +161,6 @@ class Context:
         always = ["host", "memory", "keep", "clear_token", "composition"]
         return [*always, *(name for name, has in optional.items() if has)]
 
-    async def reserve(self, request: Sequence[Wanted], check: Callable[[], None]) -> list[Reservation]:
-        """`reserve_all` of very many keys, over several turns of the loop. `check()` is called in each, and may raise:
-        then, and if this is cancelled, nothing is reserved.
-        """
-        admission = Admission(self.cache, request)
-        self.admissions.add(admission)
-        try:
-            for _ in admission.steps():
-                await asyncio.sleep(0)
-                check()
-            return admission.reservations()
-        except BaseException:
-            admission.give_up()
-            raise
-        finally:
-            self.admissions.discard(admission)
-
-    async def find(self, groups: Sequence[tuple[Keyspace, U64Array]], check: Callable[[], None]) -> Finding:
-        """Find very many keys, over several turns of the loop. `check()` is called in each, and may raise: then, and if
-        this is cancelled, nothing is held. Pair with `release`.
-        """
-        finding = Finding(self.cache, groups)
-        self.findings.add(finding)
-        try:
-            for _ in finding.steps():
-                await asyncio.sleep(0)
-                check()
-        except BaseException:
-            self.release(finding)
-            raise
-        return finding
-
-    def release(self, finding: Finding) -> None:
-        """End the holds of a `find`."""
-        self.findings.discard(finding)
-        finding.release()
-
     def use(self, groups: Sequence[Used]) -> None:
         """One request uses the keys that hit, of each of its groups: it counts soon, see `uses`. Not at once behind the
         reply: the next request of a peer that waits for its replies is there before that would be done.
@@ -226,11 +183,22 @@ class Context:
             self.cache.abort(ended.parts)
         self.accounts.of(uid).refund(leases=ended.charged)
 
-    async def end_lease(self, instance: Instance, lease_id: int) -> None:
-        """End what is left of one lease, some each turn of the loop. To be called in a task that the daemon owns."""
+    def end_lease(self, instance: Instance, lease_id: int) -> Steps[None]:
+        """End one lease; if this is closed before its end, a task goes on. Raises LeaseError if there is none."""
+        ending = self._end_lease(instance, lease_id)
+        try:
+            for _ in ending:
+                yield
+        except GeneratorExit:
+            self.spawn(in_turns(ending))
+            raise
+
+    def _end_lease(self, instance: Instance, lease_id: int) -> Steps[None]:
+        self.let_go(instance.leases.end(lease_id, ENDED_PER_TURN), instance.uid)
+        yield
         while lease_id in instance.leases:  # another session may end it meanwhile, or it ends with its instance
             self.let_go(instance.leases.end(lease_id, ENDED_PER_TURN), instance.uid)
-            await asyncio.sleep(0)
+            yield
 
     async def end_leases(self, instance: Instance) -> None:
         """End all leases of an instance that has ended: some each turn of the loop, and only one instance's in a turn,
@@ -258,9 +226,8 @@ class Context:
         """How many rows are held and how many parts reserved, by the records of all that hold and reserve them."""
         held = self.instances.held()
         holds, reserved = held.keys + self.jobs.holds, held.parts + self.jobs.reserved
-        reserved += sum(admission.num_parts for admission in self.admissions)
-        holds += sum(admission.num_held for admission in self.admissions)
-        holds += sum(finding.num_held for finding in self.findings)
+        holds += sum(one.num_held for one in self.cache.unfinished)
+        reserved += sum(one.num_reserved for one in self.cache.unfinished)
         disk, remote = self.disk, self.remote
         if disk is not None:
             holds += disk.promotion.holds + disk.demotion.holds

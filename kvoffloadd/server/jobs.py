@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Coroutine, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvoffloadd.cache.job import Completion, CopyOptions, Job
 from kvoffloadd.cache.lower import GroupLookup
-from kvoffloadd.cache.memory.admission import Admission
 from kvoffloadd.cache.memory.cache import NO_ROWS
-from kvoffloadd.cache.memory.finding import Finding
+from kvoffloadd.cache.memory.finding import find_in_steps
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
 from kvoffloadd.cache.memory.lease import WriteLease
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_all
+from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_in_steps
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.device.overlap import Target, check_targets
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList
@@ -34,7 +32,6 @@ from kvoffloadd.errors import (
     StateError,
     UnknownNameError,
 )
-from kvoffloadd.lanes import TURN_S
 from kvoffloadd.model import NO_BLOCK, Direction, KeyState
 from kvoffloadd.protocol.messages import Accepted, GroupBlocks, Load, Push, Store
 from kvoffloadd.server.account import Account
@@ -43,6 +40,9 @@ from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.registration import Registration
 from kvoffloadd.server.sessionjob import NO_PARTS, Charge, GroupJob, SessionJob, SessionLoad, completed
+from kvoffloadd.steps import Steps
+
+T = TypeVar("T")
 
 _MISS, _HIT, _PENDING, _RESERVED = (
     int(state) for state in (KeyState.MISS, KeyState.HIT, KeyState.PENDING, KeyState.RESERVED)
@@ -71,9 +71,9 @@ class SessionJobs:
 
     # --- requests ---
 
-    def store(self, message: Store, registration: Registration) -> Accepted | Coroutine[Any, Any, Accepted]:
-        """Reserve slots (or take those of the named lease), and start copying in. Of very many keys, later: the next
-        request of the session has to wait for it.
+    def store(self, message: Store, registration: Registration) -> Steps[Accepted]:
+        """Reserve slots (or take those of the named lease), and start copying in. If that can't be, what has no lease
+        is freed, and nothing charged.
         """
         groups = self._check(message.groups, registration, distinct=True)
         options = self._options(message, registration)
@@ -81,49 +81,14 @@ class SessionJobs:
         for group in groups:
             if (group.blocks == NO_BLOCK).any():
                 raise BlockIdError(f"group {group.registered.group}: a store needs all block ids of each key")
+        cache, jobs = self.context.cache, self.context.jobs
         lease = self.instance.leases.write(message.lease) if message.lease else None
-        wanted = [
-            Wanted.from_first(group.keyspace, group.keys, group.registered.parts, group.first) for group in groups
-        ]
-        if lease is None and Admission.is_large(wanted):
-            return self._store_large(message, registration, groups, wanted, options)
-        leased = self._leased(groups, lease) if lease else None
+        reserved = self._leased(groups, lease) if lease else []
         charge = self._charge(groups)
         try:
-            reserved = reserve_all(self.context.cache, wanted) if leased is None else leased
-        except BaseException:
-            self._refund(charge)
-            raise
-        return self._start_store(message, registration, groups, options, charge, reserved, lease)
-
-    async def _store_large(
-        self,
-        message: Store,
-        registration: Registration,
-        groups: list[GroupJob],
-        wanted: list[Wanted],
-        options: CopyOptions,
-    ) -> Accepted:
-        charge = self._charge(groups)
-        try:
-            reserved = await self.context.reserve(wanted, self.check_open)
-        except BaseException:
-            self._refund(charge)
-            raise
-        return self._start_store(message, registration, groups, options, charge, reserved, None)
-
-    def _start_store(
-        self,
-        message: Store,
-        registration: Registration,
-        groups: list[GroupJob],
-        options: CopyOptions,
-        charge: Charge,
-        reserved: list[Reservation],
-        lease: WriteLease | None,
-    ) -> Accepted:
-        """Start copying into what was reserved. If that can't be, what has no lease is freed, and nothing charged."""
-        try:
+            if lease is None:
+                wanted = [Wanted.from_first(one.keyspace, one.keys, one.registered.parts, one.first) for one in groups]
+                reserved = yield from self.while_open(reserve_in_steps(cache, wanted))
             parts = np.concatenate([NO_PARTS, *(r.parts for r in reserved)])
             lists = [
                 BlockList(group.registered.plans, group.blocks, r.keys, r.columns, r.addresses)
@@ -134,67 +99,42 @@ class SessionJobs:
             reply = Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
         except BaseException:
             for made in [] if lease else reserved:
-                self.context.cache.abort(made.parts)
+                cache.abort(made.parts)
             self._refund(charge)
             raise
         if lease:
             self.instance.leases.fill(lease, parts)
             self.account.refund(leases=len(parts))
-        on_end, jobs = partial(self._complete, request), self.context.jobs
+        on_end = partial(self._complete, request)
         if len(parts):
             self._begin(request, partial(jobs.store, parts, lists, options, on_end))
         else:
             self._begin(request, partial(jobs.finish, Direction.STORE, options, on_end))
         return reply
 
-    def load(self, message: Load, registration: Registration) -> Accepted | Coroutine[Any, Any, Accepted]:
-        """Copy out the keys that hit; the completion names the others. Of very many keys, later, as in `store`."""
+    def load(self, message: Load, registration: Registration) -> Steps[Accepted]:
+        """Copy out the keys that hit; the completion names the others."""
         groups = self._check(message.groups, registration)
         options = self._options(message, registration, urgent=message.expedited)
         self._admit(message)
-        named = [(group.keyspace, group.keys) for group in groups]
-        if Finding.is_large(named):
-            return self._load_large(message, registration, groups, options)
-        lookups = self.context.cache.find_all(named)
-        return self._start_load(message, registration, groups, options, lookups)
-
-    async def _load_large(
-        self, message: Load, registration: Registration, groups: list[GroupJob], options: CopyOptions
-    ) -> Accepted:
+        cache, jobs = self.context.cache, self.context.jobs
         charge = self._charge(groups)
         try:
-            finding = await self.context.find([(group.keyspace, group.keys) for group in groups], self.check_open)
-        finally:
-            self._refund(charge)
-        try:
-            return self._start_load(message, registration, groups, options, finding.results())
-        finally:
-            self.context.release(finding)
-
-    def _start_load(
-        self,
-        message: Load,
-        registration: Registration,
-        groups: list[GroupJob],
-        options: CopyOptions,
-        lookups: list[LookupResult],
-    ) -> Accepted:
-        below = self._find_below(groups, lookups)
-        if message.lease:
-            self._check_lease(message.lease, lookups)
-        wanted = [lookup.hits for lookup in lookups]
-        if below:
-            wanted = [hits | group.below for hits, group in zip(wanted, below, strict=True)]
-        check_targets(
-            registration.families,
-            [
-                Target(group.registered.group, group.registered.plans, group.blocks[mask])
-                for group, mask in zip(groups, wanted, strict=True)
-            ],
-        )
-        charge = self._charge(groups)
-        try:
-            cache, jobs = self.context.cache, self.context.jobs
+            named = [(group.keyspace, group.keys) for group in groups]
+            lookups = yield from self.while_open(find_in_steps(cache, named))
+            below = self._find_below(groups, lookups)
+            if message.lease:
+                self._check_lease(message.lease, lookups)
+            wanted = [lookup.hits for lookup in lookups]
+            if below:
+                wanted = [hits | group.below for hits, group in zip(wanted, below, strict=True)]
+            check_targets(
+                registration.families,
+                [
+                    Target(group.registered.group, group.registered.plans, group.blocks[mask])
+                    for group, mask in zip(groups, wanted, strict=True)
+                ],
+            )
             if not message.lease:
                 used = zip(groups, lookups, strict=True)
                 self.context.use([(group.keyspace, lookup, group.first) for group, lookup in used])
@@ -231,19 +171,26 @@ class SessionJobs:
             raise UnknownNameError(f"this session has no job {job_id} under way")
         request.job.cancel()
 
-    async def cancel_all(self) -> set[Job]:
-        """Cancel all jobs, over several turns of the loop. Returns those that still have to end. No job may be begun
-        meanwhile.
-        """
+    def cancel_all(self) -> Steps[set[Job]]:
+        """Cancel all jobs. Returns those that still have to end. No job may be begun from now on."""
         self.closed = True
         jobs = {request.job for request in self.running.values() if request.job is not None}
-        turn_ends = time.monotonic() + TURN_S
         for job in jobs:
             job.cancel()
-            if time.monotonic() >= turn_ends:
-                await asyncio.sleep(0)
-                turn_ends = time.monotonic() + TURN_S
+            yield
         return jobs
+
+    def while_open(self, steps: Steps[T]) -> Steps[T]:
+        """The same steps. Raises StateError or DrainingError between two of them if no job may begin any more."""
+        with contextlib.closing(steps):
+            try:
+                while True:
+                    next(steps)
+                    yield
+                    self.check_open()
+            except StopIteration as end:
+                result: T = end.value
+                return result
 
     def slow(self, least_s: float) -> list[dict[str, Any]]:
         """For `status`: jobs that have been under way for at least `least_s`, and what each waits for."""

@@ -1,7 +1,7 @@
 """One peer's session: each request is checked, carried out, and answered once. No socket here.
 
-A handler returns the reply, or a coroutine that waits for it; whatever it raises becomes the error reply. What a
-request costs the loop is spent in its handler, in its session's turn: what a coroutine does later counts for no turn.
+A handler returns the reply; or steps that end with it, where the request may be long; or a coroutine, where something
+else has to end first. Whatever it raises becomes the error reply.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 
 import msgpack
 
-from kvoffloadd.cache.memory.admission import Admission
 from kvoffloadd.cache.memory.keys import keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
-from kvoffloadd.cache.memory.reservation import Wanted, reserve_all
+from kvoffloadd.cache.memory.reservation import reserve_in_steps
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import Config, LimitsConfig
 from kvoffloadd.errors import (
@@ -36,9 +35,8 @@ from kvoffloadd.model import U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Encoded, tag_of
 from kvoffloadd.protocol.state import ROLE_MAY
-from kvoffloadd.server import status
 from kvoffloadd.server.clears import SessionClears
-from kvoffloadd.server.context import ENDED_PER_TURN, Context
+from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.jobs import SessionJobs
 from kvoffloadd.server.outbox import Outbox
@@ -47,11 +45,13 @@ from kvoffloadd.server.pins import Lookups, PendingPins, find_all
 from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
 from kvoffloadd.server.reserving import LeaseInMaking, check_distinct, wanted_of
+from kvoffloadd.server.status import describe
 from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.verification import verify
+from kvoffloadd.steps import Steps, in_turns
 
 Later = Coroutine[Any, Any, m.Reply]
-Answer = m.Reply | Later
+Answer = m.Reply | Steps[m.Reply] | Later
 
 _MAY_SEND = {role: frozenset(m.REQUESTS[tag] for tag in tags) for role, tags in ROLE_MAY.items()}
 
@@ -107,7 +107,7 @@ class Session:
 
     def handle(self, message: m.Message, fds: list[int]) -> Answer:
         """Carry out one request. Raises KvOffloadError: the request failed and changed nothing. The caller owns `fds`
-        and keeps them open until the answer is there.
+        and keeps them open until the answer is there. Where it gets steps, the next request waits for their end.
         """
         if isinstance(message, m.Hello):
             return self._hello(message)
@@ -124,11 +124,6 @@ class Session:
     def answers_later(cls, message: m.Message) -> bool:
         """Whether this request may have begun when `handle` returns a coroutine. Other requests have not."""
         return isinstance(message, m.AttachVmm) or type(message) in cls._LATER
-
-    @staticmethod
-    def is_in_order(message: m.Message) -> bool:
-        """Whether the next request has to wait until this one is answered, where `handle` returns a coroutine."""
-        return isinstance(message, m.Store | m.Load | m.Reserve | m.Release)
 
     @property
     def privileged(self) -> bool:
@@ -239,42 +234,28 @@ class Session:
         _check_price(self._limits, sum(len(keys) * keyspace.schema.price(1) for keyspace, _, keys in keys_of))
         return keys_of
 
-    def _reserve(self, message: m.Reserve) -> Answer:
+    def _reserve(self, message: m.Reserve) -> Steps[m.Reply]:
         if self._context.draining:
             raise DrainingError("the daemon is shutting down and takes no new reservations")
         self._clears.note_store()
         wanted = wanted_of(message, self._keys_of(message.groups))
         _check_price(self._limits, sum(len(one.keys) * one.keyspace.schema.price(len(one.parts)) for one in wanted))
         check_distinct(wanted)
-        lease = LeaseInMaking(self._own_instance(), self._account, wanted)
-        if Admission.is_large(wanted):
-            return self._reserve_large(message.seq, wanted, lease)
-        with lease:
-            return lease.grant(message.seq, reserve_all(self._context.cache, wanted))
+        with LeaseInMaking(self._own_instance(), self._account, wanted) as lease:
+            reserved = yield from self._own_jobs().while_open(reserve_in_steps(self._context.cache, wanted))
+            return lease.grant(message.seq, reserved)
 
-    async def _reserve_large(self, seq: int, wanted: list[Wanted], lease: LeaseInMaking) -> m.Reply:
-        with lease:
-            return lease.grant(seq, await self._context.reserve(wanted, self._own_jobs().check_open))
-
-    def _release(self, message: m.Release) -> Answer:
-        leases = self._own_instance().leases
-        if leases.size(message.lease) > ENDED_PER_TURN:
-            return self._release_large(message, self._own_instance())
-        self._context.let_go(leases.end(message.lease), self.peer.uid)
-        return m.Done(seq=message.seq)
-
-    async def _release_large(self, message: m.Release, instance: Instance) -> m.Reply:
-        self._context.let_go(instance.leases.end(message.lease, ENDED_PER_TURN), instance.uid)
-        await asyncio.shield(self._context.spawn(self._context.end_lease(instance, message.lease)))
+    def _release(self, message: m.Release) -> Steps[m.Reply]:
+        yield from self._context.end_lease(self._own_instance(), message.lease)
         return m.Done(seq=message.seq)
 
     # --- jobs ---
 
-    def _store(self, message: m.Store) -> Answer:
+    def _store(self, message: m.Store) -> Steps[m.Reply]:
         self._clears.note_store()
         return self._own_jobs().store(message, self._registry.registration(message.registration))
 
-    def _load(self, message: m.Load) -> Answer:
+    def _load(self, message: m.Load) -> Steps[m.Reply]:
         return self._own_jobs().load(message, self._registry.registration(message.registration))
 
     def _cancel(self, message: m.Cancel) -> m.Reply:
@@ -311,14 +292,9 @@ class Session:
         if everything and not self.privileged:
             raise ForbiddenError("only root and the daemon's own user may act on all namespaces")
 
-    def _status(self, message: m.Status) -> Answer:
+    def _status(self, message: m.Status) -> Steps[m.Reply]:
         uid = None if self.privileged else self.peer.uid
-        if status.is_large(self._context):
-            return self._finish_status(message.seq, uid)
-        return m.Report(seq=message.seq, status=status.describe(self._context, uid))
-
-    async def _finish_status(self, seq: int, uid: int | None) -> m.Reply:
-        return m.Report(seq=seq, status=await status.describe_in_turns(self._context, uid))
+        return m.Report(seq=message.seq, status=(yield from describe(self._context, uid)))
 
     def _verify(self, message: m.Verify) -> Later:
         if not self.privileged:
@@ -375,7 +351,7 @@ class Session:
             ends.push_async_callback(self._leave_instance, instance)
             if self._pins is not None:
                 ends.callback(self._pins.close)
-            running = await self._jobs.cancel_all() if self._jobs else set()
+            running = await in_turns(self._jobs.cancel_all()) if self._jobs else set()
             if not await context.jobs.end(running, copy.worker_drain_s):
                 context.counters.drains_late += 1
                 context.fatal(f"copies of session {self.id} do not end within {copy.worker_drain_s} s")

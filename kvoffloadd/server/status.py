@@ -5,28 +5,24 @@ docs/STATUS.md explains every key; a test compares them. Names are stable, new o
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from kvoffloadd import __version__
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.stats.histogram import Histogram
-from kvoffloadd.lanes import TURN_S
 from kvoffloadd.server.context import Context, OpenSession
+from kvoffloadd.steps import Steps
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 NAMESPACES_MAX = 1000
 """A reply lists at most so many, since its frame is bounded."""
-
-LARGE = 500
-"""Sessions, namespaces, engines and jobs together: with more of them a report takes several turns of the loop."""
 
 STEP_ITEMS = 64
 """Sessions or namespaces that one step describes: a fraction of a millisecond."""
@@ -36,51 +32,10 @@ SLOW_S = 0.5
 """A job that has been under way for longer is listed: copies take milliseconds."""
 
 
-def describe(context: Context, uid: int | None = None) -> dict[str, Any]:
+def describe(context: Context, uid: int | None = None) -> Steps[dict[str, Any]]:
     """The whole report; or with `uid` what this user may know: the user's own figures, and of the daemon only what does
-    not depend on other users (how late the loop is can be measured anyway).
+    not depend on other users (how late the loop is can be measured anyway). Each figure is of its own moment.
     """
-    return _to_the_end(steps(context, uid))
-
-
-async def describe_in_turns(context: Context, uid: int | None = None) -> dict[str, Any]:
-    """`describe` over several turns of the loop, for thousands of sessions or namespaces. Each figure is of its own
-    moment.
-    """
-    walk = steps(context, uid)
-    turn_ends = time.monotonic() + TURN_S
-    while True:
-        try:
-            next(walk)
-        except StopIteration as end:
-            report: dict[str, Any] = end.value
-            return report
-        if time.monotonic() >= turn_ends:
-            await asyncio.sleep(0)
-            turn_ends = time.monotonic() + TURN_S
-
-
-def is_large(context: Context) -> bool:
-    """Whether `describe` would take more than some milliseconds."""
-    jobs = len(context.jobs.running)
-    return len(context.sessions) + len(context.cache.namespaces) + len(context.instances) + jobs > LARGE
-
-
-Steps = Generator[None, None, T]
-"""A generator that yields now and then, so that the loop can turn, and returns its result."""
-
-
-def _to_the_end(walk: Steps[T]) -> T:
-    while True:
-        try:
-            next(walk)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-
-
-def steps(context: Context, uid: int | None) -> Steps[dict[str, Any]]:
-    """`describe` as a generator."""
     sessions = [session for session in context.sessions if uid in (None, session.peer.uid)]
     report = {
         "version": __version__,

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.memory import admission
-from kvoffloadd.cache.memory.admission import Admission
+from kvoffloadd.cache.memory import reservation
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_all
+from kvoffloadd.cache.memory.reservation import Admission, Reservation, Wanted, reserve_all
 from kvoffloadd.model import KeyState
 
 from .fakes import keys_of, make_cache, make_keyspace, store
@@ -25,7 +24,7 @@ R, H, P, M, N = (int(s) for s in (KeyState.RESERVED, KeyState.HIT, KeyState.PEND
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "STEP_KEYS", 4)
+    monkeypatch.setattr(reservation, "STEP_KEYS", 4)
 
 
 @pytest.fixture
@@ -112,9 +111,9 @@ def test_who_is_given_up_leaves_nothing(cache: Cache) -> None:
         with contextlib.suppress(StopIteration):
             for _ in range(steps):
                 next(turns)
-                assert check(cache, 0, made.num_parts) == []
+                assert check(cache, 0, made.num_reserved) == []
         made.give_up()
-        assert made.num_parts == 0
+        assert made.num_reserved == 0
         assert check(cache, 0, 0) == []
         assert cache.tier.num_free(1) == 16
 
@@ -128,7 +127,7 @@ def test_a_clear_between_two_steps(cache: Cache) -> None:
         turns = made.steps()
         for _ in range(at):
             next(turns)
-        before = made.num_parts
+        before = made.num_reserved
         cache.epochs.advance(namespace.fingerprint)
         for _ in cache.clear(namespace):
             pass

@@ -10,13 +10,13 @@ import pytest
 
 from kvoffloadd.cache.memory import audit, finding
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.finding import Finding
+from kvoffloadd.cache.memory.finding import Finding, find_in_steps
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
-from kvoffloadd.errors import StateError
 from kvoffloadd.model import KeyState, U64Array
 from kvoffloadd.server.context import Context
 from tests.cache.fakes import keys_of, make_cache, make_context, make_keyspace, store
+from tests.steps import finish
 
 ONE_PART = np.zeros(1, np.uint16)
 PAGES = 16
@@ -65,8 +65,6 @@ def test_it_says_what_find_all_says(cache: Cache, keyspace: Keyspace) -> None:
     groups = [(keyspace, keys_of(*range(11))), (other, keys_of()), (other, keys_of(4, 3, 3))]
     found = Finding(cache, groups)
     assert len(list(found.steps())) == 4, "of 14 keys"
-    assert Finding.is_large(groups)
-    assert not Finding.is_large([(keyspace, keys_of(1, 2)), (other, keys_of(1, 2))])
     for mine, expected in zip(found.results(), cache.find_all(groups), strict=True):
         arrays: Any
         for arrays in zip(mine, expected, strict=True):
@@ -189,28 +187,26 @@ def test_what_is_stored_meanwhile_hits(cache: Cache, keyspace: Keyspace) -> None
     found.release()
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3, 99])
-async def test_between_two_turns_the_audit_knows_what_is_held_and_an_end_lets_go(
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_between_two_steps_the_audit_knows_what_is_held_and_a_close_lets_go(
     cache: Cache, keyspace: Keyspace, turns: int
 ) -> None:
     store(cache, keyspace, keys_of(*range(10)))
     context = make_context(cache)
-    context.release = lambda one: Context.release(context, one)
-    left = turns
-
-    def check_open() -> None:
-        nonlocal left
+    steps = find_in_steps(cache, [(keyspace, keys_of(*range(12)))])
+    for _ in range(turns):
+        next(steps)
+        assert cache.unfinished
         assert audit.check(cache, *Context._accounts(context)) == []
-        left -= 1
-        if not left:
-            raise StateError("the session has ended")
+    steps.close()
+    assert not cache.unfinished
+    assert audit.check(cache, 0, 0) == []
 
-    asked = [(keyspace, keys_of(*range(12)))]
-    if turns > 3:
-        found = await Context.find(context, asked, check_open)
-        assert states(found) == [HIT] * 10 + [MISS] * 2
-        context.release(found)
-    else:
-        with pytest.raises(StateError):
-            await Context.find(context, asked, check_open)
-    assert not context.findings
+
+def test_the_steps_return_what_is_found_and_hold_nothing(cache: Cache, keyspace: Keyspace) -> None:
+    store(cache, keyspace, keys_of(*range(10)))
+    for many in (4, 12):
+        (result,) = finish(find_in_steps(cache, [(keyspace, keys_of(*range(many)))]))
+        assert result.states.tolist() == [HIT] * min(many, 10) + [MISS] * max(many - 10, 0)
+        assert not cache.unfinished
+        assert audit.check(cache, 0, 0) == []

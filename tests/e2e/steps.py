@@ -10,10 +10,11 @@ STEP = 64
 """Parts that one turn commits, frees, reserves or takes out of a lease."""
 
 _PROGRAM = """
-import asyncio, os, sys
+import asyncio, contextlib, os, sys
 from kvoffloadd.cache import job, jobs
-from kvoffloadd.cache.memory import admission, finding
-from kvoffloadd.server import context, session
+from kvoffloadd import steps
+from kvoffloadd.cache.memory import finding, reservation
+from kvoffloadd.server import context, jobs as requests, session
 
 passed = {ENDS: 0, REQUESTS: 0}
 
@@ -38,6 +39,23 @@ class Asyncio:
         while is_held(REQUESTS):
             await asyncio.sleep(0.001)
 
+def held(make):
+    '''The same steps, but between two of them it takes as long as requests are held.'''
+
+    def steps(*about):
+        work = make(*about)
+        with contextlib.closing(work):
+            try:
+                while True:
+                    next(work)
+                    yield
+                    while is_held(REQUESTS):
+                        yield
+            except StopIteration as end:
+                return end.value
+
+    return steps
+
 once = job.Job.pause
 
 async def pause(one):
@@ -46,9 +64,13 @@ async def pause(one):
         asyncio.get_running_loop().call_later(0.001, one._go_on, None)
         await job.suspend()
 
-jobs.STEP_PARTS = admission.STEP_KEYS = finding.STEP_KEYS = context.ENDED_PER_TURN = session.ENDED_PER_TURN = STEP
+jobs.STEP_PARTS = reservation.STEP_KEYS = finding.STEP_KEYS = context.ENDED_PER_TURN = STEP
+steps.TURN_S = 0
 job.Job.pause = pause
 context.asyncio = Asyncio()
+context.Context._end_lease = held(context.Context._end_lease)
+session.reserve_in_steps = requests.reserve_in_steps = held(reservation.reserve_in_steps)
+requests.find_in_steps = held(finding.find_in_steps)
 from kvoffloadd.cli import main
 sys.exit(main(sys.argv[1:]))
 """

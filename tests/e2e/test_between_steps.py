@@ -292,11 +292,11 @@ def test_a_lease_that_two_sessions_release(make: Make, requests: Held) -> None:
     assert charged(daemon) == LEASE_KEYS + KEYS
     with requests:
         first.begin("release", lease)
-        until(lambda: daemon.status()["leases"]["parts"] == KEYS - 2 * STEP, "the first two steps are done")
+        until(lambda: daemon.status()["leases"]["parts"] == KEYS - STEP, "the first step is done")
         first.kill()
         assert daemon.verify() == ()
         again = scene.peer.begin("release", lease=lease)
-        until(lambda: daemon.status()["leases"]["parts"] == KEYS - 4 * STEP, "two more are")
+        until(lambda: daemon.status()["leases"]["parts"] == KEYS - 2 * STEP, "one more is")
         assert daemon.verify() == ()
     assert scene.peer.answer(again)["type"] == "done"
     scene.peer.refused("bad_lease", "release", lease=lease)
@@ -312,7 +312,7 @@ def test_a_release_whose_sender_is_killed_goes_on(make: Make, requests: Held) ->
     lease = scene.peer.ok("reserve", groups=asked_of(KEYS))["lease"]
     with requests:
         first.begin("release", lease)
-        until(lambda: daemon.status()["leases"]["parts"] == KEYS - 2 * STEP, "the first two steps are done")
+        until(lambda: daemon.status()["leases"]["parts"] == KEYS - STEP, "the first step is done")
         first.kill()
         until(lambda: len(daemon.sessions()) == 1, "its session is gone")
     until(lambda: charged(daemon) == 0, "the lease is, too")
@@ -333,9 +333,9 @@ def test_an_instance_that_is_killed_while_its_lease_is_released(make: Make, requ
     left = {"pin": "keys", "reserve": "parts"}[kind]
     with requests:
         holder.begin("release", lease)
-        until(lambda: daemon.status()["leases"][left] == KEYS - 2 * STEP, "the first two steps are done")
+        until(lambda: daemon.status()["leases"][left] == KEYS - STEP, "the first step is done")
         holder.kill()
-        until(lambda: daemon.status()["leases"][left] == KEYS - 3 * STEP, "its end has begun")
+        until(lambda: daemon.status()["leases"][left] == KEYS - 2 * STEP, "its end has begun")
         assert daemon.verify() == ()
     until(lambda: charged(daemon) == 0, "nothing is held any more")
     assert daemon.status()["leases"][left] == 0
@@ -348,7 +348,7 @@ def test_a_daemon_that_is_stopped_while_a_lease_is_released(make: Make, requests
     lease = scene.peer.ok("reserve", groups=asked_of(KEYS))["lease"]
     with requests:
         scene.peer.begin("release", lease=lease)
-        until(lambda: daemon.status()["leases"]["parts"] == KEYS - 2 * STEP, "the first two steps are done")
+        until(lambda: daemon.status()["leases"]["parts"] == KEYS - STEP, "the first step is done")
         daemon.signal(signal.SIGTERM)
         until(lambda: "ends: the daemon shuts down" in daemon.log(), "it is about to end")
         throughout(lambda: daemon.alive, "it ends the lease first", 0.1)

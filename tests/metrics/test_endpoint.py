@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,16 @@ def small() -> dict[str, Any]:
     }  # fmt: skip
 
 
+async def taken() -> dict[str, Any]:
+    return small()
+
+
 @pytest.fixture
 async def serve(socket_dir: Path) -> AsyncIterator[Callable[..., str]]:
     """`serve()` -> the path of an endpoint on this test's loop."""
     made: list[Endpoint] = []
 
-    def start(snapshot: Callable[[], dict[str, Any]] = small) -> str:
+    def start(snapshot: Callable[[], Awaitable[dict[str, Any]]] = taken) -> str:
         path = str(socket_dir / f"metrics{len(made)}.sock")
         made.append(Endpoint(bind(path), asyncio.get_running_loop(), snapshot))
         made[-1].start()
@@ -136,7 +140,7 @@ async def test_the_snapshot_is_taken_on_the_loop(serve: Callable[..., str]) -> N
     loop = asyncio.get_running_loop()
     seen = []
 
-    def snapshot() -> dict[str, Any]:
+    async def snapshot() -> dict[str, Any]:
         seen.append(asyncio.get_running_loop())
         return small()
 
@@ -145,7 +149,7 @@ async def test_the_snapshot_is_taken_on_the_loop(serve: Callable[..., str]) -> N
 
 
 async def test_a_snapshot_that_fails_is_no_figure(serve: Callable[..., str]) -> None:
-    def snapshot() -> dict[str, Any]:
+    async def snapshot() -> dict[str, Any]:
         raise ValueError("a bug")
 
     status, _, body = await asyncio.to_thread(ask, serve(snapshot))
@@ -309,7 +313,7 @@ async def test_a_crowd_at_the_door_leaves_the_loop_its_turns(
 async def test_a_scrape_at_the_end_leaves_no_socket(socket_dir: Path, turns: int) -> None:
     """One that was accepted just now: sockets left open are warnings, which are errors in tests."""
     path = str(socket_dir / "metrics.sock")
-    endpoint = Endpoint(bind(path), asyncio.get_running_loop(), small)
+    endpoint = Endpoint(bind(path), asyncio.get_running_loop(), taken)
     endpoint.start()
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(path)

@@ -5,27 +5,33 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvoffloadd.cache.memory import audit
-from kvoffloadd.cache.memory.admission import STEP_KEYS
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.reservation import Wanted, reserve
+from kvoffloadd.cache.memory.reservation import STEP_KEYS, Wanted, reserve, reserve_in_steps
 from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
-from kvoffloadd.errors import StateError
+from kvoffloadd.errors import DrainingError, StateError
 from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.server.context import Context
+from kvoffloadd.server.jobs import SessionJobs
+from kvoffloadd.steps import Steps
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.trial.wait import until
 from tests.cache.fakes import keys_of, make_cache, make_context, make_keyspace
 from tests.calls import Calls, assert_short
 from tests.server.scene import Scene, ids, keys
+from tests.steps import finish
 
 MANY = 6000
 """More than one turn of the loop admits."""
 BIG, ROUNDS = 16_384, 12
+NOBODY: Any = None
+DONE = object()
 STEP_CPU_MAX_S = 0.06
 """Of the thread's CPU time; three times what a step may take on an idle machine."""
 
@@ -113,30 +119,49 @@ def test_big_reservations_are_answered_in_order(scene: Scene) -> None:
     assert scene.daemon.verify() == ()
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3, 4, 99])
-async def test_between_two_turns_the_audit_knows_what_is_reserved_and_an_end_frees_it(turns: int) -> None:
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 99])
+def test_between_two_steps_the_audit_knows_what_is_reserved_and_a_close_frees_it(steps: int) -> None:
     cache = make_cache(pages=3 * STEP_KEYS, slab_pages=256)
     _, keyspace = make_keyspace(cache)
     wanted = Wanted.from_first(keyspace, keys_of(*range(2 * STEP_KEYS + 5)), np.zeros(1, np.uint16), 0)
     context = make_context(cache)
-    left = turns
-
-    def check_open() -> None:
-        nonlocal left
+    work = reserve_in_steps(cache, [wanted])
+    for _ in range(steps):
+        if next(work, DONE) is DONE:
+            break
+        assert cache.unfinished
         assert audit.check(cache, *Context._accounts(context)) == []
-        left -= 1
-        if not left:
-            raise StateError("the session has ended")
-
-    if turns > 4:
-        (reserved,) = await Context.reserve(context, [wanted], check_open)
-        cache.abort(reserved.parts)
     else:
-        with pytest.raises(StateError):
-            await Context.reserve(context, [wanted], check_open)
-    assert not context.admissions
-    assert audit.check(cache, 0, 0) == []
+        work.close()
+        assert audit.check(cache, 0, 0) == []
+    assert not cache.unfinished
     cache.tier.close()
+
+
+@pytest.mark.parametrize("ending", ["closed", "draining"])
+def test_no_job_begins_whose_session_ends_between_two_steps(ending: str) -> None:
+    """Nor while the daemon shuts down; and what was done is undone."""
+    context: Any = SimpleNamespace(draining=False)
+    jobs = SessionJobs(context, *[NOBODY] * 6)
+    undone = False
+
+    def work() -> Steps[int]:
+        nonlocal undone
+        try:
+            yield
+            yield
+        finally:
+            undone = True
+        return 7
+
+    assert finish(jobs.while_open(work())) == 7
+    undone = False
+    begun = jobs.while_open(work())
+    next(begun)
+    setattr(jobs if ending == "closed" else context, ending, True)
+    with pytest.raises(StateError if ending == "closed" else DrainingError):
+        next(begun)
+    assert undone
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd import steps
 from kvoffloadd.cache.memory import keytable
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.config import Config
@@ -57,7 +58,8 @@ def session_of(context: Context) -> Session:
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
 async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     """From the moment at which it was asked for, all of it is done, and told."""
-    monkeypatch.setattr(keytable, "STEP_ROWS", 4)  # many steps
+    monkeypatch.setattr(keytable, "STEP_ROWS", 4)  # many steps, and each is a turn
+    monkeypatch.setattr(steps, "TURN_S", 0.0)
     cache = make_cache()
     context = context_of(cache)
     session = session_of(context)

@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd import steps
 from kvoffloadd.device.base import Allocation
 from kvoffloadd.errors import FramingError, UsageError
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.server import connection as connections
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.connection import PARTIAL_CHECKS, PeerConnection
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.turns import Turns
+from kvoffloadd.steps import Steps
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 
@@ -129,5 +133,57 @@ async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
         assert refused == []
     fire(made)
     assert len(refused) == 1
+    theirs.close()
+    await made.end("the test ends")
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+async def test_steps_that_a_sessions_end_finds_unfinished_are_closed(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even those that someone refers to, so that no collector closes them."""
+    made, theirs, _ = connection()
+    monkeypatch.setattr(steps, "TURN_S", 0.0)
+    closed: list[bool] = []
+
+    def work() -> Steps[m.Reply]:
+        try:
+            while True:
+                yield
+        finally:
+            closed.append(True)
+
+    begun = work()
+    made.session.handle = lambda message, fds: begun  # type: ignore[method-assign]
+    made._serve(m.Ping(seq=1), [])
+    assert made._held_up
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    assert not closed
+    theirs.close()
+    await made.end("the test ends")
+    await asyncio.sleep(0)
+    assert closed == [True]
+    assert not made._held_up
+
+
+async def test_steps_are_served_however_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next request waits for them: there is never more than one, and what it has begun is not refused."""
+    made, theirs, _ = connection()
+    monkeypatch.setattr(connections, "REQUESTS_UNDER_WAY_MAX", 0)
+    monkeypatch.setattr(steps, "TURN_S", 0.0)
+    sent: list[Any] = []
+
+    def work() -> Steps[m.Reply]:
+        yield
+        return m.Done(seq=1)
+
+    made.session.handle = lambda message, fds: work()  # type: ignore[method-assign]
+    made._send = sent.append  # type: ignore[method-assign, assignment]
+    made._serve(m.Ping(seq=1), [])
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert sent == [m.Done(seq=1)]
     theirs.close()
     await made.end("the test ends")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffloadd import steps
 from kvoffloadd.cache.job import Completion, Verification
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
@@ -20,7 +21,7 @@ from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
 from kvoffloadd.model import Outcome
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.server import registration, registry, status
+from kvoffloadd.server import registration, registry
 from kvoffloadd.server.account import Account, Accounts, caps
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.lag import Lag
@@ -29,6 +30,7 @@ from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.sessionjob import GroupJob, SessionLoad
+from kvoffloadd.steps import first_turn
 from tests.cache.fakes import make_cache
 
 MEMORY = 7
@@ -58,7 +60,9 @@ class Room:
         return self.context.accounts.of(0).used.get("descriptors", 0)
 
     async def ask(self, message: m.Message) -> Any:
-        answer = self.session.handle(message, [])
+        answer: Any = self.session.handle(message, [])
+        if isinstance(answer, Generator):
+            answer = first_turn(answer)
         return await answer if asyncio.iscoroutine(answer) else answer
 
 
@@ -331,8 +335,7 @@ async def test_a_clear_meanwhile(room: Room) -> None:
 
 async def test_a_status_of_many(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = (await room.ask(m.Status(seq=1))).status
-    monkeypatch.setattr(status, "LARGE", 0)
-    monkeypatch.setattr(status, "TURN_S", 0.0)  # each step is a turn
+    monkeypatch.setattr(steps, "TURN_S", 0.0)  # each step is a turn
     turns = 0
     task = asyncio.ensure_future(room.ask(m.Status(seq=2)))
     while not task.done():

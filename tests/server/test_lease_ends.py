@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd import steps as steps_module
 from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
@@ -18,14 +19,15 @@ from kvoffloadd.config import Config
 from kvoffloadd.errors import LeaseError, LimitError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import context as contexts
-from kvoffloadd.server import session as sessions
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
+from kvoffloadd.steps import in_turns
 from tests.cache.fakes import keys_of, make_cache, store
+from tests.steps import finish
 
 KEYS = 512
 SPEC = m.NamespaceSpec(model="m")
@@ -73,9 +75,13 @@ class Scene:
         return found.lease
 
     def reserve(self, session: Session, *numbers: int) -> int:
-        made = session.handle(m.Reserve(seq=1, groups=[asked(*numbers)]), [])
-        assert isinstance(made, m.Reserved)
-        return made.lease
+        made: Any = session.handle(m.Reserve(seq=1, groups=[asked(*numbers)]), [])
+        lease: int = finish(made).lease
+        return lease
+
+    def release(self, session: Session, lease: int) -> None:
+        releasing: Any = session.handle(m.Release(seq=1, lease=lease), [])
+        assert isinstance(finish(releasing), m.Done)
 
     def leases(self) -> dict[str, int]:
         found = self.context.instances.held()
@@ -166,13 +172,13 @@ async def test_who_names_the_token_of_one_that_is_gone_neither_gets_nor_loses_an
     left = scene.leases()
     for lease in (old[0], old[-1]):
         with pytest.raises(LeaseError):
-            joined.handle(m.Release(seq=1, lease=lease), [])
+            scene.release(joined, lease)
     assert scene.leases() == left
     mine = scene.pin(joined, 1, 2, 3)
     await scene.watch(closing)
     assert scene.leases() == {"read": 1, "keys": 3, "write": 0, "parts": 0}
     assert scene.charged() == LEASE_KEYS + 3
-    joined.handle(m.Release(seq=1, lease=mine), [])
+    scene.release(joined, mine)
     assert scene.charged() == 0
     await scene.close()
 
@@ -208,7 +214,7 @@ async def test_a_lease_counts_for_more_than_its_keys(scene: Scene) -> None:
     assert scene.charged() == 2 * LEASE_KEYS + 3
     scene.pin(scene.first, *range(LEASE_KEYS - 3))
     for lease in (pinned, reserved):
-        scene.first.handle(m.Release(seq=1, lease=lease), [])
+        scene.release(scene.first, lease)
     assert scene.charged() == LEASE_KEYS + LEASE_KEYS - 3
     await scene.close()
 
@@ -218,7 +224,7 @@ async def test_a_reservation_that_fails_is_not_charged(scene: Scene, monkeypatch
         raise ZeroDivisionError("planted")
 
     with monkeypatch.context() as planted:
-        planted.setattr("kvoffloadd.server.session.reserve_all", fail)
+        planted.setattr("kvoffloadd.cache.memory.reservation.reserve_all", fail)
         with pytest.raises(ZeroDivisionError):
             scene.reserve(scene.first, KEYS)
     assert scene.charged() == 0
@@ -227,16 +233,30 @@ async def test_a_reservation_that_fails_is_not_charged(scene: Scene, monkeypatch
 
 async def test_a_large_lease_is_released_some_each_turn(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what comes behind the release on the same connection finds all of it free."""
-    monkeypatch.setattr(sessions, "ENDED_PER_TURN", PER_TURN)
+    monkeypatch.setattr(steps_module, "TURN_S", 0.0)  # each step is a turn
     lease = scene.pin(scene.first, *range(5 * PER_TURN))
-    answer = scene.first.handle(m.Release(seq=2, lease=lease), [])
-    assert asyncio.iscoroutine(answer)
-    released = asyncio.create_task(answer)
+    releasing: Any = scene.first.handle(m.Release(seq=2, lease=lease), [])
+    released = asyncio.create_task(in_turns(releasing))
     ended = steps(await scene.watch(released))
     assert max(ended) <= PER_TURN + LEASE_KEYS
     assert sum(1 for step in ended if step) >= 5
     assert isinstance(released.result(), m.Done)
     assert (scene.leases()["keys"], scene.charged()) == (0, 0)
     with pytest.raises(LeaseError):
-        scene.first.handle(m.Release(seq=3, lease=lease), [])
+        scene.release(scene.first, lease)
+    await scene.close()
+
+
+@pytest.mark.parametrize("begun", [1, 3])
+async def test_a_release_goes_to_its_end_whatever_becomes_of_who_asked_for_it(scene: Scene, begun: int) -> None:
+    """Its session ends between two steps, and the instance has others: nothing else would end the lease."""
+    asking = scene.session(b"0" * 16)
+    lease = scene.pin(asking, *range(5 * PER_TURN))
+    releasing: Any = asking.handle(m.Release(seq=2, lease=lease), [])
+    for _ in range(begun):
+        next(releasing)
+    releasing.close()
+    assert scene.leases()["keys"] == (5 - begun) * PER_TURN
+    await scene.watch(*scene.context.tasks)
+    assert (scene.leases()["keys"], scene.charged()) == (0, 0)
     await scene.close()

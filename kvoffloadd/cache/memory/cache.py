@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 
@@ -60,6 +61,20 @@ _PENDING = int(KeyState.PENDING)  # comparing an array with an enum member costs
 NO_ROWS = np.zeros(0, np.uint32)
 
 
+class Unfinished(Protocol):
+    """A request between two of its steps, for the self-audit."""
+
+    def __hash__(self) -> int: ...
+
+    @property
+    def num_held(self) -> int:
+        """How often it holds rows now."""
+
+    @property
+    def num_reserved(self) -> int:
+        """Parts that it has reserved by now."""
+
+
 class Cache:
     """The memory tier's keys. `make_policy(capacity_rows, max_rows)` makes an eviction policy."""
 
@@ -76,6 +91,7 @@ class Cache:
         self.doubt_of: Callable[[bytes], Doubt] = lambda fingerprint: Doubt.NONE
         self.local: LocalTier | None = None
         self.namespaces: dict[bytes, Namespace] = {}
+        self.unfinished: set[Unfinished] = set()
         self._warned_of_names = False
         self._state_changed = False
 

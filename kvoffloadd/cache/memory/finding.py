@@ -1,4 +1,4 @@
-"""Finding very many keys over several turns of the event loop, which serves others in between.
+"""Finding keys in steps: of very many, the event loop serves others in between.
 
 What is found is held until the end, so that it is neither evicted nor given to other keys meanwhile. It may be cleared:
 then it counts as not found. Keys of which nothing is committed are not held, since such a row can lose all its slots,
@@ -16,12 +16,27 @@ from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.steps import Steps
 
 STEP_KEYS = 1 << 14
 """Keys that one step finds: a millisecond, or two if the table is large."""
 
 _ANEW = np.int64(-2)
 """In place of the row of a key that is to be looked for again."""
+
+
+def find_in_steps(cache: Cache, groups: Sequence[tuple[Keyspace, U64Array]]) -> Steps[list[LookupResult]]:
+    """`Cache.find_all`. The result holds nothing, and is valid until the loop turns."""
+    if sum(len(keys) for _, keys in groups) <= STEP_KEYS:
+        return cache.find_all(groups)
+    finding = Finding(cache, groups)
+    cache.unfinished.add(finding)
+    try:
+        yield from finding.steps()
+        return finding.results()
+    finally:
+        cache.unfinished.discard(finding)
+        finding.release()
 
 
 class Finding:
@@ -33,10 +48,10 @@ class Finding:
         self._found: list[list[I64Array]] = [[] for _ in groups]
         self._held: list[U32Array] = []
 
-    @staticmethod
-    def is_large(groups: Sequence[tuple[Keyspace, U64Array]]) -> bool:
-        """Whether it takes more than one step."""
-        return sum(len(keys) for _, keys in groups) > STEP_KEYS
+    @property
+    def num_reserved(self) -> int:
+        """None: see `Unfinished`."""
+        return 0
 
     @property
     def num_held(self) -> int:

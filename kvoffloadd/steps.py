@@ -1,0 +1,55 @@
+"""Work in steps: one shape for whatever may take longer than a turn of the event loop.
+
+A yield is an opportunity for the loop to turn, not a request: whoever runs the steps goes by the clock. Small work is
+thus done in the turn in which it began, and nobody has to tell large from small.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine, Generator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TURN_S = 0.0005
+"""What one turn may take: no step begins later than this. A step takes some milliseconds at most."""
+
+Steps = Generator[None, None, T]
+"""A generator that yields between its steps, and returns its result. `close` ends it early: it undoes what it did."""
+
+
+def first_turn(steps: Steps[T]) -> T | Coroutine[Any, Any, T]:
+    """Take one turn now. Returns the result, or `in_turns` for the rest, to be run by a task: its next turn is the
+    loop's next.
+    """
+    try:
+        _turn(steps)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    return in_turns(steps)
+
+
+async def in_turns(steps: Steps[T]) -> T:
+    """The result, after as many turns of the loop as it takes, this one first. Closes them if it is cancelled, but not
+    if it never begins.
+    """
+    with contextlib.closing(steps):
+        try:
+            while True:
+                _turn(steps)
+                await asyncio.sleep(0)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+def _turn(steps: Steps[Any]) -> None:
+    """Raises StopIteration, with the result, when they end."""
+    turn_ends = time.monotonic() + TURN_S
+    next(steps)
+    while time.monotonic() < turn_ends:
+        next(steps)
