@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
+from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.client.memory.tensor import CanonicalTensor
 from kvoffloadd.planner import Layout
+from kvoffloadd.trial.bench.memory import SETS, Memcpy
+from kvoffloadd.trial.bench.rounds import Samples, in_rounds
 from kvoffloadd.trial.figures import KEY_BYTES, median_ratio, p50, print_grid
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.process import private_folder
@@ -42,8 +42,6 @@ MODELS = ("gpt-oss-20b", "qwen3-next-80b-a3b")
 """Attention alone on small blocks; states, which make blocks long."""
 COMPARED = ("by-layer", "cross-layer", "packed-pages", "packed-rows")
 """Of the harness's layouts."""
-SETS = 3
-"""How often the bytes of a job fit into the arena."""
 SLAB_BYTES, SLABS = 64 << 20, 8
 """Of the arena; so many more, since each size of payloads has its own."""
 HOST, CUDA = "host", "software driver"
@@ -115,36 +113,22 @@ def in_order(tensors: Sequence[CanonicalTensor], arrangement: Arrangement) -> li
     return [tensors[at] for at in arrangement.order]
 
 
-class Memcpy:
-    """One thread's, between two shared mappings."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._source, self._target = (SharedTensor.allocate(1, size_bytes).array[0] for _ in range(2))
-        self._source[:] = self._target[:] = 1
-
-    def seconds(self, size_bytes: int) -> float:
-        """Of so many bytes."""
-        begun = time.perf_counter()
-        ctypes.memmove(self._target.ctypes.data, self._source.ctypes.data, size_bytes)
-        return time.perf_counter() - begun
-
-
-Samples = dict[str, list[float]]
-
-
-def measure(benches: Sequence[Bench], rounds: int) -> list[Samples]:
-    """Seconds of each layout's jobs, by round; layouts are interleaved, and the first round warms up."""
+def measure(benches: Sequence[Bench], rounds: int) -> list[Samples[float]]:
+    """Seconds of each layout's jobs, by round; layouts are interleaved."""
     memcpy = Memcpy(max(bench.bytes for bench in benches))
-    samples: list[Samples] = [{name: [] for name in (*DIRECTIONS, "memcpy")} for _ in benches]
-    for number in range(-1, rounds):
-        for bench, kept in zip(benches, samples, strict=True):
+
+    def measure_round() -> dict[str, float]:
+        found = {}
+        for bench in benches:
             bench.drain()
-            taken = {"store": bench.store()[0]}
+            found[f"{bench.case.layout} store"] = bench.store()[0]
             bench.drain()
-            taken |= {"load": bench.load()[0], "memcpy": memcpy.seconds(bench.bytes)}
-            for name, seconds in taken.items() if number >= 0 else ():
-                kept[name].append(seconds)
-    return samples
+            found[f"{bench.case.layout} load"] = bench.load()[0]
+            found[f"{bench.case.layout} memcpy"] = memcpy.seconds(bench.bytes)
+        return found
+
+    samples = in_rounds(rounds, measure_round)
+    return [{what: samples[f"{bench.case.layout} {what}"] for what in (*DIRECTIONS, "memcpy")} for bench in benches]
 
 
 @contextlib.contextmanager
@@ -201,9 +185,9 @@ def _figures(
     bench: Bench,
     daemon: Daemon,
     direction: str,
-    mine: Samples,
+    mine: Samples[float],
     first_bytes: int,
-    first: Samples,
+    first: Samples[float],
     submit_ns: int,
 ) -> dict[str, Any]:
     """`first`: samples of the first layout, a tensor a layer: `time_to_by_layer` is against it, byte for byte."""

@@ -12,6 +12,7 @@ from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
 from kvoffloadd.config import DiskConfig
 from kvoffloadd.storage.disk.files import Files, aligned_pages, probe_direct
 from kvoffloadd.trial.bench.figure import Figure, bandwidth
+from kvoffloadd.trial.bench.rounds import Samples, Show, in_rounds
 from kvoffloadd.trial.daemon import OwnDaemon
 from kvoffloadd.trial.disk import STUCK_S, disk_folder, file_system
 from kvoffloadd.trial.figures import KEY_BYTES
@@ -25,8 +26,6 @@ PIECE_BYTES = 4 * MIB
 DEADLINE_S = 600.0
 LOOK_S = 0.01
 """A disk that has not taken some hundred MiB by then is no disk."""
-
-Show = Callable[[str], None]
 
 
 def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, show: Show) -> list[Figure]:
@@ -43,42 +42,44 @@ def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, 
             "disk.backlog_bytes": str(2 * moved),
             "log.level": "warning",
         }
-        rates = _measure(OwnDaemon(folder, 2 * moved + 64 * MIB, settings), keys, raw, rounds, show)
+        samples = _measure(OwnDaemon(folder, 2 * moved + 64 * MIB, settings), keys, raw, rounds, show)
         kind = file_system(Path(made))
-    limit = f"a file on {kind}{', O_DIRECT' if raw.is_direct else ''}"
-    writes, raw_writes, reads, raw_reads = rates
+    file = f"a file on {kind}{', O_DIRECT' if raw.is_direct else ''}"
     return [
-        bandwidth("disk", "store, until on disk", writes, f"write to {limit}", raw_writes, moved),
-        bandwidth("disk", "load, from disk", reads, f"read from {limit}", raw_reads, moved),
+        bandwidth("disk", what, samples[ours], f"{limit} {file}", samples[limit], moved)
+        for what, ours, limit in (
+            ("store, until on disk", "store", "write to"),
+            ("load, from disk", "load", "read from"),
+        )
     ]
 
 
-def _measure(daemon: OwnDaemon, keys: int, raw: RawFile, rounds: int, show: Show) -> tuple[list[float], ...]:
-    """Seconds of each round: ours, the file's, written and read."""
-    writes, raw_writes, reads, raw_reads = [], [], [], []
+def _measure(daemon: OwnDaemon, keys: int, raw: RawFile, rounds: int, show: Show) -> Samples[float]:
+    """Seconds of each round, the daemon's and the file's."""
     space = NamespaceSpec(model="bench", key_bytes=KEY_BYTES)
     tensor = SharedTensor.allocate(keys, PAYLOAD_BYTES)
     tensor.array[:] = 7
     with daemon, Client(daemon.socket, namespace=space, deadline_s=WAIT_S) as client:
         work = Workload(client, [tensor], keys, scattered=False)
         _await_memory(daemon)
-        for number in range(rounds):
-            show(f"disk, round {number + 1} of {rounds}")
-            raw_writes.append(raw.write())
+
+        def measure() -> dict[str, float]:
+            seconds = {"write to": raw.write()}
             before = _demoted(daemon)
             begun = time.perf_counter()
             work.store()
             _await_demoted(daemon, before + work.bytes)
-            writes.append(time.perf_counter() - begun)
-            raw_reads.append(raw.read())
+            seconds["store"] = time.perf_counter() - begun
+            seconds["read from"] = raw.read()
             daemon.stop()  # and its memory is gone
             daemon.start()
             client.ping()
             _await_memory(daemon)
             begun = time.perf_counter()
             work.load()
-            reads.append(time.perf_counter() - begun)
-    return writes, raw_writes, reads, raw_reads
+            return {**seconds, "load": time.perf_counter() - begun}
+
+        return in_rounds(rounds, measure, show, warm_up=0)
 
 
 def _await_demoted(daemon: OwnDaemon, total_bytes: int) -> None:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.client import Client, GpuTensor, NamespaceSpec
+from kvoffloadd.client import GpuTensor
 from kvoffloadd.cudadriver import CudaDriver
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
-from kvoffloadd.trial.bench.figure import Figure, bandwidth
-from kvoffloadd.trial.daemon import OwnDaemon
-from kvoffloadd.trial.figures import KEY_BYTES
-from kvoffloadd.trial.workload import WAIT_S, Workload
+from kvoffloadd.trial.bench.figure import Figure
+from kvoffloadd.trial.bench.memory import CopyCase, copy_worker, jobs_beside
+from kvoffloadd.trial.bench.rounds import Show
 
 ROW_BYTES = 1 << 20
-SETS = 3
 _PORTABLE, _DEFAULT_STREAM = 1, 0
-
-Show = Callable[[str], None]
 
 
 class DeviceMemory:
@@ -40,37 +37,17 @@ class DeviceMemory:
 
 
 def measure_gpu(folder: Path, job_bytes: int, rounds: int, show: Show) -> list[Figure]:
-    """Of the first GPU. Raises DeviceError if there is none; DaemonError, KvOffloadError or OSError."""
+    """The first GPU. Raises DeviceError if there is none; DaemonError, KvOffloadError or OSError."""
     driver = CudaDriver()
     driver.call("cuCtxSetCurrent", driver.call("cuDevicePrimaryCtxRetain", driver.call("cuDeviceGet", 0)))
-    keys = max(1, job_bytes // ROW_BYTES)
-    moved = keys * ROW_BYTES
-    memory = DeviceMemory(driver, keys, ROW_BYTES)
-    stores, loads, downs, ups = [], [], [], []
-    space = NamespaceSpec(model="bench", key_bytes=KEY_BYTES)
-    try:
-        with (
-            _pinned(driver, moved) as host,
-            OwnDaemon(folder, SETS * moved, {"log.level": "warning", "memory.slab_bytes": str(moved)}) as daemon,
-            Client(daemon.socket, namespace=space, deadline_s=WAIT_S) as client,
-        ):
-            work = Workload(client, [GpuTensor.adopt(memory)], keys, scattered=True)
-            for _ in range(SETS + 1):
-                work.store()
-            for number in range(rounds):
-                show(f"gpu, round {number + 1} of {rounds}")
-                work.drain()
-                downs.append(_timed(driver, "cuMemcpyDtoHAsync", host, memory.address, moved))
-                stores.append(work.store()[0])
-                work.drain()
-                ups.append(_timed(driver, "cuMemcpyHtoDAsync", memory.address, host, moved))
-                loads.append(work.load()[0])
-    finally:
-        memory.close()
-    return [
-        bandwidth("gpu", f"store, {ROW_BYTES >> 20} MiB rows", stores, "cuMemcpyDtoH", downs, moved),
-        bandwidth("gpu", f"load, {ROW_BYTES >> 20} MiB rows", loads, "cuMemcpyHtoD", ups, moved),
-    ]
+    rows = max(1, job_bytes // ROW_BYTES)
+    moved = rows * ROW_BYTES
+    with closing(DeviceMemory(driver, rows, ROW_BYTES)) as memory, _pinned(driver, moved) as host:
+        case = CopyCase("", lambda _: ([GpuTensor.adopt(memory)], ()), ROW_BYTES, ROW_BYTES, 1)
+        down = partial(_timed, driver, "cuMemcpyDtoHAsync", host, memory.address, moved)
+        up = partial(_timed, driver, "cuMemcpyHtoDAsync", memory.address, host, moved)
+        with copy_worker(folder, case, job_bytes, {"log.level": "warning"}) as (_, work):
+            return jobs_beside("gpu", case, work, (("cuMemcpyDtoH", down), ("cuMemcpyHtoD", up)), rounds, show)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from kvoffloadd.trial.bench.figure import Figure
 from kvoffloadd.trial.bench.gpu import measure_gpu
 from kvoffloadd.trial.bench.memory import measure_memory
 from kvoffloadd.trial.bench.requests import measure_requests
+from kvoffloadd.trial.bench.rounds import Show
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.program import carry_out
 
@@ -73,7 +75,7 @@ def bench(given: argparse.Namespace) -> int:
         with Live("bench", len(parts)) as live:
             for number, (name, measure) in enumerate(parts.items()):
                 try:
-                    report.figures += measure(lambda text, number=number: live.show(number, text))  # type: ignore[misc]
+                    report.figures += measure(partial(_show, live, number, name))
                 except DeviceError as error:
                     report.skipped[name] = str(error)
         return report
@@ -81,8 +83,12 @@ def bench(given: argparse.Namespace) -> int:
     return carry_out("bench", run, as_json=given.json)
 
 
-def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[Callable[[str], None]], list[Figure]]]:
-    parts: dict[str, Callable[[Callable[[str], None]], list[Figure]]] = {
+def _show(live: Live, number: int, part: str, done: float, text: str) -> None:
+    live.show(number + done, f"{part}, {text}")
+
+
+def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[Show], list[Figure]]]:
+    parts: dict[str, Callable[[Show], list[Figure]]] = {
         "memory": lambda show: measure_memory(_sub(folder, "m"), given.bytes, given.rounds, show),
         "disk": lambda show: measure_disk(_sub(folder, "d"), given.folder, given.bytes, given.rounds, show),
         "requests": lambda show: measure_requests(_sub(folder, "r"), given.rounds, show),

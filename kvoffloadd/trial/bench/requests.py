@@ -1,9 +1,8 @@
-"""Round trips to the daemon, beside those to a process that does nothing but send every byte back."""
+"""Round trips to the daemon, beside those to a process that does nothing but send as many bytes back."""
 
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,83 +12,60 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
+from kvoffloadd.trial.bench.echo import bare_echo
 from kvoffloadd.trial.bench.figure import Figure, latency
+from kvoffloadd.trial.bench.rounds import Show, in_rounds
 from kvoffloadd.trial.daemon import OwnDaemon
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, p50
-from kvoffloadd.trial.wait import until
-from kvoffloadd.trial.worker import WorkerProcess
 
 CALLS = 200
 LOOKUP_KEYS = (1, 512)
 FRAME_BYTES = 24
 """About what a ping and its answer take."""
-
-Show = Callable[[str], None]
-
-
-def measure_requests(folder: Path, rounds: int, show: Show) -> list[Figure]:
-    """Raises DaemonError, KvOffloadError or OSError."""
-    with _client_apart() as place_client:
-        return _measure(folder, rounds, show, place_client)
+PLACEMENTS = ("apart", "together", "free")
 
 
 @contextmanager
-def _client_apart() -> Iterator[Callable[[], None]]:
-    """Processes that are started meanwhile run on other CPUs than this one does from the call on: the kernel may put
-    a client and its server on one CPU, where a round trip takes much less, and does so with one server of the two.
+def placed(placement: str) -> Iterator[Callable[[], None]]:
+    """Processes that are started meanwhile run on the servers' CPU; this one runs on the client's from the call on.
+
+    The kernel may put a client and its server on one CPU, where a round trip takes much less, and may do so with one
+    server of two. `apart`: on two CPUs, if there are two; `together`: on one; `free`: where the kernel likes.
     """
     cpus = os.sched_getaffinity(0)
-    client = {min(cpus)}
-    os.sched_setaffinity(0, cpus - client or client)
+    first, last = {min(cpus)}, {max(cpus)}
+    client, servers = {"apart": (first, last), "together": (first, first), "free": (cpus, cpus)}[placement]
+    os.sched_setaffinity(0, servers)
     try:
         yield lambda: os.sched_setaffinity(0, client)
     finally:
         os.sched_setaffinity(0, cpus)
 
 
-def _measure(folder: Path, rounds: int, show: Show, place_client: Callable[[], None]) -> list[Figure]:
-    space = NamespaceSpec(model="bench", key_bytes=KEY_BYTES)
-    path = folder / "echo"
-    echo_server = WorkerProcess("kvoffloadd.trial.bench.echo", {"path": str(path)}, folder / "echo.log")
-    samples: dict[str, list[float]] = {}
-    try:
-        until(path.exists, "an echo server")
-        with (
-            OwnDaemon(folder, "64MiB", {"log.level": "warning"}) as daemon,
-            Client(daemon.socket, namespace=space) as client,
-            socket.socket(socket.AF_UNIX) as sock,
-        ):
-            place_client()
-            sock.connect(str(path))
-            group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, 4096)])
-            client.register(KvCache([SharedTensor.allocate(1, 4096)], [group]))
-            keys = keys_of(np.arange(max(LOOKUP_KEYS)))
-            calls: dict[str, Callable[[], object]] = {"echo": partial(_echo, sock), "ping": client.ping}
-            calls |= {f"lookup of {count} keys": partial(client.lookup, {0: keys[:count]}) for count in LOOKUP_KEYS}
-            for number in range(rounds + 1):
-                show(f"requests, round {number} of {rounds}")
-                for name, call in calls.items():
-                    took = _median_s(call)
-                    if number:  # the first round warms up
-                        samples.setdefault(name, []).append(took)
-    finally:
-        echo_server.kill()
-        echo_server.reap()
-    limits = samples.pop("echo")
-    return [latency("requests", name, took, "echo of a bare socket", limits) for name, took in samples.items()]
-
-
-def _echo(sock: socket.socket) -> None:
-    sock.sendall(bytes(FRAME_BYTES))
-    left = FRAME_BYTES
-    while left:
-        left -= len(sock.recv(left))
-
-
-def _median_s(call: Callable[[], object]) -> float:
-    took = []
-    for _ in range(CALLS):
+def timed(call: Callable[[], object], count: int) -> list[float]:
+    """Seconds of each call."""
+    seconds = []
+    for _ in range(count):
         begun = time.perf_counter()
         call()
-        took.append(time.perf_counter() - begun)
-    return p50(took)
+        seconds.append(time.perf_counter() - begun)
+    return seconds
+
+
+def measure_requests(folder: Path, rounds: int, show: Show) -> list[Figure]:
+    """Raises DaemonError, KvOffloadError or OSError."""
+    with (
+        placed("apart") as place_client,
+        bare_echo(folder, FRAME_BYTES, FRAME_BYTES) as echo,
+        OwnDaemon(folder, "64MiB", {"log.level": "warning"}) as daemon,
+        Client(daemon.socket, namespace=NamespaceSpec(model="bench", key_bytes=KEY_BYTES)) as client,
+    ):
+        place_client()
+        group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, 4096)])
+        client.register(KvCache([SharedTensor.allocate(1, 4096)], [group]))
+        keys = keys_of(np.arange(max(LOOKUP_KEYS)))
+        calls: dict[str, Callable[[], object]] = {"echo": echo, "ping": client.ping}
+        calls |= {f"lookup of {count} keys": partial(client.lookup, {0: keys[:count]}) for count in LOOKUP_KEYS}
+        samples = in_rounds(rounds, lambda: {name: p50(timed(call, CALLS)) for name, call in calls.items()}, show)
+    limits = samples.pop("echo")
+    return [latency("requests", name, took, "echo of a bare socket", limits) for name, took in samples.items()]

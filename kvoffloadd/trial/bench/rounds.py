@@ -1,0 +1,26 @@
+"""Rounds of measurements: all are measured once in each round, so that other work on the machine slows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+Show = Callable[[float, str], None]
+"""Takes the share of the rounds that have ended, and the name of the next one."""
+Samples = dict[str, list[T]]
+"""What was measured -> what each round found."""
+
+
+def in_rounds(
+    rounds: int, measure: Callable[[], Mapping[str, T]], show: Show = lambda _done, _text: None, *, warm_up: int = 1
+) -> Samples[T]:
+    """Calls `measure` once for each round. The first `warm_up` calls come before the rounds and are not counted."""
+    samples: Samples[T] = {}
+    for number in range(-warm_up, rounds):
+        show((number + warm_up) / (rounds + warm_up), f"round {number + 1} of {rounds}")
+        found = measure()
+        for name, value in found.items() if number >= 0 else ():
+            samples.setdefault(name, []).append(value)
+    return samples
