@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,10 +28,10 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
+from kvoffloadd.trial.bench.echo import bare_echo
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.process import end, module, private_folder, rss_anon_bytes, spawn, tail
-from kvoffloadd.trial.wait import until
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
 
@@ -122,46 +121,13 @@ def serve(path: str, count: int, policy: str) -> int:
         return daemon.run(chosen)
 
 
-def serve_echo(path: str) -> None:
-    """One peer after the other: read as much as a lookup, answer as much."""
-    answer = bytes(REPLY_BYTES)
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        while True:
-            peer, _ = listener.accept()
-            with peer:
-                while peer.recv(REQUEST_BYTES, socket.MSG_WAITALL):
-                    peer.sendall(answer)
-
-
 # --- the measuring process -----------------------------------------------------------------------------
-
-
-class Echo:
-    """The bare server, and a socket to it."""
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / "echo.sock"
-        self._child = spawn(module("scripts.bench.lookup", "--echo", str(path)), folder / "echo.log")
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._request = bytes(REQUEST_BYTES)
-        until(lambda: self._socket.connect_ex(str(path)) == 0, "the echo server has started", START_S, every_s=0.02)
-
-    def call(self) -> None:
-        """There and back."""
-        self._socket.sendall(self._request)
-        self._socket.recv(REPLY_BYTES, socket.MSG_WAITALL)
-
-    def close(self) -> None:
-        self._socket.close()
-        end(self._child, signal.SIGTERM, START_S)
 
 
 class Level:
     """A daemon that holds so many keys, and a session with it."""
 
-    def __init__(self, folder: Path, count: int, policy: str, echo: Echo) -> None:
+    def __init__(self, folder: Path, count: int, policy: str, echo: Callable[[], object]) -> None:
         self.count = count
         self._echo = echo
         self._socket = folder / f"{count}.sock"
@@ -194,7 +160,7 @@ class Level:
         scattered = {0: keys_of(np.unique(rng.integers(0, count, KEYS)))}
         missing = {0: keys_of(rng.integers(count, 1 << 60, KEYS))}
         found = (
-            self._echo.call,
+            self._echo,
             client.ping,
             lambda: client.lookup(prompt),
             lambda: client.lookup(scattered),
@@ -286,7 +252,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(private_folder()))
         live = stack.enter_context(Live("bench_lookup", len(counts) + 1))
-        echo = stack.enter_context(contextlib.closing(Echo(folder)))
+        echo = stack.enter_context(bare_echo(folder, REQUEST_BYTES, REPLY_BYTES))
         levels = []
         for number, count in enumerate(counts):
             live.show(number, f"filling {count:,} keys")
@@ -306,12 +272,9 @@ def main() -> int:
     parser.add_argument("--policy", default="", help="eviction policy (default: the daemon's)")
     parser.add_argument("--serve", metavar="SOCKET", help=argparse.SUPPRESS)
     parser.add_argument("--keys", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--echo", metavar="SOCKET", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
         return serve(arguments.serve, arguments.keys, arguments.policy)
-    if arguments.echo is not None:
-        serve_echo(arguments.echo)
     if min(arguments.max_keys, arguments.rounds, arguments.calls) < 1:
         parser.error("--max-keys, --rounds and --calls are at least 1")
     result = run(arguments)

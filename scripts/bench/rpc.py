@@ -22,130 +22,39 @@ import asyncio
 import contextlib
 import gc
 import os
-import signal
-import socket
-import struct
-import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
-from kvoffloadd.model import U8Array
-from kvoffloadd.trial.figures import median_ratio, p50, p99, print_grid
+from kvoffloadd.trial.bench.echo import echo_process
+from kvoffloadd.trial.bench.requests import PLACEMENTS, placed, timed
+from kvoffloadd.trial.bench.rounds import Samples, in_rounds
+from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
 from kvoffloadd.trial.output import Live
-from kvoffloadd.trial.process import end, module, private_folder, spawn, tail
-from kvoffloadd.trial.wait import until
+from kvoffloadd.trial.process import private_folder
+from scripts.bench.echo import AsyncEchoClient, EchoClient
 from scripts.harness.daemon import Daemon
 from scripts.harness.program import benchmark_line, show_result
 
 RATIO_MAX = 2.0
 FEW_KEYS, PRICE_MAX, MANY_PRICE_MAX = 32, 1.6, 3.0
 """What a request of up to so many keys may cost, in pings, and one of more."""
-PRICED = (1, 8, 32, 512)
+PRICED, REQUESTS = (1, 8, 32, 512), ("lookup", "pin", "release")
 BESIDE_RATIO_MAX = 1.02
+SIDES = ("this", "other")
 TURN_CALLS = 10
 KEY_COUNTS = (1, 64, 512)
+KEYS = keys_of(np.arange(max(KEY_COUNTS)))
 PAGE_BYTES = 4096
-NAMESPACE = NamespaceSpec(model="bench_rpc")
-PREFIX = struct.Struct("<I")
-START_S = 30.0
+NAMESPACE = NamespaceSpec(model="bench_rpc", key_bytes=KEY_BYTES)
 
-Samples = dict[str, list[list[float]]]
+RoundTrips = Samples[list[float]]
 """What was measured -> seconds of each round trip, by round."""
-Prices = dict[str, dict[str, float]]
-"""By number of keys, by kind of request: in pings."""
-
-
-class EchoServer(asyncio.Protocol):
-    """Unpacks each frame and packs its answer: the least that a daemon with msgpack must do."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: Any = transport
-        self._buffer = b""
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while len(self._buffer) >= PREFIX.size:
-            (size,) = PREFIX.unpack_from(self._buffer)
-            if len(self._buffer) < PREFIX.size + size:
-                return
-            asked = msgpack.unpackb(self._buffer[PREFIX.size : PREFIX.size + size])
-            self._buffer = self._buffer[PREFIX.size + size :]
-            body = msgpack.packb({"type": "done", "seq": asked["seq"]})
-            self._transport.write(PREFIX.pack(len(body)) + body)
-
-
-async def serve_echo(path: str) -> None:
-    """Serve until killed."""
-    server = await asyncio.get_running_loop().create_unix_server(EchoServer, path)
-    await server.serve_forever()
-
-
-def request(seq: int) -> bytes:
-    body: bytes = msgpack.packb({"type": "ping", "seq": seq})
-    return PREFIX.pack(len(body)) + body
-
-
-def answered(frame: bytes, seq: int) -> None:
-    if msgpack.unpackb(frame[PREFIX.size :])["seq"] != seq:
-        raise RuntimeError("the echo server answered something else")
-
-
-class EchoClient:
-    """A blocking socket."""
-
-    def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
-        self._seq = 0
-
-    def ping(self) -> None:
-        self._seq += 1
-        self._socket.sendall(request(self._seq))
-        answered(self._socket.recv(65536), self._seq)
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class AsyncEchoClient(asyncio.Protocol):
-    """An asyncio protocol and a future."""
-
-    def __init__(self) -> None:
-        self._transport: Any = None
-        self._answer: asyncio.Future[bytes] | None = None
-        self._seq = 0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        if self._answer is not None:
-            self._answer.set_result(data)
-
-    async def ping(self) -> None:
-        self._seq += 1
-        self._answer = asyncio.get_running_loop().create_future()
-        self._transport.write(request(self._seq))
-        answered(await self._answer, self._seq)
-
-    def close(self) -> None:
-        self._transport.close()
-
-
-def timed(call: Callable[[], object], count: int) -> list[float]:
-    seconds = []
-    for _ in range(count):
-        begun = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - begun)
-    return seconds
 
 
 async def timed_async(call: Callable[[], Awaitable[object]], count: int) -> list[float]:
@@ -157,140 +66,111 @@ async def timed_async(call: Callable[[], Awaitable[object]], count: int) -> list
     return seconds
 
 
-@contextlib.contextmanager
-def echo_server(path: Path) -> Iterator[None]:
-    """It listens at `path` as long as the context lasts."""
-    log = path.with_suffix(".log")
-    child = spawn(module("scripts.bench.rpc", "--echo-server", str(path)), log)
-    try:
-        until(lambda: listens(path), "the echo server listens", START_S, every_s=0.02)
-        yield
-    except TimeoutError as error:
-        raise SystemExit(f"{error}\n{tail(log)}") from None
-    finally:
-        end(child, signal.SIGTERM, START_S)
-
-
-def listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(str(path)) == 0
-
-
-def fill(client: Client, keys: U8Array) -> None:
+def fill(client: Client) -> None:
     """Store all keys, so that lookups find them."""
-    tensor = SharedTensor.allocate(len(keys), PAGE_BYTES)
+    tensor = SharedTensor.allocate(len(KEYS), PAGE_BYTES)
     group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])
     registration = client.register(KvCache([tensor], [group]))
-    client.wait(client.store(registration, {0: (keys, np.arange(len(keys)))}), 30.0)
+    client.wait(client.store(registration, {0: (KEYS, np.arange(len(KEYS)))}), 30.0)
     client.drain(30.0)
+    hits = int(client.lookup({0: KEYS}).states[0].astype(bool).sum())
+    if hits != len(KEYS):
+        raise SystemExit(f"the daemon holds {hits} of {len(KEYS)} keys: is its memory too small?")
 
 
-def measure(paths: tuple[str, str], rounds: int, calls: int, live: Live) -> tuple[Samples, Prices]:
+def measure(paths: tuple[str, str], given: argparse.Namespace, live: Live) -> RoundTrips:
     """`paths`: of the daemon and of the echo server."""
-    samples: Samples = {}
-    requests: list[dict[str, dict[str, float]]] = []
-    keys = np.random.default_rng(1).integers(0, 256, (max(KEY_COUNTS), NAMESPACE.key_bytes), dtype=np.uint8)
-    with Client(paths[0], namespace=NAMESPACE) as client, contextlib.closing(EchoClient(paths[1])) as echo:
-        fill(client, keys)
-        hits = int(client.lookup({0: keys}).states[0].astype(bool).sum())
-        if hits != len(keys):
-            raise SystemExit(f"the daemon holds {hits} of {len(keys)} keys: is its memory too small?")
-        with asyncio.Runner() as runner:
-            for number in range(-1, rounds):
-                kept: Samples = samples if number >= 0 else {}  # the first round warms up
-                gc.collect()
-                blocking: dict[str, Callable[[], object]] = {"echo": echo.ping, "ping": client.ping}
-                blocking |= {f"lookup {n}": partial(client.lookup, {0: keys[:n]}) for n in KEY_COUNTS}
-                for name, call in blocking.items():
-                    kept.setdefault(f"blocking {name}", []).append(timed(call, calls))
-                runner.run(measure_async(paths, keys, calls, kept))
-                priced = measure_requests(client, keys, calls)
-                if number >= 0:
-                    requests.append(priced)
-                live.show(number + 2, f"round {number + 1} of {rounds}")
-    return samples, prices(requests)
+    with (
+        Client(paths[0], namespace=NAMESPACE) as client,
+        contextlib.closing(EchoClient(paths[1])) as echo,
+        asyncio.Runner() as runner,
+    ):
+        fill(client)
+        blocking: dict[str, Callable[[], object]] = {"echo": echo.ping, "ping": client.ping}
+        blocking |= {f"lookup {n}": partial(client.lookup, {0: KEYS[:n]}) for n in KEY_COUNTS}
+
+        def measure_round() -> dict[str, list[float]]:
+            gc.collect()
+            found = {f"blocking {name}": timed(call, given.calls) for name, call in blocking.items()}
+            found |= runner.run(measure_async(paths, given.calls))
+            return found | measure_requests(client, given.calls)
+
+        return in_rounds(given.rounds, measure_round, live.show)
 
 
-async def measure_async(paths: tuple[str, str], keys: U8Array, calls: int, kept: Samples) -> None:
+async def measure_async(paths: tuple[str, str], calls: int) -> dict[str, list[float]]:
     loop = asyncio.get_running_loop()
     _transport, echo = await loop.create_unix_connection(AsyncEchoClient, paths[1])
     async with AsyncClient(paths[0], namespace=NAMESPACE) as client:
         called: dict[str, Callable[[], Awaitable[object]]] = {"echo": echo.ping, "ping": client.ping}
-        called |= {f"lookup {n}": partial(client.lookup, {0: keys[:n]}) for n in KEY_COUNTS}
-        for name, call in called.items():
-            kept.setdefault(f"asyncio {name}", []).append(await timed_async(call, calls))
+        called |= {f"lookup {n}": partial(client.lookup, {0: KEYS[:n]}) for n in KEY_COUNTS}
+        found = {f"asyncio {name}": await timed_async(call, calls) for name, call in called.items()}
     echo.close()
-
-
-def measure_requests(client: Client, keys: U8Array, calls: int) -> dict[str, dict[str, float]]:
-    """By number of keys: p50 of each kind of request, in seconds."""
-    found = {}
-    for number in PRICED:
-        groups, seconds = {0: keys[:number]}, dict[str, list[float]]()
-
-        def note(what: str, call: Callable[[], Any], seconds: dict[str, list[float]] = seconds) -> Any:
-            begun = time.perf_counter()
-            answer = call()
-            seconds.setdefault(what, []).append(time.perf_counter() - begun)
-            return answer
-
-        for _ in range(calls):
-            note("ping", client.ping)
-            note("lookup", partial(client.lookup, groups))
-            note("release", partial(client.release, note("pin", partial(client.pin, groups)).lease))
-        found[str(number)] = {what: p50(some) for what, some in seconds.items()}
     return found
 
 
-def prices(rounds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """By number of keys: each kind of request in pings."""
-    return {
-        number: {
-            what: round(median_ratio([one[number][what] for one in rounds], [one[number]["ping"] for one in rounds]), 2)
-            for what in ("lookup", "pin", "release")
-        }
-        for number in map(str, PRICED)
-    }
+def measure_requests(client: Client, calls: int) -> dict[str, list[float]]:
+    """A scheduler's requests of each number of keys, and the pings between them."""
+    found: dict[str, list[float]] = {}
+
+    def note(what: str, call: Callable[[], Any]) -> Any:
+        begun = time.perf_counter()
+        answer = call()
+        found.setdefault(what, []).append(time.perf_counter() - begun)
+        return answer
+
+    for number in PRICED:
+        groups = {0: KEYS[:number]}
+        for _ in range(calls):
+            note(f"priced {number} ping", client.ping)
+            note(f"priced {number} lookup", partial(client.lookup, groups))
+            lease = note(f"priced {number} pin", partial(client.pin, groups)).lease
+            note(f"priced {number} release", partial(client.release, lease))
+    return found
 
 
-def measure_beside(paths: tuple[str, str], rounds: int, calls: int, live: Live) -> Samples:
+def measure_beside(paths: tuple[str, str], given: argparse.Namespace, live: Live) -> RoundTrips:
     """`paths`: of this checkout's daemon and of the other one's. Few calls at a time, in turn, so that what else the
     machine does hits both.
     """
-    samples: Samples = {}
-    keys = np.random.default_rng(1).integers(0, 256, (max(KEY_COUNTS), NAMESPACE.key_bytes), dtype=np.uint8)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(Client(path, namespace=NAMESPACE)) for path in paths]
         for client in clients:
-            fill(client, keys)
-        for number in range(-1, rounds):
+            fill(client)
+
+        def measure_round() -> dict[str, list[float]]:
             gc.collect()
+            found: dict[str, list[float]] = {}
             for name in ("ping", *(f"{verb} {n}" for verb in ("lookup", "pin") for n in KEY_COUNTS)):
-                seconds: tuple[list[float], list[float]] = ([], [])
-                for turn in range(calls // TURN_CALLS):
+                for turn in range(given.calls // TURN_CALLS):
                     for which in (0, 1) if turn % 2 else (1, 0):
-                        seconds[which].extend(timed(call_of(clients[which], name, keys), TURN_CALLS))
-                for side, found in zip(("this", "other"), seconds, strict=True):
-                    if number >= 0:  # the first round warms up
-                        samples.setdefault(f"{side} {name}", []).append(found)
-            live.show(number + 2, f"round {number + 1} of {rounds}")
-    return samples
+                        seconds = timed(call_of(clients[which], name), TURN_CALLS)
+                        found.setdefault(f"{SIDES[which]} {name}", []).extend(seconds)
+            return found
+
+        return in_rounds(given.rounds, measure_round, live.show)
 
 
-def call_of(client: Client, name: str, keys: U8Array) -> Callable[[], object]:
+def call_of(client: Client, name: str) -> Callable[[], object]:
     """A pin is released again."""
     verb, _, count = name.partition(" ")
     if verb == "ping":
         return client.ping
-    some = {0: keys[: int(count)]}
+    some = {0: KEYS[: int(count)]}
     return partial(client.lookup, some) if verb == "lookup" else lambda: client.release(client.pin(some).lease)
 
 
-def beside_summary(samples: Samples) -> dict[str, Any]:
+def medians_of(samples: RoundTrips) -> Samples[float]:
+    """The p50 of each round."""
+    return {name: [p50(one) for one in rounds] for name, rounds in samples.items()}
+
+
+def beside_summary(samples: RoundTrips) -> dict[str, Any]:
     """Medians over the rounds of the ratio of this checkout's p50 to the other one's."""
+    medians = medians_of(samples)
     rows = {}
     for name in [name.removeprefix("this ") for name in samples if name.startswith("this ")]:
-        this, other = ([p50(one) for one in samples[f"{side} {name}"]] for side in ("this", "other"))
+        this, other = (medians[f"{side} {name}"] for side in SIDES)
         rows[name] = {"p50_us": round(p50(this) * 1e6, 1), "ratio": round(median_ratio(this, other), 4)}
     worst = max(row["ratio"] for row in rows.values())
     return {"round_trips": rows, "worst_ratio": worst, "within_budget": worst <= BESIDE_RATIO_MAX}
@@ -301,42 +181,38 @@ def show_beside(result: dict[str, Any]) -> None:
     print_grid(f"beside {result['beside']}, processes {result['placement']}", ("call", "p50 us", "ratio"), rows)
 
 
-def placed(placement: str) -> tuple[set[int], set[int]]:
-    """CPUs of the client and of the servers."""
-    cpus = os.sched_getaffinity(0)
-    first, last = min(cpus), max(cpus)
-    if placement == "apart" and first == last:
-        raise SystemExit("there is one CPU only: use --placement together")
-    return {"apart": ({first}, {last}), "together": ({first}, {first}), "free": (cpus, cpus)}[placement]
-
-
-def summary(samples: Samples, price: Prices) -> dict[str, Any]:
+def summary(samples: RoundTrips) -> dict[str, Any]:
     """Microseconds and ratios."""
-    medians = {name: [p50(one) for one in rounds] for name, rounds in samples.items()}
+    medians = medians_of(samples)
     rows = {
         name: {
             "p50_us": round(p50(medians[name]) * 1e6, 1),
             "p99_us": round(p99([seconds for one in rounds for seconds in one]) * 1e6, 1),
         }
         for name, rounds in samples.items()
+        if not name.startswith("priced ")
     }
     ratios = {
         kind: round(median_ratio(medians[f"{kind} ping"], medians[f"{kind} echo"]), 2)
         for kind in ("blocking", "asyncio")
     }
+    prices = {
+        str(number): {
+            what: round(median_ratio(medians[f"priced {number} {what}"], medians[f"priced {number} ping"]), 2)
+            for what in REQUESTS
+        }
+        for number in PRICED
+    }
+    prices_max = {str(number): PRICE_MAX if number <= FEW_KEYS else MANY_PRICE_MAX for number in PRICED}
+    are_cheap = all(max(some.values()) <= prices_max[number] for number, some in prices.items())
     return {
         "round_trips": rows,
         "ratio_to_limit": ratios,
         "ratio_max": RATIO_MAX,
-        "price": price,
-        "price_max": {number: PRICE_MAX if int(number) <= FEW_KEYS else MANY_PRICE_MAX for number in price},
-        "within_budget": max(ratios.values()) <= RATIO_MAX and all(map(_is_cheap, price.items())),
+        "price": prices,
+        "price_max": prices_max,
+        "within_budget": max(ratios.values()) <= RATIO_MAX and are_cheap,
     }
-
-
-def _is_cheap(priced: tuple[str, dict[str, float]]) -> bool:
-    number, some = priced
-    return max(some.values()) <= (PRICE_MAX if int(number) <= FEW_KEYS else MANY_PRICE_MAX)
 
 
 def show(result: dict[str, Any]) -> None:
@@ -348,9 +224,9 @@ def show(result: dict[str, Any]) -> None:
     print_grid(f"round trips, processes {result['placement']}", ("client", "call", "p50 us", "p99 us"), rows, texts=2)
     print_grid(
         "\nprice of a request, in pings",
-        ("keys", "lookup", "pin", "release", "budget"),
+        ("keys", *REQUESTS, "budget"),
         (
-            (number, *(f"{some[what]:.2f}" for what in ("lookup", "pin", "release")), str(result["price_max"][number]))
+            (number, *(f"{some[what]:.2f}" for what in REQUESTS), str(result["price_max"][number]))
             for number, some in result["price"].items()
         ),
     )
@@ -359,48 +235,39 @@ def show(result: dict[str, Any]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    client_cpus, server_cpus = placed(arguments.placement)
+    if arguments.placement == "apart" and len(os.sched_getaffinity(0)) == 1:
+        raise SystemExit("there is one CPU only: use --placement together")
+    socket_path, beside = arguments.socket, arguments.beside
     with contextlib.ExitStack() as stack:
-        stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-        os.sched_setaffinity(0, server_cpus)  # children inherit it
+        place_client = stack.enter_context(placed(arguments.placement))
         folder = Path(stack.enter_context(private_folder()))
-        echo, other = folder / "echo", folder / "other"
-        socket_path, beside = arguments.socket, arguments.beside
         if beside is None:
-            stack.enter_context(echo_server(echo))
+            other = stack.enter_context(echo_process("scripts.bench.echo", folder))
         else:
-            other.mkdir()
+            (folder / "other").mkdir()
             tree = {"PYTHONPATH": str(beside.resolve())}
             program = ("-P", "-m", "kvoffloadd")
-            rival = stack.enter_context(Daemon(other, arguments.memory, environment=tree, program=program))
+            rival = Daemon(folder / "other", arguments.memory, environment=tree, program=program)
+            other = stack.enter_context(rival).socket
         if socket_path is None:
             socket_path = str(stack.enter_context(Daemon(folder, arguments.memory)).socket)
-        os.sched_setaffinity(0, client_cpus)
-        live = stack.enter_context(Live("bench_rpc", arguments.rounds + 1))
+        place_client()
+        live = stack.enter_context(Live("bench_rpc", 1))
+        paths = socket_path, str(other)
         if beside is not None:
-            compared = measure_beside((socket_path, str(rival.socket)), arguments.rounds, arguments.calls, live)
-            return {"placement": arguments.placement, "beside": str(beside), **beside_summary(compared)}
-        found = measure((socket_path, str(echo)), arguments.rounds, arguments.calls, live)
-        return {"placement": arguments.placement, **summary(*found)}
+            found = {"beside": str(beside), **beside_summary(measure_beside(paths, arguments, live))}
+        else:
+            found = summary(measure(paths, arguments, live))
+        return {"placement": arguments.placement, **found}
 
 
 def main() -> int:
     parser = benchmark_line(__doc__)
     parser.add_argument("--socket", help="measure the daemon that listens there, instead of one of its own")
     parser.add_argument("--memory", default="64MiB", help="memory of its own daemon (default: %(default)s)")
-    parser.add_argument(
-        "--placement", choices=("apart", "together", "free"), default="apart", help="see above (default: %(default)s)"
-    )
+    parser.add_argument("--placement", choices=PLACEMENTS, default="apart", help="see above (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="calls of each kind in a round (default: %(default)s)")
     parser.add_argument("--beside", type=Path, metavar="TREE", help="another checkout, whose daemon runs in turn")
-    parser.add_argument("--echo-server", metavar="PATH", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.echo_server is not None:
-        asyncio.run(serve_echo(arguments.echo_server))
-        return 0
     return show_result(run(arguments), arguments, show if arguments.beside is None else show_beside)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
