@@ -75,6 +75,10 @@ class Workload:
             raise SystemExit(f"{job} moved {result.bytes} of {self.bytes} bytes: {result.outcome} {result.reason}")
         return result
 
+    def last_keys(self, jobs: int = 1) -> U8Array:
+        """The keys that the last of its stores stored."""
+        return keys_of(np.arange(self._stored - jobs * self.keys, self._stored))
+
     def drain(self) -> None:
         """Until nothing is copied and nothing waits to be hashed."""
         self.client.drain(WAIT_S)
@@ -85,7 +89,7 @@ class Workload:
 
     def _wanted(self, first: int) -> Wanted:
         """The keys that were stored last, and block ids from `first` on."""
-        keys = keys_of(np.arange(self._stored - self.keys, self._stored))
+        keys = self.last_keys()
         wanted = {}
         for group in self._groups:
             count = self.keys * group.blocks_per_key

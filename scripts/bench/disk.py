@@ -21,23 +21,20 @@ import asyncio
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, Registration, SharedTensor
+from kvoffloadd.trial.bench.disk import DiskBench, disk_bench
+from kvoffloadd.trial.bench.rounds import Show, in_rounds
 from kvoffloadd.trial.disk import disk_folder, file_system
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, print_grid
+from kvoffloadd.trial.figures import median_ratio, p50, print_grid
 from kvoffloadd.trial.output import Live
-from kvoffloadd.trial.process import end, module, private_folder, spawn, status_bytes
+from kvoffloadd.trial.process import end, module, private_folder, spawn
 from kvoffloadd.trial.program import size
 from kvoffloadd.trial.wait import within
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.bench.fio import Fio, has_fio
-from scripts.harness.daemon import Daemon
 from scripts.harness.figures import Bound, at_least, at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
 
@@ -48,118 +45,52 @@ RATIO_MIN, LAG_MAX_MS = 0.95, 20.0
 KEYS_PER_JOB = 256
 WARM_UP = 2
 WAIT_S = 120.0
-LOOK_EVERY_S = 0.002
 BEAT_S = 0.005
 BEGUN, LEFT = 0.1, 0.3
 """Share of the bytes that is written before the clock starts, and that must be left when the stores have ended."""
 
 WHATS = ("demote", "promote")
-NAMESPACE = NamespaceSpec(model="bench_disk", key_bytes=KEY_BYTES)
 
 
-class Bench:
-    """One payload size: a root that stays over all rounds, and a daemon that is started again and again."""
+def demote(bench: DiskBench, noise_log: Path) -> dict[str, float]:
+    """Store new keys, wait until they are on disk: bytes per second, and lags in ms."""
+    await_rest(bench)
+    noise = Noise(noise_log)
+    before = bench.demoted_bytes()
+    started = (time.perf_counter(), before)
+    jobs = [bench.work.begin_store() for _ in range(bench.jobs)]
+    begun = bench.look(before + BEGUN * bench.bytes)
+    for job in jobs:
+        bench.work.finish(job)
+    stored = bench.look(before)
+    last = bench.look(before + bench.bytes)
+    first = stored if stored[1] - before <= (1 - LEFT) * bench.bytes else begun
+    if first[1] == last[1]:  # too little to be seen under way
+        first = started
+    return {"bytes_per_s": (last[1] - first[1]) / (last[0] - first[0]), **lags(bench, noise)}
 
-    def __init__(self, folder: Path, root: Path, payload_bytes: int, arguments: argparse.Namespace) -> None:
-        self.count = max(1, arguments.bytes // payload_bytes)
-        self.bytes = self.count * payload_bytes
-        # A slab that a payload does not divide would leave slots out.
-        settings = {
-            "disk.roots": f'[{{ path = "{root}", capacity = {2 * self.bytes + 768 * MIB} }}]',
-            "disk.rewrite_hot": "false",  # what comes back for the second time would be written again
-            "disk.min_free_bytes": "0",
-            "disk.backlog_bytes": str(2 * self.bytes),
-            "disk.read_threads": str(arguments.read_threads),
-            "disk.write_threads": str(arguments.write_threads),
-            "memory.slab_bytes": str(max(64 * MIB, payload_bytes)),
-        }
-        self._memory_bytes = 2 * self.bytes + 128 * MIB
-        self._daemon = Daemon(folder, self._memory_bytes, settings)
-        self._noise_log = folder / "noise.log"
-        blocks = max(1, min(self.count, KEYS_PER_JOB, 256 * MIB // payload_bytes))
-        self._tensor = SharedTensor.allocate(blocks, payload_bytes)
-        self._tensor.array[:] = np.random.default_rng(1).integers(0, 256, self._tensor.array.shape, np.uint8)
-        self._group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, payload_bytes)])
-        self._stored = 0
 
-    def demote(self) -> dict[str, float]:
-        """Store new keys, wait until they are on disk: bytes per second, and lags in ms."""
-        self._start()
-        try:
-            with self._client() as client, self._client() as watcher:
-                registration = client.register(KvCache([self._tensor], [self._group]))
-                noise = Noise(self._noise_log)
-                before = watcher.status()["disk"]["demoted"]["bytes"]
-                started = (time.perf_counter(), 0)
-                jobs = self._store(client, registration)
-                begun = self._look(watcher, before, BEGUN * self.bytes)
-                for job in jobs:
-                    if client.wait(job, WAIT_S).outcome is not Outcome.DONE:
-                        raise SystemExit(f"{job} failed")
-                stored = self._look(watcher, before, 0)
-                last = self._look(watcher, before, self.bytes)
-                first = stored if stored[1] <= (1 - LEFT) * self.bytes else begun
-                if first[1] == self.bytes:  # too little to be seen under way
-                    first = started
-                rate = (last[1] - first[1]) / (last[0] - first[0])
-                return {"bytes_per_s": rate, **self._lags(watcher, noise)}
-        finally:
-            self._stop()
+def promote(bench: DiskBench, noise_log: Path) -> dict[str, float]:
+    """Bring the keys that were demoted last back into the memory of a daemon that was started anew."""
+    await_rest(bench)
+    noise = Noise(noise_log)
+    keys = bench.work.last_keys(bench.jobs)
+    begun = time.perf_counter()
+    found = bench.client.wait_ready(bench.client.prefetch({0: keys}), WAIT_S)
+    seconds = time.perf_counter() - begun
+    if not (found.states[0] == 1).all():
+        raise SystemExit(f"{int((found.states[0] != 1).sum())} of {len(keys)} keys did not come back")
+    return {"bytes_per_s": bench.bytes / seconds, **lags(bench, noise)}
 
-    def promote(self) -> dict[str, float]:
-        """Bring the keys that were demoted last back into the memory of a daemon that was started anew."""
-        self._start()
-        try:
-            with self._client() as client:
-                client.register(KvCache([self._tensor], [self._group]))
-                noise = Noise(self._noise_log)
-                keys = keys_of(np.arange(self._stored - self.count, self._stored))
-                begun = time.perf_counter()
-                found = client.wait_ready(client.prefetch({0: keys}), WAIT_S)
-                seconds = time.perf_counter() - begun
-                if not (found.states[0] == 1).all():
-                    raise SystemExit(f"{int((found.states[0] != 1).sum())} of {self.count} keys did not come back")
-                return {"bytes_per_s": self.bytes / seconds, **self._lags(client, noise)}
-        finally:
-            self._stop()
 
-    def _store(self, client: Client, registration: Registration) -> list[Any]:
-        step = len(self._tensor.array)
-        jobs = []
-        for at in range(self._stored, self._stored + self.count, step):
-            keys = keys_of(np.arange(at, min(at + step, self._stored + self.count)))
-            jobs.append(client.store(registration, {0: (keys, np.arange(len(keys)))}, deadline_s=WAIT_S))
-        self._stored += self.count
-        return jobs
+def await_rest(bench: DiskBench) -> None:
+    """A daemon that was started anew, and has forgotten the start's lag."""
+    bench.restart()
+    within(lambda: bench.daemon.status()["loop"]["recent_lag_s"] <= 2 * BEAT_S, WAIT_S, every_s=0.5)
 
-    def _look(self, watcher: Client, before: int, least: float) -> tuple[float, int]:
-        """(seconds, bytes) as soon as at least so many bytes are on disk."""
-        until = time.perf_counter() + WAIT_S
-        while True:
-            written = watcher.status()["disk"]["demoted"]["bytes"] - before
-            now = time.perf_counter()
-            if written >= least:
-                return now, written
-            if now > until:
-                raise SystemExit(f"only {written} of {self.bytes} bytes were demoted: {watcher.status()['disk']}")
-            time.sleep(LOOK_EVERY_S)
 
-    def _lags(self, client: Client, noise: Noise) -> dict[str, float]:
-        return {"lag_ms": client.status()["loop"]["recent_lag_s"] * 1e3, "noise_ms": noise.end()}
-
-    def _client(self) -> Client:
-        return Client(self._daemon.socket, namespace=NAMESPACE, deadline_s=WAIT_S)
-
-    def _start(self) -> None:
-        """Until the arena's pages are there, so that nothing else is going on, and the start's lag is forgotten."""
-        self._daemon.start()
-        daemon, bytes_min = self._daemon, 0.99 * self._memory_bytes
-        within(lambda: status_bytes(daemon.pid, "RssShmem") >= bytes_min, WAIT_S, every_s=0.05)
-        within(lambda: daemon.status()["loop"]["recent_lag_s"] <= 2 * BEAT_S, WAIT_S, every_s=0.5)
-
-    def _stop(self) -> None:
-        if self._daemon.stop() != 0:
-            raise SystemExit(f"the daemon did not end in order; its log is {self._daemon.log_path}")
+def lags(bench: DiskBench, noise: Noise) -> dict[str, float]:
+    return {"lag_ms": bench.daemon.status()["loop"]["recent_lag_s"] * 1e3, "noise_ms": noise.end()}
 
 
 class Noise:
@@ -188,23 +119,35 @@ async def beat() -> None:
     print(f"{worst * 1e3:.3f}", flush=True)
 
 
-def run_case(payload_bytes: int, arguments: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+def run_case(payload_bytes: int, given: argparse.Namespace, show: Show) -> dict[str, Any]:
     """All rounds of one payload size; the first WARM_UP are not counted: files are written for the first time."""
-    samples: dict[str, list[float]] = {}
-    with private_folder() as name, disk_folder(arguments.path) as place:
-        bench = Bench(Path(name), Path(place) / "root", payload_bytes, arguments)
-        fio = Fio(Path(place) / "fio", bench.bytes, payload_bytes) if has_fio() else None
-        for number in range(-WARM_UP, arguments.rounds):
-            kept = samples if number >= 0 else {}
-            for what, run, direction, threads in (
-                ("demote", bench.demote, "write", arguments.write_threads),
-                ("promote", bench.promote, "read", arguments.read_threads),
-            ):
-                say(f"{format_bytes(payload_bytes)}: {what}, round {number + 1} of {arguments.rounds}")
-                if fio is not None:
-                    kept.setdefault(f"fio {direction}", []).append(fio.bytes_per_s(direction, threads))
-                for figure, value in run().items():
-                    kept.setdefault(f"{what} {figure}", []).append(value)
+    count = max(1, given.bytes // payload_bytes)
+    keys = max(1, min(count, KEYS_PER_JOB, 256 * MIB // payload_bytes))
+    jobs = count // keys
+    settings = {
+        "disk.rewrite_hot": "false",  # what comes back for the second time would be written again
+        "disk.read_threads": str(given.read_threads),
+        "disk.write_threads": str(given.write_threads),
+        "memory.slab_bytes": str(max(64 * MIB, payload_bytes)),  # one that a payload does not divide leaves slots out
+    }
+    capacity_bytes = 2 * jobs * keys * payload_bytes + 768 * MIB
+    with private_folder() as name, disk_folder(given.path) as place:
+        folder, root = Path(name), Path(place) / "root"
+        with disk_bench(folder, root, payload_bytes, keys, jobs, capacity_bytes, settings) as bench:
+            fio = Fio(Path(place) / "fio", bench.bytes, payload_bytes) if has_fio() else None
+
+            def measure() -> dict[str, float]:
+                found = {}
+                for what, run, direction, threads in (
+                    ("demote", demote, "write", given.write_threads),
+                    ("promote", promote, "read", given.read_threads),
+                ):
+                    if fio is not None:
+                        found[f"fio {direction}"] = fio.bytes_per_s(direction, threads)
+                    found |= {f"{what} {figure}": value for figure, value in run(bench, folder / "noise.log").items()}
+                return found
+
+            samples = in_rounds(given.rounds, measure, show, warm_up=WARM_UP)
     case: dict[str, Any] = {"payload_bytes": payload_bytes, "bytes": bench.bytes}
     for what, direction in (("demote", "write"), ("promote", "read")):
         ours = samples[f"{what} bytes_per_s"]
@@ -283,10 +226,14 @@ def main() -> int:
         parser.error("--rounds and the threads must be at least 1")
     cases: list[dict[str, Any]] = []
     with Live("bench_disk", len(arguments.payloads)) as live:
-        for payload_bytes in arguments.payloads:
-            cases.append(run_case(payload_bytes, arguments, partial(live.show, len(cases))))
+        for number, payload_bytes in enumerate(arguments.payloads):
+            cases.append(run_case(payload_bytes, arguments, partial(_show, live, number, payload_bytes)))
     result = summary(cases, file_system(arguments.path or Path("/var/tmp")))
     return show_result(result, arguments, show)
+
+
+def _show(live: Live, number: int, payload_bytes: int, done: float, text: str) -> None:
+    live.show(number + done, f"{format_bytes(payload_bytes)}: {text}")
 
 
 def _payloads(text: str) -> tuple[int, ...]:

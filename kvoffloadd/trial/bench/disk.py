@@ -4,101 +4,141 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
 from kvoffloadd.config import DiskConfig
 from kvoffloadd.storage.disk.files import Files, aligned_pages, probe_direct
 from kvoffloadd.trial.bench.figure import Figure, bandwidth
-from kvoffloadd.trial.bench.rounds import Samples, Show, in_rounds
+from kvoffloadd.trial.bench.rounds import Show, in_rounds
 from kvoffloadd.trial.daemon import OwnDaemon
 from kvoffloadd.trial.disk import STUCK_S, disk_folder, file_system
 from kvoffloadd.trial.figures import KEY_BYTES
 from kvoffloadd.trial.process import DaemonError, status_bytes
-from kvoffloadd.trial.wait import HANG_S, until, within
+from kvoffloadd.trial.wait import HANG_S, within
 from kvoffloadd.trial.workload import WAIT_S, Workload
 
 MIB = 1 << 20
 PAYLOAD_BYTES = MIB
 PIECE_BYTES = 4 * MIB
 DEADLINE_S = 600.0
-LOOK_S = 0.01
-"""A disk that has not taken some hundred MiB by then is no disk."""
+"""A disk that has not taken what a round stores by then is no disk."""
+LOOK_EVERY_S = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBench:
+    """A root that stays over all rounds, a daemon that is started again and again, and its worker, whose next `jobs`
+    stores are those of a round.
+    """
+
+    daemon: OwnDaemon
+    client: Client
+    work: Workload
+    jobs: int
+
+    @property
+    def bytes(self) -> int:
+        """What a round stores."""
+        return self.jobs * self.work.bytes
+
+    def restart(self) -> None:
+        """Nothing is in memory any more. Raises DaemonError if the daemon does not end in order."""
+        if self.daemon.stop() != 0:
+            raise DaemonError(f"the daemon did not end in order:\n{self.daemon.tail()}")
+        self.daemon.start()
+        self.client.ping()
+        self.await_memory()
+
+    def await_memory(self) -> None:
+        """A daemon has its memory provided by the kernel after its start: that is not the disk's time."""
+        capacity_bytes = self.daemon.status()["memory"]["capacity_bytes"]
+        within(lambda: status_bytes(self.daemon.pid, "RssShmem") >= capacity_bytes, HANG_S, every_s=0.01)
+
+    def demoted_bytes(self) -> int:
+        """What this run of the daemon has written. Raises DaemonError if its disk is off."""
+        disk = self.daemon.status()["disk"]
+        if wrong := [root for root in disk["roots"] if root["state"] != "ok"]:
+            raise DaemonError(f"the disk tier is {wrong[0]['state']}: {wrong[0]['reason']}")
+        demoted: int = disk["demoted"]["bytes"]
+        return demoted
+
+    def look(self, least_bytes: float) -> tuple[float, int]:
+        """(seconds, bytes) as soon as this run has written at least so much. Raises DaemonError at the deadline."""
+        until = time.perf_counter() + DEADLINE_S
+        while True:
+            written = self.demoted_bytes()
+            now = time.perf_counter()
+            if written >= least_bytes:
+                return now, written
+            if now > until:
+                raise DaemonError(f"{written} of {least_bytes} bytes were demoted: {self.daemon.status()['disk']}")
+            time.sleep(LOOK_EVERY_S)
+
+
+@contextmanager
+def disk_bench(
+    folder: Path, root: Path, payload_bytes: int, keys: int, jobs: int, capacity_bytes: int, settings: Mapping[str, str]
+) -> Iterator[DiskBench]:
+    """A round stores `jobs` times `keys`, and the root has room for `capacity_bytes`."""
+    round_bytes = jobs * keys * payload_bytes
+    settings = {
+        "disk.roots": f'[{{ path = "{root}", capacity = {capacity_bytes} }}]',
+        "disk.min_free_bytes": "0",
+        "disk.stuck_s": str(STUCK_S),
+        "disk.backlog_bytes": str(2 * round_bytes),
+        **settings,
+    }
+    tensor = SharedTensor.allocate(keys, payload_bytes)
+    tensor.array[:] = np.random.default_rng(1).integers(0, 256, tensor.array.shape, np.uint8)
+    space = NamespaceSpec(model="bench", key_bytes=KEY_BYTES)
+    with (
+        OwnDaemon(folder, 2 * round_bytes + 128 * MIB, settings) as daemon,
+        Client(daemon.socket, namespace=space, deadline_s=WAIT_S) as client,
+    ):
+        bench = DiskBench(daemon, client, Workload(client, [tensor], keys, scattered=False), jobs)
+        bench.await_memory()
+        yield bench
 
 
 def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, show: Show) -> list[Figure]:
     """`where`: a folder on the disk. Raises DaemonError, KvOffloadError or OSError."""
     keys = max(4, job_bytes // PAYLOAD_BYTES)
-    moved = keys * PAYLOAD_BYTES
-    with disk_folder(where) as made:
-        root, raw = Path(made) / "root", RawFile(Path(made) / "raw", moved)
-        settings = {
-            "disk.roots": f'[{{ path = "{root}", capacity = {(rounds + 2) * moved + 256 * MIB} }}]',
-            "disk.segment_bytes": str(64 * MIB),
-            "disk.min_free_bytes": "0",
-            "disk.stuck_s": str(STUCK_S),
-            "disk.backlog_bytes": str(2 * moved),
-            "log.level": "warning",
-        }
-        samples = _measure(OwnDaemon(folder, 2 * moved + 64 * MIB, settings), keys, raw, rounds, show)
-        kind = file_system(Path(made))
-    file = f"a file on {kind}{', O_DIRECT' if raw.is_direct else ''}"
+    capacity_bytes = (rounds + 2) * keys * PAYLOAD_BYTES + 256 * MIB
+    settings = {"disk.segment_bytes": str(64 * MIB), "log.level": "warning"}
+    with (
+        disk_folder(where) as name,
+        disk_bench(folder, Path(name) / "root", PAYLOAD_BYTES, keys, 1, capacity_bytes, settings) as bench,
+    ):
+        work, raw = bench.work, RawFile(Path(name) / "raw", bench.bytes)
+
+        def measure() -> dict[str, float]:
+            seconds = {"write to": raw.write()}
+            before = bench.demoted_bytes()
+            begun = time.perf_counter()
+            work.store()
+            seconds["store"] = bench.look(before + bench.bytes)[0] - begun
+            seconds["read from"] = raw.read()
+            bench.restart()
+            begun = time.perf_counter()
+            work.load()
+            return {**seconds, "load": time.perf_counter() - begun}
+
+        samples = in_rounds(rounds, measure, show, warm_up=0)
+        file = f"a file on {file_system(Path(name))}{', O_DIRECT' if raw.is_direct else ''}"
     return [
-        bandwidth("disk", what, samples[ours], f"{limit} {file}", samples[limit], moved)
+        bandwidth("disk", what, samples[ours], f"{limit} {file}", samples[limit], bench.bytes)
         for what, ours, limit in (
             ("store, until on disk", "store", "write to"),
             ("load, from disk", "load", "read from"),
         )
     ]
-
-
-def _measure(daemon: OwnDaemon, keys: int, raw: RawFile, rounds: int, show: Show) -> Samples[float]:
-    """Seconds of each round, the daemon's and the file's."""
-    space = NamespaceSpec(model="bench", key_bytes=KEY_BYTES)
-    tensor = SharedTensor.allocate(keys, PAYLOAD_BYTES)
-    tensor.array[:] = 7
-    with daemon, Client(daemon.socket, namespace=space, deadline_s=WAIT_S) as client:
-        work = Workload(client, [tensor], keys, scattered=False)
-        _await_memory(daemon)
-
-        def measure() -> dict[str, float]:
-            seconds = {"write to": raw.write()}
-            before = _demoted(daemon)
-            begun = time.perf_counter()
-            work.store()
-            _await_demoted(daemon, before + work.bytes)
-            seconds["store"] = time.perf_counter() - begun
-            seconds["read from"] = raw.read()
-            daemon.stop()  # and its memory is gone
-            daemon.start()
-            client.ping()
-            _await_memory(daemon)
-            begun = time.perf_counter()
-            work.load()
-            return {**seconds, "load": time.perf_counter() - begun}
-
-        return in_rounds(rounds, measure, show, warm_up=0)
-
-
-def _await_demoted(daemon: OwnDaemon, total_bytes: int) -> None:
-    until(lambda: _demoted(daemon) >= total_bytes, "keys on disk", DEADLINE_S, every_s=LOOK_S)
-
-
-def _await_memory(daemon: OwnDaemon) -> None:
-    """A daemon has its memory provided by the kernel after its start: that is not the disk's time."""
-    capacity_bytes = daemon.status()["memory"]["capacity_bytes"]
-    within(lambda: status_bytes(daemon.pid, "RssShmem") >= capacity_bytes, HANG_S, every_s=LOOK_S)
-
-
-def _demoted(daemon: OwnDaemon) -> int:
-    """Bytes that this run of the daemon has written. Raises DaemonError: its disk is off."""
-    disk = daemon.status()["disk"]
-    if wrong := [root for root in disk["roots"] if root["state"] != "ok"]:
-        raise DaemonError(f"the disk tier is {wrong[0]['state']}: {wrong[0]['reason']}")
-    demoted: int = disk["demoted"]["bytes"]
-    return demoted
 
 
 class RawFile:
