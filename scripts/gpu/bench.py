@@ -22,6 +22,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, GpuTensor, NamespaceSpec, Timeline
 from kvoffloadd.client.memory.gpu import driver
+from kvoffloadd.trial.bench.rounds import in_rounds
 from kvoffloadd.trial.figures import KEY_BYTES, median_ratio
 from kvoffloadd.trial.output import print_json
 from kvoffloadd.trial.process import obey_signals, private_folder
@@ -206,18 +207,6 @@ def _is_pinned(status: dict[str, Any]) -> bool:
     return bool(pinned) and pinned[0] >= status["memory"]["capacity_bytes"]
 
 
-def sample(rounds: int, work: Mapping[str, Callable[[], float]], before: Callable[[], None]) -> dict[str, list[float]]:
-    """Seconds of each kind of work by round, interleaved; the first round warms up. `before` each, untimed."""
-    found: dict[str, list[float]] = {name: [] for name in work}
-    for number in range(rounds + 1):
-        for name, do in work.items():
-            before()
-            seconds = do()
-            if number:
-                found[name].append(seconds)
-    return found
-
-
 KINDS: dict[str, tuple[str, Callable[[Ceiling], float], Callable[[GpuWorkload], float]]] = {
     "store": ("store", Ceiling.store, GpuWorkload.store_s),
     "stores": ("store", Ceiling.store, lambda worker: worker.stores_s(3)),
@@ -242,7 +231,15 @@ def against_ceiling(
         work.setdefault(f"plain {plain}", partial(copy, ceiling))
         work[kind] = partial(do, worker)
     worker.store()
-    seconds = sample(rounds, work, worker.drain)
+
+    def measure() -> dict[str, float]:
+        found = {}
+        for kind, do in work.items():
+            worker.drain()
+            found[kind] = do()
+        return found
+
+    seconds = in_rounds(rounds, measure)
     wrong = worker.wrong_bytes()
     ceiling.close()
     worker.close()
@@ -267,22 +264,6 @@ def cut_short() -> Iterator[None]:
         yield
 
 
-def in_time(cases: Sequence[T], limit_s: float, left_out: list[str]) -> Iterator[T]:
-    """The cases, as long as there is time; the others go to `left_out`."""
-    began = time.monotonic()
-    for number, case in enumerate(cases):
-        if time.monotonic() - began > limit_s:
-            left_out += map(str, cases[number:])
-            return
-        yield case
-
-
-def done(case: dict[str, Any], cases: list[dict[str, Any]]) -> None:
-    """A case has ended: it stays, whatever becomes of the others."""
-    cases.append(case)
-    keep({"case": case})
-
-
 def gb_per_s(size_bytes: int, seconds: Sequence[float]) -> float:
     """The median, in 10**9 bytes per second."""
     return round(size_bytes / statistics.median(seconds) / 1e9, 2)
@@ -304,30 +285,50 @@ def parser(description: str, job_bytes: str = "1GiB", rounds: int = 7) -> argpar
     return made
 
 
-def parse(made: argparse.ArgumentParser, quick_bytes: int = 4 * MIB, *, needs_gpu: bool = True) -> argparse.Namespace:
-    """The command line; `--quick` takes everything down."""
-    arguments = made.parse_args()
-    if arguments.quick:
-        arguments.bytes, arguments.rounds = quick_bytes, 1
-    if min(arguments.bytes, arguments.rounds) < 1:
-        made.error("--bytes and --rounds are at least 1")
-    if needs_gpu and not gpu_is_usable():
-        made.error("there is no usable CUDA driver or GPU")
-    return arguments
+class Run:
+    """One run of a benchmark: its options in `given`, where `--quick` takes everything down, and its `cases` so far;
+    `left_out`: those for which there was no time; `skipped`: what can't be measured here, and why.
+    """
 
+    def __init__(self, made: argparse.ArgumentParser, quick_bytes: int = 4 * MIB, *, needs_gpu: bool = True) -> None:
+        self.given = made.parse_args()
+        self.cases: list[dict[str, Any]] = []
+        self.left_out: list[str] = []
+        self.skipped: list[str] = []
+        if self.given.quick:
+            self.given.bytes, self.given.rounds = quick_bytes, 1
+        if min(self.given.bytes, self.given.rounds) < 1:
+            made.error("--bytes and --rounds are at least 1")
+        if needs_gpu and not gpu_is_usable():
+            made.error("there is no usable CUDA driver or GPU")
 
-def tell(arguments: argparse.Namespace, result: dict[str, Any], bounds: Sequence[Bound]) -> int:
-    """Prints a result, as it was asked for; returns the exit status."""
-    result = judged(result, bounds)
-    if arguments.json:
-        print_json(result)
+    def in_time(self, cases: Sequence[T], share: float = 1.0) -> Iterator[T]:
+        """The cases, as long as there is time: this share of `--seconds`. The others are left out."""
+        began = time.monotonic()
+        for number, case in enumerate(cases):
+            if time.monotonic() - began > share * self.given.seconds:
+                self.left_out += map(str, cases[number:])
+                return
+            yield case
+
+    def done(self, case: dict[str, Any]) -> None:
+        """A case has ended: it stays, whatever becomes of the others."""
+        self.cases.append(case)
+        keep({"case": case})
+
+    def tell(self, tables: Sequence[dict[str, Any]], bounds: Sequence[Bound] = (), **more: object) -> int:
+        """Prints the result, as it was asked for; returns the exit status."""
+        found = {"cases": self.cases, "left_out": self.left_out, "skipped": self.skipped}
+        result = judged({**found, **more, "tables": tables}, bounds)
+        if self.given.json:
+            print_json(result)
+            return 0
+        for one in tables:
+            print(f"{one['title']}:\n\n{grid(one['columns'], one['rows'])}")
+        for what in self.skipped:
+            print(f"skipped: {what}")
+        if self.left_out:
+            print(f"left out, for time: {', '.join(self.left_out)}")
+        if bounds:
+            print_bounds(result)
         return 0
-    for one in result["tables"]:
-        print(f"{one['title']}:\n\n{grid(one['columns'], one['rows'])}")
-    for what in result.get("skipped", ()):
-        print(f"skipped: {what}")
-    if result.get("left_out"):
-        print(f"left out, for time: {', '.join(result['left_out'])}")
-    if bounds:
-        print_bounds(result)
-    return 0

@@ -27,7 +27,7 @@ from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
 from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
-from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, parse, parser, table, tell
+from scripts.gpu.bench import GIB, KIB, MIB, Run, cut_short, parser, table
 from scripts.gpu.machine import available_bytes, meminfo, output_of
 from scripts.gpu.rules import during_capture, large_chunks, null_streams, unregistered
 from scripts.gpu.sharing import opened
@@ -244,16 +244,15 @@ def main() -> int:
         return 0
     made = parser(__doc__ or "")
     made.add_argument("--steps", nargs="*", choices=STEPS, default=[*STEPS], help="these alone")
-    arguments = parse(made, needs_gpu=False)
-    cases: list[dict[str, Any]] = []
+    run = Run(made, needs_gpu=False)
     with cut_short():
-        for name in arguments.steps:
-            done({"step": name, **run_step(name, arguments.quick)}, cases)
+        for name in run.given.steps:
+            run.done({"step": name, **run_step(name, run.given.quick)})
     tables = [
         table(f"{case['step']}, as uid {os.getuid()}", ("what", ""), [one for one in case.items() if one[0] != "step"])
-        for case in cases
+        for case in run.cases
     ]
-    return tell(arguments, {"cases": cases, "tables": tables}, [])
+    return run.tell(tables)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from scripts.gpu.bench import (
-    KIB,
-    KINDS,
-    MIB,
-    Shape,
-    against_ceiling,
-    cut_short,
-    daemon,
-    done,
-    in_time,
-    parse,
-    parser,
-    table,
-    tell,
-)
+from scripts.gpu.bench import KIB, KINDS, MIB, Run, Shape, against_ceiling, cut_short, daemon, parser, table
 from scripts.harness.figures import Bound, at_least, at_most
 from scripts.harness.gpu import Gpu
 
@@ -51,30 +37,27 @@ def bounds_of(cases: list[dict[str, Any]]) -> list[Bound]:
 def main() -> int:
     made = parser(__doc__ or "")
     made.add_argument("--rows", type=int, nargs="*", metavar="KIB", help="rows of so many KiB only")
-    arguments = parse(made, 32 * MIB)
+    run = Run(made, 32 * MIB)
+    given = run.given
     gpu = Gpu()
-    rows = [size for size in ROW_BYTES if not arguments.rows or size // KIB in arguments.rows]
-    rows = [size for size in rows if 2 * Shape(size).payload_bytes <= arguments.bytes]  # jobs of several keys
-    if arguments.quick:
+    rows = [size for size in ROW_BYTES if not given.rows or size // KIB in given.rows]
+    rows = [size for size in rows if 2 * Shape(size).payload_bytes <= given.bytes]  # jobs of several keys
+    if given.quick:
         rows = rows[::3]
-    cases: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    with cut_short(), daemon(arguments.bytes) as socket:
+    with cut_short(), daemon(given.bytes) as socket:
         # The largest first: they have bounds.
-        largest_first = in_time(rows[::-1], arguments.seconds, left_out)
-        for row_bytes in largest_first:
-            shape, job_bytes = Shape(row_bytes), min(arguments.bytes, ROWS_MAX * row_bytes)
-            found = against_ceiling(gpu, socket, shape, job_bytes, arguments.rounds, tuple(KINDS))
-            done({"name": shape.name, **found}, cases)
-    cases.reverse()
-    speeds = [[case["name"], *(f"{case['gb_per_s'][kind]:.1f}" for kind in (*KINDS, *PLAIN))] for case in cases]
-    ratios = [[case["name"], *(f"{case['ratio_to_limit'][kind]:.2f}" for kind in KINDS)] for case in cases]
+        for row_bytes in run.in_time(rows[::-1]):
+            shape, job_bytes = Shape(row_bytes), min(given.bytes, ROWS_MAX * row_bytes)
+            found = against_ceiling(gpu, socket, shape, job_bytes, given.rounds, tuple(KINDS))
+            run.done({"name": shape.name, **found})
+    run.cases.reverse()
+    speeds = [[case["name"], *(f"{case['gb_per_s'][kind]:.1f}" for kind in (*KINDS, *PLAIN))] for case in run.cases]
+    ratios = [[case["name"], *(f"{case['ratio_to_limit'][kind]:.2f}" for kind in KINDS)] for case in run.cases]
     tables = [
         table("through the daemon: ratio to the plain copy", ("rows", *KINDS), ratios),
         table("GB/s; plain: one cuMemcpyAsync", ("rows", *KINDS, *PLAIN), speeds),
     ]
-    result = {"cases": cases, "left_out": left_out, "tables": tables}
-    return tell(arguments, result, bounds_of(cases))
+    return run.tell(tables, bounds_of(run.cases))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from kvoffloadd.client import (
 )
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50
 from kvoffloadd.trial.workload import WAIT_S
-from scripts.gpu.bench import KIB, MIB, await_pinned, cut_short, daemon, done, in_time, parse, parser, table, tell
+from scripts.gpu.bench import KIB, MIB, Run, await_pinned, cut_short, daemon, parser, table
 from scripts.gpu.bench_paths import PATHS
 from scripts.gpu.decode import DecodeLoop
 from scripts.harness.gpu import gpu_is_usable, software_driver
@@ -266,32 +266,33 @@ def measure(cache: Cache, loop: DecodeLoop, worker: Direct | Gather, seconds: fl
 def main() -> int:
     made = parser(__doc__ or "", "128MiB")
     made.add_argument("--device", choices=("cuda", "host"), default="cuda")
-    arguments = parse(made, 4 * MIB, needs_gpu=False)
+    run = Run(made, 4 * MIB, needs_gpu=False)
+    given = run.given
     if importlib.util.find_spec("torch") is None:
-        return tell(arguments, {"cases": [], "tables": [], "skipped": ["all: torch is not installed"]}, [])
-    if arguments.device == "cuda" and (software_driver_here() or not gpu_is_usable()):
-        return tell(arguments, {"cases": [], "tables": [], "skipped": ["all: torch needs a real GPU"]}, [])
-    seconds = QUICK_SLICE_S if arguments.quick else SLICE_S
-    chunk_bytes = QUICK_CHUNK_BYTES if arguments.quick else CHUNK_BYTES
-    loop = DecodeLoop("cuda" if arguments.device == "cuda" else "cpu")
-    cases: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    ways = (GATHER, *(DAEMON_WAYS if arguments.device == "cuda" else DAEMON_WAYS[:1]))
+        run.skipped.append("all: torch is not installed")
+        return run.tell([])
+    if given.device == "cuda" and (software_driver_here() or not gpu_is_usable()):
+        run.skipped.append("all: torch needs a real GPU")
+        return run.tell([])
+    seconds = QUICK_SLICE_S if given.quick else SLICE_S
+    chunk_bytes = QUICK_CHUNK_BYTES if given.quick else CHUNK_BYTES
+    loop = DecodeLoop("cuda" if given.device == "cuda" else "cpu")
+    ways = (GATHER, *(DAEMON_WAYS if given.device == "cuda" else DAEMON_WAYS[:1]))
     with cut_short():
-        for row_bytes in in_time(QUICK_ROW_BYTES if arguments.quick else ROW_BYTES, arguments.seconds, left_out):
+        for row_bytes in run.in_time(QUICK_ROW_BYTES if given.quick else ROW_BYTES):
             for way in ways:
-                with daemon(arguments.bytes, PATHS.get(way, {"memory.slab_bytes": "64MiB"})) as socket:
-                    cache = Cache(arguments.device, row_bytes, arguments.bytes)
+                with daemon(given.bytes, PATHS.get(way, {"memory.slab_bytes": "64MiB"})) as socket:
+                    cache = Cache(given.device, row_bytes, given.bytes)
                     worker = (Gather if way == GATHER else Direct)(cache, socket, chunk_bytes)
-                    if arguments.device == "cuda":
+                    if given.device == "cuda":
                         await_pinned(socket)
                     for case in measure(cache, loop, worker, seconds):
-                        done({"rows": f"{row_bytes // KIB} KiB", "way": way, **case}, cases)
+                        run.done({"rows": f"{row_bytes // KIB} KiB", "way": way, **case})
                     worker.close()
     columns = ("rows", "way", "direction", "GB/s", "GB/s beside the loop", "decode", "steps/s alone", "wrong bytes")
-    order = sorted(cases, key=lambda case: (case["direction"], int(case["rows"].split()[0])))
+    order = sorted(run.cases, key=lambda case: (case["direction"], int(case["rows"].split()[0])))
     tables = [table("small rows, five ways, beside a decode loop", columns, [list(one.values()) for one in order])]
-    return tell(arguments, {"cases": cases, "left_out": left_out, "tables": tables}, [])
+    return run.tell(tables)
 
 
 def software_driver_here() -> bool:

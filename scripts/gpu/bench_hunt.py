@@ -21,7 +21,7 @@ from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
 from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.model import Direction
-from scripts.gpu.bench import KIB, MIB, cut_short, done, parse, parser, table, tell
+from scripts.gpu.bench import KIB, MIB, Run, cut_short, parser, table
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned
 
@@ -121,11 +121,11 @@ class Hunter:
 def main() -> int:
     made = parser(__doc__ or "", "64MiB")
     made.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="(default: a random one)")
-    arguments = parse(made, 8 * MIB)
-    seconds = min(QUICK_HUNT_S if arguments.quick else HUNT_S, arguments.seconds)
-    cases: list[dict[str, Any]] = []
+    run = Run(made, 8 * MIB)
+    given = run.given
+    seconds = min(QUICK_HUNT_S if given.quick else HUNT_S, given.seconds)
     with cut_short():
-        hunters = [Hunter(direction, arguments.seed, arguments.bytes) for direction in Direction]
+        hunters = [Hunter(direction, given.seed, given.bytes) for direction in Direction]
         threads = [threading.Thread(target=one.hunt, args=(seconds,), daemon=True) for one in hunters]
         for thread in threads:
             thread.start()
@@ -134,15 +134,14 @@ def main() -> int:
         for one in hunters:
             found: dict[str, Any] = {"direction": one.direction.value, "batches": one.batches, "in runs": one.runs}
             found |= {"longest, ms": round(one.longest_s * 1e3, 1), "wrong_bytes": one.wrong_bytes}
-            done({**found, "stuck": one.stuck or "none", "seed": arguments.seed}, cases)
-    columns = list(cases[0]) if cases else []
-    result = {"cases": cases, "tables": [table("batches", columns, [list(one.values()) for one in cases])]}
-    if any(one["stuck"] != "none" for one in cases):
-        print(json.dumps(cases), file=sys.stderr, flush=True)
-        tell(arguments, result, [])
+            run.done({**found, "stuck": one.stuck or "none", "seed": given.seed})
+    columns = list(run.cases[0]) if run.cases else []
+    status = run.tell([table("batches", columns, [list(one.values()) for one in run.cases])])
+    if any(one["stuck"] != "none" for one in run.cases):
+        print(json.dumps(run.cases), file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)  # a process that waits for its stream's end would never end
-    return tell(arguments, result, [])
+    return status
 
 
 if __name__ == "__main__":

@@ -17,21 +17,7 @@ from typing import Any
 from kvoffloadd.trial.figures import median_ratio
 from kvoffloadd.trial.process import private_folder
 from kvoffloadd.trial.worker import WorkerProcess
-from scripts.gpu.bench import (
-    KIB,
-    GpuWorkload,
-    Shape,
-    await_pinned,
-    cut_short,
-    daemon,
-    done,
-    gb_per_s,
-    in_time,
-    parse,
-    parser,
-    table,
-    tell,
-)
+from scripts.gpu.bench import KIB, GpuWorkload, Run, Shape, await_pinned, cut_short, daemon, gb_per_s, parser, table
 from scripts.gpu.bench_paths import PATHS
 from scripts.harness.gpu import Gpu, software_driver
 
@@ -92,27 +78,25 @@ def measure(
 
 
 def main() -> int:
-    arguments = parse(parser(__doc__ or "", "256MiB", 3))
-    seconds = QUICK_SLICE_S if arguments.quick else SLICE_S
+    run = Run(parser(__doc__ or "", "256MiB", 3))
+    given = run.given
+    seconds = QUICK_SLICE_S if given.quick else SLICE_S
     gpu = Gpu()
-    cases: list[dict[str, Any]] = []
-    left_out: list[str] = []
     with cut_short(), private_folder() as folder:
         options = {"cpu": software_driver() is not None}
         kernels = WorkerProcess("scripts.gpu.kernels", options, Path(folder) / "kernels.log")
         kinds = kernels.answer(START_S)["kinds"]
-        for row_bytes, path in in_time(CASES[1:3] if arguments.quick else CASES, arguments.seconds, left_out):
-            with daemon(arguments.bytes, PATHS[path]) as socket:
-                worker = GpuWorkload(gpu, socket, Shape(row_bytes), arguments.bytes)
+        for row_bytes, path in run.in_time(CASES[1:3] if given.quick else CASES):
+            with daemon(given.bytes, PATHS[path]) as socket:
+                worker = GpuWorkload(gpu, socket, Shape(row_bytes), given.bytes)
                 await_pinned(socket)
                 worker.store()
-                for one in measure(kernels, kinds, worker, arguments.rounds, seconds):
-                    done({"rows": f"{row_bytes // KIB} KiB", "path": path, **one}, cases)
+                for one in measure(kernels, kinds, worker, given.rounds, seconds):
+                    run.done({"rows": f"{row_bytes // KIB} KiB", "path": path, **one})
                 worker.close()
         kernels.end()
     columns = ("rows", "path", "kernels", "jobs", "kernels' speed", "jobs' speed", "jobs alone, GB/s")
-    tables = [table("relative to alone", columns, [list(one.values()) for one in cases])]
-    return tell(arguments, {"cases": cases, "left_out": left_out, "tables": tables}, [])
+    return run.tell([table("relative to alone", columns, [list(one.values()) for one in run.cases])])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ driver says that the memory is free. The worker is killed while its stores run.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from pathlib import Path
@@ -15,20 +14,7 @@ from kvoffloadd.client import Client
 from kvoffloadd.trial.figures import p50, p99
 from kvoffloadd.trial.process import private_folder
 from kvoffloadd.trial.workload import WAIT_S
-from scripts.gpu.bench import (
-    KIB,
-    MIB,
-    GpuWorkload,
-    Shape,
-    await_pinned,
-    cut_short,
-    daemon,
-    parse,
-    parser,
-    table,
-    tell,
-)
-from scripts.gpu.results import keep
+from scripts.gpu.bench import KIB, MIB, GpuWorkload, Run, Shape, await_pinned, cut_short, daemon, parser, table
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, software_driver
@@ -110,18 +96,19 @@ def signalled(worker: GpuWorkload) -> float:
 
 
 def main() -> int:
-    arguments: argparse.Namespace = parse(parser(__doc__ or "", "1GiB", 5), 16 * MIB)
+    run = Run(parser(__doc__ or "", "1GiB", 5), 16 * MIB)
+    given = run.given
     gpu = Gpu()
     trips: dict[str, list[float]] = {}
     ends: dict[str, list[dict[str, float]]] = {"ipc": [], "vmm": []}
-    with cut_short(), daemon(arguments.bytes) as socket, private_folder() as folder:
-        trips |= round_trips(gpu, socket, 20 if arguments.quick else 500)
-        keep({"case": {"round trips, p50 in s": {name: p50(all_) for name, all_ in trips.items()}}})
-        deaths = Deaths(gpu, socket, Path(folder), arguments.bytes)
+    with cut_short(), daemon(given.bytes) as socket, private_folder() as folder:
+        trips |= round_trips(gpu, socket, 20 if given.quick else 500)
+        run.done({"round trips, p50 in s": {name: p50(all_) for name, all_ in trips.items()}})
+        deaths = Deaths(gpu, socket, Path(folder), given.bytes)
         for kind, all_ends in ends.items():
-            for _ in range(arguments.rounds):
+            for _ in range(given.rounds):
                 all_ends.append(deaths.one(kind))
-                keep({"case": {"killed": kind, **all_ends[-1]}})
+                run.done({"killed": kind, **all_ends[-1]})
     ends = {kind: all_ for kind, all_ in ends.items() if all_}
     end_lines = [
         [kind, *(f"{p50([one[what] for one in all_]):.3f} / {max(one[what] for one in all_):.3f}" for what in
@@ -139,8 +126,7 @@ def main() -> int:
         )
         for kind, all_ in ends.items()
     ]
-    result = {"deaths": ends, "round_trips_s": {n: p50(a) for n, a in trips.items()}, "tables": tables}
-    return tell(arguments, result, bounds)
+    return run.tell(tables, bounds, deaths=ends, round_trips_s={name: p50(all_) for name, all_ in trips.items()})
 
 
 if __name__ == "__main__":

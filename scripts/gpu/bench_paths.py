@@ -8,7 +8,6 @@ the same without; `upwards` and `downwards`: jobs of each size, one behind the o
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,15 @@ from scripts.gpu.bench import (
     KIB,
     MIB,
     GpuWorkload,
+    Run,
     Shape,
     against_ceiling,
     await_pinned,
     cut_short,
     daemon,
-    done,
     gb_per_s,
-    in_time,
-    parse,
     parser,
     table,
-    tell,
 )
 from scripts.harness.gpu import Gpu
 
@@ -61,17 +57,18 @@ def counters(socket: Path) -> dict[str, int]:
     return {name: int(gpu.get(name, 0)) for name in COUNTED}
 
 
-def by_path(arguments: argparse.Namespace, gpu: Gpu, cases: list[dict[str, Any]], left_out: list[str]) -> None:
+def by_path(run: Run, gpu: Gpu) -> None:
     """Every size by every path."""
-    names = list(PATHS)[: QUICK_PATHS if arguments.quick else None]
-    for name in in_time(names, 0.7 * arguments.seconds, left_out):
-        with daemon(arguments.bytes, PATHS[name]) as socket:
+    given = run.given
+    names = list(PATHS)[: QUICK_PATHS if given.quick else None]
+    for name in run.in_time(names, 0.7):
+        with daemon(given.bytes, PATHS[name]) as socket:
             before = counters(socket)
-            for row_bytes in ROW_BYTES[:1] if arguments.quick else ROW_BYTES:
-                found = against_ceiling(gpu, socket, Shape(row_bytes), arguments.bytes, arguments.rounds, KINDS)
+            for row_bytes in ROW_BYTES[:1] if given.quick else ROW_BYTES:
+                found = against_ceiling(gpu, socket, Shape(row_bytes), given.bytes, given.rounds, KINDS)
                 after = counters(socket)
                 by = {what: after[what] - before[what] for what in COUNTED if after[what] > before[what]}
-                done({"path": name, **found, "by": by}, cases)
+                run.done({"path": name, **found, "by": by})
                 before = after
 
 
@@ -80,12 +77,12 @@ def job_s(worker: GpuWorkload, kind: str) -> float:
     return worker.store_s() if kind == "store" else worker.load_s()
 
 
-def mixed(arguments: argparse.Namespace, gpu: Gpu) -> list[dict[str, Any]]:
+def mixed(run: Run, gpu: Gpu) -> None:
     """Large jobs alone, and each behind a small one."""
-    found: list[dict[str, Any]] = []
-    with daemon(arguments.bytes) as socket:
-        large = GpuWorkload(gpu, socket, LARGE, arguments.bytes)
-        small = GpuWorkload(gpu, socket, SMALL, max(arguments.bytes // SMALL_PART, SMALL.payload_bytes))
+    given = run.given
+    with daemon(given.bytes) as socket:
+        large = GpuWorkload(gpu, socket, LARGE, given.bytes)
+        small = GpuWorkload(gpu, socket, SMALL, max(given.bytes // SMALL_PART, SMALL.payload_bytes))
         await_pinned(socket)
         seconds: dict[tuple[str, str], list[float]] = {
             (kind, name): [] for kind in KINDS for name in ("alone", "mixed")
@@ -93,44 +90,39 @@ def mixed(arguments: argparse.Namespace, gpu: Gpu) -> list[dict[str, Any]]:
         small.store()
         large.store()
         for name in ("alone", "mixed"):
-            for _ in range(3 * arguments.rounds):
+            for _ in range(3 * given.rounds):
                 for kind in KINDS:
                     if name == "mixed":
                         job_s(small, kind)
                     seconds[kind, name].append(job_s(large, kind))
         for (kind, name), taken in seconds.items():
-            done({"mixed": f"{kind}, {name}", "gb_per_s": gb_per_s(large.bytes, taken)}, found)
+            run.done({"mixed": f"{kind}, {name}", "gb_per_s": gb_per_s(large.bytes, taken)})
         small.close()
         large.close()
-    return found
 
 
-def ladder(arguments: argparse.Namespace, gpu: Gpu) -> list[dict[str, Any]]:
+def ladder(run: Run, gpu: Gpu) -> None:
     """Loads of jobs of 64 KiB to `bytes`, upwards and downwards, by one daemon."""
-    found: list[dict[str, Any]] = []
+    given = run.given
     shape = Shape(64 * KIB, layers=1)
     sizes = [64 * KIB]
-    while sizes[-1] * 4 <= arguments.bytes:
+    while sizes[-1] * 4 <= given.bytes:
         sizes.append(sizes[-1] * 4)
-    with daemon(arguments.bytes) as socket:
+    with daemon(given.bytes) as socket:
         workers = [GpuWorkload(gpu, socket, shape, size) for size in sizes]
         await_pinned(socket)
         for worker in workers:
             worker.store()
         for name, order in (("upwards", workers), ("downwards", workers[::-1])):
-            us = {
-                worker.bytes: round(p50([worker.load_s() for _ in range(arguments.rounds)]) * 1e6) for worker in order
-            }
-            done({"loads": name, "us": {str(size): us[size] for size in sizes}}, found)
+            us = {worker.bytes: round(p50([worker.load_s() for _ in range(given.rounds)]) * 1e6) for worker in order}
+            run.done({"loads": name, "us": {str(size): us[size] for size in sizes}})
         for worker in workers:
             worker.close()
-    return found
 
 
-def tables_of(
-    paths: list[dict[str, Any]], mixes: list[dict[str, Any]], ladders: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For people."""
+    paths, mixes, ladders = ([case for case in cases if key in case] for key in ("path", "mixed", "loads"))
     lines = [
         [f"{case['row_bytes'] // KIB} KiB", case["path"]]
         + [f"{case['gb_per_s'][kind]:.1f} ({case['ratio_to_limit'][kind]:.2f})" for kind in KINDS]
@@ -150,18 +142,13 @@ def tables_of(
 
 
 def main() -> int:
-    arguments = parse(parser(__doc__ or "", "64MiB", 5), 8 * MIB)
+    run = Run(parser(__doc__ or "", "64MiB", 5), 8 * MIB)
     gpu = Gpu()
-    paths: list[dict[str, Any]] = []
-    mixes: list[dict[str, Any]] = []
-    ladders: list[dict[str, Any]] = []
-    left_out: list[str] = []
     with cut_short():
-        by_path(arguments, gpu, paths, left_out)
-        mixes += mixed(arguments, gpu)
-        ladders += ladder(arguments, gpu)
-    result = {"cases": [*paths, *mixes, *ladders], "left_out": left_out, "tables": tables_of(paths, mixes, ladders)}
-    return tell(arguments, result, [])
+        by_path(run, gpu)
+        mixed(run, gpu)
+        ladder(run, gpu)
+    return run.tell(tables_of(run.cases))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.trial.figures import p50, p99
 from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
-from scripts.gpu.bench import GIB, KIB, MIB, cut_short, done, gb_per_s, parse, parser, table, tell
+from scripts.gpu.bench import GIB, KIB, MIB, Run, cut_short, gb_per_s, parser, table
 from scripts.gpu.machine import available_bytes
 from scripts.harness.gpu import Gpu, GpuBuffer
 
@@ -112,7 +112,7 @@ def other() -> None:
         print(json.dumps(loops.end()), flush=True)
 
 
-def stalls(gpu: Gpu, total_bytes: int, cases: list[dict[str, Any]]) -> None:
+def stalls(gpu: Gpu, total_bytes: int, run: Run) -> None:
     """For nothing registered, and for each size of pieces."""
     with _mapped(MIB) as small, _mapped(total_bytes) as large:
         populate(large.address, total_bytes, 8, nice=0)
@@ -120,7 +120,7 @@ def stalls(gpu: Gpu, total_bytes: int, cases: list[dict[str, Any]]) -> None:
         command = module("scripts.gpu.bench_pinning", "other")
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
             for pieces in (0, *PIECES):
-                done(_stall(gpu, child, small, large, pieces), cases)
+                run.done(_stall(gpu, child, small, large, pieces))
             child.communicate()
         driver().call("cuMemHostUnregister", small.address)
 
@@ -259,29 +259,26 @@ def main() -> int:
     if sys.argv[1:] == ["other"]:
         other()
         return 0
-    arguments = parse(parser(__doc__ or "", "16GiB", 1), 64 * MIB)
+    run = Run(parser(__doc__ or "", "16GiB", 1), 64 * MIB)
     gpu = Gpu()
-    total_bytes = min(arguments.bytes, available_bytes() // 3) // (PIECES[-1] * 4 * KIB) * PIECES[-1] * 4 * KIB
-    stood: list[dict[str, Any]] = []
-    pools: list[dict[str, Any]] = []
+    total_bytes = min(run.given.bytes, available_bytes() // 3) // (PIECES[-1] * 4 * KIB) * PIECES[-1] * 4 * KIB
     pool_bytes = total_bytes // POOL_PART // SCATTERED_BYTES * SCATTERED_BYTES
-    skipped: list[str] = []
     with cut_short():
-        stalls(gpu, total_bytes, stood)
+        stalls(gpu, total_bytes, run)
         for name, memory in kinds(pool_bytes).items():
             try:
-                done(pool(gpu, name, memory, pool_bytes), pools)
+                run.done(pool(gpu, name, memory, pool_bytes))
             except (KvOffloadError, OSError) as error:
-                skipped.append(f"{name}: {error}")
+                run.skipped.append(f"{name}: {error}")
     tables = [
         table(title, list(cases[0]), [list(case.values()) for case in cases])
-        for title, cases in (
-            ("while memory is registered, ms: median / 99 % / longest", stood),
-            (f"kinds of {format_bytes(pool_bytes)}; GB/s; huge pages of shared memory: {_shmem_huge()}", pools),
+        for title, key in (
+            ("while memory is registered, ms: median / 99 % / longest", "registered"),
+            (f"kinds of {format_bytes(pool_bytes)}; GB/s; huge pages of shared memory: {_shmem_huge()}", "pool"),
         )
-        if cases
+        if (cases := [case for case in run.cases if key in case])
     ]
-    return tell(arguments, {"cases": [*stood, *pools], "skipped": skipped, "tables": tables}, [])
+    return run.tell(tables)
 
 
 def _shmem_huge() -> str:

@@ -25,22 +25,7 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, U8Array, U64Array
 from kvoffloadd.trial.figures import p50
-from scripts.gpu.bench import (
-    KIB,
-    LAYERS,
-    MIB,
-    Shape,
-    against_ceiling,
-    cut_short,
-    daemon,
-    done,
-    gb_per_s,
-    in_time,
-    parse,
-    parser,
-    table,
-    tell,
-)
+from scripts.gpu.bench import KIB, LAYERS, MIB, Run, Shape, against_ceiling, cut_short, daemon, gb_per_s, parser, table
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned
 
@@ -215,29 +200,30 @@ def measure(ways: Ways, rows: Rows, direction: Direction, method: str, rounds: i
     return {**case, "gb_per_s": gb_per_s(rows.bytes, total), "submit_us_per_row": us, "wrong_bytes": wrong}
 
 
-def by_driver(arguments: Any, gpu: Gpu, cases: list[dict[str, Any]], left_out: list[str]) -> dict[str, str]:
-    """All sizes, both ways, each method that there is. What there is not, and why."""
+def by_driver(run: Run, gpu: Gpu) -> None:
+    """All sizes, both ways, each method that there is."""
     ways = Ways(gpu, Driver())
-    for row_bytes in in_time(ROW_BYTES[:2] if arguments.quick else ROW_BYTES, arguments.seconds / 2, left_out):
-        rows = Rows(gpu, row_bytes, arguments.bytes)
+    run.skipped += [f"{method}: {why}" for method, why in ways.missing.items()]
+    for row_bytes in run.in_time(ROW_BYTES[:2] if run.given.quick else ROW_BYTES, 0.5):
+        rows = Rows(gpu, row_bytes, run.given.bytes)
         for direction in Direction:
             for method in METHODS:
                 if method not in ways.missing:
-                    done(measure(ways, rows, direction, method, arguments.rounds), cases)
+                    run.done(measure(ways, rows, direction, method, run.given.rounds))
         rows.close()
-    return ways.missing
 
 
-def by_daemon(arguments: Any, gpu: Gpu, cases: list[dict[str, Any]], left_out: list[str]) -> None:
+def by_daemon(run: Run, gpu: Gpu) -> None:
     """The same sizes through the daemon as it is by default."""
-    with daemon(arguments.bytes) as socket:
-        for row_bytes in in_time(ROW_BYTES[:2] if arguments.quick else ROW_BYTES, arguments.seconds / 2, left_out):
-            job_bytes = min(arguments.bytes, ROWS_MAX * row_bytes)
+    given = run.given
+    with daemon(given.bytes) as socket:
+        for row_bytes in run.in_time(ROW_BYTES[:2] if given.quick else ROW_BYTES, 0.5):
+            job_bytes = min(given.bytes, ROWS_MAX * row_bytes)
             kinds = tuple(direction.value for direction in Direction)
-            found = against_ceiling(gpu, socket, Shape(row_bytes), job_bytes, arguments.rounds, kinds)
+            found = against_ceiling(gpu, socket, Shape(row_bytes), job_bytes, given.rounds, kinds)
             for kind in kinds:
                 case = {"rows": f"{row_bytes // KIB} KiB", "direction": kind, "method": DAEMON}
-                done({**case, "gb_per_s": found["gb_per_s"][kind], "wrong_bytes": found["wrong_bytes"]}, cases)
+                run.done({**case, "gb_per_s": found["gb_per_s"][kind], "wrong_bytes": found["wrong_bytes"]})
 
 
 def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -256,19 +242,15 @@ def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    arguments = parse(parser(__doc__ or "", "64MiB", 5), 2 * MIB)
+    run = Run(parser(__doc__ or "", "64MiB", 5), 2 * MIB)
     gpu = Gpu()
-    cases: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    skipped: list[str] = []
     with cut_short():
-        skipped += [f"{method}: {why}" for method, why in by_driver(arguments, gpu, cases, left_out).items()]
-        by_daemon(arguments, gpu, cases, left_out)
-    refused = [
-        f"{one['rows']} {one['direction']} {one['method']}: {one['refused']}" for one in cases if "refused" in one
+        by_driver(run, gpu)
+        by_daemon(run, gpu)
+    run.skipped += [
+        f"{one['rows']} {one['direction']} {one['method']}: {one['refused']}" for one in run.cases if "refused" in one
     ]
-    result = {"cases": cases, "left_out": left_out, "skipped": skipped + refused, "tables": tables_of(cases)}
-    return tell(arguments, result, [])
+    return run.tell(tables_of(run.cases))
 
 
 if __name__ == "__main__":

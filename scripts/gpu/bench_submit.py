@@ -29,7 +29,7 @@ from kvoffloadd.device.plan import Copies, GroupPlan, make_copies, split
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, Ref, U64Array
 from kvoffloadd.trial.figures import p50
-from scripts.gpu.bench import LAYERS, MIB, done, parse, parser, table, tell
+from scripts.gpu.bench import LAYERS, MIB, Run, parser, table
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import Pinned
@@ -242,18 +242,17 @@ def rows_of(cases: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def main() -> int:
-    arguments = parse(parser(__doc__ or "", "64MiB"), 8 * MIB)
-    costs = Costs(Gpu(), arguments.bytes)
-    cases: list[dict[str, Any]] = []
-    for case in measured(costs, arguments.rounds):
-        done(case, cases)
+    run = Run(parser(__doc__ or "", "64MiB"), 8 * MIB)
+    costs = Costs(Gpu(), run.given.bytes)
+    run.skipped += costs.skipped
+    for case in measured(costs, run.given.rounds):
+        run.done(case)
     bounds = [
         at_most(f"{one['direction']}: a row of a batch, us", one["us"]["in all"], COST_MAX_US)
-        for one in cases
+        for one in run.cases
         if one["way"] == BATCH
     ]
-    result = {"costs": cases, "skipped": costs.skipped, "tables": [table(TITLE, COLUMNS, rows_of(cases))]}
-    return tell(arguments, result, bounds)
+    return run.tell([table(TITLE, COLUMNS, rows_of(run.cases))], bounds, costs=run.cases)
 
 
 if __name__ == "__main__":

@@ -130,8 +130,9 @@ def test_a_row_that_was_cut_costs_that_row_alone(tmp_path: Path) -> None:
 
 _CUT = """
 import sys, time
-from scripts.gpu.bench import done
-done({"rows": 4096, "gb_per_s": 12.5}, [])
+from scripts.gpu.bench import Run, parser
+sys.argv[1:] = []
+Run(parser(""), needs_gpu=False).done({"rows": 4096, "gb_per_s": 12.5})
 print("about to hang", file=sys.stderr, flush=True)
 time.sleep(600)
 """
@@ -150,15 +151,14 @@ def test_what_came_before_the_end_stays(tmp_path: Path) -> None:
 
 _STOPPED = """
 import sys, time
-from scripts.gpu.bench import cut_short, done, parse, parser, table, tell
-cases = []
+from scripts.gpu.bench import Run, cut_short, parser, table
 sys.argv[1:] = ["--json"]
-arguments = parse(parser(""), needs_gpu=False)
+run = Run(parser(""), needs_gpu=False)
 with cut_short():
-    done({"rows": 4096}, cases)
+    run.done({"rows": 4096})
     print("daemon: what a daemon logged", file=sys.stderr, flush=True)
     time.sleep(600)
-tell(arguments, {"cases": cases, "tables": [table("rows", ["rows"], [[4096]])]}, [])
+run.tell([table("rows", ["rows"], [[4096]])])
 """
 
 
