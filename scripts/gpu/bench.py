@@ -22,6 +22,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, GpuTensor, NamespaceSpec, Timeline
 from kvoffloadd.client.memory.gpu import driver
+from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.bench.rounds import in_rounds
 from kvoffloadd.trial.figures import KEY_BYTES, median_ratio
 from kvoffloadd.trial.output import print_json
@@ -35,7 +36,6 @@ from scripts.gpu.results import keep
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import Bound, judged, print_bounds
 from scripts.harness.gpu import Gpu, GpuBuffer, gpu_is_usable
-from scripts.harness.gpumemory import Pinned
 
 T = TypeVar("T")
 

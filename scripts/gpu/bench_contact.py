@@ -25,6 +25,7 @@ import numpy as np
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
+from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, Run, cut_short, parser, table
@@ -32,7 +33,6 @@ from scripts.gpu.machine import available_bytes, meminfo, output_of
 from scripts.gpu.rules import during_capture, large_chunks, null_streams, unregistered
 from scripts.gpu.sharing import opened
 from scripts.harness.gpu import Gpu
-from scripts.harness.gpumemory import Pinned
 
 STEP_S = 30.0
 PIN_BYTES, QUICK_PIN_BYTES = (4 * KIB, GIB, 8 * GIB), (4 * KIB, 8 * MIB)

@@ -21,9 +21,9 @@ from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
 from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.model import Direction
+from kvoffloadd.trial.bench.gpu import Pinned
 from scripts.gpu.bench import KIB, MIB, Run, cut_short, parser, table
 from scripts.harness.gpu import Gpu, GpuBuffer
-from scripts.harness.gpumemory import Pinned
 
 BATCH = 1024
 ROW_MAX_BYTES = 256 * KIB

@@ -24,10 +24,10 @@ from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, U8Array, U64Array
+from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import KIB, LAYERS, MIB, Run, Shape, against_ceiling, cut_short, daemon, gb_per_s, parser, table
 from scripts.harness.gpu import Gpu, GpuBuffer
-from scripts.harness.gpumemory import Pinned
 
 Submit = Callable[[], int]
 

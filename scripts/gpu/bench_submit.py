@@ -28,11 +28,11 @@ from kvoffloadd.device.pitched import Pitched, pitch
 from kvoffloadd.device.plan import Copies, GroupPlan, make_copies, split
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, Ref, U64Array
+from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import LAYERS, MIB, Run, parser, table
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, GpuBuffer
-from scripts.harness.gpumemory import Pinned
 
 ROW_BYTES = 4096
 CHUNK_BYTES = 64 * MIB

@@ -22,11 +22,11 @@ from kvoffloadd.device.cuda.memory import SharedMemory
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import Direction
 from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.wait import until
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB
 from scripts.harness.gpu import POSIX_FD, Gpu, GpuBuffer, software_driver
-from scripts.harness.gpumemory import Pinned
 
 UNREGISTERED_BYTES, QUICK_UNREGISTERED_BYTES = 256 * MIB, 4 * MIB
 BATCH = 1024

@@ -22,9 +22,10 @@ import numpy as np
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache, NamespaceSpec, Ref, Timeline
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of
 from scripts.harness.gpu import Gpu
-from scripts.harness.gpumemory import CacheMemory, Gate, Pinned, Rows
+from scripts.harness.gpumemory import CacheMemory, Gate, Rows
 
 WAIT_S = 30.0
 _DUMPABLE = 4

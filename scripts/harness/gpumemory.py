@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +11,12 @@ import numpy as np
 
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.model import U8Array
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.oracle import digest, mixed
 from scripts.harness.gpu import CHUNK_BYTES, POSIX_FD, Gpu, GpuBuffer
 
 KINDS = ("ipc", "vmm", "vmm-private", "torch")
 WIPED = 0xEE
-_PORTABLE_AND_MAPPED = 3
 _ITEM_BYTES = 2  # bfloat16
 
 
@@ -29,34 +27,6 @@ class Rows(NamedTuple):
     num_blocks: int
     page_bytes: int
     stride_bytes: int
-
-
-class Pinned:
-    """Shared memory that the driver knows: of a new memfd, or of `fd`, which stays the caller's."""
-
-    def __init__(self, size_bytes: int, fd: int | None = None, threads: int = 4) -> None:
-        self.size_bytes = size_bytes
-        self._own_fd = create_memfd("gpu-check", size_bytes) if fd is None else None
-        used = fd if self._own_fd is None else self._own_fd
-        assert used is not None
-        self._mapping = Mapping.map_fd(used, size_bytes)
-        self.address = self._mapping.address
-        self.array = self._mapping.array()
-        populate(self.address, size_bytes, threads)
-        driver().call("cuMemHostRegister", self.address, size_bytes, _PORTABLE_AND_MAPPED)
-
-    @property
-    def device_address(self) -> int:
-        """As kernels see byte 0."""
-        return int(driver().call("cuMemHostGetDevicePointer", self.address, 0))
-
-    def close(self) -> None:
-        """Nothing may use it any more."""
-        driver().call("cuMemHostUnregister", self.address)
-        self._mapping.close()
-        if self._own_fd is not None:
-            os.close(self._own_fd)
-            self._own_fd = None
 
 
 class Gate:

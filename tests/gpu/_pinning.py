@@ -10,8 +10,9 @@ import sys
 import numpy as np
 
 from kvoffloadd.client.memory.gpu import driver
+from kvoffloadd.trial.bench.gpu import Pinned
 from scripts.harness.gpu import Gpu, GpuBuffer
-from scripts.harness.gpumemory import Pinned, content
+from scripts.harness.gpumemory import content
 
 
 def main() -> None:
