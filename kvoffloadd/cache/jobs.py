@@ -41,6 +41,7 @@ from kvoffloadd.device.signals import ReadySignal, Signals
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Direction, I64Array, Outcome, U32Array, U64Array
+from kvoffloadd.patience import Patience
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 VERIFY_URGENT = 0
@@ -52,8 +53,8 @@ STEP_PARTS = 8192
 SOON_PARTS = 512
 """Parts of a store that are sealed before its completion is sent, in a tenth of a millisecond."""
 
-STUCK_CHECKS = 10
-"""A chunk is given up when it has not ended at so many checks in a row."""
+STUCK_LOOKS = 10
+"""Looks at a chunk before it is given up."""
 
 _SHORT = (MemoryError, OSError, RuntimeError)
 """What a device raises that is short of memory or threads: it costs the job, which has its end all the same."""
@@ -463,20 +464,13 @@ class Jobs:
         """Wait until these jobs, of which nothing more is to begin, have ended. False: a thread has been at one
         chunk of one of them for `stuck_s` seconds, and may be at it for ever.
 
-        A late event loop, or chunks of other jobs that take long, are no reason to give up. Time in which the process
-        did not run, or the loop did not turn, counts as one check.
+        A late event loop, or chunks of other jobs that take long, are no reason to give up.
         """
-        check_s, stuck = stuck_s / STUCK_CHECKS, 0
-        began_s = time.monotonic()
-        while not await self.settle(jobs, check_s):
-            now, since_s = time.monotonic(), began_s
-            began_s = now
-            busy_s = max(
-                (job.copy.busy_s(now) for job in jobs if job.copy is not None and not job.ended.is_set()), default=0.0
-            )
-            stuck = stuck + 1 if busy_s >= now - since_s else 0
-            # Two checks may have met two different chunks.
-            if stuck >= STUCK_CHECKS and busy_s >= stuck_s:
+        patience = Patience(stuck_s / STUCK_LOOKS)
+        while not await self.settle(jobs, patience.look_s):
+            now = time.monotonic()
+            copies = [job.copy for job in jobs if job.copy is not None and not job.ended.is_set()]
+            if patience.is_over(max((copy.busy_s(now) for copy in copies), default=0.0), now, stuck_s):
                 return False
         return True
 

@@ -24,6 +24,7 @@ from kvoffloadd.errors import (
     PeerError,
     StateError,
 )
+from kvoffloadd.patience import Patience
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, Encoded
 from kvoffloadd.server.context import Context
@@ -46,8 +47,8 @@ MESSAGES_PER_TURN = 32
 """What one session may serve before others have their turn: so many messages, and none that begins after TURN_S."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
-PARTIAL_CHECKS = 4
-"""How often within `server.partial_frame_s` the rest of a frame is checked for."""
+PARTIAL_LOOKS = 4
+"""How often within `server.partial_frame_s` the rest of a frame is looked for."""
 FLUSH_S = 1.0
 """How long a peer whose session ends may take to read what is queued for it."""
 
@@ -345,7 +346,7 @@ class PeerConnection:
         """A frame that has begun, and the hello, must come within `partial_frame_s`."""
         waiting = self._protocol.pending or not self.session.role
         if waiting and self._timer is None:
-            self._check_rest(PARTIAL_CHECKS)
+            self._look_soon(Patience(self._context.config.server.partial_frame_s / PARTIAL_LOOKS), time.monotonic())
         elif not waiting:
             self._stop_timer()
 
@@ -354,16 +355,16 @@ class PeerConnection:
             self._timer.cancel()
             self._timer = None
 
-    def _check_rest(self, checks: int) -> None:
-        """Refuse the peer after so many more checks. Not after one timer: while the process was stopped, time passed
-        and nothing was read.
-        """
-        self._timer = None
-        if checks:
-            check_s = self._context.config.server.partial_frame_s / PARTIAL_CHECKS
-            self._timer = self._loop.call_later(check_s, self._check_rest, checks - 1)
-            return
-        self._refuse(FramingError(f"no complete frame within {self._context.config.server.partial_frame_s} s"))
+    def _look_soon(self, patience: Patience, since_s: float) -> None:
+        self._timer = self._loop.call_later(patience.look_s, self._look_for_rest, patience, since_s)
+
+    def _look_for_rest(self, patience: Patience, since_s: float) -> None:
+        now, limit_s = time.monotonic(), self._context.config.server.partial_frame_s
+        if patience.is_over(now - since_s, now, limit_s):
+            self._timer = None
+            self._refuse(FramingError(f"no complete frame within {limit_s} s"))
+        else:
+            self._look_soon(patience, since_s)
 
     def _on_peer_death(self) -> None:
         self._context.counters.peers_killed += 1

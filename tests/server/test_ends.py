@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from kvoffloadd.errors import FramingError, UsageError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import connection as connections
 from kvoffloadd.server.closer import Closer
-from kvoffloadd.server.connection import PARTIAL_CHECKS, PeerConnection
+from kvoffloadd.server.connection import PARTIAL_LOOKS, PeerConnection
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.turns import Turns
@@ -122,16 +124,22 @@ def fire(made: PeerConnection) -> None:
     look(*arguments)
 
 
-async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
+async def test_the_rest_of_a_frame_is_looked_for_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped finds its timers due, and its peers' bytes unread."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
     made, theirs, _ = connection()
     refused: list[FramingError] = []
     made._refuse = refused.append  # type: ignore[method-assign, assignment]
     made._watch_partial()
-    for _ in range(PARTIAL_CHECKS - 1):
-        fire(made)
-        assert refused == []
+    limit_s = made._context.config.server.partial_frame_s
+    now[0] += 1000 * limit_s
     fire(made)
+    assert refused == [], "it was stopped"
+    for _ in range(PARTIAL_LOOKS - 1):
+        assert refused == []
+        now[0] += limit_s / PARTIAL_LOOKS
+        fire(made)
     assert len(refused) == 1
     theirs.close()
     await made.end("the test ends")
