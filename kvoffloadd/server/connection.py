@@ -226,7 +226,8 @@ class PeerConnection:
                 answer.close()  # it has not begun, so it has changed nothing
                 raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             else:
-                task = self._start_task(answer, seq, last=last)
+                task = self._loop.create_task(self._finish_request(answer, seq, last=last))
+                self._under_way.add(task, seq)
                 task.add_done_callback(partial(self._close_later, fds))
                 fds = []
                 if in_order:
@@ -241,11 +242,6 @@ class PeerConnection:
 
     def _close_later(self, fds: list[int], _task: asyncio.Task[None]) -> None:
         self._close_fds(fds)
-
-    def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> asyncio.Task[None]:
-        task = self._loop.create_task(self._finish_request(answer, seq, last=last))
-        self._under_way.add(task, seq)
-        return task
 
     async def _finish_request(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> None:
         try:
