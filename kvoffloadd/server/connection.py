@@ -28,7 +28,6 @@ from kvoffloadd.patience import Patience
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, Encoded
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.frameroom import LARGE_BYTES
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
@@ -45,6 +44,8 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * _FDS_MAX)
 """Room for all of them: the kernel would close those that find none within `recvmsg`, on the event loop."""
 MESSAGES_PER_TURN = 32
 """What one session may serve before others have their turn: so many messages, and none that begins after TURN_S."""
+LARGE_BYTES = len(_READ)
+"""Frames up to this wait for no room: as much is read at once."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
 PARTIAL_LOOKS = 4
@@ -63,13 +64,13 @@ class PeerConnection:
         self._sock = sock
         self._peer = peer
         self._protocol = Connection(daemon=True)
-        self._outbox = Outbox(context.config.limits.outbox_bytes, context.accounts.of(peer.uid).unread)
+        self._account = context.accounts.of(peer.uid)
+        self._outbox = Outbox(context.config.limits.outbox_bytes, self._account)
         self.session = Session(context, peer, self._outbox, self._send)
         self._under_way = UnderWay()
         self._timer: asyncio.TimerHandle | None = None
         self._reading = self._writing = False
         self._serving = self._backlog = False
-        self._frame_room = context.accounts.of(peer.uid).frame_room
         self._without_room = self._has_taken_room = False
         self.turn_us = 0
         self._ending: asyncio.Task[None] | None = None
@@ -196,16 +197,16 @@ class PeerConnection:
         if not self._protocol.pending or (size := self._protocol.frame_bytes) <= LARGE_BYTES:
             return True
         self._has_taken_room = True
-        return self._frame_room.take(self, size)
+        return self._account.receive(self, size)
 
     def _give_room(self) -> None:
         """A frame has come whole, whatever became of it."""
         if self._has_taken_room:
-            self._frame_room.give(self)
+            self._account.received(self)
             self._has_taken_room = False
 
     def go_on(self) -> None:
-        """See `frameroom.Receiver`."""
+        """See `account.Receiver`."""
         self._without_room = False
         self._steer()
 
@@ -389,7 +390,7 @@ class PeerConnection:
         async with (
             contextlib.AsyncExitStack() as chain
         ):  # from the last to the first; each runs even if one before it fails
-            chain.callback(self._frame_room.give, self)
+            chain.callback(self._account.received, self)
             chain.callback(self._context.sessions.discard, self.session)
             chain.callback(self._peer.close)
             chain.callback(self._close_socket)

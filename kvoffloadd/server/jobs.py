@@ -274,17 +274,11 @@ class SessionJobs:
         for group in groups:
             key_bytes = _KEY_BYTES + _PAYLOAD_BYTES * len(group.registered.held)
             job_bytes += group.blocks.nbytes + len(group.keys) * key_bytes
-        self.outbox.reserve(outbox_bytes)
-        try:
-            self.account.charge(job_bytes=job_bytes, jobs=1)
-        except LimitError:
-            self.outbox.unreserve(outbox_bytes)
-            raise
+        self.outbox.reserve(outbox_bytes, job_bytes=job_bytes, jobs=1)
         return Charge(outbox_bytes, job_bytes)
 
     def _refund(self, charge: Charge) -> None:
-        self.account.refund(job_bytes=charge.job_bytes, jobs=1)
-        self.outbox.unreserve(charge.outbox_bytes)
+        self.outbox.unreserve(charge.outbox_bytes, job_bytes=charge.job_bytes, jobs=1)
 
     def _check_lease(self, lease_id: int, lookups: list[LookupResult]) -> None:
         lease = self.instance.leases.read(lease_id)

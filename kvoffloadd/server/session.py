@@ -157,7 +157,7 @@ class Session:
             self._jobs = SessionJobs(
                 context, namespace, instance, self._account, self._outbox, self._push, self._limits
             )
-            self._pins = PendingPins(context, instance, self._account, self._outbox, self._push)
+            self._pins = PendingPins(context, instance, self._outbox, self._push)
         return m.Welcome(
             seq=message.seq,
             version=message.version,

@@ -6,34 +6,43 @@ import asyncio
 import errno
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
 
+from kvoffloadd.errors import LimitError
 from kvoffloadd.server import listener as module
+from kvoffloadd.server.account import BUILT_IN, Account
 from kvoffloadd.server.closer import Closer
-from kvoffloadd.server.door import BURST, RATE, Door
 from kvoffloadd.server.listener import Listener, bind
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 
+CONNECTIONS = BUILT_IN["connections"]
 
-def test_a_bucket_is_a_user_s_own_and_fills_again() -> None:
+
+def lets_in(account: Account) -> bool:
+    try:
+        account.charge(connections=1)
+    except LimitError:
+        return False
+    return True
+
+
+def test_what_comes_back_by_itself_is_a_user_s_own() -> None:
     now = 5.0
-    door = Door(lambda: now)
-    assert all(door.lets_in(1) for _ in range(BURST))
-    assert not door.lets_in(1)
-    assert door.lets_in(2)
-    assert door.is_news(1)
-    assert not door.is_news(1), "it was said"
-    now += 3.5 / RATE
-    assert [door.lets_in(1) for _ in range(4)] == [True, True, True, False]
-    assert door.is_news(1)
+    mine, other = (Account(uid, dict(BUILT_IN), lambda: now) for uid in (1, 2))
+    assert all(lets_in(mine) for _ in range(CONNECTIONS.cap))
+    assert not lets_in(mine)
+    assert lets_in(other)
+    now += 3.5 / CONNECTIONS.per_s
+    assert [lets_in(mine) for _ in range(4)] == [True, True, True, False]
+    now += 0.6 / CONNECTIONS.per_s
+    assert [lets_in(mine) for _ in range(2)] == [True, False], "nothing of what has come back is lost"
     now += 1e6
-    assert [door.lets_in(1) for _ in range(BURST + 1)].count(True) == BURST
+    assert [lets_in(mine) for _ in range(CONNECTIONS.cap + 1)].count(True) == CONNECTIONS.cap
 
 
 class Scene:
@@ -78,7 +87,9 @@ async def test_many_are_accepted_in_a_turn_until_its_time_is_up(
 async def test_who_floods_is_told_and_costs_no_session(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)
     scene = Scene(socket_dir / "kvo.sock")
-    scene.listener._door._buckets[os.getuid()] = (0.0, time.monotonic() + 1e6)
+    account = scene.context.accounts.of(os.getuid())
+    account.clock = lambda: 5.0  # nothing comes back
+    account.charge(connections=CONNECTIONS.cap)
     peer = scene.connect()
     scene.listener._on_acceptable()
     assert b"connects too often" in peer.recv(1000)

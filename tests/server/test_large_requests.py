@@ -80,7 +80,7 @@ async def room() -> Room:
         Config(), b"b" * 16, loop, cache, jobs, host, gpus, NOBODY, lane, NOBODY,
         Accounts(caps(Config().limits)), Lag(loop), NOBODY, NOBODY, own_uid=0,
     )  # fmt: skip
-    session = Session(context, Peer(1, 0, 0, -1), Outbox(1 << 20), lambda message: None)
+    session = Session(context, Peer(1, 0, 0, -1), Outbox(1 << 20, context.accounts.of(0)), lambda message: None)
     context.sessions.add(session)
     made = Room(cache, context, session)
     await made.ask(
