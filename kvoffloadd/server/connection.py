@@ -214,8 +214,8 @@ class PeerConnection:
         seq: int = getattr(message, "seq", 0)
         self._context.counters.requests += 1
         try:
-            last, many = isinstance(message, m.Bye), len(self._under_way) >= REQUESTS_UNDER_WAY_MAX
-            if many and not last and self.session.answers_later(message):
+            last = isinstance(message, m.Bye)
+            if self.session.waits(message) and len(self._under_way) >= REQUESTS_UNDER_WAY_MAX and not last:
                 raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             answer = self.session.handle(message, fds)
             in_order = isinstance(answer, Generator)
@@ -223,9 +223,6 @@ class PeerConnection:
                 answer = first_turn(answer)
             if isinstance(answer, m.Reply):
                 self._send(answer, (self._context.pidfd,) if isinstance(answer, m.Welcome) else ())
-            elif many and not last and not in_order:
-                answer.close()  # it has not begun, so it has changed nothing
-                raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             else:
                 task = self._loop.create_task(self._finish_request(answer, seq, last=last))
                 self._under_way.add(task, seq)

@@ -137,7 +137,7 @@ class SessionJobs:
             )
             if not message.lease:
                 used = zip(groups, lookups, strict=True)
-                self.context.use([(group.keyspace, lookup, group.first) for group, lookup in used])
+                cache.uses.add([(group.keyspace, lookup, group.first) for group, lookup in used])
             states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, lookups, strict=True)]
             nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionLoad(
@@ -345,8 +345,5 @@ class SessionJobs:
         if request.job is not None:
             request.registration.running.discard(request.job)
             request.job = None  # it names the request: the collector alone would find that both are of no use
-        try:
-            message = completed(request, result)
-        finally:
-            self._remove(request)
-        self.push(message)
+        self._remove(request)
+        self.push(completed(request, result))

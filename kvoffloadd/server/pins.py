@@ -111,7 +111,7 @@ class PendingPins:
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
         cache = self.context.cache
-        self.context.use([(group.keyspace, group.lookup, group.first) for group in answered.groups])
+        cache.uses.add([(group.keyspace, group.lookup, group.first) for group in answered.groups])
         for group in answered.groups:
             cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.asked)
         if cache.lookups.waiting:
@@ -163,7 +163,7 @@ class PendingPins:
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
             waiting.charged -= len(fresh)
-        self.context.use([(group.keyspace, group.lookup._replace(hits=group.on_disk), group.first) for group in groups])
+        cache.uses.add([(group.keyspace, group.lookup._replace(hits=group.on_disk), group.first) for group in groups])
         for group in groups:
             if group.asked is not None and waiting.lease is not None:
                 cache.lookups.record_asked(group.keyspace, group.keys, group.lookup, group.asked)

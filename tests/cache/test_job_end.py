@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job
-from kvoffloadd.cache.jobs import STUCK_LOOKS, Jobs, LoadPlan
+from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan
+from kvoffloadd.cache.jobs import STUCK_LOOKS, Jobs
 from kvoffloadd.device.signals import ReadySignal
 from kvoffloadd.model import Direction, Outcome
 
@@ -43,9 +43,8 @@ class FakeCopy:
 
 def running(copy: FakeCopy | None) -> tuple[Jobs, Job]:
     nobody: Any = None
-    return Jobs(make_cache(), None, nobody, nobody, False), Job(
-        Direction.STORE, CopyOptions(nobody, 0.0), lambda _: None, 0.0, copy=copy
-    )
+    jobs = Jobs(make_cache(), None, nobody, nobody, False)
+    return jobs, Job(jobs, Direction.STORE, CopyOptions(nobody, 0.0), lambda _: None, copy=copy)
 
 
 async def test_a_copy_that_is_stuck() -> None:
