@@ -7,6 +7,7 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,18 +129,29 @@ async def test_a_session_that_can_not_be_watched_ends(socket_dir: Path, monkeypa
     await scene.close()
 
 
-async def test_accepts_are_life(socket_dir: Path) -> None:
+async def test_accepts_are_life(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backlog is full of others all the time."""
-    path = socket_dir / "full.sock"
+    path, tries = socket_dir / "full.sock", 0
+
+    class Trying(socket.socket):
+        def connect(self, address: Any) -> None:
+            nonlocal tries
+            tries += 1
+            super().connect(address)
+
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
         listener.bind(str(path))
         listener.listen(0)
         waiting.connect(str(path))
         context = context_of(make_cache())
         watchdog = Watchdog(context, path, 1e6, lambda: None)
-        pinging = asyncio.ensure_future(watchdog._ping())
-        await asyncio.sleep(0.2)
-        assert not pinging.done()
-        context.accepts += 1
+        monkeypatch.setattr("kvoffloadd.server.watchdog.CONNECT_RETRY_S", 0)
+        monkeypatch.setattr(socket, "socket", Trying)
         async with asyncio.timeout(20):
+            pinging = asyncio.ensure_future(watchdog._ping())
+            while tries < 3 and not pinging.done():  # noqa: ASYNC110  the ping sets no event
+                await asyncio.sleep(0)
+            assert not pinging.done()
+            context.accepts += 1
             await pinging
+        assert tries == 3
