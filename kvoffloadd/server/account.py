@@ -92,7 +92,7 @@ class Account:
     def refund(self, **amounts: int) -> None:
         """Give back what was charged."""
         for name, amount in amounts.items():
-            self.used[name] -= amount
+            self.used[name] = self.used.get(name, 0) - amount
 
     def _return(self, name: str, per_s: float) -> None:
         now = self.clock()

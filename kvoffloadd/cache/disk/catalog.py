@@ -292,9 +292,8 @@ class Catalog:
         for disk_keyspace in self.disk_keyspaces.values():
             found = int(rows[disk_keyspace.id]), int(keys[disk_keyspace.id])
             if disk_keyspace.open and found != (disk_keyspace.rows, disk_keyspace.keys):
-                findings.append(
-                    f"catalog: keyspace {disk_keyspace.id} has {found}, counted {(disk_keyspace.rows, disk_keyspace.keys)}"
-                )
+                counted = (disk_keyspace.rows, disk_keyspace.keys)
+                findings.append(f"catalog: keyspace {disk_keyspace.id} has {found}, counted {counted}")
         return findings
 
     def _check_rows(self, start: int, stop: int) -> list[str]:
