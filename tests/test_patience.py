@@ -31,7 +31,7 @@ def test_work_that_ends_and_is_followed_by_more_is_not_stuck() -> None:
 
 def test_little_patience_takes_some_looks_too() -> None:
     patience = Patience(0.5)
-    assert [patience.is_over(9.0, 100.0 + 0.5 * look, 0.1) for look in range(3)] == [False, False, True]
+    assert [patience.is_over(9.0, 100.0 + 0.5 * look, 0.1) for look in range(4)] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("every_s", [0.05, 0.5])
@@ -48,3 +48,21 @@ def test_how_often_somebody_looks_makes_no_difference(every_s: float) -> None:
     for look in range(int(2 / every_s)):
         assert not stopped.is_over(look * every_s, begun + look * every_s, 3.0)
     assert not stopped.is_over(3600.0, begun + 3600.0, 3.0)
+
+
+def test_what_was_watched_of_other_work_is_not_inherited() -> None:
+    """Pieces overlap and take longer than a look, for hours. Then the process is stopped while one has just begun."""
+    patience = Patience(1.25)
+    now = 100.0
+    for look in range(1000):
+        now += 1.25
+        assert not patience.is_over(1.5 + 0.3 * (look % 5), now, 10.0)
+    assert not patience.is_over(22.0, now + 20.0, 10.0)
+
+
+@pytest.mark.parametrize("early_s", [0.0, 0.002])
+def test_who_is_watched_from_the_beginning_is_found_out_in_time(early_s: float) -> None:
+    """Though timers are a little early."""
+    patience = Patience(0.25, 100.0)
+    found = [patience.is_over(at, 100.0 + at, 1.0) for at in (0.25 - early_s, 0.5 - early_s, 0.75, 1.0 - early_s)]
+    assert found == [False, False, False, True]

@@ -228,7 +228,7 @@ class Jobs:
 
         A late event loop, or chunks of other jobs that take long, are no reason to give up.
         """
-        patience = Patience(stuck_s / STUCK_LOOKS)
+        patience = Patience(stuck_s / STUCK_LOOKS, time.monotonic())
         while not await self.settle(jobs, patience.look_s):
             now = time.monotonic()
             copies = [job.copy for job in jobs if job.copy is not None and not job.ended.is_set()]

@@ -75,15 +75,15 @@ class Account:
     _waiting: dict[Receiver, int] = field(default_factory=dict)
 
     def charge(self, **amounts: int) -> None:
-        """Charge an amount of each of these resources, such as `jobs=1`. Raises LimitError, or what else the resource
-        says, with nothing charged, if a cap would be exceeded. Pair with `refund`.
+        """Charge an amount of each of these resources, such as `jobs=1`; 0 is never too much. Raises LimitError, or
+        what else the resource says, with nothing charged, if a cap would be exceeded. Pair with `refund`.
         """
         for name, amount in amounts.items():
             resource = self.resources[name]
             if resource.per_s:
                 self._return(name, resource.per_s)
             used = self.used.get(name, 0)
-            if used + amount > resource.cap:
+            if amount and used + amount > resource.cap:
                 more = f"{amount} more would exceed its cap"
                 raise resource.error(f"uid {self.uid} uses {used} of {resource.cap} {name}; {more}{resource.advice}")
         for name, amount in amounts.items():

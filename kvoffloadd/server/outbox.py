@@ -28,7 +28,7 @@ class Outbox:
         """Room for a later push of at most `size` bytes, and a charge for `others`: all or nothing. Raises BusyError,
         and what `Account.charge` raises; pair with `unreserve`.
         """
-        if self.queued_bytes + self.reserved_bytes + size > self.limit_bytes:
+        if size and self.queued_bytes + self.reserved_bytes + size > self.limit_bytes:
             raise BusyError(
                 f"{self.queued_bytes} bytes unread and {self.reserved_bytes} promised of {self.limit_bytes}: "
                 "read completions, then ask again"

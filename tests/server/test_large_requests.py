@@ -31,7 +31,7 @@ from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.sessionjob import GroupJob, SessionLoad
-from kvoffloadd.steps import first_turn
+from kvoffloadd.steps import in_turns
 from tests.cache.fakes import make_cache
 
 MEMORY = 7
@@ -63,7 +63,7 @@ class Room:
     async def ask(self, message: m.Message) -> Any:
         answer: Any = self.session.handle(message, [])
         if isinstance(answer, Generator):
-            answer = first_turn(answer)
+            answer = in_turns(answer)
         return await answer if asyncio.iscoroutine(answer) else answer
 
 

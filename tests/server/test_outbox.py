@@ -89,6 +89,21 @@ def test_what_goes_with_a_promise_is_charged_with_it_or_not_at_all() -> None:
     assert accounts.leaks() == []
 
 
+def test_who_wants_no_room_is_not_refused_for_want_of_it() -> None:
+    """A pin of keys in memory sends nothing later, whatever is unread in this session or in others."""
+    accounts = Accounts({"leases": 10})
+    account = accounts.of(1)
+    box = Outbox(8 * PIECE, account)
+    for _ in range(UID_BYTES // PIECE + 1):
+        box.put(bytes(PIECE))
+    with pytest.raises(BusyError):
+        box.reserve(1)
+    box.reserve(0, leases=7)
+    with pytest.raises(LimitError):
+        box.reserve(0, leases=7)
+    assert account.used["leases"] == 7
+
+
 def test_a_frame_for_many_counts_once() -> None:
     account = Accounts({}).of(1)
     boxes = [Outbox(8 * PIECE, account) for _ in range(100)]

@@ -93,7 +93,8 @@ async def write_manifest(path: Path, manifest: Manifest, executor: Executor | No
     Raises:
         OSError: the old one holds, or the new one does and may not be durable.
     """
-    await _REPLACE(path, manifest, executor=executor)
+    await _WRITE(path / _TEMPORARY_NAME, manifest, executor=executor)
+    await _REPLACE(path, executor=executor)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -143,15 +144,17 @@ def _read(path: Path) -> Manifest | None:
         return None
 
 
-def _replace(path: Path, manifest: Manifest) -> None:
-    temporary = path / _TEMPORARY_NAME
+def _write(temporary: Path, manifest: Manifest) -> None:
     encoded = encode_manifest(manifest)
     temporary.unlink(missing_ok=True)
     with open(temporary, "xb", opener=_open) as stream:
         stream.write(encoded)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(temporary, path / MANIFEST_NAME)
+
+
+def _replace(path: Path) -> None:
+    os.replace(path / _TEMPORARY_NAME, path / MANIFEST_NAME)
     _sync_directory(path)
 
 
@@ -167,6 +170,6 @@ def _sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-# Each in one call of a thread: a disk may not answer for long, and who is cancelled meanwhile leaves no open file
-# behind. Thousands of clears take milliseconds to encode, too.
-_READ, _REPLACE = aiofiles.os.wrap(_read), aiofiles.os.wrap(_replace)
+# Each is one call of a thread, with one wait for the disk: a disk may not answer for long, and who is cancelled
+# meanwhile leaves no open file behind. Thousands of clears take milliseconds to encode, too.
+_READ, _WRITE, _REPLACE = map(aiofiles.os.wrap, (_read, _write, _replace))

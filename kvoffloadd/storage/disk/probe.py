@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeVar
 
 from kvoffloadd.lanes import Lane
 from kvoffloadd.patience import Patience
 from kvoffloadd.storage.disk.files import describe_error
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
+
+T = TypeVar("T")
 
 READ_FAILURES_MAX = 16
 """After so many failed reads in a row the root is taken off, and tried again later."""
@@ -80,8 +83,7 @@ class Probe:
         if self._health.state == RootState.OFF:
             return False
         try:
-            async with asyncio.timeout(self._stuck_s):
-                trouble = await self._directory.perform(self.lane, self._directory.trouble)
+            trouble = await self._ask(self._directory.trouble)
         except TimeoutError:
             trouble = NO_ANSWER
         if not trouble and self._health.reads_failed >= READ_FAILURES_MAX:
@@ -93,10 +95,20 @@ class Probe:
             await self._try_write()
         return True
 
+    async def _ask(self, work: Callable[[], T]) -> T:
+        """What the disk answers. Raises TimeoutError if it does not: if this or any other I/O takes too long."""
+        asked = asyncio.ensure_future(self._directory.perform(self.lane, work))
+        try:
+            while not (await asyncio.wait({asked}, timeout=self._oldest.look_s))[0]:
+                if self.hangs():
+                    raise TimeoutError
+            return asked.result()
+        finally:
+            asked.cancel()
+
     async def _try_write(self) -> None:
         try:
-            async with asyncio.timeout(self._stuck_s):
-                await self._directory.perform(self.lane, self._directory.try_write)
+            await self._ask(self._directory.try_write)
         except TimeoutError:
             self._health.become(RootState.READ_ONLY, NO_ANSWER)
         except OSError as error:

@@ -65,8 +65,8 @@ async def test_the_loop_s_own_threads_never_wait_for_the_disk(tmp_path: Path) ->
         assert await read_manifest(tmp_path, executor) == FULL
 
 
-async def test_a_manifest_is_read_or_written_in_one_call(tmp_path: Path) -> None:
-    """Each hop between loop and thread costs two turns, of which the loop may have none left."""
+async def test_a_manifest_takes_few_calls_of_a_thread(tmp_path: Path) -> None:
+    """One for each wait for the disk: the health of the root is judged by how long one call takes."""
     calls = 0
 
     class Counting(ThreadPoolExecutor):
@@ -77,9 +77,9 @@ async def test_a_manifest_is_read_or_written_in_one_call(tmp_path: Path) -> None
 
     with Counting(1) as executor:
         await write_manifest(tmp_path, FULL, executor)
-        assert calls == 1
-        assert await read_manifest(tmp_path, executor) == FULL
         assert calls == 2
+        assert await read_manifest(tmp_path, executor) == FULL
+        assert calls == 3
 
 
 async def test_no_manifest_is_none(tmp_path: Path) -> None:
