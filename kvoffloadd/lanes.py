@@ -408,25 +408,3 @@ class LaneExecutor(Executor):
 def _path(flow: Flow, urgent: int) -> _Path:
     level = min(max(urgent, MOST_URGENT), LEAST_URGENT) - MOST_URGENT
     return (flow.uid, flow.divisor), (flow.instance, 1), (level, URGENCY_RATIO**level)
-
-
-class Patience:
-    """Whether work never ends, found out by looks at it, one each `look_s` seconds or later. Time alone is no reason:
-    the process may have been stopped (a frozen cgroup, a debugger, a paused machine), and the clock goes on. All of
-    that counts as one look.
-    """
-
-    LOOKS_MIN = 3
-
-    def __init__(self, look_s: float) -> None:
-        self._look_s = look_s
-        self._looks = 0
-        self._last_s = time.monotonic()
-
-    def end(self, busy_s: float, now: float, patience_s: float) -> bool:
-        """One more look: work has been under way for `busy_s` seconds; 0: there is none. True: for longer than
-        `patience_s`, and at as many looks as fit into that.
-        """
-        since_s, self._last_s = now - self._last_s, now
-        self._looks = self._looks + 1 if busy_s > 0 and busy_s >= since_s else 0
-        return busy_s > patience_s and self._looks >= max(patience_s / self._look_s, self.LOOKS_MIN)

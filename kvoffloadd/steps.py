@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -21,16 +21,14 @@ Steps = Generator[None, None, T]
 """A generator that yields between its steps, and returns its result. `close` ends it early: it undoes what it did."""
 
 
-def first_turn(steps: Steps[T]) -> T | Coroutine[Any, Any, T]:
-    """Take one turn now. Returns the result, or `in_turns` for the rest, to be run by a task: its next turn is the
-    loop's next.
-    """
+def take_turn(steps: Steps[T]) -> T | None:
+    """Take one turn. Returns the result, which is something; None: they have not ended, and want another turn."""
     try:
         _turn(steps)
     except StopIteration as end:
         result: T = end.value
         return result
-    return in_turns(steps)
+    return None
 
 
 async def in_turns(steps: Steps[T]) -> T:

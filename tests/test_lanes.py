@@ -25,7 +25,6 @@ from kvoffloadd.lanes import (
     Flow,
     Lane,
     LaneExecutor,
-    Patience,
     Ticket,
 )
 
@@ -631,30 +630,3 @@ def test_each_ticket_ends_once_whatever_happens(run: Any, threads: int, wait: bo
         assert mess.began >= set(kept)
 
     run(main)
-
-
-def test_time_in_which_nothing_ran_is_one_look() -> None:
-    """The process was stopped for an hour; then its copy ends."""
-    patience = Patience(0.5)
-    now = patience._last_s + 0.5
-    assert not patience.end(0.5, now, 3.0)
-    assert not patience.end(3600.5, now + 3600, 3.0)
-    assert not patience.end(0.0, now + 3600.5, 3.0)
-
-
-def test_work_that_never_ends_is_found_out() -> None:
-    patience = Patience(0.5)
-    found = [patience.end(0.4 + 0.5 * look, patience._last_s + 0.5, 3.0) for look in range(20)]
-    assert found.index(True) == 6
-    assert all(found[6:])
-
-
-def test_work_that_ends_and_is_followed_by_more_is_not_stuck() -> None:
-    """Two threads whose pieces overlap and take longer than a look, but never as long as that."""
-    patience = Patience(0.5)
-    assert not any(patience.end(0.5 + look % 5 / 2, patience._last_s + 0.5, 3.0) for look in range(100))
-
-
-def test_little_patience_takes_some_looks_too() -> None:
-    patience = Patience(0.5)
-    assert [patience.end(9.0, patience._last_s + 0.5, 0.1) for _ in range(3)] == [False, False, True]

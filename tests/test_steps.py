@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd import steps
-from kvoffloadd.steps import Steps, first_turn, in_turns
+from kvoffloadd.steps import Steps, in_turns, take_turn
 
 
 class Work:
@@ -54,28 +54,32 @@ async def turns_of(task: asyncio.Task[Any]) -> int:
 
 
 @pytest.mark.usefixtures("clock")
-async def test_small_work_ends_in_its_first_turn() -> None:
+def test_small_work_ends_in_its_first_turn() -> None:
     for number in range(3):
-        assert first_turn(Work(number).steps()) == 7
+        assert take_turn(Work(number).steps()) == 7
 
 
 @pytest.mark.usefixtures("clock")
 async def test_large_work_takes_turns() -> None:
     work = Work(10)
-    rest: Any = first_turn(work.steps())
-    assert work.taken == 3
-    task = asyncio.ensure_future(rest)
-    assert work.taken == 3, "the first turn was the caller's"
+    steps = work.steps()
+    assert [take_turn(steps) for _ in range(4)] == [None, None, None, 7]
+    assert (work.taken, work.closed) == (10, False)
+    again = Work(10)
+    task = asyncio.ensure_future(in_turns(again.steps()))
+    assert again.taken == 0
+    await asyncio.sleep(0)
+    assert again.taken == 3
     assert 3 <= await turns_of(task) <= 5
-    assert (task.result(), work.taken, work.closed) == (7, 10, False)
+    assert (task.result(), again.taken, again.closed) == (7, 10, False)
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("number", [0, 10])
-async def test_what_a_step_raises_is_the_callers(number: int) -> None:
+def test_what_a_step_raises_is_the_callers() -> None:
+    steps = Work(4, KeyError("planted")).steps()
+    assert take_turn(steps) is None
     with pytest.raises(KeyError, match="planted"):
-        made: Any = first_turn(Work(number, KeyError("planted")).steps())
-        await made
+        take_turn(steps)
 
 
 async def test_a_step_that_is_long_is_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,8 @@
 """One store or load under way: what it is to do, what it waits for, and how it ends.
 
+Ownership: everything here belongs to the event loop. The copy lanes read and write the bytes that a job's copy names;
+the hash lane reads slots. Both tell the loop when they are done, and only then is anything freed.
+
 The life of a job is one coroutine, which waits in `Job.step` and `pause` alone. It is no task: it runs to its first
 wait within `Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So nothing happens
 between that callback and what the job makes of it, a job that waits for nothing but its copy has begun it when the
@@ -11,22 +14,42 @@ from __future__ import annotations
 
 import asyncio
 import types
-from collections.abc import Callable, Coroutine, Generator
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvoffloadd.cache.stats.histogram import Histogram
-from kvoffloadd.device.base import Copy, Device
-from kvoffloadd.device.signals import ReadySignal
-from kvoffloadd.device.work import BlockList
-from kvoffloadd.lanes import DAEMON, Flow
-from kvoffloadd.model import BoolArray, Direction, I64Array, Outcome, U32Array
+from kvoffloadd.cache.fetches import Urgency
+from kvoffloadd.cache.lower import GroupLookup, LowerTiers
+from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.sealing import Sealing
+from kvoffloadd.device.base import Copy, CopyResult, Device
+from kvoffloadd.device.signals import ReadySignal, Signals
+from kvoffloadd.device.work import BlockList, BlockWork, hashable
+from kvoffloadd.lanes import DAEMON, Flow, Lane
+from kvoffloadd.model import BoolArray, Direction, I64Array, Outcome, U32Array, U64Array
+from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 T = TypeVar("T")
+
+VERIFY_URGENT = 0
+"""Before what is sealed: see `sealing`."""
+
+STEP_PARTS = 8192
+"""Parts of a store that one turn of the loop commits or frees: it takes a millisecond or two."""
+
+SOON_PARTS = 512
+"""Parts of a store that are sealed before its completion is sent, in a tenth of a millisecond."""
+
+_SHORT = (MemoryError, OSError, RuntimeError)
+"""What a device raises that is short of memory or threads: it costs the job, which has its end all the same."""
 
 
 class Phase(StrEnum):
@@ -37,14 +60,6 @@ class Phase(StrEnum):
     SIGNAL = "signal"  # the worker's
     COPY = "copy"
     END = "end"  # nothing: it ends behind the reply
-
-
-class Verification(StrEnum):
-    """What is verified of a device's loads."""
-
-    COPIED = "copied"  # all that is sealed, while it is copied; before, where that can't be
-    BEFORE = "before"  # all that is sealed, before it is copied
-    ADOPTED = "adopted"  # what an earlier daemon left, and nothing else
 
 
 class Stopped(Exception):
@@ -77,27 +92,41 @@ class Completion:
     reason: str = ""
 
 
-TOOK_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Bounds of how long jobs take: from one of a few small keys to one that waits for a slow disk."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """What a load copies as things stand."""
+
+    rows: U32Array  # of each part the row of its key
+    parts: I64Array  # record numbers
+    lists: list[BlockList]  # where each part's payload is copied to, in the same order
 
 
-@dataclass(slots=True)
-class JobCounters:
-    """What the jobs of one direction have moved since the start."""
+class LoadRequest(Protocol):
+    """A load of keys some of which are below memory."""
 
-    jobs: int = 0  # also those that had nothing to move
-    keys: int = 0  # payloads that were moved
-    bytes: int = 0
-    seconds: float = 0.0
-    took_s: Histogram = field(default_factory=lambda: Histogram(TOOK_S))  # from admission to end, of each job
-    descriptors: int = 0
-    copies: int = 0  # issued, after descriptors were coalesced
-    not_done: int = 0  # jobs that failed, were cancelled or expired
-    # Payloads that were not moved, by how their job ended; `keys_bad`: see `Completion.bad`.
-    keys_failed: int = 0
-    keys_cancelled: int = 0
-    keys_expired: int = 0
-    keys_bad: int = 0
+    below: list[GroupLookup]  # what may come is to be brought into memory first
+
+    def resolve(self) -> LoadPlan:
+        """What is to be copied, of keys that are complete now: called when those below have come, or will not."""
+
+
+class Owner(Protocol):
+    """Of `Jobs`, what a job uses."""
+
+    cache: Cache
+    lower: LowerTiers | None
+    hash_lane: Lane
+    signals: Signals
+    sealing: Sealing
+
+    def verifies(self, device: Device) -> bool:
+        """Whether all sealed payloads are verified when they are loaded to this device."""
+
+    def drop(self, rows: U32Array) -> None:
+        """These keys hold wrong bytes."""
+
+    def ended(self, job: Job, result: CopyResult) -> None:
+        """The job has had its last access, and has nothing to free any more."""
 
 
 @types.coroutine
@@ -109,10 +138,10 @@ def suspend() -> Generator[None, Any, Any]:
 class Job:
     """A job under way."""
 
+    owner: Owner
     direction: Direction
     options: CopyOptions
     on_end: Callable[[Completion], None]  # called once, after the last access
-    began_s: float
     # Record numbers that it reads or writes, the row of each one's key, and which of them are known to be wrong. A
     # load holds its rows.
     parts: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -125,6 +154,7 @@ class Job:
     copy: Copy | None = None
     stopped: Outcome | None = None  # how it ends if its copy has not begun
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     _life: Coroutine[None, Any, None] | None = None
     _give_up: Callable[[], bool] | None = None  # how to stop what it waits for, see `step`
 
@@ -183,6 +213,235 @@ class Job:
     def _go_on(self, value: object) -> None:
         with suppress(StopIteration):
             self._life.send(value)  # type: ignore[union-attr]  # as in `stop`
+
+    # --- the life of a store ---
+
+    async def store(self) -> None:
+        """The life of a store: its parts are committed or freed, and sealed."""
+        result = await self._result(self._copy())
+        seals: Iterable[None] = ()
+        if result.outcome is Outcome.DONE:
+            seals = await self._commit(result.digests)
+        else:
+            await self._settle(lambda step: self.owner.cache.abort(self.parts[step]))
+        self.owner.ended(self, result)
+        if len(self.parts) > SOON_PARTS:
+            await self.let_others_go_first()  # the completion is sent
+        for _ in seals:
+            await self.let_others_go_first()
+
+    async def _commit(self, digests: U64Array | None) -> Iterable[None]:
+        """Make what was stored readable. Then it is to be sealed, from its first part on: by the steps that this
+        returns, with these digests, or by the hash lane.
+        """
+        entries = self.owner.cache.entries
+        generations = entries.parts.generation
+        kept, at_commit = deque([np.zeros(0, np.int64)]), deque([generations[:0]])  # which of the parts
+        # By keyspace, and how often it was dropped from by then: the parts of all steps but the last.
+        early: list[tuple[Keyspace, int, I64Array]] = []
+
+        def commit(step: slice) -> None:
+            parts = self.parts[step]
+            if step.start:  # before the commit, which may free rows of keys that were cleared
+                keyspaces = entries.by_keyspace(entries.parts.row[parts])
+                early.extend((keyspace, keyspace.drops, at + step.start) for keyspace, at in keyspaces)
+            some = self.owner.cache.commit(parts)
+            if len(some) < len(parts):  # cleared meanwhile
+                self.bad[step] = ~np.isin(parts, some)
+            kept.appendleft(step.start + np.flatnonzero(~self.bad[step]))
+            at_commit.appendleft(generations[some])
+
+        await self._settle(commit)
+        for keyspace, drops, at in early:
+            # Cleared between two steps: to the worker the store was still running.
+            if keyspace.retired or keyspace.drops > drops:
+                self.bad[at] = True
+        which, then = np.concatenate(kept), np.concatenate(at_commit)
+        parts = self.parts[which]
+        if digests is not None:
+            return self.owner.sealing.seal_hashed(self.options.flow, parts, then, digests[which])
+        self.owner.sealing.add(self.options.flow, parts, then)
+        return ()
+
+    async def _settle(self, do: Callable[[slice], None]) -> None:
+        """Commit or free a store's parts step by step, each in a turn of its own. The last come first, as in
+        an `Admission`: so the beginning of a prompt is the last to be evicted.
+        """
+        for end in range(len(self.parts), 0, -STEP_PARTS):
+            if self.settled:
+                await self.pause()
+            begin = max(0, end - STEP_PARTS)
+            do(slice(begin, end))
+            self.settled = len(self.parts) - begin
+
+    # --- the life of a load ---
+
+    async def load(self, request: LoadRequest | None) -> None:
+        """The life of a load, whose keys are held: with a `request`, those below memory come first."""
+        result = await self._result(self._copy_out(request))
+        self.owner.cache.unhold(self.rows)
+        self.owner.ended(self, result)
+
+    async def _copy_out(self, request: LoadRequest | None) -> CopyResult:
+        if request is not None:
+            await self._fetch(request.below)
+            self.hold(request.resolve())
+        await self._verify()
+        result = await self._copy()
+        if self.hashed.any() and result.outcome is Outcome.DONE:
+            await self._check_hashed(result.digests)
+        return result
+
+    def hold(self, plan: LoadPlan) -> None:
+        """Hold the plan's keys in place of those held so far."""
+        self.owner.cache.hold(plan.rows)
+        if len(self.rows):
+            self.owner.cache.unhold(self.rows)
+        self.rows, self.parts, self.lists = plan.rows, plan.parts, plan.lists
+        self.bad, self.hashed = np.zeros((2, len(plan.rows)), bool)
+
+    async def _fetch(self, below: list[GroupLookup]) -> None:
+        """Bring these keys into memory. They are held until the job waits again."""
+        lower = self.owner.lower
+        if lower is None:
+            return
+
+        def begin(resume: Callable[[None], None]) -> Callable[[], bool]:
+            fetch = lower.fetch(below, Urgency.LOAD, partial(resume, None), self.options.flow, whole=True)
+
+            def give_up() -> bool:
+                fetch.cancel()
+                return True
+
+            return give_up
+
+        await self.step(Phase.DISK, begin, self.options.deadline_s)
+
+    async def _verify(self) -> None:
+        """Check the payloads whose checksums are due, one turn of the lane after the other, and drop what is wrong. The
+        copy checks those that it can hash.
+        """
+        columns, device = self.owner.cache.entries.parts, self.options.device
+        if self.owner.verifies(device):
+            is_due = columns.state[self.parts] == PartState.SEALED
+        else:
+            is_due = columns.unverified[self.parts] != 0
+        if not is_due.any():
+            return
+        if len(self.parts) > STEP_PARTS:
+            await self.step(Phase.VERIFICATION, behind_others)
+        if device.hashed_load_bytes:
+            self.hashed = is_due & hashable(self.lists, device.hashed_load_bytes)
+        due = np.flatnonzero(is_due & ~self.hashed)
+        for turn in in_turns(due, self.owner.cache.entries.payload_bytes(self.parts[due])):
+            parts = self.parts[turn]
+            digests = await self.step(Phase.VERIFICATION, partial(self._hash, parts), self.options.deadline_s)
+            if isinstance(digests, BaseException):
+                if self.stopped is not None:
+                    raise Stopped(self.stopped)
+                raise Stopped(Outcome.FAILED, f"verification failed: {digests}")
+            self._drop_wrong(turn, digests)  # at once, before another job loads them
+
+    async def _check_hashed(self, digests: U64Array | None) -> None:
+        """Drop what the copy has found wrong, of very many payloads in some turns of the loop."""
+        if digests is None:
+            raise ValueError("a device was to hash what it loads, and did not")
+        copied = np.flatnonzero(self.hashed & ~self.bad)
+        for begin in range(0, len(copied), STEP_PARTS):
+            if begin:
+                await self.pause()
+            step = copied[begin : begin + STEP_PARTS]
+            self._drop_wrong(step, digests[step])
+
+    def _drop_wrong(self, at: I64Array, digests: U64Array) -> None:
+        """These payloads of a load have these checksums."""
+        columns, parts = self.owner.cache.entries.parts, self.parts[at]
+        words = np.flatnonzero(digests != np.take(columns.digest, parts, axis=0))  # of two a payload
+        wrong = np.unique(words // 2)
+        if len(wrong):
+            self.owner.drop(self.rows[at[wrong]])
+        columns.unverified[parts] = 0
+
+    def _hash(self, parts: I64Array, resume: Callable[[U64Array | BaseException], None]) -> Callable[[], bool]:
+        sizes = self.owner.cache.entries.payload_bytes(parts)
+        work = partial(hash_payloads, self.owner.cache.entries.payload_addresses(parts), sizes)
+        ticket = self.owner.hash_lane.submit(
+            work, resume, flow=self.options.flow, urgent=VERIFY_URGENT, cost_bytes=int(sizes.sum())
+        )
+
+        def give_up() -> bool:
+            ticket.cancel()
+            return False  # the lane calls back, cancelled or not
+
+        return give_up
+
+    # --- both ---
+
+    async def finish(self) -> None:
+        """The life of a job that has nothing to move."""
+        await self.step(Phase.END, next_turn)
+        self.owner.ended(self, CopyResult(Outcome.DONE, 0, 0, 0, 0.0))
+
+    async def _result(self, steps: Coroutine[None, Any, CopyResult]) -> CopyResult:
+        """How the job's steps end. One that does not come to its copy has its end all the same, behind its reply."""
+        try:
+            return await steps
+        except Stopped as stopped:
+            return CopyResult.not_begun(stopped.outcome, str(stopped))
+        except Exception as error:  # noqa: BLE001  end of a job: nobody else would give it one
+            about = {"message": "a job failed by a bug of ours", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(about)
+        with suppress(Stopped):
+            await self.step(Phase.END, next_turn)
+        return CopyResult.not_begun(Outcome.FAILED, "it met a bug in the daemon; its log has the details")
+
+    async def _copy(self) -> CopyResult:
+        """Wait for the worker's signal, if there is to be one, then copy. Raises Stopped: no copy has begun."""
+        try:
+            if self.options.ready is not None:
+                await self._await_signal(self.options.ready)
+            if len(self.parts) > STEP_PARTS:
+                await self.step(Phase.COPY, behind_others)  # planning takes a turn of its own
+            return await self.step(Phase.COPY, self._submit)
+        except _SHORT as error:
+            await self.step(Phase.END, next_turn)  # behind the reply
+            raise Stopped(Outcome.FAILED, f"the job could not start: {type(error).__name__}: {error}") from None
+
+    async def _await_signal(self, ready: ReadySignal) -> None:
+        def begin(resume: Callable[[Outcome], None]) -> Callable[[], bool]:
+            wait = self.owner.signals.wait(ready, self.options.deadline_s, resume)
+            return lambda: self.owner.signals.cancel(wait)
+
+        if self.stopped is not None:
+            raise Stopped(self.stopped)
+        late = "the worker's signal had not come"
+        try:
+            outcome = await self.step(Phase.SIGNAL, begin)
+        except Stopped as stopped:
+            raise Stopped(stopped.outcome, late) from None
+        if self.stopped is not None:
+            raise Stopped(self.stopped, late)
+        if outcome is not Outcome.DONE:
+            raise Stopped(outcome, "the page of the worker's signal is gone" if outcome is Outcome.FAILED else late)
+
+    def _submit(self, resume: Callable[[CopyResult], None]) -> Callable[[], bool]:
+        options, lists = self.options, self.lists
+        self.lists = []
+        work = BlockWork(lists, ~self.bad if self.bad.any() else None)
+        copy = self.copy = options.device.submit(
+            self.direction,
+            work.hashing() if self.hashed.any() else work,
+            deadline_s=options.deadline_s,
+            urgent=options.urgent,
+            done=resume,
+            flow=options.flow,
+        )
+
+        def give_up() -> bool:
+            copy.cancel()
+            return False  # its end comes behind the last access
+
+        return give_up
 
 
 def next_turn(resume: Callable[[None], None]) -> Callable[[], bool]:

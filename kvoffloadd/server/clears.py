@@ -40,20 +40,16 @@ class SessionClears:
         self._clearings = clearings
         self._requested = requested
         self._account = account
-        self._last: Clearing | None = None  # requested without a token, and nothing was stored since
-
-    def note_store(self) -> None:
-        """The session stores something: its next clear is to reach that."""
-        self._last = None
+        self.last: Clearing | None = None  # requested without a token, and nothing was stored since
 
     def clear(self, message: m.Clear, names: Names) -> Coroutine[Any, Any, m.Reply]:
         """Clear, unless this is a clear that was requested before. Raises LimitError as `Clearings.begin`."""
         if message.token is not None:
             return self._answer(message, self._requested.begin(self._account.uid, names, message.token))
         # Older clients were told to ask again until a clear is recorded.
-        last = self._last
+        last = self.last
         if last is None or last.names != names or not self._clearings.unrecorded(last):
-            last = self._last = self._clearings.begin(names)
+            last = self.last = self._clearings.begin(names)
         return self._answer_durable(message.seq, last)
 
     async def _answer(self, message: m.Clear, clearing: Clearing) -> m.Reply:

@@ -19,11 +19,13 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.lanes import Deliveries
+from kvoffloadd.patience import Patience
 from kvoffloadd.sockets import carries_nothing
 
 log = logging.getLogger(__name__)
@@ -31,11 +33,9 @@ log = logging.getLogger(__name__)
 STRANGERS = -1
 """The key of the thread that closes for all users that were never let in."""
 
-CHECK_S = 1.0
-STUCK_CHECKS = 5
-"""A user whose descriptor is still being closed at so many checks in a row is turned away. Checks, not seconds: time in
-which this process did not run counts as one.
-"""
+LOOK_S = 1.0
+STUCK_S = 5.0
+"""A user of whose descriptors none has been closed for so long, though some are to be, is turned away."""
 
 SPARE = 64
 """Descriptors that a user may have here above `limits.fds`: of frames that are refused by name."""
@@ -50,14 +50,9 @@ class _Queue:
     batches: queue.SimpleQueue[_Batch] = field(default_factory=queue.SimpleQueue)
     held: int = 0  # descriptors that its users have sent and that are not closed
     waiting: int = 0  # batches on their way to the thread
-    closed: int = 0  # batches that the thread has closed
-    seen: int = 0  # `closed` at the last check
-    checks: int = 0  # in a row at which `closed` had not grown
-
-    @property
-    def stuck(self) -> bool:
-        """Whether its thread does not come back."""
-        return self.checks >= STUCK_CHECKS
+    since_s: float = 0.0  # when the thread began with the first of them, or has closed one
+    patience: Patience = field(default_factory=lambda: Patience(LOOK_S))
+    stuck: bool = False  # its thread does not come back
 
 
 class Closer:
@@ -116,14 +111,16 @@ class Closer:
         def closed(_: None) -> None:
             mine.held -= len(fds)
             mine.waiting -= 1
-            mine.closed += 1
+            mine.since_s = time.monotonic()
             if done is not None:
                 done()
 
+        if not mine.waiting:
+            mine.since_s = time.monotonic()
         mine.waiting += 1
         mine.batches.put((fds, closed))
         if self._timer is None:
-            self._timer = self._loop.call_later(CHECK_S, self._check_stuck)
+            self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def close_socket(self, uid: int, sock: socket.socket, done: Callable[[], None] | None = None) -> None:
         """Closes a socket with all that its queue may hold, at once if no descriptors are in it. The loop must not
@@ -140,16 +137,15 @@ class Closer:
     def _of(self, uid: int) -> _Queue:
         return self._queues.get(uid) or self._queues[STRANGERS]
 
-    def _check_stuck(self) -> None:
-        """Find the threads that have closed nothing since the last check."""
-        self._timer = None
+    def _look(self) -> None:
+        """Find the threads that close nothing."""
+        self._timer, now = None, time.monotonic()
         for uid, q in self._queues.items():
-            q.checks = q.checks + 1 if q.waiting and q.closed == q.seen else 0
-            q.seen = q.closed
-            if q.checks == STUCK_CHECKS:
+            was_stuck, q.stuck = q.stuck, q.patience.is_over(now - q.since_s if q.waiting else 0.0, now, STUCK_S)
+            if q.stuck and not was_stuck:
                 log.warning("a descriptor that uid %d has sent can't be closed: its sessions are refused", uid)
         if any(q.waiting for q in self._queues.values()):
-            self._timer = self._loop.call_later(CHECK_S, self._check_stuck)
+            self._timer = self._loop.call_later(LOOK_S, self._look)
 
 
 def _check_moves(mine: _Queue, uid: int) -> None:

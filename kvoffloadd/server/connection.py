@@ -27,14 +27,14 @@ from kvoffloadd.errors import (
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, Encoded
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.frameroom import LARGE_BYTES
+from kvoffloadd.server.framedeadline import FrameDeadline
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.turns import TURN_S
 from kvoffloadd.server.underway import UnderWay
 from kvoffloadd.sockets import pack_fds, unpack_fds
-from kvoffloadd.steps import first_turn
+from kvoffloadd.steps import Steps, take_turn
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * _FDS_MAX)
 """Room for all of them: the kernel would close those that find none within `recvmsg`, on the event loop."""
 MESSAGES_PER_TURN = 32
 """What one session may serve before others have their turn: so many messages, and none that begins after TURN_S."""
+LARGE_BYTES = len(_READ)
+"""Frames up to this wait for no room: as much is read at once."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
-PARTIAL_CHECKS = 4
-"""How often within `server.partial_frame_s` the rest of a frame is checked for."""
 FLUSH_S = 1.0
 """How long a peer whose session ends may take to read what is queued for it."""
 
@@ -62,13 +62,14 @@ class PeerConnection:
         self._sock = sock
         self._peer = peer
         self._protocol = Connection(daemon=True)
-        self._outbox = Outbox(context.config.limits.outbox_bytes, context.accounts.of(peer.uid).unread)
+        self._account = context.accounts.of(peer.uid)
+        self._outbox = Outbox(context.config.limits.outbox_bytes, self._account)
         self.session = Session(context, peer, self._outbox, self._send)
         self._under_way = UnderWay()
-        self._timer: asyncio.TimerHandle | None = None
+        self._steps: tuple[Steps[m.Reply], int] | None = None  # the request that has begun, and its seq
+        self._deadline = FrameDeadline(self._loop, self._on_late)
         self._reading = self._writing = False
         self._serving = self._backlog = False
-        self._frame_room = context.accounts.of(peer.uid).frame_room
         self._without_room = self._has_taken_room = False
         self.turn_us = 0
         self._ending: asyncio.Task[None] | None = None
@@ -137,8 +138,8 @@ class PeerConnection:
 
     @property
     def _held_up(self) -> bool:
-        """Whether no request may be served now."""
-        return self._under_way.awaited is not None or self._congested
+        """Whether no request may be served now. One that has begun goes on."""
+        return self._steps is None and self._congested
 
     @property
     def flow(self) -> tuple[int, int, int]:
@@ -151,6 +152,8 @@ class PeerConnection:
         began_s = time.monotonic()
         turn_ends = began_s + TURN_S
         for served in range(MESSAGES_PER_TURN):
+            if self._steps is not None and not self._ending and not self._go_on_with(*self._steps):
+                break
             pending = self._protocol.pending
             if self._ending or self._held_up or (served and pending and time.monotonic() > turn_ends):
                 break
@@ -171,7 +174,7 @@ class PeerConnection:
             self._give_room()
             self._serve(*got)
             if self.session.role:
-                self._stop_timer()  # it was for this frame; the next one gets its own
+                self._deadline.end()  # it was for this frame; the next one gets its own
         self._serving = False
         self.turn_us = int((time.monotonic() - began_s) * 1e6)
         self._steer()
@@ -183,7 +186,7 @@ class PeerConnection:
         if self._backlog or self._without_room or self._congested:
             self._pause_reading()
             if self.session.role:
-                self._stop_timer()  # that the rest of a frame does not come is our doing now
+                self._deadline.end()  # that the rest of a frame does not come is our doing now
         elif not self._reading:
             self._resume_reading()
             self._watch_partial()
@@ -195,16 +198,16 @@ class PeerConnection:
         if not self._protocol.pending or (size := self._protocol.frame_bytes) <= LARGE_BYTES:
             return True
         self._has_taken_room = True
-        return self._frame_room.take(self, size)
+        return self._account.receive(self, size)
 
     def _give_room(self) -> None:
         """A frame has come whole, whatever became of it."""
         if self._has_taken_room:
-            self._frame_room.give(self)
+            self._account.received(self)
             self._has_taken_room = False
 
     def go_on(self) -> None:
-        """See `frameroom.Receiver`."""
+        """See `account.Receiver`."""
         self._without_room = False
         self._steer()
 
@@ -212,39 +215,52 @@ class PeerConnection:
         seq: int = getattr(message, "seq", 0)
         self._context.counters.requests += 1
         try:
-            last, many = isinstance(message, m.Bye), len(self._under_way) >= REQUESTS_UNDER_WAY_MAX
-            if many and not last and self.session.answers_later(message):
+            last = isinstance(message, m.Bye)
+            if self.session.waits(message) and len(self._under_way) >= REQUESTS_UNDER_WAY_MAX and not last:
                 raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             answer = self.session.handle(message, fds)
-            in_order = isinstance(answer, Generator)
             if isinstance(answer, Generator):
-                answer = first_turn(answer)
-            if isinstance(answer, m.Reply):
+                self._steps = answer, seq  # `serve` goes on with them
+            elif isinstance(answer, m.Reply):
                 self._send(answer, (self._context.pidfd,) if isinstance(answer, m.Welcome) else ())
-            elif many and not last and not in_order:
-                answer.close()  # it has not begun, so it has changed nothing
-                raise BusyError(f"{len(self._under_way)} requests of this session are under way")
             else:
-                task = self._start_task(answer, seq, last=last)
+                task = self._loop.create_task(self._finish_request(answer, seq, last=last))
+                self._under_way.add(task, seq)
                 task.add_done_callback(partial(self._close_later, fds))
                 fds = []
-                if in_order:
-                    self._under_way.await_first(task, self._steer)
-        except KvOffloadError as error:
-            self._reply_error(error, seq)
-        except Exception as error:
-            log.exception("a request failed because of a bug in the daemon")
-            self._reply_bug(error, seq)
+        except Exception as error:  # noqa: BLE001  the end of a request
+            self._reply_failure(error, seq)
         finally:
             self._close_fds(fds)
 
+    def _go_on_with(self, steps: Steps[m.Reply], seq: int) -> bool:
+        """Take a turn of the request that has begun, behind which the others wait. False: it has not ended."""
+        try:
+            reply = take_turn(steps)
+            if reply is None:
+                return False
+            self._steps = None
+            self._send(reply)
+        except Exception as error:  # noqa: BLE001  the end of a request
+            self._steps = None
+            self._reply_failure(error, seq)
+        return True
+
+    def _reply_failure(self, error: Exception, seq: int) -> None:
+        if isinstance(error, KvOffloadError):
+            self._reply_error(error, seq)
+        else:
+            log.error("a request failed because of a bug in the daemon", exc_info=error)
+            self._context.end_if_unsure(error)
+            self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
+
+    def _close_steps(self) -> None:
+        if self._steps is not None:
+            self._steps[0].close()
+            self._steps = None
+
     def _close_later(self, fds: list[int], _task: asyncio.Task[None]) -> None:
         self._close_fds(fds)
-
-    def _start_task(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> asyncio.Task[None]:
-        task = self._loop.create_task(self._finish_request(answer, seq, last=last))
-        self._under_way.add(task, seq)
-        return task
 
     async def _finish_request(self, answer: Coroutine[Any, Any, m.Reply], seq: int, *, last: bool) -> None:
         try:
@@ -252,11 +268,8 @@ class PeerConnection:
             if last:
                 await self._finish_others()
             self._send(reply)
-        except KvOffloadError as error:
-            self._reply_error(error, seq)
-        except Exception as error:
-            log.exception("a request failed because of a bug in the daemon")
-            self._reply_bug(error, seq)
+        except Exception as error:  # noqa: BLE001  the end of a request
+            self._reply_failure(error, seq)
         if last:
             self.end("the peer said bye")
 
@@ -290,10 +303,6 @@ class PeerConnection:
         self._send(m.Error(seq=seq, code=error.code, message=text, fault=error.fault, retryable=error.retryable))
         if error.ends_session:
             self.end(text)
-
-    def _reply_bug(self, error: Exception, seq: int) -> None:
-        self._context.end_if_unsure(error)
-        self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
 
     def _refuse(self, error: FramingError) -> None:
         """The stream is unusable: send the error, which ends the session."""
@@ -343,27 +352,13 @@ class PeerConnection:
 
     def _watch_partial(self) -> None:
         """A frame that has begun, and the hello, must come within `partial_frame_s`."""
-        waiting = self._protocol.pending or not self.session.role
-        if waiting and self._timer is None:
-            self._check_rest(PARTIAL_CHECKS)
-        elif not waiting:
-            self._stop_timer()
+        if self._protocol.pending or not self.session.role:
+            self._deadline.begin(self._context.config.server.partial_frame_s)
+        else:
+            self._deadline.end()
 
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _check_rest(self, checks: int) -> None:
-        """Refuse the peer after so many more checks. Not after one timer: while the process was stopped, time passed
-        and nothing was read.
-        """
-        self._timer = None
-        if checks:
-            check_s = self._context.config.server.partial_frame_s / PARTIAL_CHECKS
-            self._timer = self._loop.call_later(check_s, self._check_rest, checks - 1)
-            return
-        self._refuse(FramingError(f"no complete frame within {self._context.config.server.partial_frame_s} s"))
+    def _on_late(self, limit_s: float) -> None:
+        self._refuse(FramingError(f"no complete frame within {limit_s} s"))
 
     def _on_peer_death(self) -> None:
         self._context.counters.peers_killed += 1
@@ -381,7 +376,7 @@ class PeerConnection:
             about = {"session": self.session.id, "pid": self._peer.pid, "uid": self._peer.uid, "reason": reason}
             log.log(level, "session %(session)d of pid %(pid)d ends: %(reason)s", about)
             self._pause_reading()
-            self._stop_timer()
+            self._deadline.end()
             self._context.turns.forget(self)
             if self._peer.pidfd >= 0:
                 self._loop.remove_reader(self._peer.pidfd)
@@ -392,13 +387,14 @@ class PeerConnection:
         async with (
             contextlib.AsyncExitStack() as chain
         ):  # from the last to the first; each runs even if one before it fails
-            chain.callback(self._frame_room.give, self)
+            chain.callback(self._account.received, self)
             chain.callback(self._context.sessions.discard, self.session)
             chain.callback(self._peer.close)
             chain.callback(self._close_socket)
             chain.push_async_callback(self._flush_queue)
             chain.callback(self._under_way.cancel)
             chain.push_async_callback(self.session.close)
+            chain.callback(self._close_steps)
 
     def _close_socket(self) -> None:
         """Close the socket, and the descriptors in its queue; the session counts until that is done."""

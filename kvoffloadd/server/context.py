@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LetGo
-from kvoffloadd.cache.memory.uses import Used
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import Device, Gpus, HostMemory
@@ -41,7 +40,7 @@ ENDED_PER_TURN = 4096
 """Rows and parts that one turn of the loop takes out of leases whose instance has ended; see `Leases.end_some`."""
 
 USES_WAIT_S = 0.005
-"""What uses of keys wait until the first of them are counted, see `uses`."""
+"""What uses of keys wait until the first of them are counted: see `cache.memory.uses`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,11 +103,12 @@ class Context:
     clearings: Clearings = field(init=False)
     requested_clears: RequestedClears = field(init=False)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _counting: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
         self.clearings = Clearings(self.cache, self.disk, self.remote, self.spawn)
         self.requested_clears = RequestedClears(self.clearings)
+        # Not at once behind the reply: the next request of a peer that waits for its replies is there before that.
+        self.cache.uses.wake = partial(self.loop.call_later, USES_WAIT_S, self._count_uses)
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_handled: bool = False) -> asyncio.Task[Any]:
         """Run a task that the daemon owns until it ends. Its failure is logged, unless the caller handles it."""
@@ -161,19 +161,9 @@ class Context:
         always = ["host", "memory", "keep", "clear_token", "composition"]
         return [*always, *(name for name, has in optional.items() if has)]
 
-    def use(self, groups: Sequence[Used]) -> None:
-        """One request uses the keys that hit, of each of its groups: it counts soon, see `uses`. Not at once behind the
-        reply: the next request of a peer that waits for its replies is there before that would be done.
-        """
-        self.cache.uses.add(groups)
-        if self._counting is None:
-            self._counting = self.loop.call_later(USES_WAIT_S, self._count_uses)
-
     def _count_uses(self) -> None:
-        self._counting = None
-        self.cache.uses.settle_some()
-        if self.cache.uses.waiting:
-            self._counting = self.loop.call_later(0, self._count_uses)
+        if self.cache.uses.settle_due():
+            self.loop.call_later(0, self._count_uses)
 
     def let_go(self, ended: LetGo, uid: int) -> None:
         """Release what leases held: rows may be evicted, and reserved parts that no job fills are freed."""

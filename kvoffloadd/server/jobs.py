@@ -137,7 +137,7 @@ class SessionJobs:
             )
             if not message.lease:
                 used = zip(groups, lookups, strict=True)
-                self.context.use([(group.keyspace, lookup, group.first) for group, lookup in used])
+                cache.uses.add([(group.keyspace, lookup, group.first) for group, lookup in used])
             states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, lookups, strict=True)]
             nothing = [np.zeros(0, np.int64)] * len(groups)
             request = SessionLoad(
@@ -274,17 +274,11 @@ class SessionJobs:
         for group in groups:
             key_bytes = _KEY_BYTES + _PAYLOAD_BYTES * len(group.registered.held)
             job_bytes += group.blocks.nbytes + len(group.keys) * key_bytes
-        self.outbox.reserve(outbox_bytes)
-        try:
-            self.account.charge(job_bytes=job_bytes, jobs=1)
-        except LimitError:
-            self.outbox.unreserve(outbox_bytes)
-            raise
+        self.outbox.reserve(outbox_bytes, job_bytes=job_bytes, jobs=1)
         return Charge(outbox_bytes, job_bytes)
 
     def _refund(self, charge: Charge) -> None:
-        self.account.refund(job_bytes=charge.job_bytes, jobs=1)
-        self.outbox.unreserve(charge.outbox_bytes)
+        self.outbox.unreserve(charge.outbox_bytes, job_bytes=charge.job_bytes, jobs=1)
 
     def _check_lease(self, lease_id: int, lookups: list[LookupResult]) -> None:
         lease = self.instance.leases.read(lease_id)
@@ -351,8 +345,5 @@ class SessionJobs:
         if request.job is not None:
             request.registration.running.discard(request.job)
             request.job = None  # it names the request: the collector alone would find that both are of no use
-        try:
-            message = completed(request, result)
-        finally:
-            self._remove(request)
-        self.push(message)
+        self._remove(request)
+        self.push(completed(request, result))

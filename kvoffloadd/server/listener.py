@@ -13,14 +13,13 @@ import socket
 import time
 from pathlib import Path
 
-from kvoffloadd.errors import BusyError, ConfigError, ForbiddenError, PeerError, ResourceError
+from kvoffloadd.errors import BusyError, ConfigError, ForbiddenError, LimitError, PeerError, ResourceError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import encode
 from kvoffloadd.server import peer as peers
 from kvoffloadd.server.closer import STRANGERS
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.door import Door
 from kvoffloadd.sockets import bind_path, keep_inline, pass_descriptors
 
 log = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ class Listener:
         self._listener = listener
         self._path = path
         self._connections: set[PeerConnection] = set()
-        self._door = Door()
+        self._refused: set[int] = set()  # users whose last connection came too often
 
     def start(self) -> None:
         self._listener.setblocking(False)
@@ -124,14 +123,19 @@ class Listener:
         own = peer.pid == os.getpid()  # the watchdog's pings take no place from others
         charged = int(not own)
         key = peer.uid if self._is_allowed(peer.uid) else STRANGERS
-        if not own and not self._door.lets_in(key):
+        try:
+            context.accounts.of(key).charge(connections=charged)
+        except LimitError:
             context.counters.sessions_refused += 1
-            if self._door.is_news(key):
+            if key not in self._refused:  # only the first is logged
                 log.warning("uid %d connects too often; its connections are refused for a while", peer.uid)
+            self._refused.add(key)
             with contextlib.suppress(OSError):
                 sock.send(_TOO_OFTEN)
             context.closer.close_socket(peer.uid, sock)
             return
+        if not own:
+            self._refused.discard(key)
         try:
             self._check_uid(peer.uid)
             context.closer.admit(peer.uid)

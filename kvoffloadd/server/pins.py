@@ -18,10 +18,8 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
 from kvoffloadd.cache.memory.lookup import GroupHits, packed_boundaries
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.errors import LimitError
 from kvoffloadd.model import U32Array, U64Array
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.server.account import Account
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.outbox import Outbox
@@ -97,7 +95,6 @@ class PendingPins:
 
     context: Context
     instance: Instance
-    account: Account
     outbox: Outbox
     push: Callable[[m.Push], None]
     waiting: set[PendingPin] = field(default_factory=set)
@@ -105,35 +102,32 @@ class PendingPins:
     def pin(self, seq: int, answered: Lookups) -> m.Found:
         """Lease what hits, and bring the rest from below into the lease."""
         rows, below = answered.rows, answered.num_below
-        reserved = self._reserve(answered) if below else 0
         # All keys that hit when the tiers below are through join the lease, also those that others store meanwhile.
         later = answered.num_keys - len(rows) if below else 0
+        ready_bytes = _ready_bytes(answered) if below else 0
         lease = None
         if len(rows) or below:
-            try:
-                self.account.charge(leases=LEASE_KEYS + len(rows) + later)
-            except LimitError:
-                self.outbox.unreserve(reserved)
-                raise
+            self.outbox.reserve(ready_bytes, leases=LEASE_KEYS + len(rows) + later)
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
         cache = self.context.cache
-        self.context.use([(group.keyspace, group.lookup, group.first) for group in answered.groups])
+        cache.uses.add([(group.keyspace, group.lookup, group.first) for group in answered.groups])
         for group in answered.groups:
             cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.asked)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.classify_misses)  # behind the reply
         if below and lease is not None:
             lease.growing = True
-            self._fetch(PendingPin(seq, answered, lease, later, reserved), Urgency.PIN)
+            self._fetch(PendingPin(seq, answered, lease, later, ready_bytes), Urgency.PIN)
         return _found(seq, answered, lease, below)
 
     def prefetch(self, seq: int, answered: Lookups) -> m.Found:
         """Bring keys from below into memory."""
         below = answered.num_below
         if below:
-            reserved = self._reserve(answered)
-            waiting = PendingPin(seq, answered, None, 0, reserved)
+            ready_bytes = _ready_bytes(answered)
+            self.outbox.reserve(ready_bytes)
+            waiting = PendingPin(seq, answered, None, 0, ready_bytes)
             self._fetch(waiting, Urgency.PREFETCH)
             if waiting.fetch is not None:
                 waiting.fetch.keep(answered.rows)
@@ -143,12 +137,6 @@ class PendingPins:
         """Drop all that wait: the session ends, and no `ready` will be sent."""
         for waiting in list(self.waiting):
             self._end(waiting)
-
-    def _reserve(self, answered: Lookups) -> int:
-        """Reserve room in the outbox for the `ready`. Returns its bytes."""
-        size = READY_BYTES + READY_BYTES_PER_GROUP * len(answered.groups) + READY_BYTES_PER_KEY * answered.num_keys
-        self.outbox.reserve(size)
-        return size
 
     def _fetch(self, waiting: PendingPin, urgent: int) -> None:
         lower = self.context.lower
@@ -175,7 +163,7 @@ class PendingPins:
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
             waiting.charged -= len(fresh)
-        self.context.use([(group.keyspace, group.lookup._replace(hits=group.on_disk), group.first) for group in groups])
+        cache.uses.add([(group.keyspace, group.lookup._replace(hits=group.on_disk), group.first) for group in groups])
         for group in groups:
             if group.asked is not None and waiting.lease is not None:
                 cache.lookups.record_asked(group.keyspace, group.keys, group.lookup, group.asked)
@@ -193,9 +181,12 @@ class PendingPins:
             waiting.timer.cancel()
         if waiting.fetch is not None:
             waiting.fetch.cancel()
-        if waiting.charged:
-            self.account.refund(leases=waiting.charged)
-        self.outbox.unreserve(waiting.outbox_bytes)
+        self.outbox.unreserve(waiting.outbox_bytes, leases=waiting.charged)
+
+
+def _ready_bytes(answered: Lookups) -> int:
+    """A `ready` of this takes as many bytes at most."""
+    return READY_BYTES + READY_BYTES_PER_GROUP * len(answered.groups) + READY_BYTES_PER_KEY * answered.num_keys
 
 
 def _found(seq: int, answered: Lookups, lease: ReadLease | None, below: int) -> m.Found:

@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import aiofiles.os
+
 from kvoffloadd import log as logs
 from kvoffloadd.config import Config, reloaded
 from kvoffloadd.errors import ConfigError
@@ -38,7 +40,7 @@ class Reload:
         async with self._one_at_a_time:
             self._systemd.reloading()
             try:
-                asked = await self._context.loop.run_in_executor(None, self._read)
+                asked = await aiofiles.os.wrap(self._read)()
             except ConfigError as error:
                 log.error("not reloaded, nothing has changed: %s", "; ".join(map(str.strip, str(error).splitlines())))
             else:

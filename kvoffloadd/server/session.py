@@ -121,8 +121,10 @@ class Session:
         return (self._HANDLERS.get(type(message)) or self._LATER[type(message)])(self, message)
 
     @classmethod
-    def answers_later(cls, message: m.Message) -> bool:
-        """Whether this request may have begun when `handle` returns a coroutine. Other requests have not."""
+    def waits(cls, message: m.Message) -> bool:
+        """Whether `handle` returns a coroutine for this request, which may have begun by then."""
+        if isinstance(message, m.Register):
+            return is_large(message)
         return isinstance(message, m.AttachVmm) or type(message) in cls._LATER
 
     @property
@@ -157,7 +159,7 @@ class Session:
             self._jobs = SessionJobs(
                 context, namespace, instance, self._account, self._outbox, self._push, self._limits
             )
-            self._pins = PendingPins(context, instance, self._account, self._outbox, self._push)
+            self._pins = PendingPins(context, instance, self._outbox, self._push)
         return m.Welcome(
             seq=message.seq,
             version=message.version,
@@ -215,7 +217,7 @@ class Session:
 
     def _touch(self, message: m.Touch) -> m.Reply:
         groups = self._find(message.groups).groups
-        self._context.use([(group.keyspace, group.lookup, group.first) for group in groups])
+        self._context.cache.uses.add([(group.keyspace, group.lookup, group.first) for group in groups])
         return m.Done(seq=message.seq)
 
     def _keep(self, message: m.Keep) -> m.Reply:
@@ -237,7 +239,7 @@ class Session:
     def _reserve(self, message: m.Reserve) -> Steps[m.Reply]:
         if self._context.draining:
             raise DrainingError("the daemon is shutting down and takes no new reservations")
-        self._clears.note_store()
+        self._clears.last = None  # the next clear is to reach what is stored now
         wanted = wanted_of(message, self._keys_of(message.groups))
         _check_price(self._limits, sum(len(one.keys) * one.keyspace.schema.price(len(one.parts)) for one in wanted))
         check_distinct(wanted)
@@ -252,7 +254,7 @@ class Session:
     # --- jobs ---
 
     def _store(self, message: m.Store) -> Steps[m.Reply]:
-        self._clears.note_store()
+        self._clears.last = None  # the next clear is to reach what is stored now
         return self._own_jobs().store(message, self._registry.registration(message.registration))
 
     def _load(self, message: m.Load) -> Steps[m.Reply]:

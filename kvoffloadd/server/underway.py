@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """`awaited`: the one that the next request has to wait for; None: none."""
+    """By task, the seq of the request that it answers."""
 
-    awaited: asyncio.Task[None] | None = None
     _seqs: dict[asyncio.Task[None], int] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -21,16 +19,6 @@ class UnderWay:
         """The task answers the request of this seq."""
         self._seqs[task] = seq
         task.add_done_callback(self._seqs.pop)
-
-    def await_first(self, task: asyncio.Task[None], go_on: Callable[[], None]) -> None:
-        """The next request has to wait for this one; then `go_on` is called."""
-
-        def done(_task: asyncio.Task[None]) -> None:
-            self.awaited = None
-            go_on()
-
-        self.awaited = task
-        task.add_done_callback(done)
 
     async def finish_others(self, deadline_s: float) -> list[int]:
         """Wait for all but the task that this is called in. Cancels those that are late, and returns their seqs."""

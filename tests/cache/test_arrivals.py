@@ -227,15 +227,17 @@ def test_a_root_is_given_up_only_if_none_of_its_calls_end(monkeypatch: pytest.Mo
 
     def stands_still(one: probe_module.Probe) -> list[bool]:
         now[0] = 1000.0
-        found = [one.stands_still()]
-        now[0] = 1002.0
-        return [*found, one.stands_still()]
+        found = one.stands_still()
+        for _ in range(2 * probe_module.LOOKS):
+            now[0] += 10.0 / probe_module.LOOKS
+            still = one.stands_still()
+        return [found, still]
 
     assert stands_still(probe(0.0, lane(), lane())) == [False, False], "nothing is asked of it"
     assert stands_still(probe(0.0, lane(900.0), lane())) == [False, True]
-    assert stands_still(probe(0.0, lane(900.0, 999.0), lane())) == [False, False], "another thread goes on"
-    assert stands_still(probe(0.0, lane(900.0), lane(999.0))) == [False, False], "another lane goes on"
-    assert stands_still(probe(999.0, lane(900.0), lane())) == [False, False], "it is a call of many"
+    assert stands_still(probe(0.0, lane(900.0, 1019.0), lane())) == [False, False], "another thread goes on"
+    assert stands_still(probe(0.0, lane(900.0), lane(1019.0))) == [False, False], "another lane goes on"
+    assert stands_still(probe(1019.0, lane(900.0), lane())) == [False, False], "it is a call of many"
     assert probe(999.0, lane(900.0), lane()).hangs() is False, "seen once"
 
 

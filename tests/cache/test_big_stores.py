@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.job import Completion, CopyOptions
-from kvoffloadd.cache.jobs import STEP_PARTS, Jobs
+from kvoffloadd.cache.job import STEP_PARTS, Completion, CopyOptions
+from kvoffloadd.cache.jobs import Jobs
 from kvoffloadd.cache.memory import audit, eviction
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import reserve

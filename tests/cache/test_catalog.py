@@ -29,7 +29,7 @@ def name_of(n: int, epoch: int = 0, parts: int = 1) -> KeyspaceId:
     return KeyspaceId(bytes([n]) * 16, b"s" * 16, epoch, 0, parts, 32)
 
 
-def shelf_of(catalog: Catalog, n: int, epoch: int = 0, parts: int = 1) -> DiskKeyspace:
+def disk_keyspace_of(catalog: Catalog, n: int, epoch: int = 0, parts: int = 1) -> DiskKeyspace:
     disk_keyspace = catalog.disk_keyspace(name_of(n, epoch, parts))
     assert disk_keyspace is not None
     return disk_keyspace
@@ -59,7 +59,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog = Catalog(30_000, seed)
         self.epochs = [0] * len(WIDTHS)
         self.widths = list(WIDTHS)
-        self.disk_keyspaces = [shelf_of(self.catalog, n, 0, width) for n, width in enumerate(WIDTHS)]
+        self.disk_keyspaces = [disk_keyspace_of(self.catalog, n, 0, width) for n, width in enumerate(WIDTHS)]
         self.model: list[dict[int, dict[int, Place]]] = [{} for _ in WIDTHS]
         self.next_page = dict.fromkeys(range(1, SEGMENTS + 1), 1)
         self.used: list[set[int]] = [set() for _ in WIDTHS]
@@ -146,7 +146,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.catalog.close(old)
         self.epochs[n] += 1
         if not again:
-            self.disk_keyspaces[n] = shelf_of(self.catalog, n, self.epochs[n], self.widths[n])
+            self.disk_keyspaces[n] = disk_keyspace_of(self.catalog, n, self.epochs[n], self.widths[n])
         complete = sorted(self.complete(n))
         some = keys_of(*complete)
         assert (self.catalog.find(old, some) == -1).all()
@@ -158,7 +158,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.model[n], self.used[n] = {}, set()
         if again:
             self.widths[n], self.catalog._next_number = width, old.id
-            self.disk_keyspaces[n] = shelf_of(self.catalog, n, self.epochs[n], width)
+            self.disk_keyspaces[n] = disk_keyspace_of(self.catalog, n, self.epochs[n], width)
             assert self.disk_keyspaces[n].id == old.id
 
     @invariant()
@@ -196,7 +196,7 @@ TestCatalog.settings = settings(max_examples=12, stateful_step_count=25, deadlin
 def test_memory_of_many_records_stays_within_the_budget(seed: int) -> None:
     rng = np.random.default_rng(seed)
     catalog = Catalog(1 << 20, seed)
-    disk_keyspace = shelf_of(catalog, 1)
+    disk_keyspace = disk_keyspace_of(catalog, 1)
     for batch in range(400):
         keys = rng.integers(0, 1 << 63, (500, 4), dtype=np.uint64)
         pages = np.arange(1, 501, dtype=np.uint32)
@@ -213,7 +213,7 @@ def test_memory_of_many_records_stays_within_the_budget(seed: int) -> None:
 def test_rewriting_for_ever_takes_no_more_memory() -> None:
     """Segments come and go, the keys stay: what is remembered of old places goes with their segment."""
     catalog = Catalog(10_000, 1)
-    disk_keyspace = shelf_of(catalog, 1)
+    disk_keyspace = disk_keyspace_of(catalog, 1)
     sizes = []
     for segment in range(1, 60):
         put(catalog, disk_keyspace, segment, *((key, 0, 1 + key) for key in range(500)))
@@ -226,7 +226,7 @@ def test_rewriting_for_ever_takes_no_more_memory() -> None:
 
 def test_a_listing_in_steps_names_each_key_once() -> None:
     catalog = Catalog(1000, 1)
-    disk_keyspace, other = shelf_of(catalog, 1), shelf_of(catalog, 2, parts=2)
+    disk_keyspace, other = disk_keyspace_of(catalog, 1), disk_keyspace_of(catalog, 2, parts=2)
     put(catalog, disk_keyspace, 1, *((key, 0, 1 + key) for key in range(50)))
     put(catalog, other, 1, *((key, 0, 100 + key) for key in range(20)))  # one part of two
     put(catalog, other, 1, *((key, 1, 200 + key) for key in range(7)))
@@ -240,7 +240,7 @@ def test_a_listing_in_steps_names_each_key_once() -> None:
 
 def test_what_does_not_fit_is_left_out() -> None:
     catalog = Catalog(10, 1)
-    wide, narrow = shelf_of(catalog, 1, parts=4), shelf_of(catalog, 2)
+    wide, narrow = disk_keyspace_of(catalog, 1, parts=4), disk_keyspace_of(catalog, 2)
     put(catalog, wide, 1, *((key, part, 1 + 4 * key + part) for key in range(5) for part in range(4)))
     assert (wide.keys, catalog.records) == (2, 8)
     put(catalog, narrow, 2, *((key, 0, 1 + key) for key in range(5)))
@@ -256,7 +256,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
 def test_of_two_copies_in_one_batch_the_one_at_the_higher_page_counts() -> None:
     catalog = Catalog(100, 1)
-    disk_keyspace = shelf_of(catalog, 1)
+    disk_keyspace = disk_keyspace_of(catalog, 1)
     put(catalog, disk_keyspace, 1, (5, 0, 9), (6, 0, 3), (5, 0, 2))
     rows: I64Array = catalog.find(disk_keyspace, keys_of(5, 6))
     assert catalog.page[catalog.first[rows]].tolist() == [9, 3]
@@ -264,9 +264,9 @@ def test_of_two_copies_in_one_batch_the_one_at_the_higher_page_counts() -> None:
     assert check(catalog, {1}) == []
 
 
-def test_shelves_of_other_names_do_not_meet() -> None:
+def test_disk_keyspaces_of_other_names_do_not_meet() -> None:
     catalog = Catalog(100, 1)
-    disk_keyspace = shelf_of(catalog, 1)
+    disk_keyspace = disk_keyspace_of(catalog, 1)
     put(catalog, disk_keyspace, 1, (5, 0, 1))
     others = [
         name_of(2),
@@ -282,24 +282,24 @@ def test_shelves_of_other_names_do_not_meet() -> None:
     assert catalog.disk_keyspace(name_of(1)) is disk_keyspace
 
 
-def test_shelf_numbers_are_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_disk_keyspaces_are_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "DISK_KEYSPACES_MAX", 4)
     catalog = Catalog(100, 1)
-    disk_keyspaces = [shelf_of(catalog, n) for n in range(3)]
+    disk_keyspaces = [disk_keyspace_of(catalog, n) for n in range(3)]
     assert catalog.disk_keyspace(name_of(3)) is None
     put(catalog, disk_keyspaces[1], 1, (5, 0, 1))
     catalog.close(disk_keyspaces[1])
     assert catalog.disk_keyspace(name_of(3)) is None, "it is not empty yet"
     assert [numbers_in(keys) for keys in catalog.empty(disk_keyspaces[1])] == [[5]]
-    new = shelf_of(catalog, 3)
+    new = disk_keyspace_of(catalog, 3)
     assert new.id not in (disk_keyspaces[0].id, disk_keyspaces[2].id)
     assert catalog.find(new, keys_of(5))[0] == -1
 
 
-def test_a_closed_shelf_is_emptied_in_steps_while_its_segments_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_disk_keyspace_is_emptied_in_steps_while_its_segments_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "STEP_RECORDS", 2)
     catalog = Catalog(100, 1)
-    old = shelf_of(catalog, 1)
+    old = disk_keyspace_of(catalog, 1)
     put(catalog, old, 1, *((key, 0, 1 + key) for key in range(3)))
     put(catalog, old, 2, *((key, 0, 1 + key) for key in range(3, 9)))
     catalog.close(old)
@@ -314,15 +314,15 @@ def test_a_closed_shelf_is_emptied_in_steps_while_its_segments_go(monkeypatch: p
     assert check(catalog, {1}) == []
 
 
-def test_emptying_a_shelf_leaves_alone_what_an_earlier_one_of_its_number_had() -> None:
+def test_emptying_a_disk_keyspace_leaves_alone_what_an_earlier_one_of_its_number_had() -> None:
     catalog = Catalog(1000, 1)
-    old, other = shelf_of(catalog, 1), shelf_of(catalog, 2)
+    old, other = disk_keyspace_of(catalog, 1), disk_keyspace_of(catalog, 2)
     put(catalog, old, 1, *((key, 0, 1 + key) for key in range(100)))
     catalog.close(old)
     for _ in catalog.empty(old):
         pass
     catalog._next_number = old.id
-    wide = shelf_of(catalog, 3, parts=2)
+    wide = disk_keyspace_of(catalog, 3, parts=2)
     assert wide.id == old.id
     put(catalog, other, 2, *((key, 0, 1 + key) for key in range(50)))
     catalog.close(wide)
@@ -333,12 +333,12 @@ def test_emptying_a_shelf_leaves_alone_what_an_earlier_one_of_its_number_had() -
 
 
 @pytest.mark.parametrize("freed", [1, 2])
-def test_emptying_a_shelf_leaves_alone_what_took_its_place_meanwhile(
+def test_emptying_a_disk_keyspace_leaves_alone_what_took_its_place_meanwhile(
     monkeypatch: pytest.MonkeyPatch, freed: int
 ) -> None:
     monkeypatch.setattr(catalog_module, "STEP_RECORDS", 2)
     catalog = Catalog(100, 1)
-    old, other = shelf_of(catalog, 1), shelf_of(catalog, 2)
+    old, other = disk_keyspace_of(catalog, 1), disk_keyspace_of(catalog, 2)
     put(catalog, old, 1, *((key, 0, 1 + key) for key in range(3)))
     put(catalog, old, 2, *((key, 0, 1 + key) for key in range(3, 3 + freed)))
     catalog.close(old)
@@ -356,7 +356,7 @@ def test_emptying_a_shelf_leaves_alone_what_took_its_place_meanwhile(
 
 def test_keys_that_the_index_can_not_hold_are_left_out() -> None:
     catalog = Catalog(4000, 1)
-    disk_keyspace = shelf_of(catalog, 1)
+    disk_keyspace = disk_keyspace_of(catalog, 1)
     catalog.index.hash = lambda keyspace, keys: np.full(len(keys), 7, np.uint64)  # type: ignore[method-assign]
     put(catalog, disk_keyspace, 1, *((key, 0, 1 + key) for key in range(300)))
     put(catalog, disk_keyspace, 2, *((key, 0, 1 + key) for key in range(200, 2000)))
@@ -367,7 +367,7 @@ def test_keys_that_the_index_can_not_hold_are_left_out() -> None:
 
 def test_records_of_one_width_serve_another_when_their_segment_is_gone() -> None:
     catalog = Catalog(3000, 1)
-    wide, narrow = shelf_of(catalog, 1, parts=1000), shelf_of(catalog, 2)
+    wide, narrow = disk_keyspace_of(catalog, 1, parts=1000), disk_keyspace_of(catalog, 2)
     for key in range(4):
         put(catalog, wide, 1, *((key, part, 1 + 1000 * key + part) for part in range(1000)))
     assert (wide.keys, catalog.records) == (3, 3000), "the fourth is left out"
@@ -380,7 +380,7 @@ def test_records_of_one_width_serve_another_when_their_segment_is_gone() -> None
 
 def test_the_audit_of_the_catalog_knows_which_records_are_free() -> None:
     catalog = Catalog(100, 1)
-    put(catalog, shelf_of(catalog, 1), 1, (1, 0, 1))
+    put(catalog, disk_keyspace_of(catalog, 1), 1, (1, 0, 1))
     catalog.runs.free(1, np.zeros(1, np.uint32))
     assert any("are given out" in finding for finding in check(catalog, {1}))
     catalog.runs.taken += 1
@@ -389,7 +389,7 @@ def test_the_audit_of_the_catalog_knows_which_records_are_free() -> None:
     assert any("a record that is free has a place" in finding for finding in check(catalog, {1}))
 
 
-def test_a_user_has_no_more_shelves_than_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_has_no_more_disk_keyspaces_than_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "DISK_KEYSPACES_MAX", 33)
     catalog = Catalog(1000, 7)
 

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import threading
-import time
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.backlog import OFFERS_PER_TURN, Budget
+from kvoffloadd.cache.backlog import LOOK_AHEAD_S, OFFERS_PER_TURN, Budget
 from kvoffloadd.cache.disk.demotion import BATCH_SHARE, DemotionWrite
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
@@ -24,7 +23,7 @@ from kvoffloadd.storage.disk import format as disk_format
 from kvoffloadd.storage.disk import segment, writer
 from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.health import RootState
-from kvoffloadd.storage.disk.writer import WriteBatch
+from kvoffloadd.storage.disk.writer import OnWritten, WriteBatch
 from kvoffloadd.trial.wait import HANG_S
 
 from .conftest import Open
@@ -122,26 +121,57 @@ async def test_two_roots_share_the_work(open_tier: Open) -> None:
 # --- before eviction ---
 
 
+class LookAhead:
+    """Decides when demotion inspects memory's next victims, in place of the clock."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._changes = tier.disk.demotion.backlog.changes
+        self._wait_for_change = self._changes.wait
+        self._is_awaited = self._is_due = False
+        self._changes.wait = self._wait  # type: ignore[method-assign]
+
+    async def _wait(self, deadline_s: float | None = None) -> bool:
+        assert deadline_s == LOOK_AHEAD_S
+        self._is_awaited = True
+        await self._wait_for_change()
+        was_due = self._is_due
+        self._is_awaited = self._is_due = False
+        return not was_due
+
+    async def once(self) -> None:
+        """Demotion inspects them once. Returns when it has written what it found, and waits again."""
+        await self._tier.until(lambda: self._is_awaited)
+        self._is_due = True
+        self._changes.notify_all()
+        await self._tier.until(lambda: self._is_awaited and not self._is_due)
+        await self._tier.quiet()
+
+
+async def before_eviction(open_tier: Open, **settings: Any) -> tuple[Tier, LookAhead]:
+    """A tier that writes only what memory evicts next."""
+    looks: list[LookAhead] = []
+    tier = await open_tier(SMALL, lambda tier: looks.append(LookAhead(tier)), demote="evict", **settings)
+    return tier, looks[0]
+
+
 async def test_with_evict_only_the_next_victims_are_written(open_tier: Open) -> None:
-    tier = await open_tier(SMALL, demote="evict")
+    tier, look_ahead = await before_eviction(open_tier)
     keyspace = tier.keyspace()
     tier.store(keyspace, *range(28))
-    await asyncio.sleep(0.15)
+    await look_ahead.once()
     assert tier.on_disk(keyspace, *range(28)) == [], "there is room for more"
     tier.store(keyspace, *range(28, 32))
-    await tier.until(lambda: len(tier.on_disk(keyspace, *range(32))) >= 4)
-    await asyncio.sleep(0.15)
-    await tier.quiet()
-    known = tier.on_disk(keyspace, *range(32))
-    assert known == list(range(len(known)))
-    assert len(known) <= 4 + 8, "4, and who comes after them if they are being written just now"
+    await look_ahead.once()
+    assert tier.on_disk(keyspace, *range(32)) == list(range(4))
+    await look_ahead.once()
+    assert tier.on_disk(keyspace, *range(32)) == list(range(4)), "the next victims are the same"
     tier.store(keyspace, 40, 41, 42, 43)
     assert tier.states(keyspace, 0, 3, 4) == [PENDING, PENDING, HIT]
-    await tier.until(lambda: set(range(8)) <= set(tier.on_disk(keyspace, *range(50))))
-    await tier.quiet()
-    known = tier.on_disk(keyspace, *range(50))
-    assert known == list(range(len(known)))
-    assert len(known) < 20, "and no others"
+    for _ in range(2):
+        await look_ahead.once()
+        assert tier.on_disk(keyspace, *range(50)) == list(range(8)), "and no others"
+    assert sum(tier.files.writes) == 8
 
 
 # --- second use ---
@@ -164,14 +194,14 @@ async def test_second_use_leaves_out_what_was_used_once(open_tier: Open) -> None
 
 
 async def test_second_use_before_eviction_and_at_the_end(open_tier: Open) -> None:
-    tier = await open_tier(SMALL, admit="second-use", demote="evict")
+    tier, look_ahead = await before_eviction(open_tier, admit="second-use")
     keyspace = tier.keyspace()
     tier.store(keyspace, *range(32))
     tier.cache.uses.add([(keyspace, tier.cache.find(keyspace, keys_of(1, 2, 20)), 0)])
     tier.cache.uses.settle()
-    await tier.until(lambda: tier.on_disk(keyspace, *range(32)))
-    await asyncio.sleep(0.15)
-    assert tier.on_disk(keyspace, *range(32)) == [1, 2], "of the next four victims, those used twice"
+    for _ in range(2):
+        await look_ahead.once()
+        assert tier.on_disk(keyspace, *range(32)) == [1, 2], "of the next four victims, those used twice"
     await tier.close()
     again = await open_tier(SMALL)
     assert again.on_disk(again.keyspace(), *range(32)) == [1, 2, 20]
@@ -214,21 +244,45 @@ def test_a_budget_of_nothing_is_no_limit() -> None:
     assert only_ops.delay_s(1.0) == pytest.approx(0.5)
 
 
+class Clock:
+    """Demotion's time: whoever sleeps moves it on, and wakes up at once."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    async def sleep(self, delay_s: float) -> None:
+        self.now_s += delay_s
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("budget", [{"write_ops_per_s": 40}, {"write_bytes_per_s": 40 * PAGE_BYTES}])
-async def test_writing_keeps_to_its_budget(open_tier: Open, budget: dict[str, int]) -> None:
-    tier = await open_tier(**budget)
-    keyspace = tier.keyspace()
-    await asyncio.sleep(0.1)
-    begun = time.perf_counter()
-    tier.store(keyspace, *range(12))
-    written = []
-    while len(tier.on_disk(keyspace, *range(12))) < 12:
-        await asyncio.sleep(0.005)
-        written.append((time.perf_counter() - begun, len(tier.files.writes)))
-    took = time.perf_counter() - begun
+async def test_writing_keeps_to_its_budget(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, budget: dict[str, int]
+) -> None:
+    tier = await open_tier(Shape(segment_pages=64), **budget)  # no segment ends within a batch
+    clock, keyspace, append = Clock(), tier.keyspace(), tier.root.writer.append
+    begun: list[tuple[float, int]] = []
+
+    def note(batch: WriteBatch, done: OnWritten) -> int:
+        if count := append(batch, done):
+            begun.append((round(clock.now_s, 6), count))
+        return count
+
+    monkeypatch.setattr("kvoffloadd.cache.disk.demotion.asyncio", clock)
+    monkeypatch.setattr(tier.disk, "loop", clock)
+    monkeypatch.setattr(tier.root.writer, "append", note)
     batch = 256 // BATCH_SHARE
-    assert took >= (12 - batch) / 40 - 0.01
-    assert all(count * batch <= 40 * at + 2 * batch + 1 for at, count in written)
+    clock.now_s = 100.0
+    tier.store(keyspace, *range(3 * batch))
+    await tier.quiet()
+    assert begun == [(100.0, batch), (100.1, batch), (100.2, batch)]
+    clock.now_s = 200.0
+    tier.store(keyspace, *range(100, 100 + 2 * batch))
+    await tier.quiet()
+    assert begun[3:] == [(200.0, batch), (200.1, batch)], "idle time is not saved up"
 
 
 # --- what is not written, and why ---
@@ -347,9 +401,10 @@ async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
     slow = tier.keyspace(b"z" * 16)
     await tier.until(lambda: tier.root.pool.open_segment and tier.root.pool._clean)
     tier.files.writing.close()
-    for number in (100, 101, 102):
+    for held, number in enumerate((100, 101, 102), 1):
         tier.store(slow, number)
-        await asyncio.sleep(0.05)
+        await tier.until(lambda held=held: tier.disk.demotion.holds == held)  # type: ignore[misc]
+    assert tier.root.writer.writing == tier.root.writer.depth, "the third waits here, others in the backlog"
     old = tier.keyspace(b"a" * 16)
     # So that row and first record of what comes later are those of an offer that waits, and generations agree.
     tier.store(old, 1)
@@ -569,7 +624,10 @@ async def test_a_write_of_which_a_part_found_no_root_is_offered_again_when_the_r
     await tier.until(lambda: tier.not_demoted == {"no disk": 10})
     assert demotion.holds == 10
     await tier.until(lambda: tier.root.state == RootState.OK and not demotion._again)
-    await asyncio.sleep(0.1)
+    other = tier.keyspace(b"o" * 16)
+    demotion.offer_again(other)
+    await tier.until(lambda: not demotion._again)  # its turn came: all that was to be offered before it has been
+    assert (demotion.backlog_bytes, demotion.holds) == (0, 10), "the write that is under way, and nothing else"
     assert tier.on_disk(keyspace, *range(10)) == []
     demotion._settle(writes[0], 6, failed=True)
     await tier.until(lambda: tier.on_disk(keyspace, *range(10)) == list(range(10)), 10)

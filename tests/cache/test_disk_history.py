@@ -482,7 +482,7 @@ async def test_no_user_s_cap_stops_a_clear_of_everything(open_tier: Open) -> Non
     tier.cache.unhold(rows)
 
 
-async def test_shelves_that_nobody_needs_are_given_back(open_tier: Open) -> None:
+async def test_disk_keyspaces_that_nobody_needs_are_given_back(open_tier: Open) -> None:
     """Namespaces that came and went without keys on disk; those with keys stay until these are lost."""
     tier = await open_tier()
     disk_keyspaces = tier.disk.catalog.disk_keyspaces

@@ -329,11 +329,19 @@ async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, mon
         close()
 
     monkeypatch.setattr(directory, "close", close_and_tell)
+    wait_idle, waiting = directory.wait_idle, asyncio.Event()
+
+    async def wait_and_tell() -> None:
+        waiting.set()
+        await wait_idle()
+
+    monkeypatch.setattr(directory, "wait_idle", wait_and_tell)
     await tier.until(lambda: tier.root.state == RootState.OFF)
     assert tier.root.health.reason == "the disk does not answer"
     await tier.until(lambda: tier.states(keyspace, 1) == [MISS])
-    await asyncio.sleep(0.3)  # all that does not wait for the thread has long been done
+    await tier.until(lambda: waiting.is_set() or left)
     assert left == []
+    assert len(directory._using) == 1, "what the thread is at, which is waited for"
     gate.set()
     await tier.until(lambda: tier.root.state == RootState.OK)
     assert left[:2] == ["looked", "left"]

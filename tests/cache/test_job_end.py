@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job
-from kvoffloadd.cache.jobs import STUCK_CHECKS, Jobs, LoadPlan
+from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan
+from kvoffloadd.cache.jobs import STUCK_LOOKS, Jobs
 from kvoffloadd.device.signals import ReadySignal
 from kvoffloadd.model import Direction, Outcome
 
@@ -43,9 +43,8 @@ class FakeCopy:
 
 def running(copy: FakeCopy | None) -> tuple[Jobs, Job]:
     nobody: Any = None
-    return Jobs(make_cache(), None, nobody, nobody, False), Job(
-        Direction.STORE, CopyOptions(nobody, 0.0), lambda _: None, 0.0, copy=copy
-    )
+    jobs = Jobs(make_cache(), None, nobody, nobody, False)
+    return jobs, Job(jobs, Direction.STORE, CopyOptions(nobody, 0.0), lambda _: None, copy=copy)
 
 
 async def test_a_copy_that_is_stuck() -> None:
@@ -53,10 +52,10 @@ async def test_a_copy_that_is_stuck() -> None:
     jobs, job = running(copy)
     async with asyncio.timeout(20):
         assert not await jobs.end({job}, STUCK_S)
-    assert copy.asked == STUCK_CHECKS, "time alone is no reason: the process may not have run"
+    assert copy.asked == STUCK_LOOKS, "time alone is no reason: the process may not have run"
 
 
-@pytest.mark.parametrize("busy_s", [0.0, STUCK_S / STUCK_CHECKS / 4, STUCK_S - 1e-3])
+@pytest.mark.parametrize("busy_s", [0.0, STUCK_S / STUCK_LOOKS / 4, STUCK_S - 1e-3])
 async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
     """Nobody is at it: it waits for its turn, or its end for the loop. Or its chunks end, and others begin, though at
     each look somebody has been at one for long.
@@ -65,7 +64,7 @@ async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
     jobs, job = running(copy)
     ending = asyncio.ensure_future(jobs.end({job}, STUCK_S))
     async with asyncio.timeout(20):
-        await copy.until_asked(3 * STUCK_CHECKS)
+        await copy.until_asked(3 * STUCK_LOOKS)
         job.ended.set()
         assert await ending
 
@@ -80,12 +79,12 @@ async def test_a_job_without_a_copy_yet() -> None:
 
 
 async def test_a_chunk_that_ends_at_last() -> None:
-    looks = iter([1e6] * (STUCK_CHECKS - 1) + [0.0] + [1e6] * (STUCK_CHECKS - 1))
+    looks = iter([1e6] * (STUCK_LOOKS - 1) + [0.0] + [1e6] * (STUCK_LOOKS - 1))
     copy = FakeCopy(lambda: next(looks, 0.0))
     jobs, job = running(copy)
     ending = asyncio.ensure_future(jobs.end({job}, STUCK_S))
     async with asyncio.timeout(20):
-        await copy.until_asked(3 * STUCK_CHECKS)
+        await copy.until_asked(3 * STUCK_LOOKS)
         job.ended.set()
         assert await ending
 

@@ -10,6 +10,8 @@ import pytest
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.segment import Segment
+from kvoffloadd.storage.disk.writer import OnWritten, WriteBatch
 
 from .conftest import Open
 from .disktier import MISS, Shape, Tier, bytes_under
@@ -117,19 +119,31 @@ async def test_no_more_than_a_quarter_moves_on(open_tier: Open) -> None:
     assert await tier.fetch(keyspace, *kept) == kept
 
 
-async def test_new_keys_do_not_take_the_room_of_what_moves_on(open_tier: Open) -> None:
+async def test_new_keys_do_not_take_the_room_of_what_moves_on(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = await open_tier(BIG)
     keyspace = tier.keyspace()
     await pour(tier, keyspace, 0, 6 * PER_SEGMENT + 25)
     hot = list(range(QUARTER))
     assert await tier.fetch(keyspace, *hot) == hot
     tier.evict(keyspace, *hot)
+    writer, append, refused = tier.root.writer, tier.root.writer.append, False
+
+    def note(batch: WriteBatch, done: OnWritten) -> int:
+        nonlocal refused
+        waits_for_writes = bool(writer.writing)
+        count = append(batch, done)
+        refused = bool(writer.reserved_pages) and not waits_for_writes and not count
+        return count
+
+    monkeypatch.setattr(writer, "append", note)
     tier.files.reading.close()
     tier.store(keyspace, *range(1000, 1000 + 3 * PER_SEGMENT))
     await tier.until(tier.files.reading.entered.is_set)  # the oldest segment is about to go
-    written = len(tier.files.writes)
-    await asyncio.sleep(0.1)  # what can be written is written
-    assert len(tier.files.writes) > written
+    await tier.until(lambda: refused)  # what can be written is written
+    segment = tier.root.pool.open_segment
+    assert segment is not None
+    assert segment.num_entries == PER_SEGMENT - QUARTER
+    monkeypatch.undo()
     tier.files.reading.open()
     await tier.quiet()
     assert tier.disk.reclaim.records_rewritten >= len(hot)
@@ -222,7 +236,7 @@ async def test_what_moves_on_while_its_root_goes_is_not_found_there(open_tier: O
     assert await tier.fetch(keyspace, *range(40)) == list(range(40))
 
 
-async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open) -> None:
+async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is not used again before the read has ended."""
     tier = await open_tier(BIG, rewrite_hot=False)
     keyspace = tier.keyspace()
@@ -232,9 +246,21 @@ async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open) -> 
     tier.begin_fetch(keyspace, *numbers[:4], done=lambda: found.append(tier.served(keyspace, *numbers[:4])))
     await tier.until(tier.files.reading.entered.is_set)
     oldest = tier.segments_by_age()[0]
+    recycle, recycling = tier.root.pool.recycle, list[Segment]()
+
+    async def note(segment: Segment) -> bool:
+        recycling.append(segment)
+        return await recycle(segment)
+
+    monkeypatch.setattr(tier.root.pool, "recycle", note)
     tier.store(keyspace, *range(1000, 1000 + 2 * PER_SEGMENT))
-    await tier.until(lambda: tier.on_disk(keyspace, numbers[0]) == [])
-    await asyncio.sleep(0.05)
+    await tier.until(lambda: recycling)
+    changed = asyncio.ensure_future(tier.disk.numbers.changes.wait())
+    await asyncio.sleep(0)
+    tier.disk.numbers.changes.notify_all()
+    await changed  # whoever recycles has waited for longer, so it has looked again before this
+    assert recycling == [oldest]
+    assert tier.on_disk(keyspace, numbers[0]) == []
     assert oldest.ordinal in tier.root.pool.segments
     assert tier.root.pool.recycled == 0
     assert tier.audit() == []

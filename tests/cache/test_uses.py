@@ -163,10 +163,12 @@ def test_very_many_keys_are_counted_in_steps_from_the_last_to_the_first(
     monkeypatch.setattr(uses, "STEP_KEYS", 3)
     rows = use(cache, keyspace, 1, 2, 3, 4, 5, 6, 7, first=10) + use(cache, keyspace, 8, 9)
     seen = []
-    while cache.uses.waiting:
-        cache.uses.settle_some()
+    left = True
+    while left:
+        left = cache.uses.settle_due()
         seen.append(heard.pop())
         assert not heard
+        assert left == cache.uses.waiting
     assert seen == [
         (rows[6:7], [16], None),
         (rows[3:6], [13, 14, 15], None),
@@ -176,6 +178,29 @@ def test_very_many_keys_are_counted_in_steps_from_the_last_to_the_first(
     use(cache, keyspace, 1, 2, 3, 4)
     cache.uses.settle()
     assert heard == [([rows[3], *rows[:3]], [3, 0, 1, 2], [0, 1])], "all at once, where the order matters"
+
+
+def test_who_counts_is_woken_once_until_none_is_left(
+    told: tuple[Cache, Namespace, Keyspace, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, _, keyspace, heard = told
+    monkeypatch.setattr(uses, "STEP_KEYS", 3)
+    woken: list[None] = []
+    cache.uses.wake = lambda: woken.append(None)
+    for _ in range(2):
+        use(cache, keyspace, 1, 2, 3)
+        use(cache, keyspace, 4, 5)
+        assert len(woken) == 1
+        assert cache.uses.settle_due()
+        use(cache, keyspace, 6)
+        cache.uses.settle()
+        use(cache, keyspace, 7)
+        assert len(woken) == 1, "it is to call again"
+        assert not cache.uses.settle_due()
+        assert heard.pop() == ([use(cache, keyspace, 7)[0]], [0], None)
+        assert len(woken) == 2
+        assert not cache.uses.settle_due()
+        woken.clear()
 
 
 def test_only_as_many_wait_as_may(

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import jobs as jobs_module
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, Phase, Verification
-from kvoffloadd.cache.jobs import Jobs, LoadPlan
+from kvoffloadd.cache import job as job_module
+from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, Phase
+from kvoffloadd.cache.jobs import Jobs, Verification
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.device.plan import GroupPlan, Tensor
@@ -297,7 +297,7 @@ async def test_what_is_dropped_before_the_copy_begins_is_left_out(lane: tuple[La
 
 async def test_very_many_are_judged_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found wrong in between, by others, is bad as well; each payload is judged by its own checksum."""
-    monkeypatch.setattr(jobs_module, "STEP_PARTS", 4)
+    monkeypatch.setattr(job_module, "STEP_PARTS", 4)
     scene = Scene("auto")
     job = scene.load()
     async with asyncio.timeout(60):

@@ -11,7 +11,7 @@ STEP = 64
 
 _PROGRAM = """
 import asyncio, contextlib, os, sys
-from kvoffloadd.cache import job, jobs
+from kvoffloadd.cache import job
 from kvoffloadd import steps
 from kvoffloadd.cache.memory import finding, reservation
 from kvoffloadd.server import context, jobs as requests, session
@@ -64,7 +64,7 @@ async def pause(one):
         asyncio.get_running_loop().call_later(0.001, one._go_on, None)
         await job.suspend()
 
-jobs.STEP_PARTS = reservation.STEP_KEYS = finding.STEP_KEYS = context.ENDED_PER_TURN = STEP
+job.STEP_PARTS = reservation.STEP_KEYS = finding.STEP_KEYS = context.ENDED_PER_TURN = STEP
 steps.TURN_S = 0
 job.Job.pause = pause
 context.asyncio = Asyncio()

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.errors import LimitError
-from kvoffloadd.server.account import Account
+from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.registration import NAMED_COST, PLAN_BASE
 from kvoffloadd.trial.leaks import UID
 from kvoffloadd.trial.wait import until
@@ -51,7 +51,7 @@ def memory() -> Iterator[int]:
 
 
 def test_a_charge_is_made_whole_or_not_at_all() -> None:
-    account = Account(UID, {"job_bytes": 100, "jobs": 1})
+    account = Accounts({"job_bytes": 100, "jobs": 1}).of(UID)
     account.charge(job_bytes=60, jobs=1)
     for excess in ({"job_bytes": 10, "jobs": 1}, {"jobs": 0, "job_bytes": 41}):
         with pytest.raises(LimitError):

@@ -48,7 +48,12 @@ def context_of(cache: Any) -> Context:
 
 def session_of(context: Context) -> Session:
     """One that has said hello."""
-    session = Session(context, Peer(1, context.own_uid, 0, -1), Outbox(1 << 20), lambda message: None)
+    session = Session(
+        context,
+        Peer(1, context.own_uid, 0, -1),
+        Outbox(1 << 20, context.accounts.of(context.own_uid)),
+        lambda message: None,
+    )
     spec = m.NamespaceSpec(model="m")
     hello = m.Hello(seq=1, version=1, role="scheduler", instance=b"i" * 16, namespace=spec)
     assert isinstance(session.handle(hello, []), m.Welcome)

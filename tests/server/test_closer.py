@@ -9,14 +9,17 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvoffloadd import sockets
 from kvoffloadd.errors import BusyError, LimitError
-from kvoffloadd.server.closer import SPARE, STUCK_CHECKS, Closer
+from kvoffloadd.server import closer as closer_module
+from kvoffloadd.server.closer import LOOK_S, SPARE, STUCK_S, Closer
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame
@@ -73,12 +76,17 @@ async def test_who_sends_what_does_not_close_waits_alone(closer: Closer, stuck: 
     os.close(kept)
 
 
-async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(closer: Closer, stuck: Lingering) -> None:
+async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(
+    closer: Closer, stuck: Lingering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [time.monotonic()]
+    monkeypatch.setattr(closer_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     done = begin(closer, stuck)
-    for _ in range(STUCK_CHECKS):
+    for _ in range(int(STUCK_S / LOOK_S) + 1):
         closer.admit(THEIRS)
         closer.check(THEIRS, CAP)
-        closer._check_stuck()
+        now[0] += LOOK_S
+        closer._look()
     with pytest.raises(LimitError, match="can't be closed"):
         closer.admit(THEIRS)
     with pytest.raises(LimitError, match="can't be closed"):
@@ -88,7 +96,7 @@ async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(closer: Clos
     stuck.release()
     async with asyncio.timeout(20):
         await done.wait()
-    closer._check_stuck()
+    closer._look()
     closer.admit(THEIRS)
 
 

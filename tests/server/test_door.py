@@ -6,34 +6,44 @@ import asyncio
 import errno
 import os
 import socket
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvoffloadd.errors import LimitError
 from kvoffloadd.server import listener as module
+from kvoffloadd.server.account import BUILT_IN, Account
 from kvoffloadd.server.closer import Closer
-from kvoffloadd.server.door import BURST, RATE, Door
 from kvoffloadd.server.listener import Listener, bind
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 
+CONNECTIONS = BUILT_IN["connections"]
 
-def test_a_bucket_is_a_user_s_own_and_fills_again() -> None:
+
+def lets_in(account: Account) -> bool:
+    try:
+        account.charge(connections=1)
+    except LimitError:
+        return False
+    return True
+
+
+def test_what_comes_back_by_itself_is_a_user_s_own() -> None:
     now = 5.0
-    door = Door(lambda: now)
-    assert all(door.lets_in(1) for _ in range(BURST))
-    assert not door.lets_in(1)
-    assert door.lets_in(2)
-    assert door.is_news(1)
-    assert not door.is_news(1), "it was said"
-    now += 3.5 / RATE
-    assert [door.lets_in(1) for _ in range(4)] == [True, True, True, False]
-    assert door.is_news(1)
+    mine, other = (Account(uid, dict(BUILT_IN), lambda: now) for uid in (1, 2))
+    assert all(lets_in(mine) for _ in range(CONNECTIONS.cap))
+    assert not lets_in(mine)
+    assert lets_in(other)
+    now += 3.5 / CONNECTIONS.per_s
+    assert [lets_in(mine) for _ in range(4)] == [True, True, True, False]
+    now += 0.6 / CONNECTIONS.per_s
+    assert [lets_in(mine) for _ in range(2)] == [True, False], "nothing of what has come back is lost"
     now += 1e6
-    assert [door.lets_in(1) for _ in range(BURST + 1)].count(True) == BURST
+    assert [lets_in(mine) for _ in range(CONNECTIONS.cap + 1)].count(True) == CONNECTIONS.cap
 
 
 class Scene:
@@ -78,7 +88,9 @@ async def test_many_are_accepted_in_a_turn_until_its_time_is_up(
 async def test_who_floods_is_told_and_costs_no_session(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)
     scene = Scene(socket_dir / "kvo.sock")
-    scene.listener._door._buckets[os.getuid()] = (0.0, time.monotonic() + 1e6)
+    account = scene.context.accounts.of(os.getuid())
+    account.clock = lambda: 5.0  # nothing comes back
+    account.charge(connections=CONNECTIONS.cap)
     peer = scene.connect()
     scene.listener._on_acceptable()
     assert b"connects too often" in peer.recv(1000)
@@ -117,18 +129,29 @@ async def test_a_session_that_can_not_be_watched_ends(socket_dir: Path, monkeypa
     await scene.close()
 
 
-async def test_accepts_are_life(socket_dir: Path) -> None:
+async def test_accepts_are_life(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backlog is full of others all the time."""
-    path = socket_dir / "full.sock"
+    path, tries = socket_dir / "full.sock", 0
+
+    class Trying(socket.socket):
+        def connect(self, address: Any) -> None:
+            nonlocal tries
+            tries += 1
+            super().connect(address)
+
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
         listener.bind(str(path))
         listener.listen(0)
         waiting.connect(str(path))
         context = context_of(make_cache())
         watchdog = Watchdog(context, path, 1e6, lambda: None)
-        pinging = asyncio.ensure_future(watchdog._ping())
-        await asyncio.sleep(0.2)
-        assert not pinging.done()
-        context.accepts += 1
+        monkeypatch.setattr("kvoffloadd.server.watchdog.CONNECT_RETRY_S", 0)
+        monkeypatch.setattr(socket, "socket", Trying)
         async with asyncio.timeout(20):
+            pinging = asyncio.ensure_future(watchdog._ping())
+            while tries < 3 and not pinging.done():  # noqa: ASYNC110  the ping sets no event
+                await asyncio.sleep(0)
+            assert not pinging.done()
+            context.accepts += 1
             await pinging
+        assert tries == 3

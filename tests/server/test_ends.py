@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvoffloadd import steps
 from kvoffloadd.device.base import Allocation
-from kvoffloadd.errors import FramingError, UsageError
+from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol import messages as m
+from kvoffloadd.protocol.state import ProtocolState
 from kvoffloadd.server import connection as connections
+from kvoffloadd.server import framedeadline
 from kvoffloadd.server.closer import Closer
-from kvoffloadd.server.connection import PARTIAL_CHECKS, PeerConnection
+from kvoffloadd.server.connection import PeerConnection
+from kvoffloadd.server.framedeadline import LOOKS, FrameDeadline
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.steps import Steps
+from scripts.harness.peer import frame
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 
@@ -115,75 +120,101 @@ async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: 
     theirs.close()
 
 
-def fire(made: PeerConnection) -> None:
-    timer: Any = made._timer
-    look, arguments = timer._callback, timer._args
-    timer.cancel()
-    look(*arguments)
-
-
-async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
+async def test_the_rest_of_a_frame_is_looked_for_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped finds its timers due, and its peers' bytes unread."""
-    made, theirs, _ = connection()
-    refused: list[FramingError] = []
-    made._refuse = refused.append  # type: ignore[method-assign, assignment]
-    made._watch_partial()
-    for _ in range(PARTIAL_CHECKS - 1):
-        fire(made)
-        assert refused == []
-    fire(made)
-    assert len(refused) == 1
-    theirs.close()
-    await made.end("the test ends")
+    now, limit_s = [100.0], 8.0
+    monkeypatch.setattr(framedeadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    late: list[float] = []
+    deadline = FrameDeadline(asyncio.get_running_loop(), late.append)
+
+    def look(after_s: float) -> None:
+        timer: Any = deadline._timer
+        due, arguments = timer._callback, timer._args
+        timer.cancel()
+        now[0] += after_s
+        due(*arguments)
+
+    deadline.begin(limit_s)
+    look(1000 * limit_s)
+    assert late == [], "it was stopped"
+    for _ in range(LOOKS - 1):
+        assert late == []
+        look(limit_s / LOOKS)
+    assert late == [limit_s]
+    deadline.begin(limit_s)
+    look(1.0)
+    deadline.end()
+    deadline.begin(limit_s)
+    for _ in range(LOOKS - 1):
+        look(limit_s / LOOKS)
+    assert late == [limit_s], "the next frame has its own"
+    look(limit_s / LOOKS)
+    assert late == [limit_s, limit_s]
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 async def test_steps_that_a_sessions_end_finds_unfinished_are_closed(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even those that someone refers to, so that no collector closes them."""
+    """They have gone on in the session's turns until then."""
     made, theirs, _ = connection()
     monkeypatch.setattr(steps, "TURN_S", 0.0)
-    closed: list[bool] = []
+    taken: list[str] = []
 
     def work() -> Steps[m.Reply]:
         try:
             while True:
+                taken.append("a step")
                 yield
         finally:
-            closed.append(True)
+            taken.append("closed")
 
-    begun = work()
-    made.session.handle = lambda message, fds: begun  # type: ignore[method-assign]
-    made._serve(m.Ping(seq=1), [])
-    assert made._held_up
+    made.session.handle = lambda message, fds: work()  # type: ignore[method-assign]
+    made.session.role = "scheduler"
+    made._protocol.state = ProtocolState.READY
+    made._protocol.receive_data(frame({"type": "ping", "seq": 1}), [])
+    made._context.turns.begin(made)
     for _ in range(turns):
+        before = len(taken)
         await asyncio.sleep(0)
-    assert not closed
+        assert len(taken) > before
+    assert "closed" not in taken
     theirs.close()
     await made.end("the test ends")
-    await asyncio.sleep(0)
-    assert closed == [True]
-    assert not made._held_up
+    assert taken.count("closed") == 1
+    assert taken[-1] == "closed"
 
 
-async def test_steps_are_served_however_many_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next request waits for them: there is never more than one, and what it has begun is not refused."""
+@pytest.mark.parametrize("unread", [False, True])
+async def test_steps_go_on_however_many_requests_wait_and_however_much_is_unread(
+    unread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is never more than one of them, and what it has begun holds others up. The next request waits for it."""
     made, theirs, _ = connection()
     monkeypatch.setattr(connections, "REQUESTS_UNDER_WAY_MAX", 0)
     monkeypatch.setattr(steps, "TURN_S", 0.0)
     sent: list[Any] = []
 
-    def work() -> Steps[m.Reply]:
-        yield
-        return m.Done(seq=1)
+    def work(seq: int) -> Steps[m.Reply]:
+        for _ in range(5):
+            yield
+        return m.Done(seq=seq)
 
-    made.session.handle = lambda message, fds: work()  # type: ignore[method-assign]
-    made._send = sent.append  # type: ignore[method-assign, assignment]
-    made._serve(m.Ping(seq=1), [])
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert sent == [m.Done(seq=1)]
+    def handle(message: Any, fds: list[int]) -> Any:
+        return work(message.seq) if message.seq < 3 else m.Done(seq=message.seq)
+
+    made.session.handle = handle  # type: ignore[method-assign]
+    made.session.role = "scheduler"
+    made._protocol.state = ProtocolState.READY
+    made._send = lambda message, fds=(): sent.append(message)  # type: ignore[method-assign]
+    made._protocol.receive_data(b"".join(frame({"type": "ping", "seq": seq}) for seq in (1, 2, 3)), [])
+    made._context.turns.begin(made)
+    if unread:
+        made._outbox.put(bytes(2 << 20))
+    assert sent == []
+    async with asyncio.timeout(60):
+        while len(sent) < (1 if unread else 3):  # noqa: ASYNC110  the turns of the loop are what is tried
+            await asyncio.sleep(0)
+    assert sent == [m.Done(seq=seq) for seq in range(1, 2 if unread else 4)], "in order, as far as replies are read"
     theirs.close()
     await made.end("the test ends")

@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffloadd.server.frameroom import ROOM_BYTES, FrameRoom
+from kvoffloadd.server.account import BUILT_IN, Accounts
 from scripts.harness.daemon import Daemon
 from tests.server.scene import Scene, ids, keys
 
 pytestmark = pytest.mark.slow
 
 SESSIONS = 60
+ROOM_BYTES = BUILT_IN["frame_bytes"].cap
 FRAME_BYTES = 4 << 20
 
 
@@ -28,20 +29,20 @@ class Peer:
 
 
 def test_who_waits_longest_comes_first() -> None:
-    room = FrameRoom(10)
+    account = Accounts({"frame_bytes": 10}).of(1)
     peers = [Peer() for _ in range(4)]
-    assert [room.take(peer, 6) for peer in peers[:3]] == [True, False, False]
-    assert not room.take(peers[3], 1), "it would overtake those who wait"
-    room.give(peers[0])
+    assert [account.receive(peer, 6) for peer in peers[:3]] == [True, False, False]
+    assert not account.receive(peers[3], 1), "it would overtake those who wait"
+    account.received(peers[0])
     assert [peer.told for peer in peers] == [0, 1, 0, 0]
-    room.give(peers[2])  # it waits no more
+    account.received(peers[2])  # it waits no more
     assert [peer.told for peer in peers] == [0, 1, 0, 1]
-    assert room.used_bytes == 7
-    assert room.take(peers[1], 6), "it has its room already"
+    assert account.used == {"frame_bytes": 7}
+    assert account.receive(peers[1], 6), "it has its room already"
     for peer in peers:
-        room.give(peer)
-        room.give(peer)
-    assert room.used_bytes == 0
+        account.received(peer)
+        account.received(peer)
+    assert account.used == {"frame_bytes": 0}
 
 
 def test_frames_that_have_begun_are_bounded_and_all_are_served(start_daemon: Callable[..., Daemon]) -> None:

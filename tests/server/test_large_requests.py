@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd import steps
-from kvoffloadd.cache.job import Completion, Verification
+from kvoffloadd.cache.job import Completion
+from kvoffloadd.cache.jobs import Verification
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.progress import Progress
@@ -30,7 +31,7 @@ from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.sessionjob import GroupJob, SessionLoad
-from kvoffloadd.steps import first_turn
+from kvoffloadd.steps import in_turns
 from tests.cache.fakes import make_cache
 
 MEMORY = 7
@@ -62,7 +63,7 @@ class Room:
     async def ask(self, message: m.Message) -> Any:
         answer: Any = self.session.handle(message, [])
         if isinstance(answer, Generator):
-            answer = first_turn(answer)
+            answer = in_turns(answer)
         return await answer if asyncio.iscoroutine(answer) else answer
 
 
@@ -80,7 +81,7 @@ async def room() -> Room:
         Config(), b"b" * 16, loop, cache, jobs, host, gpus, NOBODY, lane, NOBODY,
         Accounts(caps(Config().limits)), Lag(loop), NOBODY, NOBODY, own_uid=0,
     )  # fmt: skip
-    session = Session(context, Peer(1, 0, 0, -1), Outbox(1 << 20), lambda message: None)
+    session = Session(context, Peer(1, 0, 0, -1), Outbox(1 << 20, context.accounts.of(0)), lambda message: None)
     context.sessions.add(session)
     made = Room(cache, context, session)
     await made.ask(

@@ -64,7 +64,8 @@ class Scene:
         store(self.cache, namespace.keyspaces[0], keys_of(*range(KEYS)))
 
     def session(self, token: bytes) -> Session:
-        made = Session(self.context, Peer(1, self.uid, 0, -1), Outbox(1 << 20), lambda message: None)
+        outbox = Outbox(1 << 20, self.context.accounts.of(self.uid))
+        made = Session(self.context, Peer(1, self.uid, 0, -1), outbox, lambda message: None)
         made.handle(m.Hello(seq=1, version=1, role="scheduler", instance=token, namespace=SPEC), [])
         self.context.sessions.add(made)
         return made

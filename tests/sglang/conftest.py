@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.harness.daemon import Daemon
-from tests.sglang.engine import COUNT, LENGTH, Engine, Prompts, tokens
+from tests.sglang.engine import COUNT, LENGTH, SEATS, Engine, Prompts, Seat, tokens
 from tests.vllm import models
 from tests.vllm.engine import prompts
 
@@ -43,6 +43,12 @@ def model(folder: Path) -> Callable[[str], Path]:
 def asked() -> Prompts:
     """8 prompts of 500 tokens: more than SGLang's own two levels hold."""
     return prompts(2, COUNT, LENGTH)
+
+
+@pytest.fixture(params=SEATS)
+def seat(request: pytest.FixtureRequest) -> Seat:
+    """Each of the two, one after the other."""
+    return SEATS[request.param]
 
 
 @pytest.fixture(scope="session")

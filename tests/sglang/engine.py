@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,3 +185,18 @@ def cached(requests: Sequence[Request]) -> list[int]:
 def linked(requests: Sequence[Request]) -> list[int]:
     """Per request, tokens that were not computed: SGLang does not tell a linker's from its own."""
     return [request.cached for request in requests]
+
+
+class Seat(NamedTuple):
+    """How an engine uses a daemon. `options`: of such an `Engine`, for the daemon's socket and options of ours;
+    `found`: per request, tokens that it did not compute.
+    """
+
+    options: Callable[..., dict[str, Any]]
+    found: Callable[[Sequence[Request]], list[int]]
+
+
+SEATS = {
+    "storage": Seat(lambda socket, **options: {"storage": stored_at(socket, **options)}, cached),
+    "linker": Seat(linked_to, linked),
+}

@@ -183,10 +183,10 @@ class Catalog:
         self.page[records] = 0
         self.records -= len(records)
         count_up(self.missing, rows)
-        for disk_keyspace, at in self._by_shelf(lost):
+        for disk_keyspace, at in self._by_keyspace(lost):
             disk_keyspace.keys -= int(at.sum())
         affected = distinct(rows)
-        for disk_keyspace, at in self._by_shelf(affected):
+        for disk_keyspace, at in self._by_keyspace(affected):
             mine = affected[at]
             self._drop_rows(disk_keyspace, mine[self.missing[mine] == disk_keyspace.name.parts])
         return lost
@@ -204,10 +204,6 @@ class Catalog:
     def close_segment(self, segment: int) -> None:
         """All records of it are forgotten."""
         self._members.pop(segment, None)
-
-    def shelf_of(self, record: int) -> DiskKeyspace:
-        """The disk keyspace of a record that has a place."""
-        return self.disk_keyspaces[int(self.index.keyspace[self.row[record]])]
 
     # --- questions ---
 
@@ -296,9 +292,8 @@ class Catalog:
         for disk_keyspace in self.disk_keyspaces.values():
             found = int(rows[disk_keyspace.id]), int(keys[disk_keyspace.id])
             if disk_keyspace.open and found != (disk_keyspace.rows, disk_keyspace.keys):
-                findings.append(
-                    f"catalog: shelf {disk_keyspace.id} has {found}, counted {(disk_keyspace.rows, disk_keyspace.keys)}"
-                )
+                counted = (disk_keyspace.rows, disk_keyspace.keys)
+                findings.append(f"catalog: keyspace {disk_keyspace.id} has {found}, counted {counted}")
         return findings
 
     def _check_rows(self, start: int, stop: int) -> list[str]:
@@ -310,9 +305,9 @@ class Catalog:
             disk_keyspace, mine = self.disk_keyspaces[number], rows[keyspaces == number]
             missing = (self.page[RunAllocator.of(self.first[mine], disk_keyspace.name.parts)] == 0).sum(axis=1)
             if (missing != self.missing[mine]).any():
-                findings.append(f"catalog: missing parts of shelf {disk_keyspace.id} are miscounted")
+                findings.append(f"catalog: missing parts of keyspace {disk_keyspace.id} are miscounted")
             if disk_keyspace.open and (self.index.find(disk_keyspace.id, self.index.keys[mine]) != mine).any():
-                findings.append(f"catalog: a key of shelf {disk_keyspace.id} is not found")
+                findings.append(f"catalog: a key of keyspace {disk_keyspace.id} is not found")
         return findings
 
     def _distinct(
@@ -367,7 +362,7 @@ class Catalog:
         self.missing[rows] = _FREE  # or `empty` takes them for rows of a later disk keyspace of this number
         disk_keyspace.rows -= len(rows)
 
-    def _by_shelf(self, rows: U32Array) -> Iterator[tuple[DiskKeyspace, BoolArray]]:
+    def _by_keyspace(self, rows: U32Array) -> Iterator[tuple[DiskKeyspace, BoolArray]]:
         keyspaces = self.index.keyspace[rows]
         for number in distinct(keyspaces).tolist():
             yield self.disk_keyspaces[number], keyspaces == number

@@ -33,7 +33,10 @@ Used = tuple[Keyspace, LookupResult, int]
 
 
 class Uses:
-    """`parts`, `first`: columns of the table of keys. `touch`: notes a use of slots. `lower`: the tiers below."""
+    """`parts`, `first`: columns of the table of keys. `touch`: notes a use of slots. `lower`: the tiers below.
+
+    `wake`: called when the first use waits; `settle_due` is to be called soon then.
+    """
 
     def __init__(
         self, parts: PartTable, first: U32Array, touch: Callable[[U32Array], None], lower: list[LowerTier]
@@ -44,6 +47,8 @@ class Uses:
         self._lower = lower
         self._waiting: deque[Used] = deque()
         self._num_keys = 0
+        self.wake: Callable[[], object] = lambda: None
+        self._is_awake = False
 
     @property
     def waiting(self) -> bool:
@@ -56,7 +61,10 @@ class Uses:
             self._waiting += _pieces(used)
             self._num_keys += len(used[1].rows)
         while self._num_keys > KEYS_MAX:
-            self.settle_some()
+            self._settle_some()
+        if not self._is_awake:
+            self._is_awake = True
+            self.wake()
 
     def settle(self) -> None:
         """Count all uses that were added."""
@@ -64,7 +72,13 @@ class Uses:
             waiting, self._waiting, self._num_keys = self._waiting, deque[Used](), 0
             self._count(waiting)
 
-    def settle_some(self) -> None:
+    def settle_due(self) -> bool:
+        """Count some of those that wait. Returns whether others are left, so that this is to be called again."""
+        self._settle_some()
+        self._is_awake = bool(self._waiting)
+        return self._is_awake
+
+    def _settle_some(self) -> None:
         """Count those that were added first, STEP_KEYS or so."""
         some, room = list[Used](), STEP_KEYS
         while self._waiting and (not some or len(self._waiting[0][1].rows) <= room):

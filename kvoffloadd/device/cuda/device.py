@@ -28,8 +28,9 @@ from kvoffloadd.device.cuda.rows import RowCopier
 from kvoffloadd.device.cuda.staging import Stage, Stages
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.errors import DeviceError, UsageError
-from kvoffloadd.lanes import DAEMON, Flow, Lane, Patience
+from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import Direction
+from kvoffloadd.patience import Patience
 
 log = logging.getLogger(__name__)
 
@@ -287,9 +288,9 @@ class CudaDevice:
         blocks, or its mapping, can't be released.
         """
         now, stuck_s, patience_s = time.monotonic(), self._config.stuck_s, self._patience_s
-        if self._copying.end(self.busy_s(now), now, stuck_s):
+        if self._copying.is_over(self.busy_s(now), now, stuck_s):
             self._broken(f"a copy has not ended after {stuck_s} s")
-        if self._calling.end(self._memory_lane.oldest_running_s(now), now, patience_s):
+        if self._calling.is_over(self._memory_lane.oldest_running_s(now), now, patience_s):
             self._broken(f"a call to the driver has not ended after {patience_s:g} s")
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
 

@@ -5,17 +5,14 @@ A record is served only if its epoch is its namespace's: without the manifest, n
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Collection
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import aiofiles
 import aiofiles.os
 import msgspec
 import xxhash
@@ -86,13 +83,8 @@ async def read_manifest(path: Path, executor: Executor | None = None) -> Manifes
         DiskManifestError: it is not what was written.
         OSError: it can't be read.
     """
-    # In one call: a disk may not answer for long, and who is cancelled meanwhile leaves no open file behind. Many
-    # clears take long to decode, too.
-    loop = asyncio.get_running_loop()
-    try:
-        return await loop.run_in_executor(executor, lambda: decode_manifest(_read(path / MANIFEST_NAME)))
-    except FileNotFoundError:
-        return None
+    found: Manifest | None = await _READ(path / MANIFEST_NAME, executor=executor)
+    return found
 
 
 async def write_manifest(path: Path, manifest: Manifest, executor: Executor | None = None) -> None:
@@ -101,20 +93,8 @@ async def write_manifest(path: Path, manifest: Manifest, executor: Executor | No
     Raises:
         OSError: the old one holds, or the new one does and may not be durable.
     """
-    loop = asyncio.get_running_loop()
-    temporary = path / _TEMPORARY_NAME
-    encoded = await loop.run_in_executor(executor, encode_manifest, manifest)  # thousands of clears take milliseconds
-    with suppress(FileNotFoundError):
-        await aiofiles.os.unlink(temporary, executor=executor)
-    stream = await aiofiles.open(temporary, "xb", opener=_open, executor=executor)
-    try:
-        await stream.write(encoded)
-        await stream.flush()
-        await loop.run_in_executor(executor, os.fsync, stream.fileno())
-    finally:
-        await stream.close()  # the end of an `async with` would close it in the loop's own threads
-    await aiofiles.os.replace(temporary, path / MANIFEST_NAME, executor=executor)
-    await loop.run_in_executor(executor, _sync_directory, path)
+    await _WRITE(path / _TEMPORARY_NAME, manifest, executor=executor)
+    await _REPLACE(path, executor=executor)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -156,9 +136,26 @@ def decode_manifest(raw: bytes) -> Manifest:
         raise DiskManifestError(f"the manifest is damaged: {error}") from None
 
 
-def _read(path: Path) -> bytes:
-    with open(path, "rb", opener=_open) as stream:
-        return stream.read(_BYTES_MAX)
+def _read(path: Path) -> Manifest | None:
+    try:
+        with open(path, "rb", opener=_open) as stream:
+            return decode_manifest(stream.read(_BYTES_MAX))
+    except FileNotFoundError:
+        return None
+
+
+def _write(temporary: Path, manifest: Manifest) -> None:
+    encoded = encode_manifest(manifest)
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "xb", opener=_open) as stream:
+        stream.write(encoded)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _replace(path: Path) -> None:
+    os.replace(path / _TEMPORARY_NAME, path / MANIFEST_NAME)
+    _sync_directory(path)
 
 
 def _open(path: str, flags: int) -> int:
@@ -171,3 +168,8 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# Each is one call of a thread, with one wait for the disk: a disk may not answer for long, and who is cancelled
+# meanwhile leaves no open file behind. Thousands of clears take milliseconds to encode, too.
+_READ, _WRITE, _REPLACE = map(aiofiles.os.wrap, (_read, _write, _replace))

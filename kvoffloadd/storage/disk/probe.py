@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeVar
 
 from kvoffloadd.lanes import Lane
+from kvoffloadd.patience import Patience
 from kvoffloadd.storage.disk.files import describe_error
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
 
+T = TypeVar("T")
+
 READ_FAILURES_MAX = 16
 """After so many failed reads in a row the root is taken off, and tried again later."""
 
-CHECKS = 8
-"""How often within `stuck_s` it is checked whether a root answers."""
+LOOKS = 8
+"""How often within `stuck_s` it is looked at whether a root answers."""
 
 NO_ANSWER: Final = "the disk does not answer"
 
@@ -36,14 +40,14 @@ class Probe:
         self._lanes = (*lanes, self.lane)
         self._retry_s = retry_s
         self._stuck_s = stuck_s
-        self._hangs_since_s: float | None = None
+        self._oldest, self._newest = Patience(stuck_s / LOOKS), Patience(stuck_s / LOOKS)
 
     async def pause(self) -> None:
         """Wait until the next `check` is due. Sets the root OFF, and returns soon, if the disk does not answer."""
         left = self._retry_s * self._health.retry_factor()
         until = self._loop.time() + left
         while left > 0 and self._health.state != RootState.OFF:
-            await asyncio.sleep(min(left, self._stuck_s / CHECKS))
+            await asyncio.sleep(min(left, self._oldest.look_s))
             if self.hangs():
                 self._health.become(RootState.OFF, NO_ANSWER)
                 return
@@ -56,7 +60,7 @@ class Probe:
         """
         while not came.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._stuck_s / CHECKS):
+                async with asyncio.timeout(self._newest.look_s):
                     await came.wait()
             if not came.is_set() and self.stands_still():
                 self._health.become(RootState.OFF, NO_ANSWER)
@@ -65,30 +69,21 @@ class Probe:
     def hangs(self) -> bool:
         """Whether some I/O takes longer than `stuck_s`."""
         now = time.monotonic()
-        return self._is_late(now, max(lane.oldest_running_s(now) for lane in self._lanes))
+        return self._oldest.is_over(max(lane.oldest_running_s(now) for lane in self._lanes), now, self._stuck_s)
 
     def stands_still(self) -> bool:
         """Whether there is I/O of which none has ended for `stuck_s`: to read a root of many records may take long."""
         now = time.monotonic()
         moved = [lane.newest_running_s(now) for lane in self._lanes if lane.running]
-        return self._is_late(now, min(*moved, now - self._directory.last_progress_s) if moved else 0.0)
-
-    def _is_late(self, now: float, waited_s: float) -> bool:
-        """Whether it is late in two checks, since everything seems late after a stop of the process."""
-        if waited_s < self._stuck_s:
-            self._hangs_since_s = None
-            return False
-        if self._hangs_since_s is None:
-            self._hangs_since_s = now
-        return now - self._hangs_since_s >= self._stuck_s / CHECKS
+        still_s = min(*moved, now - self._directory.last_progress_s) if moved else 0.0
+        return self._newest.is_over(still_s, now, self._stuck_s)
 
     async def check(self) -> bool:
         """Whether the root is not OFF. It may have become so, or OK."""
         if self._health.state == RootState.OFF:
             return False
         try:
-            async with asyncio.timeout(self._stuck_s):
-                trouble = await self._directory.perform(self.lane, self._directory.trouble)
+            trouble = await self._ask(self._directory.trouble)
         except TimeoutError:
             trouble = NO_ANSWER
         if not trouble and self._health.reads_failed >= READ_FAILURES_MAX:
@@ -100,10 +95,20 @@ class Probe:
             await self._try_write()
         return True
 
+    async def _ask(self, work: Callable[[], T]) -> T:
+        """What the disk answers. Raises TimeoutError if it does not: if this or any other I/O takes too long."""
+        asked = asyncio.ensure_future(self._directory.perform(self.lane, work))
+        try:
+            while not (await asyncio.wait({asked}, timeout=self._oldest.look_s))[0]:
+                if self.hangs():
+                    raise TimeoutError
+            return asked.result()
+        finally:
+            asked.cancel()
+
     async def _try_write(self) -> None:
         try:
-            async with asyncio.timeout(self._stuck_s):
-                await self._directory.perform(self.lane, self._directory.try_write)
+            await self._ask(self._directory.try_write)
         except TimeoutError:
             self._health.become(RootState.READ_ONLY, NO_ANSWER)
         except OSError as error:

@@ -29,8 +29,8 @@ from kvoffloadd.agentframes import (
     encode,
 )
 from kvoffloadd.errors import FramingError
-from kvoffloadd.lanes import Patience
 from kvoffloadd.model import I64Array
+from kvoffloadd.patience import Patience
 
 RESULT_MAX: Final = 1 << 48
 """Of a code that counts bytes or objects."""
@@ -272,7 +272,7 @@ class Calls:
             return
         now = time.monotonic()
         busy_s = max(now - self._began_s(call) for call in watched)
-        if self._patience.end(busy_s, now, self._stuck_s):
+        if self._patience.is_over(busy_s, now, self._stuck_s):
             self._kill(f"a call has taken {busy_s:.1f} s")
 
     def _watched(self) -> list[PendingCall]:

@@ -32,7 +32,7 @@ def keys(seed: int) -> Keys:
     return new_keys(np.random.default_rng(seed), 12)
 
 
-def question(keys: Keys, other: Keys | None = None) -> PinRequest:
+def pin_request(keys: Keys, other: Keys | None = None) -> PinRequest:
     """Of both groups, if there are keys for the other."""
     groups = {0: [key.tobytes() for key in keys]}
     return PinRequest("r", groups if other is None else {**groups, 1: [key.tobytes() for key in other]})
@@ -70,7 +70,7 @@ def test_what_hits_is_pinned_until_it_is_forgotten(daemon: Daemon, lines: Make, 
     line = lines(daemon)
     store(line.rank(), keys[:8])
     lookup_thread = connected(line.lookup_thread())
-    asked = question(keys)
+    asked = pin_request(keys)
     assert asked.holds == 12
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [HIT] * 8 + [MISS] * 4}]
@@ -86,7 +86,7 @@ def test_groups_begin_where_their_first_keys_are(daemon: Daemon, lines: Make, ke
     store(rank, keys[:4])
     store(rank, keys[2:4], group=1)
     lookup_thread = connected(line.lookup_thread())
-    asked = question(keys[:4], keys[2:4])
+    asked = pin_request(keys[:4], keys[2:4])
     asked.ends |= {0: 16, 1: 45}  # the last one of three keys of 16 tokens need not be whole
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [HIT] * 4, 1: [HIT] * 2}]
@@ -109,7 +109,7 @@ def test_all_that_a_prompt_needs_comes_from_another_host(
     store(rank, keys[6:8], group=1)
     until(lambda: here.status()["remote"]["pushed"]["keys"] == 10, "the store has all of it")
     lookup_thread = connected(line.lookup_thread())
-    asked = question(keys[:8], keys[6:8])
+    asked = pin_request(keys[:8], keys[6:8])
     asked.ends |= {0: 16, 1: 7 * 16}
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked)[-1] == {0: [HIT] * 8, 1: [HIT] * 2}
@@ -120,10 +120,10 @@ def test_what_is_forgotten_at_once_is_not_pinned(daemon: Daemon, lines: Make, ke
     store(line.rank(), keys)
     lookup_thread = connected(line.lookup_thread())
     for _ in range(20):
-        asked = question(keys)
+        asked = pin_request(keys)
         lookup_thread.ask(asked)
         lookup_thread.forget(asked)
-    last = question(keys[:1])
+    last = pin_request(keys[:1])
     lookup_thread.ask(last)
     until(lambda: list(lookup_thread.answers())[-1:] == [last], "the last one is answered")
     assert leased(daemon) == 1
@@ -137,7 +137,7 @@ def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, key
     store(rank, keys[:11], at_once=5)
     store(rank, keys[3:], group=1, at_once=5)
     lookup_thread = connected(line.lookup_thread())
-    asked = question(keys, keys)
+    asked = pin_request(keys, keys)
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [HIT] * 11 + [MISS], 1: [MISS] * 3 + [HIT] * 9}]
     assert len(asked.leases) == 5
@@ -152,12 +152,12 @@ def test_a_refused_piece_leaves_nothing_pinned(start_daemon: Start, lines: Make,
     line = lines(daemon)
     store(line.rank(), keys, at_once=5)
     lookup_thread = connected(line.lookup_thread())
-    asked = question(keys)
+    asked = pin_request(keys)
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
     until(lambda: leased(daemon) == 0, "nothing is pinned")
     assert lookup_thread.connected
-    again = question(keys[:5])
+    again = pin_request(keys[:5])
     lookup_thread.ask(again)
     assert answered(lookup_thread, again) == [{0: [HIT] * 5}]
 
@@ -173,7 +173,7 @@ def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: 
     store_on_disk(daemon, rank, keys)
     away = only_on_disk(rank, keys, 64)[:150]
     lookup_thread = connected(line.lookup_thread())
-    asked = question(away)
+    asked = pin_request(away)
     lookup_thread.ask(asked)
     first, last = answered(lookup_thread, asked, times=2)
     assert set(first[0]) == {PENDING}
@@ -192,7 +192,7 @@ def test_forgotten_on_its_way_from_disk(start_daemon: Start, lines: Make, tmp_pa
     store_on_disk(daemon, rank, keys)
     lookup_thread = connected(line.lookup_thread())
     for at in range(5):
-        asked = question(only_on_disk(rank, keys)[at * 20 : at * 20 + 20])
+        asked = pin_request(only_on_disk(rank, keys)[at * 20 : at * 20 + 20])
         lookup_thread.ask(asked)
         until(lambda: list(lookup_thread.answers()), "it is answered")
         lookup_thread.forget(asked)
@@ -205,13 +205,13 @@ def test_a_daemon_that_dies_and_comes_back_while_nothing_is_asked(start_daemon: 
     line = lines(daemon)
     store(line.rank(), keys)
     lookup_thread = connected(line.lookup_thread())
-    asked = question(keys)
+    asked = pin_request(keys)
     lookup_thread.ask(asked)
     answered(lookup_thread, asked)
     daemon.leave_guests()
     daemon.kill()
     until(lambda: not lookup_thread.connected, "the death is known")
-    while_away = question(keys)
+    while_away = pin_request(keys)
     lookup_thread.ask(while_away)
     assert answered(lookup_thread, while_away) == [{0: [MISS] * 12}]
     lookup_thread.forget(while_away)
@@ -219,7 +219,7 @@ def test_a_daemon_that_dies_and_comes_back_while_nothing_is_asked(start_daemon: 
     until(lambda: lookup_thread.connected, "it is connected again")
     lookup_thread.forget(asked)  # a lease of the daemon that is dead, whose number its successor may have given anew
     store(line.rank(), keys[:6])
-    anew = question(keys)
+    anew = pin_request(keys)
     lookup_thread.ask(anew)
     assert answered(lookup_thread, anew) == [{0: [HIT] * 6 + [MISS] * 6}]
     assert leased(daemon) == 6
@@ -230,7 +230,7 @@ def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys)
     daemon = start_daemon()
     daemon.kill()
     lookup_thread = lines(daemon).lookup_thread()
-    asked = question(keys)
+    asked = pin_request(keys)
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
     daemon.start()
@@ -243,7 +243,7 @@ def test_cleared(daemon: Daemon, lines: Make, keys: Keys) -> None:
     lookup_thread = connected(line.lookup_thread())
     lookup_thread.clear(5.0)
     assert lookup_thread.connected  # what is computed from now on is stored
-    asked = question(keys)
+    asked = pin_request(keys)
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
 
@@ -253,7 +253,7 @@ def test_cleared_while_nobody_answers(daemon: Daemon, lines: Make, keys: Keys) -
     line = lines(daemon)
     store(line.rank(), keys)
     lookup_thread = connected(line.lookup_thread())
-    asked = question(keys)
+    asked = pin_request(keys)
     daemon.signal(signal.SIGSTOP)
     try:
         begun = time.monotonic()
@@ -285,7 +285,7 @@ def test_a_clear_that_can_not_be_recorded_is_one_clear(
     store(rank, keys)
     cleared, asked = epoch(daemon), requests(daemon)
     until(lambda: requests(daemon) >= asked + 5, "the daemon was weighed a few times")
-    pin = question(keys)
+    pin = pin_request(keys)
     lookup_thread.ask(pin)
     assert answered(lookup_thread, pin) == [{0: [HIT] * 12}]
     assert daemon.status()["clears"] == {"unrecorded": 1, "places": [place.place]}
@@ -304,7 +304,7 @@ def test_cleared_before_there_is_a_daemon(start_daemon: Start, lines: Make, keys
     daemon.start()
     connected(lookup_thread)
     store(lines(daemon).rank(), keys)
-    asked = question(keys)
+    asked = pin_request(keys)
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [HIT] * 12}]
 
@@ -322,12 +322,12 @@ def test_a_bug_is_a_miss(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: p
         return pin(*arguments)
 
     monkeypatch.setattr(lookup_thread._client, "pin", pin_or_fail)
-    asked = question(keys)
+    asked = pin_request(keys)
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]
 
     def hits() -> bool:
-        again = question(keys)
+        again = pin_request(keys)
         lookup_thread.ask(again)
         return answered(lookup_thread, again) == [{0: [HIT] * 12}]
 
@@ -338,7 +338,7 @@ def test_close_ends_the_session_and_its_leases(daemon: Daemon, lines: Make, keys
     line = lines(daemon)
     store(line.rank(), keys)
     lookup_thread = connected(line.lookup_thread())
-    asked = question(keys)
+    asked = pin_request(keys)
     lookup_thread.ask(asked)
     answered(lookup_thread, asked)
     lookup_thread.close(5.0)

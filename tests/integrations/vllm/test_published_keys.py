@@ -15,48 +15,48 @@ SOME = st.lists(st.sampled_from(KEYS), max_size=8, unique=True)
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["came", "went", "amiss", "forget", "renew"]), SOME), max_size=40))
 def test_nothing_is_told_twice_or_out_of_order(steps: list[tuple[str, list[bytes]]]) -> None:
-    ledger, believed = PublishedKeys([3]), set[bytes]()
+    published, believed = PublishedKeys([3]), set[bytes]()
     for what, keys in steps:
         if what == "came":
-            ledger.expect(3, keys)
-            added = ledger.came(3, keys)
+            published.expect(3, keys)
+            added = published.came(3, keys)
             assert believed.isdisjoint(added)
             believed |= set(added)
             assert believed >= set(keys)
         elif what in ("went", "amiss"):
-            removed = ledger.went(3, keys) if what == "went" else ledger.amiss(3, set(keys))
+            removed = published.went(3, keys) if what == "went" else published.amiss(3, set(keys))
             assert believed >= set(removed)
             believed -= set(removed)
             assert believed.isdisjoint(keys) if what == "went" else believed <= set(keys)
         else:
-            told = ledger.forget() if what == "forget" else ledger.renew(ledger.generation + 1)
+            told = published.forget() if what == "forget" else published.renew(published.generation + 1)
             assert {key for _group, some in told for key in some} == believed
             believed.clear()
 
 
 def test_groups_that_the_engine_has_not() -> None:
-    ledger = PublishedKeys([0])
-    assert (ledger.came(1, KEYS), ledger.went(1, KEYS), ledger.amiss(1, set(KEYS))) == ([], [], [])
+    published = PublishedKeys([0])
+    assert (published.came(1, KEYS), published.went(1, KEYS), published.amiss(1, set(KEYS))) == ([], [], [])
 
 
 def test_in_a_later_generation_what_was_forgotten_may_come_again() -> None:
-    ledger = PublishedKeys([0])
-    list(ledger.renew(9))
-    ledger.expect(0, KEYS[:4])
-    assert ledger.came(0, KEYS) == KEYS[:4]
-    assert [(group, sorted(keys)) for group, keys in ledger.forget()] == [(0, KEYS[:4])]
-    assert ledger.came(0, KEYS) == KEYS[:4]
-    list(ledger.renew(10))
-    assert ledger.came(0, KEYS) == []
+    published = PublishedKeys([0])
+    list(published.renew(9))
+    published.expect(0, KEYS[:4])
+    assert published.came(0, KEYS) == KEYS[:4]
+    assert [(group, sorted(keys)) for group, keys in published.forget()] == [(0, KEYS[:4])]
+    assert published.came(0, KEYS) == KEYS[:4]
+    list(published.renew(10))
+    assert published.came(0, KEYS) == []
 
 
 def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(book, "TOLD_MAX", 3)
     monkeypatch.setattr(book, "EXPECTED_MAX", 2)
-    ledger = PublishedKeys([0])
-    assert ledger.came(0, KEYS) == KEYS[:3]
-    assert ledger.went(0, KEYS[:1]) == KEYS[:1]
-    assert ledger.came(0, KEYS[5:]) == KEYS[5:6]
-    list(ledger.renew(1))
-    ledger.expect(0, KEYS)
-    assert ledger.came(0, KEYS) == KEYS[-2:]
+    published = PublishedKeys([0])
+    assert published.came(0, KEYS) == KEYS[:3]
+    assert published.went(0, KEYS[:1]) == KEYS[:1]
+    assert published.came(0, KEYS[5:]) == KEYS[5:6]
+    list(published.renew(1))
+    published.expect(0, KEYS)
+    assert published.came(0, KEYS) == KEYS[-2:]

@@ -7,6 +7,7 @@ import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -62,6 +63,23 @@ async def test_the_loop_s_own_threads_never_wait_for_the_disk(tmp_path: Path) ->
     with ThreadPoolExecutor(1) as executor:
         await write_manifest(tmp_path, FULL, executor)
         assert await read_manifest(tmp_path, executor) == FULL
+
+
+async def test_a_manifest_takes_few_calls_of_a_thread(tmp_path: Path) -> None:
+    """One for each wait for the disk: the health of the root is judged by how long one call takes."""
+    calls = 0
+
+    class Counting(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return super().submit(*args, **kwargs)
+
+    with Counting(1) as executor:
+        await write_manifest(tmp_path, FULL, executor)
+        assert calls == 2
+        assert await read_manifest(tmp_path, executor) == FULL
+        assert calls == 3
 
 
 async def test_no_manifest_is_none(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Pins and prefetches that wait for the tiers below memory: what they are charged, and when it is given back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffloadd.cache.lower import GroupLookup
+from kvoffloadd.cache.memory.lease import LEASE_KEYS
+from kvoffloadd.errors import LimitError
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.server.session import Session
+from tests.server.test_lease_ends import KEYS, Scene, asked
+
+
+@dataclass
+class Below:
+    """Tiers that may have all keys that memory has not. A fetch ends when the test says so."""
+
+    disk: Any = None
+    remote: Any = None
+    ends: list[Callable[[], None]] = field(default_factory=list)
+    cancelled: int = 0
+
+    def find(self, groups: Any, lookups: Any, *, ask: bool) -> list[GroupLookup]:
+        return [
+            GroupLookup(keyspace, first, keys, lookup, ~lookup.hits)
+            for (keyspace, first, keys), lookup in zip(groups, lookups, strict=True)
+        ]
+
+    def fetch(self, groups: Any, urgent: int, ready: Callable[[], None], flow: Any) -> Any:
+        self.ends.append(ready)
+        return SimpleNamespace(cancel=self.cancel, keep=lambda rows: None)
+
+    def cancel(self) -> None:
+        self.cancelled += 1
+
+
+@pytest.fixture
+async def scene() -> Scene:
+    made = Scene()
+    made.context.lower = Below()  # type: ignore[assignment]
+    return made
+
+
+def below(scene: Scene) -> Below:
+    lower: Any = scene.context.lower
+    assert isinstance(lower, Below)
+    return lower
+
+
+def ask(session: Session, kind: type[m.Message], *numbers: int) -> m.Found:
+    found = session.handle(kind(seq=1, groups=[asked(*numbers)]), [])
+    assert isinstance(found, m.Found)
+    return found
+
+
+def used(scene: Scene) -> dict[str, int]:
+    """All but the descriptors of the scene's registration."""
+    account = scene.context.accounts.of(scene.uid)
+    return {name: some for name, some in account.used.items() if some and name != "descriptors"}
+
+
+@pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])
+@pytest.mark.parametrize("numbers", [(KEYS, KEYS + 1), (0, 1, KEYS)], ids=["none is there", "some are"])
+@pytest.mark.parametrize("ending", ["ready", "closed"])
+async def test_what_waits_is_charged_until_it_ends(
+    scene: Scene, kind: type[m.Message], numbers: tuple[int, ...], ending: str
+) -> None:
+    found = ask(scene.first, kind, *numbers)
+    assert found.promoting == sum(number >= KEYS for number in numbers)
+    charged = LEASE_KEYS + len(numbers) if kind is m.Pin else 0
+    assert scene.charged() == charged
+    assert used(scene)["outbox_bytes"] > 0
+    if ending == "ready":
+        (end,) = below(scene).ends
+        end()
+        hits = sum(number < KEYS for number in numbers)
+        assert scene.charged() == (LEASE_KEYS + hits if found.lease else 0)
+        if found.lease:
+            scene.release(scene.first, found.lease)
+        assert used(scene) == {}
+    await scene.close()
+    assert below(scene).cancelled == 1
+
+
+@pytest.mark.parametrize("numbers", [(0, 1, 2, 3), (0, 1, KEYS, KEYS + 1)], ids=["memory", "below"])
+async def test_a_pin_beyond_its_users_leases_is_refused_whole(scene: Scene, numbers: tuple[int, ...]) -> None:
+    """Keys that may join the lease later count, too."""
+    scene.context.accounts.change({"leases": LEASE_KEYS + 3})
+    with pytest.raises(LimitError):
+        ask(scene.first, m.Pin, *numbers)
+    assert used(scene) == {}
+    assert not below(scene).ends
+    assert ask(scene.first, m.Pin, *numbers[:3]).lease
+    assert np.all(np.frombuffer(ask(scene.first, m.Lookup, *numbers[:2]).states[0], np.uint8) == 1)
+    await scene.close()
