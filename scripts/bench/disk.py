@@ -30,7 +30,7 @@ from kvoffloadd.trial.bench.rounds import Show, in_rounds
 from kvoffloadd.trial.disk import disk_folder, file_system
 from kvoffloadd.trial.figures import median_ratio, p50, print_grid
 from kvoffloadd.trial.output import Live
-from kvoffloadd.trial.process import end, module, private_folder, spawn
+from kvoffloadd.trial.process import DaemonError, end, module, private_folder, spawn
 from kvoffloadd.trial.program import size
 from kvoffloadd.trial.wait import within
 from kvoffloadd.units import format_bytes, parse_bytes
@@ -227,7 +227,10 @@ def main() -> int:
     cases: list[dict[str, Any]] = []
     with Live("bench_disk", len(arguments.payloads)) as live:
         for number, payload_bytes in enumerate(arguments.payloads):
-            cases.append(run_case(payload_bytes, arguments, partial(_show, live, number, payload_bytes)))
+            try:
+                cases.append(run_case(payload_bytes, arguments, partial(_show, live, number, payload_bytes)))
+            except DaemonError as error:
+                raise SystemExit(f"bench_disk: {error}") from None
     result = summary(cases, file_system(arguments.path or Path("/var/tmp")))
     return show_result(result, arguments, show)
 
