@@ -6,11 +6,11 @@ import math
 from typing import Final
 
 LOOKS_MIN: Final = 3
-"""However little patience there is."""
+"""Even the least patience takes this many looks."""
 
 
 class Patience:
-    """Whether work never ends. Somebody looks at it every `look_s` seconds, more often or later. Time alone is no
+    """Whether work never ends. The owner looks every `look_s` seconds, more often or later. Time alone is no
     reason: the process may have been stopped (a frozen cgroup, a debugger, a paused machine), and the clock goes on.
     What lies between two looks counts for `look_s` at most, and what lay before the work began for nothing.
 

@@ -1,7 +1,7 @@
 """Work in steps: one shape for whatever may take longer than a turn of the event loop.
 
-A yield is an opportunity for the loop to turn, not a request: whoever runs the steps goes by the clock. Small work is
-thus done in the turn in which it began, and nobody has to tell large from small.
+A yield is an opportunity for the loop to turn, not a request: the code that drives the steps goes by the clock. Small
+work thus ends in the turn in which it began, and no caller has to tell large from small.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TURN_S = 0.0005
-"""What one turn may take: no step begins later than this. A step takes some milliseconds at most."""
+"""What one turn may take: no step and no request begins later than this. A step takes some milliseconds at most."""
 
 Steps = Generator[None, None, T]
 """A generator that yields between its steps, and returns its result. `close` ends it early: it undoes what it did."""
 
 
-def take_turn(steps: Steps[T]) -> T | None:
-    """Take one turn. Returns the result, which is something; None: they have not ended, and want another turn."""
+def take_turn(steps: Steps[T], turn_ends: float) -> T | None:
+    """Take one step at least, and none that begins after `turn_ends`, in `time.monotonic()`. Returns the result, which
+    is not None; None: they have not ended, and want another turn.
+    """
     try:
-        _turn(steps)
+        _turn(steps, turn_ends)
     except StopIteration as end:
         result: T = end.value
         return result
@@ -38,16 +40,15 @@ async def in_turns(steps: Steps[T]) -> T:
     with contextlib.closing(steps):
         try:
             while True:
-                _turn(steps)
+                _turn(steps, time.monotonic() + TURN_S)
                 await asyncio.sleep(0)
         except StopIteration as end:
             result: T = end.value
             return result
 
 
-def _turn(steps: Steps[Any]) -> None:
+def _turn(steps: Steps[Any], turn_ends: float) -> None:
     """Raises StopIteration, with the result, when they end."""
-    turn_ends = time.monotonic() + TURN_S
     next(steps)
     while time.monotonic() < turn_ends:
         next(steps)

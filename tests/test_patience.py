@@ -62,7 +62,7 @@ def test_what_was_watched_of_other_work_is_not_inherited() -> None:
 
 @pytest.mark.parametrize("early_s", [0.0, 0.002])
 def test_who_is_watched_from_the_beginning_is_found_out_in_time(early_s: float) -> None:
-    """Though timers are a little early."""
+    """It holds although timers are a little early."""
     patience = Patience(0.25, 100.0)
     found = [patience.is_over(at, 100.0 + at, 1.0) for at in (0.25 - early_s, 0.5 - early_s, 0.75, 1.0 - early_s)]
     assert found == [False, False, False, True]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd import steps
-from kvoffloadd.steps import Steps, in_turns, take_turn
+from kvoffloadd.steps import TURN_S, Steps, in_turns, take_turn
 
 
 class Work:
@@ -56,14 +56,14 @@ async def turns_of(task: asyncio.Task[Any]) -> int:
 @pytest.mark.usefixtures("clock")
 def test_small_work_ends_in_its_first_turn() -> None:
     for number in range(3):
-        assert take_turn(Work(number).steps()) == 7
+        assert take_turn(Work(number).steps(), time.monotonic() + TURN_S) == 7
 
 
 @pytest.mark.usefixtures("clock")
 async def test_large_work_takes_turns() -> None:
     work = Work(10)
     steps = work.steps()
-    assert [take_turn(steps) for _ in range(4)] == [None, None, None, 7]
+    assert [take_turn(steps, time.monotonic() + TURN_S) for _ in range(4)] == [None, None, None, 7]
     assert (work.taken, work.closed) == (10, False)
     again = Work(10)
     task = asyncio.ensure_future(in_turns(again.steps()))
@@ -77,9 +77,9 @@ async def test_large_work_takes_turns() -> None:
 @pytest.mark.usefixtures("clock")
 def test_what_a_step_raises_is_the_callers() -> None:
     steps = Work(4, KeyError("planted")).steps()
-    assert take_turn(steps) is None
+    assert take_turn(steps, time.monotonic() + TURN_S) is None
     with pytest.raises(KeyError, match="planted"):
-        take_turn(steps)
+        take_turn(steps, time.monotonic() + TURN_S)
 
 
 async def test_a_step_that_is_long_is_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:

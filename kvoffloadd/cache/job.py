@@ -40,7 +40,7 @@ from kvoffloadd.storage.hashing import hash_payloads, in_turns
 T = TypeVar("T")
 
 VERIFY_URGENT = 0
-"""Before what is sealed: see `sealing`."""
+"""Verification comes before sealing: see `sealing`."""
 
 STEP_PARTS = 8192
 """Parts of a store that one turn of the loop commits or frees: it takes a millisecond or two."""
@@ -111,7 +111,7 @@ class LoadRequest(Protocol):
 
 
 class Owner(Protocol):
-    """Of `Jobs`, what a job uses."""
+    """What a job uses of `Jobs`."""
 
     cache: Cache
     lower: LowerTiers | None
@@ -445,13 +445,13 @@ class Job:
 
 
 def next_turn(resume: Callable[[None], None]) -> Callable[[], bool]:
-    """For `Job.step`: go on in the next turn of the loop."""
+    """Go on in the next turn of the loop: something to begin, for `Job.step`."""
     asyncio.get_running_loop().call_soon(resume, None)
     return lambda: False
 
 
 def behind_others(resume: Callable[[None], None]) -> Callable[[], bool]:
-    """For `Job.step`: go on in the turn after the next: in the next one, this would come before sockets are read."""
+    """Go on in the turn after the next, for `Job.step`: in the next one, this would come before sockets are read."""
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, resume, None)
     return lambda: False

@@ -37,13 +37,13 @@ PEER_S = 10.0
 """How long a peer may take to send its request and to read the answer, together."""
 
 RETRY_S = 0.1
-"""Until the next try when there is no descriptor for a peer; a busy loop would help nobody."""
+"""The wait before the next try when there is no descriptor for a peer; a busy loop would not help."""
 
 SCRAPES_MAX = 4
-"""At once; more are turned away."""
+"""Scrapes that are served at once; more are turned away."""
 
 HEAD_BYTES_MAX = 16 << 10
-"""Of a request."""
+"""The most that a request line and its header may have."""
 
 _BACKLOG = 16
 _PATHS = (b"/", b"/metrics")

@@ -31,10 +31,9 @@ from kvoffloadd.server.framedeadline import FrameDeadline
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
-from kvoffloadd.server.turns import TURN_S
 from kvoffloadd.server.underway import UnderWay
 from kvoffloadd.sockets import pack_fds, unpack_fds
-from kvoffloadd.steps import Steps, take_turn
+from kvoffloadd.steps import TURN_S, Steps, take_turn
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ class PeerConnection:
         self._deadline = FrameDeadline(self._loop, self._on_late)
         self._reading = self._writing = False
         self._serving = self._backlog = False
-        self._without_room = self._has_taken_room = False
+        self._without_room = False
         self.turn_us = 0
         self._ending: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
@@ -152,7 +151,7 @@ class PeerConnection:
         began_s = time.monotonic()
         turn_ends = began_s + TURN_S
         for served in range(MESSAGES_PER_TURN):
-            if self._steps is not None and not self._ending and not self._go_on_with(*self._steps):
+            if self._steps is not None and not self._ending and not self._go_on_with(*self._steps, turn_ends):
                 break
             pending = self._protocol.pending
             if self._ending or self._held_up or (served and pending and time.monotonic() > turn_ends):
@@ -173,8 +172,6 @@ class PeerConnection:
                 break
             self._give_room()
             self._serve(*got)
-            if self.session.role:
-                self._deadline.end()  # it was for this frame; the next one gets its own
         self._serving = False
         self.turn_us = int((time.monotonic() - began_s) * 1e6)
         self._steer()
@@ -197,14 +194,13 @@ class PeerConnection:
         """Whether there is room for the rest of the frame that has begun, if one has; takes it."""
         if not self._protocol.pending or (size := self._protocol.frame_bytes) <= LARGE_BYTES:
             return True
-        self._has_taken_room = True
         return self._account.receive(self, size)
 
     def _give_room(self) -> None:
         """A frame has come whole, whatever became of it."""
-        if self._has_taken_room:
-            self._account.received(self)
-            self._has_taken_room = False
+        self._account.received(self)
+        if self.session.role:
+            self._deadline.end()  # it was for this frame; the next one gets its own
 
     def go_on(self) -> None:
         """See `account.Receiver`."""
@@ -233,10 +229,10 @@ class PeerConnection:
         finally:
             self._close_fds(fds)
 
-    def _go_on_with(self, steps: Steps[m.Reply], seq: int) -> bool:
+    def _go_on_with(self, steps: Steps[m.Reply], seq: int, turn_ends: float) -> bool:
         """Take a turn of the request that has begun, behind which the others wait. False: it has not ended."""
         try:
-            reply = take_turn(steps)
+            reply = take_turn(steps, turn_ends)
             if reply is None:
                 return False
             self._steps = None
@@ -274,7 +270,7 @@ class PeerConnection:
             self.end("the peer said bye")
 
     async def _finish_others(self) -> None:
-        """Before the answer to `bye`: every request that came before it has its reply."""
+        """Give every request that came before `bye` its reply first."""
         for seq in await self._under_way.finish_others(FLUSH_S):
             self._reply_error(StateError("the session sent bye before this request was done"), seq)
 

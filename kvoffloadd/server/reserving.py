@@ -41,7 +41,7 @@ def check_distinct(request: Sequence[Wanted]) -> None:
 
 @dataclass(slots=True, eq=False)
 class LeaseInMaking:
-    """As a context: charged for all that is wanted, and at its end for what was granted."""
+    """A context that is charged for all that is wanted, and at its end for what was granted."""
 
     instance: Instance
     account: Account

@@ -11,9 +11,7 @@ import time
 from typing import Protocol
 
 from kvoffloadd.fairqueue import FairQueue
-
-TURN_S = 0.0005
-"""What one session may serve before others have their turn: no request begins later than this."""
+from kvoffloadd.steps import TURN_S
 
 ROUND_S = 0.002
 """What all may serve before the loop looks at its sockets, timers and completions again: no turn begins later."""

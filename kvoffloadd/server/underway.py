@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """By task, the seq of the request that it answers."""
+    """Maps each task to the seq of the request that it answers."""
 
     _seqs: dict[asyncio.Task[None], int] = field(default_factory=dict)
 

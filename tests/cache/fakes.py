@@ -73,7 +73,7 @@ def make_cache(pages: int = 64, slab_pages: int = 16, pool: ArenaFile | None = N
 
 
 def make_context(cache: Cache) -> Any:
-    """Of `server.Context`, what the audit uses; nobody but requests between two steps holds or reserves anything."""
+    """What the audit uses of `server.Context`; only requests between two steps hold or reserve anything."""
     nothing = SimpleNamespace(read=0, keys=0, write=0, parts=0, holds=0, reserved=0)
     instances = SimpleNamespace(held=lambda: nothing)
     return SimpleNamespace(cache=cache, instances=instances, jobs=nothing, disk=None, remote=None)

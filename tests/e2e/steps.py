@@ -14,7 +14,7 @@ import asyncio, contextlib, os, sys
 from kvoffloadd.cache import job
 from kvoffloadd import steps
 from kvoffloadd.cache.memory import finding, reservation
-from kvoffloadd.server import context, jobs as requests, session
+from kvoffloadd.server import connection, context, jobs as requests, session
 
 passed = {ENDS: 0, REQUESTS: 0}
 
@@ -65,7 +65,7 @@ async def pause(one):
         await job.suspend()
 
 job.STEP_PARTS = reservation.STEP_KEYS = finding.STEP_KEYS = context.ENDED_PER_TURN = STEP
-steps.TURN_S = 0
+steps.TURN_S = connection.TURN_S = 0
 job.Job.pause = pause
 context.asyncio = Asyncio()
 context.Context._end_lease = held(context.Context._end_lease)

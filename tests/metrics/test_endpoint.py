@@ -281,7 +281,7 @@ async def test_no_descriptor_for_a_scrape_is_no_busy_loop(
 async def test_a_crowd_at_the_door_leaves_the_loop_its_turns(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many wait, one is accepted a turn: what else is due comes between any two."""
+    """One is accepted a turn, however many wait: what else is due comes between any two."""
     accept, turns = socket.socket.accept, list[int]()
     turn = 0
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd import steps
 from kvoffloadd.device.base import Allocation
 from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol import messages as m
@@ -158,7 +157,7 @@ async def test_steps_that_a_sessions_end_finds_unfinished_are_closed(
 ) -> None:
     """They have gone on in the session's turns until then."""
     made, theirs, _ = connection()
-    monkeypatch.setattr(steps, "TURN_S", 0.0)
+    monkeypatch.setattr(connections, "TURN_S", 0.0)
     taken: list[str] = []
 
     def work() -> Steps[m.Reply]:
@@ -192,7 +191,7 @@ async def test_steps_go_on_however_many_requests_wait_and_however_much_is_unread
     """There is never more than one of them, and what it has begun holds others up. The next request waits for it."""
     made, theirs, _ = connection()
     monkeypatch.setattr(connections, "REQUESTS_UNDER_WAY_MAX", 0)
-    monkeypatch.setattr(steps, "TURN_S", 0.0)
+    monkeypatch.setattr(connections, "TURN_S", 0.0)
     sent: list[Any] = []
 
     def work(seq: int) -> Steps[m.Reply]:
@@ -216,5 +215,26 @@ async def test_steps_go_on_however_many_requests_wait_and_however_much_is_unread
         while len(sent) < (1 if unread else 3):  # noqa: ASYNC110  the turns of the loop are what is tried
             await asyncio.sleep(0)
     assert sent == [m.Done(seq=seq) for seq in range(1, 2 if unread else 4)], "in order, as far as replies are read"
+    theirs.close()
+    await made.end("the test ends")
+
+
+async def test_the_frame_behind_one_that_was_refused_has_its_own_deadline() -> None:
+    made, theirs, _ = connection()
+    made.session.role = "scheduler"
+    made._protocol.state = ProtocolState.READY
+    whole, refused = frame({"type": "ping", "seq": 1}), frame({"type": "ping", "seq": 2, "unknown": 1})
+    for complete in (whole, refused):
+        made._protocol.receive_data(complete[:6], [])
+        made.serve()
+        begun = made._deadline._timer
+        assert begun is not None
+        made._protocol.receive_data(complete[6:] + whole[:6], [])
+        made.serve()
+        assert made._deadline._timer is not None
+        assert made._deadline._timer is not begun
+        made._protocol.receive_data(whole[6:], [])
+        made.serve()
+        assert made._deadline._timer is None, "no frame has begun"
     theirs.close()
     await made.end("the test ends")

@@ -22,7 +22,7 @@ STEP_KEYS = 1 << 14
 """Keys that one step finds: a millisecond, or two if the table is large."""
 
 _ANEW = np.int64(-2)
-"""In place of the row of a key that is to be looked for again."""
+"""Stands for the row of a key that has to be looked for again."""
 
 
 def find_in_steps(cache: Cache, groups: Sequence[tuple[Keyspace, U64Array]]) -> Steps[list[LookupResult]]:
@@ -50,7 +50,7 @@ class Finding:
 
     @property
     def num_reserved(self) -> int:
-        """None: see `Unfinished`."""
+        """Always 0: a lookup reserves nothing."""
         return 0
 
     @property
@@ -84,7 +84,7 @@ class Finding:
         return kept
 
     def rows(self) -> list[I64Array]:
-        """Of each group the row of each key, or -1. What is not held is valid until the loop turns."""
+        """The row of each key, or -1, by group. What is not held is valid until the loop turns."""
         none, found = np.zeros(0, np.int64), list[I64Array]()
         for (keyspace, keys), some in zip(self._groups, self._found, strict=True):
             rows = np.concatenate([none, *some])

@@ -26,7 +26,7 @@ _RESERVED, _HIT, _PENDING, _NO_SPACE = (
     int(state) for state in (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
 )
 _Slice = list[tuple[int, slice]]
-"""Of which groups of the request which keys."""
+"""Names keys by the number of their group in the request and a slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +100,7 @@ class Joined:
 
 
 def reserve_in_steps(cache: Cache, request: Sequence[Wanted]) -> Steps[list[Reservation]]:
-    """`reserve_all`. Whoever gets the result owns what is reserved; if this is closed before, nothing is."""
+    """`reserve_all`. The caller owns what is reserved; steps that are closed early leave nothing reserved."""
     if sum(map(_size, request)) <= STEP_KEYS:
         return reserve_all(cache, request)
     admission = Admission(cache, request)
@@ -323,7 +323,7 @@ class Admission:
                     break
 
     def _give_back_behind_gap(self, number: int) -> None:
-        """Of one group: whatever is reserved behind the first key that got no slots."""
+        """Free what one group has reserved behind its first key that got no slots."""
         states = _joined(sorted(self._made[number], key=lambda one: one[0])).states
         gaps = np.flatnonzero(states == _NO_SPACE)
         if not len(gaps):
@@ -365,7 +365,7 @@ def _slices(request: Sequence[Wanted]) -> Iterator[_Slice]:
 
 
 def _joined(made: list[tuple[int, Reservation]]) -> Reservation:
-    """Of consecutive keys, in order, each of them from an index on."""
+    """Join the reservations of consecutive keys; each comes with the index of its first key."""
     none: I64Array = np.zeros(0, np.int64)
     return Reservation(
         np.concatenate([none, *(one.parts for _, one in made)]),

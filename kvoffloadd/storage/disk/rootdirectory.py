@@ -142,10 +142,11 @@ class RootDirectory:
 
     async def create_manifest(self) -> None:
         """Make the manifest of a new root durable; OSError passes through."""
-        if self.manifest is None:
-            raise DiskError(f"{self.path} is off")
-        await write_manifest(self._here, self.manifest, self._executor)
-        self._uuid = self.manifest.root_uuid
+        async with self._writing:  # a clear may be recorded meanwhile: before this, or behind it
+            if self.manifest is None:
+                raise DiskError(f"{self.path} is off")
+            await write_manifest(self._here, self.manifest, self._executor)
+            self._uuid = self.manifest.root_uuid
 
     @property
     def uuid(self) -> bytes:

@@ -142,8 +142,8 @@ def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, 
 
 
 class RawFile:
-    """A file of `size_bytes` on the disk that is measured. It is made anew in each round, as the daemon's segments are:
-    a disk takes longer for blocks that were never written.
+    """A file of `size_bytes`, which are whole pages, on the disk that is measured. It is made anew in each round, as the
+    daemon's segments are: a disk takes longer for blocks that were never written.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -174,7 +174,7 @@ class RawFile:
                 begun = time.perf_counter()
                 if flags & os.O_CREAT:
                     os.posix_fallocate(fd, 0, self._size_bytes)
-                list(pool.map(lambda at: piece(fd, at), range(0, self._size_bytes - PIECE_BYTES + 1, PIECE_BYTES)))
+                list(pool.map(lambda at: piece(fd, at), range(0, self._size_bytes, PIECE_BYTES)))
                 if flags & os.O_CREAT:
                     os.fdatasync(fd)
                 return time.perf_counter() - begun
@@ -182,7 +182,11 @@ class RawFile:
             os.close(fd)
 
     def _write_piece(self, fd: int, at: int) -> None:
-        Files().write(fd, at, [self._pages])
+        Files().write(fd, at, [self._pages[: self._num_pages(at)]])
 
     def _read_piece(self, fd: int, at: int) -> None:
-        Files().read(fd, at, [aligned_pages(PIECE_BYTES // 4096)])
+        Files().read(fd, at, [aligned_pages(self._num_pages(at))])
+
+    def _num_pages(self, at: int) -> int:
+        """The pages of the piece at this place: the last one may be shorter."""
+        return min(PIECE_BYTES, self._size_bytes - at) // 4096

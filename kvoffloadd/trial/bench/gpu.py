@@ -54,7 +54,7 @@ class Pinned:
 
     @property
     def device_address(self) -> int:
-        """As kernels see byte 0."""
+        """The address of byte 0 as kernels see it."""
         return int(driver().call("cuMemHostGetDevicePointer", self.address, 0))
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class CopyCase:
     groups: int = 1
     scattered: bool = True
     slab_bytes: int = sys.maxsize
-    """By default a slab is as large as a job: it takes whole slots, and nothing is left over."""
+    """A slab is as large as a job by default: it takes whole slots, and nothing is left over."""
 
     @classmethod
     def of_rows(cls, row_bytes: int, tensors: int, *, scattered: bool = True) -> CopyCase:
