@@ -142,7 +142,7 @@ def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, 
 
 
 class RawFile:
-    """A file of `size_bytes`, which are whole pages, on the disk that is measured. It is made anew in each round, as the
+    """A file of `size_bytes`, in whole pages, on the disk that is measured. It is made anew in each round, as the
     daemon's segments are: a disk takes longer for blocks that were never written.
     """
 
