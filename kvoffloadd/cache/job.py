@@ -30,6 +30,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.sealing import Sealing
+from kvoffloadd.config import AUTO
 from kvoffloadd.device.base import Copy, CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
@@ -118,9 +119,7 @@ class Owner(Protocol):
     hash_lane: Lane
     signals: Signals
     sealing: Sealing
-
-    def verifies(self, device: Device) -> bool:
-        """Whether all sealed payloads are verified when they are loaded to this device."""
+    verify_loads: bool | str  # AUTO: by devices that hash what they load
 
     def drop(self, rows: U32Array) -> None:
         """These keys hold wrong bytes."""
@@ -322,7 +321,7 @@ class Job:
         copy checks those that it can hash.
         """
         columns, device = self.owner.cache.entries.parts, self.options.device
-        if self.owner.verifies(device):
+        if verifies(self.owner.verify_loads, device):
             is_due = columns.state[self.parts] == PartState.SEALED
         else:
             is_due = columns.unverified[self.parts] != 0
@@ -442,6 +441,11 @@ class Job:
             return False  # its end comes behind the last access
 
         return give_up
+
+
+def verifies(verify_loads: bool | str, device: Device) -> bool:
+    """Whether all sealed payloads are verified when they are loaded to this device; not only what was adopted."""
+    return device.hashed_load_bytes > 0 if verify_loads == AUTO else bool(verify_loads)
 
 
 def next_turn(resume: Callable[[None], None]) -> Callable[[], bool]:

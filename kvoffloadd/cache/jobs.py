@@ -13,13 +13,12 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, LoadRequest
+from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, LoadRequest, verifies
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.cache.stats.histogram import Histogram
-from kvoffloadd.config import AUTO
 from kvoffloadd.device.base import CopyResult, Device
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.device.work import BlockList
@@ -134,13 +133,9 @@ class Jobs:
 
     def verification(self, device: Device) -> Verification:
         """What is verified of loads to this device, and when."""
-        if not self.verifies(device):
+        if not verifies(self.verify_loads, device):
             return Verification.ADOPTED
         return Verification.COPIED if device.hashed_load_bytes else Verification.BEFORE
-
-    def verifies(self, device: Device) -> bool:
-        """Whether all sealed payloads are verified when they are loaded to this device; not only what was adopted."""
-        return device.hashed_load_bytes > 0 if self.verify_loads == AUTO else bool(self.verify_loads)
 
     async def verify_adopted(self) -> None:
         """Hash all that was adopted and not loaded since, and drop what is wrong. No engine is served yet, but a root

@@ -70,6 +70,7 @@ class PeerConnection:
         self._reading = self._writing = False
         self._serving = self._backlog = False
         self._without_room = False
+        self._is_partial = False  # a frame has begun, or the hello has not come
         self.turn_us = 0
         self._ending: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
@@ -162,16 +163,16 @@ class PeerConnection:
                 self._refuse(error)
                 break
             except PeerError as error:
-                self._give_room()
                 self._reply_error(error, error.seq)
+                self._end_partial()
                 continue
             if got is None:
                 self._backlog = False
                 self._watch_partial()
                 self._without_room = not self._has_room()
                 break
-            self._give_room()
             self._serve(*got)
+            self._end_partial()
         self._serving = False
         self.turn_us = int((time.monotonic() - began_s) * 1e6)
         self._steer()
@@ -196,11 +197,13 @@ class PeerConnection:
             return True
         return self._account.receive(self, size)
 
-    def _give_room(self) -> None:
-        """A frame has come whole, whatever became of it."""
-        self._account.received(self)
-        if self.session.role:
-            self._deadline.end()  # it was for this frame; the next one gets its own
+    def _end_partial(self) -> None:
+        """A frame has come whole, whatever became of it. The next one gets its own room and deadline."""
+        if self._is_partial:
+            self._account.received(self)
+            if self.session.role:
+                self._deadline.end()
+            self._is_partial = not self.session.role
 
     def go_on(self) -> None:
         """See `account.Receiver`."""
@@ -349,9 +352,8 @@ class PeerConnection:
     def _watch_partial(self) -> None:
         """A frame that has begun, and the hello, must come within `partial_frame_s`."""
         if self._protocol.pending or not self.session.role:
+            self._is_partial = True
             self._deadline.begin(self._context.config.server.partial_frame_s)
-        else:
-            self._deadline.end()
 
     def _on_late(self, limit_s: float) -> None:
         self._refuse(FramingError(f"no complete frame within {limit_s} s"))
