@@ -219,44 +219,41 @@ async def test_steps_go_on_however_many_requests_wait_and_however_much_is_unread
     await made.end("the test ends")
 
 
-def serve(made: PeerConnection) -> None:
-    """Serve all that has come, in as many turns as that takes here."""
-    made.serve()
-    while made._backlog:
-        made.serve()
-
-
-async def test_the_frame_behind_one_that_was_refused_has_its_own_deadline() -> None:
+async def test_the_frame_behind_one_that_was_refused_has_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "TURN_S", 60.0)  # all is served in one turn, however slow
     made, theirs, _ = connection()
     made.session.role = "scheduler"
     made._protocol.state = ProtocolState.READY
     whole, refused = frame({"type": "ping", "seq": 1}), frame({"type": "ping", "seq": 2, "unknown": 1})
     for complete in (whole, refused):
         made._protocol.receive_data(complete[:6], [])
-        serve(made)
+        made.serve()
         begun = made._deadline._timer
         assert begun is not None
         made._protocol.receive_data(complete[6:] + whole[:6], [])
-        serve(made)
+        made.serve()
         assert made._deadline._timer is not None
         assert made._deadline._timer is not begun
         made._protocol.receive_data(whole[6:], [])
-        serve(made)
+        made.serve()
         assert made._deadline._timer is None, "no frame has begun"
     theirs.close()
     await made.end("the test ends")
 
 
-async def test_what_comes_before_and_with_the_hello_has_its_own_room_and_deadline() -> None:
+async def test_what_comes_before_and_with_the_hello_has_its_own_room_and_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "TURN_S", 60.0)  # all is served in one turn, however slow
     made, theirs, context = connection()
     account = context.accounts.of(UID)
     made._watch_partial()
     large = frame({"type": "ping", "seq": 1, "more": bytes(1 << 20)})
     made._protocol.receive_data(large[:6], [])
-    serve(made)
+    made.serve()
     assert account.used["frame_bytes"] > 0
     made._protocol.receive_data(large[6:], [])
-    serve(made)  # refused: the session's first message is its hello
+    made.serve()  # refused: the session's first message is its hello
     assert account.used["frame_bytes"] == 0
     theirs.close()
     await made.end("the test ends")
@@ -275,7 +272,7 @@ async def test_what_comes_before_and_with_the_hello_has_its_own_room_and_deadlin
     made._send = lambda message, fds=(): None  # type: ignore[method-assign]
     hello = frame({"type": "hello", "seq": 1, "version": 1, "role": "observer", "instance": bytes(16)})
     made._protocol.receive_data(hello + frame({"type": "ping", "seq": 2})[:6], [])
-    serve(made)
+    made.serve()
     assert made._deadline._timer not in (None, until_hello), "of the ping"
     theirs.close()
     await made.end("the test ends")
