@@ -226,11 +226,9 @@ def _loop(loop: Status) -> Iterator[Metric]:
 
 
 def _server(status: Status) -> Iterator[Metric]:
-    roles = dict.fromkeys(("worker", "scheduler", "observer"), 0)
-    for session in status["sessions"]:
-        if session["role"] in roles:
-            roles[session["role"]] += 1
-    yield _gauge("sessions", "Open sessions, by role.", [((role,), count) for role, count in roles.items()], "role")
+    counts = status["open_sessions"]
+    roles = [((role,), counts.get(role, 0)) for role in ("worker", "scheduler", "observer")]
+    yield _gauge("sessions", "Open sessions, by role.", roles, "role")
     yield _gauge("instances", "Engines and observers that have sessions.", _one(status["instances"]))
     for key, text in (
         ("sessions", "Sessions opened."),

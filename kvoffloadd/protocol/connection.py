@@ -19,7 +19,7 @@ from typing import Any, Self
 import msgpack
 import msgspec
 
-from kvoffloadd.errors import FramingError, MessageError, PeerError, StateError
+from kvoffloadd.errors import FramingError, InternalError, MessageError, PeerError, StateError
 from kvoffloadd.protocol.messages import (
     FDS_PER_FRAME_MAX,
     FRAME_BYTES_MAX,
@@ -183,10 +183,15 @@ class Connection:
         return [self._fds.popleft() for _ in range(wanted)]
 
     def send(self, message: Message | Encoded) -> bytes:
-        """The frame to write. Raises StateError for what this side may not say now, FramingError if it is too big."""
+        """The frame to write. Raises StateError for what this side may not say now; if it is too big FramingError, or
+        InternalError in the daemon, whose answers are to be bounded.
+        """
         content = message.message if isinstance(message, Encoded) else message
         after = self._state_after(tag_of(content), by_client=not self._daemon)
-        frame = message.frame if isinstance(message, Encoded) else encode(message)
+        try:
+            frame = message.frame if isinstance(message, Encoded) else encode(message)
+        except FramingError as error:
+            raise (InternalError(f"the answer can't be sent: {error}") if self._daemon else error) from None
         self.state = after
         return frame
 

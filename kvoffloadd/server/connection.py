@@ -247,6 +247,8 @@ class PeerConnection:
 
     def _reply_failure(self, error: Exception, seq: int) -> None:
         if isinstance(error, KvOffloadError):
+            if isinstance(error, InternalError):
+                log.error("a request failed because of a bug in the daemon: %s", error)
             self._reply_error(error, seq)
         else:
             log.error("a request failed because of a bug in the daemon", exc_info=error)

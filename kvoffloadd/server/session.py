@@ -45,7 +45,7 @@ from kvoffloadd.server.pins import Lookups, PendingPins, find_all
 from kvoffloadd.server.registration import is_large
 from kvoffloadd.server.registry import Registry
 from kvoffloadd.server.reserving import LeaseInMaking, check_distinct, wanted_of
-from kvoffloadd.server.status import describe
+from kvoffloadd.server.status import describe, short_label
 from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.verification import verify
 from kvoffloadd.steps import Steps, in_turns
@@ -378,7 +378,7 @@ class Session:
             "pid": self.peer.pid,
             "uid": self.peer.uid,
             "role": self.role,
-            "namespace": self._namespace.label if self._namespace else "",
+            "namespace": short_label(self._namespace.label) if self._namespace else "",
             "requests": self.requests,
             "jobs": len(self._jobs.running) if self._jobs else 0,
             "registrations": len(self._registry.registrations),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -21,8 +22,11 @@ from kvoffloadd.steps import Steps
 S = TypeVar("S")
 T = TypeVar("T")
 
-NAMESPACES_MAX = 1000
+NAMESPACES_MAX, SESSIONS_MAX = 1000, 3000
 """A reply lists at most so many, since its frame is bounded."""
+
+LABEL_CHARS = 64
+"""Of a longer label, which is an engine's to choose, a reply has the beginning: 256 bytes at most."""
 
 STEP_ITEMS = 64
 """Sessions or namespaces that one step describes: a fraction of a millisecond."""
@@ -50,7 +54,8 @@ def describe(context: Context, uid: int | None = None) -> Steps[dict[str, Any]]:
     report["loop"] = context.lag.figures()
     report["accounts"] = _accounts(context, uid)
     yield
-    report["sessions"] = yield from _each(sessions, lambda session: session.figures())
+    report["open_sessions"] = dict(Counter(session.role or "greeting" for session in sessions))
+    report["sessions"] = yield from _each(sessions[:SESSIONS_MAX], lambda session: session.figures())
     slow = yield from _each(sessions, lambda session: session.slow_jobs(SLOW_S))
     report["slow_jobs"] = slowest([job for jobs in slow for job in jobs])
     yield
@@ -68,6 +73,11 @@ def _each(items: Sequence[S], figures: Callable[[S], T]) -> Steps[list[T]]:
             yield
         rows.append(figures(item))
     return rows
+
+
+def short_label(label: str) -> str:
+    """A label as a reply has it."""
+    return label if len(label) <= LABEL_CHARS else label[: LABEL_CHARS - 1] + "…"
 
 
 def _shown(counter: float | Histogram) -> object:
@@ -139,7 +149,7 @@ def _accounts(context: Context, uid: int | None) -> dict[str, dict[str, int]]:
 def _namespace(namespace: Namespace) -> dict[str, Any]:
     return {
         "namespace": namespace.name,
-        "label": namespace.label,
+        "label": short_label(namespace.label),
         "uid": namespace.uid,
         "epoch": namespace.epoch,
         "keys": namespace.keys,

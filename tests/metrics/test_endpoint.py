@@ -66,7 +66,7 @@ def small() -> dict[str, Any]:
         "clears": {"unrecorded": 0, "places": []}, "running": {"jobs": 0},
         "leases": {"read": 0, "keys": 0, "write": 0, "parts": 0}, "slow_jobs": [],
         "loop": {"worst_lag_s": 0.0, "recent_lag_s": 0.0, "late_s": 0.0, "late_beats": {"inf": 0}},
-        "server": dict.fromkeys(server, 0), "sessions": [], "instances": 0, "devices": {},
+        "server": dict.fromkeys(server, 0), "open_sessions": {}, "sessions": [], "instances": 0, "devices": {},
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvoffloadd.errors import FramingError, MessageError, PeerError
+from kvoffloadd.errors import FramingError, InternalError, MessageError, PeerError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import PREFIX, Connection, tag_of
 from kvoffloadd.protocol.state import ProtocolState
@@ -92,6 +92,15 @@ def test_what_is_too_big_is_not_sent() -> None:
     with pytest.raises(FramingError, match="cap"):
         client.send(sample("lookup", groups=[m.GroupKeys(group=0, keys=bytes(m.FRAME_BYTES_MAX))]))
     client.send(sample("lookup", groups=[m.GroupKeys(group=0, keys=bytes(m.FRAME_BYTES_MAX - 1000))]))
+
+
+def test_an_answer_that_is_too_big_is_the_daemons_fault() -> None:
+    daemon = in_state(ProtocolState.READY, daemon=True)
+    with pytest.raises(InternalError, match="cap") as told:
+        daemon.send(m.Report(seq=1, status={"large": bytes(m.FRAME_BYTES_MAX)}))
+    assert told.value.fault == "daemon"
+    assert not told.value.ends_session
+    daemon.send(m.Report(seq=1, status={}))
 
 
 def test_a_refused_bye_does_not_leave() -> None:

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client
+from kvoffloadd.protocol.connection import encode
+from kvoffloadd.protocol.messages import FRAME_BYTES_MAX, Report
+from kvoffloadd.server.status import LABEL_CHARS, NAMESPACES_MAX, SESSIONS_MAX
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
+from scripts.harness.peer import NAMESPACE
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import Rank, new_keys
 
@@ -88,3 +92,20 @@ def test_sessions_tell_their_engine_and_where_their_memory_is(daemon: Daemon) ->
     assert by_role["worker"]["devices"] == [kind for kind in daemon.status()["devices"] if kind != "host"] or ["host"]
     assert by_role["worker"]["instance"] != by_role["observer"]["instance"]
     assert rank.mapped_bytes == by_role["worker"]["mapped_bytes"]
+
+
+def test_no_number_of_sessions_and_no_name_is_too_much_for_the_reply(daemon: Daemon) -> None:
+    model = "\U0001f600" * 512
+    peer = daemon.peer()
+    peer.hello(namespace=NAMESPACE | {"model": model})
+    report = daemon.status()
+    assert report["open_sessions"] == {"worker": 1, "observer": 1}
+    (namespace,) = report["namespaces"]
+    session = next(session for session in report["sessions"] if session["role"] == "worker")
+    assert len(session["namespace"]) == len(namespace["label"]) == LABEL_CHARS
+    assert model.startswith(session["namespace"][:-1])
+    gpus = [f"cuda:{number:032x}" for number in range(8)]
+    huge = dict.fromkeys(("session", "instance", "requests", "mapped_bytes"), 2**63)
+    report["sessions"] = [session | huge | {"devices": gpus}] * SESSIONS_MAX
+    report["namespaces"] = [namespace | dict.fromkeys(("epoch", "keys", "bytes", "sessions"), 2**62)] * NAMESPACES_MAX
+    assert len(encode(Report(seq=1, status=report))) < FRAME_BYTES_MAX * 7 // 8
