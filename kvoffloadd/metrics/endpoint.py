@@ -1,7 +1,7 @@
 """Where metrics are scraped: a small HTTP server on the event loop, for this host alone.
 
-A scrape takes one snapshot on the loop; the text is made of it in a thread. A scraper that is slow, or many, keeps
-nobody waiting but themselves.
+One snapshot a second is taken on the loop, however many scrape; its text is written in a thread. Scrapers that are slow
+or silent keep nobody out.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import io
 import logging
+import math
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -39,11 +40,19 @@ PEER_S = 10.0
 RETRY_S = 0.1
 """The wait before the next try when there is no descriptor for a peer; a busy loop would not help."""
 
-SCRAPES_MAX = 4
-"""Scrapes that are served at once; more are turned away."""
+PEERS_MAX = 64
+"""Connections at once. The next one takes the place of the oldest, of those first that have not sent their request."""
+
+SNAPSHOT_S = 1.0
+"""Scrapes within this time get the same figures: anybody who reaches the port may ask as often as it likes."""
+
+FORMATS_MAX = 8
+"""The formats in which one snapshot is written; who asks for another gets Prometheus's plain text."""
 
 HEAD_BYTES_MAX = 16 << 10
 """The most that a request line and its header may have."""
+
+Encode = Callable[[CollectorRegistry], bytes]
 
 _BACKLOG = 16
 _PATHS = (b"/", b"/metrics")
@@ -73,7 +82,7 @@ def _bind_path(path: Path) -> socket.socket:
 
 
 class Endpoint:
-    """Serves from `start` to `close`. `snapshot` runs on the loop, once for each scrape."""
+    """Serves from `start` to `close`. `snapshot` runs on the loop, once for all scrapes within SNAPSHOT_S."""
 
     def __init__(
         self,
@@ -86,7 +95,9 @@ class Endpoint:
         self._loop = loop
         self._snapshot = snapshot
         self._pause: asyncio.TimerHandle | None = None
-        self._scrapes: set[asyncio.Task[None]] = set()
+        self._figures = Figures(snapshot)
+        self._peers: dict[asyncio.Task[None], socket.socket] = {}
+        self._silent: dict[asyncio.Task[None], None] = {}  # those whose request has not come
 
     def start(self) -> None:
         """Begin to serve."""
@@ -97,9 +108,9 @@ class Endpoint:
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._listener)
-        for scrape in self._scrapes:
+        for scrape in self._peers:
             scrape.cancel()
-        await asyncio.gather(*self._scrapes, return_exceptions=True)
+        await asyncio.gather(*self._peers, return_exceptions=True)
         place = self._listener.getsockname()
         self._listener.close()
         if isinstance(place, str):
@@ -117,29 +128,36 @@ class Endpoint:
             self._loop.remove_reader(self._listener)  # it stays in the backlog
             self._pause = self._loop.call_later(RETRY_S, self.start)
             return
-        if len(self._scrapes) >= SCRAPES_MAX:
-            peer.close()
-            return
+        if len(self._peers) >= PEERS_MAX:
+            self._hang_up(next(iter(self._silent or self._peers)))
         peer.setblocking(False)
         scrape = self._loop.create_task(self._serve(peer))
-        self._scrapes.add(scrape)
+        self._peers[scrape] = peer
+        self._silent[scrape] = None
+        scrape.add_done_callback(self._hang_up)
 
-        def end(_: asyncio.Task[None]) -> None:
-            self._scrapes.discard(scrape)
-            peer.close()  # also of a scrape that was cancelled before it began
-
-        scrape.add_done_callback(end)
+    def _hang_up(self, scrape: asyncio.Task[None]) -> None:
+        """Also on a scrape that has not begun, or has ended."""
+        self._silent.pop(scrape, None)
+        peer = self._peers.pop(scrape, None)
+        if peer is not None:
+            scrape.cancel()
+            peer.close()
 
     async def _serve(self, peer: socket.socket) -> None:
         """One request. A peer that is slow or gone is no news."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(PEER_S):
-                await self._loop.sock_sendall(peer, await self._answer(await self._request(peer)))
+                request = await self._request(peer)
+                task = asyncio.current_task()
+                if task is not None:
+                    self._silent.pop(task, None)
+                await self._loop.sock_sendall(peer, await self._answer(request))
 
     async def _request(self, peer: socket.socket) -> bytes:
         """The request line and the header. Raises ConnectionError if the peer ends before, or its header does not."""
         head = b""
-        while b"\r\n\r\n" not in head:
+        while b"\n\r\n" not in head and b"\n\n" not in head:
             received = await self._loop.sock_recv(peer, HEAD_BYTES_MAX)
             head += received
             if not received or len(head) > HEAD_BYTES_MAX:
@@ -147,7 +165,7 @@ class Endpoint:
         return head
 
     async def _answer(self, head: bytes) -> bytes:
-        line, _, rest = head.partition(b"\r\n")
+        line, _, rest = head.partition(b"\n")
         words = line.split()
         if len(words) != 3 or words[0] != b"GET":
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, b"metrics are at /metrics, for GET\n")
@@ -159,14 +177,38 @@ class Endpoint:
         except (HTTPException, ValueError, TypeError):
             return _response(HTTPStatus.BAD_REQUEST, b"that is no header\n")
         try:
-            text = await self._loop.run_in_executor(None, _text, await self._snapshot(), encode)
+            text, kind = await self._figures.text(encode, kind)
         except Exception:  # the end of a request: a bug in a figure ends nothing else
             log.exception("a scrape failed")
             return _response(HTTPStatus.INTERNAL_SERVER_ERROR, b"a figure is missing; the daemon's log has more\n")
         return _response(HTTPStatus.OK, text, kind)
 
 
-class _Figures(Collector):
+class Figures:
+    """One snapshot for all scrapes within SNAPSHOT_S, and its text in each format that was asked for."""
+
+    def __init__(self, snapshot: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+        self._snapshot = snapshot
+        self._lock = asyncio.Lock()
+        self._taken_s = -math.inf
+        self._status: Mapping[str, Any] = {}
+        self._texts: dict[str, bytes] = {}
+
+    async def text(self, encode: Encode, kind: str) -> tuple[bytes, str]:
+        """The metrics and their content type. Raises whatever made a figure fail."""
+        loop = asyncio.get_running_loop()
+        async with self._lock:
+            now = loop.time()
+            if now - self._taken_s >= SNAPSHOT_S:
+                self._status, self._taken_s, self._texts = await self._snapshot(), now, {}
+            if kind not in self._texts:
+                if len(self._texts) >= FORMATS_MAX:
+                    encode, kind = choose_encoder("")
+                self._texts[kind] = await loop.run_in_executor(None, _text, self._status, encode)
+            return self._texts[kind], kind
+
+
+class _Metrics(Collector):
     def __init__(self, status: Mapping[str, Any]) -> None:
         self._status = status
 
@@ -174,10 +216,10 @@ class _Figures(Collector):
         return families(self._status)
 
 
-def _text(status: Mapping[str, Any], encode: Callable[[CollectorRegistry], bytes]) -> bytes:
+def _text(status: Mapping[str, Any], encode: Encode) -> bytes:
     """Writes the metrics in the scraper's format. Runs in a thread."""
     registry = CollectorRegistry()
-    registry.register(_Figures(status))
+    registry.register(_Metrics(status))
     ProcessCollector(registry=registry)
     return encode(registry)
 

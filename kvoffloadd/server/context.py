@@ -60,6 +60,7 @@ class OpenSession(Protocol):
     """What the daemon knows of a session that is open."""
 
     peer: Peer
+    role: str
     requests: int
     events: Subscription
 

@@ -22,7 +22,6 @@ from kvoffloadd.errors import ConfigError
 from kvoffloadd.metrics import endpoint as module
 from kvoffloadd.metrics.endpoint import Endpoint, bind
 from kvoffloadd.trial.process import DaemonError
-from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank
 
@@ -157,41 +156,55 @@ async def test_a_snapshot_that_fails_is_no_figure(serve: Callable[..., str]) -> 
     assert "kvoffloadd_" not in body
 
 
-async def test_slow_scrapers_keep_nobody_waiting(serve: Callable[..., str]) -> None:
-    path = serve()
-    slow: list[socket.socket] = []
+async def test_silent_scrapers_keep_nobody_out(serve: Callable[..., str]) -> None:
+    """They lose their places to who comes later, the oldest first; who has sent a request keeps its own."""
+    begun, may_end = asyncio.Event(), asyncio.Event()
 
-    def come_slowly() -> None:
-        slow.append(socket.socket(socket.AF_UNIX))
-        slow[-1].connect(path)
-        with suppress(BrokenPipeError):  # turned away already
-            slow[-1].sendall(b"GET /metr")
+    async def snapshot() -> dict[str, Any]:
+        begun.set()
+        await may_end.wait()
+        return small()
 
-    for _ in range(module.SCRAPES_MAX - 1):
-        come_slowly()
+    path = serve(snapshot)
+    first = asyncio.ensure_future(asyncio.to_thread(ask, path))
+    await begun.wait()
+    silent: list[socket.socket] = []
+
+    def come(count: int) -> None:
+        for _ in range(count):
+            silent.append(socket.socket(socket.AF_UNIX))
+            silent[-1].connect(path)
+            silent[-1].settimeout(60)
+
+    await asyncio.to_thread(come, 3 * module.PEERS_MAX)
+    may_end.set()
+    assert (await first)[0] == 200, "it had sent its request"
     assert (await asyncio.to_thread(ask, path))[0] == 200
-
-    def all_taken() -> bool:
-        """The scrape that was answered may still be ending when one more comes, who is then turned away."""
-        come_slowly()
-        return ask_quietly(path) == 0
-
-    await asyncio.to_thread(until, all_taken, "all scrapers are slow")
-    for peer in slow:
+    assert all([await asyncio.to_thread(peer.recv, 1) == b"" for peer in silent[: module.PEERS_MAX]])
+    for peer in silent:
         peer.close()
 
-    def answers() -> bool:
-        return ask_quietly(path) == 200
 
-    await asyncio.to_thread(until, answers, "there is room for others again")
+async def test_scrapes_of_one_second_share_a_snapshot(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SNAPSHOT_S", 3600.0)
+    taken = 0
 
+    async def snapshot() -> dict[str, Any]:
+        nonlocal taken
+        taken += 1
+        return small() | {"uptime_s": float(taken)}
 
-def ask_quietly(path: str) -> int:
-    """The status; 0: turned away."""
-    try:
-        return ask(path)[0]
-    except OSError:
-        return 0
+    path = serve(snapshot)
+    for version in range(3 * module.FORMATS_MAX):  # each is another format
+        accept = f"Accept: application/openmetrics-text; version=1.0.{version}\r\n"
+        status, head, body = await asyncio.to_thread(ask, path, "/metrics", accept)
+        assert status == 200
+        assert ("application/openmetrics-text" in head) == body.endswith("# EOF\n") == (version < module.FORMATS_MAX)
+        assert "kvoffloadd_uptime_seconds 1.0\n" in body
+    monkeypatch.setattr(module, "SNAPSHOT_S", 0.0)
+    assert "kvoffloadd_uptime_seconds 2.0\n" in (await asyncio.to_thread(ask, path))[2]
 
 
 # --- a daemon -----------------------------------------------------------------------------------------
@@ -330,6 +343,7 @@ async def test_a_scrape_at_the_end_leaves_no_socket(socket_dir: Path, turns: int
         (b"GET\r\n\r\n", 405),
         (b"\r\n\r\n", 405),
         (b"GET /metrics?name[]=x HTTP/1.0\r\n\r\n", 200),
+        (b"GET /metrics HTTP/1.0\nAccept: text/plain\n\n", 200),
         (b"GET /metrics HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n", 400),  # more than the library reads
         (b"GET /metrics HTTP/1.1\r\nAccept: text/plain;version=\xff\r\n\r\n", 400),
         (b"GET /metrics HTTP/1.1\r\n" + b"X" * module.HEAD_BYTES_MAX, 0),
