@@ -28,11 +28,12 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, Encoded
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.framedeadline import FrameDeadline
+from kvoffloadd.server.framewriter import FLUSH_S, FrameWriter
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
 from kvoffloadd.server.underway import UnderWay
-from kvoffloadd.sockets import pack_fds, unpack_fds
+from kvoffloadd.sockets import unpack_fds
 from kvoffloadd.steps import TURN_S, Steps, take_turn
 
 log = logging.getLogger(__name__)
@@ -47,8 +48,6 @@ LARGE_BYTES = len(_READ)
 """Frames up to this wait for no room: as much is read at once."""
 REQUESTS_UNDER_WAY_MAX = 64
 """Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
-FLUSH_S = 1.0
-"""How long a peer whose session ends may take to read what is queued for it."""
 
 
 class PeerConnection:
@@ -64,10 +63,11 @@ class PeerConnection:
         self._account = context.accounts.of(peer.uid)
         self._outbox = Outbox(context.config.limits.outbox_bytes, self._account)
         self.session = Session(context, peer, self._outbox, self._send)
+        self._writer = FrameWriter(self._loop, sock, self._outbox, self._steer, self._on_write_error)
         self._under_way = UnderWay()
         self._steps: tuple[Steps[m.Reply], int] | None = None  # the request that has begun, and its seq
         self._deadline = FrameDeadline(self._loop, self._on_late)
-        self._reading = self._writing = False
+        self._reading = False
         self._serving = self._backlog = False
         self._without_room = False
         self._is_partial = False  # a frame has begun, or the hello has not come
@@ -183,13 +183,21 @@ class PeerConnection:
             return
         if self._backlog or self._without_room or self._congested:
             self._pause_reading()
-            if self.session.role:
-                self._deadline.end()  # that the rest of a frame does not come is our doing now
+            self._steer_deadline()
         elif not self._reading:
             self._resume_reading()
             self._watch_partial()
         if self._backlog and not self._held_up:
             self._context.turns.queue(self)
+
+    def _steer_deadline(self) -> None:
+        """While the daemon does not read, no frame is late, but a large one whose peer does not read its replies: it
+        would keep its room, which others wait for.
+        """
+        if self._congested and self._protocol.frame_bytes > LARGE_BYTES:
+            self._deadline.go_on()
+        elif self.session.role:
+            self._deadline.pause()
 
     def _has_room(self) -> bool:
         """Whether there is room for the rest of the frame that has begun, if one has; takes it."""
@@ -282,18 +290,9 @@ class PeerConnection:
     # --- out ---
 
     def _send(self, message: m.Message | Encoded, fds: tuple[int, ...] = ()) -> None:
-        """Write a frame, and queue what the socket does not take of it. `fds` stay the caller's."""
-        if self._sock.fileno() < 0:
-            return  # the session has ended; its last completions have no reader
-        frame = self._protocol.send(message)
-        try:
-            written = 0 if self._outbox.frames else self._write(frame, fds)
-        except OSError as error:
-            self._on_write_error(error)
-            return
-        if written < len(frame):
-            self._outbox.put(frame, fds, written)
-            self._flush()
+        """`fds` stay the caller's."""
+        if self._sock.fileno() >= 0:  # otherwise the session has ended, and its last completions have no reader
+            self._writer.send(self._protocol.send(message), fds)
 
     def _reply_error(self, error: KvOffloadError, seq: int) -> None:
         self._context.counters.errors += 1
@@ -309,36 +308,8 @@ class PeerConnection:
         """The stream is unusable: send the error, which ends the session."""
         self._reply_error(error, 0)
 
-    def _flush(self) -> None:
-        while self._outbox.frames and self._sock.fileno() >= 0:
-            try:
-                written = self._write(*self._outbox.frames[0])
-            except OSError as error:
-                self._on_write_error(error)
-                break
-            if not written:
-                break
-            self._outbox.sent(written)
-        self._set_writing(bool(self._outbox.frames))
-        self._steer()
-
-    def _write(self, frame: bytes | memoryview, fds: tuple[int, ...]) -> int:
-        """How many bytes the socket takes now; `fds` go with the first."""
-        try:
-            return self._sock.sendmsg([frame], pack_fds(fds)) if fds else self._sock.send(frame)
-        except (BlockingIOError, InterruptedError):
-            return 0
-
     def _on_write_error(self, error: OSError) -> None:
-        self._discard()  # the peer is gone
         self.end(f"write failed: {error.strerror}")
-
-    def _set_writing(self, wanted: bool) -> None:
-        if wanted and not self._writing and self._sock.fileno() >= 0:
-            self._loop.add_writer(self._sock.fileno(), self._flush)
-        elif not wanted and self._writing:
-            self._loop.remove_writer(self._sock.fileno())
-        self._writing = wanted
 
     def _pause_reading(self) -> None:
         if self._reading:
@@ -358,7 +329,8 @@ class PeerConnection:
             self._deadline.begin(self._context.config.server.partial_frame_s)
 
     def _on_late(self, limit_s: float) -> None:
-        self._refuse(FramingError(f"no complete frame within {limit_s} s"))
+        reason = "replies are not read, and no complete frame" if self._congested else "no complete frame"
+        self._refuse(FramingError(f"{reason} within {limit_s} s"))
 
     def _on_peer_death(self) -> None:
         self._context.counters.peers_killed += 1
@@ -391,27 +363,13 @@ class PeerConnection:
             chain.callback(self._context.sessions.discard, self.session)
             chain.callback(self._peer.close)
             chain.callback(self._close_socket)
-            chain.push_async_callback(self._flush_queue)
+            chain.push_async_callback(self._writer.drain)
             chain.callback(self._under_way.cancel)
             chain.push_async_callback(self.session.close)
             chain.callback(self._close_steps)
 
     def _close_socket(self) -> None:
         """Close the socket, and the descriptors in its queue; the session counts until that is done."""
-        self._set_writing(False)
-        self._discard()
+        self._writer.close()
         self._close_fds(self._protocol.take_fds())
         self._closer.close_socket(self._peer.uid, self._sock, self.ended.set)
-
-    def _discard(self) -> None:
-        while self._outbox.frames:
-            self._outbox.sent(len(self._outbox.frames[0][0]))
-
-    async def _flush_queue(self) -> None:
-        """Give the peer a moment to read what is queued (an error, the last completions)."""
-        until = self._loop.time() + FLUSH_S
-        while self._outbox.frames and self._loop.time() < until:
-            before = self._outbox.queued_bytes
-            self._flush()
-            if self._outbox.queued_bytes == before:
-                await asyncio.sleep(0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvoffloadd.patience import Patience
 
@@ -12,33 +13,77 @@ LOOKS = 4
 """How often within the deadline the rest is looked for: while the process was stopped, nothing was read."""
 
 
-class FrameDeadline:
-    """`late(limit_s)` is called once if a deadline that has begun does not end within `limit_s`. Event loop only."""
+@dataclass(slots=True, eq=False)
+class _Watch:
+    """One frame. Its times are of a clock that stands while the deadline is paused."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, late: Callable[[float], None]) -> None:
+    limit_s: float
+    patience: Patience
+    since_s: float
+    next_s: float  # the next look
+    behind_s: float = 0.0  # how far this clock is behind the real one
+    paused_s: float | None = None  # since when it stands
+
+
+class FrameDeadline:
+    """`late(limit_s)` is called once if a deadline that has begun does not end within `limit_s`, pauses left out. Event
+    loop only.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        late: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._loop = loop
         self._late = late
+        self._clock = clock
+        self._watch: _Watch | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, limit_s: float) -> None:
-        """Begin, unless one has begun."""
-        if self._timer is None:
-            now = time.monotonic()
-            self._look_soon(limit_s, Patience(limit_s / LOOKS, now), now)
+        """Begin. One that has begun goes on: it is the frame's, however often its rest is waited for."""
+        if self._watch is None:
+            now = self._clock()
+            patience = Patience(limit_s / LOOKS, now)
+            self._watch = _Watch(limit_s, patience, now, now + patience.look_s)
+            self._set_timer(self._watch, now)
+        else:
+            self.go_on()
+
+    def pause(self) -> None:
+        """That the frame does not come is not the peer's doing from now on."""
+        if self._watch is not None and self._watch.paused_s is None:
+            self._watch.paused_s = self._clock()
+            self._cancel_timer()
+
+    def go_on(self) -> None:
+        """End a pause, if there is one."""
+        watch = self._watch
+        if watch is not None and watch.paused_s is not None:
+            watch.behind_s += self._clock() - watch.paused_s
+            watch.paused_s = None
+            self._set_timer(watch, self._clock() - watch.behind_s)
 
     def end(self) -> None:
         """The frame has come, or is not waited for any more."""
+        self._watch = None
+        self._cancel_timer()
+
+    def _set_timer(self, watch: _Watch, now: float) -> None:
+        self._timer = self._loop.call_later(max(watch.next_s - now, 0.0), self._look, watch)
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look_soon(self, limit_s: float, patience: Patience, since_s: float) -> None:
-        self._timer = self._loop.call_later(patience.look_s, self._look, limit_s, patience, since_s)
-
-    def _look(self, limit_s: float, patience: Patience, since_s: float) -> None:
-        now = time.monotonic()
-        if patience.is_over(now - since_s, now, limit_s):
-            self._timer = None
-            self._late(limit_s)
+    def _look(self, watch: _Watch) -> None:
+        now = self._clock() - watch.behind_s
+        if watch.patience.is_over(now - watch.since_s, now, watch.limit_s):
+            self.end()
+            self._late(watch.limit_s)
         else:
-            self._look_soon(limit_s, patience, since_s)
+            watch.next_s = now + watch.patience.look_s
+            self._set_timer(watch, now)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import ProtocolState
 from kvoffloadd.server import connection as connections
-from kvoffloadd.server import framedeadline
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.framedeadline import LOOKS, FrameDeadline
@@ -119,36 +117,65 @@ async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: 
     theirs.close()
 
 
-async def test_the_rest_of_a_frame_is_looked_for_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped finds its timers due, and its peers' bytes unread."""
-    now, limit_s = [100.0], 8.0
-    monkeypatch.setattr(framedeadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    late: list[float] = []
-    deadline = FrameDeadline(asyncio.get_running_loop(), late.append)
+class Late:
+    """A deadline on a clock of its own, and the limits that were exceeded."""
 
-    def look(after_s: float) -> None:
-        timer: Any = deadline._timer
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.limits: list[float] = []
+        self.deadline = FrameDeadline(asyncio.get_running_loop(), self.limits.append, lambda: self.now_s)
+
+    def look(self, after_s: float) -> None:
+        timer: Any = self.deadline._timer
         due, arguments = timer._callback, timer._args
         timer.cancel()
-        now[0] += after_s
+        self.now_s += after_s
         due(*arguments)
 
-    deadline.begin(limit_s)
-    look(1000 * limit_s)
-    assert late == [], "it was stopped"
+
+async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
+    """A process that was stopped finds its timers due, and its peers' bytes unread."""
+    late, limit_s = Late(), 8.0
+    late.deadline.begin(limit_s)
+    late.look(1000 * limit_s)
+    assert late.limits == [], "it was stopped"
     for _ in range(LOOKS - 1):
-        assert late == []
-        look(limit_s / LOOKS)
-    assert late == [limit_s]
-    deadline.begin(limit_s)
-    look(1.0)
-    deadline.end()
-    deadline.begin(limit_s)
+        assert late.limits == []
+        late.look(limit_s / LOOKS)
+    assert late.limits == [limit_s]
+    late.deadline.begin(limit_s)
+    late.look(1.0)
+    late.deadline.end()
+    late.deadline.begin(limit_s)
     for _ in range(LOOKS - 1):
-        look(limit_s / LOOKS)
-    assert late == [limit_s], "the next frame has its own"
-    look(limit_s / LOOKS)
-    assert late == [limit_s, limit_s]
+        late.look(limit_s / LOOKS)
+    assert late.limits == [limit_s], "the next frame has its own"
+    late.look(limit_s / LOOKS)
+    assert late.limits == [limit_s, limit_s]
+
+
+@pytest.mark.parametrize("paused_s", [0.0, 0.1, 50.0])
+async def test_the_deadline_is_the_frames_however_often_it_is_paused(paused_s: float) -> None:
+    """A peer that drips is paused each time that others are served first. Only those times do not count."""
+    late, limit_s, step_s = Late(), 8.0, 0.25
+    late.deadline.begin(limit_s)
+    steps = 0
+    while not late.limits:
+        steps += 1
+        assert steps <= limit_s / step_s + LOOKS
+        timer: Any = late.deadline._timer
+        if timer.when() - late.deadline._loop.time() <= step_s:
+            late.look(step_s)
+        else:
+            late.now_s += step_s
+        if not late.limits:
+            late.deadline.pause()
+            assert late.deadline._timer is None
+            late.deadline.pause()
+            late.now_s += paused_s
+            late.deadline.begin(1.0)  # of no account: it has begun
+    assert steps >= limit_s / step_s - 1
+    assert late.limits == [limit_s]
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
@@ -276,3 +303,35 @@ async def test_what_comes_before_and_with_the_hello_has_its_own_room_and_deadlin
     assert made._deadline._timer not in (None, until_hello), "of the ping"
     theirs.close()
     await made.end("the test ends")
+
+
+@pytest.mark.parametrize("size", [64, 1 << 20])
+async def test_waiting_in_line_is_no_lateness_but_leaving_replies_unread_is_where_it_keeps_room(size: int) -> None:
+    made, theirs, context = connection()
+    made.session.role = "scheduler"
+    made._protocol.state = ProtocolState.READY
+    account, is_large = context.accounts.of(UID), size > connections.LARGE_BYTES
+    made.start()
+    made._protocol.receive_data(frame({"type": "ping", "seq": 1, "more": bytes(size)})[:20], [])
+    made.serve()
+    deadline: Any = made._deadline
+    begun = deadline._watch
+    assert begun is not None
+    for _ in range(3):  # a byte more, while others are served
+        made._protocol.receive_data(b"\0", [])
+        made._backlog = True
+        made._steer()
+        assert begun.paused_s is not None
+        made.serve()
+        assert (deadline._watch, begun.paused_s) == (begun, None)
+    made._outbox.put(bytes(2 << 20))
+    made._steer()
+    assert (begun.paused_s is None) == is_large
+    assert (account.used.get("frame_bytes", 0) > 0) == is_large
+    if is_large:
+        deadline._look(begun)
+        assert deadline._watch is begun, "its time is not over"
+        made._on_late(begun.limit_s)
+    theirs.close()
+    await made.end("the test ends")
+    assert account.used.get("frame_bytes", 0) == 0

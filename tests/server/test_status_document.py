@@ -43,7 +43,7 @@ def keys_of(status: dict[str, Any]) -> Iterator[str]:
     """The last name of every path."""
     for name, value in status.items():
         yield name
-        if name in REASONS or name == "accounts":
+        if name in REASONS or name in ("accounts", "open_sessions"):
             continue
         if name in BY_NAME and isinstance(value, dict):
             inner = list(value.values())
