@@ -44,7 +44,7 @@ from kvoffloadd.errors import ConfigError, LimitError, ResourceError
 from kvoffloadd.hugepages import why_not_transparent
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import log_held_back, log_held_back_forever
-from kvoffloadd.memorylimits import check_memory_fits, has_memory_limit
+from kvoffloadd.memorylimits import check_memory_fits, has_memory_limit, worker_totals
 from kvoffloadd.metrics import endpoint
 from kvoffloadd.metrics.endpoint import Endpoint
 from kvoffloadd.model import PAGE_BYTES
@@ -392,7 +392,7 @@ class Daemon:
             signals=signals,
             hash_lane=hash_lane,
             fatal=self._fatal,
-            accounts=Accounts(caps(config.limits)),
+            accounts=Accounts(caps(config.limits), worker_totals(), {0, os.getuid()}),
             lag=Lag(loop),
             turns=Turns(loop),
             lower=lower,

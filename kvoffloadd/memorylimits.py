@@ -22,6 +22,8 @@ _HUGE_PAGE_FILES = (
     ("hugetlb.2MB.max", "hugetlb.2MB.current", ""),
     ("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes", ""),
 )
+_MAPPINGS_MAX = 65_530  # the kernel's default
+_OWN_MAPPINGS = 4096  # at least so many are for libraries, tables and threads of the daemon
 _NO_LIMIT_BYTES = 1 << 60  # cgroups of version 1 have a number where there is no limit
 
 
@@ -68,6 +70,33 @@ def check_huge_pages_fit(size_bytes: int, root: Path = Path("/")) -> None:
 def has_memory_limit(root: Path = Path("/")) -> bool:
     """Whether a cgroup limits this process's memory."""
     return any(source.startswith("cgroup") and room < _NO_LIMIT_BYTES for room, source in _memory_limits(root))
+
+
+def memory_bytes(root: Path = Path("/")) -> int:
+    """The machine's memory, or what the cgroups of this process still allow, if that is less."""
+    total = re.search(r"^MemTotal:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
+    limits = [room for room, _ in _cgroup_limits(root, "memory", *_MEMORY_FILES)]
+    return min([int(total[1]) << 10, *limits] if total else limits, default=BYTES_MAX)
+
+
+def mappings_max(root: Path = Path("/")) -> int:
+    """How many mappings the kernel allows a process."""
+    return int(_text(root / "proc/sys/vm/max_map_count") or _MAPPINGS_MAX)
+
+
+def worker_totals(root: Path = Path("/")) -> dict[str, int]:
+    """What the kernel can spend on the memory of all workers together: see `server.account`."""
+    mappings = mappings_max(root)
+    return {
+        "mappings": max(0, mappings - max(_OWN_MAPPINGS, mappings // 8)),
+        "page_table_bytes": memory_bytes(root) // 64,  # enough to map all memory eight times
+    }
+
+
+def page_table_bytes(root: Path = Path("/")) -> int:
+    """What the kernel uses for the page tables of this process."""
+    used = re.search(r"^VmPTE:\s+(\d+) kB$", _text(root / "proc/self/status"), re.MULTILINE)
+    return int(used[1]) << 10 if used else 0
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.memorylimits import check_huge_pages_fit, check_memory_fits, has_memory_limit
+from kvoffloadd.memorylimits import (
+    check_huge_pages_fit,
+    check_memory_fits,
+    has_memory_limit,
+    page_table_bytes,
+    worker_totals,
+)
 
 MIB = 1 << 20
 
@@ -37,6 +43,18 @@ def test_memory_fits_what_may_be_committed(tmp_path: Path) -> None:
     check_memory_fits(4 * MIB, root)
     with pytest.raises(ConfigError, match=r"only 4 MiB are available \(CommitLimit, .*overcommit_memory = 2"):
         check_memory_fits(4 * MIB + 1, root)
+
+
+def test_what_workers_may_have_together(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path, MEMINFO | {"proc/sys/vm/max_map_count": "65530\n", "proc/self/status": "VmPTE:\t  12 kB\n"}
+    )
+    assert worker_totals(root) == {"mappings": 65530 - 8191, "page_table_bytes": (9000 << 10) // 64}
+    assert page_table_bytes(root) == 12 << 10
+    mount = "sys/fs/cgroup"
+    files = {f"{mount}/memory.max": f"{4 * MIB}", f"{mount}/memory.current": f"{MIB}", "proc/self/cgroup": "0::/\n"}
+    root = machine(tmp_path, files | {"proc/sys/vm/max_map_count": "1000\n"})
+    assert worker_totals(root) == {"mappings": 0, "page_table_bytes": 3 * MIB // 64}
 
 
 @pytest.mark.parametrize(("limit", "limited"), [(f"{2 * MIB}", True), (f"{(1 << 63) - 4096}", False), ("max", False)])

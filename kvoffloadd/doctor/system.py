@@ -16,7 +16,13 @@ from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.hugepages import why_not_transparent
-from kvoffloadd.memorylimits import check_huge_pages_fit, check_memory_fits, has_memory_limit
+from kvoffloadd.memorylimits import (
+    check_huge_pages_fit,
+    check_memory_fits,
+    has_memory_limit,
+    mappings_max,
+    worker_totals,
+)
 from kvoffloadd.model import HUGE_PAGE_BYTES
 from kvoffloadd.numa import memory_nodes
 from kvoffloadd.storage.arenafile import file_bytes
@@ -147,6 +153,15 @@ def check_limits(config: Config, host: Host) -> Iterator[Diagnosis]:
         )  # fmt: skip
     else:
         yield ok("file descriptors", "no limit" if host.descriptors < 0 else f"at most {host.descriptors:,}")
+    allowed, most = worker_totals(host.root)["mappings"], mappings_max(host.root)
+    if allowed < config.limits.fds:
+        yield note(
+            "mappings", f"engines may have {allowed:,} of the {most:,} that the kernel allows; one user may ask for "
+            f"{config.limits.fds:,}",
+            f"sysctl vm.max_map_count={most - allowed + config.limits.fds}, or lower limits.fds",
+        )  # fmt: skip
+    else:
+        yield ok("mappings", f"engines may have {allowed:,} of the {most:,} that the kernel allows")
     locked = "no limit" if host.memlock_bytes < 0 else f"at most {format_bytes(host.memlock_bytes)}"
     rdma = config.remote.engine == "mooncake" and config.mooncake.protocol == "rdma"
     if rdma and 0 <= host.memlock_bytes < config.memory.capacity_bytes:

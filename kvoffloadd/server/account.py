@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Final, Protocol
 
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.errors import BusyError, LimitError, ResourceError
+from kvoffloadd.shares import share_left
+
+UNLIMITED: Final = 1 << 62
+NO_TOTALS: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """What one uid may use of something; which error refuses more, and what it advises. `per_s`: so much of what was
+    """What one uid may use of something; which error refuses more, and what it advises. `total`: what all users may use
+    together, of which each but root and the daemon's own has a share (see `shares`). `per_s`: so much of what was
     charged comes back by itself each second; 0: what is refunded alone. `is_shown`: whether `status` has it.
     """
 
-    cap: int
+    cap: int = UNLIMITED
+    total: int = UNLIMITED
     error: Callable[[str], ResourceError] = LimitError
     advice: str = ""
     per_s: float = 0.0
@@ -39,6 +47,10 @@ BUILT_IN: Final = {
     # Large frames that have begun to come: sixteen of the largest. Otherwise each session could make the daemon hold
     # the beginning of one.
     "frame_bytes": Resource(64 << 20, is_shown=False),
+    # Of workers' shared memory: the kernel allows a process so many, and refuses its own tables as well beyond that.
+    "mappings": Resource(advice=": raise vm.max_map_count"),
+    # What the kernel may need to keep track of workers' shared memory: 8 bytes a page, and it can't be swapped out.
+    "page_table_bytes": Resource(advice=": attach less of what is not used"),
     # What waits in all outboxes, and is promised there. Half of it is for what can be dropped, or put off.
     "outbox_bytes": Resource(128 << 20, error=BusyError, advice=": read, then ask again", is_shown=False),
 }
@@ -66,6 +78,8 @@ class Account:
     uid: int
     resources: dict[str, Resource]
     clock: Callable[[], float] = time.monotonic
+    by_all: Counter[str] = field(default_factory=Counter)  # of resources with a total: what all users use
+    is_trusted: bool = True  # root, and the daemon's own user: up to the total
     used: dict[str, int] = field(default_factory=dict)
     unread_bytes: int = 0  # of `outbox_bytes`, what waits; a frame that waits in several outboxes counts once
     drafting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one large registration at a time is in a thread
@@ -86,13 +100,27 @@ class Account:
             if amount and used + amount > resource.cap:
                 more = f"{amount} more would exceed its cap"
                 raise resource.error(f"uid {self.uid} uses {used} of {resource.cap} {name}; {more}{resource.advice}")
+            if resource.total < UNLIMITED and amount > self._left(name, resource.total):  # no word of others' use
+                share = f"its share of the {resource.total} that all users may have"
+                more = f"{amount} more would exceed {share}"
+                raise resource.error(f"uid {self.uid} uses {used} {name}; {more}{resource.advice}")
         for name, amount in amounts.items():
-            self.used[name] = self.used.get(name, 0) + amount
+            self._add(name, amount)
 
     def refund(self, **amounts: int) -> None:
         """Give back what was charged."""
         for name, amount in amounts.items():
-            self.used[name] = self.used.get(name, 0) - amount
+            self._add(name, -amount)
+
+    def _left(self, name: str, total: int) -> int:
+        """Of what all users share, what this one may have beside what it has."""
+        by_all = self.by_all[name]
+        return total - by_all if self.is_trusted else share_left(total, by_all, self.used.get(name, 0))
+
+    def _add(self, name: str, amount: int) -> None:
+        self.used[name] = self.used.get(name, 0) + amount
+        if self.resources[name].total < UNLIMITED:
+            self.by_all[name] += amount
 
     def _return(self, name: str, per_s: float) -> None:
         now = self.clock()
@@ -154,20 +182,30 @@ class Account:
 
 
 class Accounts:
-    """Accounts by uid, all with the same caps."""
+    """Accounts by uid, all with the same caps. `totals`: of what all users share; `trusted`: whom no share bounds."""
 
-    def __init__(self, caps: dict[str, int]) -> None:
+    def __init__(
+        self, caps: dict[str, int], totals: Mapping[str, int] = NO_TOTALS, trusted: Collection[int] = ()
+    ) -> None:
         self._resources = dict(BUILT_IN)
+        for name, total in totals.items():
+            self._resources[name] = replace(self._resources[name], total=total)
+        self._trusted = frozenset(trusted)
+        self._by_all = Counter[str]()
         self._by_uid: dict[int, Account] = {}
         self.change(caps)
 
     def change(self, caps: dict[str, int]) -> None:
         """Other caps from now on, for all. A user above a new cap keeps what is charged."""
         for name, cap in caps.items():
-            self._resources[name] = replace(self._resources.get(name, Resource(0)), cap=cap)
+            self._resources[name] = replace(self._resources.get(name, Resource()), cap=cap)
 
     def of(self, uid: int) -> Account:
-        return self._by_uid.setdefault(uid, Account(uid, self._resources))
+        account = self._by_uid.get(uid)
+        if account is None:
+            account = Account(uid, self._resources, by_all=self._by_all, is_trusted=uid in self._trusted)
+            self._by_uid[uid] = account
+        return account
 
     def figures(self) -> dict[str, dict[str, int]]:
         """Use by uid, zeros left out, of what `status` shows."""

@@ -17,6 +17,7 @@ from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.device.base import Allocation, Device, GpuMemory
 from kvoffloadd.errors import ExtentError, LimitError, MessageError, StateError, UnknownNameError
+from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES, AttachIpc, AttachVmm, Register
 from kvoffloadd.server.account import Account
 from kvoffloadd.server.context import Context
@@ -32,6 +33,11 @@ from kvoffloadd.server.registration import (
 )
 
 log = logging.getLogger(__name__)
+
+
+def tables_bytes(size_bytes: int) -> int:
+    """What the kernel needs for a mapping of which each page is touched: a table of 4 KiB for each 2 MiB."""
+    return -(-size_bytes // HUGE_PAGE_BYTES) * PAGE_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -89,21 +95,24 @@ class Registry:
         return numbers
 
     def _map(self, fd: int, peer_uid: int) -> Allocation:
-        with self._charged(fds=1):
+        with self._charged(fds=1, mappings=1):
             allocation = self.context.host.map(fd, peer_uid)
             try:
-                self.account.charge(mapped_bytes=allocation.size_bytes)
+                tables = tables_bytes(allocation.size_bytes)
+                self.account.charge(mapped_bytes=allocation.size_bytes, page_table_bytes=tables)
             except LimitError:
                 self.context.spawn(self.context.host.unmap(allocation))
                 raise
             return allocation
 
     def _unmap_soon(self, allocation: Allocation) -> None:
-        self._refund(allocation)
+        self._refund(allocation, self.context.host)
         self.context.spawn(self.context.host.unmap(allocation))
 
-    def _refund(self, allocation: Allocation) -> None:
+    def _refund(self, allocation: Allocation, device: Device) -> None:
         self.account.refund(fds=1, mapped_bytes=allocation.charged_bytes)
+        if device is self.context.host:
+            self.account.refund(mappings=1, page_table_bytes=tables_bytes(allocation.size_bytes))
 
     # --- memory of GPUs ---
 
@@ -127,7 +136,7 @@ class Registry:
             self._check_open()
         except Exception:
             for allocation in opened:
-                self._refund(allocation)
+                self._refund(allocation, device)
                 await device.unmap(allocation)
             raise
         return self._add(opened, device)
@@ -335,4 +344,4 @@ class Registry:
         try:
             await entry.device.unmap(entry.allocation)
         finally:  # this task may be cancelled while it waits; the unmapping goes on
-            self._refund(entry.allocation)
+            self._refund(entry.allocation, entry.device)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kvoffloadd import __version__
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.stats.histogram import Histogram
+from kvoffloadd.memorylimits import page_table_bytes
 from kvoffloadd.server.context import Context, OpenSession
 from kvoffloadd.steps import Steps
 
@@ -87,7 +88,7 @@ def _shown(counter: float | Histogram) -> object:
 def _all_users(context: Context) -> dict[str, Any]:
     cache, jobs = context.cache, context.jobs
     return {
-        "memory": cache.tier.gauges(),
+        "memory": {**cache.tier.gauges(), "page_table_bytes": page_table_bytes()},
         "cache": {**cache.figures(), "unsealed": jobs.unsealed},
         **({"disk": context.disk.figures()} if context.disk else {}),
         **({"remote": context.remote.figures()} if context.remote else {}),

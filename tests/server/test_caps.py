@@ -61,6 +61,32 @@ def test_a_charge_is_made_whole_or_not_at_all() -> None:
     assert account.used == {"job_bytes": 0, "jobs": 0}
 
 
+def test_what_all_users_have_together_is_shared() -> None:
+    """Nobody but root and the daemon's own user may take what the next one needs."""
+    accounts = Accounts({"fds": 900}, {"mappings": 1000}, {UID})
+    trusted, first, second = (accounts.of(uid) for uid in (UID, UID + 1, UID + 2))
+    first.charge(mappings=500, fds=500)
+    with pytest.raises(
+        LimitError, match=rf"^uid {UID + 1} uses 500 mappings; 1 more would exceed its share of the 1000"
+    ):
+        first.charge(mappings=1)
+    second.charge(mappings=250)
+    with pytest.raises(LimitError, match=r"vm\.max_map_count"):
+        second.charge(mappings=1, fds=1)
+    trusted.charge(mappings=250)
+    with pytest.raises(LimitError):
+        trusted.charge(mappings=1)
+    with pytest.raises(LimitError):
+        accounts.of(UID + 3).charge(mappings=1)
+    first.refund(mappings=500)
+    trusted.charge(mappings=499)
+    second.charge(mappings=0)
+    assert second.used == {"mappings": 250}
+    for account in (trusted, first, second):
+        account.refund(**account.used)
+    assert accounts.leaks() == []
+
+
 def used(daemon: Daemon) -> dict[str, int]:
     found: dict[str, int] = daemon.status()["accounts"][str(UID)]
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.memorylimits import memory_bytes
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
 from tests.conftest import OTHER_UID
@@ -205,6 +206,24 @@ def test_status_tells_nobody_about_others(scene: Scene, stranger: RawPeer) -> No
     ours = scene.daemon.status()
     assert {session["uid"] for session in ours["sessions"]} == {0, OTHER_UID}
     assert set(ours["accounts"]) == {"0", str(OTHER_UID)}
+
+
+def test_page_tables_are_bounded_for_all_users_together(scene: Scene, stranger: RawPeer) -> None:
+    """A sparse file costs its owner nothing, and the daemon 8 bytes for each page that a copy touches."""
+    stranger.hello(namespace={"model": "of the stranger"})
+    size_bytes = memory_bytes() * 5  # a budget for 8 times the memory, of which the stranger may have the half
+    fd = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    refused = stranger.refused("limit", "attach", rights=[fd], kind="shm", fds=1)
+    assert f"uid {OTHER_UID} uses 0 page_table_bytes" in refused
+    before = scene.daemon.status()["accounts"]
+    assert "page_table_bytes" not in before[str(OTHER_UID)]
+    scene.peer.attach([fd])
+    after = scene.daemon.status()["accounts"]["0"]
+    assert after["page_table_bytes"] - before["0"]["page_table_bytes"] == pytest.approx(size_bytes // 512, abs=4096)
+    assert after["mappings"] == before["0"]["mappings"] + 1
+    os.close(fd)
 
 
 @pytest.mark.slow
