@@ -88,7 +88,8 @@ def _shown(counter: float | Histogram) -> object:
 def _all_users(context: Context) -> dict[str, Any]:
     cache, jobs = context.cache, context.jobs
     return {
-        "memory": {**cache.tier.gauges(), "page_table_bytes": page_table_bytes()},
+        "page_table_bytes": page_table_bytes(),
+        "memory": cache.tier.gauges(),
         "cache": {**cache.figures(), "unsealed": jobs.unsealed},
         **({"disk": context.disk.figures()} if context.disk else {}),
         **({"remote": context.remote.figures()} if context.remote else {}),
