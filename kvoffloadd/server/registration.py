@@ -238,10 +238,18 @@ def build(
     cache: Cache,
     namespace: Namespace,
 ) -> Registration:
-    """Check everything, then make the groups known to the namespace. Raises PeerErrors, having changed nothing."""
+    """Check everything, then make the groups known to the namespace. Raises PeerErrors and LimitError, having changed
+    nothing.
+    """
     check(message, attached, cache, namespace)
     for group in drafted.groups:
         _check_known(group, cache, namespace)
+    known = namespace.keyspaces
+    cache.eviction.prepare(
+        [held.plan.payload_bytes for held in group.held]
+        for group in drafted.groups
+        if group.held and (group.schema.group not in known or known[group.schema.group].queue is None)
+    )
     for group in drafted.groups:
         keyspace: Keyspace = cache.declare(namespace, group.schema)
         cache.set_part_bytes(

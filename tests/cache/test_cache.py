@@ -15,7 +15,7 @@ from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import Wanted, reserve, reserve_all
-from kvoffloadd.cache.policy import POLICIES
+from kvoffloadd.cache.policy import POLICIES, ghost, s3fifo
 from kvoffloadd.errors import KeyWidthError, SchemaError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
@@ -462,6 +462,30 @@ def test_a_starving_size_takes_over_the_coldest_slab() -> None:
     assert cache.eviction.slabs_taken_over == 1
     assert states(cache, large, 1, 2) == [H, H]
     assert states(cache, small, *range(24)) == [H] * 24, "what was used last is kept"
+    assert check(cache, 0, 0) == []
+    cache.tier.close()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_policy_that_finds_no_memory_for_larger_tables_keeps_its_own(
+    policy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache(pages=1 << 14, slab_pages=1 << 12, policy=policy)
+    _, small = make_keyspace(cache, b"a" * 16)
+    store(cache, small, *range(3 << 12))
+    _, large = make_keyspace(cache, b"b" * 16, pages=(1 << 8,))
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("planted")
+
+    for module in (ghost, s3fifo):
+        monkeypatch.setattr(module, "reserve_array", fail)
+    store(cache, large, *range(48))
+    assert cache.eviction.slabs_taken_over > 0
+    assert ("planted" in caplog.text) == (policy != "lru")
+    assert check(cache, 0, 0) == []
+    monkeypatch.undo()
+    store(cache, small, *range(3 << 12, 4 << 12))
     assert check(cache, 0, 0) == []
     cache.tier.close()
 

@@ -17,10 +17,11 @@ from kvoffloadd.cache.job import Completion
 from kvoffloadd.cache.jobs import Verification
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
-from kvoffloadd.model import Outcome
+from kvoffloadd.model import PAGE_BYTES, Outcome
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import registration, registry
 from kvoffloadd.server.account import Account, Accounts, caps
@@ -456,6 +457,39 @@ async def test_a_plan_that_fails_leaves_what_the_end_of_the_job_reads(room: Room
     del entries.records
     end = Completion(Outcome.FAILED, 0, 0.0, np.zeros(0, bool))
     assert [indices.tolist() for indices in load.failed(end)] == [[0, 1]]
+
+
+async def test_a_registration_whose_tables_find_no_memory_changes_nothing(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A neighbour may have taken all mappings that the kernel allows."""
+    make, sizes = room.cache.eviction._make_policy, list[int]()
+
+    def fail_at_the_second(capacity_rows: int, max_rows: int) -> Policy:
+        sizes.append(capacity_rows)
+        if len(sizes) == 2:
+            raise MemoryError("no address space for 480 bytes")
+        return make(capacity_rows, max_rows)
+
+    monkeypatch.setattr(room.cache.eviction, "_make_policy", fail_at_the_second)
+    tensor = m.TensorSpec(allocation=MEMORY, offset=0, num_blocks=1, page_bytes=1 << 20, stride_bytes=1 << 20)
+    groups = [
+        m.GroupSpec(
+            group=number, kind="full", tokens_per_key=16,
+            refs=[m.RefSpec(tensor=0, offset=0, length=PAGE_BYTES * (number + 1))],
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    request = m.Register(seq=2, tensors=[tensor], groups=groups)
+    with pytest.raises(LimitError, match=r"no memory for tables .* 480"):
+        await room.ask(request)
+    (namespace,) = room.cache.namespaces.values()
+    assert not namespace.keyspaces
+    assert (room.registry.registrations, room.descriptors) == ({}, 0)
+    assert check(room.cache, 0, 0) == []
+    await room.ask(request)
+    assert len(namespace.keyspaces) == len(room.cache.eviction.queues) == 3
+    assert check(room.cache, 0, 0) == []
 
 
 async def test_a_store_that_a_bug_ends_behind_its_reservation_gives_its_slots_back(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from kvoffloadd.cache.memory.keytable import KeyTable
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.policy.base import Policy
+from kvoffloadd.errors import LimitError
 from kvoffloadd.model import I64Array, U32Array, slot_pages
 
 log = logging.getLogger(__name__)
@@ -50,11 +51,30 @@ class Eviction:
         self.keys_evicted = 0
         self.slabs_taken_over = 0
 
+    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
+        """Make the queues that are missing for groups whose parts have payloads of these sizes, so that `admit` needs
+        no memory. Raises LimitError if there is none, having changed nothing that matters.
+        """
+        self.queues = {pages: queue for pages, queue in self.queues.items() if queue.num_spaces}
+        try:
+            for sizes in groups:
+                pages = [slot_pages(size) for size in sizes]
+                if (size := self._queue_size(pages)) not in self.queues:
+                    capacity_rows = max(1, self._tier.num_pages // sum(pages))
+                    policy = self._make_policy(capacity_rows, self._entries.index.max_keys)
+                    self.queues[size] = Queue(policy, self.sizes)
+        except MemoryError as error:
+            raise LimitError(f"the daemon gets no memory for tables of keys of another size: {error}") from None
+
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
-        """Count parts whose payload sizes, `known`, have become known; with the first a keyspace gets its queue."""
+        """Count parts whose payload sizes, `known`, have become known; with the first a keyspace gets its queue. Raises
+        LimitError as `prepare`, unless that was called.
+        """
         known, before = list(known), self.num_sizes
         if keyspace.queue is None:
-            keyspace.queue = self._queue_for([slot_pages(size) for size in known])
+            if (size := self._queue_size([slot_pages(size) for size in known])) not in self.queues:
+                self.prepare([known])
+            keyspace.queue = self.queues[size]
             keyspace.queue.join(keyspace)
         keyspace.queue.add_parts(keyspace, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
@@ -64,18 +84,14 @@ class Eviction:
                 self.num_sizes, self._tier.num_slabs, self._tier.payload_bytes_max,
             )  # fmt: skip
 
-    def _queue_for(self, sizes: list[int]) -> Queue:
-        """The queue for keys with slots of these sizes: the first decides."""
+    def _queue_size(self, sizes: list[int]) -> int:
+        """Which queue is for keys with slots of these sizes: the first decides, or the next in size if there are too
+        many queues.
+        """
         size = sizes[0]
-        if size not in self.queues:
-            self.queues = {pages: queue for pages, queue in self.queues.items() if queue.num_spaces}
         if size not in self.queues and len(self.queues) >= QUEUES_MAX:
             size = min(self.queues, key=lambda pages: abs(pages - size))
-        if size not in self.queues:
-            capacity_rows = max(1, self._tier.num_pages // sum(sizes))
-            policy = self._make_policy(capacity_rows, self._entries.index.max_keys)
-            self.queues[size] = Queue(policy, self.sizes)
-        return self.queues[size]
+        return size
 
     @property
     def num_sizes(self) -> int:
@@ -189,7 +205,10 @@ class Eviction:
         for queue in self.queues.values():
             rows = [count // most for pages, count in slots.items() if (most := queue.most_per_key(pages))]
             if rows:
-                queue.policy.resize(max(1, min(rows), len(queue.policy)))
+                try:
+                    queue.policy.resize(max(1, min(rows), len(queue.policy)))
+                except MemoryError as error:  # it goes on with the tables that it has
+                    log.warning("memory: the tables of an eviction policy can't be resized: %s", error)
 
     def drop(self, rows: U32Array) -> None:
         """Evict these rows, which must be evictable."""

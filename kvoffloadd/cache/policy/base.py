@@ -55,7 +55,8 @@ class Policy(Protocol):
     def resize(self, capacity_rows: int) -> None:
         """The tier is now expected to hold about this many rows; at least 1.
 
-        A hint that sizes ghost lists and shares; evicts nothing. May forget what is remembered of keys not held.
+        A hint that sizes ghost lists and shares; evicts nothing. May forget what is remembered of keys not held. Raises
+        MemoryError, having changed nothing.
         """
 
     def __len__(self) -> int:

@@ -88,8 +88,9 @@ class S3Fifo:
 
     def resize(self, capacity_rows: int) -> None:
         """See `Policy`. Forgets the ghosts."""
-        self._small_rows = max(1, int(SMALL_SHARE * capacity_rows))
-        self._ghosts = GhostList(max(1, capacity_rows - self._small_rows))
+        small_rows = max(1, int(SMALL_SHARE * capacity_rows))
+        self._ghosts = GhostList(max(1, capacity_rows - small_rows))
+        self._small_rows = small_rows
 
     def __len__(self) -> int:
         return len(self._queues)
