@@ -381,6 +381,8 @@ class Daemon:
         lower = LowerTiers(disk, remote) if disk or remote else None
         arena = Arena(tier.address, tier.capacity_bytes, tier.slab_pages * PAGE_BYTES)
         signals = Signals(loop)
+        trusted = {0, os.getuid()}
+        cache.entries.held.trusted = trusted
         return Context(
             config=config,
             boot_id=boot_id,
@@ -392,7 +394,7 @@ class Daemon:
             signals=signals,
             hash_lane=hash_lane,
             fatal=self._fatal,
-            accounts=Accounts(caps(config.limits), worker_totals(), {0, os.getuid()}),
+            accounts=Accounts(caps(config.limits), worker_totals(), trusted),
             lag=Lag(loop),
             turns=Turns(loop),
             lower=lower,

@@ -34,6 +34,7 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
         opened.append(namespace)
         keyspace = cache.declare(namespace, one.schema, one.number)
         keyspace.set_part_bytes(dict(enumerate(one.part_bytes)))
+        cache.entries.keyspaces.count_pages(keyspace)
         keyspace.fill_compositions(dict(enumerate(one.compositions)))
         cache.admit(keyspace, one.part_bytes)
         at = np.flatnonzero(found.keyspaces == one.number)

@@ -106,6 +106,7 @@ class PendingPins:
         later = answered.num_keys - len(rows) if below else 0
         ready_bytes = _ready_bytes(answered) if below else 0
         lease = None
+        self.context.cache.check_hold(self.instance.uid, rows)
         if len(rows) or below:
             self.outbox.reserve(ready_bytes, leases=LEASE_KEYS + len(rows) + later)
             self.context.cache.hold(rows)
@@ -122,12 +123,15 @@ class PendingPins:
         return _found(seq, answered, lease, below)
 
     def prefetch(self, seq: int, answered: Lookups) -> m.Found:
-        """Bring keys from below into memory."""
+        """Bring keys from below into memory. What hits, and what has come, is held until all has come, and charged as a
+        lease until then.
+        """
         below = answered.num_below
         if below:
-            ready_bytes = _ready_bytes(answered)
-            self.outbox.reserve(ready_bytes)
-            waiting = PendingPin(seq, answered, None, 0, ready_bytes)
+            ready_bytes, charged = _ready_bytes(answered), LEASE_KEYS + answered.num_keys
+            self.context.cache.check_hold(self.instance.uid, answered.rows)
+            self.outbox.reserve(ready_bytes, leases=charged)
+            waiting = PendingPin(seq, answered, None, charged, ready_bytes)
             self._fetch(waiting, Urgency.PREFETCH)
             if waiting.fetch is not None:
                 waiting.fetch.keep(answered.rows)

@@ -165,6 +165,27 @@ def test_sizes_that_take_each_others_memory(before: int) -> None:
     assert in_steps == [R] * kept + [N] * (20 - kept)
 
 
+def test_nothing_is_evicted_for_keys_behind_a_gap(cache: Cache) -> None:
+    """Room that others make later comes too late for them. Other groups of the request go on."""
+    _, keyspace = make_keyspace(cache)
+    (_, second), (_, other) = make_keyspace(cache, group=1), make_keyspace(cache, b"o" * 16)
+    store(cache, other, keys_of(*range(12)))
+    rows = cache.find(other, keys_of(*range(12))).hit_rows
+    cache.hold(rows)
+    made = Admission(cache, [wanted(keyspace, range(40)), wanted(second, range(3))])
+    for _ in made.steps():
+        if len(rows) and made._gaps:
+            cache.unhold(rows)
+            rows = rows[:0]
+    (reserved, also) = made.reservations()
+    assert not len(rows)
+    assert reserved.states.tolist() == [R] * 4 + [N] * 36
+    assert also.states.tolist() == [R] * 3
+    assert len(held(cache, other, range(12))) == 12 - 3
+    cache.abort(np.concatenate([reserved.parts, also.parts]))
+    assert check(cache, 0, 0) == []
+
+
 def test_others_take_the_slots_between_two_steps(cache: Cache) -> None:
     """Nothing is kept behind the first key that got none."""
     _, keyspace = make_keyspace(cache)

@@ -343,12 +343,23 @@ def test_hits_are_marked_as_numpy_marks_them() -> None:
 
 
 def test_leases_are_counted_as_often_as_a_row_is_named() -> None:
-    entries: Any = SimpleNamespace(leases=np.zeros(10, np.uint32))
+    """And of each keyspace the rows that have any."""
+    entries: Any = SimpleNamespace(
+        leases=np.zeros(10, np.uint32),
+        index=SimpleNamespace(keyspace=np.array([0, 0, 0, 1, 0, 2, 0, 2, 2, 2], np.uint16)),
+        held=SimpleNamespace(rows=np.zeros(3, np.int64)),
+    )
     KeyTable.count_leases(entries, np.array([3, 5, 3], np.uint32), 1)
     assert entries.leases.tolist() == [0, 0, 0, 2, 0, 1, 0, 0, 0, 0]
+    assert entries.held.rows.tolist() == [0, 1, 1]
     KeyTable.count_leases(entries, np.array([3, 5, 3], np.uint32)[:2], -1)
     assert entries.leases.tolist() == [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
+    assert entries.held.rows.tolist() == [0, 1, 0]
     KeyTable.count_leases(entries, np.zeros(0, np.uint32), 1)
+    KeyTable.count_leases(entries, np.array([7, 8, 7], np.uint32), 1)
+    assert entries.held.rows.tolist() == [0, 1, 2]
+    KeyTable.count_leases(entries, np.array([7, 8, 7, 3], np.uint32), -1)
+    assert entries.held.rows.tolist() == [0, 0, 0]
 
 
 def test_rows_that_are_not_there_are_refused() -> None:
@@ -356,8 +367,11 @@ def test_rows_that_are_not_there_are_refused() -> None:
         pytest.skip("numpy has no such call")
     with pytest.raises(IndexError):
         keyhash.NATIVE.mark_hits(np.array([100]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
-    with pytest.raises(IndexError):
-        keyhash.NATIVE.add(np.zeros(10, np.uint32), np.array([10], np.uint32), 1)
+    counts, kinds, held = np.zeros(10, np.uint32), np.zeros(10, np.uint16), np.zeros(1, np.int64)
+    for row, of_rows in ((10, kinds), (9, kinds[:9]), (0, kinds + np.uint16(1))):
+        with pytest.raises(IndexError):
+            keyhash.NATIVE.add(counts, np.array([row], np.uint32), 1, of_rows, held)
+    assert not counts.any()
     with pytest.raises(ValueError, match="bytes"):
         keyhash.NATIVE.mark_hits(np.array([1, 2]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
 

@@ -74,8 +74,7 @@ async def test_what_waits_is_charged_until_it_ends(
 ) -> None:
     found = ask(scene.first, kind, *numbers)
     assert found.promoting == sum(number >= KEYS for number in numbers)
-    charged = LEASE_KEYS + len(numbers) if kind is m.Pin else 0
-    assert scene.charged() == charged
+    assert scene.charged() == LEASE_KEYS + len(numbers)
     assert used(scene)["outbox_bytes"] > 0
     if ending == "ready":
         (end,) = below(scene).ends
@@ -89,14 +88,42 @@ async def test_what_waits_is_charged_until_it_ends(
     assert below(scene).cancelled == 1
 
 
+@pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])
 @pytest.mark.parametrize("numbers", [(0, 1, 2, 3), (0, 1, KEYS, KEYS + 1)], ids=["memory", "below"])
-async def test_a_pin_beyond_its_users_leases_is_refused_whole(scene: Scene, numbers: tuple[int, ...]) -> None:
-    """Keys that may join the lease later count, too."""
+async def test_what_is_beyond_its_users_leases_is_refused_whole(
+    scene: Scene, kind: type[m.Message], numbers: tuple[int, ...]
+) -> None:
+    """Keys that may join the lease later count, too. A prefetch of what is all in memory holds nothing."""
     scene.context.accounts.change({"leases": LEASE_KEYS + 3})
-    with pytest.raises(LimitError):
-        ask(scene.first, m.Pin, *numbers)
+    if kind is m.Prefetch and max(numbers) < KEYS:
+        assert not ask(scene.first, kind, *numbers).promoting
+    else:
+        with pytest.raises(LimitError):
+            ask(scene.first, kind, *numbers)
     assert used(scene) == {}
     assert not below(scene).ends
     assert ask(scene.first, m.Pin, *numbers[:3]).lease
     assert np.all(np.frombuffer(ask(scene.first, m.Lookup, *numbers[:2]).states[0], np.uint8) == 1)
+    await scene.close()
+
+
+async def test_what_its_user_may_not_hold_is_refused_whole(scene: Scene) -> None:
+    """Users who are neither root nor the daemon's own leave memory for others. Keys that others hold cost the same."""
+    held = scene.cache.entries.held
+    held.trusted = ()
+    may = scene.cache.tier.num_pages * 3 // 4 // 2
+    assert may < KEYS
+    most = ask(scene.first, m.Pin, *range(may))
+    before = used(scene)
+    for kind, numbers in ((m.Pin, [may]), (m.Pin, [may, KEYS]), (m.Prefetch, [may, KEYS])):
+        with pytest.raises(LimitError, match="release leases"):
+            ask(scene.first, kind, *numbers)
+        assert used(scene) == before
+    assert not below(scene).ends
+    again = ask(scene.first, m.Pin, 0, 1)
+    for found in (most, again):
+        assert found.lease
+        scene.release(scene.first, found.lease)
+    assert held.pages(scene.uid) == 0
+    assert ask(scene.first, m.Pin, may).lease
     await scene.close()

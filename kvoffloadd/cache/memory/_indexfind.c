@@ -387,32 +387,43 @@ static PyObject *mark_hits(PyObject *module, PyObject *const *args, Py_ssize_t g
     return PyErr_Occurred() ? NULL : PyLong_FromLong(incomplete);
 }
 
-/* add(counts, rows, by): add to the u32 count of each u32 row, as often as it is named. */
+/* add(counts, rows, by, kinds, held): add to the u32 count of each u32 row, as often as it is named; `held` has for each
+ * u16 kind how many rows of it have a count that is not 0. */
 static PyObject *add(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
-    Py_buffer counts = {0}, rows = {0};
+    Py_buffer counts = {0}, rows = {0}, kinds = {0}, held = {0};
     (void)module;
-    if (given != 3) {
-        PyErr_SetString(PyExc_TypeError, "add(counts, rows, by)");
+    if (given != 5) {
+        PyErr_SetString(PyExc_TypeError, "add(counts, rows, by, kinds, held)");
         return NULL;
     }
     long by = PyLong_AsLong(args[2]);
     if (!PyErr_Occurred() && get(args[0], &counts, -1, PyBUF_WRITABLE) == 0 &&
-        get(args[1], &rows, -1, PyBUF_SIMPLE) == 0) {
+        get(args[1], &rows, -1, PyBUF_SIMPLE) == 0 && get(args[3], &kinds, -1, PyBUF_SIMPLE) == 0 &&
+        get(args[4], &held, -1, PyBUF_WRITABLE) == 0) {
         uint32_t *of_rows = counts.buf;
+        int64_t *of_kinds = held.buf;
+        const uint16_t *kind = kinds.buf;
         const uint32_t *row = rows.buf;
         Py_ssize_t named = rows.len / (Py_ssize_t)sizeof(uint32_t);
         uint64_t end = (uint64_t)counts.len / sizeof(uint32_t);
+        uint64_t kinds_end = (uint64_t)held.len / sizeof(int64_t);
+        if (end > (uint64_t)kinds.len / sizeof(uint16_t))
+            end = (uint64_t)kinds.len / sizeof(uint16_t);
         for (Py_ssize_t i = 0; i < named; i++) {
-            if (row[i] >= end) {
+            if (row[i] >= end || kind[row[i]] >= kinds_end) {
                 PyErr_Format(PyExc_IndexError, "row %lu of %llu", (unsigned long)row[i], (unsigned long long)end);
                 break;
             }
-            of_rows[row[i]] += (uint32_t)by;
+            uint32_t before = of_rows[row[i]], now = before + (uint32_t)by;
+            of_rows[row[i]] = now;
+            of_kinds[kind[row[i]]] += (now != 0) - (before != 0);
         }
     }
     release(&counts);
     release(&rows);
+    release(&kinds);
+    release(&held);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keyspaces import NOBODY, NUMBERS
 from kvoffloadd.cache.memory.keytable import KeyTable, RowState
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.model import I64Array, U32Array
+from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 STEP_ROWS = 32_768
 """Rows, records or slots that one step looks at, so that none holds the loop for more than some milliseconds."""
@@ -33,6 +35,7 @@ def steps(cache: Cache, accounts: Callable[[], tuple[int, int]]) -> Iterator[lis
     entries, tier = cache.entries, cache.tier
     yield _check_counts(entries, *accounts())
     yield _check_spaces(cache)
+    yield _check_held(entries)
     yield entries.index.check_table()
     yield tier.check_pools()
     for start in _spans(lambda: entries.index.rows_end, STEP_ROWS):
@@ -94,7 +97,8 @@ def _check_spaces(cache: Cache) -> list[str]:
     live = state == RowState.LIVE
     rows = np.bincount(keyspaces[state != RowState.FREE], minlength=end)
     keys = np.bincount(keyspaces[live & (entries.missing[: len(state)] == 0)], minlength=end)
-    held_bytes = _committed_bytes(entries, end)
+    committed = entries.parts.state[: entries.parts.runs.used] >= PartState.COMMITTED
+    held_bytes = _of_keyspaces(entries, end, committed, lambda keyspace: keyspace.part_bytes)
     for keyspace in list(entries.keyspaces.values()):
         found, counted = (int(rows[keyspace.id]), int(keys[keyspace.id])), (keyspace.rows, keyspace.keys)
         if found != counted:
@@ -122,22 +126,41 @@ def _check_spaces(cache: Cache) -> list[str]:
     aside = sum(queue.policy.num_aside for queue in cache.eviction.queues.values())
     if aside and not cache.eviction.any_aside:
         findings.append(f"eviction: {aside} keys are set aside, and would stay there")
-    parts = entries.parts.state[: entries.parts.runs.used]
-    in_flight = int(np.count_nonzero(parts == PartState.RESERVED))
+    in_flight = int(np.count_nonzero(entries.parts.state[: entries.parts.runs.used] == PartState.RESERVED))
     in_use = int(np.count_nonzero(live & (entries.leases[: len(state)] > 0))) + in_flight
     if aside > in_use:
         findings.append(f"eviction: {aside} keys are set aside, at most {in_use} are in use")
     return findings
 
 
-def _committed_bytes(entries: KeyTable, end: int) -> I64Array:
-    """Of each keyspace below `end`, from its records."""
+def _check_held(entries: KeyTable) -> list[str]:
+    """What counts for the shares of users."""
+    findings, end = [], entries.index.rows_end
+    held = np.bincount(entries.index.keyspace[:end][entries.leases[:end] > 0], minlength=NUMBERS)
+    if not np.array_equal(held, entries.held.rows):
+        findings.append("held: the keys of a keyspace that are held are miscounted")
+    in_flight = entries.parts.state[: entries.parts.runs.used] == PartState.RESERVED
+    reserved = _of_keyspaces(entries, NUMBERS, in_flight, lambda keyspace: keyspace.part_pages.tolist())
+    if not np.array_equal(reserved, entries.held.reserved):
+        findings.append("held: the pages of a keyspace that are reserved are miscounted")
+    for number, keyspace in list(entries.keyspaces.items()):
+        noted = int(entries.keyspaces.pages[number]), int(entries.keyspaces.uids[number])
+        if noted != (found := (int(keyspace.part_pages.sum()), keyspace.namespace.uid)):
+            findings.append(f"held: space {number} has {found} pages a key and uid, noted are {noted}")
+    if np.count_nonzero(entries.keyspaces.uids != NOBODY) != len(entries.keyspaces):
+        findings.append("held: a space that there is not has a user")
+    return findings
+
+
+def _of_keyspaces(
+    entries: KeyTable, end: int, counts: BoolArray, sizes_of: Callable[[Keyspace], list[int]]
+) -> I64Array:
+    """Of each keyspace below `end`: the sum of the sizes of its parts, by number, over the records that count."""
     base, sizes = np.zeros(end, np.int64), [0]
     for keyspace in list(entries.keyspaces.values()):
         base[keyspace.id] = len(sizes)
-        sizes += keyspace.part_bytes
-    parts = entries.parts
-    records = np.flatnonzero(parts.state[: parts.runs.used] >= PartState.COMMITTED)
+        sizes += sizes_of(keyspace)
+    parts, records = entries.parts, np.flatnonzero(counts)
     of = entries.index.keyspace[parts.row[records]].astype(np.int64)
     at = base[np.minimum(of, end - 1)] + records - entries.first[parts.row[records]]
     each = np.array(sizes, np.float64)[np.clip(at, 0, len(sizes) - 1)]  # exact: sums are far below 2^53

@@ -175,6 +175,7 @@ class Cache:
         self._state_changed |= filled or bool(new)
         if new:
             keyspace.set_part_bytes(new)
+            self.entries.keyspaces.count_pages(keyspace)
             self.admit(keyspace, new.values())
         elif filled:
             for lower in self.lower:
@@ -278,6 +279,11 @@ class Cache:
                 self.counters.keys_soon += len(rows)
             else:
                 self.counters.keys_done += len(rows)
+
+    def check_hold(self, uid: int, rows: U32Array) -> None:
+        """Raises LimitError if this user may not hold these keys: see `HeldMemory`."""
+        if len(rows):
+            self.entries.held.check(uid, self.entries.index.keyspace[rows], self.entries.leases[rows])
 
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""

@@ -15,10 +15,12 @@ import numpy as np
 
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import GroupSchema, U16Array
+from kvoffloadd.model import GroupSchema, I64Array, U16Array
 
 NUMBERS = 1 << 16
 """Numbers are below this: what a column of the index has room for."""
+
+NOBODY = -1
 
 
 class Keyspaces(dict[int, Keyspace]):
@@ -30,6 +32,8 @@ class Keyspaces(dict[int, Keyspace]):
         super().__init__()
         self.groups_max = NUMBERS
         self.widths: U16Array = np.zeros(NUMBERS, np.uint16)  # parts of a key of each that is on the table
+        self.pages: I64Array = np.zeros(NUMBERS, np.int64)  # of all slots of a key, as far as they are known
+        self.uids: I64Array = np.full(NUMBERS, NOBODY, np.int64)  # of its user
         self.by_uid: Counter[int] = Counter()
         self._referred: WeakValueDictionary[int, Keyspace] = WeakValueDictionary()
         self._next = 0
@@ -71,7 +75,13 @@ class Keyspaces(dict[int, Keyspace]):
         keyspace = self[number] = self._referred[number] = Keyspace(number, namespace, schema, list(part_bytes))
         self.by_uid[namespace.uid] += 1
         self.widths[number] = schema.parts
+        self.uids[number] = namespace.uid
+        self.count_pages(keyspace)
         return keyspace
+
+    def count_pages(self, keyspace: Keyspace) -> None:
+        """The sizes of its parts have changed."""
+        self.pages[keyspace.id] = keyspace.part_pages.sum()
 
     def retire(self, keyspace: Keyspace) -> None:
         """No lookup finds its keys from now on, and none are added."""
@@ -82,6 +92,7 @@ class Keyspaces(dict[int, Keyspace]):
         """Take it off the table if it is retired and has no rows any more."""
         if keyspace.retired and not keyspace.rows and self.has(keyspace):
             del self[keyspace.id]
+            self.uids[keyspace.id] = NOBODY
             if keyspace.queue is not None:
                 keyspace.queue.leave(keyspace)
             uid = keyspace.namespace.uid

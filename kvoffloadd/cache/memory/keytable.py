@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvoffloadd.cache.memory import keyhash
+from kvoffloadd.cache.memory.held import HeldMemory
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.keyspaces import Keyspaces
@@ -76,6 +77,7 @@ class KeyTable:
         self.uses = Uses(self.parts, self.first, tier.touch, self.lower)
         self.num_retired = 0  # rows that are RETIRED
         self.keyspaces = Keyspaces()
+        self.held = HeldMemory(self.keyspaces, tier.num_pages)
         self.events: deque[Event] = deque()
         self.events_lost = 0
 
@@ -117,6 +119,7 @@ class KeyTable:
         count_down(self.missing, rows)
         every = distinct(rows)
         self.account(parts, +1)
+        self.count_reserved(parts, -1)
         kept: I64Array = parts[self.state[rows] == RowState.LIVE]
         self.record_change(every[(self.state[every] == RowState.LIVE) & (self.missing[every] == 0)], added=True)
         if len(kept) < len(parts):
@@ -174,12 +177,15 @@ class KeyTable:
 
     def count_leases(self, rows: U32Array, by: int) -> None:
         """Each row is held so many times more, for each time it is named."""
+        keyspaces, held = self.index.keyspace, self.held.rows
         if keyhash.NATIVE is not None:
-            keyhash.NATIVE.add(self.leases, np.ascontiguousarray(rows, np.uint32), by)
-        elif by > 0:
-            count_up(self.leases, rows)
-        else:
-            count_down(self.leases, rows)
+            keyhash.NATIVE.add(self.leases, np.ascontiguousarray(rows, np.uint32), by, keyspaces, held)
+            return
+        every = distinct(rows)
+        before = self.leases[every] > 0
+        (count_up if by > 0 else count_down)(self.leases, rows)
+        now = self.leases[every] > 0
+        np.add.at(held, keyspaces[every], now.astype(np.int64) - before)
 
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """Whether all parts of each key are committed."""
@@ -281,6 +287,8 @@ class KeyTable:
         valid = parts[self.parts.state[parts] >= PartState.COMMITTED]
         count_up(self.missing, self.parts.row[valid])
         self.account(valid, -1)
+        if len(valid) < len(parts):
+            self.count_reserved(parts[self.parts.state[parts] == PartState.RESERVED], -1)
         self.tier.give(self.parts.page[parts])
         self.parts.state[parts] = PartState.EMPTY
         self.parts.unverified[parts] = 0
@@ -296,6 +304,16 @@ class KeyTable:
                 keyspace.bytes += sign * len(indices) * keyspace.part_bytes[0]
             else:
                 keyspace.bytes += sign * int(self._sizes(keyspace, parts[indices], rows[indices]).sum())
+
+    def count_reserved(self, parts: I64Array, sign: int) -> None:
+        """Count the pages of each keyspace's reserved slots: these are reserved (+1), or not any more (-1)."""
+        rows = self.parts.row[parts]
+        for keyspace, indices in self.by_keyspace(rows):
+            if keyspace.schema.parts == 1:
+                pages = len(indices) * int(keyspace.part_pages[0])
+            else:
+                pages = int(keyspace.part_pages[parts[indices] - self.first[rows[indices]]].sum())
+            self.held.reserved[keyspace.id] += sign * pages
 
     def payload_addresses(self, parts: I64Array) -> U64Array:
         """u64 addresses of the parts' payloads, valid while the parts are held."""

@@ -124,13 +124,13 @@ def reserve(
     return reserve_all(cache, [Wanted(keyspace, keys, parts, positions)])[0]
 
 
-def reserve_all(cache: Cache, request: Sequence[Wanted]) -> list[Reservation]:
+def reserve_all(cache: Cache, request: Sequence[Wanted], *, take: bool = True) -> list[Reservation]:
     """Slots for what one request wants, in key order, evicting what is needed and some to spare, and nothing that the
-    request names. Its groups are distinct.
+    request names. Its groups are distinct. Without `take` it gets none, and learns what is there.
 
     States: RESERVED; HIT (these parts are there); PENDING (another request reserved some of them); NO_SPACE for
     the keys of a group behind the last one that could be served, and for all if the index can't hold those that are
-    new.
+    new. No user gets more than it may hold (see `HeldMemory`).
 
     Raises:
         SchemaError: no rank has registered a wanted part yet.
@@ -152,7 +152,7 @@ def reserve_all(cache: Cache, request: Sequence[Wanted]) -> list[Reservation]:
     present = np.concatenate([NO_ROWS, *(rows[rows >= 0].astype(np.uint32) for rows, _ in found)])
     if len(present):
         cache.hold(present)
-    reserved = [_reserve(cache, groups, rows, hashes) for groups, (rows, hashes) in zip(joined, found, strict=True)]
+    reserved = [_reserve(cache, groups, *places, take=take) for groups, places in zip(joined, found, strict=True)]
     if len(present):
         cache.unhold(present)
     if len(joined) == len(request):
@@ -160,7 +160,7 @@ def reserve_all(cache: Cache, request: Sequence[Wanted]) -> list[Reservation]:
     return [r for groups, joint in zip(joined, reserved, strict=True) for r in groups.split(joint)]
 
 
-def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array) -> Reservation:
+def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, *, take: bool) -> Reservation:
     """`reserve_all` of groups that are alike. `rows` of their keys, -1 for new ones, which get theirs here."""
     states = np.full(len(rows), _RESERVED, np.uint8)
     empty = np.ones((len(rows), len(wanted.parts)), bool)
@@ -172,13 +172,24 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array) -> 
         writing = (now == PartState.RESERVED).any(axis=1)
         states[held[writing]] = _PENDING
     unserved = np.flatnonzero(states == _RESERVED)
-    records = _take_slots(cache, wanted, rows, hashes, empty, unserved)
+    allowed = _allowed(cache, wanted, empty[unserved]) if take else 0
+    records = _take_slots(cache, wanted, rows, hashes, empty, unserved[:allowed])
     keys = unserved[: len(records)]
     states[unserved[len(records) :]] = _NO_SPACE
     cache.counters.keys_without_space += len(unserved) - len(records)
     which, columns = np.nonzero(empty[keys])
     parts = records[which, columns]
     return Reservation(parts, cache.entries.payload_addresses(parts), keys[which], columns, states)
+
+
+def _allowed(cache: Cache, wanted: Joined, empty: BoolArray) -> int:
+    """How many of the keys, whose `empty` parts are wanted, their user may reserve; see `HeldMemory`."""
+    keyspace = wanted.keyspaces[0][0]
+    left = cache.entries.held.left(keyspace.namespace.uid) if len(empty) else None
+    if left is None:
+        return len(empty)
+    pages = (empty @ keyspace.part_pages[wanted.parts]).cumsum()
+    return int(np.searchsorted(pages, left, side="right"))
 
 
 def _take_slots(
@@ -217,6 +228,7 @@ def _take_slots(
         chosen = records[:, columns][empty[at[:served]][:, columns]]
         parts.page[chosen] = tier.take(size, chosen.astype(np.uint32))
         parts.state[chosen] = PartState.RESERVED
+        entries.count_reserved(chosen, +1)
         cache.counters.parts_reserved += len(chosen)
     return np.zeros((served, 0), np.int64) if records is None else records
 
@@ -235,6 +247,7 @@ class Admission:
         self._cache = cache
         self._request = list(request)
         self._fits = True
+        self._gaps: set[int] = set()  # groups of which some key got no slots
         # What is there of its keys, at the beginning or found in a step, is not evicted to make room for the others.
         self._present = Finding(cache, [(wanted.keyspace, wanted.keys) for wanted in request])
         self._made: list[list[tuple[int, Reservation]]] = [[] for _ in request]  # by group: of keys from an index on
@@ -261,22 +274,32 @@ class Admission:
             self._give_back_behind_gap(number)
 
     def _take(self, slices: list[_Slice]) -> Iterator[None]:
-        """Reserve these, in this order."""
+        """Reserve these, in this order. For keys behind a gap in their group nothing is evicted."""
         for one in slices:
-            wanted = [self._cut(number, keys) for number, keys in one]
-            reserved = reserve_all(self._cache, wanted)
-            for (number, keys), some, made in zip(one, wanted, reserved, strict=True):
-                self._made[number].append((keys.start, made))
-                others = (made.states != _RESERVED) & (made.states != _NO_SPACE)
-                if others.any():  # some may have been stored meanwhile: the steps that follow must not evict them
-                    self._present.hold(self._cache.entries.find(some.keyspace, some.keys[others]))
-            without = sum(int(np.count_nonzero(made.states == _NO_SPACE)) for made in reserved)
+            behind = [(number, keys) for number, keys in one if number in self._gaps]
+            without = self._reserve([(number, keys) for number, keys in one if number not in self._gaps], take=True)
+            without += self._reserve(behind, take=False)
             if self._fits and without:  # others were faster, or sizes of slots took each other's memory
                 self._cache.counters.keys_without_space -= without  # they are tried again, from the first key on
                 self._fits = False
                 self._free()
                 return
             yield
+
+    def _reserve(self, one: _Slice, *, take: bool) -> int:
+        """How many of these keys got no slots."""
+        without = 0
+        wanted = [self._cut(number, keys) for number, keys in one]
+        for (number, keys), some, made in zip(one, wanted, reserve_all(self._cache, wanted, take=take), strict=True):
+            self._made[number].append((keys.start, made))
+            others = (made.states != _RESERVED) & (made.states != _NO_SPACE)
+            if others.any():  # some may have been stored meanwhile: the steps that follow must not evict them
+                self._present.hold(self._cache.entries.find(some.keyspace, some.keys[others]))
+            lacking = int(np.count_nonzero(made.states == _NO_SPACE))
+            if lacking and not self._fits:
+                self._gaps.add(number)
+            without += lacking
+        return without
 
     def reservations(self) -> list[Reservation]:
         """The reservation of each group; the caller owns them from now on."""
@@ -313,6 +336,10 @@ class Admission:
             lacking = len(rows) - len(present) + (states == PartState.EMPTY).sum(axis=0)
             for pages, count in zip(wanted.keyspace.part_pages[wanted.parts].tolist(), lacking.tolist(), strict=True):
                 missing[pages] += count
+        left = self._cache.entries.held.left(self._request[0].keyspace.namespace.uid)
+        if left is not None and sum(pages * count for pages, count in missing.items()) > left:
+            self._fits = False  # its user may not have them all: each slice makes the room that it may
+            return
         for pages, count in missing.items():
             while (free := self._cache.tier.num_free(pages)) < count:
                 aim = min(count, free + STEP_KEYS)
