@@ -238,8 +238,8 @@ class Admission:
     `reservations`, or `give_up`. Its groups are distinct, and each names a key once.
 
     Room is made first. Then the keys are inserted from the last to the first, as a policy takes a prompt, so that its
-    beginning is evicted last; if there is no room for all of them, or others take it meanwhile, from the first on. Then
-    the keys behind the first that got no slots give theirs back. A group that was cleared goes on in its new keyspace:
+    beginning is evicted last; if there is no room for all of them, or others take it meanwhile, from the first on, and
+    no slots are taken behind the first of a group that got none. A group that was cleared goes on in its new keyspace:
     what was reserved before is of the cleared one, and found to be cleared when it is committed.
     """
 
@@ -270,8 +270,6 @@ class Admission:
             yield from self._take(slices[::-1])
         if not self._fits:
             yield from self._take(slices)
-        for number in range(len(self._request)):
-            self._give_back_behind_gap(number)
 
     def _take(self, slices: list[_Slice]) -> Iterator[None]:
         """Reserve these, in this order. For keys behind a gap in their group nothing is evicted."""
@@ -348,26 +346,6 @@ class Admission:
                 if found < aim:
                     self._fits = False
                     break
-
-    def _give_back_behind_gap(self, number: int) -> None:
-        """Free what one group has reserved behind its first key that got no slots."""
-        states = _joined(sorted(self._made[number], key=lambda one: one[0])).states
-        gaps = np.flatnonzero(states == _NO_SPACE)
-        if not len(gaps):
-            return
-        made = []
-        for begin, one in self._made[number]:
-            behind = one.keys + begin > gaps[0]
-            if behind.any():
-                self._cache.abort(one.parts[behind])
-                lost = np.unique(one.keys[behind])
-                one.states[lost] = _NO_SPACE
-                self._cache.counters.keys_without_space += len(lost)
-                one = Reservation(
-                    one.parts[~behind], one.addresses[~behind], one.keys[~behind], one.columns[~behind], one.states
-                )
-            made.append((begin, one))
-        self._made[number] = made
 
 
 def _size(wanted: Wanted) -> int:
