@@ -12,8 +12,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.base import BaseClient
 from kvoffloadd.client.calls import Call, First, Groups, Transfers
-from kvoffloadd.client.core import BaseClient
 from kvoffloadd.client.events import Event
 from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
@@ -112,7 +112,8 @@ class AsyncClient(BaseClient):
 
     async def close(self, deadline_s: float | None = None, *, force: bool = False) -> None:
         """As `Client.close`."""
-        await self._run(self._core.close(self._until(deadline_s), force=force))
+        if not self._is_forked:
+            await self._run(self._core.close(self._until(deadline_s), force=force))
 
     async def ping(self) -> None:
         """As `Client.ping`."""
@@ -248,6 +249,7 @@ class AsyncClient(BaseClient):
         return await self._run(self._core.call(call, self._until()))
 
     async def _run(self, steps: Gen[R]) -> R:
+        self._check_process()
         try:
             while True:
                 await self._poll.carry_out(next(steps))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from kvoffloadd.client import calls
 from kvoffloadd.client.calls import Call, First, Groups, JobSpec
@@ -33,7 +33,7 @@ from kvoffloadd.errors import (
     UsageError,
 )
 from kvoffloadd.model import U8Array
-from kvoffloadd.protocol.messages import TOKEN_BYTES, KeepHow, Limits, NamespaceSpec
+from kvoffloadd.protocol.messages import TOKEN_BYTES, KeepHow, Limits
 
 R = TypeVar("R")
 
@@ -87,6 +87,17 @@ class ClientCore:
         connections = list(self._transport.former) if current is None else [*self._transport.former, current]
         found = {job.id: job for connection in connections for job in list(connection.jobs.values())}
         return [found[number] for number in sorted(found)]
+
+    def mend(self) -> None:
+        """Make whole what an interrupted call has left; what was under way ends as if the connection had been lost."""
+        self._connector.connecting = None
+        self._connector.registrations = [one for one in self._connector.registrations if not one.closed]
+        self._transport.mend()
+
+    def abandon(self, reason: str) -> None:
+        """See `Transport.abandon`."""
+        self._closing = True
+        self._transport.abandon(reason)
 
     # --- requests ------------------------------------------------------------------------------------
 
@@ -365,67 +376,3 @@ class ClientCore:
                 yield Wait((), again_at)
                 return
         raise error
-
-
-class BaseClient:
-    """What both clients have in common: how they are made, and what needs no I/O."""
-
-    def __init__(
-        self,
-        socket_path: str | os.PathLike[str],
-        *,
-        namespace: NamespaceSpec | None,
-        role: Literal["worker", "scheduler", "observer"] = "worker",
-        instance: bytes | None = None,
-        deadline_s: float = 10.0,
-        connect_deadline_s: float = 5.0,
-        reconnect: bool = True,
-        retry_busy: bool = True,
-    ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            socket_path: where the daemon listens.
-            namespace: who may share; None for an observer only.
-            role: what this session may ask.
-            instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: an instance of its own.
-            deadline_s: bound of every call.
-            connect_deadline_s: how long attempts to connect are repeated; 0: a single one.
-            reconnect: make a new connection when the old one was lost; if False, only `connect` does.
-            retry_busy: ask again when the daemon is busy.
-        """
-        settings = Settings(
-            socket_path=os.fspath(socket_path),
-            namespace=namespace,
-            role=role,
-            instance=os.urandom(16) if instance is None else instance,
-            deadline_s=deadline_s,
-            connect_deadline_s=connect_deadline_s,
-            reconnect=reconnect,
-            retry_busy=retry_busy,
-        )
-        self._deadline_s = deadline_s
-        self._core = ClientCore(settings, self._make_poller())
-
-    def _make_poller(self) -> Poller:
-        """What the client waits with. Called once, before anything else."""
-        raise NotImplementedError
-
-    @property
-    def boot_id(self) -> bytes:
-        """16 bytes that name the daemon's run that was greeted last; empty before the first greeting."""
-        return self._core.boot_id
-
-    @property
-    def limits(self) -> Limits | None:
-        """What the daemon that was greeted last takes: of a frame, of a request; None before the first greeting."""
-        return self._core.limits
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What the daemon that was greeted last has, such as `disk` and `remote`; empty before the first greeting."""
-        return self._core.features
-
-    def open_jobs(self) -> list[Job]:
-        """Every job whose blocks are not proven free, oldest first; also those whose request failed in mid-call."""
-        return self._core.open_jobs()
