@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from kvoffloadd.client import calls
 from kvoffloadd.client.base import BaseClient
-from kvoffloadd.client.callline import CallLine, Ticket
+from kvoffloadd.client.callline import CallersLine, CallTicket
 from kvoffloadd.client.calls import Call, First, Groups, Transfers
 from kvoffloadd.client.events import Event
 from kvoffloadd.client.jobs import Job, JobResult
@@ -48,7 +48,7 @@ class Client(BaseClient):
     """
 
     def _make_poller(self) -> Poller:
-        self._line = CallLine()
+        self._line = CallersLine()
         self._poll = Poll()
         return self._poll
 
@@ -283,7 +283,7 @@ class Client(BaseClient):
     def _run(self, deadline_s: float, begin: Callable[[float], Gen[R]]) -> R:
         self._check_process()
         until = monotonic() + deadline_s
-        ticket = Ticket(sys._getframe())
+        ticket = CallTicket(sys._getframe())
         try:
             self._line.enter(ticket, until)
             return self._poll.run(begin(until), self._core.mend)

@@ -19,7 +19,7 @@ _LOOK_AGAIN_S = 0.05
 """Nobody tells those behind it of a call that was interrupted."""
 
 
-class Ticket:
+class CallTicket:
     """A call's place in the line."""
 
     __slots__ = ("_frame", "thread", "turn")
@@ -51,7 +51,7 @@ class Ticket:
             self.turn.release()
 
 
-class CallLine:
+class CallersLine:
     """Calls, one after the other, in the order in which they came.
 
     Ownership: `_tickets` belongs to all threads; each operation on it is one that the interpreter does not interrupt.
@@ -59,9 +59,9 @@ class CallLine:
     """
 
     def __init__(self) -> None:
-        self._tickets: list[Ticket] = []
+        self._tickets: list[CallTicket] = []
 
-    def enter(self, ticket: Ticket, until: float) -> None:
+    def enter(self, ticket: CallTicket, until: float) -> None:
         """Wait until all calls before this one have ended. The caller leaves again, whatever this raises.
 
         Raises DeadlineError, or UsageError where one of them waits for this call, since it runs beneath it.
@@ -78,7 +78,7 @@ class CallLine:
                 raise DeadlineError("calls of other threads used the client until the deadline")
             ticket.turn.acquire(timeout=min(left_s, _LOOK_AGAIN_S))
 
-    def leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: CallTicket) -> None:
         """Nothing if it is not in line."""
         with suppress(ValueError):
             self._tickets.remove(ticket)
@@ -86,7 +86,7 @@ class CallLine:
         for first in self._tickets[:1]:
             first.look()
 
-    def _ahead_of(self, ticket: Ticket) -> list[Ticket]:
+    def _ahead_of(self, ticket: CallTicket) -> list[CallTicket]:
         """The calls before it that go on."""
         going_on = []
         for other in takewhile(lambda other: other is not ticket, self._tickets[:]):

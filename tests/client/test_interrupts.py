@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, Outcome, Ref, Registration, SharedTensor
-from kvoffloadd.client.callline import CallLine, Ticket
+from kvoffloadd.client.callline import CallersLine, CallTicket
 from kvoffloadd.errors import DeadlineError, UsageError
 from kvoffloadd.model import U8Array
 from tests.client.fake_daemon import FakeDaemon
@@ -72,13 +72,13 @@ def in_other_thread() -> Iterator[InOtherThread]:
 # --- the line ----------------------------------------------------------------------------------------
 
 
-def leave_without_a_word(line: CallLine, until_set: threading.Event) -> None:
-    line.enter(Ticket(sys._getframe()), monotonic())
+def leave_without_a_word(line: CallersLine, until_set: threading.Event) -> None:
+    line.enter(CallTicket(sys._getframe()), monotonic())
     until_set.wait(HANGS_S)
 
 
-def wait_in(line: CallLine, deadline_s: float) -> None:
-    ticket = Ticket(sys._getframe())
+def wait_in(line: CallersLine, deadline_s: float) -> None:
+    ticket = CallTicket(sys._getframe())
     try:
         line.enter(ticket, monotonic() + deadline_s)
     finally:
@@ -86,7 +86,7 @@ def wait_in(line: CallLine, deadline_s: float) -> None:
 
 
 def test_who_waits_behind_an_interrupted_call_gets_its_turn() -> None:
-    line, end = CallLine(), threading.Event()
+    line, end = CallersLine(), threading.Event()
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(leave_without_a_word, line, end)
         while not line._tickets:
@@ -105,8 +105,8 @@ def test_who_waits_behind_an_interrupted_call_gets_its_turn() -> None:
 
 
 def test_a_call_beneath_a_call_is_refused_at_once() -> None:
-    line = CallLine()
-    ticket = Ticket(sys._getframe())
+    line = CallersLine()
+    ticket = CallTicket(sys._getframe())
     line.enter(ticket, monotonic())
     with pytest.raises(UsageError, match="this thread is in a call"):
         wait_in(line, HANGS_S)
@@ -115,10 +115,10 @@ def test_a_call_beneath_a_call_is_refused_at_once() -> None:
 
 
 def test_calls_come_in_their_order() -> None:
-    line, end, order = CallLine(), threading.Event(), []
+    line, end, order = CallersLine(), threading.Event(), []
 
     def work(number: int) -> None:
-        ticket = Ticket(sys._getframe())
+        ticket = CallTicket(sys._getframe())
         line.enter(ticket, monotonic() + HANGS_S)
         order.append(number)
         line.leave(ticket)
