@@ -136,7 +136,11 @@ def bye() -> Call[None]:
     return Call(lambda seq: messages.Bye(seq=seq), _nothing)
 
 
-def attach(fds: tuple[int, ...], owner: object) -> Call[list[int]]:
+Undo = Callable[[list[int]], "Call[None]"] | None
+"""`detach`, where the daemon knows it."""
+
+
+def attach(fds: tuple[int, ...], owner: object, undo: Undo = None) -> Call[list[int]]:
     """Announces one frame's worth of shared memory; the value is the allocation ids."""
 
     def parse(reply: messages.Attached, _boot_id: bytes) -> list[int]:
@@ -146,19 +150,19 @@ def attach(fds: tuple[int, ...], owner: object) -> Call[list[int]]:
             )
         return reply.allocations
 
-    return Call(lambda seq: messages.Attach(seq=seq, kind="shm", fds=len(fds)), parse, fds=fds, owner=owner)
+    return Call(lambda seq: messages.Attach(seq=seq, kind="shm", fds=len(fds)), parse, fds=fds, owner=owner, undo=undo)
 
 
-def attach_ipc(memory: IpcMemory) -> Call[list[int]]:
+def attach_ipc(memory: IpcMemory, undo: Undo = None) -> Call[list[int]]:
     """Announces memory of a GPU by its handle; the value is one allocation id."""
 
     def build(seq: int) -> Request:
         return messages.AttachIpc(seq=seq, device=memory.uuid, handles=memory.handle)
 
-    return Call(build, _one_allocation)
+    return Call(build, _one_allocation, undo=undo)
 
 
-def attach_vmm(memory: VmmMemory, chunks: range, extends: int) -> Call[list[int]]:
+def attach_vmm(memory: VmmMemory, chunks: range, extends: int, undo: Undo = None) -> Call[list[int]]:
     """Announces some chunks of a GPU's memory; the value is the id of the allocation that they are part of.
 
     Raises UsageError where the driver gives no descriptors.
@@ -176,13 +180,18 @@ def attach_vmm(memory: VmmMemory, chunks: range, extends: int) -> Call[list[int]
             extends=extends,
         )
 
-    return Call(build, _one_allocation, fds=tuple(descriptors.fds), owner=descriptors)
+    return Call(build, _one_allocation, fds=tuple(descriptors.fds), owner=descriptors, undo=undo)
 
 
 def _one_allocation(reply: messages.Attached, _boot_id: bytes) -> list[int]:
     if len(reply.allocations) != 1:
         raise MessageError(f"one allocation was attached, but the reply has {len(reply.allocations)}")
     return reply.allocations
+
+
+def detach(numbers: list[int]) -> Call[None]:
+    """Takes back what was attached and is in no registration."""
+    return Call(lambda seq: messages.Detach(seq=seq, allocations=numbers), _nothing)
 
 
 def register(registration: Registration, allocations: Mapping[Hashable, int], *, composition: bool) -> Call[int]:

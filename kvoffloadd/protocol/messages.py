@@ -214,6 +214,15 @@ class AttachVmm(Request, frozen=True, tag="attach_vmm"):
     extends: Id = 0
 
 
+class Detach(Request, frozen=True, tag="detach"):
+    """Ends allocations that were attached and have not been registered. Answered when they are unmapped. An allocation
+    that a registration names stays until the last one that does is unregistered. Daemons that support it have `detach`
+    among their `features`.
+    """
+
+    allocations: list[Id]
+
+
 class Register(Request, frozen=True, tag="register"):
     """Names tensors in attached memory, all on one device, and groups. A scheduler registers groups without refs.
     `signals`: attached shared memory in which this worker says when the blocks of its jobs are final (`ready`).

@@ -186,6 +186,11 @@ class Session:
     def _attached(self, seq: int, numbers: list[int]) -> m.Reply:
         return m.Attached(seq=seq, allocations=numbers, sizes_bytes=self._registry.sizes_bytes(numbers))
 
+    async def _detach(self, message: m.Detach) -> m.Reply:
+        """Begins like a large registration, and so after one that was asked for before."""
+        await asyncio.shield(self._registry.detach(message.allocations))
+        return m.Done(seq=message.seq)
+
     def _register(self, message: m.Register) -> Answer:
         if is_large(message):
             return self._finish_register(message)
@@ -438,6 +443,7 @@ class Session:
     }
     _LATER: ClassVar[dict[type[m.Message], Callable[[Session, Any], Later]]] = {
         m.AttachIpc: _attach_ipc,
+        m.Detach: _detach,
         m.Unregister: _unregister,
         m.Clear: _clear,
         m.Drain: _drain,
