@@ -42,7 +42,7 @@ class BaseClient:
             retry_busy: ask again when the daemon is busy.
         """
         settings = Settings(
-            socket_path=os.fspath(socket_path),
+            socket_path=_path(socket_path),
             namespace=namespace,
             role=role,
             instance=os.urandom(16) if instance is None else instance,
@@ -90,6 +90,14 @@ class BaseClient:
         """This process is a fork of the client's."""
         self._is_forked = True
         self._core.abandon(_FORKED.format(self._made_in))
+
+
+def _path(path: str | os.PathLike[str]) -> str:
+    """Raises UsageError."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise UsageError(f"socket_path must be a path, not {path!r:.80}") from None
 
 
 _FORKED = "this client was made in process {}, of which this one is a fork: make a client of your own after a fork"

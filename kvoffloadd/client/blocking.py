@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.arguments import seconds
 from kvoffloadd.client.base import BaseClient
 from kvoffloadd.client.callline import CallersLine, CallTicket
 from kvoffloadd.client.calls import Call, First, Groups, Transfers
@@ -144,8 +145,7 @@ class Client(BaseClient):
 
     def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
         """Slots for keys that are to be stored: for all parts of each key, or for those named."""
-        named = None if parts is None else list(parts)
-        return self._call(calls.reserve(groups, first, named, self._core.key_bytes))
+        return self._call(calls.reserve(groups, first, parts, self._core.key_bytes))
 
     def clear(self, *, everything: bool = False, wait_s: float = 10.0, token: bytes | None = None) -> Cleared:
         """Drop every key of the own namespace; `everything`: of all (root or the daemon's uid only).
@@ -158,7 +158,8 @@ class Client(BaseClient):
             token: 16 bytes that name this clear. After an error the call can be repeated with the same token: a daemon
                 that has cleared answers for that clear, and clears nothing anew. None: new ones.
         """
-        return self._run(wait_s + self._deadline_s, lambda until: self._core.clear(everything, wait_s, token, until))
+        limit_s = seconds(wait_s, "wait_s")
+        return self._run(limit_s + self._deadline_s, lambda until: self._core.clear(everything, limit_s, token, until))
 
     def snapshot(self, group: int) -> U8Array:
         """u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or not."""
@@ -240,9 +241,8 @@ class Client(BaseClient):
 
     def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
         """Wait for the namespace's jobs (or all) and the seals of what they stored, `deadline_s` at most."""
-        return self._run(
-            deadline_s + self._deadline_s, lambda until: self._core.call(calls.drain(everything, deadline_s), until)
-        )
+        call = calls.drain(everything, deadline_s)
+        return self._run(deadline_s + self._deadline_s, lambda until: self._core.call(call, until))
 
     def status(self) -> dict[str, Any]:
         """Counters and gauges by their stable names."""
@@ -282,7 +282,7 @@ class Client(BaseClient):
 
     def _run(self, deadline_s: float, begin: Callable[[float], Gen[R]]) -> R:
         self._check_process()
-        until = monotonic() + deadline_s
+        until = monotonic() + seconds(deadline_s)
         ticket = CallTicket(sys._getframe())
         try:
             self._line.enter(ticket, until)

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.arguments import check_message, instance_of, seconds
 from kvoffloadd.client.calls import Call
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.events import EventQueue
@@ -20,7 +21,7 @@ from kvoffloadd.client.memory.kvcache import Registration
 from kvoffloadd.client.transport import TRANSIENT, Transport, unreachable
 from kvoffloadd.client.waiting import Gen, Wait, Waitable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
-from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, Limits, NamespaceSpec, Welcome
+from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, TOKEN_BYTES, Limits, NamespaceSpec, Welcome
 from kvoffloadd.sockets import PATH_BYTES_MAX
 
 R = TypeVar("R")
@@ -50,15 +51,17 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        if len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
+        if "\0" in self.socket_path or len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
             raise UsageError(f"the kernel takes socket paths of at most {PATH_BYTES_MAX} bytes: {self.socket_path}")
-        if len(self.instance) != 16:
-            raise UsageError(f"the name of an instance must have 16 bytes, not {len(self.instance)}")
+        if len(instance_of(bytes, self.instance, "instance")) != TOKEN_BYTES:
+            raise UsageError(f"the name of an instance must have {TOKEN_BYTES} bytes, not {len(self.instance)}")
         if self.role not in ("worker", "scheduler", "observer"):
             raise UsageError(f"role must be worker, scheduler or observer, not {self.role!r}")
         if self.namespace is None and self.role != "observer":
             raise UsageError("only an observer can connect without a namespace")
-        if self.deadline_s <= 0 or self.connect_deadline_s < 0:
+        if self.namespace is not None:
+            check_message(instance_of(NamespaceSpec, self.namespace, "namespace"), "namespace")
+        if seconds(self.deadline_s) <= 0 or seconds(self.connect_deadline_s, "connect_deadline_s") < 0:
             raise UsageError("deadline_s must be above 0, and connect_deadline_s must be at least 0")
 
 

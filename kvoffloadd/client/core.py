@@ -14,6 +14,7 @@ from time import monotonic
 from typing import TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.arguments import IDS_END, instance_of, integer, several
 from kvoffloadd.client.calls import Call, First, Groups, JobSpec
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.connector import Connector, Settings, answered, backoffs
@@ -144,7 +145,7 @@ class ClientCore:
 
     def wait_ready(self, found: Found, until: float) -> Gen[Found]:
         """The answer anew. Raises DeadlineError, ConnectionLostError, or UsageError for another client's `found`."""
-        promotion = found.promotion
+        promotion = instance_of(Found, found, "found").promotion
         if promotion is None:
             return found
         if not promotion.done:
@@ -175,7 +176,7 @@ class ClientCore:
 
     def release(self, lease: int, until: float) -> Gen[None]:
         """End a lease; nothing where it has ended already."""
-        if int(lease) == 0:
+        if integer(lease, "lease", IDS_END) == 0:
             return
         for last in (False, True):
             connection = self._usable() or (yield from self._connected(until))
@@ -194,7 +195,7 @@ class ClientCore:
 
     def register(self, caches: KvCache, until: float) -> Gen[Registration]:
         """Attach and register; from now on after every reconnect again."""
-        registration = Registration(caches)
+        registration = Registration(instance_of(KvCache, caches, "caches"))
         for last in (False, True):
             connection = self._usable() or (yield from self._connected(until))
             try:
@@ -209,7 +210,7 @@ class ClientCore:
 
     def unregister(self, registration: Registration, until: float) -> Gen[None]:
         """End a registration. After a loss of the connection it is forgotten too; its memory may still be mapped."""
-        if registration.closed:
+        if instance_of(Registration, registration, "registration").closed:
             return
         connection = self._usable() or (yield from self._connected(until))
         try:
@@ -225,7 +226,7 @@ class ClientCore:
     def cancel(self, job: Job, until: float) -> Gen[None]:
         """End a job early. Nothing where it has ended, or where its connection has: then it can't be reached."""
         connection = self._transport.current
-        if job.done or connection is None or connection.jobs.get(job.id) is not job:
+        if instance_of(Job, job, "job").done or connection is None or connection.jobs.get(job.id) is not job:
             return
         try:
             yield from self._connector.ask_on(connection, calls.cancel(job), until)
@@ -275,7 +276,7 @@ class ClientCore:
 
         Raises JobDeadlineError, naming the first of them.
         """
-        if not jobs:
+        if not [instance_of(Job, job, "job") for job in several(jobs, "jobs")]:
             return []
         pauses = backoffs()
         while True:

@@ -30,12 +30,12 @@ class Poll:
         self._amid = False
 
     def watch(self, fd: int, ready: Callable[[], None]) -> None:
+        self._poll.register(fd, select.POLLIN)  # first: what is in the table can be unregistered
         self._readers[fd] = ready
-        self._poll.register(fd, select.POLLIN)
 
     def watch_writable(self, fd: int, ready: Callable[[], None]) -> None:
-        self._writers[fd] = ready
         self._poll.register(fd, select.POLLIN | select.POLLOUT)
+        self._writers[fd] = ready
 
     def unwatch_writable(self, fd: int) -> None:
         if self._writers.pop(fd, None) is not None:

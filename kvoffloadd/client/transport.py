@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ _ADVICE = {
     errno.ENOENT: "no such socket: start the daemon, or check that the path is the same as its `--socket`",
     errno.ECONNREFUSED: "connection refused: the daemon has stopped or died; start it again",
     errno.EACCES: "permission denied: join the socket's group, or run as a user that the daemon allows",
+    errno.ENOTSOCK: "not a socket: check that the path is the same as the daemon's `--socket`",
     errno.EPROTOTYPE: "not a stream socket, so it does not belong to the daemon",
     errno.EAGAIN: "the daemon does not accept connections: it is stuck or overloaded; see its log",
 }
@@ -73,7 +75,7 @@ class Transport:
         """A new connection, not greeted yet; the one before has ended. Raises OSError."""
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            made.connect(self._path)
+            self._connect(made)
         except BaseException:
             made.close()
             raise
@@ -81,6 +83,14 @@ class Transport:
         self._sockets[connection] = made
         self._poller.watch(made.fileno(), partial(self._readable, connection))
         return connection
+
+    def _connect(self, made: socket.socket) -> None:
+        try:
+            made.connect(self._path)
+        except ConnectionRefusedError:  # also of a path that nobody could listen at
+            if not stat.S_ISSOCK(os.stat(self._path).st_mode):
+                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK)) from None
+            raise
 
     def watch_daemon(self, connection: ConnectionState) -> None:
         """From now on learn of the daemon's death."""

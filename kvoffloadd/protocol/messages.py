@@ -29,7 +29,8 @@ TOKEN_BYTES = 16
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Packed = bytes  # by another name, for structs that have a field called bytes
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+DEADLINE_S_MAX = 86_400
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=DEADLINE_S_MAX)]
 CLEAR_WAIT_S_MAX = 3600
 WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=CLEAR_WAIT_S_MAX)]
 Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]

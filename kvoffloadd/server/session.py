@@ -75,7 +75,7 @@ def _limits_of(limits: LimitsConfig, config: Config) -> m.Limits:
 def _check_price(limits: LimitsConfig, keys: int) -> None:
     """Raises LimitError if a request counts as more keys than it may have."""
     if keys > (cap := limits.keys_per_request):
-        raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}")
+        raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}: ask in pieces")
 
 
 class Session:
