@@ -275,7 +275,7 @@ def test_a_close_can_be_interrupted_anywhere(fake: FakeDaemon, path: str, keys: 
 
 def test_the_mending_can_be_interrupted_too(client: Client, fake: FakeDaemon, keys: U8Array, seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(60):
+    for _ in range(400):
         for _ in range(3):
             interrupt(lambda: client.pin({0: keys}), rng.randrange(3000))
         assert client.lookup({0: keys}).states[0].tolist() == [0, 0, 0, 0]
