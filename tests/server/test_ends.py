@@ -276,3 +276,44 @@ async def test_what_comes_before_and_with_the_hello_has_its_own_room_and_deadlin
     assert made._deadline._timer not in (None, until_hello), "of the ping"
     theirs.close()
     await made.end("the test ends")
+
+
+async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow reader gets what was said before, the error that ends its session among it, and then the end."""
+    monkeypatch.setattr(connections, "FLUSH_S", 60.0)
+    made, theirs, context = connection()
+    context.jobs = Copies(None)
+    theirs.setblocking(False)
+    said = 0
+    while not made._outbox.frames:  # more than the socket takes
+        made._reply_error(UsageError("x" * 300), 0)
+        said += 1
+    made.turn_away(UsageError("x" * 300))
+    received = bytearray()
+    async with asyncio.timeout(60):
+        while part := await context.loop.sock_recv(theirs, 1 << 16):
+            received += part
+        await made.ended.wait()
+    assert received.count(b"x" * 300) == said + 1
+    theirs.close()
+
+
+async def test_a_session_s_turn_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few requests it has served by then: others have their turn in between."""
+    made, theirs, _ = connection()
+    now, served = [100.0], []
+
+    def handle(message: Any, fds: list[int]) -> Any:
+        now[0] += connections.TURN_S * 0.4
+        served.append(message.seq)
+        return m.Done(seq=message.seq)
+
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made.session.handle = handle  # type: ignore[method-assign]
+    made.session.role = "scheduler"
+    made._protocol.state = ProtocolState.READY
+    made._protocol.receive_data(b"".join(frame({"type": "ping", "seq": seq}) for seq in range(1, 30)), [])
+    made.serve()
+    assert served == [1, 2, 3]
+    theirs.close()
+    await made.end("the test ends")
