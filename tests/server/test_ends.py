@@ -22,7 +22,7 @@ from kvoffloadd.server.framedeadline import LOOKS, FrameDeadline
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.turns import Turns
-from kvoffloadd.steps import Steps
+from kvoffloadd.steps import TURN_S, Steps
 from scripts.harness.peer import frame
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
@@ -304,7 +304,7 @@ async def test_a_session_s_turn_ends_in_time(monkeypatch: pytest.MonkeyPatch) ->
     now, served = [100.0], []
 
     def handle(message: Any, fds: list[int]) -> Any:
-        now[0] += connections.TURN_S * 0.4
+        now[0] += TURN_S * 0.4
         served.append(message.seq)
         return m.Done(seq=message.seq)
 
