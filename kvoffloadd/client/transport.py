@@ -114,7 +114,7 @@ class Transport:
             try:
                 self._sockets[connection].shutdown(socket.SHUT_WR)
             except OSError as error:
-                if error.errno != errno.ENOTCONN:  # the daemon closed it first
+                if error.errno not in (errno.ENOTCONN, errno.EBADF):  # the daemon closed it first, or we: interrupted
                     raise
         self.reap()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import kvoffloadd.client
 import kvoffloadd.protocol
 
-PACKAGES = tuple(str(Path(module.__path__[0])) for module in (kvoffloadd.client, kvoffloadd.protocol))
+PACKAGES = (*(str(Path(module.__path__[0])) for module in (kvoffloadd.client, kvoffloadd.protocol)), socket.__file__)
 LINE = tuple(str(Path(PACKAGES[0], name)) for name in ("callline.py", "polling.py", "blocking.py"))
 """Where calls wait for each other, and begin and end."""
 

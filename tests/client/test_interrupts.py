@@ -237,8 +237,9 @@ def test_what_the_daemon_was_asked_for_stays_open(
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("completed", [True, False], ids=["completed", "connection lost"])
 def test_a_wait_can_be_interrupted_anywhere(
-    client: Client, fake: FakeDaemon, caches: KvCache, keys: U8Array, step: int
+    client: Client, fake: FakeDaemon, caches: KvCache, keys: U8Array, step: int, completed: bool
 ) -> None:
     """Its job is done in the end, and no completion is taken for another's."""
     registration = client.register(caches)
@@ -246,7 +247,7 @@ def test_a_wait_can_be_interrupted_anywhere(
     at = 0
     while True:
         job = client.store(registration, {0: (keys, np.arange(4))})
-        fake.soon(partial(fake.complete, fake.peers[-1], job.id))
+        fake.soon(partial(fake.complete, fake.peers[-1], job.id) if completed else fake.peers[-1].close)
         if not interrupt(partial(client.wait, job, HANGS_S), at):
             break
         at += step
