@@ -8,7 +8,7 @@ import enum
 import hashlib
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 import numpy as np
@@ -190,6 +190,10 @@ class GroupSchema:
     window_keys: int = 0
     blocks_per_key: int = 1
     parts: int = 1
+
+    def __str__(self) -> str:
+        facts = [f"{field.name} {getattr(self, field.name)}" for field in fields(self) if field.name != "group"]
+        return f"({', '.join(facts)})"
 
     def price(self, parts: int) -> int:
         """How many keys a key counts as where a request is after so many of its parts."""

@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.arguments import seconds
+from kvoffloadd.client.base import BaseClient
 from kvoffloadd.client.calls import Call, First, Groups, Transfers
-from kvoffloadd.client.core import BaseClient
 from kvoffloadd.client.events import Event
 from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
@@ -112,7 +113,8 @@ class AsyncClient(BaseClient):
 
     async def close(self, deadline_s: float | None = None, *, force: bool = False) -> None:
         """As `Client.close`."""
-        await self._run(self._core.close(self._until(deadline_s), force=force))
+        if not self._is_forked:
+            await self._run(self._core.close(self._until(deadline_s), force=force))
 
     async def ping(self) -> None:
         """As `Client.ping`."""
@@ -140,7 +142,7 @@ class AsyncClient(BaseClient):
 
     async def wait_ready(self, found: Found, deadline_s: float) -> Found:
         """As `Client.wait_ready`."""
-        return await self._run(self._core.wait_ready(found, self._until(deadline_s)))
+        return await self._run(self._core.wait_ready(found, self._after(deadline_s)))
 
     async def touch(self, groups: Groups, first: First = 0) -> None:
         """As `Client.touch`."""
@@ -156,13 +158,13 @@ class AsyncClient(BaseClient):
 
     async def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
         """As `Client.reserve`."""
-        named = None if parts is None else list(parts)
-        return await self._call(calls.reserve(groups, first, named, self._core.key_bytes))
+        return await self._call(calls.reserve(groups, first, parts, self._core.key_bytes))
 
     async def clear(self, *, everything: bool = False, wait_s: float = 10.0, token: bytes | None = None) -> Cleared:
         """As `Client.clear`."""
-        until = self._until(wait_s + self._deadline_s)
-        return await self._run(self._core.clear(everything, wait_s, token, until))
+        limit_s = seconds(wait_s, "wait_s")
+        until = self._until(limit_s + self._deadline_s)
+        return await self._run(self._core.clear(everything, limit_s, token, until))
 
     async def snapshot(self, group: int) -> U8Array:
         """As `Client.snapshot`."""
@@ -205,11 +207,11 @@ class AsyncClient(BaseClient):
 
     async def wait(self, job: Job, deadline_s: float) -> JobResult:
         """As `Client.wait`."""
-        return await self._run(self._core.wait(job, self._until(deadline_s)))
+        return await self._run(self._core.wait(job, self._after(deadline_s)))
 
     async def wait_any(self, jobs: Sequence[Job], deadline_s: float) -> list[Job]:
         """As `Client.wait_any`."""
-        return await self._run(self._core.wait_any(jobs, self._until(deadline_s)))
+        return await self._run(self._core.wait_any(jobs, self._after(deadline_s)))
 
     async def cancel(self, job: Job) -> None:
         """As `Client.cancel`."""
@@ -217,8 +219,8 @@ class AsyncClient(BaseClient):
 
     async def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
         """As `Client.drain`."""
-        until = self._until(deadline_s + self._deadline_s)
-        return await self._run(self._core.call(calls.drain(everything, deadline_s), until))
+        call = calls.drain(everything, deadline_s)
+        return await self._run(self._core.call(call, self._until(deadline_s + self._deadline_s)))
 
     async def status(self) -> dict[str, Any]:
         """As `Client.status`."""
@@ -237,17 +239,22 @@ class AsyncClient(BaseClient):
 
     async def events(self, deadline_s: float = 0.0) -> list[Event]:
         """As `Client.events`."""
-        return await self._run(self._core.events(self._until(deadline_s)))
+        return await self._run(self._core.events(self._after(deadline_s)))
 
     # --- helpers ---------------------------------------------------------------------------------
 
     def _until(self, deadline_s: float | None = None) -> float:
-        return monotonic() + (self._deadline_s if deadline_s is None else deadline_s)
+        return self._after(self._deadline_s if deadline_s is None else deadline_s)
+
+    @staticmethod
+    def _after(deadline_s: float) -> float:
+        return monotonic() + seconds(deadline_s)
 
     async def _call(self, call: Call[R]) -> R:
         return await self._run(self._core.call(call, self._until()))
 
     async def _run(self, steps: Gen[R]) -> R:
+        self._check_process()
         try:
             while True:
                 await self._poll.carry_out(next(steps))

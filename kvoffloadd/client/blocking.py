@@ -1,97 +1,56 @@
 """The blocking client: a plain socket and poll.
 
-Ownership: one lock guards everything. Whoever holds it runs the steps of one call, and takes in whatever the daemon
-says meanwhile; other threads' calls wait for the lock within their own deadlines.
+Ownership: calls stand in one line. The first runs its steps, and takes in whatever the daemon says meanwhile; those of
+other threads wait for it within their own deadlines.
 """
 
 from __future__ import annotations
 
-import select
-import threading
+import sys
 from collections.abc import Callable, Sequence
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.arguments import seconds
+from kvoffloadd.client.base import BaseClient
+from kvoffloadd.client.callline import CallersLine, CallTicket
 from kvoffloadd.client.calls import Call, First, Groups, Transfers
-from kvoffloadd.client.core import BaseClient
 from kvoffloadd.client.events import Event
 from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
 from kvoffloadd.client.memory.timeline import Ready
+from kvoffloadd.client.polling import Poll
 from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Reserved
 from kvoffloadd.client.transport import Poller
-from kvoffloadd.client.waiting import Gen, Wait
-from kvoffloadd.errors import DeadlineError
+from kvoffloadd.client.waiting import Gen
 from kvoffloadd.model import Direction, U8Array
 from kvoffloadd.protocol.messages import KeepHow
 
 R = TypeVar("R")
 
-_POLL_MS_MAX = 3_600_000.0
-
-
-class _Poll:
-    """A `transport.Poller` on select.poll."""
-
-    def __init__(self) -> None:
-        self._poll = select.poll()
-        self._readers: dict[int, Callable[[], None]] = {}
-        self._writers: dict[int, Callable[[], None]] = {}
-
-    def watch(self, fd: int, ready: Callable[[], None]) -> None:
-        self._readers[fd] = ready
-        self._poll.register(fd, select.POLLIN)
-
-    def watch_writable(self, fd: int, ready: Callable[[], None]) -> None:
-        self._writers[fd] = ready
-        self._poll.register(fd, select.POLLIN | select.POLLOUT)
-
-    def unwatch_writable(self, fd: int) -> None:
-        if self._writers.pop(fd, None) is not None:
-            self._poll.register(fd, select.POLLIN)
-
-    def unwatch(self, fd: int) -> None:
-        self._writers.pop(fd, None)
-        if self._readers.pop(fd, None) is not None:
-            self._poll.unregister(fd)
-
-    def carry_out(self, wait: Wait) -> None:
-        """Poll, once at least, until a target is done or the time has passed."""
-        while True:
-            left_ms = min(max(wait.until - monotonic(), 0.0) * 1000.0, _POLL_MS_MAX)
-            for fd, events in self._poll.poll(left_ms):
-                self._serve(fd, events)
-            for target in wait.targets:
-                if target.done:
-                    return
-            if monotonic() >= wait.until:
-                return
-
-    def _serve(self, fd: int, events: int) -> None:
-        writer = self._writers.get(fd)
-        if writer is not None and events & select.POLLOUT:
-            writer()
-        reader = self._readers.get(fd)  # looked up late: what came before may have ended it
-        if reader is not None and events & ~select.POLLOUT:
-            reader()
-
 
 class Client(BaseClient):
     """A session with the daemon, for callers that wait.
 
-    Threads may share it: one lock, one call at a time. A fork may not. Use it as a context manager, or call `close`.
+    Threads may share it: one call at a time. A forked child may not: there every call raises UsageError, and `close`
+    does nothing. Use it as a context manager, or call `close`.
 
-    Unless said otherwise every call connects if it must, answers or raises within `deadline_s` (wait for the lock
-    included), and raises: DaemonUnreachableError; ConnectionLostError (the connection was lost in mid-call; `lookup`,
-    `ping`, `status`, `snapshot` are asked once more first); DeadlineError; RemoteError (an error reply; `busy` is asked
-    again until the deadline unless `retry_busy` is False); UsageError. None of them frees a job's blocks: see `Job`.
+    A signal's handler may raise in any call (KeyboardInterrupt): the client works on. In the midst of an exchange its
+    connection is broken off and made anew by the next call; jobs stay `open_jobs` until their blocks are proven free.
+    The handler itself can't use the client if it interrupts a call of it: UsageError.
+
+    Unless said otherwise every call connects if it must, answers or raises within `deadline_s` (wait for other threads'
+    calls included), and raises: DaemonUnreachableError; ConnectionLostError (the connection was lost in mid-call;
+    `lookup`, `ping`, `status`, `snapshot` are asked once more first); DeadlineError; RemoteError (an error reply;
+    `busy` is asked again until the deadline unless `retry_busy` is False); UsageError. None of them frees a job's
+    blocks: see `Job`.
     """
 
     def _make_poller(self) -> Poller:
-        self._lock = threading.Lock()
-        self._poll = _Poll()
+        self._line = CallersLine()
+        self._poll = Poll()
         return self._poll
 
     def __enter__(self) -> Self:
@@ -116,7 +75,8 @@ class Client(BaseClient):
         new can be asked, but jobs can be waited for and `close` called again. `force`: closes at the deadline without
         an error; jobs that are open then never become free here.
         """
-        self._run(self._or_default(deadline_s), lambda until: self._core.close(until, force=force))
+        if not self._is_forked:
+            self._run(self._or_default(deadline_s), lambda until: self._core.close(until, force=force))
 
     def ping(self) -> None:
         """Round trip."""
@@ -185,8 +145,7 @@ class Client(BaseClient):
 
     def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
         """Slots for keys that are to be stored: for all parts of each key, or for those named."""
-        named = None if parts is None else list(parts)
-        return self._call(calls.reserve(groups, first, named, self._core.key_bytes))
+        return self._call(calls.reserve(groups, first, parts, self._core.key_bytes))
 
     def clear(self, *, everything: bool = False, wait_s: float = 10.0, token: bytes | None = None) -> Cleared:
         """Drop every key of the own namespace; `everything`: of all (root or the daemon's uid only).
@@ -199,7 +158,8 @@ class Client(BaseClient):
             token: 16 bytes that name this clear. After an error the call can be repeated with the same token: a daemon
                 that has cleared answers for that clear, and clears nothing anew. None: new ones.
         """
-        return self._run(wait_s + self._deadline_s, lambda until: self._core.clear(everything, wait_s, token, until))
+        limit_s = seconds(wait_s, "wait_s")
+        return self._run(limit_s + self._deadline_s, lambda until: self._core.clear(everything, limit_s, token, until))
 
     def snapshot(self, group: int) -> U8Array:
         """u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or not."""
@@ -281,9 +241,8 @@ class Client(BaseClient):
 
     def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
         """Wait for the namespace's jobs (or all) and the seals of what they stored, `deadline_s` at most."""
-        return self._run(
-            deadline_s + self._deadline_s, lambda until: self._core.call(calls.drain(everything, deadline_s), until)
-        )
+        call = calls.drain(everything, deadline_s)
+        return self._run(deadline_s + self._deadline_s, lambda until: self._core.call(call, until))
 
     def status(self) -> dict[str, Any]:
         """Counters and gauges by their stable names."""
@@ -322,16 +281,11 @@ class Client(BaseClient):
         return self._run(self._deadline_s, lambda until: self._core.submit(spec, until))
 
     def _run(self, deadline_s: float, begin: Callable[[float], Gen[R]]) -> R:
-        until = monotonic() + deadline_s
-        if not self._lock.acquire(timeout=min(max(deadline_s, 0.0), threading.TIMEOUT_MAX)):
-            raise DeadlineError("a call of another thread used the client until the deadline")
-        steps = begin(until)
+        self._check_process()
+        until = monotonic() + seconds(deadline_s)
+        ticket = CallTicket(sys._getframe())
         try:
-            while True:
-                self._poll.carry_out(next(steps))
-        except StopIteration as end:
-            value: R = end.value
-            return value
+            self._line.enter(ticket, until)
+            return self._poll.run(begin(until), self._core.mend)
         finally:
-            steps.close()
-            self._lock.release()
+            self._line.leave(ticket)

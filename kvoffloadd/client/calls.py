@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import numpy as np
 
+from kvoffloadd.client.arguments import (
+    CURSORS_END,
+    IDS_END,
+    by_group,
+    first_of,
+    instance_of,
+    integer,
+    seconds_within,
+    several,
+)
 from kvoffloadd.client.jobs import Job
 from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpack_keys, unpack_states, unpack_u32
 from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory
@@ -94,9 +104,8 @@ def _nothing(_reply: messages.Done, _boot_id: bytes) -> None:
 def _group_keys(groups: Groups, first: First, key_bytes: int) -> tuple[list[GroupKeys], tuple[int, ...]]:
     """The packed lists, in the mapping's order, and their counts."""
     lists = []
-    for group, keys in groups.items():
-        start = first if isinstance(first, int) else first.get(group, 0)
-        lists.append(GroupKeys(group=int(group), keys=pack_keys(keys, key_bytes), first=int(start)))
+    for group, keys in by_group(groups, "keys"):
+        lists.append(GroupKeys(group=group, keys=pack_keys(keys, key_bytes), first=first_of(first, group)))
     return lists, tuple(len(one.keys) // key_bytes for one in lists)
 
 
@@ -136,7 +145,11 @@ def bye() -> Call[None]:
     return Call(lambda seq: messages.Bye(seq=seq), _nothing)
 
 
-def attach(fds: tuple[int, ...], owner: object) -> Call[list[int]]:
+Undo = Callable[[list[int]], "Call[None]"] | None
+"""`detach`, where the daemon knows it."""
+
+
+def attach(fds: tuple[int, ...], owner: object, undo: Undo = None) -> Call[list[int]]:
     """Announces one frame's worth of shared memory; the value is the allocation ids."""
 
     def parse(reply: messages.Attached, _boot_id: bytes) -> list[int]:
@@ -146,19 +159,19 @@ def attach(fds: tuple[int, ...], owner: object) -> Call[list[int]]:
             )
         return reply.allocations
 
-    return Call(lambda seq: messages.Attach(seq=seq, kind="shm", fds=len(fds)), parse, fds=fds, owner=owner)
+    return Call(lambda seq: messages.Attach(seq=seq, kind="shm", fds=len(fds)), parse, fds=fds, owner=owner, undo=undo)
 
 
-def attach_ipc(memory: IpcMemory) -> Call[list[int]]:
+def attach_ipc(memory: IpcMemory, undo: Undo = None) -> Call[list[int]]:
     """Announces memory of a GPU by its handle; the value is one allocation id."""
 
     def build(seq: int) -> Request:
         return messages.AttachIpc(seq=seq, device=memory.uuid, handles=memory.handle)
 
-    return Call(build, _one_allocation)
+    return Call(build, _one_allocation, undo=undo)
 
 
-def attach_vmm(memory: VmmMemory, chunks: range, extends: int) -> Call[list[int]]:
+def attach_vmm(memory: VmmMemory, chunks: range, extends: int, undo: Undo = None) -> Call[list[int]]:
     """Announces some chunks of a GPU's memory; the value is the id of the allocation that they are part of.
 
     Raises UsageError where the driver gives no descriptors.
@@ -176,13 +189,18 @@ def attach_vmm(memory: VmmMemory, chunks: range, extends: int) -> Call[list[int]
             extends=extends,
         )
 
-    return Call(build, _one_allocation, fds=tuple(descriptors.fds), owner=descriptors)
+    return Call(build, _one_allocation, fds=tuple(descriptors.fds), owner=descriptors, undo=undo)
 
 
 def _one_allocation(reply: messages.Attached, _boot_id: bytes) -> list[int]:
     if len(reply.allocations) != 1:
         raise MessageError(f"one allocation was attached, but the reply has {len(reply.allocations)}")
     return reply.allocations
+
+
+def detach(numbers: list[int]) -> Call[None]:
+    """Takes back what was attached and is in no registration."""
+    return Call(lambda seq: messages.Detach(seq=seq, allocations=numbers), _nothing)
 
 
 def register(registration: Registration, allocations: Mapping[Hashable, int], *, composition: bool) -> Call[int]:
@@ -253,23 +271,27 @@ def touch(groups: Groups, first: First, key_bytes: int) -> Call[None]:
 
 def keep(groups: Groups, how: KeepHow, first: First, key_bytes: int) -> Call[None]:
     """When keys will be used again."""
+    if how not in get_args(KeepHow):
+        raise UsageError(f"how must be one of {', '.join(get_args(KeepHow))}, not {how!r:.80}")
     lists, _counts = _group_keys(groups, first, key_bytes)
     return Call(lambda seq: messages.Keep(seq=seq, groups=lists, how=how), _nothing)
 
 
 def release(lease: int) -> Call[None]:
     """Ends a lease."""
-    return Call(lambda seq: messages.Release(seq=seq, lease=int(lease)), _nothing)
+    number = integer(lease, "lease", IDS_END)
+    return Call(lambda seq: messages.Release(seq=seq, lease=number), _nothing)
 
 
-def reserve(groups: Groups, first: First, parts: list[int] | None, key_bytes: int) -> Call[Reserved]:
+def reserve(groups: Groups, first: First, parts: Sequence[int] | None, key_bytes: int) -> Call[Reserved]:
     """Slots for keys that are to be stored."""
     lists, counts = _group_keys(groups, first, key_bytes)
+    named = None if parts is None else [integer(part, "a part") for part in several(parts, "parts")]
 
     def parse(reply: messages.Reserved, boot_id: bytes) -> Reserved:
         return Reserved(unpack_states(reply.states, counts), Lease(reply.lease, boot_id))
 
-    return Call(lambda seq: messages.Reserve(seq=seq, groups=lists, parts=parts), parse, undo=_release_leased)
+    return Call(lambda seq: messages.Reserve(seq=seq, groups=lists, parts=named), parse, undo=_release_leased)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,19 +325,26 @@ def transfer(
     direction: Direction, registration: Registration, groups: Transfers, key_bytes: int, options: JobOptions
 ) -> JobSpec:
     """Pack keys and block ids. Raises UsageError for what can't be asked of this registration."""
+    caches = instance_of(Registration, registration, "registration").caches
     lists, counts = [], []
-    for group, (keys, block_ids) in groups.items():
-        packed = pack_keys(keys, key_bytes)
+    for group, pair in by_group(groups, "keys and block ids"):
+        both: list[Any] = several(pair, f"keys and block ids of group {group}")
+        if len(both) != 2:
+            raise UsageError(f"group {group} needs a pair of keys and block ids, not {len(both)} values")
+        packed = pack_keys(both[0], key_bytes)
         count = len(packed) // key_bytes
-        blocks = pack_blocks(block_ids, count, registration.caches.group(group).blocks_per_key)
-        start = options.first if isinstance(options.first, int) else options.first.get(group, 0)
-        lists.append(GroupBlocks(group=int(group), keys=packed, blocks=blocks, first=int(start)))
+        blocks = pack_blocks(both[1], count, caches.group(group).blocks_per_key)
+        lists.append(GroupBlocks(group=group, keys=packed, blocks=blocks, first=first_of(options.first, group)))
         counts.append(count)
-    if not options.deadline_s > 0:
-        raise UsageError(f"a job's deadline must be above 0 seconds, not {options.deadline_s}")
+    checked = JobOptions(
+        lease=options.lease if isinstance(options.lease, Lease) else Lease(integer(options.lease, "lease", IDS_END)),
+        deadline_s=seconds_within(options.deadline_s, "a job's deadline_s", messages.DEADLINE_S_MAX),
+        ready=options.ready,
+        expedited=bool(options.expedited),
+    )
     if options.ready is not None:
-        registration.caches.ready_spec(options.ready)
-    return JobSpec(direction, registration, lists, tuple(counts), options)
+        caches.ready_spec(options.ready)
+    return JobSpec(direction, registration, lists, tuple(counts), checked)
 
 
 def submit(spec: JobSpec, job: Job) -> Call[list[U8Array]]:
@@ -329,7 +358,7 @@ def submit(spec: JobSpec, job: Job) -> Call[list[U8Array]]:
             "registration": spec.registration.named_id(),
             "groups": spec.lists,
             "lease": int(options.lease),
-            "deadline_s": float(options.deadline_s),
+            "deadline_s": options.deadline_s,
             "ready": None if options.ready is None else spec.registration.caches.ready_spec(options.ready),
         }
         if spec.direction is Direction.STORE:
@@ -355,13 +384,13 @@ def clear(everything: bool, wait_s: float, token: bytes, knows_tokens: Callable[
     """
     if not 0 <= wait_s <= messages.CLEAR_WAIT_S_MAX:
         raise UsageError(f"a clear can be waited for 0 to {messages.CLEAR_WAIT_S_MAX} seconds, not {wait_s}")
-    if len(token) != messages.TOKEN_BYTES:
+    if len(instance_of(bytes, token, "token")) != messages.TOKEN_BYTES:
         raise UsageError(f"the token of a clear has {messages.TOKEN_BYTES} bytes, not {len(token)}")
 
     def build(seq: int) -> Request:
         if knows_tokens():
-            return messages.Clear(seq=seq, everything=everything, token=token, wait_s=float(wait_s))
-        return messages.Clear(seq=seq, everything=everything)
+            return messages.Clear(seq=seq, everything=bool(everything), token=token, wait_s=wait_s)
+        return messages.Clear(seq=seq, everything=bool(everything))
 
     def parse(reply: messages.Cleared, _boot_id: bytes) -> Cleared:
         return Cleared(reply.keys, reply.bytes, tuple(reply.unrecorded))
@@ -371,8 +400,9 @@ def clear(everything: bool, wait_s: float, token: bytes, knows_tokens: Callable[
 
 def drain(everything: bool, deadline_s: float) -> Call[Drained]:
     """Waits, on the daemon's side, for jobs and seals."""
+    limit_s = seconds_within(deadline_s, "a drain's deadline_s", messages.DEADLINE_S_MAX)
     return Call(
-        lambda seq: messages.Drain(seq=seq, everything=everything, deadline_s=deadline_s),
+        lambda seq: messages.Drain(seq=seq, everything=bool(everything), deadline_s=limit_s),
         lambda reply, _boot_id: Drained(reply.jobs, reply.unsealed),
     )
 
@@ -382,18 +412,19 @@ def verify(payloads: bool, disk: bool, repair: bool) -> Call[Audit]:
     if repair and not disk:
         raise UsageError("`repair` drops bad records on disk: it needs `disk`")
     return Call(
-        lambda seq: messages.Verify(seq=seq, payloads=payloads, disk=disk, repair=repair),
+        lambda seq: messages.Verify(seq=seq, payloads=bool(payloads), disk=bool(disk), repair=bool(repair)),
         lambda reply, _boot_id: Audit(tuple(reply.findings), reply.slots, reply.payloads, reply.records),
     )
 
 
 def snapshot(group: int, cursor: int, key_bytes: int) -> Call[tuple[U8Array, int]]:
     """Some complete keys, u8 (keys, key_bytes), and where to go on; 0: those were the last."""
+    number, start = integer(group, "group"), integer(cursor, "cursor", CURSORS_END)
 
     def parse(reply: messages.Listing, _boot_id: bytes) -> tuple[U8Array, int]:
         return unpack_keys(reply.keys, key_bytes), reply.cursor
 
-    return Call(lambda seq: messages.Snapshot(seq=seq, group=group, cursor=cursor), parse, repeatable=True)
+    return Call(lambda seq: messages.Snapshot(seq=seq, group=number, cursor=start), parse, repeatable=True)
 
 
 def join_pages(pages: list[U8Array], key_bytes: int) -> U8Array:

@@ -114,8 +114,9 @@ class ConnectionState:
             raise MessageError(f"unexpected reply to request {reply.seq}{error}")
         if isinstance(reply, messages.Error):
             call.error = RemoteError(reply.code, reply.message, reply.fault, reply.retryable)
-            if call.job is not None and self.jobs.pop(call.job.id, None) is not None:
+            if call.job is not None and call.job.id in self.jobs:
                 call.job.refuse(str(call.error))
+                del self.jobs[call.job.id]
         elif type(reply) is not call.reply_type:
             raise MessageError(f"a {type(reply).__name__} came where a {call.reply_type.__name__} was expected")
         else:
@@ -155,34 +156,40 @@ class ConnectionState:
         del self._promotions[ready.seq]
 
     def end(self, reason: str) -> None:
-        """Nothing more will come: fail what awaits a reply or a `ready`. Jobs stay, but for those never sent."""
+        """Nothing more will come: fail what awaits a reply or a `ready`. Jobs stay, but for those never sent. Where
+        this was interrupted, another call goes on with it.
+        """
         if self.ended.done:
             return
         if self.usable:
             self._events.connection_lost()
         self.usable = False
-        asked, self._asked = self._asked, {}
-        for call in asked.values():
+        for call in list(self._asked.values()):
             self._fail(call, reason)
-        promotions, self._promotions = self._promotions, {}
-        for reference in promotions.values():
+        self._asked.clear()
+        for reference in list(self._promotions.values()):
             if (promotion := reference()) is not None:
                 promotion.lose(reason)
+        self._promotions.clear()
         self.outbox.clear()
         self.ended.settle()
 
     def _fail(self, call: Call[Any], reason: str) -> None:
         call.error = ConnectionLostError(reason)
         if call.job is not None and not call.sent:
-            self.jobs.pop(call.job.id, None)
             call.job.refuse("its request was never sent")
+            self.jobs.pop(call.job.id, None)
         call.settle()
 
     def lose_jobs(self, reason: str) -> None:
         """It is proven that no copy of this connection's jobs runs any more."""
-        jobs, self.jobs = self.jobs, {}
-        for job in jobs.values():
+        for job in list(self.jobs.values()):
             job.lose(reason)
+        self.jobs.clear()
+
+    def forget_done_jobs(self) -> None:
+        """Those whose end was taken in by a call that was interrupted there."""
+        self.jobs = {number: job for number, job in self.jobs.items() if not job.done}
 
     def take_fds(self) -> list[int]:
         """Descriptors of frames that were cut off; the caller closes them."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.arguments import check_message, instance_of, seconds
 from kvoffloadd.client.calls import Call
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.events import EventQueue
@@ -19,7 +21,7 @@ from kvoffloadd.client.memory.kvcache import Registration
 from kvoffloadd.client.transport import TRANSIENT, Transport, unreachable
 from kvoffloadd.client.waiting import Gen, Wait, Waitable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
-from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, Limits, NamespaceSpec, Welcome
+from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, TOKEN_BYTES, Limits, NamespaceSpec, Welcome
 from kvoffloadd.sockets import PATH_BYTES_MAX
 
 R = TypeVar("R")
@@ -49,15 +51,17 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises UsageError."""
-        if len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
+        if "\0" in self.socket_path or len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
             raise UsageError(f"the kernel takes socket paths of at most {PATH_BYTES_MAX} bytes: {self.socket_path}")
-        if len(self.instance) != 16:
-            raise UsageError(f"the name of an instance must have 16 bytes, not {len(self.instance)}")
+        if len(instance_of(bytes, self.instance, "instance")) != TOKEN_BYTES:
+            raise UsageError(f"the name of an instance must have {TOKEN_BYTES} bytes, not {len(self.instance)}")
         if self.role not in ("worker", "scheduler", "observer"):
             raise UsageError(f"role must be worker, scheduler or observer, not {self.role!r}")
         if self.namespace is None and self.role != "observer":
             raise UsageError("only an observer can connect without a namespace")
-        if self.deadline_s <= 0 or self.connect_deadline_s < 0:
+        if self.namespace is not None:
+            check_message(instance_of(NamespaceSpec, self.namespace, "namespace"), "namespace")
+        if seconds(self.deadline_s) <= 0 or seconds(self.connect_deadline_s, "connect_deadline_s") < 0:
             raise UsageError("deadline_s must be above 0, and connect_deadline_s must be at least 0")
 
 
@@ -126,8 +130,41 @@ class Connector:
         return value
 
     def enroll(self, connection: ConnectionState, registration: Registration, until: float) -> Gen[None]:
-        """Attach a registration's memory and register its tensors and groups on this connection. Raises as `ask_on`."""
+        """Attach a registration's memory and register its tensors and groups on this connection. If that fails, the
+        daemon is told to let go of what was attached. Raises as `ask_on`.
+        """
         numbers: dict[Hashable, int] = {}
+        try:
+            yield from self._attach(connection, registration, numbers, until)
+            call = calls.register(registration, numbers, composition="composition" in self.features)
+            registration.bind((yield from self.ask_on(connection, call, until)), connection.ended)
+        except RemoteError:
+            taking_back = self._take_back(connection, numbers)
+            if taking_back is not None:
+                with suppress(DeadlineError):  # the next attempt is to find the caps as they were
+                    yield from answered(taking_back, until)
+            raise
+        finally:
+            if registration.id is None:
+                self._take_back(connection, numbers)
+
+    def _take_back(self, connection: ConnectionState, numbers: dict[Hashable, int]) -> Call[None] | None:
+        attached = list(numbers.values())
+        numbers.clear()
+        if not attached or self._undo is None or connection.ended.done or connection.bye is not None:
+            return None
+        call = self._undo(attached)
+        self._transport.ask(connection, call)
+        return call
+
+    @property
+    def _undo(self) -> calls.Undo:
+        return calls.detach if "detach" in self.features else None
+
+    def _attach(
+        self, connection: ConnectionState, registration: Registration, numbers: dict[Hashable, int], until: float
+    ) -> Gen[None]:
+        """Fills `numbers`: identity of the memory -> the daemon's number."""
         allocations = registration.caches.allocations()
         allowed = FDS_PER_FRAME_MAX if connection.limits is None else connection.limits.fds_per_frame
         at_once = max(1, min(FDS_PER_FRAME_MAX, allowed))
@@ -135,23 +172,18 @@ class Connector:
         for start in range(0, len(shared), at_once):
             batch = shared[start : start + at_once]
             fds = tuple(allocation.fd for allocation in batch)
-            found = yield from self.ask_on(connection, calls.attach(fds, registration), until)
+            found = yield from self.ask_on(connection, calls.attach(fds, registration, self._undo), until)
             numbers.update(zip((allocation.identity for allocation in batch), found, strict=True))
         for memory in allocations:
             if isinstance(memory, IpcMemory):
-                (numbers[memory.identity],) = yield from self.ask_on(connection, calls.attach_ipc(memory), until)
+                call = calls.attach_ipc(memory, self._undo)
+                (numbers[memory.identity],) = yield from self.ask_on(connection, call, until)
             elif isinstance(memory, VmmMemory):
-                numbers[memory.identity] = yield from self._attach_chunks(connection, memory, at_once, until)
-        call = calls.register(registration, numbers, composition="composition" in self.features)
-        number = yield from self.ask_on(connection, call, until)
-        registration.bind(number, connection.ended)
-
-    def _attach_chunks(self, connection: ConnectionState, memory: VmmMemory, at_once: int, until: float) -> Gen[int]:
-        number = 0
-        for start in range(0, len(memory.chunks), at_once):
-            chunks = range(start, min(start + at_once, len(memory.chunks)))
-            (number,) = yield from self.ask_on(connection, calls.attach_vmm(memory, chunks, number), until)
-        return number
+                for start in range(0, len(memory.chunks), at_once):
+                    chunks = range(start, min(start + at_once, len(memory.chunks)))
+                    extends = numbers.get(memory.identity, 0)
+                    call = calls.attach_vmm(memory, chunks, extends, None if extends else self._undo)
+                    (numbers[memory.identity],) = yield from self.ask_on(connection, call, until)
 
     def _await_close(self, until: float) -> Gen[None]:
         # A greeting proves that old copies have ended only if it comes after the daemon closed their connection.

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from kvoffloadd.client import calls
+from kvoffloadd.client.arguments import IDS_END, instance_of, integer, several
 from kvoffloadd.client.calls import Call, First, Groups, JobSpec
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.connector import Connector, Settings, answered, backoffs
@@ -33,7 +34,7 @@ from kvoffloadd.errors import (
     UsageError,
 )
 from kvoffloadd.model import U8Array
-from kvoffloadd.protocol.messages import TOKEN_BYTES, KeepHow, Limits, NamespaceSpec
+from kvoffloadd.protocol.messages import TOKEN_BYTES, KeepHow, Limits
 
 R = TypeVar("R")
 
@@ -88,6 +89,17 @@ class ClientCore:
         found = {job.id: job for connection in connections for job in list(connection.jobs.values())}
         return [found[number] for number in sorted(found)]
 
+    def mend(self) -> None:
+        """Make whole what an interrupted call has left; what was under way ends as if the connection had been lost."""
+        self._connector.connecting = None
+        self._connector.registrations = [one for one in self._connector.registrations if not one.closed]
+        self._transport.mend()
+
+    def abandon(self, reason: str) -> None:
+        """See `Transport.abandon`."""
+        self._closing = True
+        self._transport.abandon(reason)
+
     # --- requests ------------------------------------------------------------------------------------
 
     def connect(self, until: float) -> Gen[None]:
@@ -133,7 +145,7 @@ class ClientCore:
 
     def wait_ready(self, found: Found, until: float) -> Gen[Found]:
         """The answer anew. Raises DeadlineError, ConnectionLostError, or UsageError for another client's `found`."""
-        promotion = found.promotion
+        promotion = instance_of(Found, found, "found").promotion
         if promotion is None:
             return found
         if not promotion.done:
@@ -164,7 +176,7 @@ class ClientCore:
 
     def release(self, lease: int, until: float) -> Gen[None]:
         """End a lease; nothing where it has ended already."""
-        if int(lease) == 0:
+        if integer(lease, "lease", IDS_END) == 0:
             return
         for last in (False, True):
             connection = self._usable() or (yield from self._connected(until))
@@ -183,7 +195,7 @@ class ClientCore:
 
     def register(self, caches: KvCache, until: float) -> Gen[Registration]:
         """Attach and register; from now on after every reconnect again."""
-        registration = Registration(caches)
+        registration = Registration(instance_of(KvCache, caches, "caches"))
         for last in (False, True):
             connection = self._usable() or (yield from self._connected(until))
             try:
@@ -198,7 +210,7 @@ class ClientCore:
 
     def unregister(self, registration: Registration, until: float) -> Gen[None]:
         """End a registration. After a loss of the connection it is forgotten too; its memory may still be mapped."""
-        if registration.closed:
+        if instance_of(Registration, registration, "registration").closed:
             return
         connection = self._usable() or (yield from self._connected(until))
         try:
@@ -214,7 +226,7 @@ class ClientCore:
     def cancel(self, job: Job, until: float) -> Gen[None]:
         """End a job early. Nothing where it has ended, or where its connection has: then it can't be reached."""
         connection = self._transport.current
-        if job.done or connection is None or connection.jobs.get(job.id) is not job:
+        if instance_of(Job, job, "job").done or connection is None or connection.jobs.get(job.id) is not job:
             return
         try:
             yield from self._connector.ask_on(connection, calls.cancel(job), until)
@@ -264,7 +276,7 @@ class ClientCore:
 
         Raises JobDeadlineError, naming the first of them.
         """
-        if not jobs:
+        if not [instance_of(Job, job, "job") for job in several(jobs, "jobs")]:
             return []
         pauses = backoffs()
         while True:
@@ -365,67 +377,3 @@ class ClientCore:
                 yield Wait((), again_at)
                 return
         raise error
-
-
-class BaseClient:
-    """What both clients have in common: how they are made, and what needs no I/O."""
-
-    def __init__(
-        self,
-        socket_path: str | os.PathLike[str],
-        *,
-        namespace: NamespaceSpec | None,
-        role: Literal["worker", "scheduler", "observer"] = "worker",
-        instance: bytes | None = None,
-        deadline_s: float = 10.0,
-        connect_deadline_s: float = 5.0,
-        reconnect: bool = True,
-        retry_busy: bool = True,
-    ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            socket_path: where the daemon listens.
-            namespace: who may share; None for an observer only.
-            role: what this session may ask.
-            instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: an instance of its own.
-            deadline_s: bound of every call.
-            connect_deadline_s: how long attempts to connect are repeated; 0: a single one.
-            reconnect: make a new connection when the old one was lost; if False, only `connect` does.
-            retry_busy: ask again when the daemon is busy.
-        """
-        settings = Settings(
-            socket_path=os.fspath(socket_path),
-            namespace=namespace,
-            role=role,
-            instance=os.urandom(16) if instance is None else instance,
-            deadline_s=deadline_s,
-            connect_deadline_s=connect_deadline_s,
-            reconnect=reconnect,
-            retry_busy=retry_busy,
-        )
-        self._deadline_s = deadline_s
-        self._core = ClientCore(settings, self._make_poller())
-
-    def _make_poller(self) -> Poller:
-        """What the client waits with. Called once, before anything else."""
-        raise NotImplementedError
-
-    @property
-    def boot_id(self) -> bytes:
-        """16 bytes that name the daemon's run that was greeted last; empty before the first greeting."""
-        return self._core.boot_id
-
-    @property
-    def limits(self) -> Limits | None:
-        """What the daemon that was greeted last takes: of a frame, of a request; None before the first greeting."""
-        return self._core.limits
-
-    @property
-    def features(self) -> frozenset[str]:
-        """What the daemon that was greeted last has, such as `disk` and `remote`; empty before the first greeting."""
-        return self._core.features
-
-    def open_jobs(self) -> list[Job]:
-        """Every job whose blocks are not proven free, oldest first; also those whose request failed in mid-call."""
-        return self._core.open_jobs()

@@ -57,7 +57,10 @@ def pack_blocks(block_ids: BlockIds, keys: int, blocks_per_key: int) -> bytes:
 
 def _from_sequence(block_ids: Sequence[int]) -> npt.NDArray[Any]:
     """Lists are slow but welcome; numpy would take a bool among integers for one of them."""
-    ids = np.asarray(block_ids)
+    try:
+        ids = np.asarray(block_ids)
+    except ValueError as error:
+        raise UsageError(f"block ids must be an array of integers: {error}") from None
     if ids.size == 0:
         return ids.astype(np.uint32)
     if any(isinstance(item, (bool, np.bool_)) for item in np.asarray(block_ids, dtype=object).flat):

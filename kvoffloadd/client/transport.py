@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import stat
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ _ADVICE = {
     errno.ENOENT: "no such socket: start the daemon, or check that the path is the same as its `--socket`",
     errno.ECONNREFUSED: "connection refused: the daemon has stopped or died; start it again",
     errno.EACCES: "permission denied: join the socket's group, or run as a user that the daemon allows",
+    errno.ENOTSOCK: "not a socket: check that the path is the same as the daemon's `--socket`",
     errno.EPROTOTYPE: "not a stream socket, so it does not belong to the daemon",
     errno.EAGAIN: "the daemon does not accept connections: it is stuck or overloaded; see its log",
 }
@@ -73,7 +75,7 @@ class Transport:
         """A new connection, not greeted yet; the one before has ended. Raises OSError."""
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            made.connect(self._path)
+            self._connect(made)
         except BaseException:
             made.close()
             raise
@@ -81,6 +83,14 @@ class Transport:
         self._sockets[connection] = made
         self._poller.watch(made.fileno(), partial(self._readable, connection))
         return connection
+
+    def _connect(self, made: socket.socket) -> None:
+        try:
+            made.connect(self._path)
+        except ConnectionRefusedError:  # also of a path that nobody could listen at
+            if not stat.S_ISSOCK(os.stat(self._path).st_mode):
+                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK)) from None
+            raise
 
     def watch_daemon(self, connection: ConnectionState) -> None:
         """From now on learn of the daemon's death."""
@@ -104,7 +114,7 @@ class Transport:
             try:
                 self._sockets[connection].shutdown(socket.SHUT_WR)
             except OSError as error:
-                if error.errno != errno.ENOTCONN:  # the daemon closed it first
+                if error.errno not in (errno.ENOTCONN, errno.EBADF):  # the daemon closed it first, or we: interrupted
                     raise
         self.reap()
 
@@ -114,10 +124,9 @@ class Transport:
 
     def reap(self) -> None:
         """Close what belongs to ended connections on which nothing hangs any more."""
-        done = [connection for connection in self.former if not connection.jobs]
-        self.former = [connection for connection in self.former if connection.jobs]
-        for connection in done:
+        for connection in [one for one in self.former if not one.jobs]:
             self._dispose(connection)
+            self.former.remove(connection)
 
     def close(self) -> None:
         """Close everything, whatever hangs on it."""
@@ -126,6 +135,32 @@ class Transport:
         for connection in self.former:
             self._dispose(connection)
         self.former.clear()
+
+    def mend(self) -> None:
+        """Break off everything after a call was interrupted, wherever that was. Nothing is watched. May be repeated."""
+        self._stalled.clear()
+        self._sockets = {connection: sock for connection, sock in self._sockets.items() if sock.fileno() >= 0}
+        for connection in self._connections():
+            connection.forget_done_jobs()
+            self.break_off(connection, "a call was interrupted")
+        for connection in self.former:
+            if connection in self._sockets:
+                self._poller.watch(self._sockets[connection].fileno(), partial(self._readable, connection))
+            if connection.pidfd >= 0:
+                self.watch_daemon(connection)
+
+    def abandon(self, reason: str) -> None:
+        """In a forked child: close its descriptors, and leave connections and poller as they are: they are its
+        parent's, too.
+        """
+        connections = self._connections()
+        self.current, self.former = None, []
+        for connection in connections:
+            close_fds([*connection.take_fds(), *_taken_pidfd(connection)])
+            connection.end(reason)
+        for sock in self._sockets.values():
+            sock.close()
+        self._sockets.clear()
 
     # --- what the poller calls -----------------------------------------------------------------------
 
@@ -164,6 +199,9 @@ class Transport:
         self.reap()
 
     # --- helpers -------------------------------------------------------------------------------------
+
+    def _connections(self) -> list[ConnectionState]:
+        return self.former[:] if self.current is None else [*self.former, self.current]
 
     def _read(self, connection: ConnectionState) -> bool:
         """Take what has come; True if there may be more."""
@@ -219,32 +257,39 @@ class Transport:
 
     def _end(self, connection: ConnectionState, reason: str) -> None:
         """Nothing more will come on it. Without jobs nobody needs to remember it."""
-        if connection.ended.done:
-            return
         connection.end(reason)
-        self.former.append(connection)  # first: another thread may ask for `open_jobs`
         if self.current is connection:
+            if connection not in self.former:  # first: another thread may ask for `open_jobs`
+                self.former.append(connection)
             self.current = None
 
     def _closed_by_daemon(self, connection: ConnectionState) -> None:
+        connection.closed.settle()  # first: nothing else tells it again
         self._close_socket(connection)
         self._end(connection, "the daemon closed the connection")
-        connection.closed.settle()
 
     def _close_socket(self, connection: ConnectionState) -> None:
-        sock = self._sockets.pop(connection, None)
+        sock = self._sockets.get(connection)
         if sock is not None:
             self._stalled.discard(connection)
             self._poller.unwatch(sock.fileno())
             sock.close()
+            del self._sockets[connection]
         close_fds(connection.take_fds())
 
     def _dispose(self, connection: ConnectionState) -> None:
         self._close_socket(connection)
         if connection.pidfd >= 0:
             self._poller.unwatch(connection.pidfd)
-            os.close(connection.pidfd)
-            connection.pidfd = -1
+            close_fds(_taken_pidfd(connection))
+
+
+def _taken_pidfd(connection: ConnectionState) -> list[int]:
+    """Its pidfd, if it has one, which is the caller's to close. If that is interrupted, it stays open; but no number is
+    closed twice.
+    """
+    pidfd, connection.pidfd = connection.pidfd, -1
+    return [pidfd] if pidfd >= 0 else []
 
 
 def _send(sock: socket.socket, connection: ConnectionState) -> bool:

@@ -29,7 +29,8 @@ TOKEN_BYTES = 16
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Packed = bytes  # by another name, for structs that have a field called bytes
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+DEADLINE_S_MAX = 86_400
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=DEADLINE_S_MAX)]
 CLEAR_WAIT_S_MAX = 3600
 WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=CLEAR_WAIT_S_MAX)]
 Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -212,6 +213,15 @@ class AttachVmm(Request, frozen=True, tag="attach_vmm"):
     chunks: Annotated[bytes, msgspec.Meta(min_length=8, max_length=CHUNKS_BYTES_MAX)]
     total_bytes: Count
     extends: Id = 0
+
+
+class Detach(Request, frozen=True, tag="detach"):
+    """Ends allocations that were attached and have not been registered. Answered when they are unmapped. An allocation
+    that a registration names stays until the last one that does is unregistered. Daemons that support it have `detach`
+    among their `features`.
+    """
+
+    allocations: list[Id]
 
 
 class Register(Request, frozen=True, tag="register"):

@@ -42,7 +42,7 @@ DAEMON_MOVES: dict[ProtocolState, dict[str, ProtocolState]] = {
 }
 
 _OBSERVER = frozenset({"hello", "ping", "status", "verify", "clear", "drain", "lookup", "subscribe", "snapshot", "bye"})
-_SCHEDULER = frozenset(REQUESTS) - {"attach", "attach_ipc", "attach_vmm", "store", "load", "cancel"}
+_SCHEDULER = frozenset(REQUESTS) - {"attach", "attach_ipc", "attach_vmm", "detach", "store", "load", "cancel"}
 
 ROLE_MAY: dict[str, frozenset[str]] = {
     "observer": _OBSERVER,

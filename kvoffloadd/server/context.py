@@ -159,7 +159,7 @@ class Context:
             "remote": self.remote is not None,
             "cuda": self.config.cuda.enabled,
         }
-        always = ["host", "memory", "keep", "clear_token", "composition"]
+        always = ["host", "memory", "keep", "clear_token", "composition", "detach"]
         return [*always, *(name for name, has in optional.items() if has)]
 
     def _count_uses(self) -> None:

@@ -227,7 +227,9 @@ class SessionJobs:
         # Before anything whose time grows with their number.
         total, cap = sum(len(i.keys) // key_bytes * r.price for i, r in named), self.limits.keys_per_request
         if total > cap:
-            raise LimitError(f"{total} keys in one request, counted for each part that is held; the cap is {cap}")
+            raise LimitError(
+                f"{total} keys in one request, counted for each part that is held; the cap is {cap}: ask in pieces"
+            )
         checked = []
         for item, registered in named:
             keys = keys_array(item.keys, key_bytes)

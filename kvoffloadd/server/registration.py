@@ -48,7 +48,7 @@ class Attachment:
     device: Device
     uses: int = 0  # registrations that name it
     drafts: int = 0  # large registrations that name it and are being checked
-    left: bool = False  # the last registration that named it was unregistered meanwhile
+    left: bool = False  # detached meanwhile, or the last registration that named it was unregistered
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -70,7 +70,24 @@ class Registry:
         try:
             return [self.attached[number].allocation.size_bytes for number in numbers]
         except KeyError:
-            raise StateError("the session has ended meanwhile") from None
+            raise StateError("the session has ended, or has detached this memory, meanwhile") from None
+
+    def detach(self, numbers: list[int]) -> asyncio.Task[None]:
+        """Let allocations go that no registration names, now or once none is being drafted. The task unmaps them.
+
+        Raises UnknownNameError, having changed nothing.
+        """
+        entries = {number: self.attached.get(number) for number in numbers}
+        for number, entry in entries.items():
+            if entry is None:
+                raise UnknownNameError(f"this session has no allocation {number}")
+            entry.left = True
+        idle = [number for number, entry in entries.items() if entry is not None and not (entry.uses or entry.drafts)]
+        freed = [self.attached.pop(number) for number in idle]
+        return self.context.spawn(self._release_all(freed), errors_are_handled=True)
+
+    async def _release_all(self, entries: list[Attachment]) -> None:
+        await asyncio.gather(*map(self._release, entries))
 
     # --- shared memory ---
 

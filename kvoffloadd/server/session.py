@@ -75,7 +75,7 @@ def _limits_of(limits: LimitsConfig, config: Config) -> m.Limits:
 def _check_price(limits: LimitsConfig, keys: int) -> None:
     """Raises LimitError if a request counts as more keys than it may have."""
     if keys > (cap := limits.keys_per_request):
-        raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}")
+        raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}: ask in pieces")
 
 
 class Session:
@@ -185,6 +185,11 @@ class Session:
 
     def _attached(self, seq: int, numbers: list[int]) -> m.Reply:
         return m.Attached(seq=seq, allocations=numbers, sizes_bytes=self._registry.sizes_bytes(numbers))
+
+    async def _detach(self, message: m.Detach) -> m.Reply:
+        """Begins like a large registration, and so after one that was asked for before."""
+        await asyncio.shield(self._registry.detach(message.allocations))
+        return m.Done(seq=message.seq)
 
     def _register(self, message: m.Register) -> Answer:
         if is_large(message):
@@ -438,6 +443,7 @@ class Session:
     }
     _LATER: ClassVar[dict[type[m.Message], Callable[[Session, Any], Later]]] = {
         m.AttachIpc: _attach_ipc,
+        m.Detach: _detach,
         m.Unregister: _unregister,
         m.Clear: _clear,
         m.Drain: _drain,

@@ -41,8 +41,8 @@ def other_types_of_4_mib(scene: Scene) -> Iterator[None]:
     """A field that is too much of each type that has no list of its own."""
     peer, _ = scene.worker()
     stuffing = bytes(FRAME_BYTES)
-    tags = ("ping", "attach", "attach_ipc", "attach_vmm", "unregister", "release", "cancel", "clear", "drain", "status",
-            "verify", "subscribe", "snapshot", "hello", "bye")  # fmt: skip
+    tags = ("ping", "attach", "attach_ipc", "attach_vmm", "detach", "unregister", "release", "cancel", "clear", "drain",
+            "status", "verify", "subscribe", "snapshot", "hello", "bye")  # fmt: skip
     yield
     for tag in tags:
         refused(peer, tag, more=stuffing)

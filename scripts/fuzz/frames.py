@@ -94,6 +94,7 @@ class Requests:
             "attach": lambda: {"kind": "shm", "fds": 1},
             "attach_ipc": lambda: {"device": self._device(), "handles": rng.randbytes(64 * rng.randrange(1, 3))},
             "attach_vmm": self._chunks,
+            "detach": lambda: {"allocations": [names.allocation]},
             "register": self._register,
             "unregister": lambda: {"registration": names.registration},
             "lookup": self._keys,

@@ -228,7 +228,7 @@ class FakeDaemon:
     def _done(self, peer: Peer, message: Any) -> None:
         peer.say(m.Done(seq=message.seq))
 
-    _on_ping = _on_touch = _on_keep = _on_cancel = _done
+    _on_ping = _on_touch = _on_keep = _on_cancel = _on_detach = _done
 
     def _on_subscribe(self, peer: Peer, message: m.Subscribe) -> None:
         peer.subscribed = True

@@ -439,3 +439,46 @@ def test_limits_are_those_of_the_greeting(client: Any) -> None:
     assert client.limits.keys_per_request == 8192
     client.close()
     assert client.limits.keys_per_request == 8192
+
+
+def test_what_a_refused_registration_has_attached_is_detached(
+    client: Any, fake: FakeDaemon, caches: KvCache, path: str
+) -> None:
+    """Where the daemon knows how, and before the caller learns of the refusal."""
+    fake.on["register"] = lambda peer, message: peer.error(message.seq, "schema_mismatch")
+    with pytest.raises(RemoteError, match="schema_mismatch"):
+        client.register(caches)
+    assert "detach" not in fake.tags()
+    greet_anew(client, fake, "detach")
+    with pytest.raises(RemoteError, match="schema_mismatch"):
+        client.register(caches)
+    assert fake.tags()[-3:] == ["attach", "register", "detach"]
+    assert len(fake.last("detach").allocations) == 1
+    del fake.on["register"]
+    client.register(caches)
+    assert fake.tags()[-1] == "register"
+
+
+@pytest.mark.parametrize("silent", ["attach", "register"])
+def test_what_comes_of_a_registration_that_was_given_up_is_detached(
+    make_client: Any, fake: FakeDaemon, caches: KvCache, path: str, silent: str
+) -> None:
+    """Whenever the answers come, and whatever they are."""
+    fake.features = ["detach"]
+    client = make_client(path, deadline_s=0.2)
+    client.connect()
+    answers: list[Callable[[], object]] = []
+
+    def keep(peer: Peer, message: Any) -> bool:
+        usual = getattr(fake, f"_on_{silent}") if silent == "attach" else lambda *_: peer.error(message.seq, "limit")
+        answers.append(lambda: usual(peer, message))
+        return True
+
+    fake.on[silent] = keep
+    with pytest.raises(DeadlineError):
+        client.register(caches)
+    fake.soon(answers[0])
+    client.ping()  # takes in what has come
+    client.ping()
+    assert fake.tags().count("detach") == 1
+    assert len(fake.last("detach").allocations) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import select
@@ -354,6 +355,40 @@ def test_an_interrupt_in_the_middle_of_a_request(fake: FakeDaemon, path: str, ca
         client.ping()  # on another connection, after the daemon has closed the broken one
         assert fake.tags().count("store") == 1
         assert client.wait(job, 5.0).outcome is Outcome.LOST
+
+
+class Unreadable:
+    """A socket of which the kernel has no memory to read."""
+
+    def __init__(self, sock: Any) -> None:
+        self._socket = sock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+    def recvmsg_into(self, *_: Any) -> Any:
+        raise OSError(errno.ENOMEM, "no memory")
+
+
+def test_a_connection_that_can_not_be_read_proves_nothing(
+    path: str, stand_in: subprocess.Popen[bytes], job_at: Any
+) -> None:
+    """Nobody has heard the daemon close it: a greeting by the same daemon does not say that its copies have ended."""
+    with FakeDaemon(path, pid=stand_in.pid) as fake:
+        fake.manual_completion = True
+        client, job = job_at(path)
+        sockets = client._core._transport._sockets
+        for connection, sock in sockets.items():
+            sockets[connection] = Unreadable(sock)
+        fake.soon(lambda: fake.peers[0].raw(b"\0"))
+        with pytest.raises(JobDeadlineError):
+            client.wait(job, 0.3)
+        client.ping()
+        assert fake.tags().count("hello") == 2
+        assert client.open_jobs() == [job]
+        assert not job.blocks_free
+        stand_in.kill()
+        assert client.wait(job, 60.0).outcome is Outcome.LOST
 
 
 def test_a_late_answer_does_not_disturb_the_end(fake: FakeDaemon, path: str, make_client: Any, keys: U8Array) -> None:

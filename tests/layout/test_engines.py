@@ -160,5 +160,5 @@ def test_every_size_loads_what_another_stored(daemon: Daemon, name: str, stored:
 def test_engines_must_agree_on_the_number_of_parts(daemon: Daemon) -> None:
     """Or one would take halves for quarters."""
     Engine(daemon, "heads first", 2)
-    with pytest.raises(RemoteError, match=r"parts=4.* in this namespace, not .*parts=2"):
+    with pytest.raises(RemoteError, match=r"parts 4.* in this namespace, not .*parts 2"):
         Engine(daemon, "heads first", 2, parts=2)

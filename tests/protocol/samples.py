@@ -89,6 +89,7 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "attach": {"kind": "shm", "fds": 1},
     "attach_ipc": {"device": b"d" * 16, "handles": b"h" * 64},
     "attach_vmm": {"device": b"d" * 16, "fds": 1, "chunks": b"c" * 8, "total_bytes": 8},
+    "detach": {"allocations": [1, 2]},
     "register": {"tensors": [_TENSOR], "groups": [_GROUP]},
     "unregister": {"registration": 1},
     **{tag: {"groups": [_KEYS]} for tag in ("lookup", "pin", "prefetch", "touch", "reserve")},

@@ -106,6 +106,19 @@ async def test_who_floods_is_told_and_costs_no_session(socket_dir: Path, monkeyp
     await scene.close()
 
 
+async def test_the_watchdogs_ping_takes_no_session_from_its_user(socket_dir: Path) -> None:
+    """Who has all sessions that a user may have does not keep the service manager from hearing that we live."""
+    scene = Scene(socket_dir / "kvo.sock")
+    account, cap = scene.context.accounts.of(os.getuid()), scene.context.config.limits.sessions
+    account.charge(sessions=cap)
+    own = scene.connect()
+    scene.listener._on_acceptable()
+    assert len(scene.context.sessions) == 1
+    assert account.used["sessions"] == cap
+    own.close()
+    await scene.close()
+
+
 async def test_a_session_that_can_not_be_watched_ends(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And costs nothing afterwards."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import ProtocolState
 from kvoffloadd.server import connection as connections
+from kvoffloadd.server import framewriter
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.framedeadline import LOOKS, FrameDeadline
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.turns import Turns
-from kvoffloadd.steps import Steps
+from kvoffloadd.steps import TURN_S, Steps
 from scripts.harness.peer import frame
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
@@ -335,3 +337,46 @@ async def test_waiting_in_line_is_no_lateness_but_leaving_replies_unread_is_wher
     theirs.close()
     await made.end("the test ends")
     assert account.used.get("frame_bytes", 0) == 0
+
+
+async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow reader gets what was said before, the error that ends its session among it, and then the end."""
+    monkeypatch.setattr(framewriter, "FLUSH_S", 60.0)
+    made, theirs, context = connection()
+    context.jobs = Copies(None)
+    theirs.setblocking(False)
+    said = 0
+    while not made._outbox.frames:  # more than the socket takes
+        made._reply_error(UsageError("x" * 300), 0)
+        said += 1
+    made.turn_away(UsageError("x" * 300))
+    for _ in range(20):  # it would be closed by now
+        await asyncio.sleep(0)
+    received = bytearray()
+    async with asyncio.timeout(60):
+        while part := await context.loop.sock_recv(theirs, 1 << 16):
+            received += part
+        await made.ended.wait()
+    assert received.count(b"x" * 300) == said + 1
+    theirs.close()
+
+
+async def test_a_session_s_turn_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few requests it has served by then: others have their turn in between."""
+    made, theirs, _ = connection()
+    now, served = [100.0], []
+
+    def handle(message: Any, fds: list[int]) -> Any:
+        now[0] += TURN_S * 0.4
+        served.append(message.seq)
+        return m.Done(seq=message.seq)
+
+    monkeypatch.setattr(connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    made.session.handle = handle  # type: ignore[method-assign]
+    made.session.role = "scheduler"
+    made._protocol.state = ProtocolState.READY
+    made._protocol.receive_data(b"".join(frame({"type": "ping", "seq": seq}) for seq in range(1, 30)), [])
+    made.serve()
+    assert served == [1, 2, 3]
+    theirs.close()
+    await made.end("the test ends")

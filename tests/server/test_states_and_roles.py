@@ -23,6 +23,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "attach": {"kind": "shm", "fds": 1},
     "attach_ipc": {"device": bytes(16), "handles": bytes(64)},
     "attach_vmm": {"device": bytes(16), "fds": 1, "chunks": bytes(8), "total_bytes": 1},
+    "detach": {"allocations": []},
     "register": {"tensors": [], "groups": []},
     "unregister": {"registration": 1},
     "lookup": {"groups": []},

@@ -166,7 +166,9 @@ class Namespace:
         """Raises SchemaError if the group is known with other properties."""
         known = self.keyspaces.get(schema.group)
         if known and known.schema != schema:
-            raise SchemaError(f"group {schema.group} is {known.schema} in this namespace, not {schema}")
+            raise SchemaError(
+                f"group {schema.group} is registered as {known.schema} in this namespace, not as {schema}"
+            )
 
 
 def shape_of(keyspace: Keyspace) -> bytes:

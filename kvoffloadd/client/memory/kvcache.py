@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from kvoffloadd.client.arguments import check_message, instance_of
 from kvoffloadd.client.memory.allocation import Allocation
 from kvoffloadd.client.memory.gpu import GpuAllocation
 from kvoffloadd.client.memory.tensor import CanonicalTensor
@@ -102,11 +103,21 @@ class KvCache:
         self.tensors = tuple(tensors)
         self.groups = tuple(groups)
         self.timelines = tuple(timelines)
+        for group in self.groups:
+            self._check_fields(group)
         self._by_number = {group.group: group for group in self.groups}
         if len({(group.group, group.part) for group in self.groups}) != len(self.groups):
             raise UsageError("a part of a group is named twice")
         for group in self.groups:
             self._check(group)
+
+    @staticmethod
+    def _check_fields(group: Group) -> None:
+        instance_of(Group, group, "a group")
+        try:
+            check_message(group.spec(composition=False), f"group {group.group!r:.80}")
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UsageError(f"group {group.group!r:.80}: {error}") from None
 
     def _check(self, group: Group) -> None:
         if group.schema != self._by_number[group.group].schema:
@@ -124,7 +135,7 @@ class KvCache:
 
     def ready_spec(self, ready: Ready) -> ReadySpec:
         """As it travels. Raises UsageError for a timeline that is not named here."""
-        if ready.timeline not in self.timelines:
+        if instance_of(Ready, ready, "ready").timeline not in self.timelines:
             raise UsageError("`ready` belongs to a timeline that was not registered with the KV cache")
         return ReadySpec(signal=self.timelines.index(ready.timeline), offset=0, value=ready.value)
 

@@ -1,0 +1,115 @@
+"""What both clients have in common, and what a fork makes of them."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Literal
+
+from kvoffloadd.client.connector import Settings
+from kvoffloadd.client.core import ClientCore
+from kvoffloadd.client.jobs import Job
+from kvoffloadd.client.transport import Poller
+from kvoffloadd.errors import UsageError
+from kvoffloadd.protocol.messages import Limits, NamespaceSpec
+
+
+class BaseClient:
+    """How clients are made, and what needs no I/O."""
+
+    def __init__(
+        self,
+        socket_path: str | os.PathLike[str],
+        *,
+        namespace: NamespaceSpec | None,
+        role: Literal["worker", "scheduler", "observer"] = "worker",
+        instance: bytes | None = None,
+        deadline_s: float = 10.0,
+        connect_deadline_s: float = 5.0,
+        reconnect: bool = True,
+        retry_busy: bool = True,
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            socket_path: where the daemon listens.
+            namespace: who may share; None for an observer only.
+            role: what this session may ask.
+            instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: an instance of its own.
+            deadline_s: bound of every call.
+            connect_deadline_s: how long attempts to connect are repeated; 0: a single one.
+            reconnect: make a new connection when the old one was lost; if False, only `connect` does.
+            retry_busy: ask again when the daemon is busy.
+        """
+        settings = Settings(
+            socket_path=_path(socket_path),
+            namespace=namespace,
+            role=role,
+            instance=os.urandom(16) if instance is None else instance,
+            deadline_s=deadline_s,
+            connect_deadline_s=connect_deadline_s,
+            reconnect=reconnect,
+            retry_busy=retry_busy,
+        )
+        self._deadline_s = deadline_s
+        self._core = ClientCore(settings, self._make_poller())
+        self._made_in = os.getpid()
+        self._is_forked = False
+        _clients.add(self)
+
+    def _make_poller(self) -> Poller:
+        """What the client waits with. Called once, before anything else."""
+        raise NotImplementedError
+
+    @property
+    def boot_id(self) -> bytes:
+        """16 bytes that name the daemon's run that was greeted last; empty before the first greeting."""
+        return self._core.boot_id
+
+    @property
+    def limits(self) -> Limits | None:
+        """What the daemon that was greeted last takes: of a frame, of a request; None before the first greeting."""
+        return self._core.limits
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the daemon that was greeted last has, such as `disk` and `remote`; empty before the first greeting."""
+        return self._core.features
+
+    def open_jobs(self) -> list[Job]:
+        """Every job whose blocks are not proven free, oldest first; also those whose request failed in mid-call."""
+        self._check_process()
+        return self._core.open_jobs()
+
+    def _check_process(self) -> None:
+        """Raises UsageError in a forked child."""
+        if self._is_forked:
+            raise UsageError(_FORKED.format(self._made_in))
+
+    def _enter_child(self) -> None:
+        """This process is a fork of the client's."""
+        self._is_forked = True
+        self._core.abandon(_FORKED.format(self._made_in))
+
+
+def _path(path: str | os.PathLike[str]) -> str:
+    """Raises UsageError."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise UsageError(f"socket_path must be a path, not {path!r:.80}") from None
+
+
+_FORKED = "this client was made in process {}, of which this one is a fork: make a client of your own after a fork"
+_clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()
+
+
+def _enter_child() -> None:
+    """Not a comparison of process ids in each call: a child that never calls would keep its parent's connections open,
+    and the daemon would learn of the parent's death only when the child is dead, too.
+    """
+    for client in list(_clients):
+        client._enter_child()
+
+
+os.register_at_fork(after_in_child=_enter_child)
