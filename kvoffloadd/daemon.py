@@ -59,6 +59,7 @@ from kvoffloadd.server.listener import Listener, bind
 from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
+from kvoffloadd.standarderror import leave
 from kvoffloadd.steps import in_turns
 from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
 from kvoffloadd.storage.disk.faults import FaultyFiles
@@ -440,21 +441,18 @@ class Daemon:
             if self._pool.is_old:
                 self._pool.withdraw_attempt()
             log.info("stopped before all keys were taken over; the next start will take them over")
-            logging.shutdown()
-            os._exit(EXIT_OK)
+            leave(EXIT_OK)
         self._signals += 1
         if self._signals == 1:
             self._stop.set()
             return
         log.warning("forced to exit: running copies end with the process")
-        logging.shutdown()
-        os._exit(EXIT_FORCED)
+        leave(EXIT_FORCED)
 
     def _fatal(self, reason: str) -> None:
         """What can't be mended while the process lives, such as a mapping that a copy will not let go."""
         log.critical("exiting: %s", reason)
-        logging.shutdown()
-        os._exit(EXIT_FATAL)
+        leave(EXIT_FATAL)
 
     async def _close_lower(self, context: Context) -> None:
         if context.disk is not None:

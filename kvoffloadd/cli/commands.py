@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvoffloadd import client, config, errors
+from kvoffloadd import client, config, errors, standarderror
 from kvoffloadd.model import DROPPED
 from kvoffloadd.units import format_bytes, parse_bytes
 
@@ -27,6 +27,7 @@ PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_token
 
 
 def serve(arguments: argparse.Namespace) -> int:
+    standarderror.take_over()
     chosen = _load(arguments)
     # Imported here, as in the other commands: each loads what it needs, and a wrong config is told before all that.
     from kvoffloadd import log
