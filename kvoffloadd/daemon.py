@@ -55,8 +55,9 @@ from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.events import EventFeed
 from kvoffloadd.server.lag import Lag
-from kvoffloadd.server.listener import Listener, bind
+from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.reload import Reload
+from kvoffloadd.server.socketplace import SocketPlace, keep_socket
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.standarderror import leave
@@ -95,6 +96,7 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
 
     Raises:
         ConfigError: the daemon can't start.
+        TryAgainError: it can't start yet.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can be reloaded
     faulthandler.enable(file=2)  # the watchdog's SIGABRT shows where each thread is
@@ -106,16 +108,20 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     systemd = Systemd.from_environment()
     _raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
-    listener, lock = bind(config.server.socket, config.server.socket_mode, systemd.listening())
     runner = _runner(config.server.use_uvloop)
+    place = SocketPlace(config.server.socket, config.server.socket_mode, systemd.listening())
+    place.claim()
     try:
+        listen = config.metrics.listen
+        metrics = endpoint.bind(listen) if listen else None  # before anybody connects, so that its failure ends nobody
+        listener = place.listen()
         _place_memory(config.memory.numa)
         with _address_space():
             pool = _pool(config, systemd)
-        daemon = Daemon(config, listener, pool, planted, switches, systemd)
+        daemon = Daemon(config, place, listener, metrics, pool, planted, switches, systemd)
         return runner(daemon.serve(read_config or (lambda: config)))
     finally:
-        os.close(lock)
+        place.close()
 
 
 def _pool(config: Config, systemd: Systemd) -> ArenaFile:
@@ -257,14 +263,11 @@ def _executor() -> ThreadPoolExecutor:
     return executor
 
 
-def _serve_metrics(context: Context) -> Endpoint | None:
-    """From the start on, where that is asked for."""
-    listen = context.config.metrics.listen
-    if not listen:
-        return None
-    metrics = Endpoint(endpoint.bind(listen), context.loop, lambda: in_turns(status.describe(context)))
+def _serve_metrics(context: Context, listener: socket.socket) -> Endpoint:
+    """From the start on."""
+    metrics = Endpoint(listener, context.loop, lambda: in_turns(status.describe(context)))
     metrics.start()
-    log.info("metrics at %s", listen)
+    log.info("metrics at %s", context.config.metrics.listen)
     return metrics
 
 
@@ -274,7 +277,9 @@ class Daemon:
     def __init__(
         self,
         config: Config,
+        place: SocketPlace,
         listener: socket.socket,
+        metrics: socket.socket | None,
         pool: ArenaFile,
         faults: Faults,
         switches: Mapping[str, Path],
@@ -282,7 +287,9 @@ class Daemon:
     ) -> None:
         self._config = config
         self._systemd = systemd
+        self._place = place
         self._listener = listener
+        self._metrics = metrics
         self._pool = pool
         self._faults = faults
         self._switches = switches
@@ -297,14 +304,14 @@ class Daemon:
         with _address_space():
             context = self._start(loop)
         loop.set_exception_handler(context.on_loop_error)
-        endpoint = _serve_metrics(context)
+        endpoint = _serve_metrics(context, self._metrics) if self._metrics is not None else None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         self._taking_over = True
         await self._take_over(context)
         self._taking_over = False
         path = self._config.server.socket
-        listener = Listener(context, self._listener, None if self._systemd.gave_listener else path)
+        listener = Listener(context, self._listener)
         listener.start()
         context.lag.start()
         feed = context.spawn(EventFeed(context).run())
@@ -312,7 +319,12 @@ class Daemon:
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
-        beside = [context.spawn(self._watch(context)), context.spawn(log_held_back_forever())]
+        lane = Lane("socket", 1, loop)  # its path may hang
+        beside = [
+            context.spawn(self._watch(context)),
+            context.spawn(log_held_back_forever()),
+            context.spawn(keep_socket(self._place, lane, listener.replace)),
+        ]
         await self._stop.wait()
         context.draining = True
         for task in beside:
@@ -321,7 +333,11 @@ class Daemon:
         self._systemd.stopping("draining")
         self._systemd.extend(_longest_stop_s(context.config))
         await context.jobs.settle(set(context.jobs.running), context.config.server.drain_s)
+        removing = context.spawn(lane.perform(self._place.remove))
         await listener.close(self._config.copy.worker_drain_s + CLOSE_S)
+        _, left = await asyncio.wait([removing], timeout=CLOSE_S)
+        if left or not await lane.close(CLOSE_S):
+            log.warning("the socket at %s is not removed: its directory does not answer", path)
         feed.cancel()
         if endpoint is not None:
             await endpoint.close()

@@ -13,6 +13,7 @@ from kvoffloadd.model import DROPPED
 from kvoffloadd.units import format_bytes, parse_bytes
 
 EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
+EXIT_TRY_AGAIN = 75  # sysexits.h calls it EX_TEMPFAIL
 EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
 
 VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0

@@ -29,18 +29,6 @@ _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glu
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 
 
-def is_listening(path: Path) -> bool:
-    """Whether a process accepts connections there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:
-            return True  # its backlog is full
-        except OSError:
-            return False
-    return True
-
-
 def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
     """Whether the daemon can make its socket there."""
     if is_running:
