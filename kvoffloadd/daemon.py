@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import faulthandler
 import logging
 import os
-import resource
 import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvoffloadd import startup
 from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
@@ -40,7 +38,7 @@ from kvoffloadd.device.faults import Faults, FaultyDevice, parse_faults
 from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
-from kvoffloadd.errors import ConfigError, LimitError, ResourceError
+from kvoffloadd.errors import ConfigError, ResourceError
 from kvoffloadd.hugepages import why_not_transparent
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import log_held_back, log_held_back_forever
@@ -85,8 +83,6 @@ POOL_NAME = "kvoffloadd-pool"
 FORGET_S = 60.0
 """How long the memory of a pool that can't be used may take to be free."""
 
-EXECUTOR_THREADS = 8
-
 CLOSE_S = 5.0
 """What the lanes get to end once all sessions are gone."""
 
@@ -106,9 +102,10 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     switches, text = _switches(faults)
     planted = parse_faults(text)
     systemd = Systemd.from_environment()
-    _raise_descriptor_limit()
+    startup.raise_descriptor_limit()
+    startup.check_proc()
     sys.setswitchinterval(SWITCH_S)
-    runner = _runner(config.server.use_uvloop)
+    runner = startup.choose_runner(config.server.use_uvloop)
     place = SocketPlace(config.server.socket, config.server.socket_mode, systemd.listening())
     place.claim()
     try:
@@ -116,10 +113,14 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
         metrics = endpoint.bind(listen) if listen else None  # before anybody connects, so that its failure ends nobody
         listener = place.listen()
         _place_memory(config.memory.numa)
-        with _address_space():
+        with startup.refusals():
             pool = _pool(config, systemd)
         daemon = Daemon(config, place, listener, metrics, pool, planted, switches, systemd)
         return runner(daemon.serve(read_config or (lambda: config)))
+    except RuntimeError as error:
+        if isinstance(error.__context__, ConfigError):  # the loop's own end needs a thread, too
+            raise error.__context__ from None
+        raise
     finally:
         place.close()
 
@@ -187,20 +188,6 @@ def _place_memory(asked: str | tuple[int, ...]) -> None:
         log.info("memory: spread over NUMA nodes %s", ", ".join(map(str, chosen)))
 
 
-@contextmanager
-def _address_space() -> Iterator[None]:
-    """Tables are mapped for the worst case, and used little by little."""
-    try:
-        yield
-    except (LimitError, MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
-            raise
-        raise ConfigError(
-            f"the kernel refuses the address space ({error}): set vm.overcommit_memory to 0 or 1 (2 charges at once "
-            "what is used little by little), raise `ulimit -v` and vm.max_map_count, or lower memory.capacity_bytes"
-        ) from None
-
-
 def _holes(fill: bool | str) -> Holes | None:
     """What forbids holes in workers' memory; None: they may be filled."""
     if fill is True or (fill == "auto" and not has_memory_limit()):
@@ -221,46 +208,9 @@ def _switches(faults: str) -> tuple[dict[str, Path], str]:
     return paths, ",".join("".join(entry) for entry in entries if entry[0] not in ("disk", "remote"))
 
 
-def _runner(use_uvloop: bool | str) -> Callable[[Coroutine[Any, Any, int]], int]:
-    """uvloop if it is installed and wanted, asyncio otherwise."""
-    if use_uvloop is False:
-        return asyncio.run
-    try:
-        import uvloop
-    except ImportError:
-        if use_uvloop is True:
-            raise ConfigError(
-                "server.use_uvloop = true: uvloop is not installed (in a checkout: pip install '.[uvloop]')"
-            ) from None
-        return asyncio.run
-    return uvloop.run
-
-
-def _raise_descriptor_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _longest_stop_s(config: Config) -> float:
     """All that the drain and `_close` may wait for."""
     return config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s + config.cuda.stuck_s + 10 * CLOSE_S
-
-
-def _executor() -> ThreadPoolExecutor:
-    """For what runs off the loop now and then. With all of its threads: later there may be none to be had. Raises
-    ConfigError if there are not so many now.
-    """
-    executor = ThreadPoolExecutor(EXECUTOR_THREADS, "kvo-beside")
-    together = threading.Barrier(EXECUTOR_THREADS)
-    try:
-        for _ in range(EXECUTOR_THREADS):
-            executor.submit(together.wait)
-    except RuntimeError as error:
-        together.abort()  # or those that are there would wait for ever, and the process for them
-        executor.shutdown(wait=False)
-        raise ConfigError(f"the daemon can't start its threads ({error}): raise TasksMax or `ulimit -u`") from None
-    return executor
 
 
 def _serve_metrics(context: Context, listener: socket.socket) -> Endpoint:
@@ -300,9 +250,10 @@ class Daemon:
     async def serve(self, read_config: Callable[[], Config]) -> int:
         """start, serve, drain, close."""
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(_executor())
-        with _address_space():
+        with startup.refusals():
+            loop.set_default_executor(startup.make_executor())
             context = self._start(loop)
+            socket_lane = Lane("socket", 1, loop)  # its path may hang
         loop.set_exception_handler(context.on_loop_error)
         endpoint = _serve_metrics(context, self._metrics) if self._metrics is not None else None
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -319,11 +270,10 @@ class Daemon:
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
-        lane = Lane("socket", 1, loop)  # its path may hang
         beside = [
             context.spawn(self._watch(context)),
             context.spawn(log_held_back_forever()),
-            context.spawn(keep_socket(self._place, lane, listener.replace)),
+            context.spawn(keep_socket(self._place, socket_lane, listener.replace)),
         ]
         await self._stop.wait()
         context.draining = True
@@ -333,10 +283,10 @@ class Daemon:
         self._systemd.stopping("draining")
         self._systemd.extend(_longest_stop_s(context.config))
         await context.jobs.settle(set(context.jobs.running), context.config.server.drain_s)
-        removing = context.spawn(lane.perform(self._place.remove))
+        removing = context.spawn(socket_lane.perform(self._place.remove))
         await listener.close(self._config.copy.worker_drain_s + CLOSE_S)
         _, left = await asyncio.wait([removing], timeout=CLOSE_S)
-        if left or not await lane.close(CLOSE_S):
+        if left or not await socket_lane.close(CLOSE_S):
             log.warning("the socket at %s is not removed: its directory does not answer", path)
         feed.cancel()
         if endpoint is not None:

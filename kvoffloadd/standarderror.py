@@ -114,6 +114,16 @@ class LineQueue(io.RawIOBase):
         return True
 
 
+def open_standard_streams() -> None:
+    """Descriptors 0 to 2 that are closed become /dev/null: a socket that had such a number would be written to."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
 def take_over() -> None:
     """From now on, what is written to `sys.stderr` waits for nobody. Nothing is changed where that is not descriptor 2.
 
@@ -151,7 +161,7 @@ def leave(status: int) -> NoReturn:
 
 def _is_descriptor_2() -> bool:
     try:
-        return sys.stderr is not None and sys.stderr.fileno() == 2
+        return sys.stderr.fileno() == 2
     except (OSError, ValueError):
         return False
 

@@ -21,10 +21,12 @@ from kvoffloadd.cli.commands import (
     EXIT_USAGE,
     complain,
 )
+from kvoffloadd.standarderror import open_standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code (module docstring). Never raises for what an operator can get wrong."""
+    open_standard_streams()
     arguments = make_parser().parse_args(argv)
     try:
         code: int = arguments.command(arguments)
