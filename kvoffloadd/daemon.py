@@ -66,6 +66,7 @@ from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.systemd import Systemd
+from kvoffloadd.units import format_path
 
 log = logging.getLogger(__name__)
 
@@ -261,7 +262,7 @@ class Daemon:
         self._taking_over = True
         await self._take_over(context)
         self._taking_over = False
-        path = self._config.server.socket
+        path = format_path(self._config.server.socket)
         listener = Listener(context, self._listener)
         listener.start()
         context.lag.start()

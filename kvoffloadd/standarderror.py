@@ -115,13 +115,17 @@ class LineQueue(io.RawIOBase):
 
 
 def open_standard_streams() -> None:
-    """Descriptors 0 to 2 that are closed become /dev/null: a socket that had such a number would be written to."""
+    """Descriptors 0 to 2 that are closed become /dev/null: a socket that had such a number would be written to. What
+    standard output can't encode is escaped, as Python has it for standard error: paths and names come from outside.
+    """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
     sys.stdin = sys.stdin or os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def take_over() -> None:
