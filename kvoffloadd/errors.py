@@ -154,6 +154,13 @@ class BusyError(ResourceError):
     fault = "client"
 
 
+class DescriptorsLostError(ResourceError):
+    """Descriptors that came with a frame are lost, since the daemon had no room for them: the stream is unusable."""
+
+    code = "descriptors_lost"
+    ends_session = True
+
+
 class LimitError(ResourceError):
     """A cap of this uid is reached: sessions, jobs, mapped bytes, descriptors or leases."""
 
