@@ -99,7 +99,15 @@ def name(value: object) -> str:
     """Text; empty: the default."""
     if not isinstance(value, str):
         raise ValueError("must be text in quotes")
-    return value
+    return _utf8(value)
+
+
+def _utf8(text: str) -> str:
+    """Text that others may be told, as UTF-8. What came from a command line may hold bytes that are not."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        raise ValueError("must be UTF-8") from None
 
 
 def absolute_path(value: object) -> Path:
@@ -108,7 +116,11 @@ def absolute_path(value: object) -> Path:
         raise ValueError("must be a path in quotes")
     if "\0" in value:
         raise ValueError("must not contain a NUL character")
-    path = Path(value)
+    try:
+        # As the system's calls take it, whatever encoding this process was given: the same bytes.
+        path = Path(os.fsdecode(value.encode("utf-8", "surrogateescape")))
+    except UnicodeError:
+        raise ValueError("must not contain a lone surrogate") from None
     if not path.is_absolute():
         raise ValueError("must be an absolute path")
     return path
@@ -127,6 +139,11 @@ def numa_nodes(value: object) -> str | tuple[int, ...]:
 def path_or_empty(value: object) -> str:
     """An absolute path as text, or an empty one."""
     return "" if value == "" else str(absolute_path(value))
+
+
+def text_path_or_empty(value: object) -> str:
+    """As `path_or_empty`, in UTF-8: another process is told of it."""
+    return "" if value == "" else _utf8(str(absolute_path(value)))
 
 
 def socket_path(value: object) -> Path:

@@ -151,7 +151,7 @@ class RemoteConfig:
     put_threads: int = _key(1, checks.count(1, 64))
     miss_ttl_s: float = _key(1.0, checks.seconds(0, 3600))
     era_poll_s: float = _key(1.0, checks.seconds(0.05, 60))
-    directory: str = _key("", checks.path_or_empty)
+    directory: str = _key("", checks.text_path_or_empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +172,10 @@ class ValkeyConfig:
     url: str = _key("", checks.name)
     ttl_s: float = _key(7 * 86_400.0, checks.seconds(1, 366 * 86_400))
     deadline_s: float = _key(4.0, checks.seconds(0.1, 480))
-    password_file: str = _key("", checks.path_or_empty)
-    ca_file: str = _key("", checks.path_or_empty)
-    cert_file: str = _key("", checks.path_or_empty)
-    key_file: str = _key("", checks.path_or_empty)
+    password_file: str = _key("", checks.text_path_or_empty)
+    ca_file: str = _key("", checks.text_path_or_empty)
+    cert_file: str = _key("", checks.text_path_or_empty)
+    key_file: str = _key("", checks.text_path_or_empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,9 @@ class CudaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Caps. The first seven hold for all sessions of one uid together, the others for one session."""
+    """Caps. The first seven hold for all sessions of one uid together, the others for one session. `jobs_per_session`
+    is cut to `jobs`.
+    """
 
     sessions: int = _key(256, checks.count(1, 65_536), live=True)
     jobs: int = _key(4096, checks.count(1, 1 << 20), live=True)
@@ -220,6 +222,9 @@ class LimitsConfig:
     events_per_session: int = _key(4096, checks.count(1, 1 << 20), live=True)
     keys_per_request: int = _key(16_384, checks.count(1, 1 << 20), live=True)
     tensors_per_registration: int = _key(8192, checks.count(1, 1 << 16), live=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "jobs_per_session", min(self.jobs_per_session, self.jobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,8 +355,8 @@ def _similar(word: str, known: Mapping[str, object]) -> str:
 
 def _file_entries(path: Path, problems: list[str]) -> Iterator[_Entry]:
     try:
-        text = path.read_text(encoding="utf-8")
-        tables = tomllib.loads(text)
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a byte order mark
+        tables = _parsed(text)
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -367,6 +372,14 @@ def _file_entries(path: Path, problems: list[str]) -> Iterator[_Entry]:
             problems.append(f"[{section}]: unknown section{_similar(section, SECTIONS)}")
         for key, value in table.items():
             yield _Entry(section, key, value, lines.get((section, key), f"section [{section}]"))
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """Raises TOMLDecodeError, also for what the parser can't hold."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise tomllib.TOMLDecodeError("arrays or tables are nested too deeply") from None
 
 
 def _line_numbers(text: str) -> dict[tuple[str, str], str]:
@@ -388,7 +401,7 @@ def _override_entries(overrides: Mapping[str, str], problems: list[str]) -> Iter
             problems.append(f"override: {dotted}: must have the form section.key")
             continue
         try:
-            value: object = tomllib.loads(f"value = {text}")["value"]
+            value: object = _parsed(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             value = text
         yield _Entry(section, key, value, "override")
@@ -396,16 +409,11 @@ def _override_entries(overrides: Mapping[str, str], problems: list[str]) -> Iter
 
 def _contradictions(config: Config) -> Iterator[str]:
     """What no single value shows."""
-    limits, memory = config.limits, config.memory
+    memory = config.memory
     if memory.pool_file and memory.huge_pages in ("transparent", "reserved"):
         yield (
             f'memory.huge_pages = "{memory.huge_pages}": memory.pool_file has the pages of its file system; for huge '
             "pages, use hugetlbfs, or a tmpfs that is mounted with huge=always"
-        )
-    if limits.jobs_per_session > limits.jobs:
-        yield (
-            f"limits.jobs_per_session = {limits.jobs_per_session}: is more than limits.jobs = {limits.jobs}, "
-            "which applies to all sessions of a uid together"
         )
     cuda, chunk_bytes = config.cuda, min(config.cuda.staging_bytes, config.copy.chunk_bytes)
     if cuda.kernel_row_bytes and 2 * cuda.kernel_chunk_bytes > chunk_bytes:  # copies are cut into equal chunks
@@ -444,3 +452,8 @@ def _remote_contradictions(config: Config) -> Iterator[str]:
         )
     if "@" in config.valkey.url and ":" in config.valkey.url.rpartition("@")[0].partition("://")[2]:
         yield "valkey.url: contains a password: put it into a file, and name that file in valkey.password_file"
+    if "?" in config.valkey.url or "#" in config.valkey.url:
+        yield (
+            "valkey.url: contains ? or #, and nothing is read from there: the database is the path, and a password "
+            "belongs into the file that valkey.password_file names"
+        )

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import faulthandler
 import logging
 import os
-import resource
 import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvoffloadd import startup
 from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs import Jobs
@@ -40,7 +38,7 @@ from kvoffloadd.device.faults import Faults, FaultyDevice, parse_faults
 from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
-from kvoffloadd.errors import ConfigError, LimitError, ResourceError
+from kvoffloadd.errors import ConfigError, ResourceError
 from kvoffloadd.hugepages import why_not_transparent
 from kvoffloadd.lanes import Lane
 from kvoffloadd.log import log_held_back, log_held_back_forever
@@ -55,10 +53,12 @@ from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.events import EventFeed
 from kvoffloadd.server.lag import Lag
-from kvoffloadd.server.listener import Listener, bind
+from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.reload import Reload
+from kvoffloadd.server.socketplace import SocketPlace, keep_socket
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
+from kvoffloadd.standarderror import leave
 from kvoffloadd.steps import in_turns
 from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
 from kvoffloadd.storage.disk.faults import FaultyFiles
@@ -66,6 +66,7 @@ from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.systemd import Systemd
+from kvoffloadd.units import format_path
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,6 @@ POOL_NAME = "kvoffloadd-pool"
 FORGET_S = 60.0
 """How long the memory of a pool that can't be used may take to be free."""
 
-EXECUTOR_THREADS = 8
-
 CLOSE_S = 5.0
 """What the lanes get to end once all sessions are gone."""
 
@@ -94,6 +93,7 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
 
     Raises:
         ConfigError: the daemon can't start.
+        TryAgainError: it can't start yet.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can be reloaded
     faulthandler.enable(file=2)  # the watchdog's SIGABRT shows where each thread is
@@ -103,18 +103,27 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     switches, text = _switches(faults)
     planted = parse_faults(text)
     systemd = Systemd.from_environment()
-    _raise_descriptor_limit()
+    startup.raise_descriptor_limit()
+    startup.check_proc()
     sys.setswitchinterval(SWITCH_S)
-    listener, lock = bind(config.server.socket, config.server.socket_mode, systemd.listening())
-    runner = _runner(config.server.use_uvloop)
+    runner = startup.choose_runner(config.server.use_uvloop)
+    place = SocketPlace(config.server.socket, config.server.socket_mode, systemd.listening())
+    place.claim()
     try:
+        listen = config.metrics.listen
+        metrics = endpoint.bind(listen) if listen else None  # before anybody connects, so that its failure ends nobody
+        listener = place.listen()
         _place_memory(config.memory.numa)
-        with _address_space():
+        with startup.refusals():
             pool = _pool(config, systemd)
-        daemon = Daemon(config, listener, pool, planted, switches, systemd)
+        daemon = Daemon(config, place, listener, metrics, pool, planted, switches, systemd)
         return runner(daemon.serve(read_config or (lambda: config)))
+    except RuntimeError as error:
+        if isinstance(error.__context__, ConfigError):  # the loop's own end needs a thread, too
+            raise error.__context__ from None
+        raise
     finally:
-        os.close(lock)
+        place.close()
 
 
 def _pool(config: Config, systemd: Systemd) -> ArenaFile:
@@ -180,20 +189,6 @@ def _place_memory(asked: str | tuple[int, ...]) -> None:
         log.info("memory: spread over NUMA nodes %s", ", ".join(map(str, chosen)))
 
 
-@contextmanager
-def _address_space() -> Iterator[None]:
-    """Tables are mapped for the worst case, and used little by little."""
-    try:
-        yield
-    except (LimitError, MemoryError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
-            raise
-        raise ConfigError(
-            f"the kernel refuses the address space ({error}): set vm.overcommit_memory to 0 or 1 (2 charges at once "
-            "what is used little by little), raise `ulimit -v` and vm.max_map_count, or lower memory.capacity_bytes"
-        ) from None
-
-
 def _holes(fill: bool | str) -> Holes | None:
     """What forbids holes in workers' memory; None: they may be filled."""
     if fill is True or (fill == "auto" and not has_memory_limit()):
@@ -214,56 +209,16 @@ def _switches(faults: str) -> tuple[dict[str, Path], str]:
     return paths, ",".join("".join(entry) for entry in entries if entry[0] not in ("disk", "remote"))
 
 
-def _runner(use_uvloop: bool | str) -> Callable[[Coroutine[Any, Any, int]], int]:
-    """uvloop if it is installed and wanted, asyncio otherwise."""
-    if use_uvloop is False:
-        return asyncio.run
-    try:
-        import uvloop
-    except ImportError:
-        if use_uvloop is True:
-            raise ConfigError(
-                "server.use_uvloop = true: uvloop is not installed (in a checkout: pip install '.[uvloop]')"
-            ) from None
-        return asyncio.run
-    return uvloop.run
-
-
-def _raise_descriptor_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def _longest_stop_s(config: Config) -> float:
     """All that the drain and `_close` may wait for."""
     return config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s + config.cuda.stuck_s + 10 * CLOSE_S
 
 
-def _executor() -> ThreadPoolExecutor:
-    """For what runs off the loop now and then. With all of its threads: later there may be none to be had. Raises
-    ConfigError if there are not so many now.
-    """
-    executor = ThreadPoolExecutor(EXECUTOR_THREADS, "kvo-beside")
-    together = threading.Barrier(EXECUTOR_THREADS)
-    try:
-        for _ in range(EXECUTOR_THREADS):
-            executor.submit(together.wait)
-    except RuntimeError as error:
-        together.abort()  # or those that are there would wait for ever, and the process for them
-        executor.shutdown(wait=False)
-        raise ConfigError(f"the daemon can't start its threads ({error}): raise TasksMax or `ulimit -u`") from None
-    return executor
-
-
-def _serve_metrics(context: Context) -> Endpoint | None:
-    """From the start on, where that is asked for."""
-    listen = context.config.metrics.listen
-    if not listen:
-        return None
-    metrics = Endpoint(endpoint.bind(listen), context.loop, lambda: in_turns(status.describe(context)))
+def _serve_metrics(context: Context, listener: socket.socket) -> Endpoint:
+    """From the start on."""
+    metrics = Endpoint(listener, context.loop, lambda: in_turns(status.describe(context)))
     metrics.start()
-    log.info("metrics at %s", listen)
+    log.info("metrics at %s", context.config.metrics.listen)
     return metrics
 
 
@@ -273,7 +228,9 @@ class Daemon:
     def __init__(
         self,
         config: Config,
+        place: SocketPlace,
         listener: socket.socket,
+        metrics: socket.socket | None,
         pool: ArenaFile,
         faults: Faults,
         switches: Mapping[str, Path],
@@ -281,7 +238,9 @@ class Daemon:
     ) -> None:
         self._config = config
         self._systemd = systemd
+        self._place = place
         self._listener = listener
+        self._metrics = metrics
         self._pool = pool
         self._faults = faults
         self._switches = switches
@@ -292,18 +251,19 @@ class Daemon:
     async def serve(self, read_config: Callable[[], Config]) -> int:
         """start, serve, drain, close."""
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(_executor())
-        with _address_space():
+        with startup.refusals():
+            loop.set_default_executor(startup.make_executor())
             context = self._start(loop)
+            socket_lane = Lane("socket", 1, loop)  # its path may hang
         loop.set_exception_handler(context.on_loop_error)
-        endpoint = _serve_metrics(context)
+        endpoint = _serve_metrics(context, self._metrics) if self._metrics is not None else None
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         self._taking_over = True
         await self._take_over(context)
         self._taking_over = False
-        path = self._config.server.socket
-        listener = Listener(context, self._listener, None if self._systemd.gave_listener else path)
+        path = format_path(self._config.server.socket)
+        listener = Listener(context, self._listener)
         listener.start()
         context.lag.start()
         feed = context.spawn(EventFeed(context).run())
@@ -311,7 +271,11 @@ class Daemon:
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
-        beside = [context.spawn(self._watch(context)), context.spawn(log_held_back_forever())]
+        beside = [
+            context.spawn(self._watch(context)),
+            context.spawn(log_held_back_forever()),
+            context.spawn(keep_socket(self._place, socket_lane, listener.replace)),
+        ]
         await self._stop.wait()
         context.draining = True
         for task in beside:
@@ -320,7 +284,11 @@ class Daemon:
         self._systemd.stopping("draining")
         self._systemd.extend(_longest_stop_s(context.config))
         await context.jobs.settle(set(context.jobs.running), context.config.server.drain_s)
+        removing = context.spawn(socket_lane.perform(self._place.remove))
         await listener.close(self._config.copy.worker_drain_s + CLOSE_S)
+        _, left = await asyncio.wait([removing], timeout=CLOSE_S)
+        if left or not await socket_lane.close(CLOSE_S):
+            log.warning("the socket at %s is not removed: its directory does not answer", path)
         feed.cancel()
         if endpoint is not None:
             await endpoint.close()
@@ -442,21 +410,18 @@ class Daemon:
             if self._pool.is_old:
                 self._pool.withdraw_attempt()
             log.info("stopped before all keys were taken over; the next start will take them over")
-            logging.shutdown()
-            os._exit(EXIT_OK)
+            leave(EXIT_OK)
         self._signals += 1
         if self._signals == 1:
             self._stop.set()
             return
         log.warning("forced to exit: running copies end with the process")
-        logging.shutdown()
-        os._exit(EXIT_FORCED)
+        leave(EXIT_FORCED)
 
     def _fatal(self, reason: str) -> None:
         """What can't be mended while the process lives, such as a mapping that a copy will not let go."""
         log.critical("exiting: %s", reason)
-        logging.shutdown()
-        os._exit(EXIT_FATAL)
+        leave(EXIT_FATAL)
 
     async def _close_lower(self, context: Context) -> None:
         if context.disk is not None:

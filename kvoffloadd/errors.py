@@ -25,6 +25,14 @@ class ConfigError(KvOffloadError):
     fault = "operator"
 
 
+class TryAgainError(KvOffloadError):
+    """The daemon can't start now, but soon: the process that had its place has not ended yet."""
+
+    code = "ending"
+    fault = "operator"
+    retryable = True
+
+
 class UsageError(KvOffloadError):
     """An API of ours was misused by our own code or by a user of the client library."""
 
@@ -144,6 +152,13 @@ class BusyError(ResourceError):
 
     code = "busy"
     fault = "client"
+
+
+class DescriptorsLostError(ResourceError):
+    """Descriptors that came with a frame are lost, since the daemon had no room for them: the stream is unusable."""
+
+    code = "descriptors_lost"
+    ends_session = True
 
 
 class LimitError(ResourceError):

@@ -1,5 +1,7 @@
 """Logging to standard error: for a terminal, for the journal, or as JSON lines; repeats are held back and counted.
 
+Nothing that is logged waits for a reader: `standarderror` has a thread for that, and counts what is lost.
+
 What is logged names what peers sent, and must not pass for a record of ours or move a terminal: whatever is no
 printable character is escaped where lines are made, line breaks too. Lines of tracebacks are indented.
 
@@ -20,9 +22,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from kvoffloadd import standarderror
 from kvoffloadd.config import LogConfig
 
 ROOT = "kvoffloadd"
@@ -190,9 +194,8 @@ class JsonFormatter(_Formatter):
 
 class JournalHandler(logging.StreamHandler[TextIO]):
     """Gives the journal records with fields: MESSAGE, PRIORITY, LOGGER, and KVO_UID and the like for what a message
-    names. Where its socket is not to be had, lines with priorities go to `stream`, which is connected to it, too.
-
-    A journal that does not keep up costs records and no time; the next one that it takes tells how many.
+    names. Where its socket does not take one, lines with priorities go to `stream`, which is connected to it, too, and
+    is written by a thread that can wait.
     """
 
     def __init__(self, stream: TextIO, path: Path = JOURNAL) -> None:
@@ -200,15 +203,11 @@ class JournalHandler(logging.StreamHandler[TextIO]):
         self.setFormatter(JournalFormatter())
         self._path = str(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._lost = 0
 
     def emit(self, record: logging.LogRecord) -> None:
         """See the class."""
         try:
             self._socket.sendto(self._encoded(record), self._path)
-            self._lost = 0
-        except BlockingIOError:
-            self._lost += 1
         except (OSError, ValueError):
             super().emit(record)
 
@@ -218,9 +217,8 @@ class JournalHandler(logging.StreamHandler[TextIO]):
         super().close()
 
     def _encoded(self, record: logging.LogRecord) -> bytes:
-        lost = f" ({self._lost} records lost before this one)" if self._lost else ""
         fields = {
-            "MESSAGE": _plain.format(record) + lost,
+            "MESSAGE": _plain.format(record),
             "PRIORITY": _priority(record.levelno),
             "SYSLOG_IDENTIFIER": ROOT,
             "LOGGER": record.name,
@@ -261,6 +259,8 @@ def setup(config: LogConfig, stream: TextIO | None = None) -> None:
     else:
         handler = logging.StreamHandler(stream)
         handler.setFormatter(FORMATTERS[chosen]())
+    if is_own and (lines := standarderror.queue()) is not None:
+        lines.describe_lost = partial(_lost_line, handler)
     handler.addFilter(RepeatFilter())
     logger = logging.getLogger(ROOT)
     log_held_back(ending=True)
@@ -271,6 +271,14 @@ def setup(config: LogConfig, stream: TextIO | None = None) -> None:
     logger.addHandler(handler)
     logger.setLevel(config.level.upper())
     logger.propagate = False
+
+
+def _lost_line(handler: logging.Handler, lost: int) -> str:
+    record = logging.LogRecord(
+        f"{ROOT}.log", logging.WARNING, "", 0, "%(lost)d lines of the log are lost: standard error did not take them",
+        ({"lost": lost},), None,
+    )  # fmt: skip
+    return f"{handler.format(record)}\n"
 
 
 def log_held_back(*, ending: bool = False) -> None:

@@ -8,22 +8,36 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import HUGE_PAGE_BYTES
 from kvoffloadd.units import BYTES_MAX, format_bytes
 
 _COMMIT = ("CommitLimit", "Committed_AS")
-_MEMORY_FILES = (  # limit, usage, and in memory.stat what is given back on demand
-    ("memory.max", "memory.current", "inactive_file"),
-    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+
+
+class _Files(NamedTuple):
+    """Of a cgroup: those with limits, the one with the usage, and names in memory.stat of what the kernel gives back on
+    demand.
+    """
+
+    limits: tuple[str, ...]
+    usage: str
+    reclaimable: tuple[str, ...] = ()
+
+
+# Above memory.high, a process is neither killed nor does it get on: shared memory can't be reclaimed without swap.
+_MEMORY_FILES = _Files(
+    ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable")
 )
-_HUGE_PAGE_FILES = (
-    ("hugetlb.2MB.max", "hugetlb.2MB.current", ""),
-    ("hugetlb.2MB.limit_in_bytes", "hugetlb.2MB.usage_in_bytes", ""),
+_MEMORY_FILES_V1 = _Files(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
 )
 _MAPPINGS_MAX = 65_530  # the kernel's default
 _OWN_MAPPINGS = 4096  # at least so many are for libraries, tables and threads of the daemon
+_HUGE_PAGE_FILES = _Files(("hugetlb.2MB.max",), "hugetlb.2MB.current")
+_HUGE_PAGE_FILES_V1 = _Files(("hugetlb.2MB.limit_in_bytes",), "hugetlb.2MB.usage_in_bytes")
 _NO_LIMIT_BYTES = 1 << 60  # cgroups of version 1 have a number where there is no limit
 
 
@@ -60,7 +74,9 @@ def check_huge_pages_fit(size_bytes: int, root: Path = Path("/")) -> None:
             f"sysctl vm.nr_hugepages={total - available + needed}"
         )
     else:
-        headroom, group = min(_cgroup_limits(root, "hugetlb", *_HUGE_PAGE_FILES), default=(BYTES_MAX, ""))
+        headroom, group = min(
+            _cgroup_limits(root, "hugetlb", _HUGE_PAGE_FILES, _HUGE_PAGE_FILES_V1), default=(BYTES_MAX, "")
+        )
         if headroom < needed * HUGE_PAGE_BYTES:
             reason = f"it takes {needed} huge pages of 2 MiB, and {group} allows {headroom // HUGE_PAGE_BYTES} more"
     if reason:
@@ -75,7 +91,7 @@ def has_memory_limit(root: Path = Path("/")) -> bool:
 def memory_bytes(root: Path = Path("/")) -> int:
     """The machine's memory, or what the cgroups of this process still allow, if that is less."""
     total = re.search(r"^MemTotal:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
-    limits = [room for room, _ in _cgroup_limits(root, "memory", *_MEMORY_FILES)]
+    limits = [room for room, _ in _cgroup_limits(root, "memory", _MEMORY_FILES, _MEMORY_FILES_V1)]
     return min([int(total[1]) << 10, *limits] if total else limits, default=BYTES_MAX)
 
 
@@ -109,13 +125,11 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:
         most, used = (re.search(rf"^{name}:\s+(\d+) kB$", meminfo, re.MULTILINE) for name in _COMMIT)
         if most and used:
             yield max(0, int(most[1]) - int(used[1])) << 10, "CommitLimit, which vm.overcommit_memory = 2 sets"
-    yield from _cgroup_limits(root, "memory", *_MEMORY_FILES)
+    yield from _cgroup_limits(root, "memory", _MEMORY_FILES, _MEMORY_FILES_V1)
 
 
-def _cgroup_limits(
-    root: Path, controller: str, files: tuple[str, str, str], files_v1: tuple[str, str, str]
-) -> Iterator[tuple[int, str]]:
-    """Bytes that each cgroup of this process still allows, and its name."""
+def _cgroup_limits(root: Path, controller: str, files: _Files, files_v1: _Files) -> Iterator[tuple[int, str]]:
+    """Bytes that each limit of each cgroup of this process still allows, and which one that is."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers == "":
@@ -127,19 +141,24 @@ def _cgroup_limits(
         # Any ancestor's limit binds too; in a container the path may name a group that is not mounted there.
         folder = mount / place.lstrip("/")
         for group in [folder, *folder.parents]:
-            if (headroom := _headroom(group, *names)) is not None:
-                yield headroom, f"cgroup {group}"
+            for limit, headroom in _headrooms(group, names):
+                yield headroom, f"cgroup {group}, {limit}"
             if group == mount:
                 break
 
 
-def _headroom(group: Path, limit: str, usage: str, cache: str) -> int | None:
-    most, used = _text(group / limit).strip(), _text(group / usage).strip()
-    if not (most.isdigit() and used.isdigit()):
-        return None
-    # Page cache that was not used lately counts as used, and is given back on demand.
-    reclaimable = re.search(rf"^{cache} (\d+)$", _text(group / "memory.stat"), re.MULTILINE) if cache else None
-    return max(0, int(most) - int(used) + (int(reclaimable[1]) if reclaimable else 0))
+def _headrooms(group: Path, files: _Files) -> Iterator[tuple[str, int]]:
+    """Of each limit that the group has."""
+    used = _text(group / files.usage).strip()
+    limits = {limit: _text(group / limit).strip() for limit in files.limits}
+    if not used.isdigit() or not any(most.isdigit() for most in limits.values()):
+        return
+    # Page cache and what the kernel keeps of files count as used, and are given back on demand, as MemAvailable has it.
+    figures = dict(line.partition(" ")[::2] for line in _text(group / "memory.stat").splitlines() if files.reclaimable)
+    reclaimable = sum(int(figures.get(name, "0")) for name in files.reclaimable)
+    for limit, most in limits.items():
+        if most.isdigit():
+            yield limit, max(0, int(most) - max(0, int(used) - reclaimable))
 
 
 def _text(path: Path) -> str:

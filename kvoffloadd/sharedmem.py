@@ -181,7 +181,13 @@ def populate(
             _populate_step(fd, offset + at - start, at, min(step_bytes, begin + step - at, end - at))
 
     with ThreadPoolExecutor(max(threads, 1), "kvo-populate", _stand_back, (nice,)) as pool:
-        for done in [pool.submit(work, at) for at in range(start, end, step)]:
+        try:
+            ends = [pool.submit(work, at) for at in range(start, end, step)]
+        except RuntimeError:  # there are no threads to be had: this one does it all
+            ends = []
+            for at in range(start, end, step):
+                work(at)
+        for done in ends:
             done.result()
 
 

@@ -32,14 +32,12 @@ def bind_path(key: str, path: Path, mode: int) -> socket.socket:
     """
     _remove_stale(key, path)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    mask = os.umask(0o777 & ~mode)  # so that the socket is never more open than it shall be
     try:
         bound.bind(str(path))
+        path.chmod(mode)  # before it listens: nobody can have connected by then
     except BaseException:
         bound.close()
         raise
-    finally:
-        os.umask(mask)
     return bound
 
 
@@ -62,6 +60,18 @@ def _remove_stale(key: str, path: Path) -> None:
                 return
             raise ConfigError(f"{key}: {path} can't be tested: {error.strerror}") from None
     raise ConfigError(f"{key}: another process listens at {path}")
+
+
+def is_listening(path: Path) -> bool:
+    """Whether a process accepts connections there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(str(path))
+        except BlockingIOError:
+            return True  # its backlog is full
+        except OSError:
+            return False
+    return True
 
 
 def pack_fds(fds: Iterable[int]) -> list[tuple[int, int, array.array[int]]]:

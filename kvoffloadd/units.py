@@ -6,6 +6,7 @@ Binary units only: a GB is 7 % short of a GiB, and "GB" may mean either.
 from __future__ import annotations
 
 import math
+import os
 import re
 from fractions import Fraction
 
@@ -45,6 +46,11 @@ def parse_seconds(text: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError('must be a number of seconds, like "0.5"')
     return value
+
+
+def format_path(path: str | os.PathLike[str]) -> str:
+    """A path, or text with one, for people and for what has to be UTF-8: bytes of it that are not are escaped."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def format_bytes(size: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -55,9 +56,11 @@ def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name not in MODULES:
         out = sys.stdout if name in ("-h", "--help") else sys.stderr
-        print("usage: python -m scripts NAME [OPTIONS]\n", file=out)
-        for known in MODULES:
-            print(f"  {known:18} {summary(known)}", file=out)
+        lines = (f"  {known:18} {summary(known)}" for known in MODULES)
+        try:
+            print("usage: python -m scripts NAME [OPTIONS]\n", *lines, sep="\n", file=out, flush=True)
+        except BrokenPipeError:  # who reads it has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # or the interpreter's end would try once more
         return 0 if out is sys.stdout else 2
     sys.path[0] = str(HERE.parent)  # where the package is; not this folder, which hides others' packages
     sys.argv = [f"scripts {name}", *sys.argv[2:]]

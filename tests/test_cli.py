@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from kvoffloadd import __version__, cli, config, errors
 from kvoffloadd.cli import report
+from scripts.harness.daemon import Daemon
 
 SHIPPED = Path(__file__).parent.parent / "config" / "kvoffloadd.toml"
 
@@ -530,3 +532,41 @@ def test_failures_have_their_own_exit_codes(
 )
 def test_values_have_units(name: str, value: object, shown: str) -> None:
     assert report.format_value(name, value) == shown
+
+
+# --- text that the terminal's encoding lacks -------------------------------------------------------------------------
+
+ENCODINGS = [
+    {"PYTHONIOENCODING": "ascii"},
+    {"PYTHONIOENCODING": "latin-1"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+]
+
+
+@pytest.mark.parametrize("variables", ENCODINGS)
+@pytest.mark.parametrize("name", [b"disk-\xc3\xbc\xe2\x82\xac", b"disk-\xff"])
+def test_paths_in_any_encoding_can_be_shown(tmp_path: Path, variables: dict[str, str], name: bytes) -> None:
+    root = os.fsencode(tmp_path) + b"/" + name
+    for command in (["config", "show"], ["doctor"], ["doctor", "--json"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvoffloadd", *command, "--memory", "8MiB", "--disk", root + b"=8MiB"],
+            capture_output=True, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, check=False, timeout=50,
+        )  # fmt: skip
+        assert done.returncode in (0, 1)
+        assert done.stderr == b""
+        assert b"disk-" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variables", ENCODINGS)
+def test_a_daemon_s_paths_in_any_encoding_can_be_shown(
+    start_daemon: Callable[..., Daemon], tmp_path: Path, variables: dict[str, str]
+) -> None:
+    root = tmp_path / "disk-\u00fc\u20ac"
+    daemon = start_daemon(f'disk.roots=[{{ path = "{root}", capacity = "16MiB" }}]', "disk.min_free_bytes=0")
+    for command in (["status"], ["status", "--json"], ["top", "--once", "--interval", "0.1"], ["verify", "--disk"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "kvoffloadd", *command, "--socket", str(daemon.socket)],
+            capture_output=True, env={**os.environ, **variables}, stdin=subprocess.DEVNULL, check=False, timeout=50,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, b"")

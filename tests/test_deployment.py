@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,15 @@ def test_the_containers_command_is_one(capsys: pytest.CaptureFixture[str]) -> No
         cli.main([*words, "--help"])
     assert ended.value.code == 0
     assert "usage: kvoffloadd serve" in capsys.readouterr().out
+
+
+def test_one_wheel_is_for_all_versions_of_python() -> None:
+    """Its helpers keep to the stable interface, and its name says so."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    tool = settings["tool"]
+    assert all(module["py-limited-api"] for module in tool["setuptools"]["ext-modules"])
+    oldest = re.fullmatch(r">=(\d+)\.(\d+)", settings["project"]["requires-python"])
+    assert oldest is not None
+    assert tool["distutils"]["bdist_wheel"]["py-limited-api"] == f"cp{oldest[1]}{oldest[2]}"
+    for source in (source for module in tool["setuptools"]["ext-modules"] for source in module["sources"]):
+        assert "define Py_LIMITED_API 0x030B" in (ROOT / source).read_text(encoding="utf-8")

@@ -10,7 +10,6 @@ import re
 import socket
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,6 @@ import pytest
 
 from kvoffloadd import log
 from kvoffloadd.config import LogConfig
-from kvoffloadd.trial.wait import HANG_S
 
 logger = logging.getLogger("kvoffloadd.test")
 
@@ -267,25 +265,21 @@ def test_the_journal_gets_fields(journal: socket.socket) -> None:
     handler.close()
 
 
-def test_a_journal_that_does_not_keep_up_costs_records_and_no_time(journal: socket.socket) -> None:
+def test_what_a_journal_that_does_not_keep_up_does_not_take_goes_to_the_stream(journal: socket.socket) -> None:
     stream = io.StringIO()
     handler = log.JournalHandler(stream, Path(journal.getsockname()))
-    began = time.monotonic()
     for number in range(2000):
         handler.handle(record(f"message {number}"))
-    assert time.monotonic() - began < HANG_S
     journal.settimeout(0.0)
-    taken = 0
+    messages = []
     while True:
         try:
-            journal.recv(1 << 16)
+            messages.append(entry(journal.recv(1 << 16))["MESSAGE"])
         except BlockingIOError:
             break
-        taken += 1
-    handler.handle(record("the next"))
-    told = entry(journal.recv(1 << 16))["MESSAGE"]
-    assert told == f"kvoffloadd.test: the next ({2000 - taken} records lost before this one)"
-    assert stream.getvalue() == ""
+    lines = stream.getvalue().replace("<4>", "").splitlines()
+    assert len(lines) > 0
+    assert messages + lines == [f"kvoffloadd.test: message {number}" for number in range(2000)]
     handler.close()
 
 

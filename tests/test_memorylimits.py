@@ -84,6 +84,67 @@ def test_memory_fits_any_ancestors_cgroup_limit(tmp_path: Path) -> None:
         check_memory_fits(2 * MIB + 4096, root)
 
 
+def limited(tmp_path: Path, unit: dict[str, str], above: dict[str, str]) -> Path:
+    """A machine with 60 GiB, and cgroups of version 2 with these files: a unit's, and that of the slice above it."""
+    group, used = "sys/fs/cgroup/system.slice", {"memory.current": f"{MIB}\n", "memory.max": "max\n"}
+    return machine(tmp_path, {
+        "proc/meminfo": f"MemAvailable: {60 << 20} kB\n",
+        "proc/self/cgroup": "0::/system.slice/kvoffloadd.service\n",
+        **{f"{group}/{name}": text for name, text in {**used, **above}.items()},
+        **{f"{group}/kvoffloadd.service/{name}": text for name, text in {**used, **unit}.items()},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("whose", ["the unit's", "the slice's"])
+def test_memory_above_which_the_kernel_throttles_does_not_fit(tmp_path: Path, whose: str) -> None:
+    high = {"memory.high": f"{4 * MIB}\n"}
+    root = limited(tmp_path, *((high, {}) if whose == "the unit's" else ({}, high)))
+    check_memory_fits(3 * MIB, root)
+    assert has_memory_limit(root)
+    with pytest.raises(ConfigError, match=r"only 3 MiB are available \(cgroup .*/system.slice.*, memory\.high\)"):
+        check_memory_fits(3 * MIB + 4096, root)
+
+
+def test_the_lower_of_two_limits_holds(tmp_path: Path) -> None:
+    root = limited(tmp_path, {"memory.high": f"{4 * MIB}\n", "memory.max": f"{3 * MIB}\n"}, {})
+    with pytest.raises(ConfigError, match=r"only 2 MiB are available \(cgroup .*/kvoffloadd.service, memory\.max\)"):
+        check_memory_fits(3 * MIB, root)
+
+
+def test_no_limit_is_none(tmp_path: Path) -> None:
+    assert not has_memory_limit(limited(tmp_path, {"memory.high": "max\n"}, {"memory.high": "max\n"}))
+
+
+def test_what_the_kernel_gives_back_on_demand_is_free(tmp_path: Path) -> None:
+    """As MemAvailable has it; shared memory is no such file, nor are anonymous pages."""
+    stat = f"anon {MIB}\nfile {9 * MIB}\nshmem {MIB}\ninactive_file {2 * MIB}\nactive_file {5 * MIB}\n"
+    files = {"memory.max": f"{16 * MIB}\n", "memory.current": f"{12 * MIB}\n"}
+    root = limited(tmp_path, {**files, "memory.stat": f"{stat}slab_reclaimable {MIB}\nslab {3 * MIB}\n"}, {})
+    check_memory_fits(12 * MIB, root)
+    with pytest.raises(ConfigError, match="only 12 MiB are available"):
+        check_memory_fits(12 * MIB + 4096, root)
+
+
+def test_what_is_given_back_frees_no_more_than_is_used(tmp_path: Path) -> None:
+    """The files are read one after another."""
+    files = {"memory.max": f"{4 * MIB}\n", "memory.current": f"{MIB}\n", "memory.stat": f"active_file {2 * MIB}\n"}
+    with pytest.raises(ConfigError, match="only 4 MiB are available"):
+        check_memory_fits(5 * MIB, limited(tmp_path, files, {}))
+
+
+def test_page_cache_of_cgroup_v1_is_free(tmp_path: Path) -> None:
+    mount = "sys/fs/cgroup/memory"
+    files = {
+        "memory.limit_in_bytes": f"{8 * MIB}\n",
+        "memory.usage_in_bytes": f"{7 * MIB}\n",
+        "memory.stat": f"active_file {MIB}\ntotal_active_file {4 * MIB}\ntotal_inactive_file {MIB}\n",
+    }
+    root = machine(tmp_path, {"proc/self/cgroup": "4:memory:/\n"} | {f"{mount}/{k}": v for k, v in files.items()})
+    check_memory_fits(6 * MIB, root)
+    with pytest.raises(ConfigError, match=r"only 6 MiB are available .*memory\.limit_in_bytes"):
+        check_memory_fits(7 * MIB, root)
+
+
 def test_memory_fits_cgroup_v1_in_a_container(tmp_path: Path) -> None:
     mount = "sys/fs/cgroup/memory"
     root = machine(

@@ -1,7 +1,8 @@
 """The command line: `kvoffloadd serve`, an operator's questions and orders to a running daemon, and `plan` before all.
 
 Exit codes: 0 done, 1 the answer is bad news (findings, or a drain that missed its deadline), 2 usage or config,
-3 no daemon can be reached, 4 the daemon refused or did not answer in time, or a disk root can't be checked.
+3 no daemon can be reached, 4 the daemon refused or did not answer in time, or a disk root can't be checked; of `serve`
+also 75 try again: the process that had the daemon's place is ending; and what docs/BEHAVIOR.md says of its end.
 """
 
 from __future__ import annotations
@@ -15,20 +16,25 @@ from kvoffloadd.cli.commands import (
     EXIT_BAD_NEWS,
     EXIT_INTERRUPTED,
     EXIT_REFUSED,
+    EXIT_TRY_AGAIN,
     EXIT_UNREACHABLE,
     EXIT_USAGE,
     complain,
 )
+from kvoffloadd.standarderror import open_standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code (module docstring). Never raises for what an operator can get wrong."""
+    open_standard_streams()
     arguments = make_parser().parse_args(argv)
     try:
         code: int = arguments.command(arguments)
         sys.stdout.flush()
     except errors.ConfigError as error:
         return complain(str(error), EXIT_USAGE)
+    except errors.TryAgainError as error:
+        return complain(str(error), EXIT_TRY_AGAIN)
     except errors.DaemonUnreachableError as error:
         return complain(str(error), EXIT_UNREACHABLE)
     except errors.ConnectionLostError as error:

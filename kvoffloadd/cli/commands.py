@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvoffloadd import client, config, errors
+from kvoffloadd import client, config, errors, standarderror
 from kvoffloadd.model import DROPPED
 from kvoffloadd.units import format_bytes, parse_bytes
 
 EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
+EXIT_TRY_AGAIN = 75  # sysexits.h calls it EX_TEMPFAIL
 EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
 
 VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
@@ -27,6 +28,7 @@ PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_token
 
 
 def serve(arguments: argparse.Namespace) -> int:
+    standarderror.take_over()
     chosen = _load(arguments)
     # Imported here, as in the other commands: each loads what it needs, and a wrong config is told before all that.
     from kvoffloadd import log

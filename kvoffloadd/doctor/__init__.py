@@ -11,14 +11,7 @@ from kvoffloadd.device.holes import Holes
 from kvoffloadd.doctor.diagnosis import Diagnosis, Verdict, ok, problem
 from kvoffloadd.doctor.gpus import MakeDriver, check_gpus
 from kvoffloadd.doctor.host import Host
-from kvoffloadd.doctor.places import (
-    check_account,
-    check_disks,
-    check_metrics,
-    check_pool,
-    check_socket,
-    is_listening,
-)
+from kvoffloadd.doctor.places import check_account, check_disks, check_metrics, check_pool, check_socket
 from kvoffloadd.doctor.remote import check_remote
 from kvoffloadd.doctor.system import (
     check_helpers,
@@ -30,6 +23,7 @@ from kvoffloadd.doctor.system import (
     check_shm,
     check_system_calls,
 )
+from kvoffloadd.sockets import is_listening
 
 __all__ = ["Diagnosis", "Host", "Verdict", "examine"]
 

@@ -17,7 +17,7 @@ from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.storage.arenafile import block_bytes, file_bytes
 from kvoffloadd.storage.disk.files import DiskError, Files, describe_error, probe_direct
-from kvoffloadd.units import format_bytes
+from kvoffloadd.units import format_bytes, format_path
 
 ANSWER_S = 10.0
 """A disk that answers no sooner is ill."""
@@ -27,18 +27,6 @@ SERVICE_FOLDER = Path("/run/kvoffloadd")
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glusterfs", "lustre")
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
-
-
-def is_listening(path: Path) -> bool:
-    """Whether a process accepts connections there."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:
-            return True  # its backlog is full
-        except OSError:
-            return False
-    return True
 
 
 def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
@@ -164,7 +152,7 @@ def _within(limit_s: float, work: Callable[[], list[Diagnosis]]) -> list[Diagnos
 
 
 def _subject(root: DiskRoot) -> str:
-    return f"disk {root.path}"
+    return f"disk {format_path(root.path)}"
 
 
 def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagnosis]:

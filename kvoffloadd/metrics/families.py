@@ -238,6 +238,7 @@ def _server(status: Status) -> Iterator[Metric]:
         ("busy", "Requests that were answered `busy`."),
         ("peers_killed", "Peers whose process ended without `bye`."),
         ("drains_late", "Sessions whose copies did not end in time."),
+        ("log_lines_lost", "Lines of the log that standard error did not take."),
     ):
         name = "sessions_opened" if key == "sessions" else key
         yield _counter(name, text, _one(status["server"][key]))

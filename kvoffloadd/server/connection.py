@@ -17,6 +17,7 @@ from typing import Any
 
 from kvoffloadd.errors import (
     BusyError,
+    DescriptorsLostError,
     FramingError,
     InternalError,
     KvOffloadError,
@@ -103,7 +104,7 @@ class PeerConnection:
             return
         if flags & socket.MSG_CTRUNC:  # the kernel has closed the others
             self._close_fds(fds)
-            self._refuse(FramingError("not all descriptors arrived: the daemon has run out of descriptors"))
+            self._refuse(DescriptorsLostError("not all descriptors arrived: the daemon has run out of descriptors"))
             return
         try:
             with memoryview(_READ)[:size] as data:
@@ -304,7 +305,7 @@ class PeerConnection:
         if error.ends_session:
             self.end(text)
 
-    def _refuse(self, error: FramingError) -> None:
+    def _refuse(self, error: FramingError | DescriptorsLostError) -> None:
         """The stream is unusable: send the error, which ends the session."""
         self._reply_error(error, 0)
 

@@ -1,31 +1,25 @@
-"""The listening socket: bound (a dead daemon's is replaced, a live one's never) or passed by the service manager, and
-the check of which users may connect.
-"""
+"""Accepts connections at the listening socket, and checks which users may connect."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import socket
 import time
-from pathlib import Path
 
-from kvoffloadd.errors import BusyError, ConfigError, ForbiddenError, LimitError, PeerError, ResourceError
+from kvoffloadd.errors import BusyError, ForbiddenError, LimitError, PeerError, ResourceError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import encode
 from kvoffloadd.server import peer as peers
 from kvoffloadd.server.closer import STRANGERS
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.context import Context
-from kvoffloadd.sockets import bind_path, keep_inline, pass_descriptors
+from kvoffloadd.sockets import keep_inline, pass_descriptors
 
 log = logging.getLogger(__name__)
 
-BACKLOG = (1 << 31) - 1
-"""As long as the system allows (net.core.somaxconn): all users share it, and it refuses connections when full."""
 ACCEPT_RETRY_S = 0.1
 ACCEPT_TURN_S = 0.002
 """How long one turn of the loop takes connections: none is begun later than this."""
@@ -34,53 +28,12 @@ _TOO_OFTEN = encode(
 )
 
 
-def bind(path: Path, mode: int, given: socket.socket | None = None) -> tuple[socket.socket, int]:
-    """A listening socket at `path`, and the descriptor of the lock that says it is ours, to be held while we live.
-
-    `given`: the service manager's, which already listens there. The lock is taken then, too: it keeps two daemons from
-    sharing the clients of one socket. `mode` is that of the unit then.
-
-    Raises ConfigError if a live daemon has it, or the place can't be used.
-    """
-    try:
-        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
-        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise ConfigError(f"server.socket: {path.parent} can't be used: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if given is not None:
-            _check_given(given, path)
-            given.listen(BACKLOG)
-            return given, lock
-        listener = bind_path("server.socket", path, mode)
-        listener.listen(BACKLOG)
-    except BlockingIOError:
-        os.close(lock)
-        raise ConfigError(f"server.socket: another daemon uses {path} (it holds {path}.lock)") from None
-    except OSError as error:
-        os.close(lock)
-        raise ConfigError(f"server.socket: {path} can't be used: {error.strerror}") from None
-    except ConfigError:
-        os.close(lock)
-        raise
-    return listener, lock
-
-
-def _check_given(given: socket.socket, path: Path) -> None:
-    """Raises ConfigError if it is not where clients look for it."""
-    place = str(given.getsockname())
-    if os.path.realpath(place) != os.path.realpath(path):
-        raise ConfigError(f"server.socket: is {path}, but systemd listens at {place}: change the socket unit to match")
-
-
 class Listener:
-    """Accepts peers and owns their connections. `path`: to be removed at the end; None: the socket outlives us."""
+    """Accepts peers and owns their connections, and the listening socket."""
 
-    def __init__(self, context: Context, listener: socket.socket, path: Path | None) -> None:
+    def __init__(self, context: Context, listener: socket.socket) -> None:
         self._context = context
         self._listener = listener
-        self._path = path
         self._connections: set[PeerConnection] = set()
         self._refused: set[int] = set()  # users whose last connection came too often
 
@@ -183,15 +136,24 @@ class Listener:
         self._connections.discard(connection)
         self._context.accounts.of(uid).refund(sessions=charged)
 
-    async def close(self, deadline_s: float) -> None:
-        """Accept no more connections, and end all sessions: each one's copies end before its socket closes."""
+    def replace(self, listener: socket.socket) -> None:
+        """Accept peers at this socket from now on. Nobody can find the former one: who has connected to it is let in as
+        far as a turn goes.
+        """
+        self._on_acceptable()
+        self._leave()
+        self._listener = listener
+        self.start()
+
+    def _leave(self) -> None:
+        """With connections that were not accepted, and what they have sent; the service manager may still listen."""
         self._context.loop.remove_reader(self._listener.fileno())
-        # With all connections that were never accepted, and what they have sent; the service manager may still listen.
         self._context.closer.hold(STRANGERS, 1)
         self._context.closer.close(STRANGERS, [self._listener.detach()])
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+
+    async def close(self, deadline_s: float) -> None:
+        """Accept no more connections, and end all sessions: each one's copies end before its socket closes."""
+        self._leave()
         ends = [connection.end("the daemon shuts down") for connection in list(self._connections)]
         if ends:
             await asyncio.wait(ends, timeout=deadline_s)

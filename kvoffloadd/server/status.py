@@ -18,6 +18,7 @@ from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.memorylimits import page_table_bytes
 from kvoffloadd.server.context import Context, OpenSession
+from kvoffloadd.standarderror import lines_lost
 from kvoffloadd.steps import Steps
 
 S = TypeVar("S")
@@ -99,7 +100,10 @@ def _all_users(context: Context) -> dict[str, Any]:
             for direction, counters in jobs.counters.items()
         },
         "running": {"jobs": len(jobs.running), "holds": jobs.holds},
-        "server": {name: getattr(context.counters, name) for name in context.counters.__slots__},
+        "server": {
+            **{name: getattr(context.counters, name) for name in context.counters.__slots__},
+            "log_lines_lost": lines_lost(),
+        },
         "devices": {
             device.kind: {**device.gauges(), "loads_verified": jobs.verification(device).value}
             for device in context.devices

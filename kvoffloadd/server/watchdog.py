@@ -121,9 +121,7 @@ class Watchdog:
                     return
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 # Connected peers are served; to kill the daemon would end that.
-                log.warning(
-                    "new connections are no longer possible, restart the service: %s: %s", self._path, error.strerror
-                )
+                log.warning("watchdog: new connections are not possible: %s: %s", self._path, error.strerror)
                 return
             protocol = Connection(daemon=False)
             hello = m.Hello(seq=1, version=max(m.VERSIONS), role="observer", instance=os.urandom(16))

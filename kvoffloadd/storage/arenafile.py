@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 
 from kvoffloadd.config import MemoryConfig
-from kvoffloadd.errors import ConfigError, LimitError
+from kvoffloadd.errors import ConfigError, LimitError, TryAgainError
 from kvoffloadd.hugepages import huge_bytes
 from kvoffloadd.memorylimits import check_huge_pages_fit, check_memory_fits
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES, U8Array, U32Array, U64Array
@@ -251,13 +251,14 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
 
     Raises:
         ConfigError: the file can't be used.
+        TryAgainError: it can't be used yet.
     """
     fd = open_file(path)
     if (kind := _file_system(fd)) not in _MEMORY:
         log.warning("memory.pool_file: %s is on %s: what is stored in memory is written to a disk, too", path, kind)
     try:
         if pid := _await_owner(fd):
-            raise ConfigError(f"memory.pool_file = {str(path)!r}: process {pid}, which used it before, does not end")
+            raise TryAgainError(f"memory.pool_file = {str(path)!r}: process {pid}, which used it before, does not end")
         reason = unfit(fd, capacity_bytes, slab_bytes)
         if not reason:
             if lacking_bytes(fd):

@@ -14,7 +14,7 @@ from typing import Any, Self
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from kvoffloadd.trial.process import ROOT, DaemonError, end, spawn, tail
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.trial.wait import HANG_S, within
 
 START_S = HANG_S
 STOP_S = 30.0
@@ -161,6 +161,10 @@ class OwnDaemon:
     def log(self) -> str:
         """All that its runs have logged."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    def says(self, text: str) -> bool:
+        """Whether it has logged this. What a daemon has just logged may still wait for the thread that writes it."""
+        return within(lambda: text in self.log() or not self.alive, HANG_S) is not None and text in self.log()
 
     def tail(self) -> str:
         return tail(self.log_path)

@@ -98,8 +98,8 @@ def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: 
 
     until(has_ended, "the bug has ended the daemon")
     assert daemon.wait() == EXIT_FATAL
-    assert "exiting: a bug in the cache, whose tables may be half-written: IndexError" in daemon.log()
-    assert "in wrong" in daemon.log(), "the stack is there"
+    assert daemon.says("exiting: a bug in the cache, whose tables may be half-written: IndexError")
+    assert daemon.says("in wrong"), "the stack is there"
     daemon.leave_guests()
     switch_of(daemon).unlink()
     daemon.start()

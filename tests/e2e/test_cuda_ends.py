@@ -57,8 +57,8 @@ def test_an_error_that_lasts_ends_the_daemon_and_a_new_one_finds_its_keys(
     (uuid,) = (kind for kind in daemon.status()["devices"] if kind.startswith("cuda:"))
     store_until_it_ends(rank, seed)
     assert daemon.wait() == EXIT_FATAL
-    assert f"exiting: {uuid} can't be used any more" in daemon.log()
-    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in daemon.log()
+    assert daemon.says(f"exiting: {uuid} can't be used any more")
+    assert daemon.says("CUDA_ERROR_ILLEGAL_ADDRESS")
     daemon.start()
     again = daemon.welcome(Rank(daemon.socket))
     assert set(again.states(keys)) == {KeyState.PENDING}  # on disk
@@ -77,7 +77,7 @@ def test_a_copy_that_never_ends_is_the_daemon_s_end(start_daemon: Start, keys: K
     assert daemon.ping_s() < HANG_S
     assert daemon.wait() == EXIT_FATAL
     assert STUCK_S / 2 < time.monotonic() - began < HANG_S
-    assert f"a copy has not ended after {STUCK_S} s" in daemon.log()
+    assert daemon.says(f"a copy has not ended after {STUCK_S} s")
     assert rank.wait(job).outcome is Outcome.LOST
     daemon.start()
     assert daemon.welcome(Rank(daemon.socket)).store_keys(keys).outcome is Outcome.DONE
@@ -94,7 +94,7 @@ def test_a_killed_worker_s_copy_that_never_ends_is_the_daemon_s_end(
     victim.kill()
     assert daemon.wait() == EXIT_FATAL
     assert DRAIN_S / 2 < time.monotonic() - began < HANG_S
-    assert f"do not end within {DRAIN_S} s" in daemon.log()
+    assert daemon.says(f"do not end within {DRAIN_S} s")
 
 
 @pytest.mark.parametrize("what", ["store", "load"])

@@ -30,6 +30,6 @@ def test_a_package_that_is_never_imported(
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     daemon = start_daemon(*KERNEL, driver={"faults": ""})
     roundtrip(daemon, ODD, seed)
-    assert "one by one for now" in daemon.log()
+    assert daemon.says("one by one for now")
     assert daemon.stop() == 0
     assert "copies do not end" not in daemon.log()

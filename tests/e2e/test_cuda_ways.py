@@ -118,4 +118,5 @@ def test_a_kernel_that_is_refused_later(start_daemon: Start, seed: int) -> None:
         assert rank.store_keys(keys).outcome is Outcome.DONE
         assert rank.loads_right(keys)
     assert counted(daemon.status())["kernel_chunks"] == 5
-    assert daemon.log().count("the kernel for small rows does not work") == 2  # each way
+    until(lambda: daemon.log().count("the kernel for small rows does not work") >= 2, "it is told")  # each way
+    assert daemon.log().count("the kernel for small rows does not work") == 2

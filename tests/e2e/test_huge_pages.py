@@ -127,8 +127,8 @@ def test_kept_memory_is_used_as_it_is(start: Start, manager: Manager, seed: int,
     kill_and_keep(daemon, manager, after)
     assert daemon.status()["cache"]["keys_adopted"] == KEYS
     lies_in(daemon, before)
-    assert f'memory.huge_pages = "{after}": the memory tier that was kept' in daemon.log()
-    assert KEPT_BY in daemon.log()
+    assert daemon.says(f'memory.huge_pages = "{after}": the memory tier that was kept')
+    assert daemon.says(KEPT_BY)
     rank = daemon.welcome(Rank(daemon.socket, group_of(20_000)))
     assert served(rank, keys).all()
 
@@ -139,7 +139,7 @@ def test_a_cold_start_frees_the_pages_that_it_needs(start: Start, manager: Manag
     lies_in(daemon, "reserved")
     daemon.memory = CAPACITY - 4 * MIB
     kill_and_keep(daemon, manager, "reserved")
-    assert "a cold start, because the old pool can't be used" in daemon.log()
+    assert daemon.says("a cold start, because the old pool can't be used")
     until(lambda: huge_bytes(daemon) == CAPACITY - 4 * MIB, "all is in huge pages again")
 
 
@@ -155,5 +155,6 @@ def test_a_kernel_that_gives_none_is_told_once_if_asked_for(
 ) -> None:
     machine.enter_context(transparent_pages(allowed=False))
     daemon = start_daemon(f"memory.huge_pages={kind}")
+    until(lambda: daemon.log().count("shmem_enabled is never: write advise to it") >= told, "it is told")
     assert daemon.log().count("shmem_enabled is never: write advise to it") == told
     lies_in(daemon, "off")

@@ -148,7 +148,7 @@ def test_a_copy_that_does_not_end_is_the_daemon_s_end(start_daemon: Start, spawn
     victim.kill()
     assert daemon.wait() == 70
     assert 0.2 < time.monotonic() - begun < HANG_S
-    assert "exiting: copies of session 3 do not end within 0.3 s" in daemon.log()
+    assert daemon.says("exiting: copies of session 3 do not end within 0.3 s")
     assert bystander.wait(job).outcome is Outcome.LOST
 
 

@@ -26,7 +26,7 @@ def pool_policy(daemon: Daemon) -> str:
 def test_memory_is_spread_over_nodes_that_are_asked_for(start_daemon: Start) -> None:
     daemon = start_daemon("memory.numa=[0]")
     assert pool_policy(daemon) == "interleave:0"
-    assert "spread over NUMA nodes 0" in daemon.log()
+    assert daemon.says("spread over NUMA nodes 0")
 
 
 @pytest.mark.parametrize("asked", ["auto", "off"])

@@ -85,6 +85,60 @@ def test_whatever_else_listens_there_is_left_alone(start_daemon: Start) -> None:
     assert daemon.socket.read_text() == "precious"
 
 
+def test_a_socket_that_was_removed_is_made_again(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon()
+    rank = daemon.welcome(Rank(daemon.socket))
+    rank.store_keys(keys)
+    daemon.socket.unlink()
+    until(daemon.socket.exists, "the socket is made again")
+    with Rank(daemon.socket) as other:
+        assert other.loads_right(keys)
+    assert rank.loads_right(keys)  # who was connected still is
+    assert stat.S_IMODE(daemon.socket.stat().st_mode) == 0o660
+    assert daemon.stop() == 0
+    assert not daemon.socket.exists()
+
+
+def test_what_took_the_socket_s_place_is_left_alone(start_daemon: Start, keys: Keys) -> None:
+    daemon = start_daemon()
+    rank = daemon.welcome(Rank(daemon.socket))
+    daemon.socket.unlink()
+    daemon.socket.write_text("precious")
+    daemon.expected_in_log = "new connections are not possible"
+    assert daemon.says(daemon.expected_in_log)
+    assert rank.store_keys(keys).outcome is Outcome.DONE
+    assert daemon.stop() == 0
+    assert daemon.socket.read_text() == "precious"
+
+
+def test_a_start_beside_a_daemon_that_nobody_can_reach_is_to_be_tried_again(start_daemon: Start) -> None:
+    """Exit status 2 would be final: the unit has RestartPreventExitStatus=2."""
+    daemon = start_daemon()
+    daemon.signal(signal.SIGSTOP)  # before it makes its socket again
+    daemon.socket.unlink()
+    second = daemon.run_another()
+    daemon.signal(signal.SIGCONT)
+    assert second.returncode == 75
+    assert f"process {daemon.pid} holds" in second.stderr
+    assert "Traceback" not in second.stderr
+
+
+def test_a_start_waits_for_a_daemon_that_ends(start_daemon: Start, hold: Hold, keys: Keys) -> None:
+    daemon = start_daemon(f"server.drain_s={HANG_S}", faults=hold.fault)
+    rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
+    with hold:
+        rank.begin_store({0: (keys, rank.blocks_of(0, 0, 4))})
+        daemon.signal(signal.SIGTERM)
+        until(lambda: "draining: 1 jobs" in daemon.log(), "the drain has begun")
+        second = Daemon(daemon.socket.parent, "16MiB")
+        second.log_path = second.log_path.with_name("second.log")
+        second.launch()
+        until(lambda: "waiting for its end" in second.log(), "the second waits")
+    second.await_answer()
+    assert daemon.wait() == 0
+    assert second.stop() == 0
+
+
 # --- signals -------------------------------------------------------------------------------------------------------
 
 

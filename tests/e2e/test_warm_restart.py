@@ -64,7 +64,7 @@ def test_restarted(start: Start, seed: int, ends: str) -> None:
     rank = daemon.welcome(Rank(daemon.socket, group_of(20_000)))
     assert set(rank.states(keys)) == {KeyState.HIT}
     assert served(rank, keys).all()
-    assert TAKEN_OVER in daemon.log()
+    assert daemon.says(TAKEN_OVER)
 
 
 def test_an_orderly_stop_loses_nothing(start: Start, seed: int) -> None:
@@ -173,7 +173,7 @@ def test_another_size_is_a_cold_start(start: Start, seed: int) -> None:
     daemon.stop()
     daemon.memory = "16MiB"
     daemon.start()
-    assert "a cold start" in daemon.log()
+    assert daemon.says("a cold start")
     rank = daemon.welcome(Rank(daemon.socket, group_of(4096)))
     assert set(rank.states(keys)) == {KeyState.MISS}
     store_all(rank, keys)

@@ -57,7 +57,9 @@ def small() -> dict[str, Any]:
         "keys_evicted", "keys_cleared", "keys_corrupt", "keys_adopted", "parts_not_adopted", "keys_without_space",
         "keys_soon", "keys_done", "slabs_taken_over", "events_lost",
     )  # fmt: skip
-    server = ("sessions", "sessions_refused", "requests", "errors", "busy", "peers_killed", "drains_late")
+    server = (
+        "sessions", "sessions_refused", "requests", "errors", "busy", "peers_killed", "drains_late", "log_lines_lost",
+    )  # fmt: skip
     return {
         "version": "1", "uptime_s": 1.0, "draining": False, "lookups": [], "namespaces": [], "lanes": {},
         "memory": {f"{use}_bytes": 0 for use in ("capacity", "used", "free", "unassigned", "tail")},

@@ -45,3 +45,11 @@ def test_one_runs_from_any_directory(tmp_path: Path, name: str) -> None:
     done = run(name, "--help", cwd=tmp_path)
     assert done.returncode == 0
     assert done.stdout.startswith(f"usage: scripts {name} ")
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    child = subprocess.Popen([sys.executable, str(ROOT / "scripts")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.close()  # before it has written anything, or after
+    _, said = child.communicate(timeout=50)
+    assert (child.returncode, said) == (0, b"")

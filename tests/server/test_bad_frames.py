@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import msgpack
 import pytest
 
 from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.trial.process import open_fds
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import NAMESPACE, PREFIX, RawPeer, frame, said
@@ -246,3 +248,23 @@ def test_what_a_peer_sends_is_escaped_in_the_log(start_daemon: Callable[[], Daem
     written = daemon.log()
     assert {c for c in written if not c.isprintable()} == {"\n"}
     assert not [line for line in written.splitlines() if line.startswith("12:34:56.789")]
+
+
+@pytest.mark.slow
+def test_descriptors_that_the_daemon_has_no_room_for_are_not_the_peers_fault(
+    start_daemon: Callable[..., Daemon],
+) -> None:
+    daemon = start_daemon()
+    fd = create_memfd("lost", 4096)
+    with RawPeer(daemon.socket) as peer:
+        peer.hello()
+        limits = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (max(open_fds(daemon.pid)) + 1, limits[1]))
+        free = set(range(max(open_fds(daemon.pid)))) - set(open_fds(daemon.pid))
+        count = len(free) + 1
+        peer.begin("attach", rights=[fd] * count, kind="shm", fds=count)
+        refused = peer.receive()
+        resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, limits)
+    os.close(fd)
+    assert refused is not None
+    assert (refused["code"], refused["fault"], refused["retryable"]) == ("descriptors_lost", "daemon", True)

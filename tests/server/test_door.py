@@ -15,7 +15,8 @@ from kvoffloadd.errors import LimitError
 from kvoffloadd.server import listener as module
 from kvoffloadd.server.account import BUILT_IN, Account
 from kvoffloadd.server.closer import Closer
-from kvoffloadd.server.listener import Listener, bind
+from kvoffloadd.server.listener import Listener
+from kvoffloadd.server.socketplace import SocketPlace
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from tests.cache.fakes import make_cache
@@ -52,8 +53,10 @@ class Scene:
         self.context = context_of(make_cache())
         self.context.closer = Closer(self.context.loop, (os.getuid(),))
         self.context.turns = Turns(self.context.loop)
-        sock, self.lock = bind(path, 0o600)
-        self.listener = Listener(self.context, sock, path)
+        self.place = SocketPlace(path, 0o600)
+        self.place.claim()
+        sock = self.place.listen()
+        self.listener = Listener(self.context, sock)
         sock.setblocking(False)
 
     def connect(self) -> socket.socket:
@@ -64,7 +67,7 @@ class Scene:
 
     async def close(self) -> None:
         await self.listener.close(10)
-        os.close(self.lock)
+        self.place.close()
 
 
 async def test_many_are_accepted_in_a_turn_until_its_time_is_up(

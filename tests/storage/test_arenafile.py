@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.errors import ConfigError
+from kvoffloadd.errors import ConfigError, TryAgainError
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvoffloadd.storage import arenafile as module
 from kvoffloadd.storage import arenaowner as owner_module
@@ -223,7 +223,7 @@ def test_an_owner_that_does_not_end_keeps_it(
 ) -> None:
     """Its GPUs may still write there."""
     monkeypatch.setattr(module, "END_S", 0.1)
-    with pytest.raises(ConfigError, match=f"process {owner.pid}, which used it before, does not end"):
+    with pytest.raises(TryAgainError, match=f"process {owner.pid}, which used it before, does not end"):
         open_pool(path, CAPACITY, SLAB, fits)
     assert inherit(os.open(path, os.O_RDWR), CAPACITY, SLAB, fits) is None
 

@@ -1,0 +1,149 @@
+"""What a start takes from the system, and what it says where the system refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvoffloadd.client import Client
+from kvoffloadd.errors import ConfigError, LimitError
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.sharedmem import populate
+from kvoffloadd.startup import EXECUTOR_THREADS, check_proc, make_executor, refusals
+from kvoffloadd.trial.process import ROOT
+from kvoffloadd.trial.wait import HANG_S
+
+
+def beside() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvo-beside")]
+
+
+def test_all_of_them_are_there_at_once() -> None:
+    executor = make_executor()
+    assert len(beside()) == EXECUTOR_THREADS
+    executor.shutdown()
+
+
+def test_too_few_of_them_are_an_error_and_none_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, made = threading.Thread.start, 0
+
+    def few(thread: threading.Thread) -> None:
+        nonlocal made
+        made += 1
+        if made == EXECUTOR_THREADS - 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", few)
+    with pytest.raises(ConfigError, match=r"can't start new thread.*ulimit -u"), refusals():
+        make_executor()
+    for thread in beside():
+        thread.join(20)
+    assert beside() == []
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "ulimit -v"),
+        (MemoryError(), "ulimit -v"),
+        (LimitError("can't map"), "vm.max_map_count"),
+        (RuntimeError("can't start new thread"), "TasksMax, `ulimit -u` or `ulimit -v`"),
+    ],
+)
+def test_what_the_system_refuses_is_told_with_the_limit(error: Exception, words: str) -> None:
+    with pytest.raises(ConfigError, match=words), refusals():
+        raise error
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O error"), RuntimeError("a bug"), ValueError("a bug")])
+def test_what_is_nobody_s_limit_stays_what_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, refusals():
+        raise error
+    assert caught.value is error
+
+
+def test_a_machine_without_proc(tmp_path: Path) -> None:
+    check_proc()
+    with pytest.raises(ConfigError, match="/proc is not mounted"):
+        check_proc(tmp_path)
+
+
+# --- real starts ------------------------------------------------------------------------------------------------------
+
+
+def start(socket_dir: Path, limits: str = "", memory: str = "8MiB") -> subprocess.CompletedProcess[str]:
+    """`kvoffloadd serve`, to its end, from a shell that has said `limits`."""
+    command = [
+        *(sys.executable, "-m", "kvoffloadd", "serve", "--memory", memory),
+        *("--socket", str(socket_dir / "kvo.sock")),
+    ]
+    return subprocess.run(
+        ["bash", "-c", f'{limits}\nexec "$@"', "bash", *command],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=HANG_S, cwd=ROOT,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [
+        ("ulimit -f 1024", "ulimit -f"),
+        ("ulimit -v 250000", "ulimit -v"),
+        ("ulimit -v 400000", "ulimit -v"),
+        ("ulimit -v 600000", "ulimit -v"),
+    ],
+)
+def test_a_limit_of_the_shell_is_a_sentence(socket_dir: Path, limits: str, words: str) -> None:
+    done = start(socket_dir, limits)
+    assert (done.returncode, "Traceback" in done.stderr, words in done.stderr) == (2, False, True), done.stderr
+
+
+@pytest.mark.slow
+def test_a_start_without_standard_streams_serves(socket_dir: Path) -> None:
+    """Descriptors 0, 1 and 2 are nothing: no socket has such a number."""
+    child = subprocess.Popen(
+        ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", sys.executable, "-m", "kvoffloadd", "serve", "--memory",
+         "8MiB", "--socket", str(socket_dir / "kvo.sock")], cwd=ROOT,
+    )  # fmt: skip
+    with Client(socket_dir / "kvo.sock", namespace=None, role="observer", connect_deadline_s=HANG_S) as client:
+        client.ping()
+        assert {os.readlink(f"/proc/{child.pid}/fd/{number}") for number in range(3)} == {os.devnull}
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(HANG_S) == 0
+
+
+def test_a_command_without_standard_streams_has_its_exit_status(socket_dir: Path) -> None:
+    command = f"{sys.executable} -m kvoffloadd status --socket {socket_dir}/none"
+    done = subprocess.run(["bash", "-c", f"{command} <&- >&- 2>&-"], check=False, timeout=HANG_S, cwd=ROOT)
+    assert done.returncode == 3
+
+
+def test_populating_without_threads_is_done_by_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with mmap.mmap(-1, 16 * PAGE_BYTES) as memory:
+        address = ctypes.addressof(view := ctypes.c_char.from_buffer(memory))
+        monkeypatch.setattr(threading.Thread, "start", none)
+        populate(address, 16 * PAGE_BYTES, 4)
+        assert resident_bytes(address) == 16 * PAGE_BYTES
+        del view
+
+
+def resident_bytes(address: int) -> int:
+    """Of the mapping that begins there."""
+    maps = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace")
+    entry = re.search(rf"^{address:08x}-.*?^Rss: +(\d+) kB", maps, re.MULTILINE | re.DOTALL)
+    return int(entry[1]) << 10 if entry else 0
