@@ -5,7 +5,6 @@ steps and others' follow one another.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -34,28 +33,9 @@ Hang = Callable[[Tier, str, Path], Gate]
 
 
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+def hang() -> Hang:
     """`hang(tier, step, path)`: this root does not answer when it is taken, its manifest opened or its files listed."""
-    gates: dict[Path, Gate] = {}
-    open_file = manifest_module._open
-
-    def opener(path: str, flags: int) -> int:
-        if (gate := gates.get(Path(os.path.realpath(path)).parent)) is not None:
-            gate()
-        return open_file(path, flags)
-
-    monkeypatch.setattr(manifest_module, "_open", opener)
-
-    def make(tier: Tier, step: str, path: Path) -> Gate:
-        if step != "manifest":
-            return tier.files.hang(step, path)
-        gates[path] = Gate()
-        gates[path].close()
-        return gates[path]
-
-    yield make
-    for gate in gates.values():
-        gate.open()
+    return lambda tier, step, path: tier.files.hang(step, path)
 
 
 @pytest.fixture
@@ -222,8 +202,9 @@ def test_a_root_is_given_up_only_if_none_of_its_calls_end(monkeypatch: pytest.Mo
 
     def probe(last_progress_s: float, *lanes: Any) -> probe_module.Probe:
         directory: Any = SimpleNamespace(lane=lane(), last_progress_s=last_progress_s)
+        pool: Any = None
         health: Any = None
-        return probe_module.Probe(directory, health, lanes, 5.0, 10.0)
+        return probe_module.Probe(directory, pool, health, lanes, 5.0, 10.0)
 
     def stands_still(one: probe_module.Probe) -> list[bool]:
         now[0] = 1000.0

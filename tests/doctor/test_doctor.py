@@ -329,7 +329,7 @@ def test_disk_roots(host: Host, tmp_path: Path) -> None:
     assert found(tmp_path / "no/such")[0].verdict == Verdict.PROBLEM
     root = tmp_path / "root"
     root.mkdir(0o755)
-    assert "make that 700" in found(root)[0].found
+    assert "name a directory of its own" in found(root)[0].found
     root.chmod(0o700)
     assert found(root)[0].verdict == Verdict.OK
     assert found(root, capacity="4000TiB")[0].verdict == Verdict.NOTE
