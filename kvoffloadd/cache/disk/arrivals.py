@@ -182,10 +182,13 @@ class Arrivals:
         log.info("disk %s: %d records in %d segments found", root.name, records, len(found))
 
     def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> None:
+        # Sorted once: there may be a thousand keyspaces in a segment.
+        order = np.argsort(recovered.entries["space"], kind="stable")
+        starts = np.searchsorted(recovered.entries["space"][order], np.arange(len(recovered.keyspaces) + 1))
         for number, name in enumerate(recovered.keyspaces):
             if name.epoch != self._cache.epochs.of(name.fingerprint):
                 continue
-            entries = recovered.entries[recovered.entries["space"] == number]
+            entries = recovered.entries[order[starts[number] : starts[number + 1]]]
             if not len(entries):
                 continue
             disk_keyspace = self._disk.catalog.disk_keyspace(name)
