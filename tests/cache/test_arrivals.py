@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvoffloadd.cache.memory.epochs import unix_time_us
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.storage.disk import manifest as manifest_module
@@ -339,6 +341,32 @@ async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     await tier.until(lambda: all(root.state == RootState.OK for root in tier.roots))
     assert tier.states(tier.keyspace(A), 1) == [MISS]
     assert not tier.cache.epochs.is_rising(A)
+
+
+async def test_a_clear_amid_a_merge_is_later_than_what_is_merged(
+    open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be ahead of the clock. Else what is stored after the clear would be under an epoch that is over."""
+    first = await open_tier(paths=[paths[1]])
+    await first.close()
+    ahead = unix_time_us() + 3600 * 10**6
+    manifest = await manifest_module.read_manifest(paths[1])
+    assert manifest is not None
+    await manifest_module.write_manifest(paths[1], replace(manifest, base_epoch=ahead, last_epoch=ahead))
+    paths[1].chmod(0o755)
+    tier = await open_tier(paths=paths)
+    namespace = tier.keyspace(A).namespace
+    walks = Walks(tier, monkeypatch)
+    paths[1].chmod(0o700)
+    await tier.until(lambda: walks.begun)
+    before = tier.cache.epochs.of(A)
+    cleared = asyncio.ensure_future(tier.clear(namespace))
+    await tier.until(lambda: tier.cache.epochs.of(A) != before)
+    assert tier.cache.epochs.of(A) > ahead
+    walks.let_go = 1000
+    await cleared
+    await tier.until(lambda: tier.roots[1].state == RootState.OK)
+    assert tier.cache.epochs.of(A) > ahead
 
 
 async def test_clears_of_two_roots_are_learnt_one_after_the_other(
