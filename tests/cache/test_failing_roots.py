@@ -16,7 +16,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk import segment as segment_module
 from kvoffloadd.storage.disk.files import Files
-from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.opening import open_root
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
 
@@ -103,15 +103,33 @@ async def test_space_that_is_missing_though_it_was_allocated(open_tier: Open, mo
 
     def thin(fd: int, offset: int, buffers: Sequence[Any]) -> None:
         name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
-        if name not in good and len(name) == 16:
+        if name not in good and len(name) == 16 and offset:  # its first page can be
             raise OSError(errno.ENOSPC, "the volume is full")
         write(fd, offset, buffers)
 
     monkeypatch.setattr(tier.files, "write", thin)
+    states = states_of(tier)
     newest = await fill(tier, keyspace, 300, first=1000)
     assert tier.on_disk(keyspace, *newest[-60:]) == newest[-60:]
-    assert tier.root.state == RootState.OK
+    assert states == [RootState.OK]
     assert tier.root.pool.recycled > 4
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(errno.ENOSPC, RootState.FULL), (errno.EDQUOT, RootState.FULL), (errno.EIO, RootState.READ_ONLY)],
+)
+def test_two_failed_writes_in_a_row_stop_writing(tmp_path: Path, number: int, state: str) -> None:
+    health = Health(tmp_path)
+    health.become(RootState.OK)
+    error = OSError(number, "planted")
+    for _ in range(2):
+        health.write_failed(error)
+        assert health.state == RootState.OK
+        health.write_succeeded()
+    health.write_failed(error)
+    health.write_failed(error)
+    assert (health.state, health.reason) == (state, "planted")
 
 
 async def test_a_segment_that_broke_gets_no_footer(open_tier: Open) -> None:
