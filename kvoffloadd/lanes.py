@@ -242,7 +242,9 @@ class Lane:
             if ticket in self._queue:
                 self._queue.push(_path(flow, urgent), ticket, ticket.cost_bytes)
 
-    async def perform(self, work: Callable[[], T], *, flow: Flow = DAEMON, urgent: int = 0, cost_bytes: int = 0) -> T:
+    async def perform(
+        self, work: Callable[[], T | Again], *, flow: Flow = DAEMON, urgent: int = 0, cost_bytes: int = 0
+    ) -> T:
         """Runs `work` in the lane and waits for it; raises what it raises. The caller sees to the deadline: whoever
         gives up waiting leaves the work running.
 

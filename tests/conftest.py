@@ -51,6 +51,7 @@ HOST_ONLY = {
     "test_disk_kill": _DISK,
     "test_disk_mounts": _DISK,
     "test_disk_pins": _DISK,
+    "test_disk_threads": _DISK,
     "test_kill": _MEMFDS,
     "test_registrations": _MEMFDS,
     "test_remote": "the store's agent reads and writes the arena, whatever device copies to and from it",

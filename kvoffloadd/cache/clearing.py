@@ -106,7 +106,7 @@ class Clearings:
     def unrecorded(self, clearing: Clearing) -> list[str]:
         """Which places have not recorded it yet: paths of disk roots, REMOTE."""
         self._look(clearing)
-        return [str(root.path) for root in clearing.roots] + [REMOTE] * bool(clearing.eras)
+        return [root.name for root in clearing.roots] + [REMOTE] * bool(clearing.eras)
 
     def _look(self, clearing: Clearing) -> Clearing:
         if self._disk:

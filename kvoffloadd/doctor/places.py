@@ -16,7 +16,8 @@ from kvoffloadd.config import Config, DiskConfig, DiskRoot, MemoryConfig
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.storage.arenafile import block_bytes, file_bytes
-from kvoffloadd.storage.disk.files import DiskError, Files, describe_error, probe_direct
+from kvoffloadd.storage.disk.files import DiskError, Files, describe_error
+from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, Abilities, file_system, probe
 from kvoffloadd.units import format_bytes, format_path
 
 ANSWER_S = 10.0
@@ -26,6 +27,7 @@ SERVICE_FOLDER = Path("/run/kvoffloadd")
 """tmpfiles.d makes it root's, and RuntimeDirectory= of the unit its user's at each start."""
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glusterfs", "lustre")
+_OURS = {"lock", "manifest", "manifest.new", "segments", "lost+found"}
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 
 
@@ -166,14 +168,14 @@ def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagno
         yield problem(subject, "does not exist", f"mount its file system; then {_make(root.path, host)}")
         return
     except DiskError as error:
-        yield problem(subject, str(error).removeprefix(f"{root.path} "), _make(root.path, host))
+        yield problem(subject, str(error).removeprefix(f"{root.path} "), _make_its_own(root.path, host))
         return
     except OSError as error:
         yield problem(subject, describe_error(error), _make(root.path, host))
         return
     try:
-        direct = probe_direct(files, fd)
-        room, kind = os.fstatvfs(fd), _file_system(os.fstat(fd).st_dev, host)
+        able = probe(files, fd, None if disk.direct else False)
+        room, kind = files.space(fd), file_system(fd, host.text("proc/self/mountinfo"))
     except OSError as error:
         yield problem(subject, f"can't be written: {describe_error(error)}",
                       f"check the mount options; in the unit, set ReadWritePaths={root.path}")  # fmt: skip
@@ -181,10 +183,20 @@ def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagno
     finally:
         os.close(fd)
     yield from _judge_room(root, disk, room)
+    yield from _judge_file_system(subject, disk, kind, able)
+
+
+def _judge_file_system(subject: str, disk: DiskConfig, kind: str, able: Abilities) -> Iterator[Diagnosis]:
     if kind in _NETWORK or kind in _VOLATILE:
         why = "each access waits for the network" if kind in _NETWORK else "a restart may lose it, and tmpfs is memory"
         yield note(subject, f"is on {kind}: {why}", "use a local file system: ext4 or XFS on NVMe")
-    if not direct and disk.direct != False:  # noqa: E712 - "auto" is no flag
+    if not able.allocates:
+        text = f"{kind or 'its file system'} has no fallocate(2), so each new segment is filled with zeros first"
+        yield note(subject, text, "use ext4 or XFS")
+    if kind == COPY_ON_WRITE and not able.in_place:
+        text = f"{kind} does not give files the attribute C (NOCOW), so each segment is made anew instead of used again"
+        yield note(subject, text, "use ext4 or XFS")
+    if not able.direct and disk.direct != False:  # noqa: E712 - "auto" is no flag
         text = (
             f"{kind or 'its file system'} does not support O_DIRECT, so the page cache holds every byte a second time"
         )
@@ -206,13 +218,13 @@ def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> It
         yield ok(_subject(root), size)
 
 
-def _file_system(device: int, host: Host) -> str:
-    """Its type, as mounts(5) has it; empty if it can't be told."""
-    for line in host.text("proc/self/mountinfo").splitlines():
-        mount, _, rest = line.partition(" - ")
-        if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-            return rest.split()[0]
-    return ""
+def _make_its_own(folder: Path, host: Host) -> str:
+    """For a directory that others may enter. One that holds other things, such as /, must not be taken from them."""
+    try:
+        is_ours = set(os.listdir(folder)) <= _OURS
+    except OSError:
+        is_ours = False
+    return _make(folder if is_ours else folder / "kvoffloadd", host)
 
 
 def _user(uid: int) -> str:

@@ -141,7 +141,7 @@ def _lanes(context: Context) -> dict[str, dict[str, int | float]]:
     lanes["memory hash"] = context.hash_lane
     if context.disk:
         for root in context.disk.roots:
-            lanes |= {f"{root.path} read": root.read_lane, f"{root.path} write": root.write_lane}
+            lanes |= {f"{root.name} read": root.read_lane, f"{root.name} write": root.write_lane}
     return {name: lane.figures() for name, lane in lanes.items()}
 
 

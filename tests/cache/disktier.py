@@ -111,7 +111,9 @@ class SteeredFiles(FaultyFiles):
         fresh.replace(self.switch)
 
     def hang(self, operation: str, path: Path) -> Gate:
-        """From now on this root does not answer: "enter" when it is taken, "names" when its segments are listed."""
+        """From now on this root does not answer: "enter" when it is taken, "manifest" when that is opened, "names" when
+        its segments are listed.
+        """
         gate = self._hanging[operation, path] = Gate()
         gate.close()
         return gate
@@ -125,6 +127,11 @@ class SteeredFiles(FaultyFiles):
         if (gate := self._hanging.get(("enter", Path(path)))) is not None:
             gate()
         return super().open_directory(path)
+
+    def open_again(self, path: Path) -> int:
+        if (gate := self._hanging.get(("manifest", Path(os.path.realpath(path))))) is not None:
+            gate()
+        return super().open_again(path)
 
     def names(self, dir_fd: int) -> list[str]:
         path = Path(os.readlink(f"/proc/self/fd/{dir_fd}")).parent
@@ -252,7 +259,9 @@ class Tier:
                 if segment.fd != -1:
                     os.close(segment.fd)
                     segment.fd = -1
-            root.directory.close()
+            for fd in (root.directory.segments_fd, root.directory._directory_fd, root.directory._lock_fd):
+                if fd != -1:
+                    os.close(fd)
         await self._end()
 
     async def _end(self) -> None:

@@ -5,18 +5,19 @@ steps and others' follow one another.
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvoffloadd.cache.memory.epochs import unix_time_us
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.storage.disk import manifest as manifest_module
@@ -34,28 +35,9 @@ Hang = Callable[[Tier, str, Path], Gate]
 
 
 @pytest.fixture
-def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+def hang() -> Hang:
     """`hang(tier, step, path)`: this root does not answer when it is taken, its manifest opened or its files listed."""
-    gates: dict[Path, Gate] = {}
-    open_file = manifest_module._open
-
-    def opener(path: str, flags: int) -> int:
-        if (gate := gates.get(Path(os.path.realpath(path)).parent)) is not None:
-            gate()
-        return open_file(path, flags)
-
-    monkeypatch.setattr(manifest_module, "_open", opener)
-
-    def make(tier: Tier, step: str, path: Path) -> Gate:
-        if step != "manifest":
-            return tier.files.hang(step, path)
-        gates[path] = Gate()
-        gates[path].close()
-        return gates[path]
-
-    yield make
-    for gate in gates.values():
-        gate.open()
+    return lambda tier, step, path: tier.files.hang(step, path)
 
 
 @pytest.fixture
@@ -222,8 +204,9 @@ def test_a_root_is_given_up_only_if_none_of_its_calls_end(monkeypatch: pytest.Mo
 
     def probe(last_progress_s: float, *lanes: Any) -> probe_module.Probe:
         directory: Any = SimpleNamespace(lane=lane(), last_progress_s=last_progress_s)
+        pool: Any = None
         health: Any = None
-        return probe_module.Probe(directory, health, lanes, 5.0, 10.0)
+        return probe_module.Probe(directory, pool, health, lanes, 5.0, 10.0)
 
     def stands_still(one: probe_module.Probe) -> list[bool]:
         now[0] = 1000.0
@@ -358,6 +341,32 @@ async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     await tier.until(lambda: all(root.state == RootState.OK for root in tier.roots))
     assert tier.states(tier.keyspace(A), 1) == [MISS]
     assert not tier.cache.epochs.is_rising(A)
+
+
+async def test_a_clear_amid_a_merge_is_later_than_what_is_merged(
+    open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be ahead of the clock. Else what is stored after the clear would be under an epoch that is over."""
+    first = await open_tier(paths=[paths[1]])
+    await first.close()
+    ahead = unix_time_us() + 3600 * 10**6
+    manifest = await manifest_module.read_manifest(paths[1])
+    assert manifest is not None
+    await manifest_module.write_manifest(paths[1], replace(manifest, base_epoch=ahead, last_epoch=ahead))
+    paths[1].chmod(0o755)
+    tier = await open_tier(paths=paths)
+    namespace = tier.keyspace(A).namespace
+    walks = Walks(tier, monkeypatch)
+    paths[1].chmod(0o700)
+    await tier.until(lambda: walks.begun)
+    before = tier.cache.epochs.of(A)
+    cleared = asyncio.ensure_future(tier.clear(namespace))
+    await tier.until(lambda: tier.cache.epochs.of(A) != before)
+    assert tier.cache.epochs.of(A) > ahead
+    walks.let_go = 1000
+    await cleared
+    await tier.until(lambda: tier.roots[1].state == RootState.OK)
+    assert tier.cache.epochs.of(A) > ahead
 
 
 async def test_clears_of_two_roots_are_learnt_one_after_the_other(

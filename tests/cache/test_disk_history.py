@@ -20,7 +20,7 @@ from kvoffloadd.cache.memory import keyspaces
 from kvoffloadd.errors import LimitError, NotDurableError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk import rootdirectory
-from kvoffloadd.storage.disk.files import DiskError
+from kvoffloadd.storage.disk.files import DiskError, Files
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.manifest import Manifest, read_manifest, write_manifest
 from kvoffloadd.storage.disk.root import Root
@@ -312,10 +312,10 @@ class SlowWrites:
         monkeypatch.setattr(rootdirectory, "write_manifest", self._write)
         monkeypatch.setattr(root.directory, "write_epochs", self._count)
 
-    async def _write(self, path: Path, manifest: Manifest, executor: Executor) -> None:
+    async def _write(self, path: Path, manifest: Manifest, executor: Executor, files: Files) -> None:
         self.began.append(manifest)
         await self.go.acquire()
-        await write_manifest(path, manifest, executor)
+        await write_manifest(path, manifest, executor, files)
 
     async def _count(self, base: int, last: int, epochs: dict[bytes, int], confirmed_s: int) -> None:
         self.asked += 1

@@ -198,8 +198,8 @@ class DiskMachine(RuleBasedStateMachine):
     def clear_namespaces(self, *which_ones: int) -> None:
         for n in range(len(SIZES)):
             self.keyspace(n)
-        usable = all(root.accepted for root in self.tier.roots)
-        if usable:  # with a root that is off it would not be durable, and is refused
+        usable = all(root.accepted for root in self.tier.roots) and not self.fails
+        if usable:  # with a root that is off or fails it would not be durable, and is refused
             self.run(self.tier.clear(*(self.keyspace(n).namespace for n in which_ones)))
             for n in which_ones or range(len(SIZES)):
                 self.stored[n] = set()

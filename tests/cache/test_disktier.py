@@ -222,7 +222,7 @@ async def test_a_segment_that_goes_while_its_keys_are_cleared(open_tier: Open, m
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, *range(20))
     oldest = tier.segments_by_age()[0]
-    await asyncio.gather(tier.clear(keyspace.namespace), tier.disk.reclaim.give_up(tier.root, oldest))
+    await asyncio.gather(tier.clear(keyspace.namespace), tier.disk.reclaim.give_up(oldest, []))
     assert tier.disk.catalog.records == 0
     assert tier.audit() == []
 

@@ -324,9 +324,9 @@ async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, mon
 
     monkeypatch.setattr(directory, "trouble", trouble)
 
-    def close_and_tell() -> None:
+    async def close_and_tell() -> None:
         left.append("left")
-        close()
+        await close()
 
     monkeypatch.setattr(directory, "close", close_and_tell)
     wait_idle, waiting = directory.wait_idle, asyncio.Event()

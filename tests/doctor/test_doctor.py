@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from kvoffloadd.doctor.host import NAMESPACES_OF_THE_HOST
 from kvoffloadd.doctor.system import check_holes, check_kernel, check_limits, check_loads, check_memory, check_shm
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.sockets import is_listening
+from kvoffloadd.storage.disk.opening import Abilities
 from kvoffloadd.trial.wait import HANG_S
 from scripts.harness.daemon import Daemon
 
@@ -330,17 +332,44 @@ def test_disk_roots(host: Host, tmp_path: Path) -> None:
     assert found(tmp_path / "no/such")[0].verdict == Verdict.PROBLEM
     root = tmp_path / "root"
     root.mkdir(0o755)
-    assert "make that 700" in found(root)[0].found
+    assert "name a directory of its own" in found(root)[0].found
     root.chmod(0o700)
     assert found(root)[0].verdict == Verdict.OK
     assert found(root, capacity="4000TiB")[0].verdict == Verdict.NOTE
     assert found(root, disk__min_free_bytes="4000TiB")[0].verdict == Verdict.NOTE
     (tmp_path / "file").touch()
     assert found(tmp_path / "file")[0].verdict == Verdict.PROBLEM
-    device = root.stat().st_dev
-    where = f"25 1 {os.major(device)}:{os.minor(device)} / / rw - nfs4 server:/x rw\n"
-    (host.root / "proc/self/mountinfo").write_text(where)
+    fd = os.open(root, os.O_RDONLY)
+    mount = re.findall(r"mnt_id:\s*(\d+)", Path(f"/proc/self/fdinfo/{fd}").read_text())[0]
+    os.close(fd)
+    (host.root / "proc/self/mountinfo").write_text(f"{mount} 1 0:25 / / rw - nfs4 server:/x rw\n")
     assert any("nfs4" in one.found for one in found(root))
+
+
+def test_a_directory_with_other_things_is_not_to_be_taken_from_others(host: Host, tmp_path: Path) -> None:
+    """As /, for one."""
+
+    def remedy(path: Path) -> str:
+        return next(places.check_disks(chosen(disk__roots=f'[{{path="{path}", capacity="8MiB"}}]').disk, host)).remedy
+
+    root = tmp_path / "root"
+    (root / "segments").mkdir(0o755, parents=True)
+    assert remedy(root).endswith(f" {root}")
+    (root / "etc").mkdir()
+    assert remedy(root).endswith(f" {root}/kvoffloadd")
+    (tmp_path / "link").symlink_to(root)
+    found = next(places.check_disks(chosen(disk__roots=f'[{{path="{tmp_path}/link", capacity="8MiB"}}]').disk, host))
+    assert (found.verdict, found.found) == (Verdict.PROBLEM, f"is a symbolic link: name the directory itself, {root}")
+
+
+def test_what_a_file_system_lacks_is_told(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    disk = chosen(disk__roots=f'[{{path="{tmp_path}", capacity="8MiB"}}]').disk
+    lacking = [Abilities(direct=True, allocates=False), Abilities(direct=True, in_place=False)]
+    monkeypatch.setattr(places, "probe", lambda *_: lacking.pop(0))
+    monkeypatch.setattr(places, "file_system", lambda *_: "btrfs")
+    assert "no fallocate(2)" in " ".join(one.found for one in places.check_disks(disk, host))
+    assert "NOCOW" in " ".join(one.found for one in places.check_disks(disk, host))
 
 
 def test_a_disk_that_hangs_is_told(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

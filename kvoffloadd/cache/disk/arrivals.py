@@ -95,7 +95,7 @@ class Arrivals:
         try:
             await work
         except (OSError, KvOffloadError) as error:
-            log.warning("disk %s: %s", root.path, error)
+            log.warning("disk %s: %s", root.name, error)
 
     async def check(self, root: Root) -> None:
         """Check that a root answers and is the same directory; if not, take it off, and in again when it is back."""
@@ -132,13 +132,12 @@ class Arrivals:
     async def _accept(self, root: Root, manifest: Manifest) -> None:
         """Accept or reject an opened root, and merge the clears in its manifest in both cases."""
         if not self._cache.epochs.recalls(manifest.base_epoch, manifest.last_epoch, *manifest.epochs.values()):
-            root.directory.reject()
             root.health.become(RootState.OFF, "its manifest has clears of the future: is this host's clock right?")
+            await root.directory.reject()
             return
         same = [r for r in self._disk.roots if r is not root and r.accepted and r.directory.uuid == manifest.root_uuid]
         if same:
-            root.directory.reject()
-            root.health.become(RootState.OFF, f"it is a copy of {same[0].path}, which is in use")
+            root.health.become(RootState.OFF, f"it is a copy of {same[0].name}, which is in use")
         else:
             root.directory.accepted = True
             confirmed = self._cache.confirmed
@@ -148,13 +147,15 @@ class Arrivals:
                 confirmed.at_s = min(confirmed.at_s, manifest.confirmed_s)
         async with self._changing:
             await self._merge_epochs(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
+        if same:
+            await root.directory.reject()  # last: it may wait for the disk
 
     @staticmethod
     def _distrust(root: Root) -> None:
         """The shared store remembers clears for a while; who has not asked it since then can't know of them."""
         log.warning(
             "disk %s: what it has was not confirmed by the remote store for more than %d days, and is removed",
-            root.path,
+            root.name,
             UNCONFIRMED_MAX_S // 86400,
         )
         root.distrust()
@@ -178,13 +179,16 @@ class Arrivals:
                 await asyncio.sleep(0)
             root.health.become(RootState.OK)
         self._disk.numbers.changes.notify_all()
-        log.info("disk %s: %d records in %d segments found", root.path, records, len(found))
+        log.info("disk %s: %d records in %d segments found", root.name, records, len(found))
 
     def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> None:
+        # Sorted once: there may be a thousand keyspaces in a segment.
+        order = np.argsort(recovered.entries["space"], kind="stable")
+        starts = np.searchsorted(recovered.entries["space"][order], np.arange(len(recovered.keyspaces) + 1))
         for number, name in enumerate(recovered.keyspaces):
             if name.epoch != self._cache.epochs.of(name.fingerprint):
                 continue
-            entries = recovered.entries[recovered.entries["space"] == number]
+            entries = recovered.entries[order[starts[number] : starts[number + 1]]]
             if not len(entries):
                 continue
             disk_keyspace = self._disk.catalog.disk_keyspace(name)

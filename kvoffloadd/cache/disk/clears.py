@@ -91,7 +91,7 @@ class DiskClears:
                 await root.directory.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace), confirmed.at_s)
         except (OSError, KvOffloadError) as error:
             why = "it does not answer" if isinstance(error, TimeoutError) else describe_error(error)
-            log.warning("disk %s: a clear could not be recorded: %s", root.path, why)
+            log.warning("disk %s: a clear could not be recorded: %s", root.name, why)
         else:
             if root.directory.manifest is not None:  # else it has gone off at this moment
                 self._recorded[root] = root.directory.manifest

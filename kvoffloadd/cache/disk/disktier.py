@@ -120,7 +120,7 @@ class DiskTier(DiskContents):
         """The audit in steps. Each yields what is wrong at its moment."""
         yield from self.catalog.steps(lambda: {ordinal for root in self.roots for ordinal in root.pool.segments})
         yield [
-            f"disk: {root.path} uses {root.pool.used_bytes} bytes of {root.capacity_bytes}"
+            f"disk: {root.name} uses {root.pool.used_bytes} bytes of {root.capacity_bytes}"
             for root in self.roots
             if root.state != RootState.OFF and root.pool.used_bytes > root.capacity_bytes
         ]

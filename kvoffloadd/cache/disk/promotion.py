@@ -25,7 +25,7 @@ from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.cache.window import Window
 from kvoffloadd.lanes import Ticket
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U32Array, U64Array
-from kvoffloadd.storage.disk.records import DAMAGED, FAILED, NO_RESOURCES, NOT_READ, OK, READ
+from kvoffloadd.storage.disk.records import DAMAGED, FAILED, GONE, NO_RESOURCES, NOT_READ, OK, READ
 from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.hashing import in_turns
 
@@ -208,17 +208,17 @@ class Promotion(Fetches):
     def _count_failures(self, reading: ReadBatch, piece: DiskRead, status: U8Array) -> None:
         """Count records that did not come. Bad ones are dropped; the others can be tried again."""
         catalog, counters = self._disk.catalog, self.counters
-        damaged, unreadable, cancelled, starved = (
-            int((status == reason).sum()) for reason in (DAMAGED, FAILED, NOT_READ, NO_RESOURCES)
+        damaged, unreadable, gone, cancelled, starved = (
+            int((status == reason).sum()) for reason in (DAMAGED, FAILED, GONE, NOT_READ, NO_RESOURCES)
         )
         counters.damaged += damaged
-        counters.unreadable += unreadable
+        counters.unreadable += unreadable + gone
         counters.cancelled += cancelled
         counters.no_resources += starved
         bad = (status == DAMAGED) | (status == FAILED)
         # Only where the catalog still means this place: the record may have moved on meanwhile.
         bad &= (catalog.segment[piece.records] == piece.segment) & (catalog.page[piece.records] == piece.reads["page"])
-        self._disk.lose(piece.records[bad], Reason.CORRUPT)
+        self._disk.lose(piece.records[bad], Reason.CORRUPT)  # what is gone goes with its segment
         if damaged or unreadable:
             log.warning(
                 "disk: %d of %d records of group %d failed verification; their keys are misses now",

@@ -6,6 +6,7 @@ Event loop only, one task per root.
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +24,8 @@ from kvoffloadd.storage.disk.records import OK, READ
 from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.disk.segment import Segment
 from kvoffloadd.storage.disk.writer import WriteBatch
+
+log = logging.getLogger(__name__)
 
 REWRITE_BYTES = 8 << 20
 """Bytes that are read and written again in one go."""
@@ -54,8 +57,10 @@ class Reclaim:
         """Whenever the root has no segment ahead, make one, until cancelled."""
         changes = self._disk.numbers.changes
         while True:
-            if not root.pool.wants_segment:
-                await changes.wait_for(lambda: root.pool.wants_segment, retry_s)
+            if root.pool.gone:
+                await self._forget_gone(root, root.pool.gone.pop())
+            elif not root.pool.wants_segment:
+                await changes.wait_for(lambda: root.pool.wants_segment or bool(root.pool.gone), retry_s)
             elif not await self._next_segment(root):
                 await changes.wait(retry_s)
                 await asyncio.sleep(min(retry_s, 0.05))  # a root that fails at once must not keep the loop busy
@@ -69,20 +74,31 @@ class Reclaim:
         oldest = root.pool.oldest()
         if oldest is None or not root.pool.wants_segment:
             return False
-        await self.give_up(root, oldest)
+        # Other writes meanwhile must not take the room: then all records in use would be lost.
+        root.writer.reserved_pages = oldest.size_bytes // REWRITE_SHARE // PAGE_BYTES if self._rewrite_hot else 0
+        try:
+            if not await root.pool.may_recycle(oldest):
+                return False
+            again = await self._rewrite(root, oldest) if self._rewrite_hot else []
+        finally:
+            root.writer.reserved_pages = 0
+        await self.give_up(oldest, again)
         return oldest.ordinal in root.pool.segments and await root.pool.recycle(oldest)
 
-    async def give_up(self, root: Root, segment: Segment) -> None:
-        """Drop all records of this segment from the catalog, after those in use were rewritten."""
+    async def _forget_gone(self, root: Root, segment: Segment) -> None:
+        """The file of this segment was removed: so are its keys."""
+        root.writer.withdraw(segment)
+        await self._disk.numbers.changes.wait_for(lambda: segment.fd == -1)
+        lost = await self.forget(segment.ordinal)
+        self._disk.catalog.close_segment(segment.ordinal)
+        root.pool.empty(segment)
+        log.warning(
+            "disk %s: segments/%s was removed, and with it %d keys", root.name, segment.name, sum(map(len, lost))
+        )
+
+    async def give_up(self, segment: Segment, again: list[np.ndarray]) -> None:
+        """Drop all records of this segment from the catalog; memory rows of `again` are written anew."""
         catalog = self._disk.catalog
-        again = []
-        if self._rewrite_hot:
-            # Other writes meanwhile must not take the room: then all records in use would be lost.
-            root.writer.reserved_pages = segment.size_bytes // REWRITE_SHARE // PAGE_BYTES
-            try:
-                again = await self._rewrite(root, segment)
-            finally:
-                root.writer.reserved_pages = 0
         for rows in await self.forget(segment.ordinal):
             self.keys_evicted += len(rows)
         catalog.close_segment(segment.ordinal)

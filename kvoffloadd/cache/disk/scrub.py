@@ -28,6 +28,7 @@ class Scrub:
         catalog, count = self._disk.catalog, 0
         findings: list[str] = []
         for root in self._disk.roots:
+            folder = f"{root.name}/segments"
             for segment in list(root.pool.segments.values()):
                 records = catalog.in_segment(segment.ordinal)
                 sizes = self._sizes(segment, records)
@@ -40,13 +41,13 @@ class Scrub:
                     try:
                         good = await root.reader.inspect(segment, pages, cost_bytes)
                     except OSError as error:
-                        findings.append(f"disk: {len(some)} records of {root.path}/segments/{segment.name}: {error}")
+                        findings.append(f"disk: {len(some)} records of {folder}/{segment.name}: {error}")
                         continue
                     same = (catalog.segment[some] == segment.ordinal) & (catalog.page[some] == pages)
                     bad = some[~good & same]
                     count += len(some)
                     for record in bad.tolist()[: max(FINDINGS_MAX - len(findings), 0)]:
-                        place = f"{root.path}/segments/{segment.name}, page {int(catalog.page[record])}"
+                        place = f"{folder}/{segment.name}, page {int(catalog.page[record])}"
                         findings.append(f"disk: the record at {place} is damaged{DROPPED if repair else ''}")
                     if repair and len(bad):
                         self._counters.damaged += len(bad)

@@ -13,16 +13,18 @@ from kvoffloadd.errors import ConfigError
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.units import parse_seconds
 
-_OPERATIONS = ("open", "allocate", "write", "read", "sync", "unlink", "names")
+_OPERATIONS = (
+    "open", "close", "make", "lock", "allocate", "write", "read", "sync", "unlink", "rename", "names", "stat"
+)  # fmt: skip
 _DELAY = "_delay_s"
 
 
 class FaultyFiles(Files):
     """Files with the faults that a switch file names, one a line; no file or no lines: none.
 
-    `write=EIO`: every write fails with this error; `read_delay_s=0.5`: every read takes so much longer. There are
-    open, allocate, write, read, sync, unlink and names. The file is looked at before each call, so that faults come
-    and go while the daemon runs; replace it in one step.
+    `write=EIO`: every write fails with this error; `read_delay_s=0.5`: every read takes so much longer. Of a close that
+    fails the descriptor is gone all the same. The file is looked at before each call, so that faults come and go while
+    the daemon runs; replace it in one step.
     """
 
     def __init__(self, switch: Path) -> None:
@@ -33,6 +35,18 @@ class FaultyFiles(Files):
     def open_directory(self, path: str | Path) -> int:
         self._plant("open")
         return super().open_directory(path)
+
+    def open_again(self, path: Path) -> int:
+        self._plant("open")
+        return super().open_again(path)
+
+    def make_directory(self, path: str | Path) -> None:
+        self._plant("make")
+        super().make_directory(path)
+
+    def lock(self, fd: int) -> None:
+        self._plant("lock")
+        super().lock(fd)
 
     def open(self, dir_fd: int, name: str, *, create: bool, direct: bool, write: bool) -> int:
         self._plant("open")
@@ -62,9 +76,31 @@ class FaultyFiles(Files):
         self._plant("unlink")
         super().unlink(dir_fd, name)
 
+    def rename(self, dir_fd: int, old: str, new: str) -> None:
+        self._plant("rename")
+        super().rename(dir_fd, old, new)
+
     def names(self, dir_fd: int) -> list[str]:
         self._plant("names")
         return super().names(dir_fd)
+
+    def stat(self, name: str | Path, dir_fd: int | None = None) -> os.stat_result:
+        self._plant("stat")
+        return super().stat(name, dir_fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        self._plant("stat")
+        return super().fstat(fd)
+
+    def space(self, fd: int) -> os.statvfs_result:
+        self._plant("stat")
+        return super().space(fd)
+
+    def close(self, fd: int) -> None:
+        try:
+            self._plant("close")
+        finally:
+            super().close(fd)
 
     def _plant(self, operation: str) -> None:
         began = time.monotonic()

@@ -5,14 +5,15 @@ Every method may block for as long as the disk likes: call them in threads. OSEr
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
 import re
-import secrets
 import stat
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,16 @@ import numpy as np
 
 from kvoffloadd.errors import ResourceError
 from kvoffloadd.model import PAGE_BYTES, U8Array
+from kvoffloadd.units import format_path
 
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
 _SEGMENT_NAME = re.compile(r"[0-9a-f]{16}", re.ASCII)
-_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_GET_FLAGS, _SET_FLAGS, _NOCOW = 0x80086601, 0x40086602, 0x00800000  # FS_IOC_GETFLAGS and so on, see linux/fs.h
+
+# Not os.posix_fallocate: where the file system has no fallocate(2), glibc writes a byte into each block instead.
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
 
 
 class DiskError(ResourceError):
@@ -44,6 +50,11 @@ class DiskVersionError(DiskManifestError):
 def lacks_resources(error: BaseException) -> bool:
     """Whether the system was out of descriptors or memory: that says nothing about the disk or what is on it."""
     return isinstance(error, MemoryError) or getattr(error, "errno", None) in _NO_RESOURCES
+
+
+def lacks_allocation(error: OSError) -> bool:
+    """Whether the file system has no fallocate(2)."""
+    return error.errno in (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def describe_error(error: BaseException) -> str:
@@ -73,22 +84,41 @@ class Files:
         Raises:
             DiskError: the directory is another user's, or open to others.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        found = os.fstat(fd)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except NotADirectoryError:
+            if stat.S_ISLNK(os.stat(path, follow_symlinks=False).st_mode):
+                where = format_path(os.path.realpath(path))
+                raise DiskError(f"{format_path(path)} is a symbolic link: name the directory itself, {where}") from None
+            raise
+        found = self.fstat(fd)
         trouble = ""
         if found.st_uid != os.geteuid():
             trouble = f"belongs to uid {found.st_uid}, and this runs as uid {os.geteuid()}: only its owner may use it"
         elif found.st_mode & 0o077:
-            trouble = f"has mode {stat.S_IMODE(found.st_mode):o}, so that other users may enter it; make that 700"
+            mode = f"{stat.S_IMODE(found.st_mode):o}"
+            trouble = f"has mode {mode}, so that other users may enter it: name a directory of its own, of mode 700"
         if trouble:
-            os.close(fd)
-            raise DiskError(f"{path} {trouble}")
+            self.close(fd)
+            raise DiskError(f"{format_path(path)} {trouble}")
         return fd
+
+    def open_again(self, path: Path) -> int:
+        """A descriptor of a directory that was opened before, by the path of /proc to that."""
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def make_directory(self, path: str | Path) -> None:
         """Make a private directory, if nothing has this name yet."""
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
+
+    def lock(self, fd: int) -> None:
+        """Hold an exclusive lock on a file or directory until its descriptor is closed.
+
+        Raises:
+            BlockingIOError: another process holds it.
+        """
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def open(self, dir_fd: int, name: str, *, create: bool, direct: bool, write: bool) -> int:
         """A descriptor of a file; with `create` of a new one, and FileExistsError if there is one."""
@@ -99,8 +129,12 @@ class Files:
         return os.open(name, flags, 0o600, dir_fd=dir_fd)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
-        """Make the file at least so long, with space on the disk behind every byte: later writes never lack it."""
-        os.posix_fallocate(fd, 0, size_bytes)
+        """Make the file at least so long, with space on the disk behind every byte: later writes should not lack it.
+        EOPNOTSUPP: the file system can't, see `lacks_allocation`.
+        """
+        if _fallocate(fd, 0, 0, size_bytes):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def write(self, fd: int, offset: int, buffers: Sequence[Any]) -> None:
         """Write all buffers behind one another from `offset` on. After an error some of the bytes may be there."""
@@ -167,20 +201,71 @@ class Files:
     def unlink(self, dir_fd: int, name: str) -> None:
         os.unlink(name, dir_fd=dir_fd)
 
+    def rename(self, dir_fd: int, old: str, new: str) -> None:
+        """In place of what is called `new`, in one step."""
+        os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
     def names(self, dir_fd: int) -> list[str]:
         """All names in a directory, in no order."""
-        return os.listdir(dir_fd)
+        # Opened anew: btrfs lists what there was when it was opened.
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
+        try:
+            return os.listdir(fd)
+        finally:
+            self.close(fd)
+
+    def stat(self, name: str | Path, dir_fd: int | None = None) -> os.stat_result:
+        """Of what has this name; links are not followed."""
+        return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
 
     def size_bytes(self, fd: int) -> int:
-        return os.fstat(fd).st_size
+        return self.fstat(fd).st_size
+
+    def space(self, fd: int) -> os.statvfs_result:
+        """What the file system has, and would still give to this user."""
+        return os.fstatvfs(fd)
 
     def free_bytes(self, dir_fd: int) -> int:
         """What the file system would still give to this user."""
-        found = os.fstatvfs(dir_fd)
+        found = self.space(dir_fd)
         return found.f_bavail * found.f_frsize
 
+    def is_overwritten_in_place(self, fd: int) -> bool:
+        """Whether a file of a copy-on-write file system has FS_NOCOW_FL."""
+        try:
+            return bool(_flags(fd) & _NOCOW)
+        except OSError:
+            return False
+
+    def overwrite_in_place(self, fd: int) -> bool:
+        """Give an empty file FS_NOCOW_FL. False: that can't be had."""
+        try:
+            fcntl.ioctl(fd, _SET_FLAGS, struct.pack("l", _flags(fd) | _NOCOW))
+        except OSError:
+            return False
+        return True
+
     def close(self, fd: int) -> None:
+        """Let go of a descriptor, also where this raises. It may wait for the disk, as on FUSE, NFS and CephFS."""
         os.close(fd)
+
+    @contextmanager
+    def open_to_read(self, dir_fd: int, name: str, *, direct: bool) -> Iterator[int]:
+        """A descriptor to read from. What was read does not depend on how closing ends."""
+        fd = self.open(dir_fd, name, create=False, direct=direct, write=False)
+        try:
+            yield fd
+        finally:
+            with suppress(OSError):
+                self.close(fd)
+
+
+def _flags(fd: int) -> int:
+    found: int = struct.unpack("l", fcntl.ioctl(fd, _GET_FLAGS, bytes(8)))[0]
+    return found & 0xFFFFFFFF
 
 
 def _is_direct(fd: int) -> bool:
@@ -198,56 +283,3 @@ def _rest(buffers: Sequence[Any], skip: int) -> list[Any]:
             left.append(np.frombuffer(one, np.uint8)[skip:])  # a memoryview can't cast all that ctypes makes
         skip = max(skip - size, 0)
     return left
-
-
-def open_root(files: Files, path: Path, *, create: bool, create_lock: bool) -> tuple[int, int, int]:
-    """Descriptors of a root's directory, of the one with its segments, and of its lock, which is held until that one
-    is closed. `create`: make directories that are not there; `create_lock`: make the lock's file, too.
-
-    Raises:
-        BlockingIOError: another process holds the lock.
-        FileNotFoundError: something is not there, and is not to be made.
-        DiskError: a directory is another user's, or open to others.
-    """
-    segments = path / "segments"
-    with ExitStack() as opened:
-        if create:
-            files.make_directory(path)
-        directory_fd = files.open_directory(path)
-        opened.callback(os.close, directory_fd)
-        if create:
-            files.make_directory(segments)
-        segments_fd = files.open_directory(segments)
-        opened.callback(os.close, segments_fd)
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create_lock else 0)
-        lock_fd = os.open("lock", flags, 0o600, dir_fd=directory_fd)
-        opened.callback(os.close, lock_fd)
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        opened.pop_all()
-    return directory_fd, segments_fd, lock_fd
-
-
-def probe_direct(files: Files, dir_fd: int) -> bool:
-    """Whether O_DIRECT works in this directory: writes a page to a temporary file and reads it back.
-
-    Raises:
-        OSError: for another reason than O_DIRECT.
-    """
-    name = f"probe-{secrets.token_hex(8)}"
-    pages = aligned_pages(2)
-    pages[0], pages[1] = 0x5A, 0
-    fd = -1
-    try:
-        fd = files.open(dir_fd, name, create=True, direct=True, write=True)
-        files.write(fd, 0, [pages[0]])
-        return files.read(fd, 0, [pages[1]]) == PAGE_BYTES and bool((pages[0] == pages[1]).all())
-    except OSError as error:
-        if error.errno in _NO_DIRECT:
-            return False
-        raise
-    finally:
-        if fd != -1:
-            files.close(fd)
-        # A file system that refuses O_DIRECT may have made the file all the same.
-        with suppress(FileNotFoundError):
-            files.unlink(dir_fd, name)

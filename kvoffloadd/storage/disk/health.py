@@ -11,6 +11,8 @@ from typing import Final
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.lanes import CancelledWork
 from kvoffloadd.storage.disk.files import describe_error, lacks_resources
+from kvoffloadd.storage.disk.opening import NO_SPACE
+from kvoffloadd.units import format_path
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +22,6 @@ LASTING_S = 60.0
 RELAPSES_MAX = 4
 """How often the time between two tries doubles."""
 
-_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _READ_ONLY_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -28,7 +29,7 @@ class RootState:
     """The state of a root. Plain text."""
 
     OK: Final = "ok"
-    FULL: Final = "full"  # there is no space for a first segment
+    FULL: Final = "full"  # there is no space for a first segment, or for what is written
     READ_ONLY: Final = "read-only"  # writes fail, reads go on
     OFF: Final = "off"  # not reachable, or not accepted
 
@@ -36,6 +37,11 @@ class RootState:
 def is_trouble(error: BaseException) -> bool:
     """Whether this error says something about the disk; if not it is a bug."""
     return isinstance(error, OSError | KvOffloadError | CancelledWork)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk has no room for what is written."""
+    return getattr(error, "errno", None) in NO_SPACE
 
 
 class Health:
@@ -47,12 +53,13 @@ class Health:
         self.reads_failed = 0
         self.writes_failed = 0
         self.write_errors = 0
-        self._path = path
+        self._path = format_path(path)
         self._ok_since_s = 0.0
         self._relapses = 0
 
     def become(self, state: str, reason: str = "") -> None:
         """Change the state, and log the change."""
+        reason = format_path(reason)
         if (state, reason) != (self.state, self.reason):
             level = logging.INFO if state == RootState.OK else logging.WARNING
             log.log(level, "disk %s: %s%s", self._path, state, f": {reason}" if reason else "")
@@ -69,25 +76,28 @@ class Health:
         """
         return 1 if self.state == RootState.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
 
-    def write_failed(self, error: BaseException) -> bool:
-        """Count a failed write, unless by a bug; READ_ONLY if there is no point in going on. True: no space is left."""
+    def write_failed(self, error: BaseException, *, lasting: bool = False) -> None:
+        """Count a failed write, unless by a bug. FULL or READ_ONLY if there is no point in going on; `lasting`: after
+        the first failure.
+        """
         if not is_trouble(error):
             # A user who could provoke it must not take the disk from all others. No state here is in doubt by it: what
             # was being written counts as never written, as after a crash.
             log.error("disk %s: a write failed because of a bug in the daemon", self._path, exc_info=error)
-            return False
+            return
         self.write_errors += 1
         if self.state == RootState.OFF or lacks_resources(error):
-            return False
+            return
         self.writes_failed += 1
-        number = getattr(error, "errno", None)
-        if number in _FULL_ERRORS:
-            return True
-        if self.writes_failed > 1 or number in _READ_ONLY_ERRORS:
-            self.become(RootState.READ_ONLY, describe_error(error))
-        return False
+        if lasting or self.writes_failed > 1 or getattr(error, "errno", None) in _READ_ONLY_ERRORS:
+            self.stop_writing(error)
+
+    def stop_writing(self, error: BaseException) -> None:
+        """FULL or READ_ONLY, for this reason, until `Probe` finds that writes succeed."""
+        self.become(RootState.FULL if is_full(error) else RootState.READ_ONLY, describe_error(error))
 
     def write_succeeded(self) -> None:
+        """A write into space that is allocated."""
         self.writes_failed = 0
 
     def figures(self) -> dict[str, str | int]:

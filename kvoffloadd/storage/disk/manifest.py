@@ -6,19 +6,19 @@ A record is served only if its epoch is its namespace's: without the manifest, n
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import aiofiles.os
 import msgspec
 import xxhash
 
 from kvoffloadd.model import EPOCH_MAX
-from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError
+from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError, Files
 
 MANIFEST_NAME = "manifest"
 MANIFEST_VERSION = 1
@@ -28,6 +28,9 @@ CONFIRMED_VERSION = 2
 _TEMPORARY_NAME = "manifest.new"
 _CHECKSUM = b"xxh3_128 "
 _BYTES_MAX = 256 << 20
+
+FILES: Final = Files()
+"""The real ones."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
     confirmed_s: _Time | None = None
 
 
-async def read_manifest(path: Path, executor: Executor | None = None) -> Manifest | None:
+async def read_manifest(path: Path, executor: Executor | None = None, files: Files = FILES) -> Manifest | None:
     """The manifest of the root directory `path`; None if there is none. `executor`: whose threads wait for the disk.
 
     Raises:
@@ -83,18 +86,30 @@ async def read_manifest(path: Path, executor: Executor | None = None) -> Manifes
         DiskManifestError: it is not what was written.
         OSError: it can't be read.
     """
-    found: Manifest | None = await _READ(path / MANIFEST_NAME, executor=executor)
+    found: Manifest | None = await _READ(path, files, executor=executor)
     return found
 
 
-async def write_manifest(path: Path, manifest: Manifest, executor: Executor | None = None) -> None:
+async def write_manifest(
+    path: Path, manifest: Manifest, executor: Executor | None = None, files: Files = FILES
+) -> None:
     """Replace the manifest of the root directory `path`, durably and in one step. One at a time. `executor`: as above.
 
     Raises:
         OSError: the old one holds, or the new one does and may not be durable.
     """
-    await _WRITE(path / _TEMPORARY_NAME, manifest, executor=executor)
-    await _REPLACE(path, executor=executor)
+    await _WRITE(path, manifest, files, executor=executor)
+    await _REPLACE(path, files, executor=executor)
+
+
+def read_manifest_in(files: Files, directory_fd: int) -> Manifest | None:
+    """The manifest of a root whose directory is open; blocks. Raises as `read_manifest`."""
+    try:
+        with files.open_to_read(directory_fd, MANIFEST_NAME, direct=False) as fd:
+            raw = bytearray(min(files.size_bytes(fd), _BYTES_MAX))
+            return decode_manifest(bytes(raw[: files.read(fd, 0, [raw])]))
+    except FileNotFoundError:
+        return None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -136,38 +151,37 @@ def decode_manifest(raw: bytes) -> Manifest:
         raise DiskManifestError(f"the manifest is damaged: {error}") from None
 
 
-def _read(path: Path) -> Manifest | None:
-    try:
-        with open(path, "rb", opener=_open) as stream:
-            return decode_manifest(stream.read(_BYTES_MAX))
-    except FileNotFoundError:
-        return None
+def _read(path: Path, files: Files) -> Manifest | None:
+    with _directory(path, files) as directory_fd:
+        return read_manifest_in(files, directory_fd)
 
 
-def _write(temporary: Path, manifest: Manifest) -> None:
+def _write(path: Path, manifest: Manifest, files: Files) -> None:
     encoded = encode_manifest(manifest)
-    temporary.unlink(missing_ok=True)
-    with open(temporary, "xb", opener=_open) as stream:
-        stream.write(encoded)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with _directory(path, files) as directory_fd:
+        with suppress(FileNotFoundError):
+            files.unlink(directory_fd, _TEMPORARY_NAME)
+        fd = files.open(directory_fd, _TEMPORARY_NAME, create=True, direct=False, write=True)
+        try:
+            files.write(fd, 0, [encoded])
+            files.sync(fd)
+        finally:
+            files.close(fd)
 
 
-def _replace(path: Path) -> None:
-    os.replace(path / _TEMPORARY_NAME, path / MANIFEST_NAME)
-    _sync_directory(path)
+def _replace(path: Path, files: Files) -> None:
+    with _directory(path, files) as directory_fd:
+        files.rename(directory_fd, _TEMPORARY_NAME, MANIFEST_NAME)
+        files.sync_directory(directory_fd)
 
 
-def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextmanager
+def _directory(path: Path, files: Files) -> Iterator[int]:
+    fd = files.open_again(path)
     try:
-        os.fsync(fd)
+        yield fd
     finally:
-        os.close(fd)
+        files.close(fd)
 
 
 # Each is one call of a thread, with one wait for the disk: a disk may not answer for long, and who is cancelled

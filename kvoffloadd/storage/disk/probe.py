@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.patience import Patience
-from kvoffloadd.storage.disk.files import describe_error
+from kvoffloadd.storage.disk.files import describe_error, lacks_resources
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
+from kvoffloadd.storage.disk.segmentpool import SegmentPool
 
 T = TypeVar("T")
 
@@ -31,9 +33,16 @@ class Probe:
     """
 
     def __init__(
-        self, directory: RootDirectory, health: Health, lanes: tuple[Lane, ...], retry_s: float, stuck_s: float
+        self,
+        directory: RootDirectory,
+        pool: SegmentPool,
+        health: Health,
+        lanes: tuple[Lane, ...],
+        retry_s: float,
+        stuck_s: float,
     ) -> None:
         self._directory = directory
+        self._pool = pool
         self._health = health
         self._loop = lanes[0].loop
         self.lane = directory.lane  # not one of the others: they may hang
@@ -83,21 +92,25 @@ class Probe:
         if self._health.state == RootState.OFF:
             return False
         try:
-            trouble = await self._ask(self._directory.trouble)
+            trouble = await self._ask(self._directory.perform(self.lane, self._directory.trouble))
+            if not trouble:
+                await self._ask(self._pool.look(self.lane))
         except TimeoutError:
             trouble = NO_ANSWER
+        except OSError as error:
+            trouble = "" if lacks_resources(error) else describe_error(error)
         if not trouble and self._health.reads_failed >= READ_FAILURES_MAX:
             trouble = "reads fail again and again"
         if trouble:
             self._health.become(RootState.OFF, trouble)
             return False
-        if self._health.state == RootState.READ_ONLY:  # FULL ends when a segment can be made
+        if self._health.state in (RootState.READ_ONLY, RootState.FULL):
             await self._try_write()
         return True
 
-    async def _ask(self, work: Callable[[], T]) -> T:
+    async def _ask(self, answer: Coroutine[Any, Any, T]) -> T:
         """What the disk answers. Raises TimeoutError if it does not: if this or any other I/O takes too long."""
-        asked = asyncio.ensure_future(self._directory.perform(self.lane, work))
+        asked = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait({asked}, timeout=self._oldest.look_s))[0]:
                 if self.hangs():
@@ -107,12 +120,19 @@ class Probe:
             asked.cancel()
 
     async def _try_write(self) -> None:
+        """The state is OK again if what the next writes do succeeds. This lane has one thread: a trial that does not
+        end keeps the next one from beginning, and the root from being written to at the same place.
+        """
+        trial = self._pool.trial()
+        if trial is None:
+            return
         try:
-            await self._ask(self._directory.try_write)
+            await self._ask(self._directory.perform(self.lane, trial))
         except TimeoutError:
             self._health.become(RootState.READ_ONLY, NO_ANSWER)
-        except OSError as error:
-            self._health.become(RootState.READ_ONLY, describe_error(error))
+        except (OSError, KvOffloadError) as error:
+            if not lacks_resources(error):
+                self._health.stop_writing(error)
         else:
             self._health.write_succeeded()
             self._health.become(RootState.OK)

@@ -16,7 +16,7 @@ from kvoffloadd.model import BoolArray, U8Array, U32Array, U64Array
 from kvoffloadd.storage.disk.files import lacks_resources
 from kvoffloadd.storage.disk.format import KeyspaceId, Records
 from kvoffloadd.storage.disk.health import Health
-from kvoffloadd.storage.disk.records import FAILED, NO_RESOURCES, NOT_READ, OK, read_records
+from kvoffloadd.storage.disk.records import FAILED, GONE, NO_RESOURCES, NOT_READ, OK, read_records
 from kvoffloadd.storage.disk.recovery import inspect_records
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
 from kvoffloadd.storage.disk.segment import Segment
@@ -25,9 +25,18 @@ log = logging.getLogger(__name__)
 
 
 class Reader:
-    """`changes` hears when a read has ended. Counts what was read, and errors, since the start."""
+    """`changes` hears when a read has ended, `on_gone` of segments whose files were removed. Counts what was read, and
+    errors, since the start.
+    """
 
-    def __init__(self, directory: RootDirectory, health: Health, lane: Lane, changes: Changes) -> None:
+    def __init__(
+        self,
+        directory: RootDirectory,
+        health: Health,
+        lane: Lane,
+        changes: Changes,
+        on_gone: Callable[[Segment], None],
+    ) -> None:
         self.lane = lane
         self.read_bytes = 0
         self.read_errors = 0
@@ -35,6 +44,7 @@ class Reader:
         self._files = directory.files
         self._health = health
         self._changes = changes
+        self._on_gone = on_gone
         self._inspections: set[asyncio.Future[BoolArray]] = set()
 
     def read(
@@ -65,6 +75,8 @@ class Reader:
             good = status == OK
             self.read_bytes += int(wanted["payload_bytes"][good].sum())
             failed = int((status == FAILED).sum())
+            if (status == GONE).any():
+                self._on_gone(segment)
             self.read_errors += failed
             self._health.reads_failed = self._health.reads_failed + failed if not good.any() else 0
             done(status, digests)
@@ -78,7 +90,7 @@ class Reader:
         if lacks_resources(error):
             return np.full(count, NO_RESOURCES, np.uint8)
         if not isinstance(error, OSError):
-            log.error("%s: reading failed", self._directory.path, exc_info=error)
+            log.error("%s: reading failed", self._directory.name, exc_info=error)
         return np.full(count, FAILED, np.uint8)
 
     async def inspect(self, segment: Segment, pages: U32Array, cost_bytes: int) -> BoolArray:
@@ -97,7 +109,9 @@ class Reader:
         def finish(result: BoolArray | BaseException) -> None:
             segment.readers -= 1
             self._changes.notify_all()
-            if isinstance(result, OSError) and not lacks_resources(result):
+            if isinstance(result, FileNotFoundError):
+                self._on_gone(segment)
+            elif isinstance(result, OSError) and not lacks_resources(result):
                 self.read_errors += 1
             if ended.done():
                 return

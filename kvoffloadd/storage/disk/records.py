@@ -31,6 +31,9 @@ NOT_READ: Final = 3
 NO_RESOURCES: Final = 4
 """The system had no descriptor or no memory to read it with. Nothing is known about it."""
 
+GONE: Final = 5
+"""The segment's file was removed."""
+
 RUN_BYTES = 8 << 20
 """Neighbours are read together up to about this size."""
 
@@ -69,8 +72,8 @@ def read_records(
 ) -> tuple[U8Array, U64Array]:
     """Read the wanted records (READ) of one segment, each to its address, and check them.
 
-    Returns OK, DAMAGED, FAILED or NO_RESOURCES for each, and the checksums (n, 2) of those that are OK. The slots of
-    the others hold anything. Never raises OSError.
+    Returns OK, DAMAGED, FAILED, NO_RESOURCES or GONE for each, and the checksums (n, 2) of those that are OK. The slots
+    of the others hold anything. Never raises OSError.
     """
     status = np.full(len(wanted), FAILED, np.uint8)
     digests = np.zeros((len(wanted), 2), np.uint64)
@@ -79,18 +82,15 @@ def read_records(
     headers = aligned_pages(len(wanted))
     order = np.argsort(wanted["page"], kind="stable")
     try:
-        fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
+        with files.open_to_read(segments_fd, name, direct=direct) as fd:
+            for run in _runs(wanted, order):
+                _read_run(files, fd, wanted, run, headers, status)
+                if not direct:
+                    size = int(record_pages(wanted["payload_bytes"][run]).sum()) * PAGE_BYTES
+                    files.drop_cached(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, size)
     except OSError as error:
         status[:] = _reason(error)
         return status, digests
-    try:
-        for run in _runs(wanted, order):
-            _read_run(files, fd, wanted, run, headers, status)
-            if not direct:
-                size = int(record_pages(wanted["payload_bytes"][run]).sum()) * PAGE_BYTES
-                files.drop_cached(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, size)
-    finally:
-        files.close(fd)
     _check(wanted, headers, uuid, keyspace, status, digests)
     return status, digests
 
@@ -107,6 +107,8 @@ def _runs(wanted: Records, order: I64Array) -> list[I64Array]:
 
 
 def _reason(error: OSError) -> int:
+    if isinstance(error, FileNotFoundError):
+        return GONE
     return NO_RESOURCES if lacks_resources(error) else FAILED
 
 

@@ -85,14 +85,11 @@ def recover_segment(
     Raises:
         OSError: the file can't be opened or read.
     """
-    fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
-    try:
+    with files.open_to_read(segments_fd, name, direct=direct) as fd:
         found = recover_open_segment(files, fd, name, on_progress)
         if not direct:
             files.drop_cached(fd, 0, found.size_bytes)
         return found
-    finally:
-        files.close(fd)
 
 
 def recover_open_segment(files: Files, fd: int, name: str, on_progress: Callable[[], None] = lambda: None) -> Recovered:
@@ -180,12 +177,9 @@ def inspect_records(
     Raises:
         OSError: the file can't be opened or read.
     """
-    fd = files.open(segments_fd, name, create=False, direct=direct, write=False)
-    try:
+    with files.open_to_read(segments_fd, name, direct=direct) as fd:
         walker = _Walker(files, fd, uuid, lambda: None)
         return np.array([walker.is_record(page) for page in pages.tolist()], bool)
-    finally:
-        files.close(fd)
 
 
 class _Walker:

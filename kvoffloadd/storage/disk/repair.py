@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.model import PAGE_BYTES, BoolArray
-from kvoffloadd.storage.disk.files import DiskError, DiskVersionError, Files, aligned_pages, is_segment_name, open_root
+from kvoffloadd.storage.disk.files import DiskError, DiskVersionError, Files, aligned_pages, is_segment_name
 from kvoffloadd.storage.disk.format import SegmentHeader
-from kvoffloadd.storage.disk.manifest import MANIFEST_NAME, decode_manifest
+from kvoffloadd.storage.disk.manifest import read_manifest_in
+from kvoffloadd.storage.disk.opening import open_root
 from kvoffloadd.storage.disk.recovery import Kind, Recovered, Walk, recover_open_segment, walk_segment
 from kvoffloadd.storage.disk.segment import seal_segment, write_header
 
@@ -67,7 +67,7 @@ class _Check:
         self._repair = repair
         self._files = files
         try:
-            fds = open_root(files, path, create=False, create_lock=True)
+            fds = open_root(files, path, make_lock=True)
         except (FileNotFoundError, NotADirectoryError):
             raise DiskError(f"{path} is not a root of a disk tier: it has no directory with segments") from None
         except BlockingIOError:
@@ -77,16 +77,13 @@ class _Check:
     def close(self) -> None:
         """Let the lock go, and the directories."""
         for fd in (self._segments_fd, self._directory_fd, self._lock_fd):
-            os.close(fd)
+            self._files.close(fd)
 
     def check_manifest(self) -> None:
         """Without it nothing is served. It can't be repaired: what was cleared is not known."""
         try:
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-            with os.fdopen(os.open(MANIFEST_NAME, flags, dir_fd=self._directory_fd), "rb") as stream:
-                decode_manifest(stream.read())
-        except FileNotFoundError:
-            self.report.findings.append("there is no manifest: a daemon will not serve what is here")
+            if read_manifest_in(self._files, self._directory_fd) is None:
+                self.report.findings.append("there is no manifest: a daemon will not serve what is here")
         except DiskVersionError as error:
             self._repair = False  # a newer version may know things about the segments that this one does not
             self.report.findings.append(f"{error}: nothing is repaired")
@@ -100,7 +97,7 @@ class _Check:
             if not is_segment_name(name):
                 self.report.findings.append(f"segments/{name} is nothing of ours; it is left alone")
         mine = [name for name in names if is_segment_name(name)]
-        sizes = [os.stat(name, dir_fd=self._segments_fd, follow_symlinks=False).st_size for name in mine]
+        sizes = [self._files.stat(name, self._segments_fd).st_size for name in mine]
         done = 0
         for name, size in zip(mine, sizes, strict=True):
             if progress is not None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvoffloadd.config import DiskConfig
 from kvoffloadd.errors import KvOffloadError
@@ -21,6 +22,7 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files, describe_error
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.manifest import Manifest
+from kvoffloadd.storage.disk.opening import COPY_ON_WRITE
 from kvoffloadd.storage.disk.probe import Probe
 from kvoffloadd.storage.disk.reader import Reader
 from kvoffloadd.storage.disk.recovery import Recovered
@@ -29,13 +31,17 @@ from kvoffloadd.storage.disk.scan import scan_root
 from kvoffloadd.storage.disk.segment import SEGMENTS_MIN, Segment, SequenceNumbers
 from kvoffloadd.storage.disk.segmentpool import SegmentPool
 from kvoffloadd.storage.disk.writer import Writer
+from kvoffloadd.units import format_bytes, format_path
 
 log = logging.getLogger(__name__)
+
+MEMORY: Final = ("tmpfs", "ramfs")
+"""File systems that are memory."""
 
 
 class Root:
     """Its parts do the work: `pool` has the segments, `writer` and `reader` move records, `probe` checks whether the
-    directory still answers. `numbers` are shared by all roots of a tier.
+    directory still answers. `numbers` are shared by all roots of a tier. `name`: its path in UTF-8.
     """
 
     def __init__(
@@ -48,15 +54,13 @@ class Root:
         numbers: SequenceNumbers,
     ) -> None:
         self.path = path
+        self.name = format_path(path)
         self.capacity_bytes = capacity_bytes
-        self.read_lane = Lane(f"read-{path.name}", config.read_threads, loop)
-        self.write_lane = Lane(f"write-{path.name}", config.write_threads, loop)
-        probe_lane = Lane(f"probe-{path.name}", 1, loop)
+        self.read_lane = Lane(f"read-{format_path(path.name)}", config.read_threads, loop)
+        self.write_lane = Lane(f"write-{format_path(path.name)}", config.write_threads, loop)
+        probe_lane = Lane(f"probe-{format_path(path.name)}", 1, loop)
         self.directory = RootDirectory(path, files, config.use_direct, config.min_free_bytes, probe_lane)
         self.health = Health(path)
-        self.probe = Probe(
-            self.directory, self.health, (self.read_lane, self.write_lane), config.retry_s, config.stuck_s
-        )
         self.pool = SegmentPool(
             self.directory,
             self.health,
@@ -66,11 +70,15 @@ class Root:
             segment_bytes=min(config.segment_bytes, capacity_bytes // SEGMENTS_MIN // PAGE_BYTES * PAGE_BYTES),
             retry_s=config.retry_s,
         )
+        self.probe = Probe(
+            self.directory, self.pool, self.health, (self.read_lane, self.write_lane), config.retry_s, config.stuck_s
+        )
         self.writer = Writer(self.directory, self.pool, self.health, self.write_lane, numbers.changes)
-        self.reader = Reader(self.directory, self.health, self.read_lane, numbers.changes)
+        self.reader = Reader(self.directory, self.health, self.read_lane, numbers.changes, self.pool.lost)
         self.epochs: dict[bytes, int] = {}  # see `RootScan`
         self._numbers = numbers
         self._trusted = True
+        self._has_remarked = False
         self._damaged_records = 0
         self._damaged_segments = 0
 
@@ -101,9 +109,29 @@ class Root:
             await self.write_lane.perform(self.directory.open, urgent=FIRST)
             self._trusted = await self.directory.load_manifest()
         except (OSError, KvOffloadError) as error:
-            self.directory.close()
             self.health.become(RootState.OFF, describe_error(error))
+            await self.directory.close()
+        else:
+            self._remark()
         return self.directory.manifest
+
+    def _remark(self) -> None:
+        """Log, once, what is odd about the file system."""
+        directory = self.directory
+        if self._has_remarked:
+            return
+        self._has_remarked = True
+        if directory.file_system in MEMORY:
+            log.warning("disk %s: is on %s, which is memory: a reboot loses it", self.name, directory.file_system)
+        if self.capacity_bytes > directory.size_bytes:
+            log.warning(
+                "disk %s: its capacity is %s, and its file system has %s",
+                self.name, format_bytes(self.capacity_bytes), format_bytes(directory.size_bytes),
+            )  # fmt: skip
+        if not directory.abilities.allocates:
+            log.warning("disk %s: has no fallocate(2): each new segment is filled with zeros first", self.name)
+        if directory.file_system == COPY_ON_WRITE and not directory.abilities.in_place:
+            log.warning("disk %s: can't overwrite files in place: segments are made anew, not used again", self.name)
 
     def distrust(self) -> None:
         """`recover` is to remove what is here, since nobody knows whether it was cleared."""
@@ -156,7 +184,7 @@ class Root:
             await self.directory.wait_idle()
         self.pool.clear()
         self.health.reset()
-        self.directory.close()
+        await self.directory.close()
 
     async def close(self, deadline_s: float) -> bool:
         """Seal open segments, and end the lanes. False: some I/O does not end, and its memory can't be released."""
@@ -167,12 +195,15 @@ class Root:
                     await self.directory.wait_written()
             except TimeoutError:
                 log.warning(
-                    "disk %s: segments could not be sealed, or clears could not be recorded, in time", self.path
+                    "disk %s: segments could not be sealed, or clears could not be recorded, in time", self.name
                 )
-        ended = all(await asyncio.gather(*(lane.close(deadline_s) for lane in self.lanes)))
-        if ended:
-            self.directory.close()
-        return ended
+        until = self.read_lane.loop.time() + deadline_s
+        ended = all(await asyncio.gather(self.read_lane.close(deadline_s), self.write_lane.close(deadline_s)))
+        if ended:  # else they use its descriptors still, which end with the process
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self.directory.close()
+        return await self.probe.lane.close(max(until - self.read_lane.loop.time(), 0)) and ended
 
     # --- figures ---
 
@@ -180,7 +211,7 @@ class Root:
         """For `status`."""
         now = time.monotonic()
         return {
-            "path": str(self.path),
+            "path": self.name,
             **self.health.figures(),
             "capacity_bytes": self.capacity_bytes,
             "used_bytes": self.pool.used_bytes if self.state != RootState.OFF else 0,

@@ -6,20 +6,18 @@ Blocking methods run in threads. Those of `perform` only read the fields, which 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import secrets
 import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvoffloadd.lanes import Lane, LaneExecutor
-from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.lanes import Again, Lane, LaneExecutor
 from kvoffloadd.storage.disk.files import (
     DiskError,
     DiskVersionError,
@@ -27,12 +25,21 @@ from kvoffloadd.storage.disk.files import (
     describe_error,
     is_segment_name,
     lacks_resources,
-    open_root,
-    probe_direct,
 )
 from kvoffloadd.storage.disk.format import KeyspaceId, SegmentHeader
 from kvoffloadd.storage.disk.manifest import Manifest, read_manifest, write_manifest
-from kvoffloadd.storage.disk.segment import create_segment, recycle_segment
+from kvoffloadd.storage.disk.opening import (
+    COPY_ON_WRITE,
+    Abilities,
+    file_system,
+    has_manifest,
+    open_root,
+    probe,
+    what_changed,
+    what_is_missing,
+)
+from kvoffloadd.storage.disk.segment import SegmentMaker, try_pages, try_segment
+from kvoffloadd.units import format_path
 
 T = TypeVar("T")
 
@@ -51,13 +58,15 @@ class RootDirectory:
     """
 
     def __init__(self, path: Path, files: Files, direct: bool | None, min_free_bytes: int, lane: Lane) -> None:
-        self.path = path
+        self.path, self.name = path, format_path(path)
         self.files = files
         self.lane = lane
         self.accepted = False  # the caller has checked that it is no copy of a root in use
         self.last_progress_s = time.monotonic()
         self.segments_fd = -1  # as the other descriptors: -1 while the directory is not ours
-        self.is_direct = False  # whether files are opened with O_DIRECT
+        self.abilities = Abilities(direct=False)
+        self.file_system = ""  # its type, as mounts(5) has it
+        self.size_bytes = 0  # of the file system
         self.manifest: Manifest | None = None  # as it is on disk
         self._wants_direct = direct
         self._min_free_bytes = min_free_bytes
@@ -65,13 +74,15 @@ class RootDirectory:
         self._executor = LaneExecutor(lane, FIRST)
         self._directory_fd = self._lock_fd = -1
         self._uuid = b""  # of the root that was here first, which alone may come back; empty: any may come
+        self._device = 0  # st_dev of its directory
+        self._is_emptied = False  # its segments' directory was removed, not only unmounted or moved
         self._writing = asyncio.Lock()  # held while the manifest is read or written
         self._writes: set[asyncio.Task[None]] = set()  # of manifests: the one under way, and the one that waits for it
         self._waiting: asyncio.Task[None] | None = None  # the latter
         self._next: Manifest | None = None  # what that one will write
         self._using: set[asyncio.Task[Any]] = set()  # of `perform`
 
-    async def perform(self, lane: Lane, work: Callable[[], T]) -> T:
+    async def perform(self, lane: Lane, work: Callable[[], T | Again]) -> T:
         """Run work that uses the directory's descriptors, before all else that waits in the lane. It goes on if this
         call is cancelled; `wait_idle` waits for its end.
         """
@@ -94,20 +105,51 @@ class RootDirectory:
         """One of many calls that are made together has ended: the disk answers. May be called from any thread."""
         self.last_progress_s = time.monotonic()
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether files are opened with O_DIRECT."""
+        return self.abilities.direct
+
     def open(self) -> None:
-        """Open and lock the directory, made if it is new; blocks.
+        """Open and lock the directory, made if it is new; blocks. A root whose contents were removed begins anew.
 
         Raises:
             OSError, DiskError: it can't be used, or another process uses it.
         """
-        new = not self._uuid  # a root that was there before and is not now is a file system that is not mounted
+        # A root that was there before and is not now is a file system that is not mounted: nothing is made there.
+        new, anew = not self._uuid, self._begins_anew()
         try:
-            fds = open_root(self.files, self.path, create=new, create_lock=new)
+            fds = open_root(
+                self.files,
+                self.path,
+                make_root=new,
+                make_segments=new or anew,
+                make_lock=new or anew or has_manifest(self.files, self.path),
+            )
         except BlockingIOError:
-            raise DiskError(f"{self.path} is in use by another process") from None
+            raise DiskError(f"{self.name} is in use by another process") from None
+        except FileNotFoundError:
+            if new:
+                raise
+            raise DiskError(what_is_missing(self.files, self.path)) from None
+        try:
+            self.abilities = probe(self.files, fds[0], self._wants_direct)
+            self._device = self.files.fstat(fds[0]).st_dev
+            self.file_system, space = file_system(fds[0]), self.files.space(fds[0])
+            self.size_bytes = space.f_blocks * space.f_frsize
+        except BaseException:
+            self._close(*fds)
+            raise
+        if anew:
+            self._uuid, self._is_emptied = b"", False
         self._directory_fd, self.segments_fd, self._lock_fd = fds
-        wanted = self._wants_direct
-        self.is_direct = probe_direct(self.files, self._directory_fd) if wanted is None else wanted
+
+    def _begins_anew(self) -> bool:
+        """Whether the root that was here is gone for ever, and this is where it was."""
+        try:
+            return self._is_emptied and self.files.stat(self.path).st_dev == self._device
+        except FileNotFoundError:
+            return False
 
     async def load_manifest(self) -> bool:
         """Read the manifest. False: there is none to trust, so nothing here may be served, since clears are not known.
@@ -118,20 +160,20 @@ class RootDirectory:
         """
         async with self._writing:  # a manifest may still be written from before the root was detached
             try:
-                self.manifest = await read_manifest(self._here, self._executor)
+                self.manifest = await read_manifest(self._here, self._executor, self.files)
             except DiskVersionError:
                 raise
             except DiskError as error:
-                log.warning("disk %s: %s: its contents are not served", self.path, error)
+                log.warning("disk %s: %s: its contents are not served", self.name, error)
                 self.manifest = None
         if self.manifest is None:
             if self._uuid:
-                raise DiskError(f"{self.path} no longer has a manifest: is its file system mounted?")
+                raise DiskError(f"{self.name} no longer has a manifest: is its file system mounted?")
             self.manifest = Manifest(root_uuid=secrets.token_bytes(16), base_epoch=0, last_epoch=0, epochs={})
             return False
         if self._uuid and self.manifest.root_uuid != self._uuid:
             self.manifest = None
-            raise DiskError(f"{self.path} is not the same root as before: restart the daemon to use it")
+            raise DiskError(f"{self.name} is not the same root as before: restart the daemon to use it")
         self._uuid = self.manifest.root_uuid
         return True
 
@@ -144,8 +186,8 @@ class RootDirectory:
         """Make the manifest of a new root durable; OSError passes through."""
         async with self._writing:  # a clear may be recorded meanwhile: before this, or behind it
             if self.manifest is None:
-                raise DiskError(f"{self.path} is off")
-            await write_manifest(self._here, self.manifest, self._executor)
+                raise DiskError(f"{self.name} is off")
+            await write_manifest(self._here, self.manifest, self._executor, self.files)
             self._uuid = self.manifest.root_uuid
 
     @property
@@ -156,7 +198,7 @@ class RootDirectory:
     @property
     def _here(self) -> Path:
         """The directory that was opened, wherever it is by now: another one may be at `path`."""
-        return _path_of(self._directory_fd)
+        return Path(f"/proc/self/fd/{self._directory_fd}")
 
     def has_epoch(self, keyspace: KeyspaceId) -> bool:
         """Whether the durable manifest has the epoch of this keyspace, so that its records may be written here. On
@@ -178,7 +220,7 @@ class RootDirectory:
         Raises OSError or DiskError if that can't be done now.
         """
         if self.manifest is None or not self._uuid:
-            raise DiskError(f"{self.path} is off")
+            raise DiskError(f"{self.name} is off")
         # Only one write waits: later calls know all epochs that earlier ones did, and while a disk hangs there may be
         # any number of calls.
         confirmed_s = confirmed_s or self.manifest.confirmed_s
@@ -204,20 +246,14 @@ class RootDirectory:
         async with self._writing:
             manifest, self._next, self._waiting = self._next, None, None
             if self.manifest is None or manifest is None or manifest.root_uuid != self.uuid:
-                raise DiskError(f"{self.path} is off")
+                raise DiskError(f"{self.name} is off")
             same = replace(manifest, confirmed_s=self.manifest.confirmed_s) == self.manifest
             # Either way: a clock that was ahead has been set right.
             if same and abs(manifest.confirmed_s - self.manifest.confirmed_s) < CONFIRM_S:
                 return
             if not manifest.covers(self.manifest):  # the root has just come, and its clears are not merged yet
-                raise DiskError(f"{self.path} has a record of later clears")
-            directory_fd = os.dup(self._directory_fd)  # the root may be detached meanwhile
-            try:
-                await write_manifest(_path_of(directory_fd), manifest, self._executor)
-            finally:
-                os.close(directory_fd)
-            if self.manifest is None:
-                raise DiskError(f"{self.path} is off")
+                raise DiskError(f"{self.name} has a record of later clears")
+            await write_manifest(self._here, manifest, self._executor, self.files)
             self.manifest = manifest
 
     def segment_names(self) -> list[str]:
@@ -229,7 +265,7 @@ class RootDirectory:
         if not is_segment_name(name):
             return False
         try:
-            return stat.S_ISREG(os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_mode)
+            return stat.S_ISREG(self.files.stat(name, self.segments_fd).st_mode)
         except FileNotFoundError:
             return False
 
@@ -240,70 +276,80 @@ class RootDirectory:
             self.on_progress()
         self.files.sync_directory(self.segments_fd)
 
-    def size_bytes(self, name: str) -> int:
-        """Size of a segment file; blocks."""
-        return os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_size
-
-    def make_segment(self, name: str, header: SegmentHeader, *, reuse: bool) -> int:
-        """A segment file, new or used before, ready to be appended to; blocks. Returns its descriptor.
-
-        Raises:
-            OSError, DiskError: as `create_segment` and `recycle_segment`; ENOSPC also where a new file would leave less
-                than `min_free_bytes` on the file system.
-        """
-        if reuse:
-            return recycle_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
-        if self.files.free_bytes(self._directory_fd) - header.segment_bytes < self._min_free_bytes:
-            raise OSError(errno.ENOSPC, "less than disk.min_free_bytes would be left on the file system")
-        return create_segment(self.files, self.segments_fd, name, header, direct=self.is_direct)
+    def make_segment(self, name: str, header: SegmentHeader, *, reuse: bool) -> SegmentMaker:
+        """Work, for a lane, that makes a segment file, new or used before, ready to be appended to."""
+        return SegmentMaker(
+            self.files,
+            self.segments_fd,
+            name,
+            header,
+            direct=self.is_direct,
+            reuse=reuse,
+            copy_on_write=self.file_system == COPY_ON_WRITE,
+            min_free_bytes=self._min_free_bytes,
+        )
 
     def left_bytes(self, name: str, unless_known: int) -> int:
         """What a segment file takes, 0 if there is none; blocks."""
         try:
-            return os.stat(name, dir_fd=self.segments_fd, follow_symlinks=False).st_size
+            return self.files.stat(name, self.segments_fd).st_size
         except FileNotFoundError:
             return 0
         except OSError:
             return unless_known
 
+    def missing(self, names: list[str]) -> list[str]:
+        """Those of these segment files that were removed; blocks. Raises OSError."""
+        there = set(self.files.names(self.segments_fd))
+        # The second look is for files that are made while the directory is listed.
+        return [name for name in names if name not in there and not self._exists(name)]
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self.files.stat(name, self.segments_fd)
+        except FileNotFoundError:
+            return False
+        return True
+
     def trouble(self) -> str:
         """Why the directory is not the one that was opened; empty: it is. Blocks."""
         try:
-            there, here = os.stat(self.path, follow_symlinks=False), os.fstat(self._directory_fd)
+            # What was removed has no links; what is unmounted or moved still has.
+            self._is_emptied = not self.files.fstat(self.segments_fd).st_nlink
+            return what_changed(self.files, self.path, (self._directory_fd, self.segments_fd, self._lock_fd))
         except OSError as error:
             return "" if lacks_resources(error) else describe_error(error)
-        if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
-            return "another directory is there now: is its file system mounted?"
-        return ""
 
-    def try_write(self) -> None:
-        """Write and sync a page; blocks. Raises OSError."""
-        files = self.files
-        with suppress(FileNotFoundError):  # of an earlier try that could not remove it
-            files.unlink(self._directory_fd, "probe")
-        fd = files.open(self._directory_fd, "probe", create=True, direct=False, write=True)
-        try:
-            files.write(fd, 0, [bytes(PAGE_BYTES)])
-            files.sync(fd)
-        finally:
-            files.close(fd)
-            files.unlink(self._directory_fd, "probe")
+    def try_directory(self) -> None:
+        """Make, write and remove a file; blocks. Raises OSError, but not for want of space."""
+        probe(self.files, self._directory_fd, self.is_direct)
 
-    def reject(self) -> None:
+    def try_segment(self, name: str) -> None:
+        """See `segment.try_segment`."""
+        try_segment(self.files, self.segments_fd, name, direct=self.is_direct)
+
+    def try_pages(self, name: str, start: int, stop: int) -> None:
+        """See `segment.try_pages`."""
+        try_pages(self.files, self.segments_fd, name, start, stop, direct=self.is_direct)
+
+    async def reject(self) -> None:
         """Close a root that is not to be used. Another root may come here next."""
-        self.close()
+        await self.close()
         self._uuid = b""
 
-    def close(self) -> None:
-        """Close the directory. The caller guarantees that no thread uses its descriptors any more."""
-        for fd in (self.segments_fd, self._directory_fd, self._lock_fd):
-            if fd != -1:
-                os.close(fd)
-        self.segments_fd = self._directory_fd = self._lock_fd = -1
-        self.manifest = None
-        self.accepted = False
+    async def close(self) -> None:
+        """Close the directory, in the lane: that may wait for the disk. The caller guarantees that no other thread uses
+        its descriptors any more; what is being written of the manifest ends first.
+        """
+        async with self._writing:
+            fds = [fd for fd in (self.segments_fd, self._directory_fd, self._lock_fd) if fd != -1]
+            self.segments_fd = self._directory_fd = self._lock_fd = -1
+            self.manifest = None
+            self.accepted = False
+            if fds:
+                await self.lane.perform(partial(self._close, *fds), urgent=FIRST)
 
-
-def _path_of(directory_fd: int) -> Path:
-    """A path that leads to this directory as long as the descriptor is open."""
-    return Path(f"/proc/self/fd/{directory_fd}")
+    def _close(self, *fds: int) -> None:
+        for fd in fds:
+            with suppress(OSError):  # nothing was written to these
+                self.files.close(fd)

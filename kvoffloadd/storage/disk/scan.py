@@ -53,11 +53,11 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
         raise OSError(errno.EIO, "no segment can be read")
     for name, recovered in zip(names, found, strict=True):
         if recovered is None:
-            scan.foreign_bytes += await lane.perform(partial(directory.size_bytes, name))
+            scan.foreign_bytes += await lane.perform(partial(directory.left_bytes, name, 0))
             continue
         if recovered.kind is Kind.FOREIGN:
             log.warning(
-                "%s/segments/%s is not a segment of kvoffloadd and is left alone", directory.path, recovered.name
+                "%s/segments/%s is not a segment of kvoffloadd and is left alone", directory.name, recovered.name
             )
             scan.foreign_bytes += recovered.size_bytes
             continue
@@ -68,7 +68,7 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
             if recovered.kind is Kind.UNREADABLE:
                 log.warning(
                     "%s/segments/%s has another version and is kept until its space is needed",
-                    directory.path,
+                    directory.name,
                     recovered.name,
                 )
             scan.reusable.append((recovered.name, recovered.size_bytes))
@@ -79,9 +79,9 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
         scan.damaged_records += recovered.damaged
         if recovered.kind is Kind.DAMAGED:
             scan.damaged_segments += 1
-            log.warning("%s/segments/%s is damaged: its contents are lost", directory.path, recovered.name)
+            log.warning("%s/segments/%s is damaged: its contents are lost", directory.name, recovered.name)
         if recovered.damaged:
-            log.warning("%s/segments/%s: %d damaged records dropped", directory.path, recovered.name, recovered.damaged)
+            log.warning("%s/segments/%s: %d damaged records dropped", directory.name, recovered.name, recovered.damaged)
     scan.kept.sort(key=lambda pair: pair[0].header.number)
     return scan
 
@@ -111,5 +111,5 @@ async def _recover(directory: RootDirectory, lane: Lane, name: str) -> Recovered
     except (OSError, MemoryError) as error:
         if lacks_resources(error):  # which says nothing about this segment
             raise OSError(errno.ENOMEM, f"the system is out of descriptors or memory: {error}") from error
-        log.warning("%s/segments/%s can't be read: %s", directory.path, name, error)
+        log.warning("%s/segments/%s can't be read: %s", directory.name, name, error)
         return None

@@ -5,6 +5,7 @@ The functions block; OSError passes through.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ import numpy as np
 
 from kvoffloadd.changes import Changes
 from kvoffloadd.errors import UsageError
+from kvoffloadd.lanes import AGAIN, Again
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
-from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages
+from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, lacks_allocation
 from kvoffloadd.storage.disk.format import (
     HEADER_PAGES,
     KeyspaceId,
@@ -26,6 +28,13 @@ from kvoffloadd.storage.disk.format import (
     encode_spaces,
     record_pages,
 )
+
+FILL_BYTES: Final = 4 << 20
+"""Zeros that one turn writes to a new file on a file system that can't allocate space."""
+
+TRIAL_BYTES: Final = 1 << 20
+TRIAL_SHARE: Final = 16
+"""What is written to a new segment to find out whether it can be: bytes, and a fraction (1/n) of it."""
 
 SEGMENTS_MIN = 8
 """A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
@@ -52,6 +61,7 @@ class Segment:
     writers: int = 0
     readers: int = 0
     broken: bool = False  # a write has failed: no more is written here, and what it holds stays readable
+    gone: bool = False  # somebody has removed its file
 
     def keyspace_entry(self, keyspace: KeyspaceId) -> tuple[int, Records]:
         """The entry of a keyspace in `keyspaces`, made if it is new."""
@@ -99,55 +109,158 @@ class SequenceNumbers:
 # --- the file ---
 
 
-def create_segment(files: Files, segments_fd: int, name: str, header: SegmentHeader, direct: bool) -> int:
-    """Make a segment file with all its space, durably. Returns its descriptor, which the caller closes.
+class SegmentMaker:
+    """Makes a segment file ready to be appended to, a new one or (`reuse`) one that is there, whose contents are void
+    from then on, durably. Work of a lane: a call takes one turn, and returns AGAIN, or at the end the descriptor, which
+    the caller closes. `copy_on_write`: files are overwritten in place only where FS_NOCOW_FL says so. `min_free_bytes`:
+    what a new file leaves on the file system.
 
-    Raises:
-        OSError: there is no such file afterwards, as far as it can still be removed.
+    Raises, in any turn:
+        DiskError: the file that is there is longer than a segment.
+        OSError: there is no new file, as far as it can still be removed; the old contents may still be valid. ENOSPC
+            also for `min_free_bytes`.
     """
-    _check_size(header)
-    fd = files.open(segments_fd, name, create=True, direct=direct, write=True)
-    try:
-        files.allocate(fd, header.segment_bytes)
-        write_header(files, fd, header)
-        files.sync(fd)
-        files.sync_directory(segments_fd)
-    except BaseException:
+
+    def __init__(
+        self, files: Files, segments_fd: int, name: str, header: SegmentHeader, *,
+        direct: bool, reuse: bool, copy_on_write: bool = False, min_free_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        if header.segment_bytes % PAGE_BYTES or header.segment_bytes < (HEADER_PAGES + 1) * PAGE_BYTES:
+            raise UsageError(f"a segment can't have {header.segment_bytes} bytes")
+        self._files = files
+        self._segments_fd = segments_fd
+        self._name = name
+        self._header = header
+        self._direct = direct
+        self._reuse = reuse
+        self._copy_on_write = copy_on_write
+        self._min_free_bytes = min_free_bytes
+        self._fd = -1
+        self._filled = header.segment_bytes  # up to where there is space; less where the file system can't allocate it
+
+    def __call__(self) -> int | Again:
+        try:
+            if self._fd == -1:
+                self._open()
+            if self._filled < self._header.segment_bytes:
+                self._fill()
+                return AGAIN
+            self._begin()
+        except BaseException:
+            self._undo()
+            raise
+        return self._fd
+
+    def _open(self) -> None:
+        files, size = self._files, 0
+        if self._reuse and self._copy_on_write:
+            self._replace()
+        elif (
+            not self._reuse and files.free_bytes(self._segments_fd) < self._header.segment_bytes + self._min_free_bytes
+        ):
+            raise OSError(errno.ENOSPC, "the file system has too little space left, with disk.min_free_bytes")
+        self._fd = files.open(self._segments_fd, self._name, create=not self._reuse, direct=self._direct, write=True)
+        if self._reuse:
+            size = files.size_bytes(self._fd)
+            if size > self._header.segment_bytes:
+                allowed = self._header.segment_bytes
+                raise DiskError(f"segment {self._name} has {size} bytes, more than the {allowed} of a segment")
+        elif self._copy_on_write:
+            files.overwrite_in_place(self._fd)
+        if size < self._header.segment_bytes:
+            try:
+                files.allocate(self._fd, self._header.segment_bytes)
+            except OSError as error:
+                if not lacks_allocation(error):
+                    raise
+                self._filled = size // PAGE_BYTES * PAGE_BYTES
+
+    def _replace(self) -> None:
+        """Make a new file of one that would take its size twice: the space of what is overwritten elsewhere is free
+        only when all that was written with it has been.
+        """
+        with self._files.open_to_read(self._segments_fd, self._name, direct=False) as fd:
+            in_place = self._files.is_overwritten_in_place(fd)
+        if not in_place:
+            self._files.unlink(self._segments_fd, self._name)
+            self._reuse = False
+
+    def _fill(self) -> None:
+        """Write zeros where space could not be allocated: a bounded number in each turn, so that the disk is not taken
+        for one that hangs.
+        """
+        size = min(FILL_BYTES, self._header.segment_bytes - self._filled)
+        self._files.write(self._fd, self._filled, [_zeros(size)])
+        self._files.sync(self._fd)
+        self._filled += size
+
+    def _begin(self) -> None:
+        if self._reuse:
+            # The old trailer goes too: if the new header were damaged one day, it would be taken at its word.
+            self._files.write(self._fd, self._header.segment_bytes - PAGE_BYTES, [_zeros(PAGE_BYTES)])
+        # Space that was allocated can still be missing, on a thin volume for one: old contents go only for a segment
+        # that can be written.
+        if size := min(TRIAL_BYTES, self._header.segment_bytes // TRIAL_SHARE // PAGE_BYTES * PAGE_BYTES):
+            self._files.write(self._fd, HEADER_PAGES * PAGE_BYTES, [_zeros(size)])
+        write_header(self._files, self._fd, self._header)
+        self._files.sync(self._fd)
+        if not self._reuse:
+            self._files.sync_directory(self._segments_fd)
+
+    def _undo(self) -> None:
+        if self._fd == -1:
+            return
         with suppress(OSError):
-            files.close(fd)
-        with suppress(OSError):
-            files.unlink(segments_fd, name)
-        raise
-    return fd
+            self._files.close(self._fd)
+        if not self._reuse:
+            with suppress(OSError):
+                self._files.unlink(self._segments_fd, self._name)
+
+
+def create_segment(
+    files: Files, segments_fd: int, name: str, header: SegmentHeader, direct: bool, copy_on_write: bool = False
+) -> int:
+    """Make a new segment file, durably, in one go: see `SegmentMaker`."""
+    make = SegmentMaker(files, segments_fd, name, header, direct=direct, reuse=False, copy_on_write=copy_on_write)
+    return _at_once(make)
 
 
 def recycle_segment(files: Files, segments_fd: int, name: str, header: SegmentHeader, direct: bool) -> int:
-    """Begin a new use of a segment file: all that is in it is void, durably. Returns its descriptor, which the caller
-    closes.
+    """Begin a new use of a segment file, in one go: see `SegmentMaker`."""
+    return _at_once(SegmentMaker(files, segments_fd, name, header, direct=direct, reuse=True))
+
+
+def _at_once(make: SegmentMaker) -> int:
+    while (made := make()) is AGAIN:
+        pass
+    return made
+
+
+def try_segment(files: Files, segments_fd: int, name: str, *, direct: bool) -> None:
+    """Write the first page of a segment again, as it is, so that its contents are not given up for a file that can't
+    be written.
 
     Raises:
-        DiskError: the file is longer than a segment.
-        OSError: the old contents may be valid still.
+        OSError: it can't.
     """
-    _check_size(header)
     fd = files.open(segments_fd, name, create=False, direct=direct, write=True)
     try:
-        size = files.size_bytes(fd)
-        if size > header.segment_bytes:
-            raise DiskError(f"segment {name} has {size} bytes, more than the {header.segment_bytes} of a segment")
-        if size < header.segment_bytes:
-            files.allocate(fd, header.segment_bytes)
-        # The old trailer goes too: if the new header were damaged one day, it would be taken at its word.
-        empty = aligned_pages(1)
-        empty[:] = 0
-        files.write(fd, header.segment_bytes - PAGE_BYTES, [empty])
-        write_header(files, fd, header)
+        page = aligned_pages(1)
+        if files.read(fd, 0, [page]) == PAGE_BYTES:
+            files.write(fd, 0, [page])
+            files.sync(fd)
+    finally:
+        files.close(fd)
+
+
+def try_pages(files: Files, segments_fd: int, name: str, start: int, stop: int, *, direct: bool) -> None:
+    """Write zeros to pages of a segment that hold nothing, durably. Raises OSError if that can't be done."""
+    fd = files.open(segments_fd, name, create=False, direct=direct, write=True)
+    try:
+        files.write(fd, start * PAGE_BYTES, [_zeros((stop - start) * PAGE_BYTES)])
         files.sync(fd)
-    except BaseException:
-        with suppress(OSError):
-            files.close(fd)
-        raise
-    return fd
+    finally:
+        files.close(fd)
 
 
 def seal_segment(
@@ -181,6 +294,7 @@ def _aligned(raw: U8Array) -> U8Array:
     return pages
 
 
-def _check_size(header: SegmentHeader) -> None:
-    if header.segment_bytes % PAGE_BYTES or header.segment_bytes < (HEADER_PAGES + 1) * PAGE_BYTES:
-        raise UsageError(f"a segment can't have {header.segment_bytes} bytes")
+def _zeros(size_bytes: int) -> U8Array:
+    pages = aligned_pages(size_bytes // PAGE_BYTES)
+    pages[:] = 0
+    return pages

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from functools import partial
 
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.lanes import Lane
-from kvoffloadd.storage.disk.files import describe_error
-from kvoffloadd.storage.disk.format import SegmentHeader
-from kvoffloadd.storage.disk.health import Health, RootState
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.storage.disk.format import SegmentHeader, footer_pages
+from kvoffloadd.storage.disk.health import Health, RootState, is_full
 from kvoffloadd.storage.disk.recovery import Recovered
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
 from kvoffloadd.storage.disk.scan import RootScan
-from kvoffloadd.storage.disk.segment import Segment, SequenceNumbers
+from kvoffloadd.storage.disk.segment import TRIAL_BYTES, Segment, SequenceNumbers
 
 OVERHEAD_BYTES = 128 << 10
 """The share of the capacity for the manifest, the directories and the block maps of the file system."""
@@ -44,6 +45,7 @@ class SegmentPool:
         self.segment_bytes = segment_bytes
         self.segments: dict[int, Segment] = {}  # by ordinal: those with contents, the open one and the clean one
         self.open_segment: Segment | None = None
+        self.gone: list[Segment] = []  # whose files were removed, see `lost`
         self.recycled = 0  # since the start
         self._directory = directory
         self._files = directory.files
@@ -68,18 +70,23 @@ class SegmentPool:
     @property
     def wants_segment(self) -> bool:
         """Whether the segment that follows the open one is not ready."""
-        writable = self._health.state in (RootState.OK, RootState.FULL)
-        return writable and (self._clean is None or self.open_segment is None)
+        if self.open_segment is None:
+            return self._health.state in (RootState.OK, RootState.FULL)
+        return self._health.state == RootState.OK and self._clean is None
 
     @property
     def _may_create(self) -> bool:
-        fits = self.used_bytes + self.segment_bytes <= self.capacity_bytes
-        return fits and self._lane.loop.time() >= self._grow_after
+        return self._has_space and self.used_bytes + self.segment_bytes <= self.capacity_bytes
+
+    @property
+    def _has_space(self) -> bool:
+        """Whether the file system has space for another file, as far as is known."""
+        return self._lane.loop.time() >= self._grow_after
 
     @property
     def may_grow(self) -> bool:
         """Whether there seems to be capacity for one more segment without reclaiming another."""
-        return bool(self._reusable) or self._may_create
+        return self._has_space and (bool(self._reusable) or self._may_create)
 
     def oldest(self) -> Segment | None:
         """The segment to be reclaimed next; None: none is sealed."""
@@ -113,6 +120,20 @@ class SegmentPool:
         name, size = (secrets.token_hex(8), 0) if self._may_create else self._reusable.pop()
         return await self._prepare(name, size)
 
+    async def may_recycle(self, segment: Segment) -> bool:
+        """Whether what this sealed segment holds may be given up for new records: its file can be written."""
+        if self._health.state != RootState.OK:
+            return False
+        try:
+            await self._directory.perform(self._lane, partial(self._directory.try_segment, segment.name))
+        except FileNotFoundError:
+            self.lost(segment)
+            return False
+        except (OSError, KvOffloadError) as error:
+            self.write_failed(error)
+            return False
+        return True
+
     async def recycle(self, segment: Segment) -> bool:
         """Make this sealed segment, which has no records in the catalog any more, the next one. One of another size
         only leaves its space to `grow`. False as in `grow`.
@@ -131,7 +152,7 @@ class SegmentPool:
         """Make a file the clean segment, or the open one if there is none. `size_bytes`: 0 for a new file."""
         number = self._numbers.number()
         header = SegmentHeader(secrets.token_bytes(16), number, self.segment_bytes, int(time.time()))
-        make = partial(self._directory.make_segment, name, header, reuse=bool(size_bytes))
+        make = self._directory.make_segment(name, header, reuse=bool(size_bytes))
         try:
             fd = await self._directory.perform(self._lane, make)
         except (OSError, KvOffloadError) as error:
@@ -139,10 +160,11 @@ class SegmentPool:
             size = partial(self._directory.left_bytes, name, size_bytes)
             if left_bytes := await self._directory.perform(self._lane, size):
                 self._reusable.append((name, left_bytes))
-            self.write_failed(error)
+            if not isinstance(error, FileNotFoundError):  # else it was removed, which is not the disk's trouble
+                self._not_made(error)
             return False
         if self._health.state == RootState.OFF:
-            self._files.close(fd)
+            await self._directory.perform(self._lane, partial(self._files.close, fd))
             return False
         segment = Segment(self._numbers.ordinal(), name, header, self.segment_bytes, fd)
         self.segments[segment.ordinal] = segment
@@ -150,17 +172,37 @@ class SegmentPool:
             self.open_segment = segment
         else:
             self._clean = segment
-        if self._health.state == RootState.FULL:
-            self._health.become(RootState.OK)
-        self._health.write_succeeded()
         self._changes.notify_all()
         return True
+
+    def _not_made(self, error: BaseException) -> None:
+        """Where no space is left no file is made for a while, and the root is FULL if there is no segment to write to
+        or to recycle.
+        """
+        if not is_full(error):
+            self.write_failed(error)
+            return
+        self._health.write_errors += 1
+        self._grow_after = self._lane.loop.time() + self._retry_s
+        if self.oldest() is None and self.open_segment is None and self._health.state != RootState.OFF:
+            self._health.stop_writing(error)
+        self._changes.notify_all()
 
     # --- removing segments ---
 
     def advance(self) -> None:
         """The open segment is full: the clean one is next."""
         self.open_segment, self._clean = self._clean, None
+
+    def withdraw(self, segment: Segment) -> bool:
+        """Write no more to this one. Returns whether that could have been."""
+        if segment is self.open_segment:
+            self.advance()
+        elif segment is self._clean:
+            self._clean = None
+        else:
+            return False
+        return True
 
     def release_unsealed(self) -> list[Segment]:
         """The segments that are open for writing, from now on without a successor; the caller seals them."""
@@ -170,12 +212,13 @@ class SegmentPool:
 
     def empty(self, segment: Segment) -> None:
         """This closed segment has no contents any more: its file may be used again."""
-        del self.segments[segment.ordinal]
-        self._reusable.append((segment.name, segment.size_bytes))
+        if self.segments.pop(segment.ordinal, None) is not None and not segment.gone:
+            self._reusable.append((segment.name, segment.size_bytes))
 
     def clear(self) -> None:
         """The root is gone; its files stay as they are."""
         self.segments.clear()
+        self.gone.clear()
         self._reusable.clear()
 
     async def _remove_reusable(self) -> bool:
@@ -195,12 +238,52 @@ class SegmentPool:
 
     # --- health ---
 
-    def write_failed(self, error: BaseException) -> None:
-        """Count what failed as the root's trouble. Where no space is left no file is made for a while, and the root is
-        FULL if there is no segment to write to or to recycle.
-        """
-        if self._health.write_failed(error):
-            self._grow_after = self._lane.loop.time() + self._retry_s
-            if self.oldest() is None and self.open_segment is None:
-                self._health.become(RootState.FULL, describe_error(error))
+    def write_failed(self, error: BaseException, *, lasting: bool = False) -> None:
+        """Count what failed as the root's trouble: see `Health.write_failed`."""
+        self._health.write_failed(error, lasting=lasting)
         self._changes.notify_all()
+
+    def trial(self) -> Callable[[], None] | None:
+        """Work that does to the disk what the next writes do, and raises OSError if they would fail. None: there is no
+        segment to write to, and no space for one.
+        """
+        directory, segment, oldest = self._directory, self.open_segment, self.oldest()
+        works: list[Callable[[], None]] = []
+        if self._health.state != RootState.FULL:
+            works.append(directory.try_directory)
+        if segment is not None:
+            room = segment.size_bytes // PAGE_BYTES - footer_pages(segment.num_entries, len(segment.keyspaces))
+            stop = min(segment.next_page + TRIAL_BYTES // PAGE_BYTES, room)
+            if segment.next_page < stop:
+                works.append(partial(directory.try_pages, segment.name, segment.next_page, stop))
+        elif oldest is not None:
+            works.append(partial(directory.try_segment, oldest.name))
+        elif not works:
+            return None
+
+        def work() -> None:
+            for each in works:
+                each()
+
+        return work
+
+    def lost(self, segment: Segment) -> None:
+        """The file of this segment was removed. It is found in `gone` until its contents are forgotten."""
+        if not segment.gone:
+            segment.gone = True
+            self.gone.append(segment)
+            self._changes.notify_all()
+
+    async def look(self, lane: Lane) -> None:
+        """Notice files that were removed."""
+        segments, reusable = list(self.segments.values()), [name for name, _ in self._reusable]
+        names = [segment.name for segment in segments]
+        try:
+            missing = set(await self._directory.perform(lane, partial(self._directory.missing, names + reusable)))
+        except OSError:
+            return  # reads and writes tell how the disk is
+        for segment in segments:
+            # A file may have been replaced meanwhile, under the name of this segment.
+            if segment.name in missing and self.segments.get(segment.ordinal) is segment:
+                self.lost(segment)
+        self._reusable = [file for file in self._reusable if file[0] not in missing]

@@ -100,7 +100,7 @@ class Writer:
         ends = segment.next_page + np.cumsum(pages)
         room = segment.size_bytes // PAGE_BYTES
         room -= footer_pages(segment.num_entries + len(pages), len(segment.keyspaces) + 1)
-        if ends[0] > room or segment.broken:
+        if ends[0] > room:
             self._pool.advance()
             self._seal_later(segment)
             return 0
@@ -129,10 +129,17 @@ class Writer:
             self.written_bytes += int(entries["payload_bytes"].sum())
             self._health.write_succeeded()
         elif not isinstance(result, CancelledWork):
-            segment.broken |= is_trouble(result)
+            if is_trouble(result):
+                self.withdraw(segment)
             self._pool.write_failed(result)
         self._changes.notify_all()  # first: waiters look in a later turn, whatever becomes of `done`
         done(segment, entries, result)
+
+    def withdraw(self, segment: Segment) -> None:
+        """Write no more to this segment. It gets no footer, which would need a write: a start walks it."""
+        segment.broken = True
+        if self._pool.withdraw(segment):
+            self._seal_later(segment)
 
     def give_up(self) -> None:
         """The disk does not answer: batches that wait for a thread end with CancelledWork."""
@@ -160,19 +167,23 @@ class Writer:
 
     async def _seal(self, segment: Segment) -> None:
         await self._changes.wait_for(lambda: not segment.writers)
-        entries = np.concatenate(segment.entries) if segment.entries else None
+        entries = None
+        if segment.entries and not segment.broken:
+            entries = np.concatenate(segment.entries)
+            entries = entries[np.argsort(entries["page"], kind="stable")]
+        work = partial(_seal_and_close, self._files, segment, entries, list(segment.keyspaces))
         try:
-            if entries is not None and not segment.broken:
-                entries = entries[np.argsort(entries["page"], kind="stable")]
-                work = partial(seal_segment, self._files, segment.fd, segment.header, entries, list(segment.keyspaces))
-                await self._lane.perform(work, urgent=FIRST)
+            await self._lane.perform(work, urgent=FIRST)
+        except CancelledWork:
+            return  # the lane ends, and the process: nobody closes it
         except (OSError, KvOffloadError) as error:
-            self._pool.write_failed(error)
+            # Where writes wait in the page cache, only this tells that they fail.
+            self._pool.write_failed(error, lasting=not segment.gone)
         finally:  # also after a bug: the loop logs it
-            fd, segment.fd = segment.fd, -1
-            self._files.close(fd)
+            is_empty = not segment.entries
+            segment.fd = -1
             segment.entries, segment.keyspaces = [], {}
-            if entries is None:
+            if is_empty:
                 self._pool.empty(segment)
             self._changes.notify_all()
 
@@ -206,6 +217,15 @@ def _write(
     encode_records(headers, segment.header.uuid, entries, keyspace, digests, int(time.time()))
     sizes: I64Array = entries["payload_bytes"].astype(np.int64)
     write_records(files, segment.fd, int(entries["page"][0]), headers, addresses, sizes)
+
+
+def _seal_and_close(files: Files, segment: Segment, entries: Records | None, keyspaces: list[KeyspaceId]) -> None:
+    """`entries`: None for a segment that gets no footer."""
+    try:
+        if entries is not None:
+            seal_segment(files, segment.fd, segment.header, entries, keyspaces)
+    finally:
+        files.close(segment.fd)
 
 
 def _seal_file(directory: RootDirectory, segment: Segment, found: Recovered) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
 from kvoffloadd.config import DiskConfig
-from kvoffloadd.storage.disk.files import Files, aligned_pages, probe_direct
+from kvoffloadd.storage.disk.files import Files, aligned_pages
+from kvoffloadd.storage.disk.opening import probe
 from kvoffloadd.trial.bench.figure import Figure, bandwidth
 from kvoffloadd.trial.bench.rounds import Show, in_rounds
 from kvoffloadd.trial.daemon import OwnDaemon
@@ -150,7 +151,7 @@ class RawFile:
         files = Files()
         directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self.is_direct = probe_direct(files, directory_fd)
+            self.is_direct = probe(files, directory_fd, None).direct
         finally:
             os.close(directory_fd)
         self._path, self._size_bytes = path, size_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -17,7 +18,8 @@ from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk import files as disk_files
 from kvoffloadd.storage.disk.faults import FaultyFiles
-from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, is_segment_name, probe_direct
+from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, is_segment_name
+from kvoffloadd.storage.disk.opening import probe
 from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
 from kvoffloadd.trial.wait import HANG_S
 from tests.conftest import OTHER_UID
@@ -60,8 +62,11 @@ def test_another_users_directory_is_refused(tmp_path: Path) -> None:
 
 def test_links_are_not_followed(folder: Folder, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder.path)
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(DiskError, match=f"is a symbolic link: name the directory itself, {folder.path}"):
         folder.files.open_directory(tmp_path / "link")
+    (tmp_path / "plain").write_bytes(b"")
+    with pytest.raises(NotADirectoryError):
+        folder.files.open_directory(tmp_path / "plain")
     (tmp_path / "file").write_bytes(b"precious")
     (folder.path / NAME).symlink_to(tmp_path / "file")
     for create in (False, True):
@@ -138,7 +143,7 @@ def test_records_survive_short_writes_and_reads(folder: Folder, monkeypatch: pyt
 
 
 def test_direct_goes_on_at_a_page(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not probe_direct(folder.files, folder.fd):
+    if not probe(folder.files, folder.fd, None).direct:
         pytest.skip("no O_DIRECT here")
     pwritev, offsets = os.pwritev, []
 
@@ -186,14 +191,20 @@ def test_more_buffers_than_one_call_takes(folder: Folder, monkeypatch: pytest.Mo
 
 
 def test_probing_for_direct_leaves_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe_direct(folder.files, folder.fd) in (True, False)
+    assert probe(folder.files, folder.fd, None).allocates
     assert folder.files.names(folder.fd) == []
 
+    write = os.pwritev
+
     def refuse(fd: int, buffers: Sequence[Any], offset: int) -> int:
-        raise OSError(errno.EINVAL, "not aligned")
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not aligned")
+        return write(fd, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", refuse)
-    assert not probe_direct(folder.files, folder.fd)
+    assert not probe(folder.files, folder.fd, None).direct
+    with pytest.raises(DiskError, match=r"O_DIRECT does not work there .*: set disk.direct = "):
+        probe(folder.files, folder.fd, True)
     assert folder.files.names(folder.fd) == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd.model import EPOCH_MAX
+from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError
 from kvoffloadd.storage.disk.manifest import (
     Manifest,
@@ -23,6 +23,7 @@ from kvoffloadd.storage.disk.manifest import (
     read_manifest,
     write_manifest,
 )
+from kvoffloadd.trial.wait import until
 
 FULL = Manifest(b"r" * 16, 3, 9, {b"a" * 16: 9, b"b" * 16: 2})
 
@@ -38,21 +39,25 @@ async def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 async def test_who_stops_waiting_for_a_disk_leaves_no_open_file(tmp_path: Path) -> None:
-    """A disk that does not answer: here a pipe, whose opening waits for a writer. Files left open are warnings, which
-    are errors in tests.
-    """
-    os.mkfifo(tmp_path / "manifest")
+    """A disk that does not answer."""
+    await write_manifest(tmp_path, FULL)
+    (tmp_path / "switch").write_text("read_delay_s=3600", encoding="utf-8")
     executor = ThreadPoolExecutor(1)
-    reading = asyncio.ensure_future(read_manifest(tmp_path, executor))
-    for _ in range(3):
-        await asyncio.sleep(0)
+    before = set(os.listdir("/proc/self/fd"))
+    reading = asyncio.ensure_future(read_manifest(tmp_path, executor, FaultyFiles(tmp_path / "switch")))
+    await asyncio.to_thread(until, lambda: set(os.listdir("/proc/self/fd")) > before, "it is open")
     reading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reading
-    writer = await asyncio.to_thread(os.open, tmp_path / "manifest", os.O_WRONLY)  # waits for the reader
-    os.close(writer)
+    (tmp_path / "switch").unlink()
     await asyncio.to_thread(executor.shutdown)
-    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_pipe_in_place_of_a_manifest_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "manifest")
+    with pytest.raises(OSError, match="seek"):
+        await read_manifest(tmp_path)
 
 
 async def test_the_loop_s_own_threads_never_wait_for_the_disk(tmp_path: Path) -> None:

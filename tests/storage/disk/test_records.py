@@ -12,9 +12,10 @@ import pytest
 
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk import records as disk_records
-from kvoffloadd.storage.disk.files import Files, probe_direct
+from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.format import KeyspaceId, record_pages
-from kvoffloadd.storage.disk.records import DAMAGED, FAILED, OK, READ, read_records
+from kvoffloadd.storage.disk.opening import probe
+from kvoffloadd.storage.disk.records import DAMAGED, FAILED, GONE, OK, READ, read_records
 from tests.storage.disk.builders import NAME, SPACE_A, SPACE_B, Folder, Slots, entries_of, header_of
 
 UUID = header_of().uuid
@@ -53,7 +54,7 @@ def test_neighbours_are_read_together(folder: Folder, monkeypatch: pytest.Monkey
 
 
 def test_direct_reads_and_writes(folder: Folder) -> None:
-    if not probe_direct(folder.files, folder.fd):
+    if not probe(folder.files, folder.fd, None).direct:
         pytest.skip("no O_DIRECT here")
     entries = entries_of([1, 5000, 4096])
     folder.build(entries)
@@ -156,7 +157,7 @@ def test_a_bad_place_on_the_disk_fails_no_neighbour(folder: Folder) -> None:
 
 
 def test_a_file_that_is_gone_fails_all(folder: Folder) -> None:
-    assert folder.read(UUID, entries_of([300, 300]), SPACE_A)[0] == [FAILED] * 2
+    assert folder.read(UUID, entries_of([300, 300]), SPACE_A)[0] == [GONE] * 2
 
 
 def test_spaces_in_one_segment_do_not_mix(folder: Folder) -> None:

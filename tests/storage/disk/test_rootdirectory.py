@@ -39,5 +39,5 @@ async def test_a_clear_while_a_root_is_taken_in_is_recorded(tmp_path: Path, firs
     assert on_disk == directory.manifest
     assert on_disk.epoch_of(NAME) == 7
     assert directory.uuid == on_disk.root_uuid
-    directory.close()
+    await directory.close()
     await lane.close(20)

@@ -1,0 +1,335 @@
+"""Roots that can't be written, close slowly or lose what is in them keep what they have, and say what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.storage.disk import segment as segment_module
+from kvoffloadd.storage.disk.files import Files
+from kvoffloadd.storage.disk.health import Health, RootState
+from kvoffloadd.storage.disk.opening import open_root
+from kvoffloadd.storage.disk.recovery import Kind, recover_segment
+
+from .conftest import Open
+from .disktier import MISS, Shape, Tier
+
+SHAPE = Shape(pages=512, segment_pages=64)
+"""30 records of two pages in a segment, and eight segments."""
+
+HASTY = Shape(pages=512, segment_pages=64, stuck_s=0.3)
+
+
+async def fill(tier: Tier, keyspace: Keyspace, count: int, *, first: int = 0) -> list[int]:
+    """Store keys, some at a time, each time until they are written and out of memory. Returns their numbers."""
+    for at in range(first, first + count, 10):
+        await tier.store_away(keyspace, *range(at, at + 10))
+    return list(range(first, first + count))
+
+
+def states_of(tier: Tier) -> list[str]:
+    """Those that its root gets from now on."""
+    states = [tier.root.state]
+    become = tier.root.health.become
+
+    def note(state: str, reason: str = "") -> None:
+        if state != states[-1]:
+            states.append(state)
+        become(state, reason)
+
+    tier.root.health.become = note  # type: ignore[method-assign]
+    return states
+
+
+# --- writes that fail ---
+
+
+@pytest.mark.parametrize("fault", ["write=ENOSPC", "write=EDQUOT", "sync=ENOSPC write=ENOSPC"])
+async def test_a_root_that_can_not_be_written_is_full_and_keeps_what_it_has(open_tier: Open, fault: str) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    old = await fill(tier, keyspace, 300)  # at its capacity: what comes next takes the place of the oldest
+    await tier.quiet()
+    there, recycled = tier.on_disk(keyspace, *old), tier.root.pool.recycled
+    tier.files.plant(fault.replace(" ", "\n"))
+    for at in range(1000, 1200, 20):
+        tier.store(keyspace, *range(at, at + 20))
+        await asyncio.sleep(0.02)
+    await tier.until(lambda: tier.root.state == RootState.FULL)
+    assert "planted" in tier.root.health.reason
+    await asyncio.sleep(0.3)  # some more tries
+    assert tier.root.state == RootState.FULL
+    assert tier.root.pool.recycled == recycled
+    assert tier.on_disk(keyspace, *old) == there
+    assert await tier.fetch(keyspace, *there[:10]) == there[:10]
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == RootState.OK)
+    await fill(tier, keyspace, 60, first=2000)
+
+
+async def test_other_errors_make_it_read_only(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    old = await fill(tier, keyspace, 300)
+    await tier.quiet()
+    there = tier.on_disk(keyspace, *old)
+    tier.files.plant("write=EIO")
+    tier.store(keyspace, *range(1000, 1060))
+    await tier.until(lambda: tier.root.state == RootState.READ_ONLY)
+    assert tier.on_disk(keyspace, *old) == there
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == RootState.OK)
+
+
+async def test_space_that_is_missing_though_it_was_allocated(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a thin volume that is full: only what was written before can be written. New keys take the place of old
+    ones in files that can be, and files that can't be take nothing.
+    """
+    tier = await open_tier(SHAPE, rewrite_hot=False)
+    keyspace = tier.keyspace()
+    await fill(tier, keyspace, 150)
+    await tier.quiet()
+    good = {path.name for path in (tier.root.path / "segments").iterdir()}
+    write = tier.files.write
+
+    def thin(fd: int, offset: int, buffers: Sequence[Any]) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        if name not in good and len(name) == 16 and offset:  # its first page can be
+            raise OSError(errno.ENOSPC, "the volume is full")
+        write(fd, offset, buffers)
+
+    monkeypatch.setattr(tier.files, "write", thin)
+    states = states_of(tier)
+    newest = await fill(tier, keyspace, 300, first=1000)
+    assert tier.on_disk(keyspace, *newest[-60:]) == newest[-60:]
+    assert states == [RootState.OK]
+    assert tier.root.pool.recycled > 4
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(errno.ENOSPC, RootState.FULL), (errno.EDQUOT, RootState.FULL), (errno.EIO, RootState.READ_ONLY)],
+)
+def test_two_failed_writes_in_a_row_stop_writing(tmp_path: Path, number: int, state: str) -> None:
+    health = Health(tmp_path)
+    health.become(RootState.OK)
+    error = OSError(number, "planted")
+    for _ in range(2):
+        health.write_failed(error)
+        assert health.state == RootState.OK
+        health.write_succeeded()
+    health.write_failed(error)
+    health.write_failed(error)
+    assert (health.state, health.reason) == (state, "planted")
+
+
+async def test_a_segment_that_broke_gets_no_footer(open_tier: Open) -> None:
+    """A footer would need a write, too. A start walks the segment, and finds what was written before."""
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, 1, 2, 3)
+    _, segment, _ = tier.place(keyspace, 1)
+    tier.files.failing_writes = 1
+    tier.store(keyspace, 4)
+    await tier.until(lambda: segment.fd == -1)
+    fd = tier.files.open_directory(tier.root.path / "segments")
+    found = recover_segment(tier.files, fd, segment.name, direct=False)
+    os.close(fd)
+    assert (found.kind, len(found.entries)) == (Kind.WALKED, 3)
+    assert await tier.fetch(keyspace, 1, 2, 3) == [1, 2, 3]
+
+
+async def test_a_write_that_ends_after_its_root_was_given_up_is_not_found(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, 1)
+    tier.files.writing.close()
+    tier.store(keyspace, 2)
+    await tier.until(tier.files.writing.entered.is_set)
+    tier.root.health.become(RootState.OFF, "planted")
+    await tier.until(lambda: tier.on_disk(keyspace, 1) == [])  # given up, and not detached: a thread writes
+    tier.files.writing.open()
+    await tier.until(lambda: not tier.root.writer.writing)
+    assert tier.on_disk(keyspace, 2) == [] or tier.root.state == RootState.OK
+    await tier.until(lambda: tier.root.state == RootState.OK)
+    assert await tier.fetch(keyspace, 1) == [1]
+
+
+# --- no fallocate(2) ---
+
+
+async def test_a_file_system_that_can_not_allocate(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is filled with zeros, in several turns of the lane: none of them takes long."""
+    monkeypatch.setattr(segment_module, "FILL_BYTES", 16 * PAGE_BYTES)
+    tier = await open_tier(SHAPE, before=lambda tier: tier.files.plant("allocate=EOPNOTSUPP"))
+    assert not tier.root.directory.abilities.allocates
+    keyspace = tier.keyspace()
+    numbers = await fill(tier, keyspace, 90)
+    assert tier.root.health.write_errors == 0
+    for path in (tier.root.path / "segments").iterdir():
+        assert path.stat().st_size == 64 * PAGE_BYTES == path.stat().st_blocks * 512
+    assert await tier.fetch(keyspace, *numbers[:10]) == numbers[:10]
+
+
+# --- close(2) ---
+
+
+async def test_a_close_that_hangs_stops_nobody_else(open_tier: Open) -> None:
+    """The loop goes on, and the root is off until it ends."""
+    tier = await open_tier(HASTY)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, 1)
+    tier.files.plant("close_delay_s=3600")
+    tier.store(keyspace, *range(100, 160))
+    await tier.until(lambda: tier.root.state == RootState.OFF)
+    assert tier.root.health.reason == "the disk does not answer"
+    assert tier.states(keyspace, 1) == [MISS]
+    assert tier.served(keyspace, 159) == [159]
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == RootState.OK)
+    assert await tier.fetch(keyspace, 1) == [1]
+
+
+async def test_what_was_read_does_not_depend_on_close(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, 1)
+    tier.files.plant("close=EIO")
+    assert await tier.fetch(keyspace, 1) == [1]
+
+
+# --- what is in a root is removed ---
+
+
+def move(path: Path, to: Path) -> None:
+    path.rename(to)
+
+
+def held_files() -> list[str]:
+    """What this process has open."""
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return [os.readlink(link) for link in links if os.path.islink(link)]
+
+
+def empty(path: Path) -> None:
+    for one in path.iterdir():
+        shutil.rmtree(one) if one.is_dir() else one.unlink()
+
+
+async def test_a_root_that_is_emptied_begins_anew(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await fill(tier, keyspace, 60)
+    states = states_of(tier)
+    uuid = tier.root.directory.uuid
+    empty(tier.root.path)
+    await tier.until(lambda: tier.root.state == RootState.OK and tier.root.directory.uuid not in (uuid, b""))
+    assert states == [RootState.OK, RootState.OFF, RootState.OK]
+    assert tier.on_disk(keyspace, *range(60)) == []
+    await fill(tier, keyspace, 60, first=100)
+    await tier.close()
+    tier = await open_tier(SHAPE)
+    assert len(tier.on_disk(tier.keyspace(), *range(100, 160))) == 60
+
+
+async def test_nobody_else_can_take_a_root_that_has_lost_its_lock(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE, retry_s=3600.0)
+    empty(tier.root.path)
+    with pytest.raises(BlockingIOError):
+        open_root(Files(), tier.root.path, make_root=True, make_segments=True, make_lock=True)
+
+
+async def test_a_root_without_its_lock_locks_itself_again(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, 1)
+    states = states_of(tier)
+    (tier.root.path / "lock").unlink()
+    await tier.until(lambda: len(states) == 3)
+    assert states == [RootState.OK, RootState.OFF, RootState.OK]
+    assert (tier.root.path / "lock").exists()
+    assert await tier.fetch(keyspace, 1) == [1]
+
+
+async def test_a_directory_that_was_removed_is_to_be_made_again(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, 1)
+    shutil.rmtree(tier.root.path)
+    await tier.until(lambda: "is missing: mount its file system, or create it with mode 700" in tier.root.health.reason)
+    assert not tier.root.path.exists()
+    tier.root.path.mkdir(mode=0o700)
+    await tier.until(lambda: tier.root.state == RootState.OK)
+    await tier.store_away(keyspace, 2)
+
+
+async def test_a_directory_that_was_moved_is_not_begun_anew(open_tier: Open) -> None:
+    """What it holds is still somewhere: maybe its file system was unmounted."""
+    tier = await open_tier(SHAPE)
+    await tier.store_away(tier.keyspace(), 1)
+    tier.root.path.rename(tier.root.path.with_suffix(".moved"))
+    tier.root.path.mkdir(mode=0o700)
+    await tier.until(lambda: "restart the daemon to begin anew" in tier.root.health.reason)
+    assert list(tier.root.path.iterdir()) == []
+
+
+@pytest.mark.parametrize("by", ["a look", "a read"])
+async def test_a_segment_that_was_removed_is_forgotten(
+    open_tier: Open, by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = await open_tier(SHAPE, retry_s=0.05 if by == "a look" else 3600.0)
+    keyspace = tier.keyspace()
+    numbers = await fill(tier, keyspace, 90)
+    root, segment, _ = tier.place(keyspace, 0)
+    lost = [number for number in numbers if tier.place(keyspace, number)[1] is segment]
+    used = root.pool.used_bytes
+    (root.path / "segments" / segment.name).unlink()
+    if by == "a read":
+        assert await tier.fetch(keyspace, lost[0]) == []
+    await tier.until(lambda: segment.ordinal not in root.pool.segments)
+    kept = [number for number in numbers if number not in lost]
+    assert tier.on_disk(keyspace, *numbers) == kept
+    assert root.pool.used_bytes == used - segment.size_bytes
+    assert (root.state, root.health.write_errors) == (RootState.OK, 0)
+    assert "failed verification" not in caplog.text
+    assert f"segments/{segment.name} was removed" in caplog.text
+    assert await tier.fetch(keyspace, *kept[-5:]) == kept[-5:]
+
+
+async def test_files_being_written_that_were_removed_are_closed(open_tier: Open) -> None:
+    """Or their space stays taken, and nobody sees by what."""
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, 1)
+    await tier.quiet()
+    for path in (tier.root.path / "segments").iterdir():
+        path.unlink()
+    before = set(tier.root.pool.segments)
+    await tier.until(lambda: before.isdisjoint(tier.root.pool.segments))
+    assert not [
+        name for name in held_files() if name.startswith(f"{tier.root.path}/segments/") and name.endswith("(deleted)")
+    ]
+    assert tier.on_disk(keyspace, 1) == []
+    await tier.store_away(keyspace, 2)
+
+
+# --- names ---
+
+
+async def test_a_path_that_is_no_utf8_is_escaped(open_tier: Open, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/disk-\xff"))
+    tier = await open_tier(SHAPE, paths=[path])
+    assert tier.root.figures()["path"] == f"{tmp_path}/disk-\\xff"
+    move(path, tmp_path / "moved")
+    await tier.until(lambda: "is missing" in tier.root.health.reason)
+    tier.root.health.reason.encode()
+    move(tmp_path / "moved", path)
