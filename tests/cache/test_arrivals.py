@@ -364,7 +364,8 @@ async def test_a_clear_amid_a_merge_is_later_than_what_is_merged(
     await tier.until(lambda: tier.cache.epochs.of(A) != before)
     assert tier.cache.epochs.of(A) > ahead
     walks.let_go = 1000
-    await cleared
+    with suppress(NotDurableError):  # the root that comes in may refuse the first try
+        await cleared
     await tier.until(lambda: tier.roots[1].state == RootState.OK)
     assert tier.cache.epochs.of(A) > ahead
 

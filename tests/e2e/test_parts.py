@@ -272,7 +272,7 @@ def test_a_reservation_is_filled_by_ranks_of_several_parts(daemon: Daemon, keys:
     ("groups_of", "said"),
     [
         ((FOUR[0], FOUR[1], replace(FOUR[0], refs=())), "part 0 of group 0 is registered twice"),
-        ((FOUR[0], replace(FOUR[1], parts=5)), "registered as .*parts=4.* and as .*parts=5"),
+        ((FOUR[0], replace(FOUR[1], parts=5)), "registered as .*parts 4.* and as .*parts 5"),
         ((FOUR[0], replace(FOUR[1], tokens_per_key=32)), "registered as .* and as "),
     ],
 )
