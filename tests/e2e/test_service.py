@@ -359,7 +359,7 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(configured: Configu
 
 
 def test_a_config_that_is_wrong_changes_nothing(configured: Configured) -> None:
-    for text in ("[limits]\nsessions = 0\n", "[limits\n", "[limits]\njobs = 4\n"):
+    for text in ("[limits]\nsessions = 0\n", "[limits\n", "[limits]\nno_such_key = 4\n"):
         said = configured.reload(text)
         assert "ERROR" in said
         assert "not reloaded, nothing has changed" in said
