@@ -85,5 +85,5 @@ def _insert(cache: Cache, keyspace: Keyspace, found: RecoveredSlots) -> tuple[U3
     columns.unverified[records] = 1
     cache.entries.missing[rows] = 0
     cache.entries.inherited[rows] = 1
-    cache.entries.account(records.ravel(), +1)
+    cache.entries.account(records.ravel(), committed=+1)
     return rows, records.ravel(), mine.ravel()

@@ -82,8 +82,12 @@ def test_nobody_holds_more_than_is_left_for_others(cache: Cache) -> None:
 
 
 def test_what_is_wanted_of_several_groups_and_parts_is_counted_by_its_pages(cache: Cache) -> None:
-    wide, narrow = keyspace_of(cache, FIRST, 0, (1, 7)), keyspace_of(cache, FIRST, 1, (2,))
+    wide = keyspace_of(cache, FIRST, 0, (1, 7))
     assert room(cache, wide, PAGES, parts=2) == SHARE // 2 // 8
+    narrow = keyspace_of(cache, FIRST, 1, (2,))  # it counts from now on
+    made = reserve(cache, narrow, keys_of(*range(10)), np.zeros(1, np.uint16), 0)
+    assert cache.entries.held.pages(FIRST) == 20
+    cache.abort(made.parts)
     assert room(cache, wide, 2 * PAGES) == SHARE // 2
     assert room(cache, narrow, PAGES) == SHARE // 2 // 2
     made = reserve(cache, wide, keys_of(*range(4)), np.array([1], np.uint16), 0)

@@ -147,8 +147,13 @@ def _check_held(entries: KeyTable) -> list[str]:
         noted = int(entries.keyspaces.pages[number]), int(entries.keyspaces.uids[number])
         if noted != (found := (int(keyspace.part_pages.sum()), keyspace.namespace.uid)):
             findings.append(f"held: space {number} has {found} pages a key and uid, noted are {noted}")
-    if np.count_nonzero(entries.keyspaces.uids != NOBODY) != len(entries.keyspaces):
+    uids = entries.keyspaces.uids
+    if np.count_nonzero(uids != NOBODY) != len(entries.keyspaces):
         findings.append("held: a space that there is not has a user")
+    if any(
+        not np.array_equal(entries.keyspaces.numbers_of(uid), np.flatnonzero(uids == uid)) for uid in set(uids.tolist())
+    ):
+        findings.append("held: a user's spaces are not those that are noted")
     return findings
 
 

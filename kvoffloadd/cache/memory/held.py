@@ -30,7 +30,7 @@ class HeldMemory:
 
     def pages(self, uid: int) -> int:
         """How many pages a user holds."""
-        mine = self._keyspaces.uids == uid
+        mine = self._keyspaces.numbers_of(uid)
         return int(self.rows[mine] @ self._keyspaces.pages[mine] + self.reserved[mine].sum())
 
     def left(self, uid: int) -> int | None:

@@ -118,8 +118,7 @@ class KeyTable:
         self.parts.state[parts] = PartState.COMMITTED
         count_down(self.missing, rows)
         every = distinct(rows)
-        self.account(parts, +1)
-        self.count_reserved(parts, -1)
+        self.account(parts, committed=+1, reserved=-1)
         kept: I64Array = parts[self.state[rows] == RowState.LIVE]
         self.record_change(every[(self.state[every] == RowState.LIVE) & (self.missing[every] == 0)], added=True)
         if len(kept) < len(parts):
@@ -286,9 +285,9 @@ class KeyTable:
             return
         valid = parts[self.parts.state[parts] >= PartState.COMMITTED]
         count_up(self.missing, self.parts.row[valid])
-        self.account(valid, -1)
+        self.account(valid, committed=-1)
         if len(valid) < len(parts):
-            self.count_reserved(parts[self.parts.state[parts] == PartState.RESERVED], -1)
+            self.account(parts[self.parts.state[parts] == PartState.RESERVED], reserved=-1)
         self.tier.give(self.parts.page[parts])
         self.parts.state[parts] = PartState.EMPTY
         self.parts.unverified[parts] = 0
@@ -296,24 +295,18 @@ class KeyTable:
 
     # --- counts and events ---
 
-    def account(self, parts: I64Array, sign: int) -> None:
-        """Count the committed bytes of each keyspace: `parts` are being committed (+1) or vacated (-1)."""
+    def account(self, parts: I64Array, *, committed: int = 0, reserved: int = 0) -> None:
+        """Count, for each keyspace, the bytes of these parts that are committed (+1) or vacated (-1), and the pages of
+        their slots that are reserved (+1), or not any more (-1).
+        """
         rows = self.parts.row[parts]
         for keyspace, indices in self.by_keyspace(rows):
-            if keyspace.schema.parts == 1:
-                keyspace.bytes += sign * len(indices) * keyspace.part_bytes[0]
-            else:
-                keyspace.bytes += sign * int(self._sizes(keyspace, parts[indices], rows[indices]).sum())
-
-    def count_reserved(self, parts: I64Array, sign: int) -> None:
-        """Count the pages of each keyspace's reserved slots: these are reserved (+1), or not any more (-1)."""
-        rows = self.parts.row[parts]
-        for keyspace, indices in self.by_keyspace(rows):
-            if keyspace.schema.parts == 1:
-                pages = len(indices) * int(keyspace.part_pages[0])
-            else:
-                pages = int(keyspace.part_pages[parts[indices] - self.first[rows[indices]]].sum())
-            self.held.reserved[keyspace.id] += sign * pages
+            numbers = 0 if keyspace.schema.parts == 1 else parts[indices] - self.first[rows[indices]]
+            if committed:
+                keyspace.bytes += committed * _total(keyspace.part_bytes, numbers, len(indices))
+            if reserved:
+                pages = _total(keyspace.part_pages, numbers, len(indices))
+                self.held.reserved[keyspace.id] += reserved * pages
 
     def payload_addresses(self, parts: I64Array) -> U64Array:
         """u64 addresses of the parts' payloads, valid while the parts are held."""
@@ -324,12 +317,8 @@ class KeyTable:
         rows = self.parts.row[parts]
         sizes = np.zeros(len(parts), np.int64)
         for keyspace, indices in self.by_keyspace(rows):
-            sizes[indices] = self._sizes(keyspace, parts[indices], rows[indices])
-        return sizes
-
-    def _sizes(self, keyspace: Keyspace, parts: I64Array, rows: U32Array) -> I64Array:
-        """Payload sizes of parts of keys of this keyspace, which have these rows."""
-        sizes: I64Array = np.asarray(keyspace.part_bytes, np.int64)[parts - self.first[rows]]
+            each = np.asarray(keyspace.part_bytes, np.int64)
+            sizes[indices] = each[parts[indices] - self.first[rows[indices]]]
         return sizes
 
     def record_change(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
@@ -430,6 +419,11 @@ class KeyTable:
 
 
 # --- keys of several groups of a request as one array, one group behind the other: fixed costs are paid once ---
+
+
+def _total(sizes: list[int] | I64Array, numbers: int | I64Array, count: int) -> int:
+    """The sum of the sizes with these numbers; of so many if it is only one number."""
+    return count * int(sizes[numbers]) if isinstance(numbers, int) else int(np.asarray(sizes, np.int64)[numbers].sum())
 
 
 def numbers_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U16Array:

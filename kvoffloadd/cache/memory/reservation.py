@@ -228,7 +228,7 @@ def _take_slots(
         chosen = records[:, columns][empty[at[:served]][:, columns]]
         parts.page[chosen] = tier.take(size, chosen.astype(np.uint32))
         parts.state[chosen] = PartState.RESERVED
-        entries.count_reserved(chosen, +1)
+        entries.account(chosen, reserved=+1)
         cache.counters.parts_reserved += len(chosen)
     return np.zeros((served, 0), np.int64) if records is None else records
 
