@@ -150,10 +150,11 @@ def _check_held(entries: KeyTable) -> list[str]:
     uids = entries.keyspaces.uids
     if np.count_nonzero(uids != NOBODY) != len(entries.keyspaces):
         findings.append("held: a space that there is not has a user")
-    if any(
-        not np.array_equal(entries.keyspaces.numbers_of(uid), np.flatnonzero(uids == uid)) for uid in set(uids.tolist())
-    ):
-        findings.append("held: a user's spaces are not those that are noted")
+    findings += [
+        f"held: the spaces of uid {uid} are not those that are noted"
+        for uid in entries.keyspaces.by_uid
+        if not np.array_equal(entries.keyspaces.numbers_of(uid), np.flatnonzero(uids == uid))
+    ]
     return findings
 
 
