@@ -276,7 +276,8 @@ class ClientCore:
 
         Raises JobDeadlineError, naming the first of them.
         """
-        if not [instance_of(Job, job, "job") for job in several(jobs, "jobs")]:
+        jobs = [instance_of(Job, job, "job") for job in several(jobs, "jobs")]
+        if not jobs:
             return []
         pauses = backoffs()
         while True:

@@ -168,7 +168,7 @@ def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagno
         yield problem(subject, "does not exist", f"mount its file system; then {_make(root.path, host)}")
         return
     except DiskError as error:
-        yield problem(subject, str(error).removeprefix(f"{root.path} "), _make_its_own(root.path, host))
+        yield problem(subject, str(error).removeprefix(f"{format_path(root.path)} "), _make_its_own(root.path, host))
         return
     except OSError as error:
         yield problem(subject, describe_error(error), _make(root.path, host))

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.opening import open_root
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
+from kvoffloadd.storage.disk.segment import Segment
+from kvoffloadd.trial.wait import HANG_S
 
 from .conftest import Open
 from .disktier import MISS, Shape, Tier
@@ -113,6 +116,181 @@ async def test_space_that_is_missing_though_it_was_allocated(open_tier: Open, mo
     assert tier.on_disk(keyspace, *newest[-60:]) == newest[-60:]
     assert states == [RootState.OK]
     assert tier.root.pool.recycled > 4
+
+
+def writes_fail_behind(tier: Tier, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
+    """Of segments only the first bytes can be written from now on."""
+    write = tier.files.write
+
+    def fail(fd: int, offset: int, buffers: Sequence[Any]) -> None:
+        name = Path(os.readlink(f"/proc/self/fd/{fd}")).name
+        if len(name) == 16 and offset + sum(memoryview(buffer).nbytes for buffer in buffers) > end:
+            raise OSError(errno.ENOSPC, "the volume is full")
+        write(fd, offset, buffers)
+
+    monkeypatch.setattr(tier.files, "write", fail)
+
+
+async def test_contents_stay_unless_all_can_be_written_that_comes_next(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full volume may have room for the first page of each segment. What the root can't use it does not empty."""
+    tier = await open_tier(SHAPE, rewrite_hot=False)
+    keyspace = tier.keyspace()
+    old = await fill(tier, keyspace, 220)
+    await tier.quiet()
+    there, recycled = tier.on_disk(keyspace, *old), tier.root.pool.recycled
+    writes_fail_behind(tier, monkeypatch, PAGE_BYTES)
+    number, tries = 1000, tier.root.health.write_errors + 8
+    while tier.root.health.write_errors < tries or tier.root.state != RootState.FULL:
+        tier.store(keyspace, number)
+        number += 1
+        await asyncio.sleep(0.01)
+    assert tier.on_disk(keyspace, *old) == there
+    assert tier.root.pool.recycled == recycled
+    monkeypatch.undo()
+    await tier.until(lambda: tier.root.state == RootState.OK)
+    await fill(tier, keyspace, 60, first=5000)
+
+
+async def test_one_segment_goes_at_most_for_files_that_can_not_be_used_anew(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here what was tried succeeds, and what comes then fails."""
+    tier = await open_tier(SHAPE, rewrite_hot=False)
+    keyspace, pool, write = tier.keyspace(), tier.root.pool, tier.files.write
+    old = await fill(tier, keyspace, 220)
+    await tier.quiet()
+    there, recycled = tier.on_disk(keyspace, *old), pool.recycled
+
+    def fail(fd: int, offset: int, buffers: Sequence[Any]) -> None:
+        if not any(memoryview(buffer).cast("B").tobytes().strip(b"\0") for buffer in buffers):  # new uses begin so
+            raise OSError(errno.ENOSPC, "the volume is full")
+        write(fd, offset, buffers)
+
+    monkeypatch.setattr(tier.files, "write", fail)
+    number = 1000
+    while tier.root.state != RootState.FULL:
+        tier.store(keyspace, number)
+        number += 1
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.3)  # some more tries
+    assert tier.root.state == RootState.FULL
+    assert pool.recycled == recycled + 1
+    assert len(tier.on_disk(keyspace, *old)) >= len(there) - 30
+    monkeypatch.undo()
+    await tier.until(lambda: tier.root.state == RootState.OK)
+
+
+async def test_restarts_on_a_full_file_system_use_the_files_that_there_are(open_tier: Open) -> None:
+    """Each stop leaves one that is empty. If another were made for it, the oldest contents would go for its space."""
+    tier = await open_tier(SHAPE)
+    old = await fill(tier, tier.keyspace(), 120)
+    await tier.close()
+
+    def take_the_rest(tier: Tier) -> None:
+        tier.files.free_bytes = lambda dir_fd: 0  # type: ignore[method-assign]
+
+    kept = []
+    for _ in range(4):
+        tier = await open_tier(SHAPE, before=take_the_rest)
+        await tier.quiet()
+        kept.append(tier.on_disk(tier.keyspace(), *old))
+        files = list((tier.root.path / "segments").iterdir())
+        assert len(files) == len(tier.root.pool.segments), "all of them are in use"
+        await tier.close()
+    assert len(kept[0]) >= len(old) - 30, "one for the segment that is to be ready"
+    assert kept[1:] == kept[:1] * 3
+
+
+async def test_a_segment_stays_if_what_is_used_of_it_could_not_be_written_again(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace, pool = tier.keyspace(), tier.root.pool
+    old = await fill(tier, keyspace, 220)
+    await tier.quiet()
+    oldest = pool.oldest()
+    assert oldest is not None
+    used = [number for number in tier.on_disk(keyspace, *old) if tier.place(keyspace, number)[1] is oldest]
+    assert await tier.fetch(keyspace, *used) == used
+    tier.evict(keyspace, *used)
+    may_recycle, asked = pool.may_recycle, []
+
+    async def fail_from_now_on(segment: Segment) -> bool:
+        can = await may_recycle(segment)
+        asked.append(can)
+        if can:
+            tier.files.plant("write=EIO")
+        return can
+
+    pool.may_recycle = fail_from_now_on  # type: ignore[method-assign]
+    number = 1000
+    while True not in asked:
+        tier.store(keyspace, number)
+        number += 1
+        await asyncio.sleep(0.01)
+    await tier.until(lambda: tier.root.state == RootState.READ_ONLY)
+    await tier.until(lambda: not tier.root.writer.reserved_pages)
+    assert tier.on_disk(keyspace, *used) == used
+    assert oldest.ordinal in pool.segments
+
+
+async def test_a_file_is_used_anew_only_when_it_is_not_tried_any_more(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a trial has read it writes again: the header of a later use would be gone."""
+    tier = await open_tier(SHAPE)
+    pool = tier.root.pool
+    await fill(tier, tier.keyspace(), 220)
+    await tier.quiet()
+    oldest, has_read, may_write = pool.oldest(), threading.Event(), threading.Event()
+    assert oldest is not None
+    read, name = tier.files.read, oldest.name
+
+    def wait(fd: int, offset: int, buffers: Sequence[Any]) -> int:
+        came = read(fd, offset, buffers)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(name):
+            has_read.set()
+            may_write.wait(HANG_S)
+        return came
+
+    monkeypatch.setattr(tier.files, "read", wait)
+    for segment in (pool.open_segment, pool._clean):  # so that the oldest is what the trial tries
+        assert segment is not None
+        tier.root.writer.withdraw(segment)
+    tier.root.health.become(RootState.READ_ONLY, "planted")
+    await tier.until(has_read.is_set)
+    assert oldest.readers == 1, "what recycles it waits for its readers"
+    may_write.set()
+    await tier.until(lambda: oldest.readers == 0)
+    await tier.until(lambda: tier.root.state == RootState.OK)
+
+
+async def test_a_close_that_fails_ends_no_task(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await fill(tier, keyspace, 10)
+    await tier.quiet()
+    allocate, entered, may_go_on = tier.files.allocate, threading.Event(), threading.Event()
+
+    def wait(fd: int, size: int) -> None:
+        allocate(fd, size)
+        entered.set()
+        may_go_on.wait(HANG_S)
+
+    monkeypatch.setattr(tier.files, "allocate", wait)
+    number = 1000
+    while not entered.is_set():
+        tier.store(keyspace, number)
+        number += 1
+        await asyncio.sleep(0.01)
+    tier.files.plant("close=EIO")
+    tier.root.health.become(RootState.OFF, "planted")
+    may_go_on.set()
+    await tier.until(lambda: not tier.root.directory._using)
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == RootState.OK and tier.root.pool.open_segment is not None)
+    assert [task.exception() for task in tier.tasks if task.done()] == []
+    await fill(tier, keyspace, 60, first=5000)
 
 
 @pytest.mark.parametrize(

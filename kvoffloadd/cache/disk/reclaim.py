@@ -79,9 +79,12 @@ class Reclaim:
         try:
             if not await root.pool.may_recycle(oldest):
                 return False
+            errors = root.health.write_errors
             again = await self._rewrite(root, oldest) if self._rewrite_hot else []
         finally:
             root.writer.reserved_pages = 0
+        if root.health.write_errors > errors:
+            return False  # what is used of it may be nowhere else
         await self.give_up(oldest, again)
         return oldest.ordinal in root.pool.segments and await root.pool.recycle(oldest)
 

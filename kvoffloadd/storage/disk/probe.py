@@ -123,11 +123,9 @@ class Probe:
         """The state is OK again if what the next writes do succeeds. This lane has one thread: a trial that does not
         end keeps the next one from beginning, and the root from being written to at the same place.
         """
-        trial = self._pool.trial()
-        if trial is None:
-            return
         try:
-            await self._ask(self._directory.perform(self.lane, trial))
+            if not await self._ask(self._pool.try_write(self.lane)):
+                return
         except TimeoutError:
             self._health.become(RootState.READ_ONLY, NO_ANSWER)
         except (OSError, KvOffloadError) as error:

@@ -82,12 +82,14 @@ class RootDirectory:
         self._next: Manifest | None = None  # what that one will write
         self._using: set[asyncio.Task[Any]] = set()  # of `perform`
 
-    async def perform(self, lane: Lane, work: Callable[[], T | Again]) -> T:
+    async def perform(self, lane: Lane, work: Callable[[], T | Again], ended: Callable[[], None] | None = None) -> T:
         """Run work that uses the directory's descriptors, before all else that waits in the lane. It goes on if this
-        call is cancelled; `wait_idle` waits for its end.
+        call is cancelled; `wait_idle` waits for its end, and `ended` is called then.
         """
         task = lane.loop.create_task(lane.perform(work, urgent=FIRST))
         self._using.add(task)
+        if ended is not None:
+            task.add_done_callback(lambda _: ended())
         task.add_done_callback(self._used)
         return await asyncio.shield(task)
 

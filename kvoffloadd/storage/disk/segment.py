@@ -198,9 +198,9 @@ class SegmentMaker:
         if self._reuse:
             # The old trailer goes too: if the new header were damaged one day, it would be taken at its word.
             self._files.write(self._fd, self._header.segment_bytes - PAGE_BYTES, [_zeros(PAGE_BYTES)])
-        # Space that was allocated can still be missing, on a thin volume for one: old contents go only for a segment
-        # that can be written.
-        if size := min(TRIAL_BYTES, self._header.segment_bytes // TRIAL_SHARE // PAGE_BYTES * PAGE_BYTES):
+        # Space that was allocated can still be missing, on a thin volume for one: a segment is used only if it can be
+        # written.
+        if size := trial_bytes(self._header.segment_bytes):
             self._files.write(self._fd, HEADER_PAGES * PAGE_BYTES, [_zeros(size)])
         write_header(self._files, self._fd, self._header)
         self._files.sync(self._fd)
@@ -236,19 +236,26 @@ def _at_once(make: SegmentMaker) -> int:
     return made
 
 
+def trial_bytes(segment_bytes: int) -> int:
+    """How much of the space behind its header a new use of a segment writes at once."""
+    return min(TRIAL_BYTES, segment_bytes // TRIAL_SHARE // PAGE_BYTES * PAGE_BYTES)
+
+
 def try_segment(files: Files, segments_fd: int, name: str, *, direct: bool) -> None:
-    """Write the first page of a segment again, as it is, so that its contents are not given up for a file that can't
-    be written.
+    """Write again, as they are, the pages of a segment that its next use begins with (see `SegmentMaker`), so that its
+    contents are not given up for a file that can't be written.
 
     Raises:
         OSError: it can't.
     """
     fd = files.open(segments_fd, name, create=False, direct=direct, write=True)
     try:
-        page = aligned_pages(1)
-        if files.read(fd, 0, [page]) == PAGE_BYTES:
-            files.write(fd, 0, [page])
-            files.sync(fd)
+        size = files.size_bytes(fd) // PAGE_BYTES * PAGE_BYTES
+        for start, length in ((0, HEADER_PAGES * PAGE_BYTES + trial_bytes(size)), (size - PAGE_BYTES, PAGE_BYTES)):
+            pages = aligned_pages(length // PAGE_BYTES)
+            if start >= 0 and files.read(fd, start, [pages]) == length:
+                files.write(fd, start, [pages])
+        files.sync(fd)
     finally:
         files.close(fd)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from kvoffloadd.errors import KvOffloadError
@@ -57,7 +58,7 @@ class SegmentPool:
         self._clean: Segment | None = None  # follows the open one
         self._reusable: list[tuple[str, int]] = []  # segment files without contents: name, bytes
         self._foreign_bytes = 0
-        self._grow_after = 0.0
+        self._create_after = self._reuse_after = 0.0
 
     # --- the space ---
 
@@ -76,17 +77,26 @@ class SegmentPool:
 
     @property
     def _may_create(self) -> bool:
-        return self._has_space and self.used_bytes + self.segment_bytes <= self.capacity_bytes
+        """Whether there is capacity for another file, and space as far as is known."""
+        fits = self.used_bytes + self.segment_bytes <= self.capacity_bytes
+        return fits and self._lane.loop.time() >= self._create_after
 
     @property
-    def _has_space(self) -> bool:
-        """Whether the file system has space for another file, as far as is known."""
-        return self._lane.loop.time() >= self._grow_after
+    def _fitting(self) -> list[tuple[str, int]]:
+        """Files without contents that can be the next segment, as far as is known."""
+        if self._lane.loop.time() < self._reuse_after:
+            return []
+        return [file for file in self._reusable if file[1] == self.segment_bytes]
+
+    @property
+    def _misfits(self) -> list[tuple[str, int]]:
+        """Files without contents that only take space."""
+        return [file for file in self._reusable if file[1] != self.segment_bytes]
 
     @property
     def may_grow(self) -> bool:
-        """Whether there seems to be capacity for one more segment without reclaiming another."""
-        return self._has_space and (bool(self._reusable) or self._may_create)
+        """Whether there seems to be room for one more segment without reclaiming another."""
+        return bool(self._fitting or self._misfits) or self._may_create
 
     def oldest(self) -> Segment | None:
         """The segment to be reclaimed next; None: none is sealed."""
@@ -112,13 +122,14 @@ class SegmentPool:
         """Add the next segment: a new file, or an old one without contents. False, and maybe another state of the root,
         if that failed.
         """
-        while self._reusable and self._reusable[-1][1] != self.segment_bytes and not self._may_create:
-            if not await self._remove_reusable():
+        while not self._fitting and self._misfits and not self._may_create:
+            if not await self._remove(self._misfits[-1]):
                 return False
-        if not self.may_grow:
-            return False
-        name, size = (secrets.token_hex(8), 0) if self._may_create else self._reusable.pop()
-        return await self._prepare(name, size)
+            self._create_after = 0.0
+        if fitting := self._fitting:  # first: its space is there, whatever the file system has left
+            self._reusable.remove(fitting[-1])
+            return await self._prepare(*fitting[-1])
+        return self._may_create and await self._prepare(secrets.token_hex(8), 0)
 
     async def may_recycle(self, segment: Segment) -> bool:
         """Whether what this sealed segment holds may be given up for new records: its file can be written."""
@@ -161,10 +172,11 @@ class SegmentPool:
             if left_bytes := await self._directory.perform(self._lane, size):
                 self._reusable.append((name, left_bytes))
             if not isinstance(error, FileNotFoundError):  # else it was removed, which is not the disk's trouble
-                self._not_made(error)
+                self._not_made(error, is_new=not size_bytes)
             return False
         if self._health.state == RootState.OFF:
-            await self._directory.perform(self._lane, partial(self._files.close, fd))
+            with suppress(OSError):
+                await self._directory.perform(self._lane, partial(self._files.close, fd))
             return False
         segment = Segment(self._numbers.ordinal(), name, header, self.segment_bytes, fd)
         self.segments[segment.ordinal] = segment
@@ -175,16 +187,22 @@ class SegmentPool:
         self._changes.notify_all()
         return True
 
-    def _not_made(self, error: BaseException) -> None:
-        """Where no space is left no file is made for a while, and the root is FULL if there is no segment to write to
-        or to recycle.
+    def _not_made(self, error: BaseException, *, is_new: bool) -> None:
+        """Note that a file could not be made the next segment. If there is no space for a new one, none is made for a
+        while, and the root is FULL if it has no segment to write to or to recycle. If there is none in one whose space
+        was allocated, the root is FULL: others would fail as it does, so their contents are kept.
         """
         if not is_full(error):
             self.write_failed(error)
             return
         self._health.write_errors += 1
-        self._grow_after = self._lane.loop.time() + self._retry_s
-        if self.oldest() is None and self.open_segment is None and self._health.state != RootState.OFF:
+        after = self._lane.loop.time() + self._retry_s
+        if is_new:
+            self._create_after = after
+        else:
+            self._reuse_after = after
+        is_last = self.oldest() is None and self.open_segment is None
+        if (is_last or not is_new) and self._health.state != RootState.OFF:
             self._health.stop_writing(error)
         self._changes.notify_all()
 
@@ -221,9 +239,9 @@ class SegmentPool:
         self.gone.clear()
         self._reusable.clear()
 
-    async def _remove_reusable(self) -> bool:
-        """Remove the last file without contents: only its space is of use."""
-        file = self._reusable.pop()  # what others add meanwhile stays
+    async def _remove(self, file: tuple[str, int]) -> bool:
+        """Remove a file without contents: only its space is of use."""
+        self._reusable.remove(file)  # what others add meanwhile stays
         try:
             await self._unlink(file[0])
         except OSError as error:
@@ -243,29 +261,38 @@ class SegmentPool:
         self._health.write_failed(error, lasting=lasting)
         self._changes.notify_all()
 
-    def trial(self) -> Callable[[], None] | None:
-        """Work that does to the disk what the next writes do, and raises OSError if they would fail. None: there is no
-        segment to write to, and no space for one.
+    async def try_write(self, lane: Lane) -> bool:
+        """Do to the disk what the next writes do. False: there is no segment to write to, and no space for one. Raises
+        OSError if they would fail.
         """
         directory, segment, oldest = self._directory, self.open_segment, self.oldest()
         works: list[Callable[[], None]] = []
         if self._health.state != RootState.FULL:
             works.append(directory.try_directory)
+        held = None
         if segment is not None:
             room = segment.size_bytes // PAGE_BYTES - footer_pages(segment.num_entries, len(segment.keyspaces))
             stop = min(segment.next_page + TRIAL_BYTES // PAGE_BYTES, room)
             if segment.next_page < stop:
                 works.append(partial(directory.try_pages, segment.name, segment.next_page, stop))
         elif oldest is not None:
+            held = oldest
+            held.readers += 1  # what is read of it is written again: nothing else is to be there by then
             works.append(partial(directory.try_segment, oldest.name))
         elif not works:
-            return None
+            return False
 
         def work() -> None:
             for each in works:
                 each()
 
-        return work
+        await directory.perform(lane, work, partial(self._tried, held))
+        return True
+
+    def _tried(self, held: Segment | None) -> None:
+        if held is not None:
+            held.readers -= 1
+            self._changes.notify_all()
 
     def lost(self, segment: Segment) -> None:
         """The file of this segment was removed. It is found in `gone` until its contents are forgotten."""

@@ -202,7 +202,9 @@ class Writer:
     def _recovered_sealed(self, segment: Segment, result: BaseException | None) -> None:
         segment.readers -= 1
         self._changes.notify_all()
-        if result is not None:
+        if isinstance(result, FileNotFoundError):
+            self._pool.lost(segment)
+        elif result is not None:
             self._pool.write_failed(result)
 
 
