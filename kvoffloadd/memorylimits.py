@@ -89,10 +89,12 @@ def has_memory_limit(root: Path = Path("/")) -> bool:
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """The machine's memory, or what the cgroups of this process still allow, if that is less."""
+    """The machine's memory, or the least limit of the cgroups of this process, whatever is in use."""
     total = re.search(r"^MemTotal:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
-    limits = [room for room, _ in _cgroup_limits(root, "memory", _MEMORY_FILES, _MEMORY_FILES_V1)]
-    return min([int(total[1]) << 10, *limits] if total else limits, default=BYTES_MAX)
+    limits = [int(total[1]) << 10] if total else []
+    for group, files in _cgroups(root, "memory", _MEMORY_FILES, _MEMORY_FILES_V1):
+        limits += [int(most) for most in _limits(group, files).values()]
+    return min(limits, default=BYTES_MAX)
 
 
 def mappings_max(root: Path = Path("/")) -> int:
@@ -130,6 +132,13 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:
 
 def _cgroup_limits(root: Path, controller: str, files: _Files, files_v1: _Files) -> Iterator[tuple[int, str]]:
     """Bytes that each limit of each cgroup of this process still allows, and which one that is."""
+    for group, names in _cgroups(root, controller, files, files_v1):
+        for limit, headroom in _headrooms(group, names):
+            yield headroom, f"cgroup {group}, {limit}"
+
+
+def _cgroups(root: Path, controller: str, files: _Files, files_v1: _Files) -> Iterator[tuple[Path, _Files]]:
+    """The cgroups of this process, and the names of their files."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers == "":
@@ -141,24 +150,27 @@ def _cgroup_limits(root: Path, controller: str, files: _Files, files_v1: _Files)
         # Any ancestor's limit binds too; in a container the path may name a group that is not mounted there.
         folder = mount / place.lstrip("/")
         for group in [folder, *folder.parents]:
-            for limit, headroom in _headrooms(group, names):
-                yield headroom, f"cgroup {group}, {limit}"
+            yield group, names
             if group == mount:
                 break
 
 
+def _limits(group: Path, files: _Files) -> dict[str, int]:
+    """Those that the group has, by name."""
+    found = {limit: _text(group / limit).strip() for limit in files.limits}
+    return {limit: int(most) for limit, most in found.items() if most.isdigit()}
+
+
 def _headrooms(group: Path, files: _Files) -> Iterator[tuple[str, int]]:
-    """Of each limit that the group has."""
-    used = _text(group / files.usage).strip()
-    limits = {limit: _text(group / limit).strip() for limit in files.limits}
-    if not used.isdigit() or not any(most.isdigit() for most in limits.values()):
+    """Bytes that each limit of the group still allows, by its name."""
+    used, limits = _text(group / files.usage).strip(), _limits(group, files)
+    if not used.isdigit() or not limits:
         return
     # Page cache and what the kernel keeps of files count as used, and are given back on demand, as MemAvailable has it.
     figures = dict(line.partition(" ")[::2] for line in _text(group / "memory.stat").splitlines() if files.reclaimable)
     reclaimable = sum(int(figures.get(name, "0")) for name in files.reclaimable)
     for limit, most in limits.items():
-        if most.isdigit():
-            yield limit, max(0, int(most) - max(0, int(used) - reclaimable))
+        yield limit, max(0, most - max(0, int(used) - reclaimable))
 
 
 def _text(path: Path) -> str:

@@ -34,6 +34,7 @@ from kvoffloadd.config import AUTO
 from kvoffloadd.device.base import Copy, CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
+from kvoffloadd.errors import LimitError
 from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import BoolArray, Direction, I64Array, Outcome, U32Array, U64Array
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
@@ -284,7 +285,12 @@ class Job:
     async def _copy_out(self, request: LoadRequest | None) -> CopyResult:
         if request is not None:
             await self._fetch(request.below)
-            self.hold(request.resolve())
+            plan = request.resolve()
+            try:
+                self.owner.cache.check_hold(self.options.flow.uid, plan.rows)
+            except LimitError as error:  # others have stored some of it meanwhile
+                raise Stopped(Outcome.FAILED, str(error)) from None
+            self.hold(plan)
         await self._verify()
         result = await self._copy()
         if self.hashed.any() and result.outcome is Outcome.DONE:

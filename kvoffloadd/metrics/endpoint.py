@@ -14,6 +14,7 @@ import math
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException, parse_headers
 from pathlib import Path
@@ -96,8 +97,9 @@ class Endpoint:
         self._snapshot = snapshot
         self._pause: asyncio.TimerHandle | None = None
         self._figures = Figures(snapshot)
-        self._peers: dict[asyncio.Task[None], socket.socket] = {}
-        self._silent: dict[asyncio.Task[None], None] = {}  # those whose request has not come
+        self._scrapes: set[asyncio.Task[None]] = set()
+        self._places: dict[asyncio.Task[None], None] = {}  # those that have not lost theirs, the oldest first
+        self._silent: dict[asyncio.Task[None], None] = {}  # of these, those whose request has not come
 
     def start(self) -> None:
         """Begin to serve."""
@@ -108,9 +110,10 @@ class Endpoint:
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._listener)
-        for scrape in self._peers:
+        for scrape in self._scrapes:
             scrape.cancel()
-        await asyncio.gather(*self._peers, return_exceptions=True)
+        await asyncio.gather(*self._scrapes, return_exceptions=True)
+        await self._figures.close()
         place = self._listener.getsockname()
         self._listener.close()
         if isinstance(place, str):
@@ -128,21 +131,25 @@ class Endpoint:
             self._loop.remove_reader(self._listener)  # it stays in the backlog
             self._pause = self._loop.call_later(RETRY_S, self.start)
             return
-        if len(self._peers) >= PEERS_MAX:
-            self._hang_up(next(iter(self._silent or self._peers)))
+        if len(self._places) >= PEERS_MAX:
+            oldest = next(iter(self._silent or self._places))
+            self._let_go(oldest)
+            oldest.cancel()  # its socket is closed when it has ended: until then the loop may still watch it
         peer.setblocking(False)
         scrape = self._loop.create_task(self._serve(peer))
-        self._peers[scrape] = peer
-        self._silent[scrape] = None
-        scrape.add_done_callback(self._hang_up)
+        self._scrapes.add(scrape)
+        self._places[scrape] = self._silent[scrape] = None
+        scrape.add_done_callback(partial(self._ended, peer))
 
-    def _hang_up(self, scrape: asyncio.Task[None]) -> None:
-        """Also on a scrape that has not begun, or has ended."""
+    def _let_go(self, scrape: asyncio.Task[None]) -> None:
         self._silent.pop(scrape, None)
-        peer = self._peers.pop(scrape, None)
-        if peer is not None:
-            scrape.cancel()
-            peer.close()
+        self._places.pop(scrape, None)
+
+    def _ended(self, peer: socket.socket, scrape: asyncio.Task[None]) -> None:
+        """Also one that was cancelled before it began."""
+        self._let_go(scrape)
+        self._scrapes.discard(scrape)
+        peer.close()
 
     async def _serve(self, peer: socket.socket) -> None:
         """One request. A peer that is slow or gone is no news."""
@@ -193,9 +200,24 @@ class Figures:
         self._taken_s = -math.inf
         self._status: Mapping[str, Any] = {}
         self._texts: dict[str, bytes] = {}
+        self._writing: dict[str, asyncio.Task[tuple[bytes, str]]] = {}  # by format
 
     async def text(self, encode: Encode, kind: str) -> tuple[bytes, str]:
-        """The metrics and their content type. Raises whatever made a figure fail."""
+        """The metrics and their content type. Raises whatever made a figure fail. The work goes on whoever waits for it
+        is gone: those who come later wait for the same.
+        """
+        writing = self._writing.get(kind)
+        if writing is None:
+            writing = self._writing[kind] = asyncio.get_running_loop().create_task(self._write(encode, kind))
+            writing.add_done_callback(partial(self._written, kind))
+        return await asyncio.shield(writing)
+
+    def _written(self, kind: str, writing: asyncio.Task[tuple[bytes, str]]) -> None:
+        del self._writing[kind]
+        if not writing.cancelled():
+            writing.exception()  # who waits has got it
+
+    async def _write(self, encode: Encode, kind: str) -> tuple[bytes, str]:
         loop = asyncio.get_running_loop()
         async with self._lock:
             now = loop.time()
@@ -206,6 +228,13 @@ class Figures:
                     encode, kind = choose_encoder("")
                 self._texts[kind] = await loop.run_in_executor(None, _text, self._status, encode)
             return self._texts[kind], kind
+
+    async def close(self) -> None:
+        """End what is being written."""
+        writing = list(self._writing.values())
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
 
 
 class _Metrics(Collector):

@@ -146,6 +146,8 @@ class SessionJobs:
             )  # fmt: skip
             reply = Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
             plan = request.resolve() if any(mask.any() for mask in wanted) else None
+            if plan is not None:
+                cache.check_hold(self.instance.uid, plan.rows)
         except BaseException:
             self._refund(charge)
             raise

@@ -18,7 +18,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
 from kvoffloadd.cache.memory.lookup import GroupHits, packed_boundaries
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.model import U32Array, U64Array
+from kvoffloadd.model import KeyState, U32Array, U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
@@ -163,6 +163,7 @@ class PendingPins:
         answered = Lookups(groups)
         lease = waiting.lease if waiting.lease and self.instance.leases.holds(waiting.lease) else None
         if lease is not None:
+            self._leave_out(groups)
             fresh = np.concatenate([group.lookup.rows[group.on_disk].astype(np.uint32) for group in groups])
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
@@ -176,6 +177,17 @@ class PendingPins:
         self._end(waiting)
         states, boundaries = answered.states, answered.boundaries
         self.push(m.Ready(seq=waiting.seq, states=states, boundaries=boundaries, lease=lease.id if lease else 0))
+
+    def _leave_out(self, groups: list[GroupLookup]) -> None:
+        """What others have stored meanwhile, and its user may not hold, is a miss of the `ready`."""
+        came = [np.flatnonzero(group.on_disk) for group in groups]
+        rows = [group.lookup.rows[at].astype(np.uint32) for group, at in zip(groups, came, strict=True)]
+        allowed = self.context.cache.may_hold(self.instance.uid, np.concatenate(rows))
+        if allowed.all():
+            return
+        for group, at, mine in zip(groups, came, np.split(allowed, np.cumsum([len(at) for at in came])), strict=False):
+            group.on_disk[at[~mine]] = group.lookup.hits[at[~mine]] = False
+            group.lookup.states[at[~mine]] = KeyState.MISS
 
     def _end(self, waiting: PendingPin) -> None:
         self.waiting.discard(waiting)

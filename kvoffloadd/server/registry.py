@@ -77,12 +77,13 @@ class Registry:
 
         Raises UnknownNameError, having changed nothing.
         """
-        entries = {number: self.attached.get(number) for number in numbers}
-        for number, entry in entries.items():
-            if entry is None:
+        for number in numbers:
+            if number not in self.attached:
                 raise UnknownNameError(f"this session has no allocation {number}")
+        entries = {number: self.attached[number] for number in numbers}
+        for entry in entries.values():
             entry.left = True
-        idle = [number for number, entry in entries.items() if entry is not None and not (entry.uses or entry.drafts)]
+        idle = [number for number, entry in entries.items() if not (entry.uses or entry.drafts)]
         freed = [self.attached.pop(number) for number in idle]
         return self.context.spawn(self._release_all(freed), errors_are_handled=True)
 

@@ -17,7 +17,7 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import Wanted, reserve, reserve_all
 from kvoffloadd.cache.policy import POLICIES, ghost, s3fifo
 from kvoffloadd.errors import KeyWidthError, SchemaError
-from kvoffloadd.model import GroupKind, GroupSchema, I64Array, KeyState, U32Array
+from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, I64Array, KeyState, U32Array
 
 from .fakes import keys_of, make_cache, make_keyspace
 
@@ -487,6 +487,31 @@ def test_a_policy_that_finds_no_memory_for_larger_tables_keeps_its_own(
     monkeypatch.undo()
     store(cache, small, *range(3 << 12, 4 << 12))
     assert check(cache, 0, 0) == []
+    cache.tier.close()
+
+
+def test_a_clear_needs_no_memory_for_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever part of a group was known first. Half a clear would leave the other half."""
+    cache = make_cache(pages=64, slab_pages=16)
+    namespace = cache.open_namespace(b"n" * 16, 0, "test", 32)
+    keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=2))
+    cache.set_part_bytes(keyspace, {1: 2 * PAGE_BYTES})
+    cache.set_part_bytes(keyspace, {0: PAGE_BYTES})
+    store(cache, keyspace, 1)
+
+    def fail(capacity_rows: int, max_rows: int) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(cache.eviction, "_make_policy", fail)
+    queue = keyspace.queue
+    for _ in range(2):
+        cache.epochs.advance(namespace.fingerprint)
+        for _ in cache.clear(namespace):
+            pass
+        assert namespace.keyspaces[0].queue is queue
+        assert check(cache, 0, 0) == []
+        store(cache, namespace.keyspaces[0], 1, 2)
+        assert check(cache, 0, 0) == []
     cache.tier.close()
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvoffloadd.cache.memory import reservation
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve, reserve_in_steps
+from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve, reserve_all, reserve_in_steps
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState, U32Array
 from kvoffloadd.steps import Steps
@@ -97,6 +98,31 @@ def test_what_is_wanted_of_several_groups_and_parts_is_counted_by_its_pages(cach
     cache.hold(np.repeat(cache.entries.find(wide, keys_of(*range(4))).astype(np.uint32), 3))
     assert cache.entries.held.pages(FIRST) == 32, "a key counts with all its slots"
     cache.unhold(np.repeat(cache.entries.find(wide, keys_of(*range(4))).astype(np.uint32), 3))
+
+
+@pytest.mark.parametrize("step_keys", [64, 4096])
+def test_what_is_there_already_costs_nothing(cache: Cache, monkeypatch: pytest.MonkeyPatch, step_keys: int) -> None:
+    """A request keeps it from eviction only while it lasts."""
+    monkeypatch.setattr(reservation, "STEP_KEYS", step_keys)
+    first = keyspace_of(cache, FIRST)
+    there = SHARE // 2 + 16
+    store(cache, first, *range(there))
+    wanted = Wanted.from_first(first, keys_of(*range(there + 10)), np.zeros(1, np.uint16), 0)
+    (made,) = finish(reserve_in_steps(cache, [wanted]))
+    assert made.states.tolist() == [KeyState.HIT] * there + [KeyState.RESERVED] * 10
+    cache.abort(made.parts)
+
+
+def test_a_request_of_several_groups_gets_no_more_than_one_of_one(cache: Cache) -> None:
+    one, other = keyspace_of(cache, FIRST, 0), keyspace_of(cache, FIRST, 1, (2,))
+    wanted = [
+        Wanted.from_first(keyspace, keys_of(*range(SHARE)), np.zeros(1, np.uint16), 0) for keyspace in (other, one)
+    ]
+    for order in (wanted, wanted[::-1]):
+        made = reserve_all(cache, order)
+        assert SHARE // 2 - 1 <= cache.entries.held.pages(FIRST) <= SHARE // 2
+        for some in made:
+            cache.abort(some.parts)
 
 
 def test_a_large_request_evicts_nothing_for_what_it_may_not_have(cache: Cache) -> None:

@@ -187,6 +187,68 @@ async def test_silent_scrapers_keep_nobody_out(serve: Callable[..., str]) -> Non
         peer.close()
 
 
+async def test_who_loses_its_place_keeps_its_descriptor_until_the_loop_has_let_it_go(serve: Callable[..., str]) -> None:
+    """Else the next socket of the daemon may get its number, and never be heard: the loop would think it is watched."""
+    path, loop = serve(), asyncio.get_running_loop()
+    heard: list[bytes] = []
+    with socket.socket(socket.AF_UNIX) as others:
+        others.bind("")
+        others.listen(64)
+        others.setblocking(False)
+        ours: list[socket.socket] = []
+
+        def accept() -> None:
+            peer, _ = others.accept()
+            ours.append(peer)
+            loop.add_reader(peer, lambda: heard.append(peer.recv(100)))
+
+        loop.add_reader(others, accept)
+        theirs: list[socket.socket] = []
+
+        def come(place: Any, said: bytes = b"") -> None:
+            theirs.append(socket.socket(socket.AF_UNIX))
+            theirs[-1].connect(place)
+            theirs[-1].send(said)
+
+        for _ in range(module.PEERS_MAX):
+            come(path)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        for number in range(1, 11):  # both come in the same turn
+            come(path)
+            come(others.getsockname(), b"hello")
+            async with asyncio.timeout(60):
+                while len(heard) < number:  # noqa: ASYNC110  the loop's own turns are what is tried
+                    await asyncio.sleep(0.001)
+        loop.remove_reader(others)
+        for peer in ours:
+            loop.remove_reader(peer)
+        for peer in [*ours, *theirs]:
+            peer.close()
+
+
+async def test_figures_are_written_whoever_asked_first_is_gone(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flood takes the places of all before it, but not their work."""
+    taken, may_end = 0, asyncio.Event()
+
+    async def snapshot() -> dict[str, Any]:
+        nonlocal taken
+        taken += 1
+        await may_end.wait()
+        return small()
+
+    path = serve(snapshot)
+    for _ in range(3):
+        flood = [asyncio.ensure_future(asyncio.to_thread(ask_quietly, path)) for _ in range(2)]
+        monkeypatch.setattr(module, "PEERS_MAX", 2)
+        await asyncio.sleep(0.05)
+    may_end.set()
+    assert 200 in await asyncio.gather(*flood)
+    assert taken == 1
+
+
 async def test_scrapes_of_one_second_share_a_snapshot(
     serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +269,14 @@ async def test_scrapes_of_one_second_share_a_snapshot(
         assert "kvoffloadd_uptime_seconds 1.0\n" in body
     monkeypatch.setattr(module, "SNAPSHOT_S", 0.0)
     assert "kvoffloadd_uptime_seconds 2.0\n" in (await asyncio.to_thread(ask, path))[2]
+
+
+def ask_quietly(path: str) -> int:
+    """The status; 0: turned away."""
+    try:
+        return ask(path)[0]
+    except OSError:
+        return 0
 
 
 # --- a daemon -----------------------------------------------------------------------------------------

@@ -92,6 +92,17 @@ def test_while_a_registration_is_checked(scene: Scene, schema: Fields) -> None:
     until(lambda: mapped(scene) == 0, "it goes with whatever held it")
 
 
+def test_a_refused_detach_changes_nothing(scene: Scene) -> None:
+    """A registration that is checked in a thread, and refused, leaves its memory as it was."""
+    (number,) = attach(scene, size=2 * RUNS)
+    tensor = {"allocation": number, "offset": 0, "num_blocks": 1, "page_bytes": 2 * RUNS, "stride_bytes": 2 * RUNS}
+    scene.peer.refused("unknown_name", "detach", allocations=[number, 1 << 40])
+    groups = [{**FULL, "refs": [MANY_RUNS]}]
+    scene.peer.refused("schema_mismatch", "register", tensors=[tensor], groups=groups)
+    assert mapped(scene) == 1
+    scene.peer.ok("detach", allocations=[number])
+
+
 def test_a_refused_registration_changes_nothing_by_itself(scene: Scene) -> None:
     """A client that knows no `detach` may ask again, for other groups of the same memory."""
     (number,) = attach(scene)

@@ -13,8 +13,10 @@ import pytest
 from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.errors import LimitError
+from kvoffloadd.model import KeyState
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.session import Session
+from tests.cache.fakes import keys_of, store
 from tests.server.test_lease_ends import KEYS, Scene, asked
 
 
@@ -126,4 +128,29 @@ async def test_what_its_user_may_not_hold_is_refused_whole(scene: Scene) -> None
         scene.release(scene.first, found.lease)
     assert held.pages(scene.uid) == 0
     assert ask(scene.first, m.Pin, may).lease
+    await scene.close()
+
+
+async def test_what_comes_later_joins_its_lease_as_far_as_its_user_may_hold_it(scene: Scene) -> None:
+    """Keys that others have stored while the tiers below were asked, in prompt order; a `ready` promises no others."""
+    held = scene.cache.entries.held
+    held.trusted = ()
+    may = scene.cache.tier.num_pages * 3 // 4 // 2
+    said = list[Any]()
+    session, wanted = scene.first, range(KEYS, 2 * KEYS)
+    pins: Any = session._pins
+    pins.push = said.append
+    found = ask(session, m.Pin, *wanted)
+    keyspace = next(iter(scene.cache.namespaces.values())).keyspaces[0]
+    for number in wanted:
+        store(scene.cache, keyspace, keys_of(number))
+    (end,) = below(scene).ends
+    end()
+    (ready,) = said
+    states = np.frombuffer(ready.states[0], np.uint8)
+    assert may < KEYS
+    assert states.tolist() == [KeyState.HIT] * may + [KeyState.MISS] * (KEYS - may)
+    assert held.pages(scene.uid) == may
+    assert scene.charged() == LEASE_KEYS + may
+    scene.release(session, found.lease)
     await scene.close()

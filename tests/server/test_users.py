@@ -226,6 +226,37 @@ def test_page_tables_are_bounded_for_all_users_together(scene: Scene, stranger: 
     os.close(fd)
 
 
+def test_a_load_holds_no_more_than_its_user_may(scene: Scene, stranger: RawPeer) -> None:
+    """With a lease or without: a signal that never comes would keep its keys from eviction."""
+    page_bytes, count = 1 << 20, 20  # of a memory tier of 32 MiB
+    stranger.hello(namespace={"model": "of the stranger"})
+    fd = os.memfd_create("large", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, count * page_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    (allocation,) = stranger.attach([fd])
+    os.close(fd)
+    tensor = {"allocation": allocation, "offset": 0, "num_blocks": count, "page_bytes": page_bytes}
+    group = {**FULL, "refs": [{"tensor": 0, "offset": 0, "length": page_bytes}]}
+    tensors = [{**tensor, "stride_bytes": page_bytes}]
+    registration = stranger.ok("register", tensors=tensors, groups=[group])["registration"]
+
+    def work(tag: str, job: int, *numbers: int) -> Any:
+        groups = [{"group": 0, "keys": keys(*numbers), "blocks": ids(*numbers)}]
+        return stranger.ask(tag, job=job, registration=registration, groups=groups)
+
+    for number in range(count):
+        assert work("store", number + 1, number)["type"] == "accepted"
+        assert stranger.completed(number + 1)["outcome"] == "done"
+    refused = work("load", 100, *range(count))
+    assert (refused["type"], refused["code"]) == ("error", "limit")
+    assert "release leases" in refused["message"]
+    account = scene.daemon.status()["accounts"][str(OTHER_UID)]
+    assert "jobs" not in account
+    assert work("load", 101, *range(8))["type"] == "accepted"
+    assert stranger.completed(101)["outcome"] == "done"
+    assert scene.peer.ok("ping")
+
+
 @pytest.mark.slow
 def test_caps_are_counted_by_user(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon(f"server.allowed_uids=[{OTHER_UID}]", "server.socket_mode=0o666", "limits.sessions=3")

@@ -32,7 +32,7 @@ from kvoffloadd.cache.memory.scarcity import Scarcity
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
 from kvoffloadd.cache.stats.missreasons import Reason
-from kvoffloadd.model import GroupSchema, I64Array, KeyState, U16Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, GroupSchema, I64Array, KeyState, U16Array, U32Array, U64Array
 from kvoffloadd.storage.memory import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -210,6 +210,9 @@ class Cache:
         keyspace = self.entries.keyspaces.add(namespace, old.schema, old.part_bytes)
         keyspace.compositions = old.compositions
         namespace.keyspaces[old.schema.group] = keyspace
+        if old.queue is not None:  # the same one, which takes no memory: in the midst of a clear nothing may fail
+            keyspace.queue = old.queue
+            keyspace.queue.join(keyspace)
         self.entries.keyspaces.retire(old)
         self._state_changed = True
         if any(keyspace.part_bytes):
@@ -282,8 +285,19 @@ class Cache:
 
     def check_hold(self, uid: int, rows: U32Array) -> None:
         """Raises LimitError if this user may not hold these keys: see `HeldMemory`."""
-        if len(rows):
-            self.entries.held.check(uid, self.entries.index.keyspace[rows], self.entries.leases[rows])
+        if self.entries.held.bounds(uid):
+            self.entries.held.check(uid, self.entries.unheld_pages(rows))
+
+    def may_hold(self, uid: int, rows: U32Array) -> BoolArray:
+        """Which of these keys, in prompt order and each named once, this user may hold: the first, and all that are
+        held already.
+        """
+        if not self.entries.held.bounds(uid):
+            return np.ones(len(rows), bool)
+        fresh = self.entries.leases[rows] == 0
+        pages = (self.entries.keyspaces.pages[self.entries.index.keyspace[rows]] * fresh).cumsum()
+        allowed: BoolArray = ~fresh | (pages <= self.entries.held.left(uid))
+        return allowed
 
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""

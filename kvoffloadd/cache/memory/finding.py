@@ -47,6 +47,7 @@ class Finding:
         self._groups = groups
         self._found: list[list[I64Array]] = [[] for _ in groups]
         self._held: list[U32Array] = []
+        self.pages = 0  # of keys that nobody held before
 
     @property
     def num_reserved(self) -> int:
@@ -79,6 +80,7 @@ class Finding:
         kept = rows >= 0
         kept[kept] = self._cache.entries.has_committed(rows[kept])
         held = rows[kept].astype(np.uint32)
+        self.pages += self._cache.entries.unheld_pages(held)
         self._cache.hold(held)
         self._held.append(held)
         return kept
@@ -103,5 +105,5 @@ class Finding:
 
     def release(self) -> None:
         """End all holds."""
-        held, self._held = self._held, []
+        held, self._held, self.pages = self._held, [], 0
         self._cache.unhold(np.concatenate([NO_ROWS, *held]))

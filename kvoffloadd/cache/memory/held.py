@@ -13,9 +13,11 @@ import numpy as np
 
 from kvoffloadd.cache.memory.keyspaces import NUMBERS, Keyspaces
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import PAGE_BYTES, I64Array, U16Array, U32Array
+from kvoffloadd.model import PAGE_BYTES, I64Array
 from kvoffloadd.shares import share_left
 from kvoffloadd.units import format_bytes
+
+UNBOUNDED = 1 << 62
 
 
 class HeldMemory:
@@ -28,27 +30,27 @@ class HeldMemory:
         self._keyspaces = keyspaces
         self._total = num_pages * 3 // 4
 
-    def pages(self, uid: int) -> int:
-        """How many pages a user holds."""
-        mine = self._keyspaces.numbers_of(uid)
-        return int(self.rows[mine] @ self._keyspaces.pages[mine] + self.reserved[mine].sum())
+    def bounds(self, uid: int) -> bool:
+        """Whether what this user holds is bounded."""
+        return self.trusted is not None and uid not in self.trusted
 
-    def left(self, uid: int) -> int | None:
-        """How many pages more a user may hold; None: any number."""
+    def pages(self, uid: int | None) -> int:
+        """How many pages a user holds; None: all users."""
+        numbers = self._keyspaces.numbers_of(uid)
+        return int(self.rows[numbers] @ self._keyspaces.pages[numbers] + self.reserved[numbers].sum())
+
+    def left(self, uid: int, beside: int = 0) -> int:
+        """How many pages more a user may hold. `beside`: so many of what it holds do not count, since they are held
+        only while the caller asks.
+        """
         if self.trusted is None or uid in self.trusted:
-            return None
-        others = [
-            pages for other in self._keyspaces.by_uid if other not in self.trusted for pages in [self.pages(other)]
-        ]
-        return share_left(self._total, sum(others), self.pages(uid))
+            return UNBOUNDED
+        by_all = self.pages(None) - sum(self.pages(trusted) for trusted in self.trusted)
+        return share_left(self._total, by_all - beside, self.pages(uid) - beside)
 
-    def check(self, uid: int, keyspaces: U16Array, leases: U32Array) -> None:
-        """Raises LimitError if a user may not hold keys of these keyspaces; `leases`: how often each is held now."""
-        left = self.left(uid)
-        if left is None:
-            return
-        more = int(self._keyspaces.pages[keyspaces[leases == 0]].sum())
-        if more > left:
+    def check(self, uid: int, more: int) -> None:
+        """Raises LimitError if a user may not hold so many pages more."""
+        if more > self.left(uid):
             used, wanted, total = (format_bytes(pages * PAGE_BYTES) for pages in (self.pages(uid), more, self._total))
             raise LimitError(
                 f"uid {uid} holds {used} of memory by leases and jobs; {wanted} more would exceed its share of the "

@@ -35,7 +35,7 @@ class Keyspaces(dict[int, Keyspace]):
         self.pages: I64Array = np.zeros(NUMBERS, np.int64)  # of all slots of a key, as far as they are known
         self.uids: I64Array = np.full(NUMBERS, NOBODY, np.int64)  # of its user
         self.by_uid: Counter[int] = Counter()
-        self._numbers: dict[int, I64Array] = {}
+        self._numbers: dict[int | None, I64Array] = {}
         self._referred: WeakValueDictionary[int, Keyspace] = WeakValueDictionary()
         self._next = 0
 
@@ -77,16 +77,23 @@ class Keyspaces(dict[int, Keyspace]):
         self.by_uid[namespace.uid] += 1
         self.widths[number] = schema.parts
         self.uids[number] = namespace.uid
-        self._numbers.pop(namespace.uid, None)
+        self._forget_numbers(namespace.uid)
         self.count_pages(keyspace)
         return keyspace
 
-    def numbers_of(self, uid: int) -> I64Array:
-        """The numbers of a user's keyspaces on the table. Looked for again only after some have come or gone."""
+    def numbers_of(self, uid: int | None) -> I64Array:
+        """The numbers of a user's keyspaces on the table; None: of all. Looked for again only after some have come or
+        gone.
+        """
         numbers = self._numbers.get(uid)
         if numbers is None:
-            numbers = self._numbers[uid] = np.flatnonzero(self.uids == uid)
+            numbers = np.flatnonzero(self.uids != NOBODY if uid is None else self.uids == uid)
+            self._numbers[uid] = numbers
         return numbers
+
+    def _forget_numbers(self, uid: int) -> None:
+        for key in (uid, None):
+            self._numbers.pop(key, None)
 
     def count_pages(self, keyspace: Keyspace) -> None:
         """The sizes of its parts have changed."""
@@ -102,7 +109,7 @@ class Keyspaces(dict[int, Keyspace]):
         if keyspace.retired and not keyspace.rows and self.has(keyspace):
             del self[keyspace.id]
             self.uids[keyspace.id] = NOBODY
-            self._numbers.pop(keyspace.namespace.uid, None)
+            self._forget_numbers(keyspace.namespace.uid)
             if keyspace.queue is not None:
                 keyspace.queue.leave(keyspace)
             uid = keyspace.namespace.uid

@@ -186,6 +186,11 @@ class KeyTable:
         now = self.leases[every] > 0
         np.add.at(held, keyspaces[every], now.astype(np.int64) - before)
 
+    def unheld_pages(self, rows: U32Array) -> int:
+        """The pages of those of these keys that nobody holds, each once."""
+        fresh = distinct(rows[self.leases[rows] == 0])
+        return int(self.keyspaces.pages[self.index.keyspace[fresh]].sum())
+
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
         """Whether all parts of each key are committed."""
         flags: BoolArray = self.missing[rows] == 0

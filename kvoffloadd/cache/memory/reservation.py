@@ -12,6 +12,7 @@ import numpy as np
 
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.finding import Finding
+from kvoffloadd.cache.memory.held import UNBOUNDED
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
@@ -124,13 +125,15 @@ def reserve(
     return reserve_all(cache, [Wanted(keyspace, keys, parts, positions)])[0]
 
 
-def reserve_all(cache: Cache, request: Sequence[Wanted], *, take: bool = True) -> list[Reservation]:
+def reserve_all(
+    cache: Cache, request: Sequence[Wanted], *, take: bool = True, beside_pages: int = 0
+) -> list[Reservation]:
     """Slots for what one request wants, in key order, evicting what is needed and some to spare, and nothing that the
     request names. Its groups are distinct. Without `take` it gets none, and learns what is there.
 
     States: RESERVED; HIT (these parts are there); PENDING (another request reserved some of them); NO_SPACE for
     the keys of a group behind the last one that could be served, and for all if the index can't hold those that are
-    new. No user gets more than it may hold (see `HeldMemory`).
+    new. No user gets more than it may hold (see `HeldMemory`), where `beside_pages` that the caller holds do not count.
 
     Raises:
         SchemaError: no rank has registered a wanted part yet.
@@ -150,9 +153,14 @@ def reserve_all(cache: Cache, request: Sequence[Wanted], *, take: bool = True) -
     joined = [Joined.of(groups) for groups in alike]
     found = [cache.entries.find_for_insert(groups.keyspaces, groups.keys) for groups in joined]
     present = np.concatenate([NO_ROWS, *(rows[rows >= 0].astype(np.uint32) for rows, _ in found)])
+    left = cache.entries.held.left(request[0].keyspace.namespace.uid, beside_pages) if take and request else 0
     if len(present):
         cache.hold(present)
-    reserved = [_reserve(cache, groups, *places, take=take) for groups, places in zip(joined, found, strict=True)]
+    reserved = []
+    for groups, places in zip(joined, found, strict=True):
+        made = _reserve(cache, groups, *places, left)
+        left -= _pages_of(groups, made) if left < UNBOUNDED else 0
+        reserved.append(made)
     if len(present):
         cache.unhold(present)
     if len(joined) == len(request):
@@ -160,8 +168,15 @@ def reserve_all(cache: Cache, request: Sequence[Wanted], *, take: bool = True) -
     return [r for groups, joint in zip(joined, reserved, strict=True) for r in groups.split(joint)]
 
 
-def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, *, take: bool) -> Reservation:
-    """`reserve_all` of groups that are alike. `rows` of their keys, -1 for new ones, which get theirs here."""
+def _pages_of(wanted: Joined, made: Reservation) -> int:
+    """How many pages of slots these parts take."""
+    return int(wanted.keyspaces[0][0].part_pages[wanted.parts[made.columns]].sum())
+
+
+def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, left: int) -> Reservation:
+    """`reserve_all` of groups that are alike, of at most so many pages. `rows` of their keys, -1 for new ones, which
+    get theirs here.
+    """
     states = np.full(len(rows), _RESERVED, np.uint8)
     empty = np.ones((len(rows), len(wanted.parts)), bool)
     held = np.flatnonzero(rows >= 0)
@@ -172,7 +187,10 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, *, 
         writing = (now == PartState.RESERVED).any(axis=1)
         states[held[writing]] = _PENDING
     unserved = np.flatnonzero(states == _RESERVED)
-    allowed = _allowed(cache, wanted, empty[unserved]) if take else 0
+    allowed = len(unserved)
+    if left < UNBOUNDED:
+        pages = (empty[unserved] @ wanted.keyspaces[0][0].part_pages[wanted.parts]).cumsum()
+        allowed = int(np.searchsorted(pages, left, side="right"))
     records = _take_slots(cache, wanted, rows, hashes, empty, unserved[:allowed])
     keys = unserved[: len(records)]
     states[unserved[len(records) :]] = _NO_SPACE
@@ -180,16 +198,6 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, *, 
     which, columns = np.nonzero(empty[keys])
     parts = records[which, columns]
     return Reservation(parts, cache.entries.payload_addresses(parts), keys[which], columns, states)
-
-
-def _allowed(cache: Cache, wanted: Joined, empty: BoolArray) -> int:
-    """How many of the keys, whose `empty` parts are wanted, their user may reserve; see `HeldMemory`."""
-    keyspace = wanted.keyspaces[0][0]
-    left = cache.entries.held.left(keyspace.namespace.uid) if len(empty) else None
-    if left is None:
-        return len(empty)
-    pages = (empty @ keyspace.part_pages[wanted.parts]).cumsum()
-    return int(np.searchsorted(pages, left, side="right"))
 
 
 def _take_slots(
@@ -288,7 +296,8 @@ class Admission:
         """How many of these keys got no slots."""
         without = 0
         wanted = [self._cut(number, keys) for number, keys in one]
-        for (number, keys), some, made in zip(one, wanted, reserve_all(self._cache, wanted, take=take), strict=True):
+        reserved = reserve_all(self._cache, wanted, take=take, beside_pages=self._present.pages)
+        for (number, keys), some, made in zip(one, wanted, reserved, strict=True):
             self._made[number].append((keys.start, made))
             others = (made.states != _RESERVED) & (made.states != _NO_SPACE)
             if others.any():  # some may have been stored meanwhile: the steps that follow must not evict them
@@ -334,8 +343,8 @@ class Admission:
             lacking = len(rows) - len(present) + (states == PartState.EMPTY).sum(axis=0)
             for pages, count in zip(wanted.keyspace.part_pages[wanted.parts].tolist(), lacking.tolist(), strict=True):
                 missing[pages] += count
-        left = self._cache.entries.held.left(self._request[0].keyspace.namespace.uid)
-        if left is not None and sum(pages * count for pages, count in missing.items()) > left:
+        uid, wanted_pages = self._request[0].keyspace.namespace.uid, sum(size * n for size, n in missing.items())
+        if wanted_pages > self._cache.entries.held.left(uid, self._present.pages):
             self._fits = False  # its user may not have them all: each slice makes the room that it may
             return
         for pages, count in missing.items():
