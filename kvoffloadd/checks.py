@@ -142,7 +142,7 @@ def path_or_empty(value: object) -> str:
 
 
 def text_path_or_empty(value: object) -> str:
-    """As `path_or_empty`, in UTF-8: another process is told of it."""
+    """The text of a path, or an empty one, which must be UTF-8: another process is told of it."""
     return "" if value == "" else _utf8(str(absolute_path(value)))
 
 

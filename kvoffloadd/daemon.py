@@ -215,7 +215,7 @@ def _longest_stop_s(config: Config) -> float:
 
 
 def _serve_metrics(context: Context, listener: socket.socket) -> Endpoint:
-    """From the start on."""
+    """Serve metrics at this socket from now on."""
     metrics = Endpoint(listener, context.loop, lambda: in_turns(status.describe(context)))
     metrics.start()
     log.info("metrics at %s", context.config.metrics.listen)

@@ -18,9 +18,7 @@ _COMMIT = ("CommitLimit", "Committed_AS")
 
 
 class _Files(NamedTuple):
-    """Of a cgroup: those with limits, the one with the usage, and names in memory.stat of what the kernel gives back on
-    demand.
-    """
+    """The files of a cgroup with limits and usage, and names in memory.stat of what the kernel gives back on demand."""
 
     limits: tuple[str, ...]
     usage: str

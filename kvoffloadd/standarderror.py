@@ -129,7 +129,7 @@ def open_standard_streams() -> None:
 
 
 def take_over() -> None:
-    """From now on, what is written to `sys.stderr` waits for nobody. Nothing is changed where that is not descriptor 2.
+    """Let what is written to `sys.stderr` wait for nobody from now on. Nothing changes where that is not descriptor 2.
 
     Raises ConfigError if the thread can't be started.
     """

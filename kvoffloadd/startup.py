@@ -62,15 +62,15 @@ def check_proc(root: Path = Path("/")) -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """As far as this process may."""
+    """Allow this process as many descriptors as its hard limit does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def make_executor() -> ThreadPoolExecutor:
-    """For what runs off the loop now and then. With all of its threads: later there may be none to be had. Raises
-    RuntimeError if there are not so many now.
+    """The executor for what runs off the loop now and then. All of its threads are started: later there may be none to
+    be had. Raises RuntimeError if there are not so many now.
     """
     executor = ThreadPoolExecutor(EXECUTOR_THREADS, "kvo-beside")
     together = threading.Barrier(EXECUTOR_THREADS)

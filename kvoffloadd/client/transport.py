@@ -150,9 +150,7 @@ class Transport:
                 self.watch_daemon(connection)
 
     def abandon(self, reason: str) -> None:
-        """In a forked child: close its descriptors, and leave connections and poller as they are: they are its
-        parent's, too.
-        """
+        """Close the descriptors of a forked child. Connections and poller are its parent's, and stay as they are."""
         connections = self._connections()
         self.current, self.former = None, []
         for connection in connections:

@@ -219,7 +219,9 @@ def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> It
 
 
 def _make_its_own(folder: Path, host: Host) -> str:
-    """For a directory that others may enter. One that holds other things, such as /, must not be taken from them."""
+    """The remedy for a directory that others may enter. One that holds other things, such as /, is not to be closed to
+    them.
+    """
     try:
         is_ours = set(os.listdir(folder)) <= _OURS
     except OSError:

@@ -113,7 +113,7 @@ class Account:
             self._add(name, -amount)
 
     def _left(self, name: str, total: int) -> int:
-        """Of what all users share, what this one may have beside what it has."""
+        """How much more of what all users share this one may have."""
         by_all = self.by_all[name]
         return total - by_all if self.is_trusted else share_left(total, by_all, self.used.get(name, 0))
 

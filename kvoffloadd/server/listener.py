@@ -146,7 +146,9 @@ class Listener:
         self.start()
 
     def _leave(self) -> None:
-        """With connections that were not accepted, and what they have sent; the service manager may still listen."""
+        """Close the socket, connections that were not accepted, and what they have sent. The service manager may still
+        listen.
+        """
         self._context.loop.remove_reader(self._listener.fileno())
         self._context.closer.hold(STRANGERS, 1)
         self._context.closer.close(STRANGERS, [self._listener.detach()])

@@ -25,7 +25,9 @@ from kvoffloadd.sockets import bind_path, is_listening
 log = logging.getLogger(__name__)
 
 BACKLOG = (1 << 31) - 1
-"""As long as the system allows (net.core.somaxconn): all users share it, and it refuses connections when full."""
+"""The backlog is as long as the system allows (net.core.somaxconn): all users share it, and it refuses connections when
+it is full.
+"""
 
 FOLDER_MODE = 0o750
 LOOK_S = 5.0
@@ -114,7 +116,7 @@ class SocketPlace:
             self._lock = -1
 
     def _make_folder(self) -> None:
-        """With the same mode whatever the umask is."""
+        """Make the folder of the socket, with the same mode whatever the umask is."""
         folder = self._path.parent
         try:
             for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):

@@ -17,6 +17,7 @@ from kvoffloadd import __version__
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.memorylimits import page_table_bytes
+from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server.context import Context, OpenSession
 from kvoffloadd.standarderror import lines_lost
 from kvoffloadd.steps import Steps
@@ -28,7 +29,7 @@ NAMESPACES_MAX, SESSIONS_MAX = 1000, 3000
 """A reply lists at most so many, since its frame is bounded."""
 
 LABEL_CHARS = 64
-"""Of a longer label, which is an engine's to choose, a reply has the beginning: 256 bytes at most."""
+"""A reply has so much of a label, which is an engine's to choose: 256 bytes at most."""
 
 STEP_ITEMS = 64
 """Sessions or namespaces that one step describes: a fraction of a millisecond."""
@@ -149,6 +150,8 @@ def _accounts(context: Context, uid: int | None) -> dict[str, dict[str, int]]:
     accounts = context.accounts.figures()
     for user, groups in context.cache.entries.keyspaces.by_uid.items():
         accounts.setdefault(str(user), {})["groups"] = groups
+        if held := context.cache.entries.held.pages(user):
+            accounts[str(user)]["held_bytes"] = held * PAGE_BYTES
     return {name: used for name, used in accounts.items() if uid is None or name == str(uid)}
 
 

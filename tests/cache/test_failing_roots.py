@@ -333,11 +333,14 @@ async def test_a_write_that_ends_after_its_root_was_given_up_is_not_found(open_t
     tier.files.writing.close()
     tier.store(keyspace, 2)
     await tier.until(tier.files.writing.entered.is_set)
+    tier.files.plant("open=EIO")  # it does not come back
     tier.root.health.become(RootState.OFF, "planted")
     await tier.until(lambda: tier.on_disk(keyspace, 1) == [])  # given up, and not detached: a thread writes
     tier.files.writing.open()
     await tier.until(lambda: not tier.root.writer.writing)
-    assert tier.on_disk(keyspace, 2) == [] or tier.root.state == RootState.OK
+    assert tier.root.state == RootState.OFF
+    assert tier.on_disk(keyspace, 2) == []
+    tier.files.plant("")
     await tier.until(lambda: tier.root.state == RootState.OK)
     assert await tier.fetch(keyspace, 1) == [1]
 
@@ -511,3 +514,11 @@ async def test_a_path_that_is_no_utf8_is_escaped(open_tier: Open, tmp_path: Path
     await tier.until(lambda: "is missing" in tier.root.health.reason)
     tier.root.health.reason.encode()
     move(tmp_path / "moved", path)
+
+
+async def test_what_a_killed_process_has_left_of_a_trial_is_removed(open_tier: Open) -> None:
+    tier = await open_tier(SHAPE)
+    await tier.close()
+    (tier.root.path / "probe-0123456789abcdef").write_bytes(bytes(PAGE_BYTES))
+    tier = await open_tier(SHAPE)
+    assert {path.name for path in tier.root.path.iterdir()} == {"lock", "manifest", "segments"}

@@ -118,6 +118,7 @@ def test_no_call_on_a_disk_by_the_event_loop(
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     until(lambda: (roots[1] / "manifest").exists() and root_state(daemon, 1) == "ok", "it has begun anew")
     next((roots[0] / "segments").iterdir()).unlink()
+    assert daemon.says("was removed, and with it")
     store_on_disk(daemon, rank, lots[1])
     daemon.leave_guests()
     assert daemon.stop() == 0

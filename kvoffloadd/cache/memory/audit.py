@@ -161,7 +161,7 @@ def _check_held(entries: KeyTable) -> list[str]:
 def _of_keyspaces(
     entries: KeyTable, end: int, counts: BoolArray, sizes_of: Callable[[Keyspace], list[int]]
 ) -> I64Array:
-    """Of each keyspace below `end`: the sum of the sizes of its parts, by number, over the records that count."""
+    """The sums, for each keyspace below `end`, of the sizes of its parts over the records that count."""
     base, sizes = np.zeros(end, np.int64), [0]
     for keyspace in list(entries.keyspaces.values()):
         base[keyspace.id] = len(sizes)

@@ -202,7 +202,7 @@ class Files:
         os.unlink(name, dir_fd=dir_fd)
 
     def rename(self, dir_fd: int, old: str, new: str) -> None:
-        """In place of what is called `new`, in one step."""
+        """Rename a file; what was called `new` is replaced in one step."""
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def names(self, dir_fd: int) -> list[str]:
@@ -215,7 +215,7 @@ class Files:
             self.close(fd)
 
     def stat(self, name: str | Path, dir_fd: int | None = None) -> os.stat_result:
-        """Of what has this name; links are not followed."""
+        """What the system knows of the file with this name. Links are not followed."""
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
 
     def fstat(self, fd: int) -> os.stat_result:

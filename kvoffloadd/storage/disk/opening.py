@@ -23,6 +23,7 @@ COPY_ON_WRITE: Final = "btrfs"
 """A file system that writes what is overwritten to another place, unless a file has FS_NOCOW_FL."""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_PROBE_PREFIX = "probe-"
 _PROBE_PAGES = 2
 
 
@@ -87,7 +88,7 @@ def has_manifest(files: Files, path: Path) -> bool:
 
 
 def what_is_missing(files: Files, path: Path) -> str:
-    """Of a root that was there before, and can't be opened now."""
+    """Tell what is missing of a root that was there before, and can't be opened now."""
     try:
         files.stat(path)
     except FileNotFoundError:
@@ -133,7 +134,11 @@ def probe(files: Files, dir_fd: int, direct: bool | None) -> Abilities:
 
 
 def _probe(files: Files, dir_fd: int, *, direct: bool) -> Abilities:
-    name = f"probe-{secrets.token_hex(8)}"
+    for left in files.names(dir_fd):  # by a process that was killed
+        if left.startswith(_PROBE_PREFIX):
+            with suppress(FileNotFoundError):
+                files.unlink(dir_fd, left)
+    name = f"{_PROBE_PREFIX}{secrets.token_hex(8)}"
     allocates, in_place = True, False
     pages = aligned_pages(2 * _PROBE_PAGES)
     written, back = pages[:_PROBE_PAGES], pages[_PROBE_PAGES:]
