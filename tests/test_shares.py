@@ -16,7 +16,7 @@ def test_all_together_never_have_more_and_nobody_more_than_is_left(steps: list[t
     for user, amount in steps:
         if amount < 0:
             used[user] = max(0, used[user] + amount)
-        elif amount <= share_left(TOTAL, sum(used), used[user]):
+        elif 0 < amount <= share_left(TOTAL, sum(used), used[user]):
             used[user] += amount
             assert used[user] <= TOTAL - sum(used)
         assert sum(used) <= TOTAL
