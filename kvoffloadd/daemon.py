@@ -338,7 +338,9 @@ class Daemon:
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
         cache.entries.keyspaces.groups_max = config.limits.groups
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
-        host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes, holes=_holes(config.copy.fill_holes))
+        trusted, copy = {0, os.getuid()}, config.copy
+        cache.entries.held.trusted = trusted
+        host = HostDevice(loop, copy.threads, copy.chunk_bytes, holes=_holes(copy.fill_holes), trusted=trusted)
         device: HostMemory = host
         if self._faults:
             log.warning("faults are injected: %s", self._faults)
@@ -348,10 +350,8 @@ class Daemon:
         remote = self._make_remote(cache, disk, loop, hash_lane, boot_id) if config.remote.engine else None
         lower = LowerTiers(disk, remote) if disk or remote else None
         arena = Arena(tier.address, tier.capacity_bytes, tier.slab_pages * PAGE_BYTES)
-        signals = Signals(loop)
-        trusted = {0, os.getuid()}
-        cache.entries.held.trusted = trusted
-        return Context(
+        signals = Signals(loop, trusted)
+        context = Context(
             config=config,
             boot_id=boot_id,
             loop=loop,
@@ -366,8 +366,11 @@ class Daemon:
             lag=Lag(loop),
             turns=Turns(loop),
             lower=lower,
-            closer=Closer(loop, {0, os.getuid(), *config.server.allowed_uids}),
+            closer=Closer(loop, trusted),
         )
+        for uid in config.server.allowed_uids:  # at once: later there may be no thread to be had
+            context.admit(uid)
+        return context
 
     def _make_disk(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> DiskTier:
         files = FaultyFiles(switch) if (switch := self._switches.get("disk")) else Files()
@@ -448,6 +451,9 @@ class Daemon:
             await asyncio.wait(context.tasks, timeout=CLOSE_S)
         if not await context.gpus.close(self._config.cuda.stuck_s):
             self._fatal("the CUDA driver does not answer")
+        if context.host.others_late:  # its memory, and slots, may be touched until the process ends
+            log.warning("closed, but copies of another user's memory have not ended: they end with the process")
+            leave(EXIT_OK)
         context.cache.tier.close()
         log.info("closed")
         log_held_back(ending=True)

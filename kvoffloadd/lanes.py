@@ -183,8 +183,12 @@ class Lane:
         self._closing = False
         self._live = threads
         self._ended = asyncio.Event()
-        for index in range(threads):
-            threading.Thread(target=self._serve, name=f"kvo-{name}-{index}", daemon=True).start()
+        try:
+            for index in range(threads):
+                threading.Thread(target=self._serve, name=f"kvo-{name}-{index}", daemon=True).start()
+        except BaseException:
+            self.dismiss()
+            raise
 
     def submit(
         self,
@@ -309,12 +313,8 @@ class Lane:
                 "busy_s": round(self._busy_s + sum(now - began for began in running), 6),
             }
 
-    async def close(self, deadline_s: float) -> bool:
-        """Ends the lane: takes no more work, cancels what is queued, waits at most `deadline_s` seconds for what runs.
-
-        True: every `done` has been called, and no thread touches anything any more. False: some work still runs, and
-        whatever it uses can't be released; its `done` is called if it ends while the loop lives. May be called again.
-        """
+    def dismiss(self) -> None:
+        """Takes no more work and cancels what is queued; the threads end with what runs."""
         with self._lock:
             self._closing = True
             dropped = list(self._queue)
@@ -323,6 +323,14 @@ class Lane:
             self._work_or_close.notify_all()
         for ticket in dropped:
             self._deliveries.put(ticket.done, CancelledWork())
+
+    async def close(self, deadline_s: float) -> bool:
+        """Ends the lane: as `dismiss`, and waits at most `deadline_s` seconds for what runs.
+
+        True: every `done` has been called, and no thread touches anything any more. False: some work still runs, and
+        whatever it uses can't be released; its `done` is called if it ends while the loop lives. May be called again.
+        """
+        self.dismiss()
         try:
             async with asyncio.timeout(deadline_s):
                 await self._ended.wait()

@@ -32,7 +32,7 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.config import AUTO
 from kvoffloadd.device.base import Copy, CopyResult, Device
-from kvoffloadd.device.signals import ReadySignal, Signals
+from kvoffloadd.device.signals import ReadySignal, Signals, SignalWait
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.errors import LimitError
 from kvoffloadd.lanes import DAEMON, Flow, Lane
@@ -152,6 +152,7 @@ class Job:
     lists: list[BlockList] = field(default_factory=list)  # what is copied; given to the copy when it begins
     phase: Phase = Phase.END
     copy: Copy | None = None
+    waiting: SignalWait | None = None  # for the worker's signal
     stopped: Outcome | None = None  # how it ends if its copy has not begun
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
@@ -162,6 +163,13 @@ class Job:
         """Run the job's coroutine to its first wait."""
         self._life = life
         self._go_on(None)
+
+    def busy_s(self, now: float) -> float:
+        """Seconds that a thread has been at the worker's memory for this job; 0 if none is. `now`: of
+        time.monotonic().
+        """
+        at = self.copy or self.waiting
+        return at.busy_s(now) if at is not None and not self.ended.is_set() else 0.0
 
     def cancel(self) -> None:
         self.stop(Outcome.CANCELLED)
@@ -414,14 +422,14 @@ class Job:
 
     async def _await_signal(self, ready: ReadySignal) -> None:
         def begin(resume: Callable[[Outcome], None]) -> Callable[[], bool]:
-            wait = self.owner.signals.wait(ready, self.options.deadline_s, resume)
+            wait = self.waiting = self.owner.signals.wait(ready, resume, self.options.flow.uid)
             return lambda: self.owner.signals.cancel(wait)
 
         if self.stopped is not None:
             raise Stopped(self.stopped)
         late = "the worker's signal had not come"
         try:
-            outcome = await self.step(Phase.SIGNAL, begin)
+            outcome = await self.step(Phase.SIGNAL, begin, self.options.deadline_s)
         except Stopped as stopped:
             raise Stopped(stopped.outcome, late) from None
         if self.stopped is not None:

@@ -219,14 +219,13 @@ class Jobs:
 
     async def end(self, jobs: set[Job], stuck_s: float) -> bool:
         """Wait until these jobs, of which nothing more is to begin, have ended. False: a thread has been at one
-        chunk of one of them for `stuck_s` seconds, and may be at it for ever.
+        chunk of one of them, or at its worker's signal, for `stuck_s` seconds, and may be at it for ever.
 
         A late event loop, or chunks of other jobs that take long, are no reason to give up.
         """
         patience = Patience(stuck_s / STUCK_LOOKS, time.monotonic())
         while not await self.settle(jobs, patience.look_s):
             now = time.monotonic()
-            copies = [job.copy for job in jobs if job.copy is not None and not job.ended.is_set()]
-            if patience.is_over(max((copy.busy_s(now) for copy in copies), default=0.0), now, stuck_s):
+            if patience.is_over(max((job.busy_s(now) for job in jobs), default=0.0), now, stuck_s):
                 return False
         return True

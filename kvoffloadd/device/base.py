@@ -134,7 +134,10 @@ class Device(Protocol):
         """What it is doing now, by name, for metrics."""
 
     def lanes(self) -> list[Lane]:
-        """The lanes that copy, for the watchdog and for `status`."""
+        """The lanes that copy, for `status`."""
+
+    def watched_lanes(self) -> list[Lane]:
+        """Those of them that no user can hold up, but root and the daemon's own: for the watchdog."""
 
     async def close(self, deadline_s: float) -> bool:
         """Drops all copies that have not begun, and waits at most `deadline_s` seconds for those that have.
@@ -147,13 +150,31 @@ class Device(Protocol):
 class HostMemory(Device, Protocol):
     """The device of shared memory."""
 
-    def map(self, fd: int, peer_uid: int) -> Allocation:
-        """Maps the whole of a worker's memory. `fd` stays the caller's. Commits no memory and does not wait.
+    @property
+    def others_late(self) -> bool:
+        """Whether, after `close`, a thread still touches memory of a user who is neither root nor the daemon's own.
+        Then no memory may be unmapped.
+        """
+
+    def admit(self, uid: int) -> None:
+        """Makes this user's threads, which alone touch that memory. Raises RuntimeError: no thread can be made."""
+
+    def measure(self, fd: int, peer_uid: int) -> int:
+        """Size in bytes of a worker's memory, before it is mapped. Does not wait.
+
+        Raises:
+            MemoryKindError: memory that may not be registered, with what to do about it.
+            BusyError: memory of this user keeps its threads waiting.
+        """
+
+    async def map(self, fd: int, size_bytes: int, peer_uid: int) -> Allocation:
+        """Maps the whole of a worker's memory, as `measure` told its size, in a thread of this user. `fd` stays the
+        caller's, who keeps it open. Commits no memory. To be awaited to its end, which its user may put off.
 
         Effect: address space only; the caller counts it against the peer's caps, and owes an `unmap`.
 
         Raises:
-            MemoryKindError: memory that may not be registered, with what to do about it.
+            MemoryKindError: memory that the kernel does not map.
             LimitError: the kernel has no address space for it.
         """
 

@@ -13,7 +13,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvoffloadd.device.base import CopyResult, Work
@@ -238,10 +238,11 @@ class ChunkedCopy:
         return CopyResult(outcome, chunks.bytes, chunks.descriptors, chunks.copies, took_s, self._reason)
 
 
-def lane_gauges(lanes: Mapping[Direction, Lane]) -> dict[str, int]:
-    """`{store,load}_{queued,running}`: threads' turns that copies wait for, and have."""
+def lane_gauges(users: Iterable[Mapping[Direction, Lane]]) -> dict[str, int]:
+    """`{store,load}_{queued,running}`: threads' turns that copies of all users wait for, and have."""
+    lanes = list(users)
     return {
-        f"{direction.value}_{name}": getattr(lane, name)
-        for direction, lane in lanes.items()
+        f"{direction.value}_{name}": sum(getattr(mine[direction], name) for mine in lanes)
+        for direction in Direction
         for name in ("queued", "running")
     }

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypedDict
 
@@ -29,6 +30,7 @@ class Faults(TypedDict, total=False):
 
     delay_s: float
     hold: Path
+    hold_uid: int
     corrupt_every: int
     fail_every: int
 
@@ -44,9 +46,9 @@ class FaultyDevice:
 
     `delay_s`: every chunk takes so much longer, in its lane's thread and before its first byte moves: the blocks really
     are in use that long. `hold`: every chunk waits in the same place for as long as this file exists, so that a test
-    decides when copies go on. `corrupt_every`: of every Nth load that is DONE one bit is flipped in its destination,
-    before `done`.
-    `fail_every`: every Nth copy that is DONE is reported as FAILED instead.
+    decides when copies go on. `hold_uid`: only chunks of this user wait. `corrupt_every`: of every Nth load that is
+    DONE one bit is flipped in its destination, before `done`. `fail_every`: every Nth copy that is DONE is reported
+    as FAILED instead.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class FaultyDevice:
         *,
         delay_s: float = 0.0,
         hold: Path | None = None,
+        hold_uid: int | None = None,
         corrupt_every: int = 0,
         fail_every: int = 0,
     ) -> None:
@@ -63,17 +66,29 @@ class FaultyDevice:
         self._inner = inner
         self._delay_s = delay_s
         self._hold = hold
+        self._hold_uid = hold_uid
         self._corrupt_every = corrupt_every
         self._fail_every = fail_every
         self._loads = 0
         self._copies = 0
         self._move = inner.mover
-        if delay_s > 0 or hold is not None:
-            inner.mover = self._move_late
 
-    def map(self, fd: int, peer_uid: int) -> Allocation:
+    @property
+    def others_late(self) -> bool:
+        """See `HostMemory`."""
+        return self._inner.others_late
+
+    def admit(self, uid: int) -> None:
+        """See `HostMemory.admit`."""
+        self._inner.admit(uid)
+
+    def measure(self, fd: int, peer_uid: int) -> int:
+        """See `HostMemory.measure`."""
+        return self._inner.measure(fd, peer_uid)
+
+    async def map(self, fd: int, size_bytes: int, peer_uid: int) -> Allocation:
         """See `HostMemory.map`."""
-        return self._inner.map(fd, peer_uid)
+        return await self._inner.map(fd, size_bytes, peer_uid)
 
     async def unmap(self, allocation: Allocation) -> None:
         """See `Device.unmap`."""
@@ -94,6 +109,8 @@ class FaultyDevice:
         def on_end(result: CopyResult) -> None:
             done(self._plant(direction, work, result) if result.outcome is Outcome.DONE else result)
 
+        if self._delay_s > 0 or self._hold is not None:  # the copy takes it with it
+            self._inner.mover = partial(self._move_late, self._hold_uid in (None, flow.uid))
         return self._inner.submit(direction, work, deadline_s=deadline_s, urgent=urgent, done=on_end, flow=flow)
 
     def busy_s(self, now: float) -> float:
@@ -108,13 +125,17 @@ class FaultyDevice:
         """See `Device.lanes`."""
         return self._inner.lanes()
 
+    def watched_lanes(self) -> list[Lane]:
+        """See `Device.watched_lanes`."""
+        return self._inner.watched_lanes()
+
     async def close(self, deadline_s: float) -> bool:
         """See `Device.close`."""
         return await self._inner.close(deadline_s)
 
-    def _move_late(self, chunk: Copies) -> None:
+    def _move_late(self, holds: bool, chunk: Copies) -> None:
         time.sleep(self._delay_s)
-        while self._hold is not None and os.path.exists(self._hold):
+        while holds and self._hold is not None and os.path.exists(self._hold):
             time.sleep(_HOLD_POLL_S)
         self._move(chunk)
 
@@ -162,6 +183,8 @@ def parse_faults(text: str) -> Faults:
                 faults["delay_s"] = parse_seconds(value)
             elif name == "hold":
                 faults["hold"] = _parse_path(value)
+            elif name == "hold_uid":
+                faults["hold_uid"] = _parse_count(value)
             elif name == "corrupt_every":
                 faults["corrupt_every"] = _parse_count(value)
             elif name == "fail_every":

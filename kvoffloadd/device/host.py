@@ -1,5 +1,9 @@
 """The `host` device: workers' shared memory, copied by this machine's cores.
 
+Memory of another user can make the kernel keep whoever maps, unmaps or touches it waiting, for as long as that user
+likes: by a hole that is punched slowly, for one. So each user has threads of their own for all three, and the event
+loop does none of them.
+
 Ownership: the event loop alone, but for `mover`, which the lanes' threads call.
 """
 
@@ -10,17 +14,20 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from kvoffloadd.device.base import Allocation, CopyResult, Work
 from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Mover, Turn, lane_gauges
 from kvoffloadd.device.copyruns import copy_payloads, copy_runs
 from kvoffloadd.device.holes import Holes
+from kvoffloadd.device.peruser import PerUser
 from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
 from kvoffloadd.device.work import HASHED_DESCRIPTORS, HashedWork
-from kvoffloadd.errors import LimitError, MemoryKindError, UsageError
+from kvoffloadd.errors import BusyError, MemoryKindError, UsageError
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
@@ -28,26 +35,43 @@ from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 SPLIT_BYTES_MIN = 1 << 20
 """Smaller copies are not worth a second thread."""
 
-UNMAP_THREADS = 2
-"""Made at the start: memory must be unmapped, too, when no thread can be made any more."""
+MAP_THREADS = 2
+"""Of each user. Made before they are needed: memory must be unmapped, too, when no thread can be made any more."""
+
+MAP_STUCK_S = 5.0
+"""A user for whom a thread has been at one mapping for so long can map nothing more meanwhile."""
+
+_MAP_URGENT, _UNMAP_URGENT = 0, 1
 
 _PIECE_BYTES_MIN = SPLIT_BYTES_MIN // 2
-_ROOT_UID = 0
 
 
 @dataclass(slots=True, eq=False)
 class HostAllocation(Allocation):
-    """An `Allocation` of the host device, which owns `mapping`."""
+    """An `Allocation` of the host device, which owns `mapping`. `uid`: whose threads see to it."""
 
     mapping: Mapping
+    uid: int
+
+
+class _Threads(NamedTuple):
+    """Those that touch one user's memory."""
+
+    copying: dict[Direction, Lane]
+    mapping: Lane
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [*self.copying.values(), self.mapping]
 
 
 class HostDevice:
-    """Copies with `copy_threads` threads for each direction, in chunks of at most `chunk_bytes`, and never
+    """Copies with `copy_threads` threads for each user and direction, in chunks of at most `chunk_bytes`, and never
     more than a turn of a lane.
 
     `mover` performs a chunk's copies in a lane's thread; another one may be put in its place, to plant faults.
-    `holes`: forbids holes in what is mapped, owned from here on; None: holes are filled.
+    `holes`: forbids holes in what is mapped, owned from here on; None: holes are filled. `trusted`: see `PerUser`.
+    `others_late`: after `close`, whether a thread still touches memory of another user.
     """
 
     kind = "host"
@@ -59,42 +83,73 @@ class HostDevice:
         chunk_bytes: int,
         *,
         holes: Holes | None = None,
+        trusted: Collection[int] | None = None,
     ) -> None:
+        self.others_late = False
         self.mover: Mover = copy_chunk
         self._holes = holes
         self._loop = loop
         self._copy_threads = copy_threads
         self._chunk_bytes = min(chunk_bytes, TURN_BYTES)
         self.hashed_load_bytes = self._chunk_bytes // 2 if copy_payloads is not None else 0
-        self._lanes = {direction: Lane(direction.value, copy_threads, loop) for direction in Direction}
-        self._unmapping = Lane("unmap", UNMAP_THREADS, loop)
+        self._threads = PerUser(self._make_threads, trusted)
         self._copies: set[ChunkedCopy] = set()
         self._mapped: set[HostAllocation] = set()
 
-    def map(self, fd: int, peer_uid: int) -> HostAllocation:
-        """See `HostMemory.map`. Takes memfds and files of tmpfs or hugetlbfs, opened for reading and writing.
+    def _make_threads(self, suffix: str) -> _Threads:
+        made: dict[str, Lane] = {}
+        counts = {direction.value: self._copy_threads for direction in Direction} | {"map": MAP_THREADS}
+        try:
+            for name, threads in counts.items():
+                made[name] = Lane(f"{name}{suffix}", threads, self._loop)
+        except BaseException:
+            for lane in made.values():
+                lane.dismiss()
+            raise
+        return _Threads({direction: made[direction.value] for direction in Direction}, made["map"])
+
+    def admit(self, uid: int) -> None:
+        """See `HostMemory.admit`."""
+        self._threads.admit(uid)
+
+    def measure(self, fd: int, peer_uid: int) -> int:
+        """See `HostMemory.measure`. Takes memfds and files of tmpfs or hugetlbfs, opened for reading and writing.
 
         A page that is gone fails the job that touches it, see `copyruns`. All the same the file must be sealed against
         shrinking, unless the peer runs as the daemon's own user or root, who could kill the daemon anyway.
         """
-        size_bytes = _check_memory(fd, peer_uid)
+        if self._threads.of(peer_uid).mapping.oldest_running_s(time.monotonic()) > MAP_STUCK_S:
+            raise BusyError(
+                f"memory that uid {peer_uid} has shared keeps the kernel waiting (a hole is being punched into it); "
+                "nothing more is mapped until that ends"
+            )
+        return _check_memory(fd, is_trusted=peer_uid in self._threads.trusted)
+
+    async def map(self, fd: int, size_bytes: int, peer_uid: int) -> HostAllocation:
+        """See `HostMemory.map`."""
+        lane = self._threads.of(peer_uid).mapping
+        mapping = await lane.perform(partial(self._map, fd, size_bytes), urgent=_MAP_URGENT)
+        allocation = HostAllocation(self.kind, size_bytes, mapping.address, mapping, peer_uid)
+        self._mapped.add(allocation)
+        return allocation
+
+    def _map(self, fd: int, size_bytes: int) -> Mapping:
+        """In a thread."""
         mapping = Mapping.map_fd(fd, size_bytes)
         if self._holes is not None:
             try:
                 self._holes.forbid(mapping)
-            except LimitError:
+            except BaseException:
                 mapping.close()
                 raise
-        allocation = HostAllocation(self.kind, size_bytes, mapping.address, mapping)
-        self._mapped.add(allocation)
-        return allocation
+        return mapping
 
     async def unmap(self, allocation: Allocation) -> None:
         """See `Device.unmap`."""
         if not isinstance(allocation, HostAllocation) or allocation not in self._mapped:
             raise UsageError("not mapped, or already unmapped")
         self._mapped.remove(allocation)
-        await self._unmapping.perform(allocation.mapping.close)
+        await self._threads.of(allocation.uid).mapping.perform(allocation.mapping.close, urgent=_UNMAP_URGENT)
 
     def submit(
         self,
@@ -119,14 +174,14 @@ class HostDevice:
             work, cutter, done = hashed, split_payloads, partial(_end_hashed, done, hashed)
         cut = partial(cutter, pieces=pieces, min_piece_bytes=_PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
         chunks = Chunks(work, direction, cut, piece_bytes)
-        turn = Turn(self._loop, self._lanes[direction], threads, urgent, flow)
+        turn = Turn(self._loop, self._threads.of(flow.uid).copying[direction], threads, urgent, flow)
         copy = ChunkedCopy(chunks, self.mover, turn, deadline_s, done, self._copies)
         copy.start()
         return copy
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
-        return max(lane.oldest_running_s(now) for lane in self._lanes.values())
+        return max(lane.oldest_running_s(now) for threads in self._threads for lane in threads.copying.values())
 
     def gauges(self) -> dict[str, int | float]:
         """`{store,load}_{queued,running}`: threads' turns that copies wait for, and have; `copies`; `mapped_bytes`."""
@@ -134,22 +189,37 @@ class HostDevice:
             "copies": len(self._copies),
             "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
         }
-        return gauges | lane_gauges(self._lanes)
+        return gauges | lane_gauges(threads.copying for threads in self._threads)
 
     def lanes(self) -> list[Lane]:
         """See `Device.lanes`."""
-        return [*self._lanes.values()]
+        return [lane for threads in self._threads for lane in threads.copying.values()]
+
+    def watched_lanes(self) -> list[Lane]:
+        """See `Device.watched_lanes`."""
+        return list(self._threads.common.copying.values())
 
     async def close(self, deadline_s: float) -> bool:
-        """See `Device.close`."""
+        """See `Device.close`. Threads that touch memory of another user are waited for no longer than the others, and
+        only make `others_late`.
+        """
         for copy in self._copies:
             copy.cancel()
-        ended = all(await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values())))
-        with contextlib.suppress(TimeoutError, UsageError):  # it hangs, which keeps no copy; it is closed already
+        common, others = self._threads.common, self._threads.others()
+        lanes = [lane for threads in (common, *others) for lane in threads.copying.values()]
+        ended = await asyncio.gather(*(lane.close(deadline_s) for lane in lanes))
+        ours = len(common.copying)
+        # What is to be unmapped goes first. A thread that hangs at it keeps no copy.
+        await asyncio.gather(*(self._close_mapping(threads.mapping, deadline_s) for threads in self._threads))
+        self.others_late = not all(ended[ours:])
+        return all(ended[:ours])
+
+    @staticmethod
+    async def _close_mapping(lane: Lane, deadline_s: float) -> None:
+        with contextlib.suppress(TimeoutError, UsageError):  # it hangs; it is closed already
             async with asyncio.timeout(deadline_s):
-                await self._unmapping.perform(_nothing)  # behind all that is to be unmapped
-        await self._unmapping.close(deadline_s)
-        return ended
+                await lane.perform(_nothing, urgent=_UNMAP_URGENT)
+        await lane.close(deadline_s)
 
 
 def copy_chunk(chunk: Copies) -> None:
@@ -164,7 +234,7 @@ def _end_hashed(done: Callable[[CopyResult], None], work: HashedWork, result: Co
     done(replace(result, digests=work.found()) if result.outcome is Outcome.DONE else result)
 
 
-def _check_memory(fd: int, peer_uid: int) -> int:
+def _check_memory(fd: int, *, is_trusted: bool) -> int:
     """The size of a descriptor's memory in bytes; raises MemoryKindError if it may not be mapped.
 
     Nothing here may ask a file system of the peer's own, which may never answer, before it is known that the file is
@@ -185,7 +255,7 @@ def _check_memory(fd: int, peer_uid: int) -> int:
         raise MemoryKindError("not open for reading and writing: open it with O_RDWR")
     if status.st_size == 0:
         raise MemoryKindError("has no bytes: set its size with ftruncate before sending it")
-    if peer_uid not in (os.geteuid(), _ROOT_UID) and not is_sealed_against_shrinking(fd):
+    if not is_trusted and not is_sealed_against_shrinking(fd):
         raise MemoryKindError(
             "not sealed against shrinking, which the memory of other users must be: make it with "
             "memfd_create(MFD_ALLOW_SEALING) and seal it with fcntl(F_ADD_SEALS, F_SEAL_SHRINK)"

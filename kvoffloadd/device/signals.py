@@ -5,10 +5,11 @@ A signal is a u64 in shared memory that only grows: a worker's stream raises it 
 worker that dies leaves nothing behind that could not be given up: nothing is ever queued on a GPU that waits for it.
 
 Ownership
-    _lock       guards `_words`, `_waits`, `_deadlines`, `_newest_s`, `_fresh`, `_looking`, `_leaving`. The loop adds
-                and removes waits, the thread removes those that have ended.
+    _lock       guards `_words`, `_waits`, `_newest_s`, `_fresh`, `_look_s`, `_leaving`. The loop adds and removes
+                waits, the thread removes those that have ended.
     signals     are read by the thread alone, and without the lock: a page that is being punched out keeps the
-                thread that touches it waiting, maybe for seconds. What is cancelled during a poll ends behind it.
+                thread that touches it waiting, for as long as its owner likes. So each user has a thread, and the
+                loop keeps all deadlines. What is cancelled during a look ends behind it.
     Wait        the loop calls `done`, and not once the wait is over; the rest never changes.
 """
 
@@ -19,15 +20,16 @@ import heapq
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from kvoffloadd.device.copyruns import read_words
+from kvoffloadd.device.peruser import PerUser
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import Deliveries
+from kvoffloadd.lanes import DAEMON, Deliveries
 from kvoffloadd.model import Outcome, U64Array
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
@@ -51,9 +53,13 @@ class SignalWait:
     """One wait. `done`: None once it is over, so that nothing of a job is kept for its sake."""
 
     ready: ReadySignal
-    deadline_s: float
     done: Callable[[Outcome], None] | None
+    watcher: _Watcher
     began_s: float = field(default_factory=time.monotonic)
+
+    def busy_s(self, now: float) -> float:
+        """Seconds that the thread has been at its present look; 0 while it pauses. `now`: of time.monotonic()."""
+        return self.watcher.busy_s(now)
 
 
 _Heap = list[tuple[float, int, SignalWait]]
@@ -147,59 +153,46 @@ def _push(heap: _Heap, entry: tuple[float, int, SignalWait], alive: int) -> None
     heapq.heappush(heap, entry)
 
 
-class Signals:
-    """All waits of the daemon, and the one thread that looks."""
+class _Watcher:
+    """The waits of one user, and the thread that looks. `name`: the thread's."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._waits: dict[SignalWait, None] = {}
         self._words = _Words()
-        self._deadlines: _Heap = []
-        self._numbers = itertools.count()
         self._newest_s = 0.0
-        self._fresh = self._looking = False
+        self._fresh = False
+        self._look_s: float | None = None  # since when the thread looks
         self._leaving: list[Callable[[Outcome], None]] = []
-        self._deliveries = Deliveries("signals", loop)
+        self._deliveries = Deliveries(name, loop)
         self._closing = False
         # At once: when the first job waits, there may be no thread to be had.
-        threading.Thread(target=self._poll, name="kvo-signals", daemon=True).start()
+        threading.Thread(target=self._poll, name=f"kvo-{name}", daemon=True).start()
 
     def __len__(self) -> int:
-        """Waits under way."""
         return len(self._waits)
 
-    def wait(self, ready: ReadySignal, deadline_s: float, done: Callable[[Outcome], None]) -> SignalWait:
-        """Calls `done` on the loop, never within this call, once: with DONE when the worker is ready, with EXPIRED at
-        `deadline_s` of `loop.time()`, with FAILED when the word's page is gone, with CANCELLED at `close`.
+    def busy_s(self, now: float) -> float:
+        with self._lock:
+            return 0.0 if self._look_s is None else max(now - self._look_s, 0.0)
 
-        The caller sees to it that the address stays mapped until then, or until `cancel`.
-
-        Raises:
-            UsageError: closed.
-        """
-        if self._closing:
-            raise UsageError("signals: closed")
-        wait = SignalWait(ready, deadline_s, done)
+    def wait(self, ready: ReadySignal, done: Callable[[Outcome], None]) -> SignalWait:
+        wait = SignalWait(ready, done, self)
         with self._lock:
             self._waits[wait] = None
             self._words.add(wait)
-            _push(self._deadlines, (deadline_s, next(self._numbers), wait), len(self._waits))
             self._newest_s = wait.began_s
             self._fresh = True
             self._changed.notify()
         return wait
 
     def cancel(self, wait: SignalWait) -> bool:
-        """Ends a wait. True: its signal is not read any more, and `done` is not called. False: `done` was or will be
-        called, with CANCELLED if nothing else came before; the signal may be read until then.
-        """
         with self._lock:
             done = self._end(wait)
             if done is None:
                 return False
-            if self._looking:
+            if self._look_s is not None:
                 self._leaving.append(done)
                 return False
             return True
@@ -213,11 +206,10 @@ class Signals:
         return done
 
     def close(self) -> None:
-        """Cancels all waits and ends the thread."""
         with self._lock:
             self._closing = True
             dropped = [done for wait in list(self._waits) if (done := self._end(wait)) is not None]
-            if self._looking:
+            if self._look_s is not None:
                 self._leaving += dropped
                 dropped = []
             self._changed.notify()
@@ -231,13 +223,13 @@ class Signals:
             began_s = time.monotonic()
             with self._lock:
                 snapshot = self._words.snapshot()
-                self._looking, self._fresh = True, False
+                self._look_s, self._fresh = began_s, False
             due = snapshot.due()
             with self._lock:
-                self._looking = False
+                self._look_s = None
                 ended = [(done, Outcome.CANCELLED) for done in self._leaving]
                 self._leaving.clear()
-                ended += self._over(due, began_s)
+                ended += self._over(due)
                 lasted_s = began_s - self._newest_s
             self._deliver(ended)
             del snapshot, due, ended  # or the jobs would live until the next look
@@ -249,12 +241,53 @@ class Signals:
         for done, outcome in ended:
             self._deliveries.put(done, outcome)
 
-    def _over(self, due: list[tuple[_Word, int, bool]], now: float) -> list[tuple[Callable[[Outcome], None], Outcome]]:
-        """End the waits that are due or expired. Returns their callbacks and outcomes."""
+    def _over(self, due: list[tuple[_Word, int, bool]]) -> list[tuple[Callable[[Outcome], None], Outcome]]:
+        """End the waits that are due. Returns their callbacks and outcomes."""
         over = [end for word, value, lost in due for end in self._words.ended(word, value, lost)]
-        while self._deadlines and self._deadlines[0][0] <= now:
-            over.append((heapq.heappop(self._deadlines)[2], Outcome.EXPIRED))
         return [(done, outcome) for wait, outcome in over if (done := self._end(wait)) is not None]
+
+
+class Signals:
+    """All waits of the daemon. A thread for each user that is admitted looks at the words of that user; see `PerUser`,
+    also for `trusted`.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, trusted: Collection[int] | None = None) -> None:
+        self._watchers = PerUser(lambda suffix: _Watcher(f"signals{suffix}", loop), trusted)
+        self._closing = False
+
+    def __len__(self) -> int:
+        """Waits under way."""
+        return sum(map(len, self._watchers))
+
+    def admit(self, uid: int) -> None:
+        """Makes this user's thread. Raises RuntimeError if there is none to be had."""
+        self._watchers.admit(uid)
+
+    def wait(self, ready: ReadySignal, done: Callable[[Outcome], None], uid: int = DAEMON.uid) -> SignalWait:
+        """Calls `done` on the loop, never within this call, once: with DONE when the worker is ready, with FAILED when
+        the word's page is gone, with CANCELLED at `close`. `uid`: whose memory it is. The caller keeps the deadline.
+
+        The caller sees to it that the address stays mapped until then, or until `cancel`.
+
+        Raises:
+            UsageError: closed.
+        """
+        if self._closing:
+            raise UsageError("signals: closed")
+        return self._watchers.of(uid).wait(ready, done)
+
+    def cancel(self, wait: SignalWait) -> bool:
+        """Ends a wait. True: its signal is not read any more, and `done` is not called. False: `done` was or will be
+        called, with CANCELLED if nothing else came before; the signal may be read until then.
+        """
+        return wait.watcher.cancel(wait)
+
+    def close(self) -> None:
+        """Cancels all waits and ends the threads."""
+        self._closing = True
+        for watcher in self._watchers:
+            watcher.close()
 
 
 def _pause_s(lasted_s: float, look_s: float) -> float:

@@ -22,6 +22,7 @@ from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import Device, Gpus, HostMemory
 from kvoffloadd.device.signals import Signals
+from kvoffloadd.errors import BusyError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.bugs import leaves_cache_unsure
@@ -30,6 +31,7 @@ from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.instance import Instance, Instances
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.peer import Peer
+from kvoffloadd.server.quarantine import Quarantine
 from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.steps import Steps, in_turns
@@ -103,13 +105,29 @@ class Context:
     started_s: float = field(default_factory=time.monotonic)
     clearings: Clearings = field(init=False)
     requested_clears: RequestedClears = field(init=False)
+    quarantine: Quarantine = field(init=False)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.clearings = Clearings(self.cache, self.disk, self.remote, self.spawn)
         self.requested_clears = RequestedClears(self.clearings)
+        self.quarantine = Quarantine(self.jobs, {0, self.own_uid}, self.fatal)
         # Not at once behind the reply: the next request of a peer that waits for its replies is there before that.
         self.cache.uses.wake = partial(self.loop.call_later, USES_WAIT_S, self._count_uses)
+
+    def admit(self, uid: int) -> None:
+        """Makes the threads that touch what this user owns, if there are none yet.
+
+        Raises:
+            LimitError: those of the user are stuck.
+            BusyError: there are no threads to be had.
+        """
+        self.closer.admit(uid)
+        try:
+            self.host.admit(uid)
+            self.signals.admit(uid)
+        except RuntimeError as error:
+            raise BusyError(f"the daemon can't start threads for uid {uid}: {error}") from None
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_handled: bool = False) -> asyncio.Task[Any]:
         """Run a task that the daemon owns until it ends. Its failure is logged, unless the caller handles it."""
@@ -208,7 +226,7 @@ class Context:
             yield from self.disk.steps()
         if self.remote is not None:
             yield self.remote.check()
-        if not self.sessions:
+        if not self.sessions and not self.quarantine:
             yield self.accounts.leaks()
             if len(self.instances):
                 yield [f"instances: {len(self.instances)} without a session"]

@@ -91,7 +91,7 @@ class Listener:
             self._refused.discard(key)
         try:
             self._check_uid(peer.uid)
-            context.closer.admit(peer.uid)
+            context.admit(peer.uid)
             context.accounts.of(peer.uid).charge(sessions=charged)
         except (ForbiddenError, ResourceError) as error:
             context.counters.sessions_refused += 1

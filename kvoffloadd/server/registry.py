@@ -92,45 +92,54 @@ class Registry:
 
     # --- shared memory ---
 
-    def attach(self, fds: list[int], peer_uid: int) -> list[int]:
-        """Map all of them or none; returns allocation ids. The caller owns `fds`.
+    def attach(self, fds: list[int]) -> asyncio.Task[list[int]]:
+        """Map all of them or none; the task's result: allocation ids. It raises MemoryKindError, LimitError. The caller
+        owns `fds`, which must be open at the call.
 
-        Raises MemoryKindError, LimitError.
+        Raises MemoryKindError, BusyError, LimitError, OSError.
         """
+        sizes = [self.context.host.measure(fd, self.account.uid) for fd in fds]
+        charges = [self._charge_of(size_bytes) for size_bytes in sizes]
+        with contextlib.ExitStack() as charged:
+            for charge in charges:
+                charged.enter_context(self._charged(**charge))
+            work = self._map_all(self._duplicates(fds), sizes)
+        return self._to_the_end(work)
+
+    async def _map_all(self, fds: list[int], sizes: list[int]) -> list[int]:
+        """All of them are charged."""
+        host, uid = self.context.host, self.account.uid
         mapped: list[Allocation] = []
         try:
-            for fd in fds:
-                mapped.append(self._map(fd, peer_uid))  # noqa: PERF401  those before a failure are to be unmapped
-        except Exception:
+            for fd, size_bytes in zip(fds, sizes, strict=True):
+                mapped.append(await host.map(fd, size_bytes, uid))
+            self._check_open()
+        except BaseException:
+            for size_bytes in sizes[len(mapped) :]:
+                self.account.refund(**self._charge_of(size_bytes))
             for allocation in mapped:
-                self._unmap_soon(allocation)
+                self.context.spawn(self._release(Attachment(allocation, host)))
             raise
-        return self._add(mapped, self.context.host)
+        finally:
+            self.context.closer.close(uid, fds)
+        return self._add(mapped, host)
 
     def _add(self, mapped: list[Allocation], device: Device) -> list[int]:
         numbers = [next(self._ids) for _ in mapped]
         self.attached.update({n: Attachment(allocation, device) for n, allocation in zip(numbers, mapped, strict=True)})
         return numbers
 
-    def _map(self, fd: int, peer_uid: int) -> Allocation:
-        with self._charged(fds=1, mappings=1):
-            allocation = self.context.host.map(fd, peer_uid)
-            try:
-                tables = tables_bytes(allocation.size_bytes)
-                self.account.charge(mapped_bytes=allocation.size_bytes, page_table_bytes=tables)
-            except LimitError:
-                self.context.spawn(self.context.host.unmap(allocation))
-                raise
-            return allocation
-
-    def _unmap_soon(self, allocation: Allocation) -> None:
-        self._refund(allocation, self.context.host)
-        self.context.spawn(self.context.host.unmap(allocation))
+    @staticmethod
+    def _charge_of(size_bytes: int) -> dict[str, int]:
+        """What shared memory of this size is charged."""
+        tables = tables_bytes(size_bytes)
+        return {"fds": 1, "mappings": 1, "mapped_bytes": size_bytes, "page_table_bytes": tables}
 
     def _refund(self, allocation: Allocation, device: Device) -> None:
-        self.account.refund(fds=1, mapped_bytes=allocation.charged_bytes)
         if device is self.context.host:
-            self.account.refund(mappings=1, page_table_bytes=tables_bytes(allocation.size_bytes))
+            self.account.refund(**self._charge_of(allocation.size_bytes))
+        else:
+            self.account.refund(fds=1, mapped_bytes=allocation.charged_bytes)
 
     # --- memory of GPUs ---
 
@@ -327,10 +336,10 @@ class Registry:
         return ending
 
     async def _let_go(self, made: Registration) -> None:
-        copy = self.context.config.copy
-        if not await self.context.jobs.end(made.running, copy.deadline_max_s + copy.worker_drain_s):
-            self.context.fatal(f"copies of registration {made.id} do not end")
-            return
+        copy, quarantine = self.context.config.copy, self.context.quarantine
+        stuck_s = copy.deadline_max_s + copy.worker_drain_s
+        if not await quarantine.end(self.account.uid, made.running, stuck_s, f"registration {made.id}"):
+            await quarantine.until_ended(made.running)
         for number in made.allocations:
             entry = self.attached.get(number)
             if entry is not None:  # otherwise the session has ended meanwhile

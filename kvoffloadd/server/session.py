@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
+from kvoffloadd.cache.job import Job
 from kvoffloadd.cache.memory.keys import keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import reserve_in_steps
@@ -125,7 +126,7 @@ class Session:
         """Whether `handle` returns a coroutine for this request, which may have begun by then."""
         if isinstance(message, m.Register):
             return is_large(message)
-        return isinstance(message, m.AttachVmm) or type(message) in cls._LATER
+        return isinstance(message, m.Attach | m.AttachVmm) or type(message) in cls._LATER
 
     @property
     def privileged(self) -> bool:
@@ -171,8 +172,8 @@ class Session:
             features=context.features(),
         )
 
-    def _attach(self, message: m.Attach, fds: list[int]) -> m.Reply:
-        return self._attached(message.seq, self._registry.attach(fds, self.peer.uid))
+    def _attach(self, message: m.Attach, fds: list[int]) -> Later:
+        return self._finish_attach(message.seq, self._registry.attach(fds))
 
     def _attach_ipc(self, message: m.AttachIpc) -> Later:
         return self._finish_attach(message.seq, self._registry.attach_ipc(message))
@@ -181,9 +182,7 @@ class Session:
         return self._finish_attach(message.seq, self._registry.attach_vmm(message, fds))
 
     async def _finish_attach(self, seq: int, mapping: asyncio.Task[list[int]]) -> m.Reply:
-        return self._attached(seq, await asyncio.shield(mapping))
-
-    def _attached(self, seq: int, numbers: list[int]) -> m.Reply:
+        numbers = await asyncio.shield(mapping)
         return m.Attached(seq=seq, allocations=numbers, sizes_bytes=self._registry.sizes_bytes(numbers))
 
     async def _detach(self, message: m.Detach) -> m.Reply:
@@ -340,8 +339,8 @@ class Session:
     async def close(self) -> None:
         """End what this session holds: its copies first, then its leases if it was its instance's last, then memory.
 
-        May be called more than once; all calls return when it is done. If copies do not end, the process does: a
-        mapping in use can't be released.
+        May be called more than once; all calls return when it is done. Memory of which a copy does not end stays
+        mapped: see `Quarantine`.
         """
         if self._closing is None:
             self._closing = self._context.spawn(self._close())
@@ -359,11 +358,15 @@ class Session:
             if self._pins is not None:
                 ends.callback(self._pins.close)
             running = await in_turns(self._jobs.cancel_all()) if self._jobs else set()
-            if not await context.jobs.end(running, copy.worker_drain_s):
+            if not await context.quarantine.end(self.peer.uid, running, copy.worker_drain_s, f"session {self.id}"):
                 context.counters.drains_late += 1
-                context.fatal(f"copies of session {self.id} do not end within {copy.worker_drain_s} s")
+                context.spawn(self._close_memory_late(running))
                 return
             memory.push_async_callback(self._registry.close)  # only now: no copy uses it any more
+
+    async def _close_memory_late(self, running: set[Job]) -> None:
+        await self._context.quarantine.until_ended(running)
+        await self._registry.close()
 
     async def _leave_instance(self, instance: Instance) -> None:
         self._instance = None

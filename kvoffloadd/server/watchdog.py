@@ -60,7 +60,7 @@ class Watchdog:
         """Whether all have answered; returns when they have, which may be never."""
         context = self._context
         asked: dict[asyncio.Task[None], str] = {context.loop.create_task(self._ping()): "ping"}
-        for lane in (context.hash_lane, *(lane for device in context.devices for lane in device.lanes())):
+        for lane in (context.hash_lane, *(lane for device in context.devices for lane in device.watched_lanes())):
             asked[context.loop.create_task(self._pass(lane))] = f"lane {lane.name}"
         try:
             _, late = await asyncio.wait(asked, timeout=self._round_s)

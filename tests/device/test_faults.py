@@ -56,7 +56,7 @@ async def test_without_faults_it_is_the_inner_device() -> None:
     assert device.gauges()["load_queued"] == 0
     assert device.busy_s(asyncio.get_running_loop().time()) == 0
     fd = create_memfd("kvo-test", 4096)
-    allocation = device.map(fd, os.geteuid())
+    allocation = await device.map(fd, device.measure(fd, os.geteuid()), os.geteuid())
     os.close(fd)
     await device.unmap(allocation)
     assert await device.close(5)
@@ -139,7 +139,7 @@ def test_faults_from_text(text: str, faults: dict[str, float | Path]) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("delay=1", 'unknown "delay"; known are delay_s, hold, corrupt_every, fail_every'),
+        ("delay=1", 'unknown "delay"; known are delay_s, hold, hold_uid, corrupt_every, fail_every'),
         ("hold=", "hold=: must be a path"),
         ("delay_s", "delay_s=: must be a number of seconds"),
         ("delay_s=-1", "number of seconds"),

@@ -22,14 +22,15 @@ import xxhash
 
 from kvoffloadd.device import host
 from kvoffloadd.device.copyruns import copy_payloads
-from kvoffloadd.device.host import HostDevice, copy_chunk
+from kvoffloadd.device.holes import Holes
+from kvoffloadd.device.host import HostAllocation, HostDevice, copy_chunk
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
-from kvoffloadd.errors import MemoryKindError, UsageError
+from kvoffloadd.errors import BusyError, MemoryKindError, UsageError
 from kvoffloadd.fairqueue import FairQueue
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
 from kvoffloadd.model import NO_BLOCK, Direction, Outcome, Ref
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.sharedmem import Mapping, create_memfd
 from tests.device.memory import Made, address, noise, u64
 
 if TYPE_CHECKING:
@@ -137,6 +138,10 @@ def submit(
 # --- mapping ----------------------------------------------------------------------------------------
 
 
+async def mapped(device: HostDevice, fd: int, uid: int) -> HostAllocation:
+    return await device.map(fd, device.measure(fd, uid), uid)
+
+
 @contextmanager
 def opened(fd: int) -> Iterator[int]:
     try:
@@ -147,7 +152,7 @@ def opened(fd: int) -> Iterator[int]:
 
 async def test_map_takes_a_sealed_memfd_of_anyone(device: HostDevice) -> None:
     with opened(create_memfd("kvo-test", MIB)) as fd:
-        allocation = device.map(fd, FOREIGN_UID)
+        allocation = await mapped(device, fd, FOREIGN_UID)
         os.pwrite(fd, b"hello", 100)
     assert (allocation.kind, allocation.size_bytes) == ("host", MIB)
     assert allocation.base_address == allocation.mapping.address
@@ -163,9 +168,9 @@ async def test_map_takes_a_sealed_memfd_of_anyone(device: HostDevice) -> None:
 async def test_map_trusts_its_own_user_and_root_with_unsealed_memory(device: HostDevice, uid: int) -> None:
     with opened(os.memfd_create("kvo-test")) as fd:
         os.ftruncate(fd, 4096)
-        await device.unmap(device.map(fd, uid))
+        await device.unmap(await mapped(device, fd, uid))
         with pytest.raises(MemoryKindError, match="F_SEAL_SHRINK"):
-            device.map(fd, FOREIGN_UID)
+            device.measure(fd, FOREIGN_UID)
 
 
 async def test_map_takes_a_file_of_dev_shm_from_its_own_user(device: HostDevice) -> None:
@@ -173,9 +178,9 @@ async def test_map_takes_a_file_of_dev_shm_from_its_own_user(device: HostDevice)
     try:
         with opened(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)) as fd:
             os.ftruncate(fd, 4096)
-            await device.unmap(device.map(fd, OWN_UID))
+            await device.unmap(await mapped(device, fd, OWN_UID))
             with pytest.raises(MemoryKindError, match="sealed"):
-                device.map(fd, FOREIGN_UID)
+                device.measure(fd, FOREIGN_UID)
     finally:
         os.unlink(path)
 
@@ -187,7 +192,7 @@ async def test_map_refuses_memory_that_can_only_be_read(device: HostDevice) -> N
                 opened(os.open(f"/proc/self/fd/{fd}", flags)) as other,
                 pytest.raises(MemoryKindError, match=r"O_RDWR|shared memory"),
             ):
-                device.map(other, OWN_UID)
+                device.measure(other, OWN_UID)
 
 
 async def test_map_refuses_memory_that_is_sealed_against_writing(device: HostDevice) -> None:
@@ -195,14 +200,14 @@ async def test_map_refuses_memory_that_is_sealed_against_writing(device: HostDev
         os.ftruncate(fd, 4096)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
         with pytest.raises(MemoryKindError, match="not permitted"):
-            device.map(fd, OWN_UID)
+            await mapped(device, fd, OWN_UID)
 
 
 async def test_map_refuses_empty_memory(device: HostDevice) -> None:
     with opened(os.memfd_create("kvo-test", os.MFD_ALLOW_SEALING)) as fd:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         with pytest.raises(MemoryKindError, match="ftruncate"):
-            device.map(fd, FOREIGN_UID)
+            device.measure(fd, FOREIGN_UID)
 
 
 async def test_map_refuses_what_is_no_memory(device: HostDevice, tmp_path: Path) -> None:
@@ -226,9 +231,9 @@ async def test_map_refuses_what_is_no_memory(device: HostDevice, tmp_path: Path)
         fds.append(os.open(disk, os.O_RDWR))
     for fd in fds:
         with opened(fd), pytest.raises(MemoryKindError, match="memfd_create"):
-            device.map(fd, OWN_UID)
+            device.measure(fd, OWN_UID)
     with pytest.raises(MemoryKindError, match="descriptor"):
-        device.map(fds[0], OWN_UID)
+        device.measure(fds[0], OWN_UID)
 
 
 def _is_on_disk(path: Path) -> bool:
@@ -240,7 +245,7 @@ def _is_on_disk(path: Path) -> bool:
 
 async def test_map_takes_the_kernels_size_and_leaves_the_descriptor(device: HostDevice) -> None:
     with opened(create_memfd("kvo-test", 5000)) as fd:
-        allocation = device.map(fd, FOREIGN_UID)
+        allocation = await mapped(device, fd, FOREIGN_UID)
         assert allocation.size_bytes == 5000
         assert stat.S_ISREG(os.fstat(fd).st_mode), "still open"
     await device.unmap(allocation)
@@ -248,7 +253,7 @@ async def test_map_takes_the_kernels_size_and_leaves_the_descriptor(device: Host
 
 async def test_unmap_does_not_hold_the_loop(device: HostDevice) -> None:
     with opened(create_memfd("kvo-test", MIB)) as fd:
-        allocation = device.map(fd, FOREIGN_UID)
+        allocation = await mapped(device, fd, FOREIGN_UID)
     task = asyncio.create_task(device.unmap(allocation))
     await asyncio.sleep(0)
     await task
@@ -691,5 +696,96 @@ async def test_a_file_system_is_not_asked_before_it_is_known(
         watched.setattr(os, "fstat", asked.append)
         watched.setattr(os, "fstatvfs", asked.append)
         with pytest.raises(MemoryKindError, match="not shared memory"):
-            device.map(file.fileno(), FOREIGN_UID)
+            device.measure(file.fileno(), FOREIGN_UID)
     assert asked == []
+
+
+# --- memory that keeps the kernel waiting ---------------------------------------------------------------
+
+
+class SlowHoles(Holes):
+    """Mappings of this size wait for `open` while they are made: the kernel takes its time."""
+
+    def __init__(self, slow_bytes: int) -> None:
+        self._slow_bytes = slow_bytes
+        self.entered = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def forbid(self, mapping: Mapping) -> None:
+        if mapping.size_bytes == self._slow_bytes:
+            self.entered.release()
+            self.open.wait(60)
+
+
+async def test_copies_of_another_user_that_do_not_end_keep_nobody_else_waiting() -> None:
+    device, results, gate = HostDevice(asyncio.get_running_loop(), 2, MIB), Results(), Gate()
+    device.admit(FOREIGN_UID)
+    src, dst = noise(MIB), np.zeros(MIB, np.uint8)
+    plain, device.mover = device.mover, gate
+    for number in range(5):
+        for direction in Direction:
+            theirs = results.done(f"theirs {number} {direction}")
+            submit(device, copies_of(src, dst), theirs, direction, flow=Flow(FOREIGN_UID, 1), within_s=30.0)
+    for _ in range(4):
+        await gate.wait_entered()
+    device.mover = plain
+    device.admit(FOREIGN_UID + 1)
+    for uid in (OWN_UID, DAEMON.uid, FOREIGN_UID + 1):
+        for direction in Direction:
+            submit(device, copies_of(src, dst), results.done("ours"), direction, flow=Flow(uid, 2))
+            assert (await results.get("ours")).outcome is Outcome.DONE
+    assert all(lane.running == 0 for lane in device.watched_lanes()), "the watchdog gets its answer"
+    assert device.gauges()["load_running"] == 2
+    assert await device.close(0.1), "nobody but them is waited for at the end"
+    assert device.others_late
+    gate.open.set()
+    assert await device.close(20)
+    assert not device.others_late
+    assert device.gauges()["copies"] == 0
+
+
+async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    holes = SlowHoles(8192)
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB, holes=holes)
+    device.admit(FOREIGN_UID)
+    with opened(create_memfd("kvo-test", 8192)) as slow, opened(create_memfd("kvo-test", 4096)) as fd:
+        late = [asyncio.create_task(mapped(device, slow, FOREIGN_UID)) for _ in range(3)]
+        await asyncio.to_thread(holes.entered.acquire, timeout=20)
+        await device.unmap(await mapped(device, fd, OWN_UID))
+        device.measure(fd, FOREIGN_UID)  # what has begun just now is no reason to refuse
+        monkeypatch.setattr(host, "MAP_STUCK_S", 0.0)
+        with pytest.raises(BusyError, match=f"uid {FOREIGN_UID} has shared"):
+            device.measure(fd, FOREIGN_UID)
+        device.measure(fd, OWN_UID)
+        assert not any(task.done() for task in late)
+        holes.open.set()
+        for allocation in await asyncio.gather(*late):
+            await device.unmap(allocation)
+        await device.unmap(await mapped(device, fd, FOREIGN_UID))
+    assert await device.close(10)
+
+
+async def test_a_user_without_threads_is_not_half_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the threads that were made none is left."""
+    device = HostDevice(asyncio.get_running_loop(), 2, MIB)
+    start, left = threading.Thread.start, [3]
+
+    def start_some(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    with monkeypatch.context() as short:
+        short.setattr(threading.Thread, "start", start_some)
+        with pytest.raises(RuntimeError, match="new thread"):
+            device.admit(FOREIGN_UID)
+    mine = f"-{FOREIGN_UID}-"
+    async with asyncio.timeout(20):
+        while any(mine in thread.name for thread in threading.enumerate()):  # noqa: ASYNC110  they end by themselves
+            await asyncio.sleep(0.001)
+    device.admit(FOREIGN_UID)
+    assert sum(mine in thread.name for thread in threading.enumerate()) == 6
+    assert await device.close(10)

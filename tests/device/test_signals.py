@@ -21,6 +21,7 @@ from kvoffloadd.lanes import TURN_S
 from kvoffloadd.model import BoolArray, Outcome, U64Array
 
 SOON_S = 60.0
+OURS, THEIRS = 0, 4001
 
 
 class Scene:
@@ -33,9 +34,9 @@ class Scene:
         self.told: list[tuple[int, Outcome]] = []
         self.changes = Changes()
 
-    def wait(self, word: int, value: int, deadline_s: float = SOON_S) -> SignalWait:
+    def wait(self, word: int, value: int, uid: int = OURS) -> SignalWait:
         ready = ReadySignal(self.words.ctypes.data + 8 * word, value)
-        return self.signals.wait(ready, self.loop.time() + deadline_s, lambda outcome: self.tell(word, outcome))
+        return self.signals.wait(ready, lambda outcome: self.tell(word, outcome), uid)
 
     def tell(self, word: int, outcome: Outcome) -> None:
         self.told.append((word, outcome))
@@ -79,28 +80,21 @@ async def test_a_value_below_is_no_signal_and_one_above_is(scene: Scene) -> None
     await scene.until(1)
 
 
-async def test_the_deadline_ends_a_wait(scene: Scene) -> None:
-    began = time.monotonic()
-    scene.wait(0, 1, deadline_s=0.05)
-    scene.wait(1, 1)
-    await scene.until(1)
-    assert scene.told == [(0, Outcome.EXPIRED)]
-    assert time.monotonic() - began >= 0.05
-    assert len(scene.signals) == 1
-
-
 class Gate:
-    """Reads words once it is open; `looks` counts those that have begun, `read` what they name."""
+    """Reads words once it is open; `looks` counts those that have begun, `read` what they name. `only`: the address
+    of a word without which a look need not wait.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.looks = 0
+        self.only: int | None = None
         self.read: list[int] = []
         self.open = threading.Event()
         monkeypatch.setattr(signals, "read_words", self)
 
     def __call__(self, addresses: U64Array) -> tuple[U64Array, BoolArray]:
         self.read = addresses.tolist()
-        if self.read:
+        if self.read and self.only in (None, *self.read):
             self.looks += 1
             assert self.open.wait(SOON_S)
         return read_words(addresses)
@@ -134,6 +128,28 @@ async def test_a_page_that_can_t_be_read_keeps_nobody_waiting(gate: Gate, scene:
     assert second.done is not None
 
 
+async def test_a_page_of_another_user_keeps_nobody_else_waiting(gate: Gate, scene: Scene) -> None:
+    """The user's own thread waits; all others have theirs, and see their words meanwhile."""
+    scene.signals.admit(THEIRS)
+    gate.only = scene.words.ctypes.data
+    stuck = scene.wait(0, 1, THEIRS)
+    await gate.until(1)
+    scene.words[1:4] = 1
+    scene.wait(1, 1)
+    scene.signals.admit(THEIRS + 1)
+    scene.wait(2, 1, THEIRS + 1)
+    await scene.until(2)
+    assert set(scene.told) == {(1, Outcome.DONE), (2, Outcome.DONE)}
+    scene.wait(3, 1, THEIRS)
+    assert stuck.busy_s(time.monotonic() + 100) >= 100
+    assert not scene.signals.cancel(stuck), "it is being read"
+    assert len(scene.signals) == 1
+    scene.told.clear()
+    gate.open.set()
+    await scene.until(2)
+    assert set(scene.told) == {(0, Outcome.CANCELLED), (3, Outcome.DONE)}
+
+
 async def test_the_end_during_a_look(gate: Gate, scene: Scene) -> None:
     scene.wait(0, 1)
     await gate.until(1)
@@ -154,7 +170,7 @@ async def test_a_cancelled_wait_says_nothing_and_reads_nothing(
     wait = scene.wait(0, 1)
     await gate.until(1)
     async with asyncio.timeout(SOON_S):
-        while scene.signals._looking:  # noqa: ASYNC110  a thread reads
+        while wait.busy_s(time.monotonic()):  # noqa: ASYNC110  a thread reads
             await asyncio.sleep(0.001)
     assert scene.signals.cancel(wait)
     scene.words[0] = 1
@@ -264,7 +280,7 @@ async def test_what_ends_at_once_is_told_over_several_turns(scene: Scene) -> Non
 
     ready = ReadySignal(scene.words.ctypes.data, 1)
     for number in range(40):
-        scene.signals.wait(ready, scene.loop.time() + SOON_S, lambda _, number=number: done(number))  # type: ignore[misc]
+        scene.signals.wait(ready, lambda _, number=number: done(number))  # type: ignore[misc]
     scene.words[0] = 1
     time.sleep(0.05)  # noqa: ASYNC251  all have ended before the loop looks
     scene.loop.call_soon(turn)
@@ -284,14 +300,14 @@ async def test_nothing_of_a_wait_that_is_over_is_kept(scene: Scene) -> None:
     jobs = [Job() for _ in range(100)]
     alive = weakref.WeakSet(jobs)
     ready = ReadySignal(scene.words.ctypes.data, 1)
-    scene.wait(0, 5)  # the word is waited for all the time
+    kept = scene.wait(0, 5)  # the word is waited for all the time
     for job in jobs:
-        if scene.signals.cancel(scene.signals.wait(ready, scene.loop.time() + 600, job.done)):
+        if scene.signals.cancel(scene.signals.wait(ready, job.done)):
             over.append(Outcome.CANCELLED)
     jobs.clear()
     del job
     async with asyncio.timeout(SOON_S):
-        while len(over) < 100 or scene.signals._looking:  # noqa: ASYNC110  a thread reads
+        while len(over) < 100 or kept.busy_s(time.monotonic()):  # noqa: ASYNC110  a thread reads
             await asyncio.sleep(0.001)
     assert set(over) == {Outcome.CANCELLED}
     gc.collect()

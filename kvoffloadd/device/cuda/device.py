@@ -275,11 +275,15 @@ class CudaDevice:
         }
         for direction, copier in self._copiers.items():
             gauges |= {f"{direction.value}_{name}": value for name, value in copier.limits._asdict().items()}
-        return gauges | lane_gauges(self._lanes)
+        return gauges | lane_gauges([self._lanes])
 
     def lanes(self) -> list[Lane]:
         """See `Device.lanes`."""
         return [*self._lanes.values()]
+
+    def watched_lanes(self) -> list[Lane]:
+        """See `Device.watched_lanes`."""
+        return self.lanes()
 
     # --- the end ---
 
