@@ -230,6 +230,8 @@ def _server(status: Status) -> Iterator[Metric]:
     roles = [((role,), counts.get(role, 0)) for role in ("worker", "scheduler", "observer")]
     yield _gauge("sessions", "Open sessions, by role.", roles, "role")
     yield _gauge("instances", "Engines and observers that have sessions.", _one(status["instances"]))
+    held = "Memory that copies hold which do not end."
+    yield _gauge("quarantined_bytes", held, _one(status["quarantine"]["bytes"]))
     for key, text in (
         ("sessions", "Sessions opened."),
         ("sessions_refused", "Connections that were refused."),

@@ -101,6 +101,7 @@ def _all_users(context: Context) -> dict[str, Any]:
             for direction, counters in jobs.counters.items()
         },
         "running": {"jobs": len(jobs.running), "holds": jobs.holds},
+        "quarantine": {"jobs": len(context.quarantine), "bytes": context.quarantine.held_bytes},
         "server": {
             **{name: getattr(context.counters, name) for name in context.counters.__slots__},
             "log_lines_lost": lines_lost(),
