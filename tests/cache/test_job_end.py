@@ -178,7 +178,7 @@ class Waiting:
         self.done: list[Callable[[Any], None]] = []
         self.dropped = True
 
-    def wait(self, ready: Any, deadline_s: float, done: Callable[[Any], None]) -> Any:
+    def wait(self, ready: Any, done: Callable[[Any], None], uid: int) -> Any:
         self.done.append(done)
         return done
 
@@ -206,6 +206,18 @@ async def test_a_job_that_is_cancelled_before_its_signal_says_so(dropped: bool) 
         signals.done[0](Outcome.CANCELLED)
     assert [(end.outcome, end.reason) for end in ends] == [(Outcome.CANCELLED, "the worker's signal had not come")]
     assert not jobs.running
+
+
+async def test_the_loop_keeps_the_deadline_of_a_signal() -> None:
+    """Whatever the thread does that looks at it."""
+    nobody: Any = None
+    signals: Any = Waiting()
+    jobs = Jobs(make_cache(), None, nobody, signals, False)
+    end: asyncio.Future[Completion] = signals.loop.create_future()
+    options = CopyOptions(nobody, signals.loop.time() + 0.01, ready=ReadySignal(8, 1))
+    jobs.store(np.zeros(0, np.int64), [], options, end.set_result)
+    async with asyncio.timeout(60):
+        assert (await end).outcome is Outcome.EXPIRED
 
 
 async def test_what_the_worker_asks_for_counts_more_than_the_deadline() -> None:

@@ -753,7 +753,8 @@ async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_w
     with opened(create_memfd("kvo-test", 8192)) as slow, opened(create_memfd("kvo-test", 4096)) as fd:
         late = [asyncio.create_task(mapped(device, slow, FOREIGN_UID)) for _ in range(3)]
         await asyncio.to_thread(holes.entered.acquire, timeout=20)
-        await device.unmap(await mapped(device, fd, OWN_UID))
+        async with asyncio.timeout(20):
+            await device.unmap(await mapped(device, fd, OWN_UID))
         device.measure(fd, FOREIGN_UID)  # what has begun just now is no reason to refuse
         monkeypatch.setattr(host, "MAP_STUCK_S", 0.0)
         with pytest.raises(BusyError, match=f"uid {FOREIGN_UID} has shared"):
@@ -761,8 +762,9 @@ async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_w
         device.measure(fd, OWN_UID)
         assert not any(task.done() for task in late)
         holes.open.set()
-        for allocation in await asyncio.gather(*late):
-            await device.unmap(allocation)
+        async with asyncio.timeout(20):
+            for allocation in await asyncio.gather(*late):
+                await device.unmap(allocation)
         await device.unmap(await mapped(device, fd, FOREIGN_UID))
     assert await device.close(10)
 

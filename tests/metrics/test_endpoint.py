@@ -64,7 +64,7 @@ def small() -> dict[str, Any]:
         "version": "1", "uptime_s": 1.0, "draining": False, "lookups": [], "namespaces": [], "lanes": {},
         "memory": {f"{use}_bytes": 0 for use in ("capacity", "used", "free", "unassigned", "tail")},
         "cache": dict.fromkeys(cache, 0), "transfers": {"store": counters, "load": counters},
-        "clears": {"unrecorded": 0, "places": []}, "running": {"jobs": 0},
+        "clears": {"unrecorded": 0, "places": []}, "running": {"jobs": 0}, "quarantine": {"jobs": 0, "bytes": 0},
         "leases": {"read": 0, "keys": 0, "write": 0, "parts": 0}, "slow_jobs": [],
         "loop": {"worst_lag_s": 0.0, "recent_lag_s": 0.0, "late_s": 0.0, "late_beats": {"inf": 0}},
         "server": dict.fromkeys(server, 0), "open_sessions": {}, "sessions": [], "instances": 0, "devices": {},

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.errors import LimitError
+from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.server import listener as module
 from kvoffloadd.server.account import BUILT_IN, Account
 from kvoffloadd.server.closer import Closer
@@ -47,12 +47,26 @@ def test_what_comes_back_by_itself_is_a_user_s_own() -> None:
     assert [lets_in(mine) for _ in range(CONNECTIONS.cap + 1)].count(True) == CONNECTIONS.cap
 
 
+class Threads:
+    """As much of a device, and of signals, as who connects needs."""
+
+    def __init__(self) -> None:
+        self.short = False
+
+    def admit(self, uid: int) -> None:
+        if self.short:
+            raise RuntimeError("can't start new thread")
+
+
 class Scene:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.context = context_of(make_cache())
         self.context.closer = Closer(self.context.loop, (os.getuid(),))
         self.context.turns = Turns(self.context.loop)
+        self.threads = Threads()
+        enough: Any = self.threads
+        self.context.host = self.context.signals = enough
         self.place = SocketPlace(path, 0o600)
         self.place.claim()
         sock = self.place.listen()
@@ -119,6 +133,25 @@ async def test_the_watchdogs_ping_takes_no_session_from_its_user(socket_dir: Pat
     assert len(scene.context.sessions) == 1
     assert account.used["sessions"] == cap
     own.close()
+    await scene.close()
+
+
+async def test_a_user_for_whom_there_are_no_threads_comes_later(socket_dir: Path) -> None:
+    scene = Scene(socket_dir / "kvo.sock")
+    scene.threads.short = True
+    peer = scene.connect()
+    scene.listener._on_acceptable()
+    said = peer.recv(1000)
+    assert b"can't start threads for uid" in said
+    assert BusyError.code.encode() in said
+    assert peer.recv(1000) == b""
+    peer.close()
+    assert scene.context.accounts.figures() == {}
+    scene.threads.short = False
+    peer = scene.connect()
+    scene.listener._on_acceptable()
+    assert len(scene.context.sessions) == 1
+    peer.close()
     await scene.close()
 
 

@@ -20,6 +20,7 @@ from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.framedeadline import LOOKS, FrameDeadline
 from kvoffloadd.server.peer import Peer
+from kvoffloadd.server.quarantine import Quarantine
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.steps import TURN_S, Steps
@@ -100,7 +101,8 @@ async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: 
     """Memory is unmapped all the same; but if nobody knows whether copies have ended."""
     made, theirs, context = connection()
     session, error = made.session, RuntimeError("a bug")
-    context.jobs = Copies(error if what == "copies" else None)
+    copies: Any = Copies(error if what == "copies" else None)
+    context.quarantine = Quarantine(copies, (), context.fatal)
     instance = context.instances.join(b"i" * 16, UID, None)
     session._instance = instance
 
