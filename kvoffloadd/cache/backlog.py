@@ -70,7 +70,7 @@ class BacklogBatch:
 class Backlog:
     """Keys that wait. `missing(keyspace, rows)`: which of these keys the tier could have, and has not. `dropped` counts
     keys that were to be written and were not, by reason. `on_evict`: write only keys that memory is about to evict.
-    `second_use`: write only keys that were used again. `batch_bytes`: what one write takes at most.
+    `second_use`: write only keys that were used again. `batch_bytes`: what one write takes at most; it may change.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Backlog:
         self._cache = cache
         self._on_evict = on_evict
         self._backlog_bytes = backlog_bytes
-        self._batch_bytes = batch_bytes
+        self.batch_bytes = batch_bytes
         self._missing = missing
         self._dropped = dropped
         self.bytes = 0
@@ -237,7 +237,7 @@ class Backlog:
         for _ in range(min(OFFERS_PER_TURN, len(self.queue))):
             offer = self.queue.popleft()
             size = sum(offer.keyspace.part_bytes)
-            count = max(1, min(BATCH_KEYS, self._batch_bytes // size))
+            count = max(1, min(BATCH_KEYS, self.batch_bytes // size))
             if len(offer.rows) > count:
                 self.queue.appendleft(offer.only(slice(count, None)))
                 offer = offer.only(slice(count))

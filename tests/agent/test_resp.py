@@ -177,7 +177,7 @@ def test_the_deadline_is_one_for_all_reads(wire: Wire) -> None:
 
     thread = threading.Thread(target=trickle)
     thread.start()
-    wire.connection.until(time.monotonic() + 0.3)
+    wire.connection.until_s = time.monotonic() + 0.3
     with pytest.raises(TimeoutError):
         wire.connection.reply()
     stop.set()

@@ -6,12 +6,13 @@ import ctypes
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
 
 from kvoffloadd.agent.engines.base import Memory, ObjectTransfer, Region
+from kvoffloadd.agent.engines.resp import Piece, Reply, RespConnection
 from kvoffloadd.agent.engines.valkey import ValkeyEngine
 from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
 
@@ -154,6 +155,48 @@ def test_puts_of_a_second_try_are_not_mixed_with_those_of_the_first(
     server.answer = closing_after(went, [b"+OK\r\n"] * 3, [NIL, b"-OOM no\r\n", b"+OK\r\n"])
     assert engine.put(transfers(ctypes.create_string_buffer(3 * SIZE))) == [SIZE, Code.NO_SPACE, SIZE]
     assert len(server.connections) == 2
+
+
+@pytest.mark.parametrize("went", range(3))
+def test_what_a_slow_link_has_brought_there_counts(
+    server: ScriptedServer, engine: ValkeyEngine, monkeypatch: pytest.MonkeyPatch, went: int
+) -> None:
+    """Time is over in the middle of a put. Answers have some time of their own."""
+    answered = threading.Semaphore(0)
+    left = due = went
+    until = {"send": 0.0, "reply": 0.0}
+    send, reply = RespConnection.send, RespConnection.reply
+
+    def answer(_: int, command: list[bytes]) -> bytes:
+        answered.release()
+        return b"+OK\r\n"
+
+    def slow_send(connection: RespConnection, pieces: Sequence[Piece]) -> None:
+        nonlocal left
+        until["send"] = connection.until_s
+        left -= 1
+        if left < 0:
+            raise TimeoutError("the server took too long")
+        send(connection, pieces)
+        assert answered.acquire(timeout=FOREVER_S)
+
+    def slow_reply(connection: RespConnection) -> Reply:
+        nonlocal due
+        until["reply"] = connection.until_s
+        due -= 1
+        if due < 0:
+            raise TimeoutError("the server took too long")
+        return reply(connection)
+
+    server.answer = answer
+    monkeypatch.setattr(RespConnection, "send", slow_send)
+    monkeypatch.setattr(RespConnection, "reply", slow_reply)
+    codes = engine.put(transfers(ctypes.create_string_buffer(3 * SIZE)))
+    assert codes == [SIZE] * went + [Code.FAILED] * (3 - went)
+    assert until["send"] < until["reply"]
+    monkeypatch.undo()
+    assert engine.put(transfers(ctypes.create_string_buffer(3 * SIZE))) == [SIZE] * 3
+    assert len(server.connections) == 2, "one that was broken off is not used again"
 
 
 def test_a_second_try_that_is_broken_off_too_is_the_last(server: ScriptedServer, engine: ValkeyEngine) -> None:

@@ -361,6 +361,26 @@ async def test_a_file_system_that_can_not_allocate(open_tier: Open, monkeypatch:
     assert await tier.fetch(keyspace, *numbers[:10]) == numbers[:10]
 
 
+@pytest.mark.parametrize("pages", [0, 16, 64])
+async def test_a_stop_while_a_file_is_made_is_no_damage(
+    open_tier: Open, caplog: pytest.LogCaptureFixture, pages: int
+) -> None:
+    """It has no header yet: its space is used for another one."""
+    tier = await open_tier(SHAPE)
+    await tier.close()
+    left = tier.root.path / "segments" / f"{7:016x}"
+    left.write_bytes(bytes(pages * PAGE_BYTES))
+    tier = await open_tier(SHAPE)
+    assert tier.root.figures()["damaged_segments"] == 0
+    assert "damaged" not in caplog.text
+    keyspace = tier.keyspace()
+    await fill(tier, keyspace, 300)  # at its capacity
+    await tier.quiet()
+    assert not left.exists() or left.stat().st_size == 64 * PAGE_BYTES
+    assert tier.root.pool.used_bytes <= tier.root.pool.capacity_bytes
+    assert len(tier.root.pool.segments) == 8, "as many as without it"
+
+
 # --- close(2) ---
 
 

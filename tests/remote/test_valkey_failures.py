@@ -81,6 +81,16 @@ def test_a_link_too_slow_ends_at_the_deadline(make_isolated: Make) -> None:
     throughout(lambda: places.is_wiped(0), "nothing writes there", QUIET_S)
 
 
+def test_what_a_link_too_slow_has_brought_there_counts(make_isolated: Make) -> None:
+    cluster = make_isolated("valkey")
+    engine = cluster.engine(0, {"deadline_s": 2.0})
+    cluster.lab.slow(cluster.lab.hosts[0], "8mbit")
+    assert put(engine, SMALL, LARGE) == [SMALL.size_bytes, Code.FAILED]
+    cluster.lab.fast(cluster.lab.hosts[0])
+    assert get(engine, SMALL)[1].holds(0)
+    assert put(engine, LARGE) == [LARGE.size_bytes]
+
+
 def test_a_server_that_was_started_again_is_found_at_once(make_isolated: Make) -> None:
     """Connections of before are of no use, and nobody notices."""
     cluster = make_isolated("valkey")

@@ -55,10 +55,12 @@ class Server:
 
 
 class RespConnection:
-    """Connected and authenticated. Raises OSError (TimeoutError at `until_s`, a `time.monotonic()`) or ReplyError."""
+    """Connected and authenticated. Raises OSError or ReplyError. `until_s`: the deadline of all that follows, a
+    `time.monotonic()`; TimeoutError then.
+    """
 
     def __init__(self, server: Server, until_s: float) -> None:
-        self._until_s = until_s
+        self.until_s = until_s
         self._read = bytearray(_READ_BYTES)
         self._view = memoryview(self._read)
         self._at = self._end = 0
@@ -89,10 +91,6 @@ class RespConnection:
             plain.close()
             raise
         return plain
-
-    def until(self, until_s: float) -> None:
-        """The deadline of all that follows."""
-        self._until_s = until_s
 
     def close(self) -> None:
         """At once, whatever is on its way. Idempotent."""
@@ -214,7 +212,7 @@ class RespConnection:
     # --- the deadline ---
 
     def _left(self) -> float:
-        left_s = self._until_s - time.monotonic()
+        left_s = self.until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the server took too long")
         return left_s

@@ -33,6 +33,8 @@ DEADLINE_S: Final = 4.0
 """Of a call that moves bytes, unless `deadline_s` says otherwise: shorter than what the daemon kills the agent for."""
 _SMALL_S: Final = 1.0
 """Of all others, if `deadline_s` is not shorter."""
+_ANSWERS_SHARE: Final = 0.05
+"""What part of a put's time is left to read answers, whatever of it could be sent."""
 _PORT: Final = 6379
 _TLS_OF_SCHEME: Final = {"redis": False, "valkey": False, "rediss": True, "valkeys": True, "unix": False}
 _OBJECT_BYTES_MAX: Final = 512 << 20
@@ -108,7 +110,7 @@ class ValkeyEngine:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
             connection = RespConnection(self._server, until_s)
-        connection.until(until_s)
+        connection.until_s = until_s
         try:
             yield connection
         except ReplyError:
@@ -169,15 +171,22 @@ class ValkeyEngine:
         return self._transfer(work, codes, len(transfers))
 
     def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """One after the other, without waiting for answers in between."""
+        """One after the other, without waiting for answers in between. If the link is too slow for all of them, those
+        that were stored by then count.
+        """
         codes: list[int] = []
         sendable = [transfer for transfer in transfers if self._fits(transfer)]
 
         def work(connection: RespConnection) -> None:
             codes.clear()
-            for transfer in sendable:
-                connection.send(command_with(("SET", transfer.name), _views(transfer), ("NX", *self._expires)))
-            codes.extend(_put_one(connection, transfer) for transfer in sendable)
+            until_s = connection.until_s
+            connection.until_s = until_s - _ANSWERS_SHARE * self._deadline_s
+            try:
+                for transfer in sendable:
+                    connection.send(command_with(("SET", transfer.name), _views(transfer), ("NX", *self._expires)))
+            finally:
+                connection.until_s = until_s
+                codes.extend(_put_one(connection, transfer) for transfer in sendable)
 
         answers = iter(self._transfer(work, codes, len(sendable)))
         return [next(answers) if self._fits(transfer) else Code.NO_SPACE for transfer in transfers]

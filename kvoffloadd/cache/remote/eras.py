@@ -47,6 +47,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from kvoffloadd.agentframes import Code
@@ -311,6 +312,8 @@ class Eras:
             after = next(successors) if era is not None else None
             known.tried_s = now_s
             if _unreadable(pointer) or _unreadable(after):
+                if known.has_markers_to_remove(now_s):
+                    news.append(known)
                 continue
             if known.is_remembered and pointer is None:  # nothing of it is there either
                 self._checked.add(known.fingerprint)
@@ -366,19 +369,26 @@ class Eras:
     async def _look_at(self, known: NamespaceEra) -> None:
         if self._cache.confirmed.is_over(int(known.confirmed_s or 0), time.time()):
             await self._clear_to_its_end(known.fingerprint, None)  # the store has forgotten what was cleared meanwhile
+        # Neither waits for the other to succeed: an era that can't be agreed on hides no marker that came back.
+        with suppress(RemoteStoreError):
+            await self._remove_again(known)
         await self._agreement.settle(known)
         self._seen(known)
-        due = known.is_due(time.monotonic())
-        if due or known.is_back:
-            await self._agreement.remove_markers(known, known.over)
-            known.is_back = False
+        if known.is_to_renew(time.monotonic()):
+            await self._agreement.renew(known)
+            known.renewed_s = time.monotonic()
+
+    async def _remove_again(self, known: NamespaceEra) -> None:
+        """Markers of eras that were cleared here, if it is time; and then what is left of the eras."""
+        due, eras = known.is_due(time.monotonic()), known.over
+        if not (due or known.is_back):
+            return
+        await self._agreement.remove_markers(known, eras)
+        known.is_back = False
         if due:
             for era in known.unswept:
                 self.sweeps.add(era_prefix(known.fingerprint, era.generation, era.id))
             known.again_s, known.unswept = None, []
-        if known.is_to_renew(time.monotonic()):
-            await self._agreement.renew(known)
-            known.renewed_s = time.monotonic()
 
     def _on_taken(self, known: NamespaceEra) -> None:
         self._numbers += 1

@@ -51,6 +51,10 @@ class NamespaceEra:
         """Whether markers of eras that were cleared here are to be removed again."""
         return self.again_s is not None and now_s >= self.again_s
 
+    def has_markers_to_remove(self, now_s: float) -> bool:
+        """Whether they are due, or a store that was away may have brought some back."""
+        return bool(self.over) and (self.is_back or self.is_due(now_s))
+
     def is_to_renew(self, now_s: float) -> bool:
         """Whether the store is to be told to keep its small objects."""
         return now_s - self.renewed_s > RENEW_S

@@ -26,6 +26,11 @@ BATCH_BYTES = 16 << 20
 BATCH_SHARE = 64
 """What one put takes at most: bytes, and a fraction (1/n) of memory, since what is put can't be evicted."""
 
+GROWS: Final = 16
+"""After a put that the store could not end, the next ones take half as much; after each that went well, one part in so
+many of the most. A slow link has no time for the largest.
+"""
+
 PUT_S: Final = 60.0
 """A put that has not begun by then is dropped."""
 
@@ -69,6 +74,9 @@ class Pushing:
         self._ended = Changes()
         self._pause_s, self._paused_until_s = PAUSE_S_MIN, 0.0
         self._budget = Budget(config.write_bytes_per_s, 0)
+        self._batch_bytes_max = min(
+            BATCH_BYTES, remote.config.inflight_bytes // 4, self._cache.tier.capacity_bytes // BATCH_SHARE
+        )
         self.backlog = Backlog(
             self._cache,
             self._missing,
@@ -76,9 +84,7 @@ class Pushing:
             on_evict=config.push == "evict",
             second_use=self._counts_uses,
             backlog_bytes=config.backlog_bytes,
-            batch_bytes=min(
-                BATCH_BYTES, remote.config.inflight_bytes // 4, self._cache.tier.capacity_bytes // BATCH_SHARE
-            ),
+            batch_bytes=self._batch_bytes_max,
         )
 
     @property
@@ -179,12 +185,19 @@ class Pushing:
         self.counters.bytes += int(np.count_nonzero(good)) * sum(batch.keyspace.part_bytes)
         for code in np.unique(status[~good]).tolist():
             self.counters.not_pushed[RemoteStatus(code).name.lower()] += int(np.count_nonzero(status == code))
+        self._size_batches(broke_off=bool((status == RemoteStatus.FAILED).any()))
         if (status == RemoteStatus.NO_SPACE).any():
             self._paused_until_s = self._remote.loop.time() + self._pause_s
             self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         elif good.any():
             self._pause_s = PAUSE_S_MIN
         self._settle(push)
+
+    def _size_batches(self, *, broke_off: bool) -> None:
+        """What the next puts take, after one that has ended."""
+        least, most = self._batch_bytes_max // GROWS, self._batch_bytes_max
+        size = self.backlog.batch_bytes
+        self.backlog.batch_bytes = max(size // 2, least) if broke_off else min(size + most // GROWS, most)
 
     def _settle(self, push: PendingPush, reason: str = "") -> None:
         self._pushes.discard(push)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from time import monotonic
 
 _FRESH_S = 1.0
+_SHARE = 0.05
+"""What part of SGLang's scheduler may go into asking: many that wait are asked about less often."""
 _MOST = 4096
 
 
@@ -34,12 +36,17 @@ class Answers:
             return None
         return answer.lengths
 
-    def note(self, request: str, asked: tuple[str, int], lengths: tuple[int, ...]) -> None:
-        """An answer that was just given."""
-        self._by_request[request] = _Answer(asked, lengths, self._clock() + _FRESH_S)
+    def ask(self, request: str, asked: tuple[str, int], question: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """The answer to the question, which is noted."""
+        begun = self._clock()
+        lengths = question()
+        now = self._clock()
+        fresh_s = max(_FRESH_S, (now - begun) * len(self._by_request) / _SHARE)
+        self._by_request[request] = _Answer(asked, lengths, now + fresh_s)
         self._by_request.move_to_end(request)
         if len(self._by_request) > _MOST:
             self._by_request.popitem(last=False)
+        return lengths
 
     def forget(self, request: str) -> None:
         """It is loaded, or gone."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from sglang.srt.lora.lora_manager import LoRAManager
@@ -111,6 +111,21 @@ def all_agree(good: bool) -> bool:
     flag = torch.tensor([int(good)])
     torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
     return bool(flag.item())
+
+
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """A step of the start that no rank goes on from alone: one that waits for a rank that does not come waits for ever.
+    All ranks that hold parts of the same keys come here, each time, and nothing within waits for the others. Raises in
+    all of them what is raised in one.
+    """
+    try:
+        yield
+    except Exception:
+        all_agree(good=False)
+        raise
+    if not all_agree(good=True):
+        raise UsageError("kvoffloadd can't start on another rank of this engine: see that rank's log")
 
 
 @functools.cache

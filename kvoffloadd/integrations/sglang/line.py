@@ -2,15 +2,15 @@
 
 Each of SGLang's threads has a line of its own, so that a long load never delays a lookup. Whoever asks never connects:
 `keep`, which another thread calls, does. Ownership: whoever holds the mutex has the client, its registration and its
-availability.
+availability, and closes the client when it lets go of it, if the line was closed meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from time import monotonic
 from typing import TypeVar
 
@@ -39,6 +39,8 @@ logger = logging.getLogger("sglang.kvoffloadd")
 Chunks = Mapping[int, tuple[bytes, U32Array]]
 """Group -> packed keys and their block ids (keys,)."""
 
+_LOOK_S = 0.05
+_CLOSE_S = 2.0
 _WAIT_WARNING_S = 30.0
 _REST_WARNING_S = 15.0
 _REFUSAL_TOLD_S = 60.0
@@ -51,6 +53,7 @@ class Line:
         """Connects to nothing yet. `warning`: logged when the daemon is lost; empty: another line's is enough."""
         self._up = threading.Event()
         self._resting = threading.Event()
+        self._closed = threading.Event()
         self._client = client
         self._caches = caches
         self._job_deadline_s = job_deadline_s
@@ -58,6 +61,7 @@ class Line:
         self._registration: Registration | None = None
         self._daemon = Availability(logger)
         self._mutex = threading.Lock()
+        self._carrying = threading.Lock()  # beneath the mutex: while anything is carried
         self._refusal_told_at = -_REFUSAL_TOLD_S
 
     @property
@@ -69,7 +73,7 @@ class Line:
         """The answer; None: no daemon has given one."""
         if not self._up.is_set():
             return None
-        with self._mutex:
+        with self._client_alone():
             if not self._up.is_set():  # lost while another call was under way
                 return None
             try:
@@ -96,10 +100,13 @@ class Line:
         done = {group: np.zeros(blocks.size, np.bool_) for group, (_, blocks) in chunks.items()}
         if not self._up.is_set():
             return done
-        with self._mutex:
-            if self._up.is_set() and self._registration is not None and not self._resting.is_set():
-                for piece, job in self._submit(self._registration, direction, chunks, ready):
-                    self._take(piece, job, done)
+        with self._client_alone(gives_way=True) as alone:
+            if not alone:
+                return done
+            with self._carrying:
+                if self._up.is_set() and self._registration is not None and not self._resting.is_set():
+                    for piece, job in self._submit(self._registration, direction, chunks, ready):
+                        self._take(piece, job, done)
         return done
 
     def keep(self) -> None:
@@ -107,29 +114,56 @@ class Line:
         if not self._mutex.acquire(blocking=False):
             return
         try:
-            if not self._daemon.retry_in_s:
+            if not self._daemon.retry_in_s and not self._closed.is_set():
                 self._connect()
         finally:
-            self._mutex.release()
+            self._let_go()
 
     def rest(self) -> None:
-        """Returns when no call is under way, however long that takes. Until `resume` none carries anything."""
+        """Returns when nothing is carried, however long that takes. Until `resume` nothing is, and `carry` waits for
+        nothing: not even for a `keep` that waits for a daemon that hangs.
+        """
         self._resting.set()
         waiting_since = monotonic()
-        while not self._mutex.acquire(timeout=_REST_WARNING_S):
+        while not self._carrying.acquire(timeout=_REST_WARNING_S):
             waited_s = monotonic() - waiting_since
             logger.warning("kvoffloadd: SGLang's flush waits for the daemon to end a copy: %.0f s", waited_s)
-        self._mutex.release()
+        self._carrying.release()
 
     def resume(self) -> None:
         """After `rest`."""
         self._resting.clear()
 
     def close(self, deadline_s: float) -> None:
-        """End the session. What the daemon has not given back by then stays its own until this process ends."""
+        """End the session, or leave that to the call that is under way at the deadline. What the daemon has not given
+        back by then stays its own until this process ends.
+        """
+        self._closed.set()
         self._up.clear()
-        with suppress(KvOffloadError):
-            self._client.close(deadline_s, force=True)
+        if self._mutex.acquire(timeout=deadline_s):
+            self._let_go(deadline_s)
+
+    # --- the mutex -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _client_alone(self, *, gives_way: bool = False) -> Iterator[bool]:
+        """Whether this thread has the mutex now. `gives_way`: not if the line rests before it is free."""
+        alone = self._mutex.acquire(timeout=_LOOK_S)
+        while not alone and not (gives_way and self._resting.is_set()):
+            alone = self._mutex.acquire(timeout=_LOOK_S)
+        try:
+            yield alone
+        finally:
+            if alone:
+                self._let_go()
+
+    def _let_go(self, close_s: float = _CLOSE_S) -> None:
+        """Of the mutex."""
+        if self._closed.is_set():
+            self._up.clear()
+            with suppress(KvOffloadError):
+                self._client.close(close_s, force=True)
+        self._mutex.release()
 
     # --- with the mutex --------------------------------------------------------------------------
 

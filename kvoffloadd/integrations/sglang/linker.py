@@ -102,8 +102,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         if lengths is None:
             others = [pool for pool in self._device_pools if pool.name != KV]
             needed = [needed_of(by_source[pool.source], pool.name) for pool in others]
-            lengths = self._pages.restorable(keys, needed).lengths
-            self._answers.note(rid, asked, lengths)
+            lengths = self._answers.ask(rid, asked, lambda: self._pages.restorable(keys, needed).lengths)
         return list(lengths)
 
     # --- loads -------------------------------------------------------------------------------------

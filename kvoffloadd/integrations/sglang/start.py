@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from contextlib import ExitStack
 
 from kvoffloadd.client import Client
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint
@@ -27,26 +28,32 @@ _WORKER_S = 10.0  # an engine's memory is attached in it, too
 def page_store(pools: Pools, options: SeatOptions, tp_size: int, *, retry_busy: bool) -> PageStore:
     """All ranks that hold parts of the same keys come here, once. Without a daemon it keeps trying.
 
-    `retry_busy`: whether lookups and loads ask a busy daemon again, until their deadlines. Stores do.
+    `retry_busy`: whether lookups and loads ask a busy daemon again, until their deadlines. Stores do. Raises in all
+    ranks what it raises in one.
     """
-    number = engine.agreed(secrets.randbits(64)) if WEIGHTS.engine is None else WEIGHTS.engine
-    namespace = namespace_of(_computed(options.fingerprint, number), pools, tp_size)
+    number = WEIGHTS.number_engine(lambda: engine.agreed(secrets.randbits(64)))
+    computed = _computed(options.fingerprint, number)
     instance = secrets.token_bytes(16)
+    with ExitStack() as undone:
+        with engine.all_or_none():
+            namespace = namespace_of(computed, pools, tp_size)
 
-    def client(purpose: Purpose) -> Client:
-        lookups = purpose == "lookups"
-        return Client(
-            options.socket,
-            namespace=namespace,
-            role="scheduler" if lookups else "worker",
-            instance=instance,
-            deadline_s=options.timeout_s if lookups else max(_WORKER_S, options.timeout_s),
-            connect_deadline_s=0.0,
-            retry_busy=retry_busy or purpose == "stores",
-        )
+            def client(purpose: Purpose) -> Client:
+                lookups = purpose == "lookups"
+                return Client(
+                    options.socket,
+                    namespace=namespace,
+                    role="scheduler" if lookups else "worker",
+                    instance=instance,
+                    deadline_s=options.timeout_s if lookups else max(_WORKER_S, options.timeout_s),
+                    connect_deadline_s=0.0,
+                    retry_busy=retry_busy or purpose == "stores",
+                )
 
-    pages = PageStore(pools, client, job_deadline_s=options.job_deadline_s)
-    WEIGHTS.follow(pages, number)
+            pages = PageStore(pools, client, job_deadline_s=options.job_deadline_s)
+            undone.callback(pages.close)
+        undone.pop_all()
+    WEIGHTS.follow(pages)
     logger.info("kvoffloadd: pools %s, daemon at %s", ", ".join(pools.pools), options.socket)
     return pages
 
@@ -55,20 +62,23 @@ def _computed(how: Fingerprint, number: int) -> Computed:
     """Of this engine. `number`: of the engine, and of no other, which is its identity where one of its ranks is in
     doubt.
     """
-    arguments = engine.arguments()
-    identity: object = None
-    variables = VARIABLES.told_by(os.environ)
-    unlike = _unlike(variables)  # all ranks come here
-    doubt = from_elsewhere(arguments) or unlike
-    if not doubt:
-        try:
-            identity = (identity_of(arguments, lambda source: FILES.identity(source, how)), variables)
-        except ContentsError as error:
-            doubt = str(error)
-    if not engine.all_agree(not doubt):
-        logger.warning("kvoffloadd: this engine shares with no other: %s", doubt or "another rank is in doubt")
+    with engine.all_or_none():
+        arguments, version, amx = engine.arguments(), versions.check(), engine.has_amx()
+        variables = VARIABLES.told_by(os.environ)
+        identity: object = None
+        doubt = from_elsewhere(arguments)
+        if not doubt:
+            try:
+                identity = (identity_of(arguments, lambda source: FILES.identity(source, how)), variables)
+            except ContentsError as error:
+                doubt = str(error)
+    unlike = _unlike(variables)
+    if not engine.all_agree(not (doubt or unlike)):
+        logger.warning(
+            "kvoffloadd: this engine shares with no other: %s", doubt or unlike or "another rank is in doubt"
+        )
         identity = ("in doubt", number)
-    return Computed(arguments, identity, versions.check(), engine.has_amx())
+    return Computed(arguments, identity, version, amx)
 
 
 def _unlike(variables: list[tuple[str, str]]) -> str:

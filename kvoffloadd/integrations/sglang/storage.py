@@ -68,7 +68,8 @@ class KVOffloaddStorage(HiCacheStorage):
         """All pools are known: share them with the daemon, or keep trying. Raises UsageError for what can't be."""
         config = self._config
         rank = TpRank(config.tp_rank, config.tp_size)
-        pools = host_pools(self._host_pools, rank, replicated=config.is_mla_model)
+        with engine.all_or_none():
+            pools = host_pools(self._host_pools, rank, replicated=config.is_mla_model)
         self._pages = page_store(pools, self._options, config.tp_size, retry_busy=True)
         engine.rest_during_flushes(self._pages)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -35,17 +36,18 @@ class WeightChanges:
         self._session = False
         self._flushed = False
 
-    @property
-    def engine(self) -> int | None:
-        """The number that `follow` was given first."""
+    def number_engine(self, agree: Callable[[], int]) -> int:
+        """A number that this engine's ranks share, and no other engine has. `agree` finds it, once: whatever becomes of
+        this rank's start afterwards, each rank has it from then on.
+        """
+        if self._engine is None:
+            self._engine = agree()
         return self._engine
 
-    def follow(self, follower: Suspendable, engine: int) -> None:
-        """`engine`: a number that this engine's ranks share, and no other engine has; the first one given counts.
-
-        One that comes after a change does not begin with the names of the weights that the engine was started with.
+    def follow(self, follower: Suspendable) -> None:
+        """`number_engine` was called before. One that comes after a change does not begin with the names of the weights
+        that the engine was started with.
         """
-        self._engine = engine if self._engine is None else self._engine
         self._followers.add(follower)
         if self._changes:
             follower.renew(self._generation())

@@ -98,12 +98,13 @@ TRAILER = np.dtype(
 
 class Problem(enum.Enum):
     """Why a page is no segment header. FOREIGN: nothing of ours; VERSION: ours, of another version; DAMAGED: ours, but
-    not whole, or never written.
+    not whole; UNWRITTEN: space was made for one, and it did not come, or only its end.
     """
 
     FOREIGN = "foreign"
     VERSION = "version"
     DAMAGED = "damaged"
+    UNWRITTEN = "unwritten"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +194,10 @@ def _problem(page: U8Array) -> Problem:
         return Problem.DAMAGED
     if fields["magic"] == SEGMENT_MAGIC:
         return Problem.VERSION
-    # Space was allocated, and the header did not come, or only its end: its middle is zeros either way.
+    # Its middle is zeros whether nothing of the header came or its end.
     fields_end = SEGMENT.fields["created_s"][1] + 8 if SEGMENT.fields else 0
     if fields["magic"] == 0 and not page[fields_end:CHECKSUM_OFFSET].any():
-        return Problem.DAMAGED
+        return Problem.UNWRITTEN
     return Problem.FOREIGN
 
 

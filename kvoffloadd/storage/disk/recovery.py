@@ -39,12 +39,14 @@ WALK_BYTES = 8 << 20
 
 class Kind(enum.Enum):
     """SEALED: known from its footer. WALKED: it has none, its records were looked for. UNREADABLE: of another format
-    version. DAMAGED: ours, but it can't be known what it is. FOREIGN: nothing of ours.
+    version. EMPTY: it was being made, and was never used. DAMAGED: ours, but it can't be known what it is. FOREIGN:
+    nothing of ours.
     """
 
     SEALED = "sealed"
     WALKED = "walked"
     UNREADABLE = "unreadable"
+    EMPTY = "empty"
     DAMAGED = "damaged"
     FOREIGN = "foreign"
 
@@ -103,7 +105,11 @@ def recover_open_segment(files: Files, fd: int, name: str, on_progress: Callable
     header_lost = not isinstance(header, SegmentHeader)
     if not isinstance(header, SegmentHeader):
         if trailer is None:
-            return replace(unknown, kind=Kind.FOREIGN if header is Problem.FOREIGN else Kind.DAMAGED)
+            if header is Problem.FOREIGN:
+                return replace(unknown, kind=Kind.FOREIGN)
+            # A file gets its header, and then records from the next page on.
+            never_used = header is Problem.UNWRITTEN and not _read(files, fd, HEADER_PAGES, 1).any()
+            return replace(unknown, kind=Kind.EMPTY if never_used else Kind.DAMAGED)
         header = SegmentHeader(trailer.uuid, trailer.number, trailer.segment_bytes, 0)
     known = replace(unknown, header=header, header_lost=header_lost)
     footer = _footer(files, fd, trailer) if trailer is not None else None

@@ -118,13 +118,13 @@ class _Check:
             self.report.bytes += found.size_bytes
             if found.kind in _LEFT_ALONE:
                 self.report.findings.append(f"segment {name} {_LEFT_ALONE[found.kind]}")
-            elif found.header is None:
+            elif found.kind is Kind.DAMAGED:
                 self.report.findings.append(f"segment {name}: page 0 is damaged, and no footer tells what it was")
                 if self._repair:
                     self._files.unlink(self._segments_fd, name)
                     self._files.sync_directory(self._segments_fd)
                     self.report.repaired += 1
-            else:
+            elif found.header is not None:
                 self._check_header(fd, found, found.header)
                 self._check_records(fd, found, found.header)
             self._files.drop_cached(fd, 0, found.size_bytes)

@@ -128,6 +128,26 @@ async def test_a_put_that_fails_is_made_again_when_the_key_is_used(make: Make) -
     assert not puts(scene), "it is there"
 
 
+async def test_puts_take_less_while_a_slow_link_breaks_them_off(make: Make) -> None:
+    """And more again, little by little, so that most of them end."""
+    scene = await make(push="second-use")
+    backlog, numbers = scene.remote.pushing.backlog, iter(range(1, 100))
+    most = backlog.batch_bytes
+
+    async def end(status: RemoteStatus) -> int:
+        """A put ends so. What the next ones take."""
+        scene.store.put_status, number = status, next(numbers)
+        store(scene, number)
+        use(scene, number)
+        scene.store.finish(await a_put(scene))
+        return backlog.batch_bytes
+
+    assert [await end(RemoteStatus.FAILED) for _ in range(2)] == [most // 2, most // 4]
+    assert await end(RemoteStatus.OK) == most // 4 + most // 16
+    assert [await end(RemoteStatus.FAILED) for _ in range(5)][-1] == most // 16
+    assert [await end(RemoteStatus.OK) for _ in range(17)][-2:] == [most, most]
+
+
 async def test_uses_are_counted_behind_the_reply(make: Make) -> None:
     """A pin does not wait for it."""
     scene = await make(push="second-use")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import cast
 
@@ -283,6 +284,32 @@ async def test_a_generation_far_ahead_is_not_believed(seed: int, where: str) -> 
     assert decode_era(NAMES[0], lab.objects.values[name]) == far
     await clear(one, NAME)
     await settled(lambda: agree(lab.hosts), "others go on")
+    await lab.stop()
+
+
+@pytest.mark.parametrize("why", ["due", "back"])
+@pytest.mark.parametrize("how", ["ahead", "unreadable"])
+async def test_an_era_that_can_not_be_agreed_on_hides_no_marker_that_came_back(seed: int, how: str, why: str) -> None:
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    await opened(lab, NAME)
+    over = era_of(lab, NAME)
+    await clear(host, NAME)
+    own = host.eras._known[NAME]
+    await settled(lambda: own.is_idle and not host.eras._looks, "the work of the clear is done")
+    if how == "ahead":
+        put(lab, pointer_name(NAME), NAME, Era(10**15, bytes(8)))
+        await settled(lambda: own.is_ahead, "the era is not believed")
+    else:
+        lab.objects.unreadable[pointer_name(NAME)] = Code.FAILED
+    marker = marker_name(NAME, over.generation, over.id)
+    put(lab, marker, NAME, over)
+    if why == "due":
+        own.again_s = 0.0
+    else:
+        host.store.starts += 1
+    await settled(lambda: marker not in lab.objects.values, "it is removed again")
+    await settled(lambda: not own.has_markers_to_remove(time.monotonic()), "which is enough")
     await lab.stop()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,7 @@ import pytest
 from kvoffloadd.client import Client, Job, JobResult, KeyState, KvCache, Outcome
 from kvoffloadd.integrations.sglang.line import Line
 from kvoffloadd.model import Direction
+from kvoffloadd.trial.wait import HANG_S
 
 KEYS = np.zeros((4, 32), np.uint8).tobytes()
 STATES = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
@@ -51,6 +53,42 @@ class Ending:
         return self._begin(Direction.LOAD)
 
 
+class Hanging(Ending):
+    """A client whose daemon does not answer a ping, from the second one on, until `answers`."""
+
+    def __init__(self) -> None:
+        super().__init__(Outcome.DONE)
+        self.pings = 0
+        self.pinged, self.answers, self.closed = (threading.Event() for _ in range(3))
+
+    def ping(self) -> None:
+        """Hangs."""
+        self.pings += 1
+        if self.pings > 1:
+            self.pinged.set()
+            assert self.answers.wait(HANG_S)
+
+    def close(self, _deadline_s: float, *, force: bool = False) -> None:
+        """The session has ended."""
+        assert force
+        self.closed.set()
+
+
+@pytest.fixture
+def hanging() -> Iterator[tuple[Line, Hanging]]:
+    """A line that is up, and whose keeper waits for its daemon."""
+    client = Hanging()
+    line = Line(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
+    line.keep()
+    keeper = threading.Thread(target=line.keep)
+    keeper.start()
+    assert client.pinged.wait(HANG_S)
+    yield line, client
+    client.answers.set()
+    keeper.join(HANG_S)
+    assert not keeper.is_alive()
+
+
 def carried(client: Ending, direction: Direction) -> tuple[list[bool], bool]:
     """What is said of the keys, and whether the line is still up."""
     line = Line(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
@@ -71,3 +109,40 @@ def test_what_the_daemon_has_counts_as_stored() -> None:
 def test_a_job_whose_end_nobody_told_has_done_nothing(outcome: Outcome | None, direction: Direction) -> None:
     """Whatever was said of its keys when it began: the daemon may have died since. The line asks no more."""
     assert carried(Ending(outcome), direction) == ([False] * 4, False)
+
+
+BLOCKS = {0: (KEYS, np.arange(len(STATES), dtype=np.uint32))}
+
+
+def test_a_flush_does_not_wait_for_a_ping(hanging: tuple[Line, Hanging]) -> None:
+    """Nor does a copy that comes meanwhile: SGLang's scheduler dies if its threads take ten seconds."""
+    line, client = hanging
+    line.rest()
+    assert not line.carry(Direction.STORE, BLOCKS)[0].any()
+    assert not client.answers.is_set()
+    line.resume()
+    client.answers.set()
+    assert line.carry(Direction.STORE, BLOCKS)[0].any()
+
+
+def test_a_copy_that_waits_for_a_ping_gives_way_to_a_flush(hanging: tuple[Line, Hanging]) -> None:
+    line, client = hanging
+    stored: list[bool] = []
+    storing = threading.Thread(target=lambda: stored.append(bool(line.carry(Direction.STORE, BLOCKS)[0].any())))
+    storing.start()
+    line.rest()
+    storing.join(HANG_S)
+    assert stored == [False]
+    assert not client.answers.is_set()
+
+
+def test_a_client_that_is_in_use_is_closed_when_that_ends(hanging: tuple[Line, Hanging]) -> None:
+    line, client = hanging
+    line.close(0.01)
+    assert not client.closed.is_set()
+    client.answers.set()
+    assert client.closed.wait(HANG_S)
+    assert not line.connected
+    line.keep()
+    assert not line.connected, "it is not connected anew"
+    assert client.pings == 2

@@ -37,7 +37,7 @@ def test_weights_are_watched_from_before_they_are_loaded(sglang: SimpleNamespace
     hook(object())
     told: list[str] = []
     follower = SimpleFollower(told)
-    weights.follow(follower, 7)
+    weights.follow(follower)
     sglang.updater().update_weights_from_disk()
     assert told == ["suspend"], "once, however often it was asked to watch"
     sglang.tree().reset()
@@ -61,7 +61,7 @@ def test_each_way_to_change_weights_is_watched(change: str, sglang: SimpleNamesp
     sglang.registry.hooks[0][1]()
     told: list[str] = []
     follower = SimpleFollower(told)
-    importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(follower, 7)
+    importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(follower)
     getattr(sglang.updater(), change)()
     assert told == ["suspend"]
     sglang.tree().reset()
@@ -77,7 +77,7 @@ def test_a_storage_that_comes_after_a_change_has_other_names(sglang: SimpleNames
     sglang.updater().update_weights_from_disk()
     sglang.tree().reset()
     told: list[str] = []
-    importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(SimpleFollower(told), 7)
+    importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(SimpleFollower(told))
     assert told == ["renew"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from kvoffloadd.client import NamespaceSpec
+from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.common.contents import Fingerprint
 from kvoffloadd.integrations.sglang.environment import HARMLESS
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.namespace import namespace_of
 from kvoffloadd.integrations.sglang.pools import TpRank
+from kvoffloadd.integrations.sglang.weights import WeightChanges
 from tests.integrations.sglang.fakes import MHATokenToKVPoolHost
 from tests.integrations.sglang.fakesglang import ADAPTER
 
@@ -115,12 +118,13 @@ def test_a_rank_that_is_sure_goes_with_one_that_is_not(
     asked: list[bool] = []
 
     def another_is_not(good: bool) -> bool:
+        """It has begun to start, as this one has."""
         asked.append(good)
-        return False
+        return len(asked) % 2 == 1
 
     monkeypatch.setattr(importlib.import_module(f"{ADAPTER}.engine"), "all_agree", another_is_not)
     assert named(1) != named(2)
-    assert asked == [True, True]
+    assert asked == [True] * 4
     assert "another rank is in doubt" in caplog.text
 
 
@@ -202,3 +206,72 @@ def test_engines_that_differ_in_the_draft_share(name: str, sglang: SimpleNamespa
     assert named() == before
     sglang.arguments["speculative_algorithm"] = "EAGLE3"
     assert named() != before
+
+
+# --- ranks that can't start ---
+
+
+class Rank:
+    """One of two, with what it asks of the other one, in order. The other one fails at the call `fails_at`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, socket: Path) -> None:
+        self.asked: list[str] = []
+        self.fails_at = -1
+        self._start: Any = importlib.import_module(f"{ADAPTER}.start")
+        monkeypatch.setattr(self._start, "WEIGHTS", WeightChanges())
+        monkeypatch.setattr(self._start.engine, "agreed", self._agreed)
+        monkeypatch.setattr(self._start.engine, "all_agree", self._all_agree)
+        self._config = SimpleNamespace(
+            tp_rank=0, tp_size=2, pp_size=1, attn_cp_size=1, dcp_size=1, is_mla_model=False,
+            enable_storage_metrics=False, extra_config={"interface_v1": 1, "socket": str(socket)},
+        )  # fmt: skip
+
+    def _agreed(self, number: int) -> int:
+        self.asked.append("agreed")
+        return number
+
+    def _all_agree(self, good: bool) -> bool:
+        self.asked.append("all_agree")
+        return good and len(self.asked) - 1 != self.fails_at
+
+    def attach(self) -> list[str]:
+        """As SGLang does, which tells its user of an error, and goes on. What was asked of the other rank."""
+        self.asked = []
+        made = importlib.import_module(ADAPTER).KVOffloaddStorage(self._config, {})
+        made.register_mem_pool_host(MHATokenToKVPoolHost(4, 64, [4096, 4096]))
+        try:
+            made.on_host_pools_registered()
+        finally:
+            made.close()
+        return self.asked
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["storage.host_pools", "start.from_elsewhere", "start.identity_of", "start.namespace_of", "start.PageStore"],
+)
+def test_a_rank_that_can_not_start_leaves_no_other_waiting(
+    where: str, sglang: SimpleNamespace, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither then nor at the next attach: all ranks ask each other the same, in the same order."""
+    begin(sglang)
+    module, name = where.split(".")
+    with monkeypatch.context() as patched:
+        bad = Rank(patched, tmp_path / "none.sock")
+        with patched.context() as broken:
+
+            def no_memory(*_: Any, **__: Any) -> None:
+                raise MemoryError("no memory")
+
+            broken.setattr(importlib.import_module(f"{ADAPTER}.{module}"), name, no_memory)
+            with pytest.raises(MemoryError):
+                bad.attach()
+        asked_first, asked_then = bad.asked, bad.attach()
+    good = Rank(monkeypatch, tmp_path / "none.sock")
+    good.fails_at = len(asked_first) - 1
+    with pytest.raises(UsageError, match="another rank"):
+        good.attach()
+    assert good.asked == asked_first
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "kvoffloadd-lines"], "it is closed"
+    good.fails_at = -1
+    assert good.attach() == asked_then

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from kvoffloadd.integrations.sglang.weights import WeightChanges
@@ -31,7 +33,8 @@ def follower() -> Follower:
 @pytest.fixture
 def weights(follower: Follower) -> WeightChanges:
     weights = WeightChanges()
-    weights.follow(follower, 7)
+    weights.number_engine(lambda: 7)
+    weights.follow(follower)
     return weights
 
 
@@ -78,21 +81,29 @@ def test_ranks_have_one_name_and_engines_others(follower: Follower) -> None:
     names = []
     for engine in (7, 7, 8):
         weights, one = WeightChanges(), Follower()
-        weights.follow(one, engine)
+        weights.number_engine(partial(int, engine))
+        weights.follow(one)
         weights.change()
         weights.flush()
         names.append(one.generation)
     assert names[0] == names[1] != names[2]
 
 
+def test_the_number_of_the_engine_is_found_once(weights: WeightChanges) -> None:
+    def another() -> int:
+        raise AssertionError("the other ranks do not come here again")
+
+    assert weights.number_engine(another) == 7
+
+
 def test_who_comes_later_takes_the_names_of_now(weights: WeightChanges, follower: Follower) -> None:
     weights.change()
     weights.flush()
     late = Follower()
-    weights.follow(late, 99)
-    assert (late.generation, weights.engine) == (follower.generation, 7)
+    weights.follow(late)
+    assert late.generation == follower.generation
     assert late.told == ["renew"], "it clears nothing"
     weights.change()
     later = Follower()
-    weights.follow(later, 99)
+    weights.follow(later)
     assert later.told == ["renew", "suspend"]

@@ -84,10 +84,10 @@ def test_headers_that_are_not_ours() -> None:
 
 def test_a_header_that_was_never_or_half_written_is_ours() -> None:
     page = encode_segment_header(header_of())
-    assert decode_segment_header(np.zeros(PAGE_BYTES, np.uint8)) is Problem.DAMAGED
+    assert decode_segment_header(np.zeros(PAGE_BYTES, np.uint8)) is Problem.UNWRITTEN
     torn = page.copy()
     torn[:512] = 0
-    assert decode_segment_header(torn) is Problem.DAMAGED
+    assert decode_segment_header(torn) is Problem.UNWRITTEN
 
 
 MAGICS = (0, disk_format.SEGMENT_MAGIC, disk_format.RECORD_MAGIC, disk_format.TRAILER_MAGIC)

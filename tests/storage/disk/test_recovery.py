@@ -93,7 +93,7 @@ def test_a_file_cut_at_any_page_serves_what_is_whole(folder: Folder, sealed: boo
             os.truncate(folder.path / NAME, pages * PAGE_BYTES + extra)
             found = folder.recover()
             if pages == 0:
-                assert found.kind is Kind.DAMAGED
+                assert found.kind is (Kind.DAMAGED if extra else Kind.EMPTY)
                 continue
             assert found.kind is Kind.WALKED
             whole = [page for page, end in zip(entries["page"].tolist(), end_of(entries), strict=True) if end <= pages]
@@ -145,8 +145,18 @@ def test_files_that_are_not_ours(folder: Folder) -> None:
     assert folder.recover().kind is Kind.FOREIGN
     (folder.path / NAME).write_bytes(b"short")
     assert folder.recover().kind is Kind.FOREIGN
-    (folder.path / NAME).write_bytes(b"")
-    assert folder.recover().kind is Kind.DAMAGED
+
+
+@pytest.mark.parametrize("pages", [0, 1, 5, SEGMENT_BYTES // PAGE_BYTES])
+def test_a_file_that_was_never_used_is_no_loss(folder: Folder, pages: int) -> None:
+    """Its maker was stopped, or the power was cut, before the header came, or when only its end had come."""
+    file = folder.path / NAME
+    file.write_bytes(bytes(pages * PAGE_BYTES))
+    assert (found := folder.recover()).kind is Kind.EMPTY
+    assert (found.header, found.size_bytes) == (None, pages * PAGE_BYTES)
+    if pages:
+        patch(folder, 512, encode_segment_header(header_of())[512:].tobytes())
+        assert folder.recover().kind is Kind.EMPTY
 
 
 @pytest.mark.parametrize("version", [0, 2, 77])
