@@ -51,7 +51,6 @@ from kvoffloadd.server import status
 from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.events import EventFeed
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.reload import Reload
@@ -266,7 +265,7 @@ class Daemon:
         listener = Listener(context, self._listener)
         listener.start()
         context.lag.start()
-        feed = context.spawn(EventFeed(context).run())
+        feed = context.spawn(context.events.run())
         loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd, listener.check_all).begin)
         log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
         self._systemd.close_rest()

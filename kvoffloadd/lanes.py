@@ -223,7 +223,7 @@ class Lane:
         """As `submit`, for work that up to `count` threads share: so many tickets, each of which runs `work` and calls
         `done`. If this raises, none of them is queued.
         """
-        path = _path(flow, urgent)
+        path = path_of(flow, urgent)
         tickets = [Ticket(self, work, done, path, cost_bytes) for _ in range(count)]
         with self._lock:
             if self._closing:
@@ -244,7 +244,7 @@ class Lane:
         """If it still waits, it waits for a turn of this `flow` at this urgency too, and has whichever comes first."""
         with self._lock:
             if ticket in self._queue:
-                self._queue.push(_path(flow, urgent), ticket, ticket.cost_bytes)
+                self._queue.push(path_of(flow, urgent), ticket, ticket.cost_bytes)
 
     async def perform(
         self, work: Callable[[], T | Again], *, flow: Flow = DAEMON, urgent: int = 0, cost_bytes: int = 0
@@ -415,6 +415,7 @@ class LaneExecutor(Executor):
         return ended
 
 
-def _path(flow: Flow, urgent: int) -> _Path:
+def path_of(flow: Flow, urgent: int) -> _Path:
+    """Of work of this flow and urgency (lower goes first), as `FairQueue` names it."""
     level = min(max(urgent, MOST_URGENT), LEAST_URGENT) - MOST_URGENT
     return (flow.uid, flow.divisor), (flow.instance, 1), (level, URGENCY_RATIO**level)

@@ -540,7 +540,7 @@ class Events(Push, frozen=True, tag="events"):
 
 
 class Gap(Push, frozen=True, tag="gap"):
-    """Events were lost because the client read too slowly. Read a snapshot."""
+    """Events were lost: there were too many, or the client read too slowly. Read a snapshot."""
 
 
 def _tagged(base: type[Message]) -> dict[str, type[Any]]:

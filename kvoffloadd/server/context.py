@@ -28,11 +28,11 @@ from kvoffloadd.server.account import Accounts
 from kvoffloadd.server.bugs import leaves_cache_unsure
 from kvoffloadd.server.clears import RequestedClears
 from kvoffloadd.server.closer import Closer
+from kvoffloadd.server.events import EventFeeds
 from kvoffloadd.server.instance import Instance, Instances
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.quarantine import Quarantine
-from kvoffloadd.server.subscription import Subscription
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.steps import Steps, in_turns
 
@@ -64,7 +64,6 @@ class OpenSession(Protocol):
     peer: Peer
     role: str
     requests: int
-    events: Subscription
 
     def figures(self) -> dict[str, Any]:
         """For `status`."""
@@ -96,7 +95,6 @@ class Context:
     counters: SessionCounters = field(default_factory=SessionCounters)
     draining: bool = False
     accepts: int = 0  # connections taken from the backlog, also those that were refused
-    subscribed: asyncio.Event = field(default_factory=asyncio.Event)
     lower: LowerTiers | None = None
     own_uid: int = field(default_factory=os.getuid)
     # The daemon's own pidfd, sent to every peer; opened once, since there may be no descriptor left at a hello.
@@ -106,12 +104,16 @@ class Context:
     clearings: Clearings = field(init=False)
     requested_clears: RequestedClears = field(init=False)
     quarantine: Quarantine = field(init=False)
+
+    events: EventFeeds = field(init=False)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         self.clearings = Clearings(self.cache, self.disk, self.remote, self.spawn)
         self.requested_clears = RequestedClears(self.clearings)
         self.quarantine = Quarantine(self.jobs, {0, self.own_uid}, self.fatal)
+
+        self.events = EventFeeds(self.cache.entries.events, self.turns)
         # Not at once behind the reply: the next request of a peer that waits for its replies is there before that.
         self.cache.uses.wake = partial(self.loop.call_later, USES_WAIT_S, self._count_uses)
 

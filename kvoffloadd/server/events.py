@@ -1,14 +1,20 @@
-"""Key events, from the cache's bounded queue to the sessions that subscribed."""
+"""Key events, from the cache's queues to the sessions that subscribed: turns of their user, like requests of his."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections.abc import Iterator
+from typing import Final
 
-from kvoffloadd.cache.memory.keytable import Event
+from kvoffloadd.cache.memory.events import Event, WaitingEvents
+from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.protocol.connection import Encoded
 from kvoffloadd.protocol.messages import Events
-from kvoffloadd.server.context import Context
+from kvoffloadd.server.subscription import Subscription
+from kvoffloadd.server.turns import Turns
+from kvoffloadd.steps import TURN_S, Steps, take_turn
 
 INTERVAL_S = 0.02
 """How long events are gathered before they are sent."""
@@ -16,52 +22,107 @@ INTERVAL_S = 0.02
 KEYS_PER_EVENT = 32_768
 """A larger event is sent in pieces, so that each fits a frame and none needs an outbox for itself."""
 
-STEPS_PER_TURN = 32
-"""Events taken and frames put into outboxes per turn of the loop: there may be very many events and subscribers."""
+FEEDS: Final = -1
+"""All feeds of a user share the loop as one engine of his does; engines have other numbers."""
 
 
-class EventFeed:
-    """The task that delivers events; while no session is subscribed there are none."""
+class Feed:
+    """The events of one namespace. A `turns.Served`."""
 
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        self._lost = 0
+    _numbers = itertools.count(1)
 
-    async def run(self) -> None:
-        subscribed = self._context.subscribed
-        while True:
-            await subscribed.wait()
-            await asyncio.sleep(INTERVAL_S)
-            await self.deliver()
-            if not any(namespace.listeners for namespace in self._context.cache.namespaces.values()):
-                subscribed.clear()
+    def __init__(self, namespace: Namespace, waiting: WaitingEvents, turns: Turns) -> None:
+        self.subscribers: dict[Subscription, None] = {}
+        self.turn_us = 0
+        self.flow = (namespace.uid, FEEDS, next(self._numbers))
+        self._namespace = namespace
+        self._waiting = waiting
+        self._turns = turns
+        self._steps: Steps[bool] | None = None  # what it has begun to deliver, or will in its next turn
 
-    async def deliver(self) -> None:
-        """Deliver the events since the last time."""
-        for step, _ in enumerate(self._steps(), 1):
-            if step % STEPS_PER_TURN == 0:
-                await asyncio.sleep(0)
-        for session in self._context.sessions:
-            session.events.send_gap()  # now: there may never be a next event
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody listens any more, and nothing is left."""
+        return not self.subscribers and self._steps is None and not self._waiting.waits(self._namespace)
 
-    def _steps(self) -> Iterator[None]:
-        events = self._context.cache.entries.events
-        self._mark_lost()
-        while events:
-            event = events.popleft()
+    def deliver(self) -> None:
+        """Deliver what there is, over as many turns as it takes."""
+        if self._steps is None and (
+            self._waiting.waits(self._namespace) or any(subscriber.missed for subscriber in self.subscribers)
+        ):
+            self._steps = self._delivery()
+            self._turns.queue(self)
+
+    def serve(self) -> None:
+        """See `turns.Served`."""
+        began_s = time.monotonic()
+        steps, self._steps = self._steps, None
+        if steps is not None and take_turn(steps, began_s + TURN_S) is None:
+            self._steps = steps
+        self.turn_us = int((time.monotonic() - began_s) * 1e6)
+        if self._steps is not None:
+            self._turns.queue(self)
+
+    def _delivery(self) -> Steps[bool]:
+        self._tell_loss()
+        while (event := self._waiting.take(self._namespace)) is not None:
             for encoded in _frames(event):
-                for session in [s for s in self._context.sessions if s.events.namespace is event.namespace]:
-                    session.events.send(encoded)
+                for subscriber in list(self.subscribers):
+                    subscriber.send(encoded)
                     yield
             yield
-            self._mark_lost()
+            self._tell_loss()
+        for subscriber in list(self.subscribers):
+            subscriber.send_gap()  # now: there may never be a next event
+            yield
+        return True
 
-    def _mark_lost(self) -> None:
-        lost = self._context.cache.entries.events_lost
-        if lost > self._lost:
-            self._lost = lost
-            for session in self._context.sessions:
-                session.events.miss()
+    def _tell_loss(self) -> None:
+        if self._waiting.take_loss(self._namespace):
+            for subscriber in self.subscribers:
+                subscriber.missed = True
+
+
+class EventFeeds:
+    """All feeds; a namespace without subscribers has none."""
+
+    def __init__(self, waiting: WaitingEvents, turns: Turns) -> None:
+        self._waiting = waiting
+        self._turns = turns
+        self._feeds: dict[Namespace, Feed] = {}
+        self._has_feeds = asyncio.Event()
+
+    def join(self, namespace: Namespace, subscription: Subscription) -> None:
+        """Subscribe to the events of this namespace, from now on. Pair with `leave`."""
+        feed = self._feeds.get(namespace)
+        if feed is None:
+            feed = self._feeds[namespace] = Feed(namespace, self._waiting, self._turns)
+        feed.subscribers[subscription] = None
+        namespace.listeners = len(feed.subscribers)
+        self._has_feeds.set()
+
+    def leave(self, namespace: Namespace, subscription: Subscription) -> None:
+        """End what `join` began; does nothing if it did not."""
+        feed = self._feeds.get(namespace)
+        if feed is not None:
+            feed.subscribers.pop(subscription, None)
+            namespace.listeners = len(feed.subscribers)
+
+    async def run(self) -> None:
+        """Deliver events for as long as the daemon lives."""
+        while True:
+            await self._has_feeds.wait()
+            await asyncio.sleep(INTERVAL_S)
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Give a turn to each feed that has something to tell, and drop those that are over."""
+        for namespace, feed in list(self._feeds.items()):
+            feed.deliver()
+            if feed.is_over:
+                del self._feeds[namespace]
+        if not self._feeds:
+            self._has_feeds.clear()
 
 
 def _frames(event: Event) -> Iterator[Encoded]:

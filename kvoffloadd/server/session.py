@@ -102,7 +102,7 @@ class Session:
         self._registry = Registry(context, self._account, self._limits)
         self._clears = SessionClears(context.clearings, context.requested_clears, self._account)
         self._closing: asyncio.Task[None] | None = None
-        self.events = Subscription(outbox, push, self._limits.events_per_session)
+        self._subscription = Subscription(outbox, push, self._limits.events_per_session)
 
     # --- dispatch ---
 
@@ -317,8 +317,7 @@ class Session:
     # --- events ---
 
     def _subscribe(self, message: m.Subscribe) -> m.Reply:
-        self.events.begin(self._own_namespace())
-        self._context.subscribed.set()
+        self._context.events.join(self._own_namespace(), self._subscription)
         return m.Done(seq=message.seq)
 
     def _snapshot(self, message: m.Snapshot) -> m.Reply:
@@ -375,7 +374,7 @@ class Session:
 
     def _leave_namespace(self) -> None:
         if self._namespace is not None:
-            self.events.end()
+            self._context.events.leave(self._namespace, self._subscription)
             self._context.cache.close_namespace(self._namespace)
 
     def figures(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.events import Event
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.policy import create_policy
@@ -88,6 +89,12 @@ def make_keyspace(
     for part, size in enumerate(pages):
         cache.set_part_bytes(keyspace, {part: size * PAGE_BYTES})
     return namespace, keyspace
+
+
+def events_of(cache: Cache) -> list[Event]:
+    """What waits to be told of all namespaces, which it does no longer."""
+    waiting = cache.entries.events
+    return [e for namespace in cache.namespaces.values() for e in iter(partial(waiting.take, namespace), None)]
 
 
 def keys_of(*numbers: int) -> U64Array:

@@ -34,7 +34,7 @@ from kvoffloadd.storage.arenafile import ArenaFile
 
 from .conftest import Open
 from .disktier import Tier
-from .fakes import keys_of, make_cache, store
+from .fakes import events_of, keys_of, make_cache, store
 
 NAME = b"n" * 16
 A, B = (digest_layers([name]) for name in "ab")
@@ -268,7 +268,7 @@ async def test_what_was_stored_under_a_composition_is_never_anybody_s(open_tier:
     keyspace.namespace.listeners = 1
     assert on_tier(tier, BF16) is keyspace
     assert tier.states(keyspace, 1) == [MISS]
-    assert [event.removed for event in tier.cache.entries.events if not event.added][-1] == pack(keys_of(1), 32)
+    assert [event.removed for event in events_of(tier.cache)] == [pack(keys_of(1), 32)]
     await tier.store_away(keyspace, 2)
     await tier.close()
     again = await open_tier()

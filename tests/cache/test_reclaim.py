@@ -15,7 +15,7 @@ from kvoffloadd.storage.disk.writer import OnWritten, WriteBatch
 
 from .conftest import Open
 from .disktier import MISS, Shape, Tier, bytes_under
-from .fakes import keys_of
+from .fakes import events_of, keys_of
 
 BIG = Shape(pages=512, segment_pages=64)
 """30 records of two pages in a segment; 8 of them are a quarter of it."""
@@ -294,8 +294,8 @@ async def test_a_listener_hears_of_what_goes_with_a_segment(open_tier: Open) -> 
     keyspace.namespace.listeners = 1
     tier.store(keyspace, *range(3))  # these stay in memory
     numbers = await pour(tier, keyspace, 10, 10 * PER_SEGMENT, step=30)
-    removed = b"".join(event.removed for event in tier.cache.entries.events)
-    added = b"".join(event.added for event in tier.cache.entries.events)
+    events = events_of(tier.cache)
+    removed, added = b"".join(event.removed for event in events), b"".join(event.added for event in events)
     gone = [number for number in numbers if number not in tier.on_disk(keyspace, *numbers)]
     assert removed == keys_of(*gone).tobytes()
     assert added == keys_of(*range(3), *numbers).tobytes()

@@ -22,7 +22,7 @@ from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
-from tests.cache.fakes import keys_of, make_cache, store
+from tests.cache.fakes import events_of, keys_of, make_cache, store
 
 
 def context_of(cache: Any) -> Context:
@@ -73,7 +73,7 @@ async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns:
     keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
     cache.set_part_bytes(keyspace, {0: 4096})
     store(cache, keyspace, keys_of(*range(40)))
-    cache.entries.events.clear()
+    events_of(cache)
     answer = session.handle(m.Clear(seq=2), [])
     assert asyncio.iscoroutine(answer)
     assert keyspace.retired, "its turn has paid for the costly part"
@@ -85,7 +85,7 @@ async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns:
         await task
     await context.clearings.close(60.0)
     assert keyspace.rows == keyspace.keys == 0
-    assert sum(len(event.removed) for event in cache.entries.events) == 40 * 32
+    assert sum(len(event.removed) for event in events_of(cache)) == 40 * 32
     assert cache.epochs.of(namespace.fingerprint) == namespace.epoch != 0
     assert not context.clearings._running
     assert check(cache, 0, 0) == []

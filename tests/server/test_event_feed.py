@@ -3,104 +3,217 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable
-from itertools import pairwise
-from types import SimpleNamespace
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvoffloadd.cache.memory.keytable import Event
+import pytest
+
+from kvoffloadd.cache.memory.events import EVENT_BYTES, Event, WaitingEvents
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.protocol.connection import Encoded, encode
 from kvoffloadd.protocol.messages import Events
-from kvoffloadd.server.events import STEPS_PER_TURN, EventFeed
+from kvoffloadd.server import events as events_module
+from kvoffloadd.server.events import FEEDS, EventFeeds
+from kvoffloadd.server.turns import Turns
+from kvoffloadd.steps import TURN_S
 
-NAMESPACE = Namespace(b"n" * 16, 0, "feed", 32, epoch=0)
+KEY = b"k" * 32
 
 
-class FakeSession:
-    """Notes what it is told."""
+def namespace(uid: int = 1001, name: bytes = b"n") -> Namespace:
+    return Namespace(name * 16, uid, "feed", 32, epoch=0)
 
-    def __init__(self, hears: Namespace | None = NAMESPACE) -> None:
-        self.namespace, self.events = hears, self
+
+class FakeSubscription:
+    """Notes what it is told, and calls `hears` each time."""
+
+    def __init__(self, hears: Callable[[], object] = lambda: None) -> None:
         self.told: list[Any] = []
+        self.missed = False
+        self._hears = hears
 
     def send(self, event: Encoded) -> None:
-        self.told.append(event)
-
-    def miss(self) -> None:
-        self.told.append("missed")
+        self.send_gap()
+        self._note(seen(event))
 
     def send_gap(self) -> None:
-        self.told.append("gap, if any")
+        if self.missed:
+            self.missed = False
+            self._note("gap")
+
+    def _note(self, told: Any) -> None:
+        self.told.append(told)
+        self._hears()
 
 
-def feed_of(events: Iterable[Event], *sessions: FakeSession, lost: int = 0) -> EventFeed:
-    entries = SimpleNamespace(events=deque(events), events_lost=lost)
-    context: Any = SimpleNamespace(cache=SimpleNamespace(entries=entries), sessions=sessions)
-    return EventFeed(context)
-
-
-async def delivered(events: list[Event], lost: int = 0) -> list[Any]:
-    """What a session is told of these events."""
-    session = FakeSession()
-    await feed_of(events, session, lost=lost).deliver()
-    return list(map(seen, session.told))
-
-
-def seen(told: Any) -> Any:
-    message = told.message if isinstance(told, Encoded) else None
+def seen(told: Encoded) -> Any:
+    message = told.message
     return (message.group, message.added, message.removed) if isinstance(message, Events) else told
 
 
-async def test_an_event_is_encoded_once_for_all_who_listen() -> None:
-    sessions, deaf = [FakeSession() for _ in range(100)], FakeSession(None)
-    await feed_of([Event(NAMESPACE, 0, b"k" * 32, b"")], *sessions, deaf).deliver()
-    assert len({id(session.told[0].frame) for session in sessions}) == 1
-    assert deaf.told == ["gap, if any"]
+class Scene:
+    """Feeds over queues and turns of their own."""
+
+    def __init__(self, waiting: WaitingEvents | None = None) -> None:
+        self.waiting = waiting or WaitingEvents()
+        self.turns = Turns(asyncio.get_running_loop())
+        self.feeds = EventFeeds(self.waiting, self.turns)
+
+    def join(self, of: Namespace, subscription: Any) -> None:
+        self.feeds.join(of, subscription)
+
+    async def tell(self, events: Iterable[Event] = ()) -> None:
+        """Until all are delivered."""
+        for event in events:
+            self.waiting.put(event)
+        self.feeds.deliver()
+        async with asyncio.timeout(60):
+            while any(feed._steps is not None for feed in self.feeds._feeds.values()):  # noqa: ASYNC110  turns
+                await asyncio.sleep(0)
 
 
-async def test_many_events_and_listeners_are_told_over_several_turns() -> None:
-    sessions = [FakeSession() for _ in range(10)]
-    told: list[int] = [0]
+async def test_an_event_is_encoded_once_for_all_who_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene, mine, other = Scene(), namespace(), namespace(name=b"o")
+    encoded: list[object] = []
+    frames_of = events_module._frames
 
-    def look() -> None:
-        told.append(sum(len(session.told) for session in sessions))
-        if told[-1] < 10 * 51:
-            asyncio.get_running_loop().call_soon(look)
+    def frames(event: Event) -> Iterable[Encoded]:
+        encoded.append(event)
+        return frames_of(event)
 
-    look()
-    await feed_of([Event(NAMESPACE, 0, bytes(32), b"")] * 50, *sessions).deliver()
-    assert sum(len(session.told) for session in sessions) == 10 * 51
-    assert max(after - before for before, after in pairwise(told)) <= STEPS_PER_TURN
-
-
-async def test_events_that_are_lost_meanwhile_are_a_gap_before_the_next_one() -> None:
-    session = FakeSession()
-    feed = feed_of([Event(NAMESPACE, 0, bytes(32), b"")] * (STEPS_PER_TURN + 2), session)
-    task = asyncio.ensure_future(feed.deliver())
-    await asyncio.sleep(0)
-    before = len(session.told)
-    assert 0 < before < STEPS_PER_TURN
-    feed._context.cache.entries.events_lost = 1
-    await task
-    assert session.told[before] == "missed"
+    monkeypatch.setattr(events_module, "_frames", frames)
+    sessions, deaf = [FakeSubscription() for _ in range(100)], FakeSubscription()
+    for session in sessions:
+        scene.join(mine, session)
+    scene.join(other, deaf)
+    await scene.tell([Event(mine, 0, KEY, b"")])
+    assert all(session.told == [(0, KEY, b"")] for session in sessions)
+    assert deaf.told == []
+    assert len(encoded) == 1
 
 
 async def test_an_event_that_no_frame_could_hold_is_told_in_pieces() -> None:
+    scene, mine, session = Scene(), namespace(), FakeSubscription()
+    scene.join(mine, session)
     keys = bytes(range(256)) * (200_000 // 8)
-    told = await delivered([Event(NAMESPACE, 3, b"", keys)])
-    pieces = [event for event in told if isinstance(event, tuple)]
-    assert b"".join(removed for _, _, removed in pieces) == keys
-    for group, added, removed in pieces:
+    await scene.tell([Event(mine, 3, b"", keys)])
+    assert b"".join(removed for _, _, removed in session.told) == keys
+    for group, added, removed in session.told:
         encode(Events(group=group, added=added, removed=removed))
         assert len(removed) % 32 == 0
 
 
-async def test_events_that_were_lost_on_the_way_are_a_gap_before_those_that_were_not() -> None:
-    told = await delivered([Event(NAMESPACE, 0, b"k" * 32, b"")], lost=5)
-    assert told == ["missed", (0, b"k" * 32, b""), "gap, if any"]
+async def test_each_offer_is_a_step_of_a_turn() -> None:
+    """Of many events and subscribers, whose delivery the loop's other work interrupts."""
+    scene, mine = Scene(), namespace()
+    told: list[int] = []
+
+    def hears() -> None:
+        told.append(beats[0])
+        time.sleep(TURN_S)
+
+    beats = [0]
+
+    def beat() -> None:
+        beats[0] += 1
+        if len(told) < 50:
+            asyncio.get_running_loop().call_soon(beat)
+
+    beat()
+    for _ in range(10):
+        scene.join(mine, FakeSubscription(hears))
+    await scene.tell([Event(mine, 0, KEY, b"")] * 5)
+    assert len(told) == 50
+    assert max(map(told.count, told)) <= 5, "a round of turns ends after 2 ms"
+
+
+async def test_a_user_with_many_events_and_subscribers_does_not_delay_another_s_event() -> None:
+    """Whatever each offer takes: here a whole turn."""
+    scene, loud, mine = Scene(), namespace(1001), namespace(1002)
+    order: list[str] = []
+
+    def loud_hears() -> None:
+        order.append("loud")
+        time.sleep(TURN_S)
+
+    for _ in range(20):
+        scene.join(loud, FakeSubscription(loud_hears))
+    scene.join(mine, FakeSubscription(lambda: order.append("mine")))
+    delivered = asyncio.ensure_future(scene.tell([Event(loud, 0, KEY, b"")] * 20))
+    while len(order) < 20:  # noqa: ASYNC110  turns
+        await asyncio.sleep(0)
+    assert "mine" not in order
+    before = len(order)
+    scene.waiting.put(Event(mine, 0, KEY, b""))
+    scene.feeds.deliver()
+    await delivered
+    assert len(order) == 401
+    assert order[before:].index("mine") <= 2, "it goes next"
+
+
+async def test_a_user_s_feeds_share_his_turns_with_his_requests() -> None:
+    scene = Scene()
+    for name in (b"a", b"b"):
+        scene.join(namespace(1001, name), FakeSubscription())
+    first, second = scene.feeds._feeds.values()
+    assert first.flow[:2] == second.flow[:2] == (1001, FEEDS)
+    assert first.flow != second.flow
+
+
+async def test_a_turn_that_was_enough_is_paid_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "TURN_S", 60.0)
+    scene, mine = Scene(), namespace()
+    scene.join(mine, FakeSubscription(lambda: time.sleep(0.002)))
+    await scene.tell([Event(mine, 0, KEY, b"")])
+    (feed,) = scene.feeds._feeds.values()
+    assert feed.turn_us >= 2000
+
+
+async def test_what_is_lost_is_a_gap_before_the_next_event_and_only_in_its_namespace() -> None:
+    scene, loud, mine = Scene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace(1001), namespace(1002)
+    sessions = [FakeSubscription(), FakeSubscription()]
+    for of, session in zip((loud, mine), sessions, strict=True):
+        scene.join(of, session)
+    await scene.tell([*[Event(loud, 0, KEY, b"")] * 100, Event(mine, 0, KEY, b"")])
+    assert sessions[0].told == ["gap", *[(0, KEY, b"")] * 25]
+    assert sessions[1].told == [(0, KEY, b"")]
+
+
+async def test_events_that_are_lost_meanwhile_are_a_gap_before_the_next_one() -> None:
+    scene, mine = Scene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace()
+
+    def hears() -> None:
+        if len(session.told) == 1:
+            for _ in range(30):
+                scene.waiting.put(Event(mine, 1, KEY, b""))
+
+    session = FakeSubscription(hears)
+    scene.join(mine, session)
+    await scene.tell([Event(mine, 0, KEY, b"")] * 2)
+    assert session.told == [(0, KEY, b""), "gap", *[(1, KEY, b"")] * 25]
 
 
 async def test_a_gap_does_not_wait_for_the_next_event() -> None:
-    assert await delivered([]) == ["gap, if any"]
+    scene, mine, session = Scene(), namespace(), FakeSubscription()
+    scene.join(mine, session)
+    session.missed = True
+    await scene.tell()
+    assert session.told == ["gap"]
+
+
+async def test_what_is_left_when_the_last_subscriber_goes_is_dropped() -> None:
+    """The next one hears of nothing that was before it."""
+    scene, mine, session = Scene(), namespace(), FakeSubscription()
+    scene.join(mine, session)
+    assert mine.listeners == 1
+    scene.waiting.put(Event(mine, 0, KEY, b""))
+    scene.feeds.leave(mine, session)  # type: ignore[arg-type]
+    assert mine.listeners == 0
+    await scene.tell()
+    scene.feeds.deliver()
+    assert not scene.feeds._feeds
+    assert not scene.waiting.waits(mine)
+    scene.join(mine, again := FakeSubscription())
+    await scene.tell([Event(mine, 1, KEY, b"")])
+    assert (session.told, again.told) == ([], [(1, KEY, b"")])

@@ -440,6 +440,6 @@ class Cache:
             "slot_sizes": self.eviction.num_sizes,
             "slabs_taken_over": self.eviction.slabs_taken_over,
             "keys": len(self.entries.index),
-            "events_lost": self.entries.events_lost,
+            "events_lost": self.entries.events.lost,
             "index_bytes": self.entries.memory_bytes(),
         }

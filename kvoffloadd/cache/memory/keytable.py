@@ -6,20 +6,20 @@ until no lease holds it and no copy writes it; then they are freed, and its row 
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
 from kvoffloadd.cache.memory import keyhash
+from kvoffloadd.cache.memory.events import Event, WaitingEvents
 from kvoffloadd.cache.memory.held import HeldMemory
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.keyspaces import Keyspaces
 from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
-from kvoffloadd.cache.memory.namespace import Keyspace, Namespace, Queue
+from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState, PartTable
 from kvoffloadd.cache.memory.uses import Uses
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
@@ -28,7 +28,6 @@ from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U16Array,
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.memory import MemoryTier
 
-EVENTS_MAX = 65_536
 SCAN_ROWS, STEP_ROWS = 65_536, 8192
 """Rows per step of a walk that reads them, and of one that changes them, so that no step blocks the loop for long."""
 
@@ -39,16 +38,6 @@ class RowState:
     FREE: Final = 0  # unused
     LIVE: Final = 1  # in the index
     RETIRED: Final = 2  # out of the index, but still held by a lease or a copy
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Event:
-    """Keys of one namespace and group became complete, or were removed."""
-
-    namespace: Namespace
-    group: int
-    added: bytes  # packed keys
-    removed: bytes  # packed keys
 
 
 class KeyTable:
@@ -78,8 +67,7 @@ class KeyTable:
         self.num_retired = 0  # rows that are RETIRED
         self.keyspaces = Keyspaces()
         self.held = HeldMemory(self.keyspaces, tier.num_pages)
-        self.events: deque[Event] = deque()
-        self.events_lost = 0
+        self.events = WaitingEvents()
 
     # --- beginning ---
 
@@ -355,10 +343,7 @@ class KeyTable:
             return
         packed = pack(keys, keyspace.namespace.key_bytes)
         pair = (packed, b"") if added else (b"", packed)
-        self.events.append(Event(keyspace.namespace, keyspace.schema.group, *pair))
-        if len(self.events) > EVENTS_MAX:
-            self.events.popleft()
-            self.events_lost += 1
+        self.events.put(Event(keyspace.namespace, keyspace.schema.group, *pair))
 
     def packed(self, rows: U32Array, keyspace: Keyspace) -> bytes:
         """The rows' keys, `key_bytes` each."""

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.agentframes import KEYS_MAX, Presence
+from kvoffloadd.agentframes import Presence
 from kvoffloadd.cache.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency, keys_below
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -33,7 +33,7 @@ from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U64Array
 from kvoffloadd.storage.hashing import in_turns
 from kvoffloadd.storage.remote.flight import RemoteTransfer
-from kvoffloadd.storage.remote.store import ExistsResult
+from kvoffloadd.storage.remote.questions import QUESTION_KEYS, ExistsResult
 from kvoffloadd.storage.remote.transfers import GetResult, Names, RemoteStatus
 
 GET_BYTES, GET_KEYS = 8 << 20, 256
@@ -175,12 +175,13 @@ class RemoteFetching(Fetches):
         if place is None or not len(asked):
             return
         self.counters.asked += len(asked)
-        for at in range(0, len(asked), KEYS_MAX):
-            some = asked[at : at + KEYS_MAX]
+        for at in range(0, len(asked), QUESTION_KEYS):
+            some = asked[at : at + QUESTION_KEYS]
             names = Names(place.space, group.keys[some])
             fetch.lookups += 1
             told = partial(self._told, fetch, group, there, some, place, now_s)
-            self._store.exists(names, now_s + self._remote.config.lookup_s, told)
+            until_s = now_s + self._remote.config.lookup_s
+            self._store.exists(names, until_s, told, fetch.flow, fetch.urgent)
 
     def _told(
         self,
@@ -362,7 +363,8 @@ class RemoteFetching(Fetches):
         self.rate.add(came * object_bytes(read.keyspace), read.began_s, now_s)
         read.result = result
         names = Names(read.place.space, NO_KEYS)
-        self._store.exists(names, now_s + CHECK_S, partial(self._checked, reading, read))
+        checked = partial(self._checked, reading, read)
+        self._store.exists(names, now_s + CHECK_S, checked, reading.flow, reading.urgent)
 
     def _checked(self, reading: ReadBatch, read: RemoteRead, answer: ExistsResult | None) -> None:
         if read.over or read.result is None:

@@ -1,15 +1,18 @@
 """Calls that the agent has been given, or will be: who waits, who is being answered, and what is overdue. Event loop
 only.
 
-Calls of one kind share a line. No more of them are with the agent than it has threads for: what waits here has not
-begun, and can be taken back. What it has been given can't: only an answer, or the agent's end, ends it.
+Calls of one kind share a line, in which users and engines take turns (see `lanes.Flow`). No more of them are with the
+agent than it has threads for: what waits here has not begun, and can be taken back. What it has been given can't: only
+an answer, or the agent's end, ends it.
+
+A call is late when its caller's time is over, wherever it is then. It is overdue when its own turn takes as long: what
+it waited for turns of others, here and with the agent, is not the store's fault.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -29,14 +32,24 @@ from kvoffloadd.agentframes import (
     encode,
 )
 from kvoffloadd.errors import FramingError
+from kvoffloadd.fairqueue import FairQueue
+from kvoffloadd.lanes import DAEMON, Flow, path_of
 from kvoffloadd.model import I64Array
 from kvoffloadd.patience import Patience
 
 RESULT_MAX: Final = 1 << 48
 """Of a code that counts bytes or objects."""
 
+NO_LIMIT: Final = 1 << 62
+
 LOOKS = 8
 """How often a call is looked at before it counts as stuck."""
+
+TURN_COST_MIN = 64 << 10
+"""A turn costs its flow at least so much, however little it moves."""
+
+EARLY_S = 0.001
+"""Timers may be so early."""
 
 Result = I64Array | Values | Swept
 """Of a call: the codes of an `Answer`, or what else the call is answered by."""
@@ -44,16 +57,33 @@ Result = I64Array | Values | Swept
 
 @dataclass(slots=True, eq=False)
 class CallLine:
-    """`depth`: calls of it that may be with the agent at once. `in_order`: one thread answers them one by one.
-    `may_hang`: its calls may take any time, and may never end, which is nothing to end the agent for.
+    """`depth`: calls of it that may be with the agent at once. `items_max`: none is given while they have so many
+    items, but for those that are overdue. `in_order`: one thread answers them one by one. `may_hang`: its calls may
+    take any time, and may never end, which is nothing to end the agent for.
     """
 
     depth: int
+    items_max: int
     in_order: bool
     may_hang: bool
-    waiting: OrderedDict[PendingCall, None] = field(default_factory=OrderedDict)
-    given: int = 0
+    waiting: FairQueue[PendingCall] = field(default_factory=lambda: FairQueue(TURN_COST_MIN))
+    given: dict[PendingCall, None] = field(default_factory=dict)  # in order
     last_answer_s: float = 0.0
+    turn_ended_s: float = 0.0  # `in_order`: when the last turn ended, by an answer or because it took too long
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the agent may have one call more."""
+        items = sum(call.items for call in self.given if not call.overdue)
+        return len(self.given) < self.depth and items < self.items_max
+
+    def turn_ends_s(self, call: PendingCall, now_s: float) -> float:
+        """When a call that the agent has been given is overdue, or the earliest time at which it may be."""
+        began_s = call.given_s
+        if self.in_order and call in self.given:
+            first = next(given for given in self.given if not given.overdue)
+            began_s = max(began_s, self.turn_ended_s) if call is first else now_s
+        return began_s + call.patience_s
 
 
 @dataclass(slots=True, eq=False)
@@ -62,8 +92,11 @@ class PendingCall:
 
     `make(id)`: its frame, made when it is given to the agent. `items`: codes in its answer, each from `code_min` to
     `code_max`.
-    `late()`: its time is over, and it goes on. `end(result)`: it has ended, once: with what `answered_by` brings, or
-    with None: the agent died, or it was never begun (`begun`).
+    `on_late()`: its time is over, and it goes on. `on_overdue()`: so is what its own turn may take: as long as it had
+    when it was made, or `patience_s` if that is more. `end(result)`: it has ended, once: with what `answered_by`
+    brings, or with None: the agent died, or it was never begun (`begun`).
+
+    `cost`: of its turn, in bytes.
     """
 
     line: CallLine
@@ -72,10 +105,17 @@ class PendingCall:
     code_max: int
     until_s: float
     end: Callable[[Result | None], None]
-    late: Callable[[], None]
+    on_late: Callable[[], None] | None = None
+    on_overdue: Callable[[], None] | None = None
     code_min: int = CODE_MIN
     moves_bytes: bool = False  # between the store and memory of ours
     answered_by: type[Reply] = Answer
+    flow: Flow = DAEMON
+    urgent: int = 0
+    cost: int = 0
+    patience_s: float = 0.0
+    late: bool = False
+    overdue: bool = False
     begun: bool = False
     ended: bool = False
     given_s: float = 0.0
@@ -106,9 +146,11 @@ class Calls:
         self._look: asyncio.TimerHandle | None = None
         self._patience = Patience(stuck_s / LOOKS)
 
-    def line(self, depth: int, *, in_order: bool = False, may_hang: bool = False) -> CallLine:
+    def line(
+        self, depth: int, *, items_max: int = NO_LIMIT, in_order: bool = False, may_hang: bool = False
+    ) -> CallLine:
         """A new one."""
-        self._lines.append(CallLine(depth, in_order, may_hang))
+        self._lines.append(CallLine(depth, items_max, in_order, may_hang))
         return self._lines[-1]
 
     @property
@@ -133,7 +175,7 @@ class Calls:
         unsettled, self._unsettled = self._unsettled, []
         given, self._given = list(self._given.values()), {}
         for line in self._lines:
-            line.given = 0
+            line.given.clear()
         for call in unsettled:
             self._end(call, call.held)
         for call in given:
@@ -147,20 +189,23 @@ class Calls:
     def drop_waiting(self) -> None:
         """End what has not begun."""
         for line in self._lines:
-            while line.waiting:
-                self._end(line.waiting.popitem(last=False)[0], None)
+            while (call := line.waiting.take()) is not None:
+                self._end(call, None)
 
     def submit(self, call: PendingCall) -> None:
         """Give it to the agent in its turn, if there still is time then."""
-        call.timer = self._loop.call_later(max(call.until_s - time.monotonic(), 0.0), self._on_late, call)
-        call.line.waiting[call] = None
-        self._pump(call.line)
+        now_s = time.monotonic()
+        left_s = max(call.until_s - now_s, 0.0)
+        call.patience_s = max(call.patience_s, left_s)
+        call.timer = self._loop.call_later(left_s, self._on_time, call)
+        call.line.waiting.push(path_of(call.flow, call.urgent), call, max(call.cost, TURN_COST_MIN))
+        self._pump(call.line, now_s)
 
     def withdraw(self, call: PendingCall) -> bool:
         """True: it had not begun, and its `end` is never called."""
         if call.begun or call.ended:
             return False
-        call.line.waiting.pop(call, None)
+        call.line.waiting.remove(call)
         call.ended = True
         self._cancel_timer(call)
         return True
@@ -172,8 +217,8 @@ class Calls:
             raise FramingError(f"an answer to call {message.id}, which is not pending")
         result = self._checked(call, message)
         del self._given[message.id]
-        call.line.given -= 1
-        call.line.last_answer_s = time.monotonic()
+        del call.line.given[call]
+        now_s = call.line.last_answer_s = call.line.turn_ended_s = time.monotonic()
         may_move = call.moves_bytes and not self._stops_at_once
         if may_move and isinstance(result, np.ndarray) and (result == Code.FAILED).any():
             # What has failed may still move bytes to and from this memory, and into other hosts' objects: only the
@@ -186,33 +231,32 @@ class Calls:
             self._end(call, result)
         if self._unsettled:
             self._kill_when_idle()
-        self._pump(call.line)
+        self._pump(call.line, now_s)
 
     def check(self) -> list[str]:
         """Audit; nothing wrong: an empty list."""
         found = []
         for line in self._lines:
-            given = sum(call.line is line for call in self._given.values())
-            if given != line.given or given > line.depth:
-                found.append(f"remote: {given} calls are with the agent, counted {line.given} of {line.depth}")
+            given = [call for call in self._given.values() if call.line is line]
+            if given != list(line.given) or len(given) > line.depth:
+                counted = f"{len(line.given)} of {line.depth}"
+                found.append(f"remote: {len(given)} calls are with the agent, counted {counted}")
         if any(call.ended for call in (*self._given.values(), *self._unsettled)):
             found.append("remote: a call has ended before the agent has let go of it")
         return found
 
     # --- inside ---
 
-    def _pump(self, line: CallLine) -> None:
-        while self._serving and line.waiting and line.given < line.depth:
-            call = line.waiting.popitem(last=False)[0]
-            now = time.monotonic()
-            if call.until_s <= now:
-                self._loop.call_soon(self._on_late, call)
+    def _pump(self, line: CallLine, now_s: float) -> None:
+        while self._serving and line.has_room and (call := line.waiting.take()) is not None:
+            if call.until_s <= now_s:
+                self._loop.call_soon(self._on_time, call)
                 continue
             call.begun = True
-            call.given_s = now
+            call.given_s = now_s
             call_id, self._next_id = self._next_id, self._next_id + 1
             self._given[call_id] = call
-            line.given += 1
+            line.given[call] = None
             self._look_soon()
             self._send(encode(call.make(call_id)))
 
@@ -234,14 +278,27 @@ class Calls:
             raise FramingError("an unknown code")
         return message if isinstance(message, Swept) else codes
 
-    def _on_late(self, call: PendingCall) -> None:
+    def _on_time(self, call: PendingCall) -> None:
+        """Its time is over, and that for its turn may be."""
         if call.ended:
             return
-        if call.begun:
-            call.late()
-        else:
-            call.line.waiting.pop(call, None)
+        if not call.begun:
+            call.line.waiting.remove(call)
             self._end(call, None)
+            return
+        if call.on_overdue is not None:
+            now_s = time.monotonic()
+            left_s = call.line.turn_ends_s(call, now_s) - now_s
+            if left_s > EARLY_S:
+                call.timer = self._loop.call_later(left_s, self._on_time, call)
+            else:
+                call.overdue = True
+                call.line.turn_ended_s = now_s
+                call.on_overdue()
+                self._pump(call.line, now_s)
+        if call.on_late is not None and not call.late:
+            call.late = True
+            call.on_late()
 
     def _end(self, call: PendingCall, result: Result | None) -> None:
         call.ended = True

@@ -10,6 +10,8 @@ from functools import partial
 import numpy as np
 
 from kvoffloadd.agentframes import Code, Get, Put
+from kvoffloadd.config import RemoteConfig
+from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import U8Array, U64Array
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.remote.breaker import Breaker
@@ -58,8 +60,8 @@ class RemoteTransfer:
         if not self._over:
             self._end(np.full(len(self.batch.names.keys), RemoteStatus.NOT_ASKED, np.uint8))
 
-    def on_late(self) -> None:
-        """Its time is over, and it goes on."""
+    def on_overdue(self) -> None:
+        """Its turn takes too long, and goes on."""
         self._tell_breaker(ok=False, timed_out=True)
 
     def on_end(self, result: Result | None) -> None:
@@ -85,13 +87,15 @@ class RemoteTransfer:
 
 
 class Flight:
-    """All gets, or all puts, that have not ended. `on_breaker` is called after each word to the `breaker`."""
+    """All gets, or all puts, that have not ended. `on_breaker` is called after each word to the `breaker`.
+    Whatever time is left to a transfer when it is made, the store has `fetch_s` for it.
+    """
 
     def __init__(
         self,
         kind: type[Get] | type[Put],
         threads: int,
-        bytes_max: int,
+        config: RemoteConfig,
         calls: Calls,
         headers: HeaderPages,
         pool: ArenaFile,
@@ -104,12 +108,13 @@ class Flight:
         self.headers_used = 0
         self._kind = kind
         self._line: CallLine = calls.line(threads)
-        self._bytes_max = bytes_max
+        self._bytes_max = config.inflight_bytes
         self._calls = calls
         self._headers = headers
         self._pool = pool
         self._loop = loop
         self._on_breaker = on_breaker
+        self._patience_s = config.fetch_s
 
     @property
     def room_bytes(self) -> int:
@@ -134,6 +139,8 @@ class Flight:
         until_s: float,
         ended: Ended,
         make_headers: Callable[[U64Array], U8Array] | None = None,
+        flow: Flow = DAEMON,
+        urgent: int = 0,
     ) -> RemoteTransfer:
         """Begin, if there is an agent, and the breaker and the room allow it. `ended` is called once, later.
         `make_headers`: of the sizes of parts. Raises UsageError.
@@ -155,7 +162,8 @@ class Flight:
         self.headers_used += count
         call = PendingCall(
             self._line, partial(batch.frame, self._kind, self._pool.address), count, RESULT_MAX, until_s,
-            transfer.on_end, transfer.on_late, moves_bytes=True,
+            transfer.on_end, on_overdue=transfer.on_overdue, moves_bytes=True, flow=flow, urgent=urgent,
+            cost=batch.total_bytes, patience_s=self._patience_s,
         )  # fmt: skip
         transfer.submit(call, self.breaker.begin())
         self._calls.submit(call)

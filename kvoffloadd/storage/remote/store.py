@@ -11,13 +11,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kvoffloadd.agentframes import KEYS_MAX, Exists, Get, Presence, Put, Reply, Start, Started
+from kvoffloadd.agentframes import KEYS_MAX, Get, Presence, Put, Reply, Start, Started
 from kvoffloadd.changes import Changes
 from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import RemoteStoreError, UsageError
@@ -27,17 +26,15 @@ from kvoffloadd.objectnames import ERA_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SHAP
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.remote.agent import AgentState, AgentSupervisor
 from kvoffloadd.storage.remote.breaker import Breaker, BreakerState
-from kvoffloadd.storage.remote.calls import Calls, PendingCall, Result
+from kvoffloadd.storage.remote.calls import Calls
 from kvoffloadd.storage.remote.flight import HEADERS_MAX, Flight, RemoteTransfer
 from kvoffloadd.storage.remote.header import encode_headers
 from kvoffloadd.storage.remote.headerpages import HeaderPages
+from kvoffloadd.storage.remote.questions import ExistsResult, Questions
 from kvoffloadd.storage.remote.transfers import CORRUPT, GetResult, Names, RemoteStatus, verify
 from kvoffloadd.storage.remote.values import NotRead, SmallObjects
 
 log = logging.getLogger(__name__)
-
-EXISTS_DEPTH = 4
-"""Lookups that are with the agent at once: one is being asked while the next ones come."""
 
 PROBE_S = 1.0
 """Within this time a store that works answers to a lookup that nobody waits for."""
@@ -65,16 +62,6 @@ class RemoteState(enum.StrEnum):
     OPEN = "open"
     STUCK = "stuck"
     CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExistsResult:
-    """`marker`: whether the era's marker is there, a `Presence`; `keys`: (n,) u8, the same for each key. No key counts
-    without the marker.
-    """
-
-    marker: int
-    keys: U8Array
 
 
 class RemoteStore:
@@ -111,11 +98,10 @@ class RemoteStore:
         )  # fmt: skip
         self._agent = AgentSupervisor(pool, self._headers.fd, start, config.python, start_s, loop, self, self.changes)
         self._calls = Calls(loop, self._agent.send, self._agent.kill, config.stuck_s)
-        self._asking = self._calls.line(EXISTS_DEPTH, in_order=True)
         self._values = SmallObjects(self._calls, loop)
-        self._lookups = Breaker()
+        self._questions = Questions(self._calls, loop, self._watch_breakers)
         self._gets, self._puts = (
-            Flight(kind, threads, config.inflight_bytes, self._calls, self._headers, pool, loop, self._watch_breakers)
+            Flight(kind, threads, config, self._calls, self._headers, pool, loop, self._watch_breakers)
             for kind, threads in ((Get, config.get_threads), (Put, config.put_threads))
         )
         self._closing = False
@@ -193,11 +179,11 @@ class RemoteStore:
 
     @property
     def _breakers(self) -> tuple[Breaker, Breaker, Breaker]:
-        return self._lookups, self._gets.breaker, self._puts.breaker
+        return self._questions.breaker, self._gets.breaker, self._puts.breaker
 
     def can_read(self) -> bool:
         """Whether it is worth to ask: an `exists` and a `get` would be made now. Costs nothing."""
-        return self._calls.serving and self._lookups.allows() and self._gets.breaker.allows()
+        return self._calls.serving and self._questions.breaker.allows() and self._gets.breaker.allows()
 
     def can_write(self) -> bool:
         """Whether a `put` would be made now."""
@@ -209,42 +195,20 @@ class RemoteStore:
 
     # --- lookups ---
 
-    def exists(self, names: Names, until_s: float, done: Callable[[ExistsResult | None], None]) -> None:
+    def exists(
+        self,
+        names: Names,
+        until_s: float,
+        done: Callable[[ExistsResult | None], None],
+        flow: Flow = DAEMON,
+        urgent: int = 0,
+    ) -> None:
         """Ask for the era's marker and for keys; no keys: for the marker alone. `done` is called once, later: with None
         if there is no answer by `until_s`. Raises UsageError for more than KEYS_MAX keys.
         """
         if len(names.keys) > KEYS_MAX:
             raise UsageError(f"{len(names.keys)} keys are too many for one call")
-        if not (self._calls.serving and self._lookups.allows()):
-            self._loop.call_soon(done, None)
-            return
-        self._ask(names, until_s, done, self._lookups.begin())
-
-    def _ask(
-        self, names: Names, until_s: float, done: Callable[[ExistsResult | None], None], token: int | None
-    ) -> None:
-        waits = True
-
-        def settle(codes: Result | None, *, timed_out: bool = False) -> None:
-            nonlocal waits
-            if not waits:
-                return
-            waits = False
-            found = isinstance(codes, np.ndarray) and bool((codes != Presence.UNKNOWN).any())
-            if token is not None and not call.begun:
-                self._lookups.withdraw(token)
-            elif token is not None:
-                self._lookups.end(token, time.monotonic(), ok=found, timed_out=timed_out)
-                self._watch_breakers()
-            answer = ExistsResult(int(codes[0]), codes[1:].astype(np.uint8)) if isinstance(codes, np.ndarray) else None
-            self._loop.call_soon(done, answer)
-
-        space, keys = names.space, names.packed()
-        call = PendingCall(
-            self._asking, lambda call_id: Exists(call_id, space, keys), len(names.keys) + 1, max(Presence), until_s,
-            settle, partial(settle, None, timed_out=True), code_min=min(Presence),
-        )  # fmt: skip
-        self._calls.submit(call)
+        self._questions.exists(names, until_s, done, flow, urgent)
 
     # --- gets and puts ---
 
@@ -267,7 +231,8 @@ class RemoteStore:
         Raises:
             UsageError: shapes differ, too many keys or parts, an address outside the arena.
         """
-        return self._gets.move(names, addresses, part_bytes, until_s, partial(self._on_got, done, flow, urgent))
+        on_got = partial(self._on_got, done, flow, urgent)
+        return self._gets.move(names, addresses, part_bytes, until_s, on_got, flow=flow, urgent=urgent)
 
     def put(
         self,
@@ -396,7 +361,7 @@ class RemoteStore:
         """Nobody waits for this lookup, of a marker that is never there."""
         now_s = time.monotonic()
         self._probing = [b for b in self._breakers if (left_s := b.probe_in_s(now_s)) is not None and left_s < DUE_S]
-        self._ask(Names(_NOBODY, _NO_KEYS), now_s + PROBE_S, self._on_tried, None)
+        self._questions.probe(Names(_NOBODY, _NO_KEYS), now_s + PROBE_S, self._on_tried)
 
     def _on_tried(self, answer: ExistsResult | None) -> None:
         ok = answer is not None and answer.marker != Presence.UNKNOWN
@@ -423,7 +388,7 @@ class RemoteStore:
                 "starts": self._agent.starts,
                 "ends": self._agent.ends,
             },
-            "lookups": {"breaker": self._lookups.state.value, "opened": self._lookups.opened},
+            "lookups": {"breaker": self._questions.breaker.state.value, "opened": self._questions.breaker.opened},
             "gets": self._gets.figures(),
             "puts": self._puts.figures(),
             "corrupt": {reason.name.lower(): self.corrupt[reason] for reason in CORRUPT},

@@ -14,7 +14,8 @@ from kvoffloadd.changes import Changes
 from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import U8Array, U64Array
 from kvoffloadd.objectnames import key_names, marker_name
-from kvoffloadd.storage.remote.store import ExistsResult, RemoteState
+from kvoffloadd.storage.remote.questions import ExistsResult
+from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import GetResult, Names, RemoteStatus
 from kvoffloadd.storage.remote.values import NotRead
 
@@ -46,6 +47,7 @@ class FakeRemote:
     objects: dict[str, list[bytes]] = field(default_factory=dict)
     values: dict[str, bytes] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
+    asked: list[tuple[int, Flow, int]] = field(default_factory=list)  # keys, flow and urgency of each question
     changes: Changes = field(default_factory=Changes)
     starts: int = 1
     reason: str = ""
@@ -72,7 +74,16 @@ class FakeRemote:
 
     # --- as RemoteStore ---
 
-    def exists(self, names: Names, until_s: float, done: Callable[[ExistsResult | None], None]) -> None:
+    def exists(
+        self,
+        names: Names,
+        until_s: float,
+        done: Callable[[ExistsResult | None], None],
+        flow: Flow = DAEMON,
+        urgent: int = 0,
+    ) -> None:
+        self.asked.append((len(names.keys), flow, urgent))
+
         def end() -> None:
             space = names.space
             marker = marker_name(space.fingerprint, space.generation, space.era) in self.values

@@ -21,9 +21,11 @@ from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.remote.request import RemoteKeys
 from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import SchemaError
+from kvoffloadd.lanes import Flow
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.memory import MemoryTier
+from kvoffloadd.storage.remote.questions import QUESTION_KEYS
 from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.storage.remote.transfers import Names
 
@@ -184,6 +186,24 @@ async def test_two_requests_for_the_same_keys_are_one_get(scene: Scene) -> None:
     await scene.finish_all()
     assert sorted(ended) == ["first", "second"]
     assert scene.served(*range(8)) == list(range(8))
+
+
+async def test_each_question_is_a_short_turn_of_who_asks(scene: Scene) -> None:
+    """Also the one for the marker, behind what came."""
+    scene.offer(*range(300))
+    flow = Flow(1001, 7)
+    keys = keys_of(*range(300))
+    found = scene.cache.find(scene.keyspace, keys)
+    (asked,) = scene.remote.to_ask([(scene.keyspace, 0, keys, found)])
+    wanted = [RemoteKeys(scene.keyspace, 0, keys, found.hits, asked)]
+    scene.remote.fetching.request(wanted, Urgency.LOAD, lambda: None, flow, whole=True)
+    assert [keys for keys, _, _ in scene.store.asked] == [QUESTION_KEYS, QUESTION_KEYS, 300 - 2 * QUESTION_KEYS]
+    await scene.finish_all()
+    assert scene.served(*range(300)) == list(range(300))
+    checks = [keys for keys, _, _ in scene.store.asked[3:]]
+    assert checks
+    assert set(checks) == {0}
+    assert {(whose, urgent) for _, whose, urgent in scene.store.asked} == {(flow, Urgency.LOAD)}
 
 
 async def test_who_joins_is_not_hurt_by_the_first_ones_deadline(scene: Scene) -> None:

@@ -19,7 +19,8 @@ from kvoffloadd.objectnames import Space
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.flight import RemoteTransfer
-from kvoffloadd.storage.remote.store import START_S, ExistsResult, RemoteState, RemoteStore
+from kvoffloadd.storage.remote.questions import ExistsResult
+from kvoffloadd.storage.remote.store import START_S, RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import GetResult, Names
 from kvoffloadd.storage.remote.values import NotRead
 

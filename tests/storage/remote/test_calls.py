@@ -27,6 +27,7 @@ from kvoffloadd.agentframes import (
     Values,
 )
 from kvoffloadd.errors import FramingError
+from kvoffloadd.lanes import Flow
 from kvoffloadd.storage.remote import calls as calls_module
 from kvoffloadd.storage.remote.calls import CallLine, Calls, PendingCall
 from tests.storage.remote.host import until
@@ -41,6 +42,7 @@ class Agent:
         self.killed: list[str] = []
         self.ends: dict[str, list[Any]] = {}
         self.late: list[str] = []
+        self.overdue: list[str] = []
         self.calls = Calls(asyncio.get_running_loop(), self._take, self.killed.append, stuck_s)
         self.calls.begin(stops_at_once=stops_at_once)
 
@@ -58,7 +60,7 @@ class Agent:
         self.ends[name] = []
         call = PendingCall(
             line, make, items, 100, time.monotonic() + until_s, self.ends[name].append, lambda: self.late.append(name),
-            **more,
+            lambda: self.overdue.append(name), **more,
         )  # fmt: skip
         self.calls.submit(call)
         return call
@@ -116,6 +118,106 @@ async def test_what_is_late_after_it_began_goes_on() -> None:
     agent.answer(0, 5)
     assert agent.ends["a"][0].tolist() == [5]
     assert agent.late == ["a"]
+
+
+async def test_users_and_engines_take_turns() -> None:
+    """However many calls one of them has made before the other's."""
+    agent = Agent()
+    line = agent.calls.line(1)
+    for number in range(20):
+        agent.ask(line, f"loud {number}", flow=Flow(1001, 1))
+    agent.ask(line, "other engine", flow=Flow(1001, 2))
+    agent.ask(line, "other user", flow=Flow(1002, 3))
+    for number in range(22):
+        agent.answer(number, 1)
+    names = [call.names[0] for call in agent.given]
+    assert {"other engine", "other user"} <= set(names[1:5])
+    assert [name for name in names if name.startswith("loud")] == [f"loud {number}" for number in range(20)]
+
+
+async def test_a_dear_turn_is_paid_for() -> None:
+    agent = Agent()
+    line = agent.calls.line(1)
+    for number in range(8):
+        agent.ask(line, f"large {number}", flow=Flow(1001, 1), cost=64 << 20)
+        agent.ask(line, f"small {number}", flow=Flow(1002, 2), cost=8 << 20)
+    for number in range(16):
+        agent.answer(number, 1)
+    names = [call.names[0] for call in agent.given]
+    assert sum(name.startswith("large") for name in names[:10]) <= 3
+
+
+async def test_an_end_takes_back_what_waits_in_any_flow() -> None:
+    agent = Agent()
+    line = agent.calls.line(1)
+    for uid in (1, 2, 3):
+        agent.ask(line, str(uid), flow=Flow(uid, 1))
+    agent.calls.drop_waiting()
+    assert agent.ends == {"1": [], "2": [None], "3": [None]}
+
+
+async def test_what_waited_in_our_line_has_its_whole_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its caller waited for others is not the store's fault."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    agent = Agent()
+    line = agent.calls.line(1)
+    agent.ask(line, "a")
+    waiting = agent.ask(line, "b", until_s=10.0)
+    now_s += 9.0
+    agent.answer(0, 1)
+    now_s += 2.0
+    agent.calls._on_time(waiting)
+    assert (agent.late, agent.overdue) == (["b"], [])
+    now_s += 7.5
+    agent.calls._on_time(waiting)
+    assert agent.overdue == []
+    now_s += 0.5
+    agent.calls._on_time(waiting)
+    assert (agent.late, agent.overdue) == (["b"], ["b"])
+    agent.answer(1, 1)
+    assert len(agent.ends["b"]) == 1
+
+
+async def test_one_slow_turn_is_not_those_of_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the agent, where calls of a line wait for each other, too."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    agent = Agent()
+    line = agent.calls.line(3, in_order=True)
+    calls = [agent.ask(line, name, until_s=10.0) for name in "abc"]
+
+    def look() -> list[str]:
+        for call in calls:
+            agent.calls._on_time(call)
+        return agent.overdue
+
+    now_s += 10.0
+    assert look() == ["a"]
+    assert agent.late == ["a", "b", "c"]
+    now_s += 9.0
+    assert look() == ["a"]
+    agent.answer(0, 1)
+    now_s += 9.0
+    assert look() == ["a"], "the turn of b has begun with the answer"
+    now_s += 1.0
+    assert look() == ["a", "b"]
+    now_s += 10.0
+    assert look() == ["a", "b", "c"], "one after the other, in a store that hangs"
+
+
+async def test_a_turn_has_the_patience_that_its_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little of its caller's time was left when it was made."""
+    now_s = time.monotonic()
+    monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    agent = Agent()
+    call = agent.ask(agent.calls.line(1), "a", until_s=1.0, patience_s=10.0)
+    now_s += 1.0
+    agent.calls._on_time(call)
+    assert (agent.late, agent.overdue) == (["a"], [])
+    now_s += 9.0
+    agent.calls._on_time(call)
+    assert agent.overdue == ["a"]
 
 
 async def test_its_death_ends_everything() -> None:
