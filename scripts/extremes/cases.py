@@ -20,6 +20,7 @@ from scripts.extremes.scene import (
     WAITING_JOBS,
     Case,
     Scene,
+    asks,
     completed,
     group,
     held_in_groups,
@@ -34,18 +35,21 @@ DRAINS = 256
 """Of one user, that may wait."""
 
 
+@asks("lookup", "16,384 keys")
 def lookup_of_held_keys(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
     peer.ok("lookup", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
 
 
+@asks("lookup", "16,384 unknown keys")
 def lookup_of_unknown_keys(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
     peer.ok("lookup", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])
 
 
+@asks("lookup", "16,384 keys in 256 groups")
 def lookup_in_256_groups(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     peer.ok("register", tensors=[], groups=[group(n, []) for n in range(GROUPS)])
@@ -54,6 +58,7 @@ def lookup_in_256_groups(scene: Scene) -> Iterator[None]:
     peer.ok("lookup", groups=shares(keys))
 
 
+@asks("pin, release", "16,384 keys in 256 groups")
 def pin_of_held_keys_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, _, packed = held_in_groups(scene)
     yield
@@ -61,12 +66,14 @@ def pin_of_held_keys_in_256_groups(scene: Scene) -> Iterator[None]:
     peer.ok("release", lease=lease)
 
 
+@asks("touch", "16,384 keys in 256 groups")
 def touch_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, _, packed = held_in_groups(scene)
     yield
     peer.ok("touch", groups=shares(packed))
 
 
+@asks("pin, release", "16,384 keys")
 def pin_and_release(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
@@ -74,18 +81,21 @@ def pin_and_release(scene: Scene) -> Iterator[None]:
     peer.ok("release", lease=lease)
 
 
+@asks("touch", "16,384 keys")
 def touch(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
     peer.ok("touch", groups=[{"group": 0, "keys": scene.keys(KEYS)}])
 
 
+@asks("keep", "16,384 keys")
 def keep(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
     peer.ok("keep", groups=[{"group": 0, "keys": scene.keys(KEYS)}], how="drop")
 
 
+@asks("reserve, release", "16,384 keys")
 def reserve_and_release(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
@@ -93,6 +103,7 @@ def reserve_and_release(scene: Scene) -> Iterator[None]:
     peer.ok("release", lease=lease)
 
 
+@asks("store", "16,384 keys")
 def store_and_load(scene: Scene) -> Iterator[None]:
     peer, registration = scene.worker()
     keys, ids = scene.keys(KEYS, new=True), np.zeros(KEYS)
@@ -100,6 +111,7 @@ def store_and_load(scene: Scene) -> Iterator[None]:
     run(peer, "store", 1, registration, keys, ids)
 
 
+@asks("store, load", "16,384 keys of 160 layers")
 def store_and_load_of_160_layers(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     registration = register(peer, [(16, KEYS)] * LAYERS, [group(0, [(n, 0, 16, 1) for n in range(LAYERS)])])
@@ -109,6 +121,7 @@ def store_and_load_of_160_layers(scene: Scene) -> Iterator[None]:
     run(peer, "load", 2, registration, keys, ids[::-1])
 
 
+@asks("store, load", "245,760 blocks")
 def jobs_of_a_million_block_ids(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     per_key = FRAME_IDS // KEYS
@@ -119,6 +132,7 @@ def jobs_of_a_million_block_ids(scene: Scene) -> Iterator[None]:
     run(peer, "load", 2, registration, keys, ids[::-1])
 
 
+@asks("store, load", "2^22 runs")
 def jobs_of_four_million_runs(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     registration = register(peer, [(MIB, 8)], [group(0, [(0, 0, 1, 1 << 19)])])
@@ -128,6 +142,7 @@ def jobs_of_four_million_runs(scene: Scene) -> Iterator[None]:
     run(peer, "load", 2, registration, keys, np.arange(8))
 
 
+@asks("store, load", "4,096 keys in 64 groups")
 def jobs_of_64_groups(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     registration = register(peer, [(PAGE, 256)], [group(n, [(0, 16 * n, 16, 1)]) for n in range(64)])
@@ -157,6 +172,7 @@ def waiting(scene: Scene) -> tuple[RawPeer, Callable[[], None]]:
     return peer, raise_signal
 
 
+@asks("store, load", "16,384 keys in 256 groups")
 def jobs_of_256_groups(scene: Scene) -> Iterator[None]:
     peer, registration, packed = held_in_groups(scene)
     fresh = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
@@ -165,6 +181,7 @@ def jobs_of_256_groups(scene: Scene) -> Iterator[None]:
     run(peer, "load", 2, registration, b"", None, groups=jobs_of(packed, np.arange(KEYS // GROUPS)))
 
 
+@asks("reserve, release", "16,384 keys in 256 groups")
 def reserve_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, _, _ = held_in_groups(scene)
     fresh = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
@@ -173,12 +190,14 @@ def reserve_in_256_groups(scene: Scene) -> Iterator[None]:
     peer.ok("release", lease=lease)
 
 
+@asks("clear", "256 groups, 16,384 keys")
 def clear_of_256_groups(scene: Scene) -> Iterator[None]:
     peer, _, _ = held_in_groups(scene)
     yield
     peer.ok("clear")
 
 
+@asks("cancel", "16 loads of 16,384 keys of 160 layers")
 def cancel_of_big_jobs(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     registration = register(peer, [(16, KEYS)] * LAYERS, [group(0, [(n, 0, 16, 1) for n in range(LAYERS)])])
@@ -193,6 +212,7 @@ def cancel_of_big_jobs(scene: Scene) -> Iterator[None]:
     completed(peer, 16)
 
 
+@asks("cancel", "a store of 16,384 keys of 160 layers")
 def cancel_of_a_big_store(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     registration = register(peer, [(16, KEYS)] * LAYERS, [group(0, [(n, 0, 16, 1) for n in range(LAYERS)])])
@@ -204,6 +224,7 @@ def cancel_of_a_big_store(scene: Scene) -> Iterator[None]:
     completed(peer)
 
 
+@asks("end of a session", "30,000 leases")
 def a_session_with_30000_pins_ends(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     packed = scene.keys(KEYS)
@@ -214,6 +235,7 @@ def a_session_with_30000_pins_ends(scene: Scene) -> Iterator[None]:
     time.sleep(0.5)
 
 
+@asks("a signal", "1,000 loads wait for it")
 def a_thousand_jobs_begin_at_once(scene: Scene) -> Iterator[None]:
     peer, raise_signal = waiting(scene)
     yield
@@ -221,12 +243,14 @@ def a_thousand_jobs_begin_at_once(scene: Scene) -> Iterator[None]:
     completed(peer, WAITING_JOBS)
 
 
+@asks("end of a session", "1,000 jobs")
 def a_session_with_a_thousand_jobs_ends(scene: Scene) -> Iterator[None]:
     peer, _ = waiting(scene)
     yield
     peer.close()
 
 
+@asks("drain", "64 of one session, 1,000 jobs")
 def drains_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
     peer, raise_signal = waiting(scene)
     yield
@@ -236,6 +260,7 @@ def drains_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
     completed(peer, WAITING_JOBS)
 
 
+@asks("drain", "256 of 256 sessions, 1,000 jobs")
 def drains_of_many_sessions(scene: Scene) -> Iterator[None]:
     """As many as a user may have."""
     peer, raise_signal = waiting(scene)
@@ -251,12 +276,14 @@ def drains_of_many_sessions(scene: Scene) -> Iterator[None]:
             one.receive()
 
 
+@asks("status", "1,000 jobs")
 def status_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
     peer, _ = waiting(scene)
     yield
     peer.ok("status")
 
 
+@asks("attach", "64 descriptors")
 def attach_64(scene: Scene) -> Iterator[None]:
     peer = scene.session()
     fds = [os.memfd_create("extremes") for _ in range(64)]
@@ -268,6 +295,7 @@ def attach_64(scene: Scene) -> Iterator[None]:
         os.close(fd)
 
 
+@asks("attach", "64 times 64 descriptors")
 def attach_64_times_64(scene: Scene) -> Iterator[None]:
     peer = scene.session()
     fds = [os.memfd_create("extremes") for _ in range(64)]
@@ -282,24 +310,28 @@ def attach_64_times_64(scene: Scene) -> Iterator[None]:
         os.close(fd)
 
 
+@asks("register", "256 groups")
 def register_256_groups(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     yield
     peer.ok("register", tensors=[], groups=[group(n, []) for n in range(256)])
 
 
+@asks("register", "2,048 tensors")
 def register_2048_tensors(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     yield
     register(peer, [(64, 64)] * 2048, [group(0, [(n, 0, 64, 1) for n in range(2048)])])
 
 
+@asks("register", "2^20 runs")
 def register_the_most_runs(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     yield
     register(peer, [(2 * MIB, 2)], [group(0, [(0, 0, 1, DESCRIPTORS_PER_KEY_MAX - 1)])])
 
 
+@asks("register", "2^20 runs between each other's")
 def register_interleaved_refs(scene: Scene) -> Iterator[None]:
     """Refs of one tensor whose runs lie between each other's, so that all runs have to be compared."""
     peer = scene.session(scene.new_model())
@@ -310,6 +342,7 @@ def register_interleaved_refs(scene: Scene) -> Iterator[None]:
     register(peer, [(2 * MIB, 2)], [told])
 
 
+@asks("register", "15,360 refs in 256 groups")
 def register_the_most_refs(scene: Scene) -> Iterator[None]:
     """As many refs as a frame has maps for, in 256 groups that lie in each other's tensors."""
     peer = scene.session(scene.new_model())
@@ -319,6 +352,7 @@ def register_the_most_refs(scene: Scene) -> Iterator[None]:
     register(peer, [(MIB, 2)], groups)
 
 
+@asks("register", "2,048 tensors of the same bytes")
 def register_overlapping_tensors(scene: Scene) -> Iterator[None]:
     """2,000 groups' worth of tensors with the same bytes: all lie in one piece."""
     peer = scene.session(scene.new_model())
@@ -335,6 +369,7 @@ def register_overlapping_tensors(scene: Scene) -> Iterator[None]:
     peer.ok("register", tensors=tensors, groups=groups)
 
 
+@asks("register", "8,192 tensors, 8,000 refs")
 def register_8192_tensors(scene: Scene) -> Iterator[None]:
     """`limits.tensors_per_registration`."""
     peer = scene.session(scene.new_model())
@@ -342,6 +377,36 @@ def register_8192_tensors(scene: Scene) -> Iterator[None]:
     register(peer, [(64, 2)] * 8192, [group(0, [(n, 0, 64, 1) for n in range(8000)])])
 
 
+@asks("ping", "1,000 at once")
+def pings(scene: Scene) -> Iterator[None]:
+    peer = scene.session()
+    yield
+    for _ in range(1000):
+        peer.begin("ping")
+    for _ in range(1000):
+        peer.reply()
+
+
+@asks("detach", "4,096 allocations")
+def detach_4096(scene: Scene) -> Iterator[None]:
+    peer = scene.session()
+    fd = os.memfd_create("extremes")
+    os.ftruncate(fd, MIB)
+    allocations = [number for _ in range(64) for number in peer.attach([fd] * 64)]
+    os.close(fd)
+    yield
+    peer.ok("detach", allocations=allocations)
+
+
+@asks("unregister", "8,192 tensors, 8,000 refs")
+def unregister_8192_tensors(scene: Scene) -> Iterator[None]:
+    peer = scene.session(scene.new_model())
+    registration = register(peer, [(64, 2)] * 8192, [group(0, [(n, 0, 64, 1) for n in range(8000)])])
+    yield
+    peer.ok("unregister", registration=registration)
+
+
+@asks("snapshot", "all 200,000 keys of a group")
 def snapshot(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
@@ -352,18 +417,21 @@ def snapshot(scene: Scene) -> Iterator[None]:
             return
 
 
+@asks("status", "200 sessions")
 def status(scene: Scene) -> Iterator[None]:
     peers = [scene.session() for _ in range(200)]
     yield
     peers[0].ok("status")
 
 
+@asks("verify", "payloads of 200,000 keys")
 def verify(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
     peer.ok("verify", payloads=True)
 
 
+@asks("subscribe, clear", "all 200,000 keys")
 def subscribe_and_clear(scene: Scene) -> Iterator[None]:
     """The last: nothing is held behind it."""
     peer, _ = scene.worker()
@@ -374,12 +442,12 @@ def subscribe_and_clear(scene: Scene) -> Iterator[None]:
 
 CASES: tuple[Case, ...] = (
     lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_of_held_keys_in_256_groups,
-    touch_in_256_groups, pin_and_release, touch, reserve_and_release, store_and_load, store_and_load_of_160_layers,
-    jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups, jobs_of_256_groups,
-    reserve_in_256_groups, clear_of_256_groups, cancel_of_big_jobs, cancel_of_a_big_store,
+    touch_in_256_groups, pin_and_release, touch, keep, reserve_and_release, store_and_load,
+    store_and_load_of_160_layers, jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups,
+    jobs_of_256_groups, reserve_in_256_groups, clear_of_256_groups, cancel_of_big_jobs, cancel_of_a_big_store,
     a_session_with_30000_pins_ends, a_thousand_jobs_begin_at_once, a_session_with_a_thousand_jobs_ends,
     drains_of_a_thousand_jobs, drains_of_many_sessions, status_of_a_thousand_jobs, attach_64, attach_64_times_64,
-    register_256_groups,
-    register_2048_tensors, register_the_most_runs, register_interleaved_refs, register_the_most_refs,
-    register_overlapping_tensors, register_8192_tensors, snapshot, status, verify, subscribe_and_clear,
+    register_256_groups, register_2048_tensors, register_the_most_runs, register_interleaved_refs,
+    register_the_most_refs, register_overlapping_tensors, register_8192_tensors, unregister_8192_tensors,
+    detach_4096, pings, snapshot, status, verify, subscribe_and_clear,
 )  # fmt: skip

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
-from scripts.extremes.scene import FRAME_IDS, KEYS, MIB, Case, Scene, completed, group, refused, register, run
+from scripts.extremes.scene import FRAME_IDS, KEYS, MIB, Case, Scene, asks, completed, group, refused, register, run
 
 FRAME_BYTES = (4 << 20) - 4096
 KEYED = ("lookup", "pin", "prefetch", "touch", "reserve")
 
 
+@asks("lookup, pin, prefetch, touch, reserve", "4 MiB of keys, or 16,000 lists of none; refused")
 def keys_of_4_mib(scene: Scene) -> Iterator[None]:
     """Far more than a request may have, in one group or in many."""
     peer, _ = scene.worker()
@@ -27,6 +28,7 @@ def keys_of_4_mib(scene: Scene) -> Iterator[None]:
         refused(peer, tag, groups=[{"group": 0, "keys": b""}] * 16_000)
 
 
+@asks("store, load", "4 MiB of keys, or 16,000 lists of none; refused")
 def jobs_of_4_mib(scene: Scene) -> Iterator[None]:
     peer, registration = scene.worker()
     groups = [{"group": 0, "keys": bytes(FRAME_BYTES // 36 * 32), "blocks": bytes(FRAME_BYTES // 36 * 4)}]
@@ -37,6 +39,7 @@ def jobs_of_4_mib(scene: Scene) -> Iterator[None]:
         refused(peer, tag, job=1, registration=registration, groups=empty)
 
 
+@asks("all others", "4 MiB of a field that there is not; refused")
 def other_types_of_4_mib(scene: Scene) -> Iterator[None]:
     """A field that is too much of each type that has no list of its own."""
     peer, _ = scene.worker()
@@ -49,6 +52,7 @@ def other_types_of_4_mib(scene: Scene) -> Iterator[None]:
         refused(peer, tag, more=["ab"] * 16_000)
 
 
+@asks("register", "16,000 tensors, 8,000 groups, 128,000 signals; refused")
 def a_frame_of_the_most_items(scene: Scene) -> Iterator[None]:
     """As many small maps and values as a frame may hold."""
     peer, _ = scene.worker()
@@ -60,6 +64,7 @@ def a_frame_of_the_most_items(scene: Scene) -> Iterator[None]:
     refused(peer, "register", tensors=[], groups=[], signals=wide)
 
 
+@asks("reserve, store", "16,384 keys of which two are equal; refused")
 def duplicates_at_the_end(scene: Scene) -> Iterator[None]:
     """The last key is the first one again; all others are legal."""
     peer, registration = scene.worker()
@@ -72,6 +77,7 @@ def duplicates_at_the_end(scene: Scene) -> Iterator[None]:
     refused(peer, "store", job=1, registration=registration, groups=groups)
 
 
+@asks("load", "245,760 blocks of which two are equal; refused")
 def a_block_twice_among_a_million(scene: Scene) -> Iterator[None]:
     peer = scene.session(scene.new_model())
     per_key = FRAME_IDS // KEYS
@@ -84,6 +90,7 @@ def a_block_twice_among_a_million(scene: Scene) -> Iterator[None]:
     refused(peer, "load", job=2, registration=registration, groups=groups)
 
 
+@asks("load", "65,536 runs that overlap; refused")
 def destinations_that_overlap(scene: Scene) -> Iterator[None]:
     """Two groups of the same bytes: only descriptors tell, as many as are compared at most."""
     peer = scene.session(scene.new_model())
@@ -101,6 +108,7 @@ def destinations_that_overlap(scene: Scene) -> Iterator[None]:
     completed(peer)
 
 
+@asks("register", "refs of 2^20 runs of which two overlap; refused")
 def refs_that_overlap_at_the_end(scene: Scene) -> Iterator[None]:
     """A registration of as many runs as a key may have, of which the last two share a byte."""
     peer = scene.session(scene.new_model())
@@ -120,6 +128,7 @@ def refs_that_overlap_at_the_end(scene: Scene) -> Iterator[None]:
     peer.ok("unregister", registration=first)
 
 
+@asks("load", "1,000 of 4 keys at once")
 def jobs_in_flocks(scene: Scene) -> Iterator[None]:
     """Small requests of one session, as many as it may send at once."""
     peer, registration = scene.worker()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,6 @@ import numpy as np
 from kvoffloadd.trial.figures import keys_of
 from kvoffloadd.trial.wait import until
 from scripts.harness.peer import RawPeer
-
-Case = Callable[["Scene"], Iterator[None]]
 
 MIB = 1 << 20
 PAGE = 4096
@@ -28,15 +28,36 @@ GROUPS = 256
 REPLY_S = 120.0
 
 
+@dataclass(frozen=True)
+class Case:
+    """The largest of some `requests`, or of what else a peer may do, and how large that is. `steps` yields once: what
+    comes before is not measured.
+    """
+
+    requests: str
+    size: str
+    steps: Callable[[Scene], Iterator[None]]
+
+    @property
+    def name(self) -> str:
+        return self.steps.__name__
+
+
+def asks(requests: str, size: str) -> Callable[[Callable[[Scene], Iterator[None]]], Case]:
+    """What a case's steps ask for."""
+    return partial(Case, requests, size)
+
+
 class Scene:
     """A daemon with keys, and what sessions need to ask for much of it."""
 
-    def __init__(self, socket: Path, rng: np.random.Generator) -> None:
+    def __init__(self, socket: Path, metrics: Path, rng: np.random.Generator) -> None:
+        self.metrics = metrics
         self.rng = rng
         self.held = self.taken = 0
+        self.models = 0
         self._socket = socket
         self._open: list[RawPeer] = []
-        self._models = 0
 
     def session(self, model: str = "extremes") -> RawPeer:
         """Said hello; closed behind the case."""
@@ -52,8 +73,8 @@ class Scene:
 
     def new_model(self) -> str:
         """A namespace of its own."""
-        self._models += 1
-        return f"extremes-{self._models}"
+        self.models += 1
+        return f"extremes-{self.models}"
 
     def close(self) -> None:
         for peer in self._open:

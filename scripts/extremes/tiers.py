@@ -1,4 +1,4 @@
-"""The largest requests to daemons that are set up for them: with a disk, full, of many parts, of many users.
+"""The largest requests to daemons that are set up for them: with a disk, full, of many parts.
 
 What comes before a case's `yield` is not measured.
 """
@@ -18,6 +18,7 @@ from scripts.extremes.scene import (
     REPLY_S,
     Case,
     Scene,
+    asks,
     group,
     held_in_groups,
     jobs_of,
@@ -29,8 +30,6 @@ from scripts.extremes.scene import (
 )
 from scripts.harness.peer import RawPeer
 
-NAMESPACES = 1000
-CROWD = 2000
 PARTS = 1024
 
 
@@ -44,6 +43,7 @@ def on_disk(scene: Scene) -> bytes:
     return keys_of(np.arange(begin, begin + KEYS)).tobytes()
 
 
+@asks("lookup", "16,384 keys in 256 groups, with a disk")
 def lookup_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _, packed = held_in_groups(scene)
     written(peer)
@@ -51,6 +51,7 @@ def lookup_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer.ok("lookup", groups=shares(packed))
 
 
+@asks("pin, release", "16,384 keys in 256 groups, with a disk")
 def pin_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _, packed = held_in_groups(scene)
     written(peer)
@@ -59,6 +60,7 @@ def pin_of_held_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer.ok("release", lease=lease)
 
 
+@asks("lookup", "16,384 unknown keys in 256 groups, with a disk")
 def lookup_of_unknown_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _, _ = held_in_groups(scene)
     unknown = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
@@ -66,6 +68,7 @@ def lookup_of_unknown_keys_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer.ok("lookup", groups=shares(unknown))
 
 
+@asks("lookup", "16,384 keys on disk")
 def lookup_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     packed = on_disk(scene)
@@ -74,6 +77,7 @@ def lookup_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     peer.ok("lookup", groups=[{"group": 0, "keys": packed}])
 
 
+@asks("prefetch", "16,384 keys on disk")
 def prefetch_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     packed = on_disk(scene)
@@ -82,6 +86,7 @@ def prefetch_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     ready(peer)
 
 
+@asks("pin, release", "16,384 keys on disk")
 def pin_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     packed = on_disk(scene)
@@ -91,6 +96,7 @@ def pin_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     peer.ok("release", lease=lease)
 
 
+@asks("load", "16,384 keys on disk")
 def load_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     peer = scene.session()
     registration = register(peer, [(PAGE, KEYS)], [group(0, [(0, 0, PAGE, 1)])])
@@ -99,6 +105,7 @@ def load_of_keys_on_disk(scene: Scene) -> Iterator[None]:
     run(peer, "load", 1, registration, packed, np.arange(KEYS))
 
 
+@asks("snapshot", "131,072 keys on disk")
 def snapshot_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
@@ -107,6 +114,7 @@ def snapshot_beside_a_disk(scene: Scene) -> Iterator[None]:
         pass
 
 
+@asks("clear", "256 groups, 16,384 keys on disk")
 def clear_of_256_groups_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer, _, _ = held_in_groups(scene)
     written(peer)
@@ -114,6 +122,7 @@ def clear_of_256_groups_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer.ok("clear")
 
 
+@asks("clear", "131,072 keys on disk")
 def clear_beside_a_disk(scene: Scene) -> Iterator[None]:
     """The last: nothing is held behind it."""
     peer, _ = scene.worker()
@@ -131,6 +140,7 @@ DISK: tuple[Case, ...] = (
 # --- full: whatever comes has to evict --------------------------------------------------------------------------------
 
 
+@asks("reserve, release", "16,384 keys, evicting others")
 def reserve_with_eviction(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
@@ -138,6 +148,7 @@ def reserve_with_eviction(scene: Scene) -> Iterator[None]:
     peer.ok("release", lease=lease)
 
 
+@asks("store", "16,384 keys, evicting others")
 def store_with_eviction(scene: Scene) -> Iterator[None]:
     peer, registration = scene.worker()
     run(peer, "store", 1, registration, scene.keys(KEYS, new=True), np.zeros(KEYS))  # what was given back is taken
@@ -146,6 +157,7 @@ def store_with_eviction(scene: Scene) -> Iterator[None]:
     run(peer, "store", 2, registration, keys, np.zeros(KEYS))
 
 
+@asks("store", "16,384 keys in 256 groups, evicting others")
 def store_with_eviction_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, registration, _ = held_in_groups(scene)
     fresh = [scene.keys(KEYS // GROUPS, new=True) for _ in range(GROUPS)]
@@ -153,6 +165,7 @@ def store_with_eviction_in_256_groups(scene: Scene) -> Iterator[None]:
     run(peer, "store", 1, registration, b"", None, groups=jobs_of(fresh, np.arange(KEYS // GROUPS)))
 
 
+@asks("reserve", "8 times 16,384 keys where 200,000 are leased")
 def reserve_where_most_are_pinned(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     for begin in range(0, scene.held, KEYS):
@@ -163,6 +176,7 @@ def reserve_where_most_are_pinned(scene: Scene) -> Iterator[None]:
         peer.ok("reserve", groups=[{"group": 0, "keys": scene.keys(KEYS, new=True)}])
 
 
+@asks("store", "16,384 keys, evicting incomplete ones of 64 parts")
 def store_over_incomplete_keys_of_many_parts(scene: Scene) -> Iterator[None]:
     """Memory is full of keys of which one part of many is there, so that each one's end frees one slot alone."""
     peer = scene.session(scene.new_model())
@@ -208,24 +222,28 @@ def most_reserved(scene: Scene, peer: RawPeer, **fields: Any) -> None:
     raise SystemExit("no reserve is small enough")
 
 
+@asks("reserve, release", "the most keys of 1,024 parts")
 def reserve_of_1024_parts(scene: Scene) -> Iterator[None]:
     peer = of_parts(scene, PARTS)
     yield
     most_reserved(scene, peer)
 
 
+@asks("reserve, release", "the most keys of 8 parts")
 def reserve_of_8_parts(scene: Scene) -> Iterator[None]:
     peer = of_parts(scene, 8)
     yield
     most_reserved(scene, peer)
 
 
+@asks("reserve, release", "one part each of 16,384 keys of 1,024")
 def reserve_of_one_part_of_1024(scene: Scene) -> Iterator[None]:
     peer = of_parts(scene, PARTS)
     yield
     most_reserved(scene, peer, parts=[0])
 
 
+@asks("lookup", "incomplete keys of 1,024 parts")
 def lookups_of_reserved_keys_of_1024_parts(scene: Scene) -> Iterator[None]:
     peer = of_parts(scene, PARTS)
     packed = b""
@@ -244,29 +262,10 @@ WIDE: tuple[Case, ...] = (
 )  # fmt: skip
 
 
-# --- many sessions, many namespaces -----------------------------------------------------------------------------------
-
-
-def status_of_a_crowd(scene: Scene) -> Iterator[None]:
-    """1,000 namespaces with a key each, and 2,000 sessions, each an engine of its own with a lease."""
-    for _ in range(NAMESPACES - 2):
-        peer = scene.session(scene.new_model())
-        registration = register(peer, [(PAGE, 1)], [group(0, [(0, 0, PAGE, 1)])])
-        run(peer, "store", 1, registration, scene.keys(1, new=True), np.zeros(1))
-        scene.leave(peer)
-    peers = [scene.worker()[0] for _ in range(CROWD)]
-    for peer in peers:
-        peer.ok("pin", groups=[{"group": 0, "keys": scene.keys(2)}])
-    yield
-    peers[0].ok("status")
-
-
-CROWDED: tuple[Case, ...] = (status_of_a_crowd,)
-
-
 # --- loads are verified -----------------------------------------------------------------------------------------------
 
 
+@asks("load", "16,384 keys, verified")
 def verified_load(scene: Scene) -> Iterator[None]:
     peer = scene.session()
     registration = register(peer, [(PAGE, KEYS)], [group(0, [(0, 0, PAGE, 1)])])
@@ -276,6 +275,7 @@ def verified_load(scene: Scene) -> Iterator[None]:
     run(peer, "load", 1, registration, keys, np.arange(KEYS))
 
 
+@asks("load", "16,384 keys in 256 groups, verified")
 def verified_load_in_256_groups(scene: Scene) -> Iterator[None]:
     peer, registration, packed = held_in_groups(scene)
     peer.ok("drain", deadline_s=REPLY_S)

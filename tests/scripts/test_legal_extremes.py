@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from kvoffloadd.protocol.messages import REQUESTS
+from scripts.extremes.__main__ import ALL, median
 from tests.scripts.running import run_script
-
-pytestmark = pytest.mark.slow
 
 CASES = (
     "lookup_of_held_keys",
@@ -15,9 +17,25 @@ CASES = (
     "drains_of_a_thousand_jobs",
 )
 TURN_CPU_MAX_S = 0.1
-"""Five times the bound: planning all descriptors of one of these jobs in one turn takes ten times as long as this."""
+"""Ten times the bound: planning all descriptors of one of these jobs in one turn takes ten times as long as this."""
 
 
+def test_every_request_has_a_case() -> None:
+    """But those that need a GPU."""
+    asked = {tag for case in ALL for tag in re.split(", ", case.requests)}
+    assert set(REQUESTS) - asked == {"attach_ipc", "attach_vmm"}
+    assert len({case.name for case in ALL}) == len(ALL)
+
+
+def test_the_median_of_the_runs_is_told_and_what_took_longest_in_it() -> None:
+    turns = {3.0: "third", 1.0: "first", 2.0: "second"}
+    runs = [{"turn_s": turn, "part": part, "wait_s": 10 - turn, "took_s": turn} for turn, part in turns.items()]
+    assert median(ALL[0], runs) == {
+        "requests": ALL[0].requests, "size": ALL[0].size, "turn_s": 2.0, "part": "second", "wait_s": 8.0, "took_s": 2.0
+    }  # fmt: skip
+
+
+@pytest.mark.slow
 def test_jobs_keep_the_loop_turning() -> None:
     chosen = [word for case in CASES for word in ("--case", case)]
     done = run_script("legal_extremes", "--keys", "16384", *chosen)
@@ -25,9 +43,12 @@ def test_jobs_keep_the_loop_turning() -> None:
     assert set(done.figures["cases"]) == set(CASES)
     assert {bound["what"].partition(",")[0] for bound in done.figures["bounds"]} == set(CASES)
     for name, case in done.figures["cases"].items():
-        assert 0 < case["turn_s"] < TURN_CPU_MAX_S, name
+        assert 0 < case["part_s"] <= case["turn_s"] < TURN_CPU_MAX_S, name
+        assert case["part"], "what took longest"
 
 
+@pytest.mark.slow
 def test_wrong_options_are_refused() -> None:
     assert run_script("legal_extremes", "--keys", "5").status == 2
     assert run_script("legal_extremes", "--case", "none").status == 2
+    assert run_script("legal_extremes", "--runs", "0").status == 2

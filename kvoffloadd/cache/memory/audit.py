@@ -115,6 +115,7 @@ def _check_spaces(cache: Cache) -> list[str]:
         for keyspace in current
         if keyspace.retired or not entries.keyspaces.has(keyspace)
     ]
+    findings += cache.namespaces.check()
     if rows.sum() != rows[list(entries.keyspaces)].sum():
         findings.append("rows: some are of spaces that there are not")
     queued = sum(len(queue.policy) for queue in cache.eviction.queues.values())

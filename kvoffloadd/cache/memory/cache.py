@@ -26,6 +26,7 @@ from kvoffloadd.cache.memory.keytable import SCAN_ROWS, KeyTable, RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.namespaces import Namespaces
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.savedstate import pack_state
 from kvoffloadd.cache.memory.scarcity import Scarcity
@@ -90,7 +91,7 @@ class Cache:
         self.confirmed = Confirmed()
         self.doubt_of: Callable[[bytes], Doubt] = lambda fingerprint: Doubt.NONE
         self.local: LocalTier | None = None
-        self.namespaces: dict[bytes, Namespace] = {}
+        self.namespaces = Namespaces(self.entries)
         self.unfinished: set[Unfinished] = set()
         self._warned_of_names = False
         self._state_changed = False
@@ -118,35 +119,21 @@ class Cache:
 
     def open_namespace(self, fingerprint: bytes, uid: int, label: str, key_bytes: int) -> Namespace:
         """The namespace of this fingerprint, made if it is new. Pair with `close_namespace`."""
-        self._reap_namespaces()
         namespace = self.namespaces.get(fingerprint)
         if namespace is None:
             namespace = self.namespaces[fingerprint] = Namespace(
                 fingerprint, uid, label, key_bytes, self.epochs.of(fingerprint), self.doubt_of(fingerprint)
             )
-        namespace.sessions += 1
+        self.namespaces.enter(namespace)
         return namespace
 
     def close_namespace(self, namespace: Namespace) -> None:
         """A session has left. A namespace without sessions is forgotten once it has no keys."""
-        namespace.sessions -= 1
-        self._reap_namespaces()
-
-    def _reap_namespaces(self) -> None:
-        for namespace in [n for n in self.namespaces.values() if n.sessions == 0]:
-            if not any(keyspace.rows for keyspace in namespace.keyspaces.values()):
-                for keyspace in namespace.keyspaces.values():
-                    self.entries.keyspaces.retire(keyspace)
-                    for lower in self.lower:
-                        lower.close_keyspace(keyspace)
-                namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
-                del self.namespaces[namespace.fingerprint]
+        self.namespaces.leave(namespace)
 
     def check_groups(self, namespace: Namespace, groups: AbstractSet[int]) -> None:
         """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
-        if more := len(groups - namespace.keyspaces.keys()):
-            self._reap_namespaces()
-            self.entries.keyspaces.check_room(namespace.uid, more)
+        self.namespaces.check_groups(namespace, groups)
 
     def declare(self, namespace: Namespace, schema: GroupSchema, number: int | None = None) -> Keyspace:
         """The keyspace of a group, made if the group is new; `number`: the id of one that is adopted. Raises

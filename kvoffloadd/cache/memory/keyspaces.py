@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from kvoffloadd.cache.memory.emptied import Emptied
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import GroupSchema, I64Array, U16Array
@@ -35,6 +36,7 @@ class Keyspaces(dict[int, Keyspace]):
         self.pages: I64Array = np.zeros(NUMBERS, np.int64)  # of all slots of a key, as far as they are known
         self.uids: I64Array = np.full(NUMBERS, NOBODY, np.int64)  # of its user
         self.by_uid: Counter[int] = Counter()
+        self.emptied = Emptied()
         self._numbers: dict[int | None, I64Array] = {}
         self._referred: WeakValueDictionary[int, Keyspace] = WeakValueDictionary()
         self._next = 0
@@ -42,6 +44,10 @@ class Keyspaces(dict[int, Keyspace]):
     def has(self, keyspace: Keyspace) -> bool:
         """Whether it is on the table."""
         return self.get(keyspace.id) is keyspace
+
+    def has_room(self, uid: int, count: int) -> bool:
+        """Whether a user may have so many more."""
+        return self.by_uid[uid] + count <= self.groups_max
 
     def check_room(self, uid: int, count: int, *, cleared: bool = False) -> None:
         """Raises LimitError if a user may not have so many more. `cleared`: they replace others, which may be held a
@@ -105,7 +111,9 @@ class Keyspaces(dict[int, Keyspace]):
         self.let_go(keyspace)
 
     def let_go(self, keyspace: Keyspace) -> None:
-        """Take it off the table if it is retired and has no rows any more."""
+        """Rows of it have gone, or it was retired: take it off the table if it is retired and has no rows any more."""
+        if keyspace.retired or not keyspace.rows:
+            self.emptied.add(keyspace.namespace)
         if keyspace.retired and not keyspace.rows and self.has(keyspace):
             del self[keyspace.id]
             self.uids[keyspace.id] = NOBODY

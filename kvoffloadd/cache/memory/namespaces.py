@@ -1,0 +1,68 @@
+"""The namespaces that are open or have keys, by fingerprint. Event loop only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+
+from kvoffloadd.cache.memory.keytable import KeyTable
+from kvoffloadd.cache.memory.namespace import Namespace
+
+LOOKED_AT = 16
+"""Namespaces that a session which comes or goes looks at: more than one can add."""
+
+
+class Namespaces(dict[bytes, Namespace]):
+    """One without sessions is forgotten some time after it has no keys any more. Those that may be in this state are
+    known (see `Emptied`), and some of them are looked at whenever a session comes or goes.
+    """
+
+    def __init__(self, entries: KeyTable) -> None:
+        super().__init__()
+        self._entries = entries
+        self._emptied = entries.keyspaces.emptied
+
+    def enter(self, namespace: Namespace) -> None:
+        """A session has come. Pair with `leave`."""
+        namespace.sessions += 1
+        self._forget_unused(itertools.islice(self._emptied.take_any(), LOOKED_AT))
+
+    def leave(self, namespace: Namespace) -> None:
+        """A session has left."""
+        namespace.sessions -= 1
+        if not namespace.sessions:
+            self._emptied.add(namespace)
+        self._forget_unused(itertools.islice(self._emptied.take_any(), LOOKED_AT))
+
+    def check_groups(self, namespace: Namespace, groups: AbstractSet[int]) -> None:
+        """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
+        more = len(groups - namespace.keyspaces.keys())
+        keyspaces = self._entries.keyspaces
+        if more and not keyspaces.has_room(namespace.uid, more):
+            self._forget_unused(self._emptied.take(namespace.uid))
+        if more:
+            keyspaces.check_room(namespace.uid, more)
+
+    def is_unused(self, namespace: Namespace) -> bool:
+        """Nobody is there, it has no keys, and it was not forgotten yet."""
+        has_keys = any(keyspace.rows for keyspace in namespace.keyspaces.values())
+        return not namespace.sessions and not has_keys and self.get(namespace.fingerprint) is namespace
+
+    def check(self) -> list[str]:
+        """What is wrong: some would never be forgotten."""
+        lost = [namespace for namespace in self.values() if self.is_unused(namespace)]
+        return [f"namespace {one.name}: unused, and would stay" for one in lost if one not in self._emptied]
+
+    def _forget_unused(self, namespaces: Iterable[Namespace]) -> None:
+        for namespace in namespaces:
+            if self.is_unused(namespace):
+                self._forget(namespace)
+
+    def _forget(self, namespace: Namespace) -> None:
+        del self[namespace.fingerprint]
+        for keyspace in namespace.keyspaces.values():
+            self._entries.keyspaces.retire(keyspace)
+            for lower in self._entries.lower:
+                lower.close_keyspace(keyspace)
+        namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector
