@@ -97,8 +97,8 @@ def pins_of_everything(enemy: Enemy) -> None:
     packed = enemy.keys(2048)
     enemy.run(peer, "store", enemy.job(packed, registration, blocks=512))
     with suppress(RefusedError):
-        while True:
-            enemy.must(peer, "pin", groups=named(packed))
+        while enemy.must(peer, "pin", groups=named(packed))["lease"]:  # none: others have taken the room of all keys
+            pass
     while enemy.goes_on:
         enemy.ask(peer, "prefetch", groups=named(packed))
         if enemy.ask(peer, "pin", groups=named(packed[: 32 * enemy.rng.randrange(1, 64)]))["type"] == "error":

@@ -249,7 +249,7 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
 
 
 def _settings(folder: Path, port: int) -> dict[str, str]:
-    """Small caps are reached soon. A disk and a store are there, so that pins and prefetches have something to do."""
+    """Small caps are reached soon. A disk and a store are there, which pins and prefetches ask."""
     return {
         "memory.slab_bytes": "1MiB",
         "server.allowed_uids": str([BYSTANDER_UID, *ATTACKER_UIDS]),
@@ -260,7 +260,7 @@ def _settings(folder: Path, port: int) -> dict[str, str]:
         "limits.fds": "2048",
         "remote.engine": "memory",
         "remote.directory": str(folder / "store"),
-        "remote.push": "seal",
+        "remote.push": "never",
         **disk_settings(folder / "disk", DISK_BYTES),
     }
 
