@@ -27,6 +27,7 @@ MODULES = {
     "fuzz_daemon": "fuzz.__main__",
     "gpu_bundle": "gpu.bundle",
     "gpu_check": "gpu.__main__",
+    "hostile": "fuzz.hostile",
     "kernels": "kernels.__main__",
     "legal_extremes": "extremes.__main__",
     "metric_tables": "metric_tables",

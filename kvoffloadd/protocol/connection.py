@@ -35,6 +35,7 @@ CONTAINERS_MAX = 16_384
 ITEMS_MAX = 131_072
 ARRAY_ITEMS_MAX = 16_384
 MAP_ITEMS_MAX = 256
+"""Of what a client sends. A report of the daemon's has maps by what clients have named."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _convert = msgspec.convert
@@ -56,7 +57,7 @@ def encode(message: Message) -> bytes:
     return PREFIX.pack(len(body)) + body
 
 
-def unpack(body: bytes | memoryview) -> dict[str, Any]:
+def unpack(body: bytes | memoryview, map_items_max: int = MAP_ITEMS_MAX) -> dict[str, Any]:
     """The map in a frame's body. Raises FramingError."""
     seen = held = 0
 
@@ -80,7 +81,7 @@ def unpack(body: bytes | memoryview) -> dict[str, Any]:
             raw=False,
             strict_map_key=True,
             max_array_len=ARRAY_ITEMS_MAX,
-            max_map_len=MAP_ITEMS_MAX,
+            max_map_len=map_items_max,
             object_pairs_hook=to_dict,
             list_hook=count,
             ext_hook=_refuse_extension,
@@ -129,6 +130,7 @@ class Connection:
         self.pending = bytearray()  # what has come and is in no message yet; to be read only
         self._daemon = daemon
         self._known: dict[str, type[Message]] = FROM_CLIENT if daemon else FROM_DAEMON
+        self._map_items_max = MAP_ITEMS_MAX if daemon else ARRAY_ITEMS_MAX
         self._fds: deque[int] = deque()
 
     def receive_data(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
@@ -158,7 +160,7 @@ class Connection:
         if len(self.pending) < end:
             return None
         with memoryview(self.pending) as view, view[PREFIX.size : end] as body:
-            fields = unpack(body)
+            fields = unpack(body, self._map_items_max)
         del self.pending[:end]
         fds = self._claim(fields.get("fds", 0))
         try:

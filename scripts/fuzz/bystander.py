@@ -1,23 +1,26 @@
 """An honest worker beside dishonest ones, which must not notice them; and a watch over what they cost the daemon.
 
-As a program (`-m scripts.fuzz.bystander SOCKET SEED EXPEDITED`) it says when it works, goes on until its standard
-input ends, and then says as JSON what it went through: in a process of its own, since its round trips must not wait
-for our threads.
+As a program (`-m scripts.fuzz.bystander SOCKET SEED EXPEDITED UID SAMPLES`) it says when it works, goes on until its
+standard input ends, and then says as JSON what it went through: in a process of its own, since its round trips must not
+wait for our threads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, Registration, SharedTensor
 from kvoffloadd.errors import KvOffloadError
@@ -35,6 +38,8 @@ PING_EVERY_S = 0.005
 FAILURES_KEPT = 20
 READY = b"ready\n"
 
+F64Array = npt.NDArray[np.float64]
+
 
 @dataclass(slots=True)
 class Experience:
@@ -50,19 +55,58 @@ class Experience:
     ping_p50_s: float | None = None
     ping_p99_s: float | None = None
     ping_max_s: float | None = None
+    cycle_p50_s: float | None = None
+    cycle_p99_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All round trips. `pings`: (n, 2) of when each began, by the monotonic clock, and how long it took; `cycles`:
+    (n, 3) the same of a store and a load, and the share of its keys that hit.
+    """
+
+    pings: F64Array
+    cycles: F64Array
+
+    @staticmethod
+    def read(path: Path) -> Samples:
+        """None, where the bystander has written none."""
+        try:
+            with np.load(path) as found:
+                return Samples(found["pings"], found["cycles"])
+        except OSError:
+            return Samples(np.empty((0, 2)), np.empty((0, 3)))
+
+    def during(self, spans: Sequence[tuple[float, float]]) -> Samples:
+        """Those that began in one of these spans of time."""
+        return Samples(_during(self.pings, spans), _during(self.cycles, spans))
+
+
+def _during(samples: F64Array, spans: Sequence[tuple[float, float]]) -> F64Array:
+    within = np.zeros(len(samples), bool)
+    for begin, end in spans:
+        within |= (samples[:, 0] >= begin) & (samples[:, 0] < end)
+    return samples[within]
 
 
 class Bystander:
-    """The program, as long as the context lasts; then `experience` is what it said. `expedited`: its loads go before
-    others'.
+    """The program, as long as the context lasts; then `experience` is what it said, and `samples` all that it measured.
+    `expedited`: its loads go before others'. `uid`: as whom it connects (by default as ourselves).
     """
 
-    def __init__(self, socket_path: Path, seed: int, log: Path, *, expedited: bool = False) -> None:
-        command = module("scripts.fuzz.bystander", str(socket_path), str(seed), str(int(expedited)))
-        self._child = spawn(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(
+        self, socket_path: Path, seed: int, log: Path, *, expedited: bool = False, uid: int | None = None
+    ) -> None:
+        self._samples_path = log.with_suffix(".npz")
+        user = os.getuid() if uid is None else uid
+        words = (str(socket_path), str(seed), str(int(expedited)), str(user), str(self._samples_path))
+        self._child = spawn(
+            module("scripts.fuzz.bystander", *words), log, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self._first_line = b""
         self._log = log
         self.experience = Experience()
+        self.samples = Samples.read(self._samples_path)
 
     def __enter__(self) -> Self:
         if self._child.stdout is not None:
@@ -74,6 +118,7 @@ class Bystander:
         try:
             said += self._child.communicate(timeout=2 * WAIT_S)[0]
             self.experience = Experience(**json.loads(said))
+            self.samples = Samples.read(self._samples_path)
         except (subprocess.TimeoutExpired, ValueError, TypeError):
             self._child.kill()
             self._child.wait()
@@ -83,14 +128,16 @@ class Bystander:
 class Worker:
     """Stores and loads until it is stopped, and pings in a thread of its own; compares every byte.
 
-    Ownership: `pings_s` is the pinger's, all else the caller's, until the pinger has ended.
+    Ownership: `pings` is the pinger's, all else the caller's, until the pinger has ended.
     """
 
-    def __init__(self, socket_path: Path, seed: int, *, expedited: bool) -> None:
+    def __init__(self, socket_path: Path, seed: int, *, expedited: bool, uid: int) -> None:
         self.experience = Experience()
-        self.pings_s: list[float] = []
+        self.pings: list[tuple[float, float]] = []
+        self.cycles: list[tuple[float, float, float]] = []
         self._expedited = expedited
         self._path = socket_path
+        self._uid = uid
         self._rng = np.random.default_rng([seed, 1])
         self._tensor = SharedTensor.allocate(2 * KEYS_PER_STEP, PAGE_BYTES, name=MEMORY_NAME)
         self._ended = threading.Event()
@@ -100,34 +147,57 @@ class Worker:
         self._ended.set()
 
     def run(self) -> Experience:
-        pinger = threading.Thread(target=self._ping, daemon=True)
-        pinger.start()
         try:
-            with Client(self._path, namespace=NamespaceSpec(model="bystander"), deadline_s=WAIT_S) as client:
-                group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])
-                registration = client.register(KvCache([self._tensor], [group]))
-                kept: list[U8Array] = []
-                self._step(client, registration, kept)
-                print(READY.decode(), end="", flush=True)
-                while not self._ended.is_set():
-                    self._step(client, registration, kept)
+            with self._connected() as client, self._connected(role="observer") as observer:
+                pinger = threading.Thread(target=self._ping, args=(observer,), daemon=True)
+                pinger.start()
+                try:
+                    self._work(client)
+                finally:
+                    self._ended.set()
+                    pinger.join()
         except (KvOffloadError, OSError) as error:
             self._fail(f"{type(error).__name__}: {error}")
-        self._ended.set()
-        pinger.join()
         seen = self.experience
-        seen.pings = len(self.pings_s)
-        if self.pings_s:
-            seen.ping_p50_s, seen.ping_p99_s, seen.ping_max_s = np.percentile(self.pings_s, (50, 99, 100)).tolist()
+        seen.pings = len(self.pings)
+        if self.pings:
+            took = np.array(self.pings)[:, 1]
+            seen.ping_p50_s, seen.ping_p99_s, seen.ping_max_s = np.percentile(took, (50, 99, 100)).tolist()
+        if self.cycles:
+            seen.cycle_p50_s, seen.cycle_p99_s = np.percentile(np.array(self.cycles)[:, 1], (50, 99)).tolist()
         return seen
 
-    def _ping(self) -> None:
+    def _connected(self, role: Literal["worker", "observer"] = "worker") -> Client:
+        """As our user: the kernel notes who connects."""
+        client = Client(self._path, namespace=NamespaceSpec(model="bystander"), role=role, deadline_s=WAIT_S)
+        os.seteuid(self._uid)
         try:
-            with Client(self._path, namespace=None, role="observer", deadline_s=WAIT_S) as client:
-                while not self._ended.wait(PING_EVERY_S):
-                    begun = time.perf_counter()
-                    client.ping()
-                    self.pings_s.append(time.perf_counter() - begun)
+            client.connect()
+        finally:
+            os.seteuid(os.getuid())
+        return client
+
+    def _work(self, client: Client) -> None:
+        group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])
+        registration = client.register(KvCache([self._tensor], [group]))
+        kept: list[U8Array] = []
+        self._step(client, registration, kept)
+        print(READY.decode(), end="", flush=True)
+        while not self._ended.is_set():
+            begun, hits = time.monotonic(), self._hits
+            self._step(client, registration, kept)
+            self.cycles.append((begun, time.monotonic() - begun, (self._hits - hits) / KEYS_PER_STEP))
+
+    @property
+    def _hits(self) -> int:
+        return self.experience.loads * KEYS_PER_STEP - self.experience.missed_keys
+
+    def _ping(self, client: Client) -> None:
+        try:
+            while not self._ended.wait(PING_EVERY_S):
+                begun = time.monotonic()
+                client.ping()
+                self.pings.append((begun, time.monotonic() - begun))
         except (KvOffloadError, OSError) as error:
             self._fail(f"a ping: {type(error).__name__}: {error}")
 
@@ -144,12 +214,14 @@ class Worker:
         self._load(client, registration, kept[int(self._rng.integers(len(kept)))])
 
     def _load(self, client: Client, registration: Registration, keys: U8Array) -> None:
-        lease = client.pin({0: keys}).lease
+        pinned = client.pin({0: keys})
+        lease = (client.wait_ready(pinned, WAIT_S) if pinned.promoting else pinned).lease
         blocks = KEYS_PER_STEP + np.arange(KEYS_PER_STEP)
         self._tensor.array[blocks] = 0
         job = client.load(registration, {0: (keys, blocks)}, lease=lease, expedited=self._expedited)
         loaded = client.wait(job, WAIT_S)
-        client.release(lease)
+        if lease:
+            client.release(lease)
         self.experience.loads += 1
         if loaded.outcome not in (Outcome.DONE, Outcome.PARTIAL):
             self._fail(f"a load ended {loaded.outcome}: {loaded.reason}")
@@ -168,15 +240,17 @@ class Worker:
 
 
 def main() -> None:
-    path, seed, expedited = sys.argv[1:]
-    worker = Worker(Path(path), int(seed), expedited=bool(int(expedited)))
+    path, seed, expedited, uid, samples = sys.argv[1:]
+    worker = Worker(Path(path), int(seed), expedited=bool(int(expedited)), uid=int(uid))
 
     def stop_at_the_end_of_input() -> None:
         sys.stdin.buffer.read()
         worker.stop()
 
     threading.Thread(target=stop_at_the_end_of_input, daemon=True).start()
-    print(json.dumps(asdict(worker.run())), flush=True)
+    experience = worker.run()
+    np.savez(samples, pings=np.array(worker.pings).reshape(-1, 2), cycles=np.array(worker.cycles).reshape(-1, 3))
+    print(json.dumps(asdict(experience)), flush=True)
 
 
 def content(key: U8Array) -> U8Array:

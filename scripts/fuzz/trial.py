@@ -39,18 +39,21 @@ class Trial:
         self.bad_log_lines = bad_entries(self.daemon.log_path)
 
     @contextmanager
-    def beside_bystander(self, memory_name: str, *, expedited: bool = False) -> Iterator[None]:
-        """What is done within must cost no more than it may; the memory of whoever does it has this name."""
+    def beside_bystander(self, memory_name: str, *, expedited: bool = False, uid: int | None = None) -> Iterator[None]:
+        """What is done within must cost no more than it may; the memory of whoever does it has this name. `uid`: as
+        whom the bystander connects.
+        """
         daemon = self.daemon
         before = held(daemon.observer, daemon.pid, "")
-        with Bystander(daemon.socket, self.seed, self._log, expedited=expedited) as bystander, Cost(daemon.pid) as cost:
+        bystander = Bystander(daemon.socket, self.seed, self._log, expedited=expedited, uid=uid)
+        with bystander, Cost(daemon.pid) as cost:
             yield
         daemon.leave_guests()
         for name in (MEMORY_NAME, memory_name):
             self.leaks += leaks(daemon.observer, daemon.pid, name, before)
         cost.sample()
         self.findings += daemon.verify(payloads=True)
-        self.experience, self.cost = bystander.experience, cost
+        self.experience, self.samples, self.cost = bystander.experience, bystander.samples, cost
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class TrialReport:
             "ping_p50_s": seen.ping_p50_s,
             "ping_p99_s": seen.ping_p99_s,
             "ping_max_s": seen.ping_max_s,
+            "cycle_p50_s": seen.cycle_p50_s,
+            "cycle_p99_s": seen.cycle_p99_s,
             "findings": trial.findings,
             "leaks": len(trial.leaks),
             "leaked": trial.leaks,
@@ -121,6 +126,7 @@ class TrialReport:
             ("wrong bytes", f"{seen.wrong_bytes:,}", ""),
             ("ping p50, p99", format_ms(seen.ping_p50_s), format_ms(seen.ping_p99_s)),
             ("ping, slowest", format_ms(seen.ping_max_s), f"of {seen.pings:,}"),
+            ("store and load p50, p99", format_ms(seen.cycle_p50_s), format_ms(seen.cycle_p99_s)),
         ]
         verdict = (
             "verdict",

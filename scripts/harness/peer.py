@@ -19,6 +19,8 @@ NAMESPACE = {"model": "raw"}
 ANSWER_S = 10.0
 READ_BYTES = 1 << 16
 FDS_MAX = 64
+PUSHES = frozenset({"completed", "ready", "events", "gap"})
+"""What answers no request directly, though a `ready` has the `seq` of one."""
 
 Fields = dict[str, Any]
 
@@ -117,7 +119,7 @@ class RawPeer:
 
     def reply(self) -> Fields | None:
         """The next message that is no push; None: the daemon has closed the connection."""
-        while (message := self.receive()) is not None and "seq" not in message:
+        while (message := self.receive()) is not None and message["type"] in PUSHES:
             self.pushes.append(message)
         return message
 
@@ -127,10 +129,10 @@ class RawPeer:
             message = self.receive()
             if message is None:
                 raise AssertionError(f"the daemon closed the connection before it answered request {seq}")
-            if "seq" in message:
-                self._early[message["seq"]] = message
-            else:
+            if message["type"] in PUSHES:
                 self.pushes.append(message)
+            else:
+                self._early[message["seq"]] = message
         return self._early.pop(seq)
 
     def ask(self, tag: str, /, *, rights: Sequence[int] = (), **fields: Any) -> Fields:
@@ -156,7 +158,7 @@ class RawPeer:
                     self.pushes.remove(push)
                     return push
             message = self.receive()
-            if message is None or "seq" in message:
+            if message is None or message["type"] not in PUSHES:
                 raise AssertionError(f"not the end of job {job}, but {message}")
             self.pushes.append(message)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgpack
 import pytest
 
 from kvoffloadd.errors import FramingError, InternalError, MessageError, PeerError
@@ -101,6 +102,20 @@ def test_an_answer_that_is_too_big_is_the_daemons_fault() -> None:
     assert told.value.fault == "daemon"
     assert not told.value.ends_session
     daemon.send(m.Report(seq=1, status={}))
+
+
+def test_a_report_has_larger_maps_than_a_request() -> None:
+    """By what clients have named: those of many sessions are more than one client may send."""
+    many = {f"{number:032x}": "" for number in range(3000)}
+    client = in_state(ProtocolState.READY, daemon=False)
+    report = m.Report(seq=1, status={"remote": {"eras": many}})
+    client.receive_data(in_state(ProtocolState.READY, daemon=True).send(report))
+    assert client.next_message() == (report, [])
+    daemon = in_state(ProtocolState.READY, daemon=True)
+    body = msgpack.packb({"type": "ping", "seq": 1, "more": many})
+    daemon.receive_data(PREFIX.pack(len(body)) + body)
+    with pytest.raises(FramingError, match="max_map_len"):
+        daemon.next_message()
 
 
 def test_a_refused_bye_does_not_leave() -> None:

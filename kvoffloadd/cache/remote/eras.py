@@ -43,6 +43,7 @@ was removed.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 import traceback
@@ -93,6 +94,9 @@ DOUBT_S_MIN: Final = 15.0
 
 AWAY_ROUNDS: Final = 1
 """After more rounds without any answer the store is known to be away."""
+
+SHOWN_MAX: Final = 1000
+"""`status` tells the eras of so many namespaces, since its frame is bounded."""
 
 NAMED_MAX: Final = 64
 """Namespaces in one list of `status`."""
@@ -460,7 +464,7 @@ class Eras:
         return {
             "eras": {
                 namespaces[name].name: f"{known.era.generation:08x}.{known.era.id.hex()}" if known.era else ""
-                for name, known in self._known.items()
+                for name, known in itertools.islice(self._known.items(), SHOWN_MAX)
                 if name in namespaces
             },
             "eras_made": self._agreement.made,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -44,12 +45,15 @@ _NAMES = re.compile(rb"kvo1/[0-9A-Za-z/.]*")
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process that has begun, and the daemon's ends: non-blocking socket, pipe of what it prints, pidfd."""
+    """A process that has begun, and the daemon's ends: non-blocking socket, pipe of what it prints, pidfd, and the pipe
+    whose end is the process's end.
+    """
 
     child: subprocess.Popen[bytes]
     sock: socket.socket
     output_fd: int
     pidfd: int
+    life_fd: int
 
 
 def printable(text: str) -> str:
@@ -79,29 +83,44 @@ def spawn_agent(command: Sequence[str], environment: Mapping[str, str]) -> Spawn
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     output, printed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    watched, life = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(printed, True)
+    pidfd = -1
     try:
         child = subprocess.Popen(
-            command, stdin=theirs.fileno(), stdout=printed, stderr=printed, env=environment, close_fds=True,
+            command, stdin=theirs.fileno(), stdout=printed, stderr=printed, env=environment, pass_fds=[watched],
             start_new_session=True,
         )  # fmt: skip
+        try:
+            pidfd = os.pidfd_open(child.pid)  # nobody but us reaps it: the number is its own
+            _kill_when_closed(watched, child.pid)
+        except BaseException:
+            child.kill()
+            raise
     except BaseException:
         ours.close()
-        os.close(output)
+        for fd in (output, life, pidfd):
+            if fd >= 0:
+                os.close(fd)
         raise
     finally:
         theirs.close()
-        os.close(printed)
-    try:
-        pidfd = os.pidfd_open(child.pid)  # nobody but us reaps it: the number is its own
-    except BaseException:
-        child.kill()
-        ours.close()
-        os.close(output)
-        raise
+        for fd in (printed, watched):
+            os.close(fd)
     pass_descriptors(ours, allowed=False)  # closing what it could send might block
     ours.setblocking(False)
-    return Spawned(child, ours, output, pidfd)
+    return Spawned(child, ours, output, pidfd, life)
+
+
+def _kill_when_closed(watched: int, pid: int) -> None:
+    """Have the kernel kill this process when the other end of the pipe is closed, as it is when the daemon ends.
+
+    The process asks for the same by itself (PR_SET_PDEATHSIG), but only once its interpreter runs: one that was stopped
+    before that would stay for ever.
+    """
+    fcntl.fcntl(watched, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(watched, fcntl.F_SETSIG, int(signal.SIGKILL))
+    fcntl.fcntl(watched, fcntl.F_SETFL, fcntl.fcntl(watched, fcntl.F_GETFL) | fcntl.FASYNC)
 
 
 class AgentProcess:
@@ -235,6 +254,7 @@ class AgentProcess:
         spawned.sock.close()
         os.close(spawned.output_fd)
         os.close(spawned.pidfd)
+        os.close(spawned.life_fd)
         self._on_end(f"{self._why} ({status})" if self._why else status)
 
 

@@ -14,6 +14,7 @@ from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.remote import agreement, eras
 from kvoffloadd.cache.remote.era import COUNT_MAX, Era, decode_era, encode_era, new_era
+from kvoffloadd.cache.remote.eras import SHOWN_MAX
 from kvoffloadd.cache.remote.namespaceera import RENEW_S
 from kvoffloadd.errors import NotDurableError, RemoteStoreError
 from kvoffloadd.model import EPOCH_MAX
@@ -516,4 +517,19 @@ async def test_successors_of_eras_that_are_long_over_are_removed(seed: int) -> N
         await settled(lambda: agree(lab.hosts), "the other host hears of it")
     after = f"{successor_name(NAME, 0, b'').partition('after')[0]}after/"
     assert sum(name.startswith(after) for name in lab.objects.values) <= 2 * agreement.LINKS_KEPT
+    await lab.stop()
+
+
+async def test_a_report_names_so_many_namespaces_at_most(seed: int) -> None:
+    """Its frame is bounded."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    names = [number.to_bytes(16) for number in range(SHOWN_MAX + 100)]
+    for name in names:
+        host.open(name)
+    host.run()
+    await settled(lambda: all(host.eras.of(name) is not None for name in names), "all are known")
+    eras = host.eras.figures()["eras"]
+    assert isinstance(eras, dict)
+    assert len(eras) == SHOWN_MAX
     await lab.stop()

@@ -150,15 +150,17 @@ async def test_calls_that_wait_when_it_dies_are_not_asked(open_host: Open, engin
 
 
 async def test_it_is_started_again_and_again(open_host: Open, engine: Engine) -> None:
-    """And later each time; also when it is idle."""
+    """And later each time; also when it is idle. Nothing of those before is kept."""
     host = await open_host()
     pids = set()
+    descriptors = list_proc(os.getpid(), "fd")
     for number in range(1, 5):
         assert host.store.starts == number
         pids.add(host.pid)
         os.kill(host.pid, signal.SIGKILL)
         await until(lambda number=number: host.store.starts == number + 1)  # type: ignore[misc]
     assert len(pids) == 4
+    assert len(list_proc(os.getpid(), "fd")) == len(descriptors)
     assert host.store.figures()["agent"]["ends"] == 4
     assert host.store._agent._backoff_s == pytest.approx(0.05 * 2**4)
 
@@ -340,6 +342,33 @@ def test_it_dies_with_the_daemon_and_the_next_daemon_waits_for_that(tmp_path: Pa
     finally:
         child.kill()
         child.communicate()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_it_dies_with_the_daemon_before_it_can_ask_for_that(stopped: bool) -> None:
+    """However early it was stopped: this one never asks."""
+    code = """
+import os, sys
+from kvoffloadd.storage.remote.agentprocess import spawn_agent
+made = spawn_agent(["sleep", "3600"], dict(os.environ))
+print(made.child.pid, flush=True)
+sys.stdin.read()
+"""
+    daemon = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
+    assert daemon.stdout is not None
+    pid = int(daemon.stdout.readline())
+    pidfd = os.pidfd_open(pid)
+    try:
+        if stopped:
+            os.kill(pid, signal.SIGSTOP)
+        daemon.kill()
+        daemon.communicate()
+        assert await_death(pidfd)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_an_agent_that_outlived_its_daemon_is_ended_before_its_memory_is_used(tmp_path: Path) -> None:
