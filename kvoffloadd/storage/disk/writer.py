@@ -98,8 +98,7 @@ class Writer:
             return 0
         pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
         ends = segment.next_page + np.cumsum(pages)
-        room = segment.size_bytes // PAGE_BYTES
-        room -= footer_pages(segment.num_entries + len(pages), len(segment.keyspaces) + 1)
+        room = segment.room_end(len(pages), 1)
         if ends[0] > room:
             self._pool.advance()
             self._seal_later(segment)
