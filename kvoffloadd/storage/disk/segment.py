@@ -263,26 +263,20 @@ def try_segment(files: Files, segments_fd: int, name: str, *, direct: bool) -> N
     Raises:
         OSError: it can't.
     """
-    fd = files.open(segments_fd, name, create=False, direct=direct, write=True)
-    try:
+    with files.open_to_write(segments_fd, name, direct=direct) as fd:
         size = files.size_bytes(fd) // PAGE_BYTES * PAGE_BYTES
         for start, length in ((0, HEADER_PAGES * PAGE_BYTES + trial_bytes(size)), (size - PAGE_BYTES, PAGE_BYTES)):
             pages = aligned_pages(length // PAGE_BYTES)
             if start >= 0 and files.read(fd, start, [pages]) == length:
                 files.write(fd, start, [pages])
         files.sync(fd)
-    finally:
-        files.close(fd)
 
 
 def try_pages(files: Files, segments_fd: int, name: str, start: int, stop: int, *, direct: bool) -> None:
     """Write zeros to pages of a segment that hold nothing, durably. Raises OSError if that can't be done."""
-    fd = files.open(segments_fd, name, create=False, direct=direct, write=True)
-    try:
+    with files.open_to_write(segments_fd, name, direct=direct) as fd:
         files.write(fd, start * PAGE_BYTES, [_zeros((stop - start) * PAGE_BYTES)])
         files.sync(fd)
-    finally:
-        files.close(fd)
 
 
 def seal_segment(

@@ -231,8 +231,5 @@ def _seal_and_close(files: Files, segment: Segment, entries: Records | None, key
 
 def _seal_file(directory: RootDirectory, segment: Segment, found: Recovered) -> None:
     files = directory.files
-    fd = files.open(directory.segments_fd, segment.name, create=False, direct=directory.is_direct, write=True)
-    try:
+    with files.open_to_write(directory.segments_fd, segment.name, direct=directory.is_direct) as fd:
         seal_segment(files, fd, segment.header, found.entries, found.keyspaces)
-    finally:
-        files.close(fd)
