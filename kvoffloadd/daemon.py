@@ -30,7 +30,7 @@ from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.config import Config
+from kvoffloadd.config import Config, remarks
 from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -340,6 +340,8 @@ class Daemon:
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
         host = HostDevice(loop, config.copy.threads, config.copy.chunk_bytes, holes=_holes(config.copy.fill_holes))
         device: HostMemory = host
+        for remark in remarks(config):
+            log.info("%s", remark)
         if self._faults:
             log.warning("faults are injected: %s", self._faults)
             device = FaultyDevice(host, **self._faults)

@@ -220,9 +220,11 @@ def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> It
 
 
 def _make_its_own(folder: Path, host: Host) -> str:
-    """The remedy for a directory that others may enter. One that holds other things, such as /, is not to be closed to
-    them.
+    """The remedy for a link, or for a directory that others may enter. One that holds other things, such as /, is not
+    to be closed to them.
     """
+    if folder.is_symlink():
+        return f'set path = "{os.path.realpath(folder)}" in disk.roots'
     try:
         is_ours = set(os.listdir(folder)) <= _OURS
     except OSError:
