@@ -272,7 +272,7 @@ class Daemon:
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
         beside = [
-            context.spawn(self._watch(context)),
+            context.spawn(self._watch(context, socket_lane)),
             context.spawn(log_held_back_forever()),
             context.spawn(keep_socket(self._place, socket_lane, listener.replace)),
         ]
@@ -295,10 +295,10 @@ class Daemon:
         context.lag.stop()
         return await self._close(context)
 
-    async def _watch(self, context: Context) -> None:
+    async def _watch(self, context: Context, lane: Lane) -> None:
         if self._systemd.watchdog_s is not None:
             path, patience_s = self._config.server.socket, self._systemd.watchdog_s
-            await Watchdog(context, path, patience_s, self._systemd.beat).run()
+            await Watchdog(context, path, lane, patience_s, self._systemd.beat).run()
 
     async def _take_over(self, context: Context) -> None:
         """What earlier runs left on disk and in memory."""
