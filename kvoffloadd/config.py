@@ -206,9 +206,7 @@ class CudaConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitsConfig:
-    """Caps. The first seven hold for all sessions of one uid together, the others for one session. `jobs_per_session`
-    is cut to `jobs`.
-    """
+    """Caps. The first seven hold for all sessions of one uid together, the others for one session."""
 
     sessions: int = _key(256, checks.count(1, 65_536), live=True)
     jobs: int = _key(4096, checks.count(1, 1 << 20), live=True)
@@ -223,8 +221,10 @@ class LimitsConfig:
     keys_per_request: int = _key(16_384, checks.count(1, 1 << 20), live=True)
     tensors_per_registration: int = _key(8192, checks.count(1, 1 << 16), live=True)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "jobs_per_session", min(self.jobs_per_session, self.jobs))
+    @property
+    def jobs_of_session(self) -> int:
+        """How many one session may have: no more than all of its uid together."""
+        return min(self.jobs_per_session, self.jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +314,16 @@ def load(path: Path | None, overrides: Mapping[str, str] = MappingProxyType({}))
         heading = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         raise ConfigError("\n  ".join([f"{source}: {heading}:", *problems]))
     return config
+
+
+def remarks(config: Config) -> Iterator[str]:
+    """What does not hold as it is written, for the log."""
+    limits = config.limits
+    if limits.jobs_per_session > limits.jobs:
+        yield (
+            f"limits.jobs_per_session = {limits.jobs_per_session}: is more than limits.jobs = {limits.jobs}, which is "
+            "for all sessions of a uid together"
+        )
 
 
 def reloaded(running: Config, asked: Config) -> tuple[Config, list[str], list[str]]:

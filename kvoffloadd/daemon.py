@@ -30,7 +30,7 @@ from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.config import Config
+from kvoffloadd.config import Config, remarks
 from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -271,7 +271,7 @@ class Daemon:
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
         beside = [
-            context.spawn(self._watch(context)),
+            context.spawn(self._watch(context, socket_lane)),
             context.spawn(log_held_back_forever()),
             context.spawn(keep_socket(self._place, socket_lane, listener.replace)),
         ]
@@ -294,10 +294,10 @@ class Daemon:
         context.lag.stop()
         return await self._close(context)
 
-    async def _watch(self, context: Context) -> None:
+    async def _watch(self, context: Context, lane: Lane) -> None:
         if self._systemd.watchdog_s is not None:
             path, patience_s = self._config.server.socket, self._systemd.watchdog_s
-            await Watchdog(context, path, patience_s, self._systemd.beat).run()
+            await Watchdog(context, path, lane, patience_s, self._systemd.beat).run()
 
     async def _take_over(self, context: Context) -> None:
         """What earlier runs left on disk and in memory."""
@@ -341,6 +341,8 @@ class Daemon:
         cache.entries.held.trusted = trusted
         host = HostDevice(loop, copy.threads, copy.chunk_bytes, holes=_holes(copy.fill_holes), trusted=trusted)
         device: HostMemory = host
+        for remark in remarks(config):
+            log.info("%s", remark)
         if self._faults:
             log.warning("faults are injected: %s", self._faults)
             device = FaultyDevice(host, **self._faults)

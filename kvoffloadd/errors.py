@@ -162,7 +162,9 @@ class DescriptorsLostError(ResourceError):
 
 
 class LimitError(ResourceError):
-    """A cap of this uid is reached: sessions, jobs, mapped bytes, descriptors or leases."""
+    """A cap of this uid, or its share of what all users have, is reached: sessions, jobs, mapped bytes, descriptors,
+    leases or held memory. Others may give back what they have, but nobody knows when: go on without.
+    """
 
     code = "limit"
     fault = "client"

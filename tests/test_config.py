@@ -396,10 +396,13 @@ def test_an_override_that_is_nested_deeply_is_text() -> None:
 
 
 def test_one_job_needs_one_key() -> None:
-    limits = config.load(None, {"limits.jobs": "1"}).limits
-    assert (limits.jobs, limits.jobs_per_session) == (1, 1)
-    limits = config.load(None, {"limits.jobs_per_session": "7"}).limits
-    assert (limits.jobs, limits.jobs_per_session) == (4096, 7)
+    """What another one says is told, if it does not hold."""
+    chosen = config.load(None, {"limits.jobs": "1"})
+    assert (chosen.limits.jobs_of_session, len(list(config.remarks(chosen)))) == (1, 1)
+    assert "is more than limits.jobs = 1" in next(config.remarks(chosen))
+    chosen = config.load(None, {"limits.jobs_per_session": "7"})
+    assert (chosen.limits.jobs_of_session, list(config.remarks(chosen))) == (7, [])
+    assert list(config.remarks(config.load(None, {}))) == []
 
 
 @pytest.mark.parametrize(

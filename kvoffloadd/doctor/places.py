@@ -15,9 +15,10 @@ from kvoffloadd.checks import split_address
 from kvoffloadd.config import Config, DiskConfig, DiskRoot, MemoryConfig
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
+from kvoffloadd.mounts import file_system
 from kvoffloadd.storage.arenafile import block_bytes, file_bytes
 from kvoffloadd.storage.disk.files import DiskError, Files, describe_error
-from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, Abilities, file_system, probe
+from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, Abilities, probe
 from kvoffloadd.units import format_bytes, format_path
 
 ANSWER_S = 10.0
@@ -219,9 +220,11 @@ def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> It
 
 
 def _make_its_own(folder: Path, host: Host) -> str:
-    """The remedy for a directory that others may enter. One that holds other things, such as /, is not to be closed to
-    them.
+    """The remedy for a link, or for a directory that others may enter. One that holds other things, such as /, is not
+    to be closed to them.
     """
+    if folder.is_symlink():
+        return f'set path = "{os.path.realpath(folder)}" in disk.roots'
     try:
         is_ours = set(os.listdir(folder)) <= _OURS
     except OSError:

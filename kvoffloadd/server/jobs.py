@@ -265,7 +265,7 @@ class SessionJobs:
         self.check_open()
         if message.job in self.running:
             raise DuplicateError(f"job id {message.job} is in use by a job under way")
-        if len(self.running) >= self.limits.jobs_per_session:
+        if len(self.running) >= self.limits.jobs_of_session:
             raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
 
     def _charge(self, groups: list[GroupJob]) -> Charge:

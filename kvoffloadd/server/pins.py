@@ -18,7 +18,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
 from kvoffloadd.cache.memory.lookup import GroupHits, packed_boundaries
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.model import KeyState, U32Array, U64Array
+from kvoffloadd.model import BoolArray, KeyState, U32Array, U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
@@ -100,13 +100,13 @@ class PendingPins:
     waiting: set[PendingPin] = field(default_factory=set)
 
     def pin(self, seq: int, answered: Lookups) -> m.Found:
-        """Lease what hits, and bring the rest from below into the lease."""
+        """Lease what hits, as far as its user may hold it, and bring the rest from below into the lease."""
+        self._leave_out(answered.groups, [group.lookup.hits for group in answered.groups])
         rows, below = answered.rows, answered.num_below
         # All keys that hit when the tiers below are through join the lease, also those that others store meanwhile.
         later = answered.num_keys - len(rows) if below else 0
         ready_bytes = _ready_bytes(answered) if below else 0
         lease = None
-        self.context.cache.check_hold(self.instance.uid, rows)
         if len(rows) or below:
             self.outbox.reserve(ready_bytes, leases=LEASE_KEYS + len(rows) + later)
             self.context.cache.hold(rows)
@@ -163,7 +163,7 @@ class PendingPins:
         answered = Lookups(groups)
         lease = waiting.lease if waiting.lease and self.instance.leases.holds(waiting.lease) else None
         if lease is not None:
-            self._leave_out(groups)
+            self._leave_out(groups, [group.on_disk for group in groups])
             fresh = np.concatenate([group.lookup.rows[group.on_disk].astype(np.uint32) for group in groups])
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
@@ -178,16 +178,27 @@ class PendingPins:
         states, boundaries = answered.states, answered.boundaries
         self.push(m.Ready(seq=waiting.seq, states=states, boundaries=boundaries, lease=lease.id if lease else 0))
 
-    def _leave_out(self, groups: list[GroupLookup]) -> None:
-        """What others have stored meanwhile, and its user may not hold, is a miss of the `ready`."""
-        came = [np.flatnonzero(group.on_disk) for group in groups]
-        rows = [group.lookup.rows[at].astype(np.uint32) for group, at in zip(groups, came, strict=True)]
-        allowed = self.context.cache.may_hold(self.instance.uid, np.concatenate(rows))
-        if allowed.all():
+    def _leave_out(self, groups: list[GroupLookup], joining: list[BoolArray]) -> None:
+        """Of keys that are to join a lease (`joining`, of each group) what its user may not hold is a miss: from the
+        prompt's end on, in all groups alike, so that what is left can be restored.
+        """
+        cache, uid = self.context.cache, self.instance.uid
+        if not cache.entries.held.bounds(uid):
             return
-        for group, at, mine in zip(groups, came, np.split(allowed, np.cumsum([len(at) for at in came])), strict=False):
-            group.on_disk[at[~mine]] = group.lookup.hits[at[~mine]] = False
-            group.lookup.states[at[~mine]] = KeyState.MISS
+        chosen = [np.flatnonzero(some) for some in joining]
+        rows = [group.lookup.rows[at].astype(np.uint32) for group, at in zip(groups, chosen, strict=True)]
+        ends = [
+            (group.first + at + 1) * group.keyspace.schema.tokens_per_key
+            for group, at in zip(groups, chosen, strict=True)
+        ]
+        order = np.argsort(np.concatenate(ends), kind="stable")
+        allowed = np.empty(len(order), bool)
+        allowed[order] = cache.may_hold(uid, np.concatenate(rows)[order])
+        split = np.split(allowed, np.cumsum([len(at) for at in chosen])[:-1])
+        for group, at, mine in zip(groups, chosen, split, strict=True):
+            left = at[~mine]
+            group.on_disk[left] = group.lookup.hits[left] = False
+            group.lookup.states[left] = KeyState.MISS
 
     def _end(self, waiting: PendingPin) -> None:
         self.waiting.discard(waiting)

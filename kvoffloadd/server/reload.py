@@ -9,7 +9,7 @@ from collections.abc import Callable
 import aiofiles.os
 
 from kvoffloadd import log as logs
-from kvoffloadd.config import Config, reloaded
+from kvoffloadd.config import Config, reloaded, remarks
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.server.account import caps
 from kvoffloadd.server.context import Context
@@ -59,5 +59,7 @@ class Reload:
         if context.config.log != was.log:
             logs.setup(context.config.log)
         log.info("reloaded: %s", "; ".join(changed) or "nothing has changed")
+        for remark in remarks(context.config):
+            log.info("%s", remark)
         if waiting:
             log.warning("takes effect at the next start: %s", ", ".join(waiting))

@@ -68,7 +68,7 @@ def _limits_of(limits: LimitsConfig, config: Config) -> m.Limits:
         frame_bytes=m.FRAME_BYTES_MAX,
         fds_per_frame=m.FDS_PER_FRAME_MAX,
         keys_per_request=limits.keys_per_request,
-        jobs=limits.jobs_per_session,
+        jobs=limits.jobs_of_session,
         deadline_s=config.copy.deadline_max_s,
     )
 

@@ -75,7 +75,11 @@ class SocketPlace:
             time.sleep(_HOLDER_LOOK_S)
 
     def listen(self) -> socket.socket:
-        """The listening socket, which is the caller's. Raises ConfigError if the path can't be used."""
+        """The listening socket, which is the caller's. Raises ConfigError if the path can't be used, or is another
+        daemon's: one that starts has bound its socket, and does not listen yet.
+        """
+        if self._given is None:
+            self._keep_lock()
         try:
             if self._given is not None:
                 listener = self._given

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from kvoffloadd.lanes import Lane
@@ -39,9 +40,11 @@ class Watchdog:
     and can't be killed while a thread of it is inside the kernel.
     """
 
-    def __init__(self, context: Context, path: Path, patience_s: float, beat: Callable[[], object]) -> None:
+    def __init__(self, context: Context, path: Path, lane: Lane, patience_s: float, beat: Callable[[], object]) -> None:
+        """`lane`: where the path is looked up, which may take for ever."""
         self._context = context
         self._path = path
+        self._lane = lane
         self._patience_s = patience_s
         self._round_s = patience_s / ROUNDS
         self._beat = beat
@@ -119,9 +122,10 @@ class Watchdog:
             try:
                 if not await self._connect(sock):
                     return
-            except (FileNotFoundError, ConnectionRefusedError) as error:
+            except (FileNotFoundError, ConnectionRefusedError, TimeoutError) as error:
                 # Connected peers are served; to kill the daemon would end that.
-                log.warning("watchdog: new connections are not possible: %s: %s", self._path, error.strerror)
+                why = error.strerror or "its directory does not answer"
+                log.warning("watchdog: new connections are not possible: %s: %s", self._path, why)
                 return
             protocol = Connection(daemon=False)
             hello = m.Hello(seq=1, version=max(m.VERSIONS), role="observer", instance=os.urandom(16))
@@ -131,11 +135,14 @@ class Watchdog:
                     return
 
     async def _connect(self, sock: socket.socket) -> bool:
-        """False: there is no room in the backlog, but others get in, which is as good an answer."""
+        """False: there is no room in the backlog, but others get in, which is as good an answer. Raises TimeoutError if
+        the path hangs.
+        """
         before = self._context.accepts
         while True:
             try:
-                sock.connect(str(self._path))
+                async with asyncio.timeout(self._round_s / 2):
+                    await self._lane.perform(partial(sock.connect, str(self._path)))
             except BlockingIOError:  # there is no event for when it no longer is full
                 await asyncio.sleep(CONNECT_RETRY_S)
                 if self._context.accepts > before:

@@ -33,6 +33,7 @@ from kvoffloadd.errors import ConfigError, LimitError, TryAgainError
 from kvoffloadd.hugepages import huge_bytes
 from kvoffloadd.memorylimits import check_huge_pages_fit, check_memory_fits
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES, U8Array, U32Array, U64Array
+from kvoffloadd.mounts import file_system
 from kvoffloadd.sharedmem import POPULATE_STEP_BYTES, Mapping, create_memfd, populate
 from kvoffloadd.storage.arenaowner import OWNER_BYTES, await_end, is_of_another_boot, process, this_process
 from kvoffloadd.units import format_bytes
@@ -58,7 +59,6 @@ _AGENT_AT = _OWNER_AT + OWNER_BYTES  # as for the owner: its agent, whose transf
 _ALIGN_BYTES = HUGE_PAGE_BYTES
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")
 
-MOUNTS = Path("/proc/self/mountinfo")
 
 END_S = 30.0
 """How long the former owner of the file may take to end, once it is being killed."""
@@ -254,7 +254,7 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
         TryAgainError: it can't be used yet.
     """
     fd = open_file(path)
-    if (kind := _file_system(fd)) not in _MEMORY:
+    if (kind := file_system(fd)) not in _MEMORY:
         log.warning("memory.pool_file: %s is on %s: what is stored in memory is written to a disk, too", path, kind)
     try:
         if pid := _await_owner(fd):
@@ -301,16 +301,6 @@ def arena_offset(capacity_bytes: int, slab_bytes: int) -> int:
     num_slabs = -(-num_pages // (slab_bytes // PAGE_BYTES))
     before = PAGE_BYTES + 2 * NAMES_BYTES + _pages(4 * num_slabs) + _pages(8 * RECORD_WORDS * num_pages)
     return before + -before % _ALIGN_BYTES
-
-
-def _file_system(fd: int) -> str:
-    """Its type, as mounts(5) has it; empty if it can't be told."""
-    device = os.fstat(fd).st_dev
-    for line in MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines():
-        mount, _, rest = line.partition(" - ")
-        if mount.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-            return rest.split()[0]
-    return ""
 
 
 def block_bytes(fd: int) -> int:

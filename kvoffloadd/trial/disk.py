@@ -21,17 +21,6 @@ def disk_folder(where: Path | None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="kvo-disk-", dir=parent)
 
 
-def file_system(path: Path) -> str:
-    """Type of the file system that a path lies on; empty if the kernel does not tell."""
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-        fields = line.split()
-        if fields[2] == number:
-            return fields[fields.index("-") + 1]
-    return ""
-
-
 def disk_settings(root: Path, capacity_bytes: int) -> dict[str, str]:
     """Config values for one root. Many segments, so that they fill, are sealed and come again all the time. A disk that
     a loaded machine keeps waiting is no fault of the daemon's, which would take it off and find it unreadable.

@@ -25,9 +25,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvoffloadd.mounts import file_system_of
 from kvoffloadd.trial.bench.disk import DiskBench, disk_bench
 from kvoffloadd.trial.bench.rounds import Show, in_rounds
-from kvoffloadd.trial.disk import disk_folder, file_system
+from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.figures import median_ratio, p50, print_grid
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.process import DaemonError, end, module, private_folder, spawn
@@ -231,7 +232,7 @@ def main() -> int:
                 cases.append(run_case(payload_bytes, arguments, partial(_show, live, number, payload_bytes)))
             except DaemonError as error:
                 raise SystemExit(f"bench_disk: {error}") from None
-    result = summary(cases, file_system(arguments.path or Path("/var/tmp")))
+    result = summary(cases, file_system_of(arguments.path or Path("/var/tmp")))
     return show_result(result, arguments, show)
 
 

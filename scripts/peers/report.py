@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.trial.disk import file_system
+from kvoffloadd.mounts import file_system_of
 from kvoffloadd.trial.figures import print_grid
 from kvoffloadd.units import format_bytes
 from scripts.peers.cases import REST_S, Plan
@@ -27,7 +27,7 @@ def machine(disk: Path) -> dict[str, str]:
         "processors": str(len(os.sched_getaffinity(0))),
         "memory": format_bytes(int(total[1]) << 10) if total else "?",
         "kernel": platform.release(),
-        "file system of the disk": file_system(disk),
+        "file system of the disk": file_system_of(disk),
         "load when it began": f"{os.getloadavg()[0]:.1f}",
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -14,7 +14,8 @@ import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.disk import disk_settings, file_system, used_bytes
+from kvoffloadd.mounts import file_system_of
+from kvoffloadd.trial.disk import disk_settings, used_bytes
 from scripts.harness.disk import Planted, Planter
 from scripts.harness.watch import Watch
 
@@ -72,7 +73,7 @@ class StressDisk:
         self.root = root
         self.findings: list[str] = []
         self.errors: list[str] = []
-        self.report = DiskReport(file_system(root.parent), capacity_bytes, planting=planting)
+        self.report = DiskReport(file_system_of(root.parent), capacity_bytes, planting=planting)
         self._planter = Planter(root, rng)
         self._runs: dict[str, dict[str, Any]] = {}
         self._before: tuple[int, int] | None = None

@@ -79,6 +79,41 @@ async def test_a_root_that_can_not_be_written_is_full_and_keeps_what_it_has(open
     await fill(tier, keyspace, 60, first=2000)
 
 
+@pytest.mark.parametrize("follows", [True, False])
+async def test_a_segment_without_room_says_nothing_of_the_disk(open_tier: Open, follows: bool) -> None:
+    """A root that is full stays so while nothing can be written: to the segment that follows, or to a new one."""
+    has_space = follows
+    made: list[int] = []
+
+    def limit(tier: Tier) -> None:
+        allocate = tier.files.allocate
+
+        def allocate_one(fd: int, size_bytes: int) -> None:
+            if size_bytes == 65 * PAGE_BYTES:
+                if made and not has_space:
+                    raise OSError(errno.ENOSPC, "the file system is full")
+                made.append(fd)
+            allocate(fd, size_bytes)
+
+        tier.files.allocate = allocate_one  # type: ignore[method-assign]
+
+    tier = await open_tier(Shape(pages=512, segment_pages=65), before=limit)
+    keyspace, pool = tier.keyspace(), tier.root.pool
+    tier.store(keyspace, *range(31))
+    await tier.until(lambda: pool.open_segment is not None and pool.open_segment.next_page == 63)
+    await tier.until(lambda: tier.root.writer.writing == 0 and (pool._clean is not None) == follows)
+    has_space = False
+    tier.files.plant("write=ENOSPC" if follows else "")
+    tier.root.health.stop_writing(OSError(errno.ENOSPC, "planted"))
+    states = states_of(tier)
+    await asyncio.sleep(0.5)  # some tries
+    assert states == [RootState.FULL]
+    has_space = True
+    tier.files.plant("")
+    await tier.until(lambda: tier.root.state == RootState.OK)
+    await fill(tier, keyspace, 60, first=1000)
+
+
 async def test_other_errors_make_it_read_only(open_tier: Open) -> None:
     tier = await open_tier(SHAPE)
     keyspace = tier.keyspace()

@@ -360,6 +360,7 @@ def test_a_directory_with_other_things_is_not_to_be_taken_from_others(host: Host
     (tmp_path / "link").symlink_to(root)
     found = next(places.check_disks(chosen(disk__roots=f'[{{path="{tmp_path}/link", capacity="8MiB"}}]').disk, host))
     assert (found.verdict, found.found) == (Verdict.PROBLEM, f"is a symbolic link: name the directory itself, {root}")
+    assert found.remedy == f'set path = "{root}" in disk.roots'
 
 
 def test_what_a_file_system_lacks_is_told(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

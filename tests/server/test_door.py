@@ -6,12 +6,14 @@ import asyncio
 import errno
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvoffloadd.errors import BusyError, LimitError
+from kvoffloadd.lanes import Lane
 from kvoffloadd.server import listener as module
 from kvoffloadd.server.account import BUILT_IN, Account
 from kvoffloadd.server.closer import Closer
@@ -19,6 +21,7 @@ from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.socketplace import SocketPlace
 from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
+from kvoffloadd.trial.wait import HANG_S
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 
@@ -193,7 +196,8 @@ async def test_accepts_are_life(socket_dir: Path, monkeypatch: pytest.MonkeyPatc
         listener.listen(0)
         waiting.connect(str(path))
         context = context_of(make_cache())
-        watchdog = Watchdog(context, path, 1e6, lambda: None)
+        lane = Lane("socket", 1, context.loop)
+        watchdog = Watchdog(context, path, lane, 1e6, lambda: None)
         monkeypatch.setattr("kvoffloadd.server.watchdog.CONNECT_RETRY_S", 0)
         monkeypatch.setattr(socket, "socket", Trying)
         async with asyncio.timeout(20):
@@ -204,3 +208,29 @@ async def test_accepts_are_life(socket_dir: Path, monkeypatch: pytest.MonkeyPatc
             context.accepts += 1
             await pinging
         assert tries == 3
+        assert await lane.close(HANG_S)
+
+
+async def test_a_path_that_hangs_stops_neither_the_loop_nor_the_watchdog(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a directory on a server that is gone: connected peers are served."""
+    answers, begun = threading.Event(), threading.Event()
+
+    class Hanging(socket.socket):
+        def connect(self, address: Any) -> None:
+            begun.set()
+            answers.wait(HANG_S)
+
+    context = context_of(make_cache())
+    lane = Lane("socket", 1, context.loop)
+    watchdog = Watchdog(context, socket_dir / "kvo.sock", lane, 0.4, lambda: None)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", Hanging)
+        for _ in range(2):
+            await watchdog._ping()
+    assert begun.is_set()
+    assert not answers.is_set()
+    assert caplog.text.count("its directory does not answer") == 2
+    answers.set()
+    assert await lane.close(HANG_S)

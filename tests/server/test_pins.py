@@ -13,8 +13,9 @@ import pytest
 from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import KeyState
+from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState
 from kvoffloadd.protocol import messages as m
+from kvoffloadd.server.pins import find_all
 from kvoffloadd.server.session import Session
 from tests.cache.fakes import keys_of, store
 from tests.server.test_lease_ends import KEYS, Scene, asked
@@ -109,18 +110,23 @@ async def test_what_is_beyond_its_users_leases_is_refused_whole(
     await scene.close()
 
 
-async def test_what_its_user_may_not_hold_is_refused_whole(scene: Scene) -> None:
-    """Users who are neither root nor the daemon's own leave memory for others. Keys that others hold cost the same."""
+async def test_what_its_user_may_not_hold_is_a_miss_of_the_pin(scene: Scene) -> None:
+    """Users who are neither root nor the daemon's own leave memory for others: the lease has the prefix that fits. Keys
+    that others hold cost the same. A prefetch, which gives no lease, is refused.
+    """
     held = scene.cache.entries.held
     held.trusted = ()
     may = scene.cache.tier.num_pages * 3 // 4 // 2
     assert may < KEYS
-    most = ask(scene.first, m.Pin, *range(may))
+    most = ask(scene.first, m.Pin, *range(KEYS))
+    assert np.frombuffer(most.states[0], np.uint8).tolist() == [KeyState.HIT] * may + [KeyState.MISS] * (KEYS - may)
+    assert np.frombuffer(most.boundaries, "<u4").max() == 16 * may
+    assert (held.pages(scene.uid), scene.charged()) == (may, LEASE_KEYS + may)
     before = used(scene)
-    for kind, numbers in ((m.Pin, [may]), (m.Pin, [may, KEYS]), (m.Prefetch, [may, KEYS])):
-        with pytest.raises(LimitError, match="release leases"):
-            ask(scene.first, kind, *numbers)
-        assert used(scene) == before
+    assert not ask(scene.first, m.Pin, may).lease
+    with pytest.raises(LimitError, match="release leases"):
+        ask(scene.first, m.Prefetch, may, KEYS)
+    assert used(scene) == before
     assert not below(scene).ends
     again = ask(scene.first, m.Pin, 0, 1)
     for found in (most, again):
@@ -128,6 +134,33 @@ async def test_what_its_user_may_not_hold_is_refused_whole(scene: Scene) -> None
         scene.release(scene.first, found.lease)
     assert held.pages(scene.uid) == 0
     assert ask(scene.first, m.Pin, may).lease
+    await scene.close()
+
+
+async def test_the_prefix_that_fits_is_one_of_all_groups(scene: Scene) -> None:
+    """Half of the keys of each group are worth something, all of one group and none of the other are worth nothing."""
+    held = scene.cache.entries.held
+    held.trusted = ()
+    may = scene.cache.tier.num_pages * 3 // 4 // 2
+    (namespace,) = scene.cache.namespaces.values()
+    wide = scene.cache.declare(namespace, GroupSchema(1, GroupKind.FULL, 32))
+    scene.cache.set_part_bytes(wide, {0: PAGE_BYTES})
+    store(scene.cache, wide, keys_of(*range(KEYS // 2)))
+    session, count = scene.first, KEYS // 2
+    pins: Any = session._pins
+    answered = find_all(
+        scene.cache,
+        None,
+        [(keyspace, 0, keys_of(*range(some))) for keyspace, some in ((namespace.keyspaces[0], KEYS), (wide, count))],
+    )
+    found = pins.pin(1, answered)
+    narrow_hits, wide_hits = (
+        int(np.count_nonzero(np.frombuffer(some, np.uint8) == KeyState.HIT)) for some in found.states
+    )
+    assert narrow_hits + wide_hits == held.pages(scene.uid) == may
+    assert abs(narrow_hits - 2 * wide_hits) <= 2
+    assert np.frombuffer(found.boundaries, "<u4").max() == 32 * wide_hits
+    scene.release(session, found.lease)
     await scene.close()
 
 

@@ -145,6 +145,22 @@ def test_a_second_daemon_that_came_after_the_lock_was_removed_keeps_the_place(pa
             assert second.look() is None
 
 
+def test_a_daemon_that_has_not_begun_to_listen_keeps_its_socket(path: Path) -> None:
+    """It came after the lock of another one was removed, which was still starting."""
+    first, second = SocketPlace(path, 0o660), SocketPlace(path, 0o660)
+    first.claim()
+    Path(f"{path}.lock").unlink()
+    second.claim()
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+        with pytest.raises(ConfigError, match="another daemon has taken"):
+            first.listen()
+        bound.listen()
+        assert reaches(path, bound)
+    first.close()
+    second.close()
+
+
 def test_a_socket_of_the_service_manager_can_t_be_made_again(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as given:
         given.bind(str(path))

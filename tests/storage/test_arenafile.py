@@ -306,12 +306,7 @@ def test_files_on_disks_are_told_of(
     kind: str,
     told: bool,
 ) -> None:
-    device = tmp_path.stat().st_dev
-    monkeypatch.setattr(module, "MOUNTS", tmp_path / "mounts")
-    module.MOUNTS.write_text(
-        "21 1 0:20 / /proc rw - proc proc rw\n"
-        f"22 1 {os.major(device)}:{os.minor(device)} / / rw,noatime shared:1 - {kind} /dev/sda rw\n"
-    )
+    monkeypatch.setattr(module, "file_system", lambda _: kind)
     open_pool(path, CAPACITY, SLAB, fits).close()
     assert (f"is on {kind}" in caplog.text) == told
 

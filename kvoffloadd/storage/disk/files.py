@@ -262,6 +262,15 @@ class Files:
             with suppress(OSError):
                 self.close(fd)
 
+    @contextmanager
+    def open_to_write(self, dir_fd: int, name: str, *, direct: bool) -> Iterator[int]:
+        """A descriptor of a file that is there, to write to it."""
+        fd = self.open(dir_fd, name, create=False, direct=direct, write=True)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
+
 
 def _flags(fd: int) -> int:
     found: int = struct.unpack("l", fcntl.ioctl(fd, _GET_FLAGS, bytes(8)))[0]

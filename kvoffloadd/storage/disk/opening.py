@@ -170,21 +170,3 @@ def _probe(files: Files, dir_fd: int, *, direct: bool) -> Abilities:
     if came != back.nbytes or (written != back).any():
         raise OSError(errno.EINVAL if direct else errno.EIO, "what was written is not what is read")
     return Abilities(direct, allocates, in_place)
-
-
-def file_system(fd: int, mounts: str | None = None) -> str:
-    """The type of the file system that a descriptor is on, as mounts(5) has it; empty if it can't be told. `mounts`: of
-    /proc/self/mountinfo.
-    """
-    # Not by st_dev: what btrfs tells there is not what it is mounted as.
-    try:
-        about = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii")
-        mounts = Path("/proc/self/mountinfo").read_text(errors="replace") if mounts is None else mounts
-    except OSError:
-        return ""
-    number = next((line.split()[1] for line in about.splitlines() if line.startswith("mnt_id:")), "")
-    for line in mounts.splitlines():
-        mount, _, rest = line.partition(" - ")
-        if mount.split()[0] == number:
-            return rest.split()[0]
-    return ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvoffloadd.lanes import Again, Lane, LaneExecutor
+from kvoffloadd.mounts import file_system
 from kvoffloadd.storage.disk.files import (
     DiskError,
     DiskVersionError,
@@ -31,7 +32,6 @@ from kvoffloadd.storage.disk.manifest import Manifest, read_manifest, write_mani
 from kvoffloadd.storage.disk.opening import (
     COPY_ON_WRITE,
     Abilities,
-    file_system,
     has_manifest,
     open_root,
     probe,

@@ -26,6 +26,7 @@ from kvoffloadd.storage.disk.format import (
     encode_footer,
     encode_segment_header,
     encode_spaces,
+    footer_pages,
     record_pages,
 )
 
@@ -38,6 +39,9 @@ TRIAL_SHARE: Final = 16
 
 SEGMENTS_MIN = 8
 """A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
+
+RECORD_PAGES_MIN: Final = 2
+"""Of a record: its header, and a page of its payload."""
 
 PLACE_MAX: Final = 1 << 62
 """Places in history are below this. No daemon gets there by counting."""
@@ -62,6 +66,17 @@ class Segment:
     readers: int = 0
     broken: bool = False  # a write has failed: no more is written here, and what it holds stays readable
     gone: bool = False  # somebody has removed its file
+
+    def room_end(self, more_entries: int = 0, more_keyspaces: int = 0) -> int:
+        """The page up to which there is room for records, with so many more in the footer."""
+        return self.size_bytes // PAGE_BYTES - footer_pages(
+            self.num_entries + more_entries, len(self.keyspaces) + more_keyspaces
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the smallest record does not fit."""
+        return self.next_page + RECORD_PAGES_MIN > self.room_end(1, 1)
 
     def keyspace_entry(self, keyspace: KeyspaceId) -> tuple[int, Records]:
         """The entry of a keyspace in `keyspaces`, made if it is new."""
@@ -248,26 +263,20 @@ def try_segment(files: Files, segments_fd: int, name: str, *, direct: bool) -> N
     Raises:
         OSError: it can't.
     """
-    fd = files.open(segments_fd, name, create=False, direct=direct, write=True)
-    try:
+    with files.open_to_write(segments_fd, name, direct=direct) as fd:
         size = files.size_bytes(fd) // PAGE_BYTES * PAGE_BYTES
         for start, length in ((0, HEADER_PAGES * PAGE_BYTES + trial_bytes(size)), (size - PAGE_BYTES, PAGE_BYTES)):
             pages = aligned_pages(length // PAGE_BYTES)
             if start >= 0 and files.read(fd, start, [pages]) == length:
                 files.write(fd, start, [pages])
         files.sync(fd)
-    finally:
-        files.close(fd)
 
 
 def try_pages(files: Files, segments_fd: int, name: str, start: int, stop: int, *, direct: bool) -> None:
     """Write zeros to pages of a segment that hold nothing, durably. Raises OSError if that can't be done."""
-    fd = files.open(segments_fd, name, create=False, direct=direct, write=True)
-    try:
+    with files.open_to_write(segments_fd, name, direct=direct) as fd:
         files.write(fd, start * PAGE_BYTES, [_zeros((stop - start) * PAGE_BYTES)])
         files.sync(fd)
-    finally:
-        files.close(fd)
 
 
 def seal_segment(

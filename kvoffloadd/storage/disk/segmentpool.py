@@ -15,7 +15,7 @@ from functools import partial
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.storage.disk.format import SegmentHeader, footer_pages
+from kvoffloadd.storage.disk.format import SegmentHeader
 from kvoffloadd.storage.disk.health import Health, RootState, is_full
 from kvoffloadd.storage.disk.recovery import Recovered
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
@@ -71,9 +71,10 @@ class SegmentPool:
     @property
     def wants_segment(self) -> bool:
         """Whether the segment that follows the open one is not ready."""
-        if self.open_segment is None:
-            return self._health.state in (RootState.OK, RootState.FULL)
-        return self._health.state == RootState.OK and self._clean is None
+        if self._clean is not None:
+            return False
+        has_room = self.open_segment is not None and not self.open_segment.is_full
+        return self._health.state == RootState.OK or (self._health.state == RootState.FULL and not has_room)
 
     @property
     def _may_create(self) -> bool:
@@ -265,16 +266,15 @@ class SegmentPool:
         """Do to the disk what the next writes do. False: there is no segment to write to, and no space for one. Raises
         OSError if they would fail.
         """
-        directory, segment, oldest = self._directory, self.open_segment, self.oldest()
+        directory, oldest = self._directory, self.oldest()
+        segment = next((one for one in (self.open_segment, self._clean) if one is not None and not one.is_full), None)
         works: list[Callable[[], None]] = []
         if self._health.state != RootState.FULL:
             works.append(directory.try_directory)
         held = None
         if segment is not None:
-            room = segment.size_bytes // PAGE_BYTES - footer_pages(segment.num_entries, len(segment.keyspaces))
-            stop = min(segment.next_page + TRIAL_BYTES // PAGE_BYTES, room)
-            if segment.next_page < stop:
-                works.append(partial(directory.try_pages, segment.name, segment.next_page, stop))
+            stop = min(segment.next_page + TRIAL_BYTES // PAGE_BYTES, segment.room_end())
+            works.append(partial(directory.try_pages, segment.name, segment.next_page, stop))
         elif oldest is not None:
             held = oldest
             held.readers += 1  # what is read of it is written again: nothing else is to be there by then

@@ -98,8 +98,7 @@ class Writer:
             return 0
         pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
         ends = segment.next_page + np.cumsum(pages)
-        room = segment.size_bytes // PAGE_BYTES
-        room -= footer_pages(segment.num_entries + len(pages), len(segment.keyspaces) + 1)
+        room = segment.room_end(len(pages), 1)
         if ends[0] > room:
             self._pool.advance()
             self._seal_later(segment)
@@ -232,8 +231,5 @@ def _seal_and_close(files: Files, segment: Segment, entries: Records | None, key
 
 def _seal_file(directory: RootDirectory, segment: Segment, found: Recovered) -> None:
     files = directory.files
-    fd = files.open(directory.segments_fd, segment.name, create=False, direct=directory.is_direct, write=True)
-    try:
+    with files.open_to_write(directory.segments_fd, segment.name, direct=directory.is_direct) as fd:
         seal_segment(files, fd, segment.header, found.entries, found.keyspaces)
-    finally:
-        files.close(fd)

@@ -14,12 +14,13 @@ import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
 from kvoffloadd.config import DiskConfig
+from kvoffloadd.mounts import file_system_of
 from kvoffloadd.storage.disk.files import Files, aligned_pages
 from kvoffloadd.storage.disk.opening import probe
 from kvoffloadd.trial.bench.figure import Figure, bandwidth
 from kvoffloadd.trial.bench.rounds import Show, in_rounds
 from kvoffloadd.trial.daemon import OwnDaemon
-from kvoffloadd.trial.disk import STUCK_S, disk_folder, file_system
+from kvoffloadd.trial.disk import STUCK_S, disk_folder
 from kvoffloadd.trial.figures import KEY_BYTES
 from kvoffloadd.trial.process import DaemonError, status_bytes
 from kvoffloadd.trial.wait import HANG_S, within
@@ -132,7 +133,7 @@ def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, 
             return {**seconds, "load": time.perf_counter() - begun}
 
         samples = in_rounds(rounds, measure, show, warm_up=0)
-        file = f"a file on {file_system(Path(name))}{', O_DIRECT' if raw.is_direct else ''}"
+        file = f"a file on {file_system_of(Path(name))}{', O_DIRECT' if raw.is_direct else ''}"
     return [
         bandwidth("disk", what, samples[ours], f"{limit} {file}", samples[limit], bench.bytes)
         for what, ours, limit in (
