@@ -33,6 +33,7 @@ from kvoffloadd.server.framewriter import FLUSH_S, FrameWriter
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
+from kvoffloadd.server.turns import FIRST_TURN_US
 from kvoffloadd.server.underway import UnderWay
 from kvoffloadd.sockets import unpack_fds
 from kvoffloadd.steps import TURN_S, Steps, take_turn
@@ -72,7 +73,7 @@ class PeerConnection:
         self._serving = self._backlog = False
         self._without_room = False
         self._is_partial = False  # a frame has begun, or the hello has not come
-        self.turn_us = 0
+        self.turn_us = FIRST_TURN_US
         self._ending: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
 

@@ -13,7 +13,7 @@ from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.protocol.connection import Encoded
 from kvoffloadd.protocol.messages import Events
 from kvoffloadd.server.subscription import Subscription
-from kvoffloadd.server.turns import Turns
+from kvoffloadd.server.turns import FIRST_TURN_US, Turns
 from kvoffloadd.steps import TURN_S, Steps, take_turn
 
 INTERVAL_S = 0.02
@@ -33,7 +33,7 @@ class Feed:
 
     def __init__(self, namespace: Namespace, waiting: WaitingEvents, turns: Turns) -> None:
         self.subscribers: dict[Subscription, None] = {}
-        self.turn_us = 0
+        self.turn_us = FIRST_TURN_US
         self.flow = (namespace.uid, FEEDS, next(self._numbers))
         self._namespace = namespace
         self._waiting = waiting

@@ -17,6 +17,10 @@ ROUND_S = 0.002
 """What all may serve before the loop looks at its sockets, timers and completions again: no turn begins later."""
 
 
+FIRST_TURN_US = int(TURN_S * 1e6)
+"""What a first turn counts for: a whole one, or many who come anew would have as many for nothing."""
+
+
 class Served(Protocol):
     """A connection with requests that have arrived."""
 
@@ -37,7 +41,7 @@ class Turns:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._queue: FairQueue[Served] = FairQueue(int(TURN_S * 1e6))
+        self._queue: FairQueue[Served] = FairQueue(FIRST_TURN_US)
         self._waiting = False  # some may be in the queue
         self._round_ends = 0.0
         self._scheduled = False

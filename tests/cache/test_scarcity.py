@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, ValuesView
+from itertools import count
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvoffloadd.cache.memory import scarcity as scarcity_module
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.keytable import KeyTable, RowState
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import Wanted, reserve, reserve_all
@@ -50,6 +54,19 @@ def left(cache: Cache) -> int:
 def reserve_keys(cache: Cache, keyspace: Keyspace, *numbers: int) -> tuple[list[int], I64Array]:
     made = reserve(cache, keyspace, keys_of(*numbers), ONE, 0)
     return made.states.tolist(), made.parts
+
+
+def looked_at(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Begin and end of all records that searches look at from now on."""
+    owners, seen = KeyTable.owners, list[tuple[int, int]]()
+
+    def note(records: I64Array) -> I64Array:
+        if len(records):
+            seen.append((int(records[0]), int(records[-1]) + 1))
+        return owners(cache.entries, records)
+
+    monkeypatch.setattr(cache.entries, "owners", note)
+    return seen
 
 
 def fill(cache: Cache, wide: Keyspace, others: Keyspace) -> int:
@@ -220,7 +237,9 @@ def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: 
     cache.hold(held)
     for hand in (0, 1, 3 * BLOCK, cache.entries.parts.runs.used - 1, cache.entries.parts.runs.used):
         cache.scarcity._hand = hand
-        seen = [(start, stop) for start, stop, _ in cache.scarcity._windows()]
+        cache.entries.barren.forget(None)
+        seen = looked_at(cache, monkeypatch)
+        list(cache.scarcity._windows(None, None, spares=False))
         assert sorted(seen)[0][0] == 0
         assert sum(stop - start for start, stop in seen) == cache.entries.parts.runs.used
     cache.scarcity._hand = 9 * BLOCK
@@ -251,6 +270,106 @@ def test_whose_spaces_are_whose_is_looked_up_once_per_search(cache: Cache, monke
     monkeypatch.setattr(cache.entries.keyspaces, "values", note)
     assert reserve_keys(cache, wide, 900)[0] == [N]
     assert 1 <= len(asked) <= 2 < took
+
+
+def test_who_has_his_share_is_searched_for_in_vain_once(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until something of his is let go: then there, and nowhere else."""
+    monkeypatch.setattr(scarcity_module, "WINDOW", BLOCK)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
+    _, others = keyspace_of(cache, "b", 8, uid=2)
+    parts = reserve_keys(cache, wide, *range(200))[1]
+    for number in (900, 901):  # a search that is long goes on with the next one
+        assert reserve_keys(cache, wide, number)[0] == [N]
+    seen = looked_at(cache, monkeypatch)
+    for number in range(1000, 1020):
+        assert reserve_keys(cache, wide, number)[0] == [N]
+    assert seen == []
+    store(cache, others, keys_of(1, 2, 3), [0])
+    assert reserve_keys(cache, wide, 1020)[0] == [N]
+    assert seen == [], "that was another's"
+    cache.commit(parts[:1])
+    states, more = reserve_keys(cache, wide, 1021, 1022)
+    assert states == [R, N]
+    first = int(cache.entries.first[cache.entries.parts.row[parts[0]]])
+    assert {start // BLOCK for start, _ in seen} == {first // BLOCK}
+    del seen[:]
+    rows = cache.entries.parts.row[parts[1:2]]
+    cache.hold(rows)
+    cache.commit(parts[1:2])
+    assert reserve_keys(cache, wide, 1023)[0] == [N]
+    del seen[:]
+    cache.unhold(rows)
+    assert reserve_keys(cache, wide, 1024)[0] == [R]
+    assert len(seen) == 1
+    assert check(cache, 0, reserved=len(parts) - 2 + len(more) + 1) == []
+
+
+def test_a_search_is_in_vain_once_where_nobody_s_keys_may_go(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scarcity_module, "WINDOW", BLOCK)
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
+    _, others = keyspace_of(cache, "b", 1024, uid=2)
+    _, third = keyspace_of(cache, "c", 1024, uid=3)
+    took = sum(reserve_keys(cache, whose, *range(100))[0].count(R) for whose in (wide, others))
+    for number in (900, 901):
+        assert reserve_keys(cache, third, number)[0] == [N]
+    seen = looked_at(cache, monkeypatch)
+    for number in range(2, 12):
+        assert reserve_keys(cache, third, number)[0] == [N]
+    assert seen == []
+    assert check(cache, 0, reserved=took) == []
+
+
+def test_what_is_known_of_searches_is_forgotten_once_there_is_room(cache: Cache) -> None:
+    _, wide = keyspace_of(cache, "a", 1024, uid=1)
+    parts = reserve_keys(cache, wide, *range(200))[1]
+    assert reserve_keys(cache, wide, 900)[0] == [N]
+    assert cache.entries.barren
+    cache.abort(parts)
+    reserve_keys(cache, wide, 1)
+    assert not cache.entries.barren
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(["reserve", "reserve", "end", "end", "hold", "unhold", "clear"]),
+    st.sampled_from(range(4)),
+    st.sampled_from([1, 7, 60]),
+    st.booleans(),
+)
+
+
+@given(actions=st.lists(ACTIONS, max_size=40))
+@settings(deadline=None)
+def test_what_counts_as_barren_is(actions: list[tuple[str, int, int, bool]]) -> None:
+    """Whatever is reserved, committed, freed, held, released and cleared, of whom and in which order."""
+    cache = make_cache(pages=1024, slab_pages=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scarcity_module, "WINDOW", BLOCK)
+        patch.setattr(scarcity_module, "WINDOWS_MAX", 4)
+        spaces = [keyspace_of(cache, name, width, uid) for name, width, uid in
+                  (("a", 1024, 1), ("b", 1, 1), ("c", 1024, 2), ("d", 900, 3))]  # fmt: skip
+        reserved, held, numbers = list[I64Array](), list[U32Array](), count()
+        for what, which, some, flag in actions:
+            namespace, keyspace = spaces[which]
+            if what == "reserve":
+                reserved.append(reserve_keys(cache, keyspace, *(next(numbers) for _ in range(some)))[1])
+            elif what == "end" and reserved:
+                (cache.commit if flag else cache.abort)(reserved.pop(0))
+            elif what == "hold":
+                rows = np.flatnonzero(cache.entries.state[: cache.entries.index.rows_end] == RowState.LIVE)
+                held.append(rows.astype(np.uint32)[which :: 3 + some])
+                cache.hold(held[-1])
+            elif what == "unhold" and held:
+                cache.unhold(held.pop(0))
+            elif what == "clear":
+                for _ in cache.clear(namespace):
+                    pass
+                spaces[which] = namespace, namespace.keyspaces[0]
+            for (uid, spares), barren in cache.entries.barren._flags.items():
+                mine = None if uid is None else cache.scarcity._mine(uid)
+                records = np.arange(cache.entries.parts.runs.used)
+                owners = cache.entries.owners(records[barren[records // BLOCK]])
+                assert not len(cache.scarcity._idle(owners, mine, spares=spares))
+    cache.tier.close()
 
 
 def test_a_late_hash_does_not_seal_a_record_that_is_of_another_width_by_now(cache: Cache) -> None:

@@ -48,11 +48,16 @@ def connection() -> tuple[PeerConnection, socket.socket, Any]:
     context = context_of(make_cache())
     context.closer = Closer(context.loop, (UID,))
     context.turns = Turns(context.loop)
+    made, theirs = connect(context, UID)
+    return made, theirs, context
+
+
+def connect(context: Any, uid: int) -> tuple[PeerConnection, socket.socket]:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    made = PeerConnection(context, ours, Peer(1, UID, 0, -1))
+    made = PeerConnection(context, ours, Peer(1, uid, 0, -1))
     context.sessions.add(made.session)
-    return made, theirs, context
+    return made, theirs
 
 
 async def test_an_unmapping_that_fails_costs_no_other_and_no_charge() -> None:

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from kvoffloadd.cache.memory import keyhash
+from kvoffloadd.cache.memory.barren import BarrenBlocks
 from kvoffloadd.cache.memory.events import Event, WaitingEvents
 from kvoffloadd.cache.memory.held import HeldMemory
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
@@ -67,6 +68,7 @@ class KeyTable:
         self.num_retired = 0  # rows that are RETIRED
         self.keyspaces = Keyspaces()
         self.held = HeldMemory(self.keyspaces, tier.num_pages)
+        self.barren = BarrenBlocks(self.keyspaces, self.parts.runs.max_records)
         self.events = WaitingEvents()
 
     # --- beginning ---
@@ -164,6 +166,8 @@ class KeyTable:
 
     def count_leases(self, rows: U32Array, by: int) -> None:
         """Each row is held so many times more, for each time it is named."""
+        if by < 0 and self.barren:
+            self.barren.let_go(self.first[rows], self.index.keyspace[rows])
         keyspaces, held = self.index.keyspace, self.held.rows
         if keyhash.NATIVE is not None:
             keyhash.NATIVE.add(self.leases, np.ascontiguousarray(rows, np.uint32), by, keyspaces, held)
@@ -293,6 +297,8 @@ class KeyTable:
         their slots that are reserved (+1), or not any more (-1).
         """
         rows = self.parts.row[parts]
+        if (committed or reserved < 0) and self.barren:
+            self.barren.let_go(self.first[rows], self.index.keyspace[rows])
         for keyspace, indices in self.by_keyspace(rows):
             numbers = 0 if keyspace.schema.parts == 1 else parts[indices] - self.first[rows[indices]]
             if committed:

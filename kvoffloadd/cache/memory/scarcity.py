@@ -20,8 +20,10 @@ from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 NO_ROWS = np.zeros(0, np.uint32)
 WINDOW = 8 * BLOCK
-WINDOWS_MAX = 32
-"""Records that one step looks for victims in, and the steps of one search: some milliseconds. The next one goes on."""
+WINDOWS_MAX = 16
+"""Records that one step looks for victims in, and the steps of one search: some milliseconds. The next one goes on, and
+passes over what is barren (see `BarrenBlocks`).
+"""
 
 
 class Scarcity:
@@ -48,6 +50,7 @@ class Scarcity:
             wanted = self._shrink(uid, width, wanted)
         ready = entries.parts.runs.ready(width, wanted)
         if ready == wanted:
+            self._forget(uid)
             return ready
         # A user with so many records has keys that lack parts: they go before those of others.
         is_cause = entries.records_by_uid[uid] > self.share // 3
@@ -57,6 +60,13 @@ class Scarcity:
                 ready = entries.parts.runs.ready(width, wanted)
         return ready
 
+    def _forget(self, uid: int) -> None:
+        """Drop what is known of searches once there are many records again."""
+        if self._entries.barren and self._entries.records_by_uid[uid] < self.share // 2:
+            self._entries.barren.forget(uid)
+            if self._entries.parts.runs.taken < self.share // 2:
+                self._entries.barren.forget(None)
+
     def _left(self, uid: int) -> int:
         return self.share - self._entries.records_by_uid[uid]
 
@@ -65,8 +75,8 @@ class Scarcity:
         how many it has room for.
         """
         found, over, mine = [NO_ROWS], wanted * width - self._left(uid), self._mine(uid)
-        for _, _, owners in self._windows():
-            found.append(self._idle(owners, mine, spares=True))
+        for _, _, _, rows in self._windows(uid, mine, spares=True):
+            found.append(rows)
             over -= int(self._entries.widths(found[-1]).sum())
             if over <= 0:
                 break
@@ -81,10 +91,7 @@ class Scarcity:
     def _clear_runs(self, width: int, wanted: int, uid: int | None, spares: bool) -> None:
         """Evict what lies where there could be so many runs more, as far as it may go (see `_idle`)."""
         mine = None if uid is None else self._mine(uid)
-        for start, stop, owners in self._windows():
-            rows = self._idle(owners, mine, spares=spares)
-            if not len(rows):
-                continue
+        for start, stop, owners, rows in self._windows(uid, mine, spares=spares):
             could = self._entries.parts.runs.in_map(start, stop) | np.isin(owners, rows)
             could = np.append(could, np.zeros(-len(could) % BLOCK, bool)).reshape(-1, BLOCK)
             begins, lengths, block = stretches(could)
@@ -95,14 +102,24 @@ class Scarcity:
             if wanted <= 0:
                 return
 
-    def _windows(self) -> Iterator[tuple[int, int, I64Array]]:
-        """Begin, end and owners of some records after the others, once round at most: none of them twice."""
-        used = self._entries.parts.runs.used
-        for _ in range(min(WINDOWS_MAX, -(-used // WINDOW))):
-            # What is in use may have grown since a search ended there: so it goes on from the begin of that window.
-            start = self._hand // WINDOW * WINDOW if self._hand < used else 0
-            stop = min(start + WINDOW, used)
-            yield start, stop, self._entries.owners(np.arange(start, stop))
+    def _windows(
+        self, uid: int | None, mine: BoolArray | None, *, spares: bool
+    ) -> Iterator[tuple[int, int, I64Array, U32Array]]:
+        """Begin, end and owners of some records after the others, and the owners that may go (see `_idle`), where there
+        are any. Once round at most: none of them twice.
+        """
+        used, barren = self._entries.parts.runs.used, self._entries.barren.of(uid, spares)
+        windows = np.logical_and.reduceat(barren, np.arange(0, len(barren), WINDOW // BLOCK))[: -(-used // WINDOW)]
+        # What is in use may have grown since a search ended there: so it goes on from the begin of that window.
+        order = np.roll(np.arange(len(windows)), -(self._hand // WINDOW) if self._hand < used else 0)
+        for window in order[~windows[order]][:WINDOWS_MAX].tolist():
+            start, stop = window * WINDOW, min((window + 1) * WINDOW, used)
+            owners = self._entries.owners(np.arange(start, stop))
+            rows = self._idle(owners, mine, spares=spares)
+            if len(rows):
+                yield start, stop, owners, rows
+            else:
+                barren[start // BLOCK : (start + WINDOW) // BLOCK] = True
             self._hand = stop
 
     def _mine(self, uid: int) -> BoolArray:
