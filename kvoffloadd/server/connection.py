@@ -374,3 +374,7 @@ class PeerConnection:
         self._writer.close()
         self._close_fds(self._protocol.take_fds())
         self._closer.close_socket(self._peer.uid, self._sock, self.ended.set)
+
+    def take_apart(self) -> None:
+        """It has ended, and nobody knows it any more but what it is made of: see `Collector`."""
+        del self.session, self._writer, self._deadline
