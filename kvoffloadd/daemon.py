@@ -30,6 +30,7 @@ from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
+from kvoffloadd.collector import Collector
 from kvoffloadd.config import Config, remarks
 from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
@@ -243,6 +244,7 @@ class Daemon:
         self._pool = pool
         self._faults = faults
         self._switches = switches
+        self._collector = Collector()
         self._stop = asyncio.Event()
         self._signals = 0
         self._taking_over = False
@@ -262,6 +264,7 @@ class Daemon:
         await self._take_over(context)
         self._taking_over = False
         path = format_path(self._config.server.socket)
+        self._collector.start()
         listener = Listener(context, self._listener)
         listener.start()
         context.lag.start()
@@ -364,7 +367,7 @@ class Daemon:
             hash_lane=hash_lane,
             fatal=self._fatal,
             accounts=Accounts(caps(config.limits), worker_totals(), trusted),
-            lag=Lag(loop),
+            lag=Lag(loop, self._collector.on_idle),
             turns=Turns(loop),
             lower=lower,
             closer=Closer(loop, trusted),

@@ -36,6 +36,8 @@ ITEMS_MAX = 131_072
 ARRAY_ITEMS_MAX = 16_384
 MAP_ITEMS_MAX = 256
 """Of what a client sends. A report of the daemon's has maps by what clients have named."""
+HALVED_BYTES = 1 << 16
+"""A frame above is unpacked first, and made a message later."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _convert = msgspec.convert
@@ -132,6 +134,12 @@ class Connection:
         self._known: dict[str, type[Message]] = FROM_CLIENT if daemon else FROM_DAEMON
         self._map_items_max = MAP_ITEMS_MAX if daemon else ARRAY_ITEMS_MAX
         self._fds: deque[int] = deque()
+        self._unpacked: dict[str, Any] | None = None  # a large frame that is no message yet
+
+    @property
+    def is_halfway(self) -> bool:
+        """A large frame has been unpacked, and the next call of `next_message` makes a message of it."""
+        return self._unpacked is not None
 
     def receive_data(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Take what the socket gave. Raises FramingError when more descriptors are queued than one frame may carry."""
@@ -146,22 +154,28 @@ class Connection:
         return PREFIX.unpack_from(self.pending)[0] if len(self.pending) >= PREFIX.size else 0
 
     def next_message(self) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors, or None: more bytes are needed.
+        """The next message and its descriptors. None: more bytes are needed; or the daemon `is_halfway`, since a large
+        frame takes so long that its event loop should turn in between.
 
         Raises FramingError (the stream is unusable from here on), MessageError or StateError (this frame is skipped,
         the stream goes on; `seq` of the error tells which request to answer).
         """
-        if len(self.pending) < PREFIX.size:
-            return None
-        (size,) = PREFIX.unpack_from(self.pending)
-        if not 0 < size <= FRAME_BYTES_MAX:
-            raise FramingError(f"a frame of {size} bytes; the cap is {FRAME_BYTES_MAX}")
-        end = PREFIX.size + size
-        if len(self.pending) < end:
-            return None
-        with memoryview(self.pending) as view, view[PREFIX.size : end] as body:
-            fields = unpack(body, self._map_items_max)
-        del self.pending[:end]
+        fields, self._unpacked = self._unpacked, None
+        if fields is None:
+            if len(self.pending) < PREFIX.size:
+                return None
+            (size,) = PREFIX.unpack_from(self.pending)
+            if not 0 < size <= FRAME_BYTES_MAX:
+                raise FramingError(f"a frame of {size} bytes; the cap is {FRAME_BYTES_MAX}")
+            end = PREFIX.size + size
+            if len(self.pending) < end:
+                return None
+            with memoryview(self.pending) as view, view[PREFIX.size : end] as body:
+                fields = unpack(body, self._map_items_max)
+            del self.pending[:end]
+            if self._daemon and size > HALVED_BYTES:
+                self._unpacked = fields
+                return None
         fds = self._claim(fields.get("fds", 0))
         try:
             message = convert(fields, self._known)

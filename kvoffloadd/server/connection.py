@@ -154,10 +154,13 @@ class PeerConnection:
         began_s = time.monotonic()
         turn_ends = began_s + TURN_S
         for served in range(MESSAGES_PER_TURN):
-            if self._steps is not None and not self._ending and not self._go_on_with(*self._steps, turn_ends):
-                break
-            pending = self._protocol.pending
-            if self._ending or self._held_up or (served and pending and time.monotonic() > turn_ends):
+            is_over = served > 0 and time.monotonic() > turn_ends
+            if self._steps is not None and not self._ending:
+                if is_over or not self._go_on_with(*self._steps, turn_ends):
+                    break
+                is_over = time.monotonic() > turn_ends
+            pending = self._protocol.pending or self._protocol.is_halfway
+            if self._ending or self._held_up or (served and pending and is_over):
                 break
             try:
                 got = self._protocol.next_message() if pending else None
@@ -167,6 +170,8 @@ class PeerConnection:
             except PeerError as error:
                 self._reply_error(error, error.seq)
                 self._end_partial()
+                continue
+            if got is None and self._protocol.is_halfway:
                 continue
             if got is None:
                 self._backlog = False
@@ -375,3 +380,7 @@ class PeerConnection:
         self._writer.close()
         self._close_fds(self._protocol.take_fds())
         self._closer.close_socket(self._peer.uid, self._sock, self.ended.set)
+
+    def take_apart(self) -> None:
+        """It has ended, and nobody knows it any more but what it is made of: see `Collector`."""
+        del self.session, self._writer, self._deadline

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import Any
 
 BEAT_S = 0.005
@@ -20,15 +21,17 @@ LATE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 class Lag:
     """Delays of beats. A delay is the loop's own work, or the machine did not let it run: the CPU time that the loop's
-    thread took from one beat to the next shows which. An idle loop beats less often, until `wake`.
+    thread took from one beat to the next shows which. An idle loop beats less often, until `wake`, and calls `on_idle`
+    then.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_idle: Callable[[], None] = lambda: None) -> None:
         self.worst_s = 0.0  # since the start, as the following
         self.worst_cpu_s = 0.0
         self.late_s = 0.0  # all delays together
         self.late = [0] * (len(LATE_S) + 1)  # beats by delay: up to each of LATE_S, and above all
         self._loop = loop
+        self._on_idle = on_idle
         self._windows = (0.0, 0.0)
         self._cpu_windows = (0.0, 0.0)
         self._cpu_s = 0.0
@@ -98,4 +101,7 @@ class Lag:
         self._windows = (max(self._windows[0], late), self._windows[1])
         self._cpu_windows = (max(self._cpu_windows[0], took_s), self._cpu_windows[1])
         self._quiet = 0 if took_s > WORK_S else self._quiet + 1
-        self._beat_at(now + (BEAT_S if self._quiet < QUIET_BEATS else IDLE_BEAT_S))
+        is_idle = self._quiet >= QUIET_BEATS
+        self._beat_at(now + (IDLE_BEAT_S if is_idle else BEAT_S))
+        if is_idle:
+            self._on_idle()

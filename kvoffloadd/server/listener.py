@@ -134,6 +134,7 @@ class Listener:
     async def _forget(self, connection: PeerConnection, uid: int, charged: int) -> None:
         await connection.ended.wait()
         self._connections.discard(connection)
+        connection.take_apart()
         self._context.accounts.of(uid).refund(sessions=charged)
 
     def replace(self, listener: socket.socket) -> None:

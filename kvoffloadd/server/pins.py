@@ -208,6 +208,7 @@ class PendingPins:
             waiting.timer.cancel()
         if waiting.fetch is not None:
             waiting.fetch.cancel()
+            waiting.fetch = None  # which refers to this: see `Collector`
         self.outbox.unreserve(waiting.outbox_bytes, leases=waiting.charged)
 
 

@@ -34,6 +34,7 @@ NAMED_COST = 4
 
 GROUPS_PER_NAMESPACE_MAX = 256
 LARGE_SPECS, LARGE_DESCRIPTORS = 512, 1 << 15
+GROUP_SPECS = 4  # a group takes as long as so many tensors or refs
 """A registration of no more tensors and refs, and of no more descriptors, is drafted by the event loop itself: that
 takes some milliseconds at most.
 """
@@ -194,7 +195,7 @@ class Draft:
 
 def is_large(message: Register) -> bool:
     """Whether drafting takes so long that a thread should do it."""
-    specs = len(message.tensors) + sum(len(spec.refs) for spec in message.groups)
+    specs = len(message.tensors) + sum(GROUP_SPECS + len(spec.refs) for spec in message.groups)
     return specs > LARGE_SPECS or plan_descriptors(message.groups) > LARGE_DESCRIPTORS
 
 

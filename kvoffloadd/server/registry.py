@@ -7,8 +7,9 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ from kvoffloadd.server.registration import (
 )
 
 log = logging.getLogger(__name__)
+
+AT_ONCE = 64
+"""Allocations that are let go at once, and may end in the same turn of the loop."""
 
 
 def tables_bytes(size_bytes: int) -> int:
@@ -88,7 +92,9 @@ class Registry:
         return self.context.spawn(self._release_all(freed), errors_are_handled=True)
 
     async def _release_all(self, entries: list[Attachment]) -> None:
-        await asyncio.gather(*map(self._release, entries))
+        failed = await _in_shares([partial(self._release, entry) for entry in entries])
+        if failed:
+            raise failed[0]
 
     # --- shared memory ---
 
@@ -357,10 +363,8 @@ class Registry:
         for made in self.registrations.values():
             self.account.refund(descriptors=made.descriptors)
         self.registrations.clear()
-        unmapped = await asyncio.gather(*map(self._unmap, list(self.attached)), return_exceptions=True)
-        for error in unmapped:  # the others are unmapped all the same
-            if error is not None:
-                log.error("an allocation of an ended session can't be unmapped: %s", error)
+        for error in await _in_shares([partial(self._unmap, number) for number in self.attached]):
+            log.error("an allocation of an ended session can't be unmapped: %s", error)
 
     async def _unmap(self, number: int) -> None:
         entry = self.attached.pop(number, None)
@@ -372,3 +376,14 @@ class Registry:
             await entry.device.unmap(entry.allocation)
         finally:  # this task may be cancelled while it waits; the unmapping goes on
             self._refund(entry.allocation, entry.device)
+
+
+async def _in_shares(calls: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> list[BaseException]:
+    """All of them, some at a time: thousands that end at once would make one long turn of the loop. Returns what they
+    have raised: those behind go on all the same.
+    """
+    failed: list[BaseException] = []
+    for begin in range(0, len(calls), AT_ONCE):
+        ends = await asyncio.gather(*(call() for call in calls[begin : begin + AT_ONCE]), return_exceptions=True)
+        failed += [end for end in ends if end is not None]
+    return failed

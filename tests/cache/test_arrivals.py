@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.cache.disk import arrivals as arrivals_module
 from kvoffloadd.cache.memory.epochs import unix_time_us
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import NotDurableError
+from kvoffloadd.steps import in_turns
 from kvoffloadd.storage.disk import manifest as manifest_module
 from kvoffloadd.storage.disk import probe as probe_module
 from kvoffloadd.storage.disk.health import RootState
@@ -261,6 +263,38 @@ async def test_a_clear_after_the_segments_were_looked_at(open_tier: Open, paths:
         await tier.store_away(tier.keyspace(A), 3)
     await tier.until(lambda: tier.roots[0].state == RootState.OK)
     assert tier.states(tier.keyspace(A), 1, 2, 3) == [MISS, MISS, PENDING]
+
+
+async def test_a_segment_comes_in_in_steps_and_a_clear_between_two_of_them_holds(
+    open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For what came before the clear, and for what comes after it."""
+    tier = await open_tier(paths=[paths[0]])
+    names = [bytes([number]) * 16 for number in range(1, 21)]
+    for name in names:
+        await tier.store_away(tier.keyspace(name), 1, 2)
+    first, last = (tier.keyspace(name).namespace for name in (names[0], names[-1]))
+    steps, clears = list[int](), list[asyncio.Task[None]]()
+
+    async def look_on(work: Any) -> Any:
+        if work.__name__ != "_add_all":
+            return await in_turns(work)
+        for step, _ in enumerate(work):
+            steps.append(step)
+            if step == len(names):
+                clears.append(asyncio.ensure_future(tier.clear(first, last)))
+                await asyncio.sleep(0)
+        return None
+
+    monkeypatch.setattr(arrivals_module, "in_turns", look_on)
+    monkeypatch.setattr(arrivals_module, "STEP_RECORDS", 1)
+    await take_off(tier, paths[0])
+    paths[0].with_suffix(".gone").rename(paths[0])
+    await tier.until(lambda: tier.root.state == RootState.OK)
+    await asyncio.gather(*clears)
+    assert len(steps) == 2 * len(names)
+    assert [tier.on_disk(tier.keyspace(name), 1, 2) for name in (names[0], names[-1])] == [[], []]
+    assert [tier.on_disk(tier.keyspace(name), 1, 2) for name in names[1:-1]] == [[1, 2]] * (len(names) - 2)
 
 
 async def test_another_root_tells_of_a_clear_while_one_is_looked_at(

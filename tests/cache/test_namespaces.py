@@ -49,11 +49,11 @@ def test_who_comes_or_goes_looks_at_none_of_those_with_keys(cache: Cache, monkey
     seen: list[Namespace] = []
     unused = module.Namespaces.is_unused
 
-    def watched(self: module.Namespaces, one: Namespace) -> bool:
-        seen.append(one)
-        return unused(self, one)
+    def look(self: module.Namespaces, namespace: Namespace) -> bool:
+        seen.append(namespace)
+        return unused(self, namespace)
 
-    monkeypatch.setattr(module.Namespaces, "is_unused", watched)
+    monkeypatch.setattr(module.Namespaces, "is_unused", look)
     for walk in ("__iter__", "values", "items", "keys"):
         monkeypatch.setattr(module.Namespaces, walk, refuse)
     come_and_go(cache)

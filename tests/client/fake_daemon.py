@@ -194,9 +194,10 @@ class FakeDaemon:
             except KvOffloadError as error:
                 peer.error(getattr(error, "seq", 0), error.code)
                 continue
-            if found is None:
+            if found is not None:
+                self._take(peer, *found)
+            elif not peer.connection.is_halfway:
                 return
-            self._take(peer, *found)
 
     def _take(self, peer: Peer, message: m.Message, fds: list[int]) -> None:
         peer.fds += fds

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref, SharedTensor
 from kvoffloadd.errors import RemoteError
+from kvoffloadd.server import registry
 from kvoffloadd.sharedmem import create_memfd
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
@@ -135,3 +138,22 @@ def test_the_client_keeps_no_memory_of_what_was_refused(start_daemon: Callable[.
     client.close()
     if isinstance(client, OnLoop):
         client.end()
+
+
+async def test_thousands_go_some_at_a_time_whatever_some_of_them_raise() -> None:
+    running, most, ended = 0, 0, list[int]()
+
+    async def let_go(number: int) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        ended.append(number)
+        if number % 100 == 7:
+            raise OSError(number)
+
+    failed = await registry._in_shares([partial(let_go, number) for number in range(1000)])
+    assert ended == list(range(1000))
+    assert [error.args for error in failed] == [(number,) for number in range(7, 1000, 100)]
+    assert most == registry.AT_ONCE

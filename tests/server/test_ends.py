@@ -191,7 +191,7 @@ async def test_the_deadline_is_the_frames_however_often_it_is_paused(paused_s: f
 async def test_steps_that_a_sessions_end_finds_unfinished_are_closed(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have gone on in the session's turns until then."""
+    """They have gone on in the session's turns until then. The first turn is that of the request, which took it all."""
     made, theirs, _ = connection()
     monkeypatch.setattr(connections, "TURN_S", 0.0)
     taken: list[str] = []
@@ -216,8 +216,8 @@ async def test_steps_that_a_sessions_end_finds_unfinished_are_closed(
     assert "closed" not in taken
     theirs.close()
     await made.end("the test ends")
-    assert taken.count("closed") == 1
-    assert taken[-1] == "closed"
+    assert taken[-1:] == ["closed"] * (turns > 0), "what has not begun has nothing to undo"
+    assert taken.count("closed") == (turns > 0)
 
 
 @pytest.mark.parametrize("unread", [False, True])

@@ -127,6 +127,23 @@ def test_missed_beats_are_not_made_up_for(clock: Clock, lag: Lag) -> None:
     assert lag.worst_s < 1.01, "one delay counts once"
 
 
+def test_who_waits_for_an_idle_loop_is_called_then_and_not_while_it_works(
+    monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    cpu_s, calls_at = [50.0], list[float]()
+    monkeypatch.setattr(time, "thread_time", lambda: cpu_s[0])
+    lag = Lag(clock, lambda: calls_at.append(clock.now))  # type: ignore[arg-type]
+    lag.start()
+    for _ in range(10 * QUIET_BEATS):
+        cpu_s[0] += 0.001
+        clock.sleep(BEAT_S)
+    assert calls_at == []
+    begun = clock.now
+    clock.sleep(1.0)
+    assert calls_at[0] == pytest.approx(begun + QUIET_BEATS * BEAT_S, abs=2 * BEAT_S)
+    assert len(calls_at) > 2, "each beat, as long as it stays idle"
+
+
 def test_what_the_loop_worked_is_told_apart_from_what_it_waited(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     cpu_s = 50.0
     monkeypatch.setattr(time, "thread_time", lambda: cpu_s)

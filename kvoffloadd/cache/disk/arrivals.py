@@ -15,8 +15,9 @@ outlive the clear.
 
 The order holds whatever happens between the steps:
 
-- *A clear.* The epochs rise at once. Each segment's records are compared with them and put into the catalog without a
-  pause, so that the clear closes the disk keyspaces of those that were there before it, and later ones do not count.
+- *A clear.* The epochs rise at once. Some records of a keyspace at a time are compared with them and put into the
+  catalog without a pause, so that the clear closes the disk keyspaces of those that were there before it, and later
+  ones do not count.
 - *Another root's clears are merged.* As a clear; the lock keeps the merge whole.
 - *A copy.* A root is accepted at the start of step 2, in the turn of the loop in which it is compared with those that
   were accepted before. Of two copies the second is let go; the clears in its manifest are merged all the same.
@@ -29,11 +30,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 import numpy as np
 
+from kvoffloadd.cache.disk.catalog import STEP_RECORDS
 from kvoffloadd.cache.disk.clears import DiskClears
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
@@ -42,7 +44,9 @@ from kvoffloadd.cache.disk.reclaim import Reclaim
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.steps import Steps, in_turns
 from kvoffloadd.storage.disk.files import describe_error
+from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.manifest import Manifest
 from kvoffloadd.storage.disk.recovery import Recovered
@@ -174,28 +178,34 @@ class Arrivals:
             recalls = self._cache.epochs.recalls
             await self._merge_epochs(0, 0, {name: epoch for name, epoch in root.epochs.items() if recalls(epoch)})
             self._disk.catalog.index.expect(records)
-            for segment, recovered in found:
-                self._add_to_catalog(segment, recovered)
-                await asyncio.sleep(0)
+            await in_turns(self._add_all(found))
             root.health.become(RootState.OK)
         self._disk.numbers.changes.notify_all()
         log.info("disk %s: %d records in %d segments found", root.name, records, len(found))
 
-    def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> None:
-        # Sorted once: there may be a thousand keyspaces in a segment.
-        order = np.argsort(recovered.entries["space"], kind="stable")
-        starts = np.searchsorted(recovered.entries["space"][order], np.arange(len(recovered.keyspaces) + 1))
+    def _add_all(self, found: Iterable[tuple[Segment, Recovered]]) -> Steps[None]:
+        for segment, recovered in found:
+            yield from self._add_to_catalog(segment, recovered)
+
+    def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> Steps[None]:
+        """Each step adds some records of one keyspace: there may be a thousand keyspaces in a segment."""
+        order = np.argsort(recovered.entries["space"], kind="stable")  # once for all
+        starts = np.searchsorted(recovered.entries["space"][order], np.arange(len(recovered.keyspaces) + 1)).tolist()
         for number, name in enumerate(recovered.keyspaces):
-            if name.epoch != self._cache.epochs.of(name.fingerprint):
-                continue
-            entries = recovered.entries[order[starts[number] : starts[number + 1]]]
-            if not len(entries):
-                continue
-            disk_keyspace = self._disk.catalog.disk_keyspace(name)
-            if disk_keyspace is not None:
-                parts = entries["part"].astype(np.uint16)
-                keys = np.ascontiguousarray(entries["key"])
-                self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, entries["page"])
+            for begin in range(starts[number], starts[number + 1], STEP_RECORDS):
+                entries = recovered.entries[order[begin : min(begin + STEP_RECORDS, starts[number + 1])]]
+                self._add(segment, name, entries)
+                yield
+
+    def _add(self, segment: Segment, name: KeyspaceId, entries: np.ndarray) -> None:
+        """Add records of one keyspace, unless it was cleared."""
+        if name.epoch != self._cache.epochs.of(name.fingerprint):
+            return
+        disk_keyspace = self._disk.catalog.disk_keyspace(name)
+        if disk_keyspace is not None:
+            parts = entries["part"].astype(np.uint16)
+            keys = np.ascontiguousarray(entries["key"])
+            self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, entries["page"])
 
     async def _merge_epochs(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
         """Merge clears that a late root knows of and this daemon does not. Keys that may be older than such a clear go:

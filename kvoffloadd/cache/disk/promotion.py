@@ -197,6 +197,7 @@ class Promotion(Fetches):
 
     def _settle(self, reading: ReadBatch, piece: DiskRead, status: U8Array, digests: U64Array) -> None:
         """A read has ended: nothing touches its slots any more."""
+        piece.ticket = None  # which refers to the piece: see `Collector`
         good = status == OK
         if not self._settle_read(reading, piece, good, digests):
             return

@@ -348,6 +348,7 @@ class RemoteFetching(Fetches):
 
     def _came(self, reading: ReadBatch, read: RemoteRead, result: GetResult) -> None:
         """Nothing touches the slots any more. What is right is committed once the marker was seen after it."""
+        read.transfer = None  # which refers to the read: see `Collector`
         now_s = time.monotonic()
         self.get_s.add(now_s - read.began_s)
         if read.quarantined:
@@ -379,7 +380,7 @@ class RemoteFetching(Fetches):
         self, reading: ReadBatch, read: RemoteRead, status: np.ndarray, digests: U64Array | None = None
     ) -> None:
         """Commit what is right, and free the slots of the rest."""
-        read.over = True
+        read.over, read.transfer = True, None
         good, width = status == RemoteStatus.OK, read.keyspace.schema.parts
         of_parts = np.repeat(good, width)
         if digests is None:
