@@ -153,11 +153,12 @@ test-service: $(READY) $(REMOTE_READY) ## the tests in a container with a system
 	@$(BIN)/python -m pytest -q -m service --ignore tests/service/test_remote_units.py tests/service
 	@$(REMOTE_VENV)/bin/python -m pytest -q -rs -m service tests/service/test_remote_units.py
 
-soak: $(READY) ## the tests that take minutes, and a stress run with kills of workers and daemon
+soak: $(READY) ## the tests that take minutes, a stress run with kills of workers and daemon, hostile peers
 	@$(BIN)/python -m pytest -q -m soak
 	@$(BIN)/python -m scripts stress --seconds 300 --workers 4 --kill-workers --kill-daemon
 	@$(BIN)/python -m scripts stress --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
 	@$(BIN)/python -m scripts stress_holes --seconds 120 --kill-workers --kill-daemon
+	@$(BIN)/python -m scripts hostile --seconds 300
 
 soak-threads: $(READY) ## the tests of what threads drain, 20 times beside busy loops, with threads switched all the time
 	@$(BIN)/python -m scripts threads $(SOAK_THREADS)
