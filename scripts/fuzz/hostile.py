@@ -2,7 +2,8 @@
 
 Each attack is made alone and then all at once, over and over, until the time is over: peers that hoard what they may
 have, or strike in the midst of something. The honest worker stores, loads and compares all the while; an operator asks
-for status and scrapes metrics. At the end nothing may have ended, be lost, or still be charged to who has left. As root
+for status and scrapes metrics. The table has p50/p99 in milliseconds of a ping, of a cycle of a store and a load, and
+from a store to its event, and the share of keys that hit, beside each attack. At the end nothing may have ended, be lost, or still be charged to who has left. As root
 the attackers are other users; otherwise they are the same as the worker, and what uses up a user's caps is left out.
 Exit status 0 only if all that held; 1 otherwise; 2 for wrong usage.
 """
@@ -188,6 +189,7 @@ class Report(TrialReport):
                 "hits": float(samples.cycles[:, 2].mean()) if len(samples.cycles) else None,
                 **_percentiles("ping", samples.pings),
                 **_percentiles("cycle", samples.cycles),
+                **_percentiles("event", samples.events),
             }
         return super().as_json() | {
             "phases": phases,
@@ -200,11 +202,11 @@ class Report(TrialReport):
         }
 
     def print(self) -> None:
-        rows = [("attack", "ping, ms", "store and load, ms; hits; requests")]
+        rows = [("attack", "ping, ms", "cycle; event; hits; requests")]
         for phase in (ALONE, *sorted(self.siege.names), TOGETHER):
             deeds, samples = self.siege.attackers.deeds.get(phase, Deeds()), self.samples(phase)
             hits = f"{100 * samples.cycles[:, 2].mean():.0f} %" if len(samples.cycles) else "-"
-            said = f"{_pair(samples.cycles)}; {hits}; {deeds.asked:,}"
+            said = f"{_pair(samples.cycles)}; {_pair(samples.events)}; {hits}; {deeds.asked:,}"
             rows.append((phase.replace("_", " "), _pair(samples.pings), said))
         turn = ("worst turn of the loop", format_ms(self.operator.worst_cpu_s), "of CPU time")
         served = ("operator", f"{self.operator.reports:,}", f"reports; {self.operator.scrapes:,} scrapes")
@@ -220,11 +222,11 @@ def _percentiles(name: str, samples: np.ndarray) -> dict[str, float | None]:
 
 
 def _pair(samples: np.ndarray) -> str:
-    """p50 / p99 in milliseconds."""
+    """p50/p99 in milliseconds."""
     if not len(samples):
         return "-"
     p50, p99 = 1e3 * np.percentile(samples[:, 1], (50, 99))
-    return f"{p50:.1f} / {p99:.1f}"
+    return f"{p50:.1f}/{p99:.0f}"
 
 
 def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
