@@ -3,9 +3,9 @@
 Each attack is made alone and then all at once, over and over, until the time is over: peers that hoard what they may
 have, or strike in the midst of something. The honest worker stores, loads and compares all the while; an operator asks
 for status and scrapes metrics. The table has p50/p99 in milliseconds of a ping, of a cycle of a store and a load, and
-from a store to its event, and the share of keys that hit, beside each attack. At the end nothing may have ended, be lost, or still be charged to who has left. As root
-the attackers are other users; otherwise they are the same as the worker, and what uses up a user's caps is left out.
-Exit status 0 only if all that held; 1 otherwise; 2 for wrong usage.
+from a store to its event, and the share of keys that hit, beside each attack. At the end nothing may have ended, be
+lost, or still be charged to who has left. As root the attackers are other users; otherwise they are the same as the
+worker, and what uses up a user's caps is left out. Exit status 0 only if all that held; 1 otherwise; 2 for wrong usage.
 """
 
 from __future__ import annotations
