@@ -45,6 +45,8 @@ SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip --disable-pip-version-check --no-
 DEMO_REMOTE ?=
 # `make soak-remote SOAK_REMOTE="--engine valkey --seconds 300"`.
 SOAK_REMOTE ?=
+# `make soak-threads SOAK_THREADS="--times 3 tests/test_lanes.py"`.
+SOAK_THREADS ?=
 REMOTE_VENV := build/remote-venv
 REMOTE_READY := $(REMOTE_VENV)/.ready
 REMOTE_PIP := $(REMOTE_VENV)/bin/python -m pip --disable-pip-version-check --no-input
@@ -54,7 +56,7 @@ PEERS_MOONCAKE := build/peers-mooncake-venv
 PEERS ?= --write docs/benchmarks/peers.md
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-remote mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-threads soak-remote mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -151,11 +153,15 @@ test-service: $(READY) $(REMOTE_READY) ## the tests in a container with a system
 	@$(BIN)/python -m pytest -q -m service --ignore tests/service/test_remote_units.py tests/service
 	@$(REMOTE_VENV)/bin/python -m pytest -q -rs -m service tests/service/test_remote_units.py
 
-soak: $(READY) ## the tests that take minutes, and a stress run with kills of workers and daemon
+soak: $(READY) ## the tests that take minutes, a stress run with kills of workers and daemon, hostile peers
 	@$(BIN)/python -m pytest -q -m soak
 	@$(BIN)/python -m scripts stress --seconds 300 --workers 4 --kill-workers --kill-daemon
 	@$(BIN)/python -m scripts stress --seconds 120 --workers 4 --kill-workers --kill-daemon --warm
 	@$(BIN)/python -m scripts stress_holes --seconds 120 --kill-workers --kill-daemon
+	@$(BIN)/python -m scripts hostile --seconds 300
+
+soak-threads: $(READY) ## the tests of what threads drain, 20 times beside busy loops, with threads switched all the time
+	@$(BIN)/python -m scripts threads $(SOAK_THREADS)
 
 soak-remote: $(REMOTE_READY) ## two hosts that share a real store, everything on them killed at random, for 20 minutes; see SOAK_REMOTE
 	@$(REMOTE_VENV)/bin/python -m scripts soak $(SOAK_REMOTE)

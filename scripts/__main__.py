@@ -41,6 +41,7 @@ MODULES = {
     "soak": "soak.__main__",
     "stress": "stress.__main__",
     "stress_holes": "holes.__main__",
+    "threads": "threads.__main__",
     "vllm_python": "vllm.python",
     "vllm_smoke": "vllm.smoke",
 }

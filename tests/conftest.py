@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -14,6 +15,7 @@ import pytest
 
 from kvoffloadd.trial.wait import slowness
 from scripts.harness.daemon import Daemon
+from scripts.threads import SWITCH_VARIABLE
 from tests.e2e import gpu_rank
 from tests.e2e.daemons import Hold, make_daemon
 from tests.e2e.rank import Rank
@@ -22,6 +24,9 @@ from tests.e2e.small_rows import roundtrip
 SEED_VARIABLE = "KVOFFLOADD_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 32))
 os.environ[SEED_VARIABLE] = str(SEED)  # of all processes of this run
+
+if SWITCH_VARIABLE in os.environ:
+    sys.setswitchinterval(float(os.environ[SWITCH_VARIABLE]))
 
 with suppress(ImportError):  # vLLM's venv, and a GPU machine's, have none
     from hypothesis import settings

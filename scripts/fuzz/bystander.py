@@ -22,7 +22,19 @@ from typing import Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, Registration, SharedTensor
+from kvoffloadd.client import (
+    Client,
+    EventGap,
+    Group,
+    GroupKind,
+    KeyEvents,
+    KvCache,
+    NamespaceSpec,
+    Outcome,
+    Ref,
+    Registration,
+    SharedTensor,
+)
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import U8Array
 from kvoffloadd.trial.process import module, open_fds, rss_anon_bytes, spawn, tail
@@ -35,6 +47,8 @@ MEMORY_NAME = "bystander"
 WAIT_S = 30.0
 SAMPLE_S = 0.02
 PING_EVERY_S = 0.005
+LISTEN_S = 0.2
+DUE_MAX = 100_000
 FAILURES_KEPT = 20
 READY = b"ready\n"
 
@@ -57,29 +71,34 @@ class Experience:
     ping_max_s: float | None = None
     cycle_p50_s: float | None = None
     cycle_p99_s: float | None = None
+    event_p50_s: float | None = None
+    event_p99_s: float | None = None
+    event_gaps: int = 0
 
 
 @dataclass(frozen=True)
 class Samples:
     """All round trips. `pings`: (n, 2) of when each began, by the monotonic clock, and how long it took; `cycles`:
-    (n, 3) the same of a store and a load, and the share of its keys that hit.
+    (n, 3) the same of a store and a load, and the share of its keys that hit; `events`: (n, 2) when a key was to be
+    stored, and how long it took until a subscriber was told.
     """
 
     pings: F64Array
     cycles: F64Array
+    events: F64Array
 
     @staticmethod
     def read(path: Path) -> Samples:
         """None, where the bystander has written none."""
         try:
             with np.load(path) as found:
-                return Samples(found["pings"], found["cycles"])
+                return Samples(found["pings"], found["cycles"], found["events"])
         except OSError:
-            return Samples(np.empty((0, 2)), np.empty((0, 3)))
+            return Samples(np.empty((0, 2)), np.empty((0, 3)), np.empty((0, 2)))
 
     def during(self, spans: Sequence[tuple[float, float]]) -> Samples:
         """Those that began in one of these spans of time."""
-        return Samples(_during(self.pings, spans), _during(self.cycles, spans))
+        return Samples(*(_during(samples, spans) for samples in (self.pings, self.cycles, self.events)))
 
 
 def _during(samples: F64Array, spans: Sequence[tuple[float, float]]) -> F64Array:
@@ -126,15 +145,21 @@ class Bystander:
 
 
 class Worker:
-    """Stores and loads until it is stopped, and pings in a thread of its own; compares every byte.
+    """Stores and loads until it is stopped, and compares every byte; pings, and hears of its keys, in threads of their
+    own.
 
-    Ownership: `pings` is the pinger's, all else the caller's, until the pinger has ended.
+    Ownership: `pings` is the pinger's, `events` and `_gaps` the listener's, `_due` under `_lock`, all else the
+    caller's, until these threads have ended.
     """
 
     def __init__(self, socket_path: Path, seed: int, *, expedited: bool, uid: int) -> None:
         self.experience = Experience()
         self.pings: list[tuple[float, float]] = []
         self.cycles: list[tuple[float, float, float]] = []
+        self.events: list[tuple[float, float]] = []
+        self._gaps = 0
+        self._lock = threading.Lock()
+        self._due: dict[bytes, float] = {}  # keys that are being stored, and since when
         self._expedited = expedited
         self._path = socket_path
         self._uid = uid
@@ -148,23 +173,35 @@ class Worker:
 
     def run(self) -> Experience:
         try:
-            with self._connected() as client, self._connected(role="observer") as observer:
-                pinger = threading.Thread(target=self._ping, args=(observer,), daemon=True)
-                pinger.start()
+            with (
+                self._connected() as client,
+                self._connected("observer") as pinger,
+                self._connected("observer") as hearer,
+            ):
+                hearer.subscribe()
+                threads = [
+                    threading.Thread(target=work, args=(one,), daemon=True)
+                    for work, one in ((self._ping, pinger), (self._listen, hearer))
+                ]
+                for thread in threads:
+                    thread.start()
                 try:
                     self._work(client)
                 finally:
                     self._ended.set()
-                    pinger.join()
+                    for thread in threads:
+                        thread.join()
         except (KvOffloadError, OSError) as error:
             self._fail(f"{type(error).__name__}: {error}")
         seen = self.experience
-        seen.pings = len(self.pings)
+        seen.pings, seen.event_gaps = len(self.pings), self._gaps
         if self.pings:
             took = np.array(self.pings)[:, 1]
             seen.ping_p50_s, seen.ping_p99_s, seen.ping_max_s = np.percentile(took, (50, 99, 100)).tolist()
         if self.cycles:
             seen.cycle_p50_s, seen.cycle_p99_s = np.percentile(np.array(self.cycles)[:, 1], (50, 99)).tolist()
+        if self.events:
+            seen.event_p50_s, seen.event_p99_s = np.percentile(np.array(self.events)[:, 1], (50, 99)).tolist()
         return seen
 
     def _connected(self, role: Literal["worker", "observer"] = "worker") -> Client:
@@ -188,6 +225,20 @@ class Worker:
             self._step(client, registration, kept)
             self.cycles.append((begun, time.monotonic() - begun, (self._hits - hits) / KEYS_PER_STEP))
 
+    def _listen(self, client: Client) -> None:
+        """Notes how late it is told of each key."""
+        try:
+            while not self._ended.is_set():
+                heard = client.events(LISTEN_S)
+                now = time.monotonic()
+                self._gaps += sum(isinstance(event, EventGap) for event in heard)
+                added = [key.tobytes() for event in heard if isinstance(event, KeyEvents) for key in event.added]
+                with self._lock:
+                    since = [self._due.pop(key) for key in added if key in self._due]
+                self.events += [(begun, now - begun) for begun in since]
+        except (KvOffloadError, OSError) as error:
+            self._fail(f"a subscriber: {type(error).__name__}: {error}")
+
     @property
     def _hits(self) -> int:
         return self.experience.loads * KEYS_PER_STEP - self.experience.missed_keys
@@ -205,6 +256,10 @@ class Worker:
         keys = self._rng.integers(0, 256, (KEYS_PER_STEP, 32), dtype=np.uint8)
         blocks = np.arange(KEYS_PER_STEP)
         self._tensor.array[blocks] = [content(key) for key in keys]
+        with self._lock:
+            self._due = {key.tobytes(): time.monotonic() for key in keys} | self._due
+            while len(self._due) > DUE_MAX:  # those that were lost, or found no room
+                self._due.popitem()
         stored = client.wait(client.store(registration, {0: (keys, blocks)}), WAIT_S)
         self.experience.stores += 1
         if stored.outcome not in (Outcome.DONE, Outcome.PARTIAL):
@@ -249,7 +304,8 @@ def main() -> None:
 
     threading.Thread(target=stop_at_the_end_of_input, daemon=True).start()
     experience = worker.run()
-    np.savez(samples, pings=np.array(worker.pings).reshape(-1, 2), cycles=np.array(worker.cycles).reshape(-1, 3))
+    pings, events = (np.array(rows).reshape(-1, 2) for rows in (worker.pings, worker.events))
+    np.savez(samples, pings=pings, events=events, cycles=np.array(worker.cycles).reshape(-1, 3))
     print(json.dumps(asdict(experience)), flush=True)
 
 

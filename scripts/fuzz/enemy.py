@@ -80,10 +80,9 @@ class Enemy:
         """Whether the attack is still to be made."""
         return not self._over.is_set()
 
-    @property
-    def owns_the_daemon(self) -> bool:
-        """Whether the daemon trusts this user's memory not to shrink."""
-        return self._uid in (0, os.getuid())
+    def be_trusted(self) -> None:
+        """Be the daemon's own user from now on, whose memory may shrink."""
+        self._uid = os.getuid()
 
     def rest(self, seconds: float) -> None:
         self._over.wait(seconds)

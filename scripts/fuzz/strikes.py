@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -136,10 +137,21 @@ def large_frames(enemy: Enemy) -> None:
 
 
 def holes(enemy: Enemy) -> None:
-    """Memory whose pages go, and whose file grows, or shrinks where its user may, while it is copied to and from."""
+    """Memory whose pages go, and whose file grows, while it is copied to and from."""
+    _copy_amid(enemy, fcntl.F_SEAL_SHRINK, _punch)
+
+
+def truncated_files(enemy: Enemy) -> None:
+    """Memory whose file is cut off while it is copied to and from, as the daemon's own user may."""
+    enemy.be_trusted()
+    _copy_amid(enemy, 0, lambda enemy, fd: os.truncate(fd, PAGE * enemy.rng.randrange(BLOCKS)))
+
+
+def _copy_amid(enemy: Enemy, seals: int, damage: Callable[[Enemy, int], None]) -> None:
+    """Each job ends, whatever becomes of its memory meanwhile."""
     peer = enemy.session()
     size = BLOCKS * PAGE
-    fd = memory(size, 0 if enemy.owns_the_daemon else fcntl.F_SEAL_SHRINK)
+    fd = memory(size, seals)
     try:
         (allocation,) = enemy.attach(peer, [fd])
         registration = enemy.register_pages(peer, allocation, BLOCKS)
@@ -149,24 +161,21 @@ def holes(enemy: Enemy) -> None:
                 job = enemy.job(packed, registration)
                 if enemy.ask(peer, tag, **job)["type"] == "error":
                     continue
-                _damage(enemy, fd, size)
+                damage(enemy, fd)
                 outcome = peer.completed(job["job"])["outcome"]
                 if outcome not in ("done", "partial", "failed"):
-                    enemy.problem(f"a {tag} with memory that has holes ended {outcome}")
-                os.truncate(fd, size)
+                    enemy.problem(f"a {tag} amid damage to its memory ended {outcome}")
+                os.truncate(fd, max(size, os.fstat(fd).st_size))
     finally:
         os.close(fd)
 
 
-def _damage(enemy: Enemy, fd: int, size: int) -> None:
-    what = enemy.rng.randrange(3)
-    if what == 0 and enemy.owns_the_daemon:
-        os.truncate(fd, PAGE * enemy.rng.randrange(BLOCKS))
-    elif what == 1:
-        os.pwrite(fd, enemy.rng.randbytes(PAGE), PAGE * enemy.rng.randrange(BLOCKS))
-    else:
-        begin = PAGE * enemy.rng.randrange(BLOCKS)
-        _libc.fallocate(fd, KEEP_SIZE_AND_PUNCH, begin, size - begin)
+def _punch(enemy: Enemy, fd: int) -> None:
+    if enemy.rng.random() < 0.2:
+        os.truncate(fd, os.fstat(fd).st_size + PAGE)
+    begin = PAGE * enemy.rng.randrange(BLOCKS)
+    _libc.fallocate(fd, KEEP_SIZE_AND_PUNCH, begin, BLOCKS * PAGE - begin)
+    os.pwrite(fd, enemy.rng.randbytes(PAGE), PAGE * enemy.rng.randrange(BLOCKS))
 
 
 def refused_registers(enemy: Enemy) -> None:
@@ -309,6 +318,6 @@ def clears(enemy: Enemy) -> None:
 
 STRIKES: tuple[Attack, ...] = (
     dripped_frames, hung_in_a_frame, descriptors_of_no_frame, unknown_prefetches, prefetches_of_everything,
-    large_frames, holes, refused_registers, detaches_in_the_midst, killed_in_the_midst, forked_clients, comes_and_goes,
-    clears,
+    large_frames, holes, truncated_files, refused_registers, detaches_in_the_midst, killed_in_the_midst,
+    forked_clients, comes_and_goes, clears,
 )  # fmt: skip

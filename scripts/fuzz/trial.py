@@ -108,6 +108,9 @@ class TrialReport:
             "ping_max_s": seen.ping_max_s,
             "cycle_p50_s": seen.cycle_p50_s,
             "cycle_p99_s": seen.cycle_p99_s,
+            "event_p50_s": seen.event_p50_s,
+            "event_p99_s": seen.event_p99_s,
+            "event_gaps": seen.event_gaps,
             "findings": trial.findings,
             "leaks": len(trial.leaks),
             "leaked": trial.leaks,
@@ -127,6 +130,8 @@ class TrialReport:
             ("ping p50, p99", format_ms(seen.ping_p50_s), format_ms(seen.ping_p99_s)),
             ("ping, slowest", format_ms(seen.ping_max_s), f"of {seen.pings:,}"),
             ("store and load p50, p99", format_ms(seen.cycle_p50_s), format_ms(seen.cycle_p99_s)),
+            ("store to event p50, p99", format_ms(seen.event_p50_s), format_ms(seen.event_p99_s)),
+            ("gaps in events", f"{seen.event_gaps:,}", ""),
         ]
         verdict = (
             "verdict",

@@ -101,7 +101,9 @@ class Engine(Protocol):
         """
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """For each 1 (removed), 0 (there was none) or a `Code`; whatever leases and pins say."""
+        """For each 1 (removed), 0 (there was none) or a `Code`: it may still be there, as it may while somebody reads
+        it, and is to be removed again. Leases and pins keep nothing.
+        """
 
     def sweep(self, prefix: str, after: str) -> tuple[int, str]:
         """Remove objects whose name begins so, some thousand or for half a second: how many, or a `Code`, and the

@@ -179,8 +179,7 @@ class Pushing:
     def _done(self, push: PendingPush, status: U8Array) -> None:
         """Nothing reads the slots any more."""
         batch, good = push.batch, status == RemoteStatus.OK
-        live = self._cache.entries.live(batch.rows[good])  # those of retired rows mean nothing any more
-        self._remote.believe(live, push.place)
+        self._remote.believe(batch.rows[good], push.place)  # of retired ones, too: `reset` comes before their next key
         self.counters.keys += int(np.count_nonzero(good))
         self.counters.bytes += int(np.count_nonzero(good)) * sum(batch.keyspace.part_bytes)
         for code in np.unique(status[~good]).tolist():
