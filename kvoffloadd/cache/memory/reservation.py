@@ -107,6 +107,7 @@ def reserve_in_steps(cache: Cache, request: Sequence[Wanted]) -> Steps[list[Rese
     admission = Admission(cache, request)
     cache.unfinished.add(admission)
     try:
+        yield  # whoever asks has checked as much
         yield from admission.steps()
         return admission.reservations()
     except BaseException:
