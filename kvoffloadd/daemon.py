@@ -56,7 +56,6 @@ from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.socketplace import SocketPlace, keep_socket
-from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.standarderror import leave
 from kvoffloadd.steps import in_turns
@@ -66,6 +65,7 @@ from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.systemd import Systemd
+from kvoffloadd.turns import Turns
 from kvoffloadd.units import format_path
 
 log = logging.getLogger(__name__)

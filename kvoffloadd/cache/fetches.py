@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvoffloadd.cache.window import Window
 from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import KEY_BYTES_MAX, BoolArray, I64Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
+from kvoffloadd.turns import Continuation, Turns
 
 SLICE_KEYS = 256
 """Keys that one turn of the loop reserves slots for."""
@@ -91,6 +93,7 @@ class Fetch:
     lookups: int = 0  # answers that it waits for, before its keys are known
     idle: bool = False  # it has found `slices` empty
     ended: bool = False  # `done` was called, or never will be
+    turn: Continuation | None = None  # with its next slice
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +117,7 @@ class Fetches(ABC):
     def __init__(self, cache: Cache, loop: asyncio.AbstractEventLoop) -> None:
         self._cache = cache
         self._loop = loop
+        self._turns = Turns(loop)
         self._readings: dict[int, ReadBatch] = {}
         # By row of memory: the number of the reading that fills it; 0: none.
         self._reading: U32Array = reserve_array((cache.entries.max_rows,), np.uint32)
@@ -185,7 +189,7 @@ class Fetches(ABC):
         """
         fetch = Fetch(urgent, done, self._slices(wanted, urgent), flow)
         self._fetches.add(fetch)
-        self._loop.call_soon(self._advance, fetch)
+        self._go_on_later(fetch)
         return fetch
 
     def _slices(self, wanted: list[KeysBelow], urgent: int) -> deque[KeysBelow]:
@@ -218,6 +222,12 @@ class Fetches(ABC):
 
     # --- one slice a turn ---
 
+    def _go_on_later(self, fetch: Fetch) -> None:
+        """Users and engines take turns, however many fetches each has."""
+        if fetch.turn is None:
+            fetch.turn = Continuation(self._turns, fetch.flow, partial(self._advance, fetch))
+        fetch.turn.later()
+
     def _advance(self, fetch: Fetch, woken: Window[Fetch] | None = None) -> None:
         """Begin with the next slice. `woken`: the window that the fetch waited for; its turn ends with this call."""
         full = None
@@ -226,7 +236,7 @@ class Fetches(ABC):
             self._check_end(fetch)
         elif (full := self._start(fetch, fetch.slices[0], woken)) is None:
             fetch.slices.popleft()
-            self._loop.call_soon(self._advance, fetch)
+            self._go_on_later(fetch)
         elif woken is not None:
             full.wait_first(fetch)
         else:
@@ -363,7 +373,7 @@ class Fetches(ABC):
         fetch.slices.extend(wanted)
         if wanted and fetch.idle:
             fetch.idle = False
-            self._loop.call_soon(self._advance, fetch)
+            self._go_on_later(fetch)
 
     def _hold(self, fetch: Fetch, rows: U32Array) -> None:
         self._cache.hold(rows)

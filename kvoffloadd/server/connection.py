@@ -33,10 +33,10 @@ from kvoffloadd.server.framewriter import FLUSH_S, FrameWriter
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.session import Session
-from kvoffloadd.server.turns import FIRST_TURN_US
 from kvoffloadd.server.underway import UnderWay
 from kvoffloadd.sockets import unpack_fds
 from kvoffloadd.steps import TURN_S, Steps, take_turn
+from kvoffloadd.turns import FIRST_TURN_US
 
 log = logging.getLogger(__name__)
 

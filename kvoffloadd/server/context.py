@@ -33,8 +33,8 @@ from kvoffloadd.server.instance import Instance, Instances
 from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.quarantine import Quarantine
-from kvoffloadd.server.turns import Turns
 from kvoffloadd.steps import Steps, in_turns
+from kvoffloadd.turns import Turns
 
 log = logging.getLogger(__name__)
 

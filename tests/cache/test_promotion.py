@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvoffloadd import turns
+from kvoffloadd.cache import fetches
 from kvoffloadd.cache.disk.promotion import PIECE_BYTES, PIECE_RECORDS, pieces
-from kvoffloadd.cache.fetches import SLICE_KEYS, Urgency
+from kvoffloadd.cache.fetches import SLICE_KEYS, Fetch, KeysBelow, Urgency, keys_below
 from kvoffloadd.cache.memory.reservation import reserve
+from kvoffloadd.cache.window import Window
+from kvoffloadd.lanes import Flow
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.steps import TURN_S
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.probe import READ_FAILURES_MAX
 from kvoffloadd.storage.disk.records import READ
@@ -72,7 +79,8 @@ async def test_a_load_hastens_what_a_prefetch_has_begun(open_tier: Open) -> None
     assert len(tier.files.reads) == reads + 4
 
 
-async def test_a_long_fetch_takes_one_slice_a_turn(open_tier: Open) -> None:
+async def test_a_long_fetch_takes_one_slice_a_turn(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "ROUND_S", 0.0)  # a turn of the loop for each
     count = 2 * SLICE_KEYS + 40
     tier = await open_tier(Shape(pages=16_384, slab_pages=1024, segment_pages=512))
     keyspace = tier.keyspace()
@@ -92,6 +100,36 @@ async def test_a_long_fetch_takes_one_slice_a_turn(open_tier: Open) -> None:
     assert ended == [1]
     assert tier.served(keyspace, *range(count)) == list(range(count))
     assert max(tier.files.reads) <= PIECE_RECORDS
+
+
+@pytest.mark.parametrize("other", [Flow(1002, 2), Flow(1001, 2)])
+async def test_users_and_engines_take_turns_with_their_slices(
+    open_tier: Open, other: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many fetches one of them has under way, also where none of them waits for a window."""
+    monkeypatch.setattr(fetches, "SLICE_KEYS", 1)
+    ticks = itertools.count()
+    monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: next(ticks) * TURN_S))  # all cost the same
+    tier = await open_tier()
+    keyspace, promotion = tier.keyspace(), tier.disk.promotion
+    tier.store(keyspace, *range(10))
+    await tier.quiet()
+    order, start = list[Flow](), promotion._start
+
+    def note(fetch: Fetch, wanted: KeysBelow, woken: Window[Fetch] | None) -> Window[Fetch] | None:
+        order.append(fetch.flow)
+        return start(fetch, wanted, woken)
+
+    monkeypatch.setattr(promotion, "_start", note)
+    ended: list[int] = []
+    wanted = keys_below(keyspace, keys_of(*range(10)), 0, np.ones(10, bool))
+    for flow in (*[Flow(1001, 1)] * 30, other):
+        promotion.fetch([wanted], Urgency.PREFETCH, lambda: ended.append(1), flow)
+    await tier.until(lambda: len(ended) == 31)
+    assert len(order) == 310
+    at = [number for number, flow in enumerate(order) if flow == other]
+    assert at[0] <= 2
+    assert max(later - earlier for earlier, later in itertools.pairwise(at)) <= 3
 
 
 # --- who waits ---
@@ -158,7 +196,10 @@ async def test_nothing_to_fetch_ends_later_too(open_tier: Open) -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_a_fetch_that_is_cancelled_tells_nobody_and_holds_nothing(open_tier: Open, turns: int) -> None:
+async def test_a_fetch_that_is_cancelled_tells_nobody_and_holds_nothing(
+    open_tier: Open, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffloadd.turns.ROUND_S", 60.0)  # both begin in one turn of the loop
     tier = await open_tier()
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1, 2)

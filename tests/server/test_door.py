@@ -19,9 +19,9 @@ from kvoffloadd.server.account import BUILT_IN, Account
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.socketplace import SocketPlace
-from kvoffloadd.server.turns import Turns
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.turns import Turns
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 

@@ -22,8 +22,8 @@ from kvoffloadd.server.framedeadline import LOOKS, FrameDeadline
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.quarantine import Quarantine
 from kvoffloadd.server.registration import Attachment
-from kvoffloadd.server.turns import Turns
 from kvoffloadd.steps import TURN_S, Steps
+from kvoffloadd.turns import Turns
 from scripts.harness.peer import frame
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of

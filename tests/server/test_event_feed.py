@@ -15,8 +15,8 @@ from kvoffloadd.protocol.connection import Encoded, encode
 from kvoffloadd.protocol.messages import Events
 from kvoffloadd.server import events as events_module
 from kvoffloadd.server.events import FEEDS, EventFeeds
-from kvoffloadd.server.turns import Turns
 from kvoffloadd.steps import TURN_S
+from kvoffloadd.turns import Turns
 
 KEY = b"k" * 32
 

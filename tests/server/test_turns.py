@@ -6,7 +6,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from kvoffloadd.server.turns import ROUND_S, Turns
+from kvoffloadd.turns import ROUND_S, Turns
 
 
 def arrive(turns: Turns, peer: Peer) -> None:

@@ -1,4 +1,5 @@
-"""Fair sharing of the event loop between requests: by user, then engine, then session, as lanes share theirs.
+"""Fair sharing of the event loop between requests, and what follows from them: by user, then engine, then session, as
+lanes share theirs.
 
 A loop that served each readable socket as it comes would share by the number of sockets, and a turn of it would take
 as long as a request of each: many sessions with large requests would delay all others, and all completions.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from kvoffloadd.fairqueue import FairQueue
@@ -88,3 +90,25 @@ class Turns:
             self._scheduled = False
             if self._waiting:
                 self._schedule()
+
+
+class Continuation:
+    """What one piece of work does next, each time in a turn of its flow."""
+
+    def __init__(self, turns: Turns, flow: tuple[int, int, int], go_on: Callable[[], None]) -> None:
+        self.flow = flow
+        self.turn_us = FIRST_TURN_US
+        self._turns = turns
+        self._go_on = go_on
+
+    def later(self) -> None:
+        """Go on when it is due."""
+        self._turns.queue(self)
+
+    def serve(self) -> None:
+        """See `Served`."""
+        began_s = time.monotonic()
+        try:
+            self._go_on()
+        finally:
+            self.turn_us = int((time.monotonic() - began_s) * 1e6)
