@@ -317,12 +317,11 @@ class Lane:
         """Takes no more work and cancels what is queued; the threads end with what runs."""
         with self._lock:
             self._closing = True
-            dropped = list(self._queue)
-            for ticket in dropped:
+            # Under the lock: a thread must not tell of its end before these are told.
+            for ticket in list(self._queue):
                 self._queue.remove(ticket)
+                self._deliveries.put(ticket.done, CancelledWork())
             self._work_or_close.notify_all()
-        for ticket in dropped:
-            self._deliveries.put(ticket.done, CancelledWork())
 
     async def close(self, deadline_s: float) -> bool:
         """Ends the lane: as `dismiss`, and waits at most `deadline_s` seconds for what runs.
@@ -342,7 +341,7 @@ class Lane:
         with self._lock:
             if not self._queue.remove(ticket):
                 return False
-        self._deliveries.put(ticket.done, CancelledWork())
+            self._deliveries.put(ticket.done, CancelledWork())  # as in `close`
         return True
 
     def _running_s(self, ticket: Ticket, now: float) -> float:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import uvloop
 
+from kvoffloadd import lanes
 from kvoffloadd.changes import Changes
 from kvoffloadd.errors import UsageError
 from kvoffloadd.lanes import (
@@ -567,6 +568,38 @@ def test_threads_outlive_a_closed_loop_quietly(kind: str) -> None:
     finally:
         threading.excepthook = hook
     assert raised == []
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+def test_a_lane_is_closed_when_all_are_told(run: Any, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Also if its threads are quicker than whoever tells of what was dropped: here they get all the time they want."""
+    monkeypatch.setattr(lanes, "TURN_S", 0.0)  # one in each turn of the loop
+
+    async def main() -> None:
+        lane, gate, log = Lane("closing", 1, asyncio.get_running_loop()), Gate(), Log()
+        (thread,) = [one for one in threading.enumerate() if one.name == "kvo-closing-0" and one.is_alive()]
+        lane.submit(gate, log)
+        await gate.wait_entered()
+        tickets = [lane.submit(partial(int, number), log) for number in range(3)]
+        put = lane._deliveries.put
+
+        def put_late(done: Callable[[Any], None], value: object) -> None:
+            if isinstance(value, CancelledWork):
+                gate.open.set()
+                thread.join(0.1)
+            put(done, value)
+
+        monkeypatch.setattr(lane._deliveries, "put", put_late)
+        if how == "cancel":  # by another thread, while the lane is closed
+            canceller = threading.Thread(target=lambda: [ticket.cancel() for ticket in tickets])
+            canceller.start()
+            await asyncio.to_thread(gate.open.wait, 20)
+        assert await lane.close(20)
+        assert len(log.values) == 4
+        if how == "cancel":
+            canceller.join()
+
+    run(main)
 
 
 def test_threads_are_daemons() -> None:

@@ -48,7 +48,7 @@ NEEDS_ANOTHER_USER = {
     "unread_replies", "comes_and_goes",
 }  # fmt: skip
 """What uses up all that its user may have: the worker would be refused rightly if it were the same one."""
-ALONE, TOGETHER = "nothing", "all at once"
+ALONE, TOGETHER, AUDIT = "nothing", "all at once", "the audit"
 PHASE_S_MIN, PHASE_S_MAX = 0.3, 5.0
 WEIGHT = {ALONE: 2, TOGETHER: 6}
 """Of a phase's time; of an attack 1."""
@@ -64,7 +64,6 @@ class Operator(threading.Thread):
         super().__init__(name="operator", daemon=True)
         self.problems: list[str] = []
         self.reports = self.scrapes = 0
-        self.worst_cpu_s = 0.0  # of a turn of the daemon's loop
         self._socket = daemon.socket
         self._port = port
         self._ended = threading.Event()
@@ -81,7 +80,7 @@ class Operator(threading.Thread):
         try:
             with Client(self._socket, namespace=None, role="observer", deadline_s=HANG_S) as client:
                 while not self._ended.wait(OPERATOR_EVERY_S):
-                    self.worst_cpu_s = client.status()["loop"]["worst_cpu_s"]
+                    client.status()
                     self.reports += 1
                     if within(self._scrape, HANG_S, every_s=0.05) is None:
                         self.problems.append(f"no scrape was answered within {HANG_S:.0f} s")
@@ -104,7 +103,9 @@ class Operator(threading.Thread):
 
 @dataclass
 class Siege:
-    """The phases, one after the other. `spans`: when each was, by the monotonic clock."""
+    """The phases, one after the other. `spans`: when each was, by the monotonic clock; `worst_cpu_s`: of a turn of the
+    daemon's loop, and beside what it was.
+    """
 
     trial: Trial
     attackers: Attackers
@@ -112,6 +113,8 @@ class Siege:
     spans: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     rounds: int = 0
+    worst_cpu_s: float = 0.0
+    worst_beside: str = ""
 
     def run(self, seconds: float, rng: random.Random, live: Live) -> None:
         """Whole rounds, until the time is over; at least one."""
@@ -136,7 +139,14 @@ class Siege:
             with self.attackers.make(self.names if phase == TOGETHER else [phase]):
                 time.sleep(seconds)
         self.spans.setdefault(phase, []).append((begun, time.monotonic()))
+        self._note_worst_turn(phase)
         self._audit(phase)
+        self._note_worst_turn(AUDIT)
+
+    def _note_worst_turn(self, phase: str) -> None:
+        worst_s = self.trial.daemon.status()["loop"]["worst_cpu_s"]
+        if worst_s > self.worst_cpu_s:
+            self.worst_cpu_s, self.worst_beside = worst_s, phase
 
     def _audit(self, phase: str) -> None:
         """The attackers have left: nothing is charged to them, and the tables are right."""
@@ -198,7 +208,8 @@ class Report(TrialReport):
             "as_other_users": bool(os.getuid() == 0),
             "status_reports": self.operator.reports,
             "scrapes": self.operator.scrapes,
-            "loop_worst_cpu_s": self.operator.worst_cpu_s,
+            "loop_worst_cpu_s": self.siege.worst_cpu_s,
+            "loop_worst_beside": self.siege.worst_beside,
         }
 
     def print(self) -> None:
@@ -208,7 +219,8 @@ class Report(TrialReport):
             hits = f"{100 * samples.cycles[:, 2].mean():.0f} %" if len(samples.cycles) else "-"
             said = f"{_pair(samples.cycles)}; {_pair(samples.events)}; {hits}; {deeds.asked:,}"
             rows.append((phase.replace("_", " "), _pair(samples.pings), said))
-        turn = ("worst turn of the loop", format_ms(self.operator.worst_cpu_s), "of CPU time")
+        beside = self.siege.worst_beside.replace("_", " ")
+        turn = ("worst turn of the loop", format_ms(self.siege.worst_cpu_s), f"of CPU time, beside {beside}")
         served = ("operator", f"{self.operator.reports:,}", f"reports; {self.operator.scrapes:,} scrapes")
         time_taken = ("time", f"{self.seconds:,.0f} s", f"{self.siege.rounds} rounds, seed {self.trial.seed}")
         self.print_sections("hostile", [*rows, turn, served, time_taken], [])

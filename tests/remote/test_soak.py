@@ -30,7 +30,7 @@ def test_a_short_one(engine: str, seed: int) -> None:
     assert sum(figures["vandal"].values()) > 0
     assert figures["verified_loads"] > 0
     assert figures["remote"]["pushed"] > 0
-    assert sum(figures["mishaps"].values()) > 5
+    assert sum(figures["mishaps"].values()) > 0  # how many depends on chance, and on how busy the machine is
 
 
 def test_mishaps_come_at_random_and_are_undone() -> None:
