@@ -341,7 +341,7 @@ class Lane:
         with self._lock:
             if not self._queue.remove(ticket):
                 return False
-            self._deliveries.put(ticket.done, CancelledWork())  # as in `close`
+            self._deliveries.put(ticket.done, CancelledWork())  # as in `dismiss`
         return True
 
     def _running_s(self, ticket: Ticket, now: float) -> float:
