@@ -490,7 +490,7 @@ async def test_a_breaker_that_is_open_hides_no_doubt(seed: int, why: str) -> Non
         lab.objects.unreadable[pointer_name(NAME)] = Code.FAILED
         host.eras._clock.now_s += eras.DOUBT_S_MIN + 1
     else:
-        host.eras._poll_s = 0.2
+        host.eras._poll_s = 3600.0  # doubt lasts for some polls
         lab.objects.values.clear()
         host.look()
     await settled(lambda: host.doubt() is Doubt.ALL, "nothing hits")
