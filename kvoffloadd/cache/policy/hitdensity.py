@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -109,8 +110,9 @@ class HitDensity:
         self._ends = np.zeros((2, num_classes + 1, NUM_BUCKETS))
         self._events = 0
         self._events_faded = 0
+        self.is_stale = False
         self.forget_window()
-        self.refresh(0)
+        self._density = _unlearned(num_classes, tuple(chain))  # replaced, never changed
 
     def forget_window(self) -> None:
         """Stop watching the keys of now; what was learned stays."""
@@ -156,7 +158,7 @@ class HitDensity:
         for at in range(0, WINDOW_SLOTS, PIECE_SLOTS):
             counts += np.bincount(self._cells(slice(at, at + PIECE_SLOTS), now), minlength=len(counts))
         hits, unreturned = self._ends[1, 1:], (self._ends[0] + counts.reshape(self._ends[0].shape))[1:]
-        self._density: list[list[float]] = densities(_in_order(*_returns(hits, unreturned), self._chain)).tolist()
+        self._density = densities(_in_order(*_returns(hits, unreturned), self._chain)).tolist()
 
     def _cells(self, slots: U32Array | slice, now: int | U32Array) -> I64Array:
         """Class + 1 and age of what is watched in these slots, as an index into one half of `_ends`."""
@@ -165,6 +167,14 @@ class HitDensity:
         # The exponent of the square, as in `bucket`: exact, where a logarithm may round across an edge.
         buckets: I64Array = (ages.view(np.int64) >> _MANTISSA_BITS) - _EXPONENT_BIAS
         return buckets + self._code[slots] * np.int64(NUM_BUCKETS)
+
+
+@functools.cache
+def _unlearned(num_classes: int, chain: tuple[tuple[int, int], ...]) -> list[list[float]]:
+    """The densities of one that has seen nothing. A registration may make very many of these."""
+    nothing = np.zeros((num_classes, NUM_BUCKETS))
+    density: list[list[float]] = densities(_in_order(*_returns(nothing, nothing), chain)).tolist()
+    return density
 
 
 def _returns(hits: FloatArray, unreturned: FloatArray) -> tuple[FloatArray, FloatArray]:
