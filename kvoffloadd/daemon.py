@@ -84,6 +84,11 @@ POOL_NAME = "kvoffloadd-pool"
 FORGET_S = 60.0
 """How long the memory of a pool that can't be used may take to be free."""
 
+USERS_AT_START = 16
+"""Of `allowed_uids`, users whose threads are made at the start, when there are some to be had. Those of others are made
+at their first connection: many of them may never come, and each costs 8 threads by default.
+"""
+
 CLOSE_S = 5.0
 """What the lanes get to end once all sessions are gone."""
 
@@ -372,7 +377,7 @@ class Daemon:
             lower=lower,
             closer=Closer(loop, trusted),
         )
-        for uid in config.server.allowed_uids:  # at once: later there may be no thread to be had
+        for uid in config.server.allowed_uids[:USERS_AT_START]:
             context.admit(uid)
         return context
 

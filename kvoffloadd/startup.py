@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.errors import ConfigError, LimitError
+from kvoffloadd.errors import BusyError, ConfigError, LimitError
 from kvoffloadd.units import format_bytes
 
 EXECUTOR_THREADS = 8
@@ -43,9 +43,13 @@ def refusals() -> Iterator[None]:
     except RuntimeError as error:
         if str(error) != _NO_THREAD:
             raise
-        raise ConfigError(
-            f"the daemon can't start its threads ({error}): raise TasksMax, `ulimit -u` or `ulimit -v`"
-        ) from None
+        raise _no_threads(error) from None
+    except BusyError as error:  # of the threads of a user: one who connects may come again, a start may not
+        raise _no_threads(error) from None
+
+
+def _no_threads(error: Exception) -> ConfigError:
+    return ConfigError(f"the daemon can't start its threads ({error}): raise TasksMax, `ulimit -u` or `ulimit -v`")
 
 
 def _no_address_space(error: Exception) -> ConfigError:

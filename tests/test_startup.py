@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.client import Client
-from kvoffloadd.errors import ConfigError, LimitError
+from kvoffloadd.errors import BusyError, ConfigError, LimitError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import populate
 from kvoffloadd.startup import EXECUTOR_THREADS, check_proc, make_executor, refusals
@@ -61,6 +61,7 @@ def test_too_few_of_them_are_an_error_and_none_stays(monkeypatch: pytest.MonkeyP
         (MemoryError(), "ulimit -v"),
         (LimitError("can't map"), "vm.max_map_count"),
         (RuntimeError("can't start new thread"), "TasksMax, `ulimit -u` or `ulimit -v`"),
+        (BusyError("no threads for uid 7"), "uid 7.*TasksMax, `ulimit -u` or `ulimit -v`"),
     ],
 )
 def test_what_the_system_refuses_is_told_with_the_limit(error: Exception, words: str) -> None:

@@ -8,6 +8,7 @@ that way does the process end: nothing else would release it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 
 from kvoffloadd.cache.job import Job
 from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.model import I64Array, U32Array
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +28,15 @@ FULL_SHARE = 1 / 2
 @dataclass(slots=True, eq=False)
 class Quarantine:
     """Ends jobs, and keeps those that do not end. `trusted`: users whose copies end the process instead, by `fatal`:
-    their threads are the daemon's own as well.
+    their threads are the daemon's own as well. `held_bytes`: of memory; what several jobs hold counts once.
     """
 
     jobs: Jobs
     trusted: Collection[int]
     fatal: Callable[[str], None]
-    _held: dict[Job, int] = field(default_factory=dict)  # with its bytes in memory
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory that are held."""
-        return sum(self._held.values())
+    held_bytes: int = 0
+    _held: dict[Job, tuple[I64Array, I64Array]] = field(default_factory=dict)  # its parts, each once, and their bytes
+    _holders: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))  # of each part: how many of these jobs
 
     def __len__(self) -> int:
         """Jobs that are held."""
@@ -68,11 +67,24 @@ class Quarantine:
         return False
 
     def _hold(self, job: Job) -> None:
-        sizes = self.jobs.cache.entries.payload_bytes(np.unique(job.parts))
-        self._held[job] = int(sizes.sum())
+        if job in self._held:
+            return  # its registration ends as well as its session
+        entries = self.jobs.cache.entries
+        if not len(self._holders):
+            self._holders = np.zeros(len(entries.parts.row), np.uint32)  # for the worst case, and used little by little
+        parts = np.unique(job.parts)
+        sizes = entries.payload_bytes(parts)
+        self._held[job] = parts, sizes
+        self.held_bytes += int(sizes[self._holders[parts] == 0].sum())
+        self._holders[parts] += 1
 
     async def until_ended(self, running: set[Job]) -> None:
         """Wait until these jobs have ended, which may be never: for a task that nobody waits for."""
-        for job in list(running):
-            await job.ended.wait()
-            self._held.pop(job, None)
+        await asyncio.gather(*map(self._until_ended, running))
+
+    async def _until_ended(self, job: Job) -> None:
+        await job.ended.wait()
+        if job in self._held:
+            parts, sizes = self._held.pop(job)
+            self._holders[parts] -= 1
+            self.held_bytes -= int(sizes[self._holders[parts] == 0].sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -17,7 +18,7 @@ import numpy as np
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.device.base import Allocation, Device, GpuMemory
-from kvoffloadd.errors import ExtentError, LimitError, MessageError, StateError, UnknownNameError
+from kvoffloadd.errors import BusyError, ExtentError, LimitError, MessageError, StateError, UnknownNameError
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES, AttachIpc, AttachVmm, Register
 from kvoffloadd.server.account import Account
@@ -102,7 +103,7 @@ class Registry:
         """Map all of them or none; the task's result: allocation ids. It raises MemoryKindError, LimitError. The caller
         owns `fds`, which must be open at the call.
 
-        Raises MemoryKindError, BusyError, LimitError, OSError.
+        Raises MemoryKindError, BusyError, LimitError.
         """
         sizes = [self.context.host.measure(fd, self.account.uid) for fd in fds]
         charges = [self._charge_of(size_bytes) for size_bytes in sizes]
@@ -188,7 +189,7 @@ class Registry:
         """Map chunks; the task's result: the id of their allocation. The caller owns `fds`, which must be open at
         the call. The task raises PeerErrors, LimitError, DeviceError.
 
-        Raises MessageError, OSError.
+        Raises MessageError, BusyError.
         """
         if len(message.chunks) != 8 * len(fds):
             raise MessageError(f"{len(message.chunks)} bytes of chunk sizes for {len(fds)} chunks; each has 8")
@@ -216,15 +217,19 @@ class Registry:
             self.context.closer.close(self.account.uid, fds)
 
     def _duplicates(self, fds: list[int]) -> list[int]:
-        """Duplicate descriptors, held until the closer has closed them. Raises OSError, with none made."""
+        """Duplicate descriptors, held until the closer has closed them. Raises BusyError, with none made."""
         made: list[int] = []
         closer, uid = self.context.closer, self.account.uid
         try:
             made.extend(os.dup(fd) for fd in fds)
-        except OSError:
+        except OSError as error:
             closer.hold(uid, len(made))
             closer.close(uid, made)
-            raise
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise BusyError(
+                f"the daemon has no descriptors left ({error.strerror}): try again, or raise its LimitNOFILE"
+            ) from None
         closer.hold(uid, len(made))
         return made
 

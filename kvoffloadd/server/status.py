@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kvoffloadd import __version__
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.stats.histogram import Histogram
+from kvoffloadd.lanes import Lane
 from kvoffloadd.memorylimits import page_table_bytes
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.server.context import Context, OpenSession
@@ -32,7 +33,7 @@ LABEL_CHARS = 64
 """A reply has so much of a label, which is an engine's to choose: 256 bytes at most."""
 
 STEP_ITEMS = 64
-"""Sessions or namespaces that one step describes: a fraction of a millisecond."""
+"""Sessions, namespaces or lanes that one step describes: a fraction of a millisecond."""
 
 SLOW_JOBS_MAX = 20
 SLOW_S = 0.5
@@ -53,6 +54,10 @@ def describe(context: Context, uid: int | None = None) -> Steps[dict[str, Any]]:
         **(_all_users(context) if uid is None else _one_user(context, uid, sessions)),
     }
     yield
+    if uid is None:
+        lanes = _lanes(context)
+        figures = yield from _each(list(lanes.values()), lambda lane: lane.figures())
+        report["lanes"] = dict(zip(lanes, figures, strict=True))
     report["leases"] = asdict(context.instances.held(uid))
     report["loop"] = context.lag.figures()
     report["accounts"] = _accounts(context, uid)
@@ -110,7 +115,6 @@ def _all_users(context: Context) -> dict[str, Any]:
             device.kind: {**device.gauges(), "loads_verified": jobs.verification(device).value}
             for device in context.devices
         },
-        "lanes": _lanes(context),
         "hash_lane": {"queued": context.hash_lane.queued, "running": context.hash_lane.running},
         "instances": len(context.instances),
     }
@@ -135,8 +139,8 @@ def slowest(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(jobs, key=lambda job: -float(job["age_s"]))[:SLOW_JOBS_MAX]
 
 
-def _lanes(context: Context) -> dict[str, dict[str, int | float]]:
-    """By what they work on: a device, the arena's payloads, a disk root."""
+def _lanes(context: Context) -> dict[str, Lane]:
+    """By what they work on: a device, the arena's payloads, a disk root. Each user has some."""
     lanes = {
         f"{device.kind} {lane.name.removeprefix('gpu-')}": lane for device in context.devices for lane in device.lanes()
     }
@@ -144,7 +148,7 @@ def _lanes(context: Context) -> dict[str, dict[str, int | float]]:
     if context.disk:
         for root in context.disk.roots:
             lanes |= {f"{root.name} read": root.read_lane, f"{root.name} write": root.write_lane}
-    return {name: lane.figures() for name, lane in lanes.items()}
+    return lanes
 
 
 def _accounts(context: Context, uid: int | None) -> dict[str, dict[str, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.daemon import USERS_AT_START
 from kvoffloadd.memorylimits import memory_bytes
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
@@ -267,3 +268,20 @@ def test_caps_are_counted_by_user(start_daemon: Callable[..., Daemon]) -> None:
     assert "sessions" in daemon.peer().turned_away("limit")
     stranger = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID))
     stranger.peer.hello()
+
+
+def test_a_long_list_of_users_costs_no_threads_but_of_those_who_come(start_daemon: Callable[..., Daemon]) -> None:
+    """Some of them have theirs from the start, since there may be none to be had later."""
+    uids = range(OTHER_UID, OTHER_UID + 300)
+    daemon = start_daemon(f"server.allowed_uids=[{', '.join(map(str, uids))}]", "server.socket_mode=0o666")
+    daemon.socket.parent.chmod(0o755)
+
+    def served() -> list[int]:
+        lanes = daemon.status()["lanes"]
+        return [uid for uid in uids if f"host store-{uid}" in lanes]
+
+    assert served() == list(uids)[:USERS_AT_START]
+    stranger = daemon.welcome(Stranger.connect(daemon.socket, uids[-1]))
+    stranger.peer.hello()
+    assert stranger.peer.ok("ping")
+    assert served() == [*uids[:USERS_AT_START], uids[-1]]
