@@ -27,8 +27,8 @@ from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.peruser import PerUser
 from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
 from kvoffloadd.device.work import HASHED_DESCRIPTORS, HashedWork
-from kvoffloadd.errors import BusyError, MemoryKindError, UsageError
-from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
+from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
+from kvoffloadd.lanes import DAEMON, TURN_BYTES, CancelledWork, Flow, Lane
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 
@@ -128,7 +128,10 @@ class HostDevice:
     async def map(self, fd: int, size_bytes: int, peer_uid: int) -> HostAllocation:
         """See `HostMemory.map`."""
         lane = self._threads.of(peer_uid).mapping
-        mapping = await lane.perform(partial(self._map, fd, size_bytes), urgent=_MAP_URGENT)
+        try:
+            mapping = await lane.perform(partial(self._map, fd, size_bytes), urgent=_MAP_URGENT)
+        except (CancelledWork, UsageError):  # closed, before or meanwhile
+            raise DrainingError("the daemon is shutting down and maps nothing more") from None
         allocation = HostAllocation(self.kind, size_bytes, mapping.address, mapping, peer_uid)
         self._mapped.add(allocation)
         return allocation
@@ -145,11 +148,14 @@ class HostDevice:
         return mapping
 
     async def unmap(self, allocation: Allocation) -> None:
-        """See `Device.unmap`."""
+        """See `Device.unmap`. What is left when the device is closed ends with the process."""
         if not isinstance(allocation, HostAllocation) or allocation not in self._mapped:
             raise UsageError("not mapped, or already unmapped")
         self._mapped.remove(allocation)
-        await self._threads.of(allocation.uid).mapping.perform(allocation.mapping.close, urgent=_UNMAP_URGENT)
+        lane = self._threads.of(allocation.uid).mapping
+        with contextlib.suppress(CancelledWork):
+            if not lane.closing:
+                await lane.perform(allocation.mapping.close, urgent=_UNMAP_URGENT)
 
     def submit(
         self,
