@@ -39,7 +39,9 @@ MAP_THREADS = 2
 """Of each user. Made before they are needed: memory must be unmapped, too, when no thread can be made any more."""
 
 MAP_STUCK_S = 5.0
-"""A user for whom a thread has been at one mapping for so long can map nothing more meanwhile."""
+"""A user all of whose threads have been at one mapping each for so long can map nothing more meanwhile. To unmap some
+hundred GiB takes one of them as long.
+"""
 
 _MAP_URGENT, _UNMAP_URGENT = 0, 1
 
@@ -118,12 +120,15 @@ class HostDevice:
         A page that is gone fails the job that touches it, see `copyruns`. All the same the file must be sealed against
         shrinking, unless the peer runs as the daemon's own user or root, who could kill the daemon anyway.
         """
-        if self._threads.of(peer_uid).mapping.oldest_running_s(time.monotonic()) > MAP_STUCK_S:
+        is_trusted = peer_uid in self._threads.trusted
+        busy = self._threads.of(peer_uid).mapping
+        all_busy = not is_trusted and busy.running == busy.threads
+        if all_busy and busy.newest_running_s(time.monotonic()) > MAP_STUCK_S:
             raise BusyError(
                 f"memory that uid {peer_uid} has shared keeps the kernel waiting (a hole is being punched into it); "
                 "nothing more is mapped until that ends"
             )
-        return _check_memory(fd, is_trusted=peer_uid in self._threads.trusted)
+        return _check_memory(fd, is_trusted=is_trusted)
 
     async def map(self, fd: int, size_bytes: int, peer_uid: int) -> HostAllocation:
         """See `HostMemory.map`."""
