@@ -287,10 +287,11 @@ class Daemon:
         context.draining = True
         for task in beside:
             task.cancel()
-        log.info("draining: %d jobs under way", len(context.jobs.running))
+        running = context.jobs.running.difference(context.quarantine)
+        log.info("draining: %d jobs under way", len(running))
         self._systemd.stopping("draining")
         self._systemd.extend(_longest_stop_s(context.config))
-        await context.jobs.settle(set(context.jobs.running), context.config.server.drain_s)
+        await context.jobs.settle(running, context.config.server.drain_s)
         removing = context.spawn(socket_lane.perform(self._place.remove))
         await listener.close(self._config.copy.worker_drain_s + CLOSE_S)
         _, left = await asyncio.wait([removing], timeout=CLOSE_S)

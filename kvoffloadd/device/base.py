@@ -176,6 +176,7 @@ class HostMemory(Device, Protocol):
         Raises:
             MemoryKindError: memory that the kernel does not map.
             LimitError: the kernel has no address space for it.
+            DrainingError: the device is closed, or was before its turn.
         """
 
 

@@ -27,8 +27,8 @@ from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.peruser import PerUser
 from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
 from kvoffloadd.device.work import HASHED_DESCRIPTORS, HashedWork
-from kvoffloadd.errors import BusyError, MemoryKindError, UsageError
-from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow, Lane
+from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
+from kvoffloadd.lanes import DAEMON, TURN_BYTES, CancelledWork, Flow, Lane
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 
@@ -39,7 +39,9 @@ MAP_THREADS = 2
 """Of each user. Made before they are needed: memory must be unmapped, too, when no thread can be made any more."""
 
 MAP_STUCK_S = 5.0
-"""A user for whom a thread has been at one mapping for so long can map nothing more meanwhile."""
+"""A user all of whose threads have been at one mapping each for so long can map nothing more meanwhile. To unmap some
+hundred GiB takes one of them as long.
+"""
 
 _MAP_URGENT, _UNMAP_URGENT = 0, 1
 
@@ -118,17 +120,23 @@ class HostDevice:
         A page that is gone fails the job that touches it, see `copyruns`. All the same the file must be sealed against
         shrinking, unless the peer runs as the daemon's own user or root, who could kill the daemon anyway.
         """
-        if self._threads.of(peer_uid).mapping.oldest_running_s(time.monotonic()) > MAP_STUCK_S:
+        is_trusted = peer_uid in self._threads.trusted
+        busy = self._threads.of(peer_uid).mapping
+        all_busy = not is_trusted and busy.running == busy.threads
+        if all_busy and busy.newest_running_s(time.monotonic()) > MAP_STUCK_S:
             raise BusyError(
                 f"memory that uid {peer_uid} has shared keeps the kernel waiting (a hole is being punched into it); "
                 "nothing more is mapped until that ends"
             )
-        return _check_memory(fd, is_trusted=peer_uid in self._threads.trusted)
+        return _check_memory(fd, is_trusted=is_trusted)
 
     async def map(self, fd: int, size_bytes: int, peer_uid: int) -> HostAllocation:
         """See `HostMemory.map`."""
         lane = self._threads.of(peer_uid).mapping
-        mapping = await lane.perform(partial(self._map, fd, size_bytes), urgent=_MAP_URGENT)
+        try:
+            mapping = await lane.perform(partial(self._map, fd, size_bytes), urgent=_MAP_URGENT)
+        except (CancelledWork, UsageError):  # closed, before or meanwhile
+            raise DrainingError("the daemon is shutting down and maps nothing more") from None
         allocation = HostAllocation(self.kind, size_bytes, mapping.address, mapping, peer_uid)
         self._mapped.add(allocation)
         return allocation
@@ -145,11 +153,14 @@ class HostDevice:
         return mapping
 
     async def unmap(self, allocation: Allocation) -> None:
-        """See `Device.unmap`."""
+        """See `Device.unmap`. What is left when the device is closed ends with the process."""
         if not isinstance(allocation, HostAllocation) or allocation not in self._mapped:
             raise UsageError("not mapped, or already unmapped")
         self._mapped.remove(allocation)
-        await self._threads.of(allocation.uid).mapping.perform(allocation.mapping.close, urgent=_UNMAP_URGENT)
+        lane = self._threads.of(allocation.uid).mapping
+        with contextlib.suppress(CancelledWork):
+            if not lane.closing:
+                await lane.perform(allocation.mapping.close, urgent=_UNMAP_URGENT)
 
     def submit(
         self,

@@ -16,6 +16,7 @@ Ownership
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import threading
@@ -221,10 +222,7 @@ class _Watcher:
     def _poll(self) -> None:
         while not self._closing:
             began_s = time.monotonic()
-            with self._lock:
-                snapshot = self._words.snapshot()
-                self._look_s, self._fresh = began_s, False
-            due = snapshot.due()
+            due = self._look(began_s)
             with self._lock:
                 self._look_s = None
                 ended = [(done, Outcome.CANCELLED) for done in self._leaving]
@@ -232,10 +230,19 @@ class _Watcher:
                 ended += self._over(due)
                 lasted_s = began_s - self._newest_s
             self._deliver(ended)
-            del snapshot, due, ended  # or the jobs would live until the next look
+            del due, ended  # or the jobs would live until the next look
             with self._lock:
                 if not self._fresh and not self._closing:
                     self._changed.wait(_pause_s(lasted_s, time.monotonic() - began_s) if self._waits else None)
+
+    def _look(self, began_s: float) -> list[tuple[_Word, int, bool]]:
+        """What has come so far. While memory is short, nothing: the next look finds it."""
+        with contextlib.suppress(MemoryError):
+            with self._lock:
+                self._look_s, self._fresh = began_s, False
+                snapshot = self._words.snapshot()
+            return snapshot.due()
+        return []
 
     def _deliver(self, ended: list[tuple[Callable[[Outcome], None], Outcome]]) -> None:
         for done, outcome in ended:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,8 +39,11 @@ class Quarantine:
     _holders: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))  # of each part: how many of these jobs
 
     def __len__(self) -> int:
-        """Jobs that are held."""
         return len(self._held)
+
+    def __iter__(self) -> Iterator[Job]:
+        """The jobs that are held."""
+        return iter(self._held)
 
     async def end(self, uid: int, running: set[Job], stuck_s: float, whose: str) -> bool:
         """Wait until these jobs, of which nothing more is to begin, have ended. False: a thread has been at one chunk
@@ -55,7 +58,7 @@ class Quarantine:
             if not job.ended.is_set():
                 self._hold(job)
         log.warning(
-            "copies of %s, of uid %d, do not end: its memory keeps the kernel waiting; what they hold stays as it is",
+            "copies of %s, of uid %d, do not end: its memory keeps the kernel, or the driver, waiting; what they hold stays",
             whose, uid,
         )  # fmt: skip
         capacity_bytes = self.jobs.cache.tier.capacity_bytes

@@ -26,7 +26,7 @@ from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostAllocation, HostDevice, copy_chunk
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
-from kvoffloadd.errors import BusyError, MemoryKindError, UsageError
+from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
 from kvoffloadd.fairqueue import FairQueue
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
 from kvoffloadd.model import NO_BLOCK, Direction, Outcome, Ref
@@ -752,7 +752,8 @@ async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_w
     device.admit(FOREIGN_UID)
     with opened(create_memfd("kvo-test", 8192)) as slow, opened(create_memfd("kvo-test", 4096)) as fd:
         late = [asyncio.create_task(mapped(device, slow, FOREIGN_UID)) for _ in range(3)]
-        await asyncio.to_thread(holes.entered.acquire, timeout=20)
+        for _ in range(host.MAP_THREADS):
+            await asyncio.to_thread(holes.entered.acquire, timeout=20)
         async with asyncio.timeout(20):
             await device.unmap(await mapped(device, fd, OWN_UID))
         device.measure(fd, FOREIGN_UID)  # what has begun just now is no reason to refuse
@@ -767,6 +768,54 @@ async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_w
                 await device.unmap(allocation)
         await device.unmap(await mapped(device, fd, FOREIGN_UID))
     assert await device.close(10)
+
+
+@pytest.mark.parametrize(
+    ("uid", "slow"), [(FOREIGN_UID, host.MAP_THREADS - 1), (OWN_UID, host.MAP_THREADS)], ids=["others", "ours"]
+)
+async def test_a_mapping_that_takes_long_is_no_reason_to_refuse(
+    monkeypatch: pytest.MonkeyPatch, uid: int, slow: int
+) -> None:
+    """To end one of hundreds of GiB does, while the engine that had it comes back."""
+    monkeypatch.setattr(host, "MAP_STUCK_S", 0.0)
+    holes = SlowHoles(8192)
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB, holes=holes)
+    device.admit(FOREIGN_UID)
+    with opened(create_memfd("kvo-test", 8192)) as large, opened(create_memfd("kvo-test", 4096)) as fd:
+        late = [asyncio.create_task(device.map(large, 8192, uid)) for _ in range(slow)]
+        for _ in late:
+            await asyncio.to_thread(holes.entered.acquire, timeout=20)
+        assert device.measure(fd, uid) == 4096
+        holes.open.set()
+        async with asyncio.timeout(20):
+            for allocation in await asyncio.gather(*late):
+                await device.unmap(allocation)
+    assert await device.close(10)
+
+
+async def test_what_waits_to_be_mapped_or_unmapped_when_the_device_is_closed() -> None:
+    """Nobody has misused it, and nothing has failed: it ends with the process."""
+    holes = SlowHoles(8192)
+    device = HostDevice(asyncio.get_running_loop(), 1, MIB, holes=holes)
+    device.admit(FOREIGN_UID)
+    with opened(create_memfd("kvo-test", 8192)) as slow, opened(create_memfd("kvo-test", 4096)) as fd:
+        unmapped, left = [await mapped(device, fd, FOREIGN_UID) for _ in range(2)]
+        late = [asyncio.create_task(mapped(device, slow, FOREIGN_UID)) for _ in range(host.MAP_THREADS + 1)]
+        for _ in range(host.MAP_THREADS):
+            await asyncio.to_thread(holes.entered.acquire, timeout=20)
+        unmapping = asyncio.create_task(device.unmap(unmapped))
+        assert await device.close(0.1)
+        async with asyncio.timeout(20):
+            with pytest.raises(DrainingError):
+                await late.pop()
+            await unmapping
+            await device.unmap(left)
+            with pytest.raises(DrainingError):
+                await mapped(device, fd, FOREIGN_UID)
+            holes.open.set()
+            await asyncio.gather(*late)
+    for allocation in device._mapped | {unmapped, left}:
+        allocation.mapping.close()
 
 
 async def test_a_user_without_threads_is_not_half_admitted(monkeypatch: pytest.MonkeyPatch) -> None:

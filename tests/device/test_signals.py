@@ -62,6 +62,33 @@ async def test_what_has_come_is_told_at_once_but_not_within_the_call(scene: Scen
     assert scene.told == [(0, Outcome.DONE)]
 
 
+@pytest.mark.parametrize("where", ["read_words", "_Snapshot"])
+async def test_a_look_without_memory_is_made_again(scene: Scene, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Nobody's waits end with the thread that looks, and a wait that is given up meanwhile has its end."""
+    tried, more = threading.Semaphore(0), threading.Event()
+
+    def short(*_: object) -> None:
+        tried.release()
+        if where == "read_words":
+            more.wait(SOON_S)
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(signals, where, short)
+        given_up = scene.wait(0, 1)
+        assert await asyncio.to_thread(tried.acquire, timeout=SOON_S)
+        if not scene.signals.cancel(given_up):  # the look has begun
+            more.set()
+            await scene.until(1)
+            assert scene.told == [(0, Outcome.CANCELLED)]
+    more.set()
+    scene.told.clear()
+    scene.words[1] = 1
+    scene.wait(1, 1)
+    await scene.until(1)
+    assert scene.told == [(1, Outcome.DONE)]
+
+
 async def test_waits_end_in_the_order_of_their_signals(scene: Scene) -> None:
     for word in range(4):
         scene.wait(word, 1)

@@ -158,6 +158,20 @@ def test_a_stop_beside_copies_that_do_not_end(start_daemon: Start, hold: Hold, t
     assert again.peer.ok("lookup", groups=[{"group": 0, "keys": keys(10)}])["states"] == [b"\1"]
 
 
+def test_a_stop_waits_for_no_job_in_quarantine(start_daemon: Start, hold: Hold) -> None:
+    """It is known that they do not end, and nobody is left who would be told."""
+    faults = f"{hold.fault},hold_uid={OTHER_UID}"
+    daemon = start_daemon(*ALLOWED, f"copy.worker_drain_s={DRAIN_S}", "server.drain_s=600", faults=faults)
+    daemon.socket.parent.chmod(0o755)
+    theirs = Worker(daemon)
+    with hold:
+        theirs.begin("store", 1, [1])
+        theirs.close()
+        until(lambda: held(daemon)["jobs"] == 1, "its copies are given up")
+        assert daemon.stop() == 0
+    assert daemon.says("draining: 0 jobs under way")
+
+
 # --- the kernel's own waits ------------------------------------------------------------------------------------
 
 
