@@ -389,6 +389,7 @@ class Fetches(ABC):
     def _let_go(self, fetch: Fetch) -> None:
         fetch.slices.clear()
         self._fetches.discard(fetch)
+        fetch.turn = None  # which refers to the fetch: see `Collector`
         for rows in fetch.rows:
             self._cache.unhold(rows)
         fetch.rows.clear()

@@ -58,7 +58,7 @@ class Quarantine:
             if not job.ended.is_set():
                 self._hold(job)
         log.warning(
-            "copies of %s, of uid %d, do not end: its memory keeps the kernel or the driver waiting; what they hold stays",
+            "copies of %s, of uid %d, do not end: the kernel or the driver waits for its memory; they are held",
             whose, uid,
         )  # fmt: skip
         capacity_bytes = self.jobs.cache.tier.capacity_bytes

@@ -348,6 +348,7 @@ def test_leases_are_counted_as_often_as_a_row_is_named() -> None:
         leases=np.zeros(10, np.uint32),
         index=SimpleNamespace(keyspace=np.array([0, 0, 0, 1, 0, 2, 0, 2, 2, 2], np.uint16)),
         held=SimpleNamespace(rows=np.zeros(3, np.int64)),
+        barren=None,
     )
     KeyTable.count_leases(entries, np.array([3, 5, 3], np.uint32), 1)
     assert entries.leases.tolist() == [0, 0, 0, 2, 0, 1, 0, 0, 0, 0]

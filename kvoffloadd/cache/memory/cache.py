@@ -119,7 +119,7 @@ class Cache:
 
     def open_namespace(self, fingerprint: bytes, uid: int, label: str, key_bytes: int) -> Namespace:
         """The namespace of this fingerprint, made if it is new. Pair with `close_namespace`."""
-        namespace = self.namespaces.get(fingerprint)
+        namespace = self.namespaces.find(fingerprint)
         if namespace is None:
             namespace = self.namespaces[fingerprint] = Namespace(
                 fingerprint, uid, label, key_bytes, self.epochs.of(fingerprint), self.doubt_of(fingerprint)

@@ -23,6 +23,16 @@ class Namespaces(dict[bytes, Namespace]):
         self._entries = entries
         self._emptied = entries.keyspaces.emptied
 
+    def find(self, fingerprint: bytes) -> Namespace | None:
+        """The one of this name. One that nobody uses, and that has no keys, is forgotten instead: its groups may be
+        declared anew.
+        """
+        namespace = self.get(fingerprint)
+        if namespace is not None and self.is_unused(namespace):
+            self._forget(namespace)
+            return None
+        return namespace
+
     def enter(self, namespace: Namespace) -> None:
         """A session has come. Pair with `leave`."""
         namespace.sessions += 1
