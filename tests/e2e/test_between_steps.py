@@ -35,8 +35,8 @@ LAST = STEP - 20
 """Of what is admitted step by step, what comes first: the last keys."""
 
 KEYS = 4 * STEP + LAST
-FINDING = 5
-"""Turns that it takes to find so many."""
+FINDING = 6
+"""Turns that it takes to begin, and to find so many."""
 MISS, HIT, PENDING = KeyState.MISS, KeyState.HIT, KeyState.PENDING
 
 
