@@ -9,9 +9,9 @@ from typing import Final
 PAUSE_S: Final = 600.0
 """Between two looks at all objects."""
 
-SELDOM: Final = 100
-"""Python looks at all objects by itself only when 700,000 more have been made than have gone since: so what a daemon
-that is never idle keeps by mistake stays below some 100 MB.
+SELDOM: Final = 1000
+"""Python looks at all objects by itself only when seven million more have been made than have gone since, more than all
+events that may wait: so what a daemon that is never idle keeps by mistake stays below a GiB or so.
 """
 
 
