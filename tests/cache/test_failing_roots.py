@@ -477,6 +477,22 @@ async def test_a_root_that_is_emptied_begins_anew(open_tier: Open) -> None:
     assert len(tier.on_disk(tier.keyspace(), *range(100, 160))) == 60
 
 
+async def test_a_root_that_is_looked_at_while_it_is_emptied_begins_anew(open_tier: Open) -> None:
+    """Whoever does it removes one thing after the other, and the lock before the segments."""
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await fill(tier, keyspace, 60)
+    uuid, path = tier.root.directory.uuid, tier.root.path
+    (path / "manifest").unlink()
+    (path / "lock").unlink()
+    await tier.until(lambda: tier.root.state == RootState.OK and tier.root.directory.uuid not in (uuid, b""))
+    assert tier.on_disk(keyspace, *range(60)) == []
+    empty(path)
+    uuid = tier.root.directory.uuid
+    await tier.until(lambda: tier.root.state == RootState.OK and tier.root.directory.uuid not in (uuid, b""))
+    await fill(tier, keyspace, 60, first=100)
+
+
 async def test_nobody_else_can_take_a_root_that_has_lost_its_lock(open_tier: Open) -> None:
     tier = await open_tier(SHAPE, retry_s=3600.0)
     empty(tier.root.path)

@@ -75,7 +75,8 @@ class RootDirectory:
         self._directory_fd = self._lock_fd = -1
         self._uuid = b""  # of the root that was here first, which alone may come back; empty: any may come
         self._device = 0  # st_dev of its directory
-        self._is_emptied = False  # its segments' directory was removed, not only unmounted or moved
+        # Whether these of it were removed, and not only unmounted or moved: whoever empties it does so bit by bit.
+        self._lost_segments = self._lost_lock = False
         self._writing = asyncio.Lock()  # held while the manifest is read or written
         self._writes: set[asyncio.Task[None]] = set()  # of manifests: the one under way, and the one that waits for it
         self._waiting: asyncio.Task[None] | None = None  # the latter
@@ -143,13 +144,15 @@ class RootDirectory:
             self._close(*fds)
             raise
         if anew:
-            self._uuid, self._is_emptied = b"", False
+            self._uuid = b""
+        self._lost_segments = self._lost_lock = False
         self._directory_fd, self.segments_fd, self._lock_fd = fds
 
     def _begins_anew(self) -> bool:
         """Whether the root that was here is gone for ever, and this is where it was."""
         try:
-            return self._is_emptied and self.files.stat(self.path).st_dev == self._device
+            is_gone = self._lost_segments or (self._lost_lock and not has_manifest(self.files, self.path))
+            return is_gone and self.files.stat(self.path).st_dev == self._device
         except FileNotFoundError:
             return False
 
@@ -317,7 +320,8 @@ class RootDirectory:
         """Why the directory is not the one that was opened; empty: it is. Blocks."""
         try:
             # What was removed has no links; what is unmounted or moved still has.
-            self._is_emptied = not self.files.fstat(self.segments_fd).st_nlink
+            self._lost_segments = not self.files.fstat(self.segments_fd).st_nlink
+            self._lost_lock = not self.files.fstat(self._lock_fd).st_nlink
             return what_changed(self.files, self.path, (self._directory_fd, self.segments_fd, self._lock_fd))
         except OSError as error:
             return "" if lacks_resources(error) else describe_error(error)
