@@ -38,6 +38,7 @@ from kvoffloadd.client import (
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import U8Array
 from kvoffloadd.trial.process import module, open_fds, rss_anon_bytes, spawn, tail
+from scripts.harness.beside import Beside
 
 PAGE_BYTES = 16 << 10
 KEYS_PER_STEP = 8
@@ -314,23 +315,14 @@ def content(key: U8Array) -> U8Array:
     return np.frombuffer(hashlib.shake_128(key.tobytes()).digest(PAGE_BYTES), np.uint8)
 
 
-class Cost(threading.Thread):
+class Cost(Beside):
     """The highest private memory and the most descriptors of a daemon, while the context lasts."""
 
     def __init__(self, pid: int) -> None:
-        super().__init__(name="cost", daemon=True)
+        super().__init__("cost")
         self.rss_before = self.rss_max = self.rss_after = rss_anon_bytes(pid)
         self.fds_before = self.fds_max = len(open_fds(pid))
         self._pid = pid
-        self._ended = threading.Event()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
 
     @property
     def rss_growth(self) -> int:
@@ -338,7 +330,7 @@ class Cost(threading.Thread):
         return self.rss_max - self.rss_before
 
     def run(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
+        while not self.ending.wait(SAMPLE_S):
             self.sample()
 
     def sample(self) -> None:

@@ -14,13 +14,11 @@ import argparse
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 
@@ -35,6 +33,7 @@ from scripts.fuzz.attackers import ATTACKS, Attackers
 from scripts.fuzz.bystander import Samples
 from scripts.fuzz.enemy import Deeds, Target
 from scripts.fuzz.trial import Trial, TrialReport
+from scripts.harness.beside import Beside
 from scripts.harness.daemon import Daemon
 from scripts.harness.program import add_seed, command_line, seed_of
 
@@ -57,29 +56,20 @@ DISK_BYTES = 128 << 20
 PROBLEMS_KEPT = 20
 
 
-class Operator(threading.Thread):
+class Operator(Beside):
     """Asks for status, and scrapes, while the context lasts. `problems`: what was not answered."""
 
     def __init__(self, daemon: Daemon, port: int) -> None:
-        super().__init__(name="operator", daemon=True)
+        super().__init__("operator")
         self.problems: list[str] = []
         self.reports = self.scrapes = 0
         self._socket = daemon.socket
         self._port = port
-        self._ended = threading.Event()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self.join()
 
     def run(self) -> None:
         try:
             with Client(self._socket, namespace=None, role="observer", deadline_s=HANG_S) as client:
-                while not self._ended.wait(OPERATOR_EVERY_S):
+                while not self.ending.wait(OPERATOR_EVERY_S):
                     client.status()
                     self.reports += 1
                     if within(self._scrape, HANG_S, every_s=0.05) is None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import numpy as np
 
+from scripts.harness.beside import Beside
 from scripts.harness.counters import Counters
 from scripts.holes.memory import WatchedMemory
 from scripts.holes.options import WorkerOptions
@@ -24,31 +23,25 @@ PAUSES_S = (0.0, 0.0, 0.0002, 0.002, 0.02)
 HOLES_BETWEEN = 4
 
 
-class HolePuncher(threading.Thread):
+class HolePuncher(Beside):
     """Makes one hole after the other in `memory`, while the context lasts."""
 
     def __init__(self, memory: WatchedMemory, rng: np.random.Generator, counters: Counters) -> None:
-        super().__init__(name="puncher", daemon=True)
+        super().__init__("puncher")
         self.failure: Exception | None = None
         self._memory = memory
         self._rng = rng
         self._counters = counters
-        self._ended = threading.Event()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Raises what ended it."""
-        self._ended.set()
-        self.join()
+        super().__exit__()
         if self.failure is not None:
             raise self.failure
 
     def run(self) -> None:
         try:
-            while not self._ended.wait(float(self._rng.choice(PAUSES_S))):
+            while not self.ending.wait(float(self._rng.choice(PAUSES_S))):
                 punch_once(self._memory, self._rng, self._counters)
         except Exception as error:  # noqa: BLE001  told by __exit__
             self.failure = error
