@@ -18,13 +18,12 @@ from kvoffloadd.steps import TURN_S
 ROUND_S = 0.002
 """What all may serve before the loop looks at its sockets, timers and completions again: no turn begins later."""
 
-
 FIRST_TURN_US = int(TURN_S * 1e6)
 """What a first turn counts for: a whole one, or many who come anew would have as many for nothing."""
 
 
 class Served(Protocol):
-    """A connection with requests that have arrived."""
+    """What is served turn by turn: a connection, the events of a namespace, a continuation."""
 
     turn_us: int  # what its last turn took, which it pays for with the next one
 
@@ -39,7 +38,7 @@ class Served(Protocol):
 
 
 class Turns:
-    """The queue of connections that wait for their turn. Event loop only."""
+    """The queue of what waits for its turn. Event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -67,7 +66,7 @@ class Turns:
             self._schedule()
 
     def forget(self, served: Served) -> None:
-        """Remove a connection that has ended."""
+        """Remove one that has ended."""
         self._queue.remove(served)
 
     def _schedule(self) -> None:
@@ -86,7 +85,7 @@ class Turns:
                 served.serve()
                 if time.monotonic() >= ends:
                     break
-        finally:  # one connection's bug is not the others' end
+        finally:  # the bug of one is not the others' end
             self._scheduled = False
             if self._waiting:
                 self._schedule()

@@ -141,7 +141,7 @@ class PeerConnection:
     @property
     def _held_up(self) -> bool:
         """Whether no request may be served now. One that has begun goes on."""
-        return self._steps is None and self._congested
+        return self._steps is None and not self._protocol.is_halfway and self._congested
 
     @property
     def flow(self) -> tuple[int, int, int]:

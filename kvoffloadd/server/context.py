@@ -104,7 +104,6 @@ class Context:
     clearings: Clearings = field(init=False)
     requested_clears: RequestedClears = field(init=False)
     quarantine: Quarantine = field(init=False)
-
     events: EventFeeds = field(init=False)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
 

@@ -183,7 +183,7 @@ class PendingPins:
         prompt's end on, in all groups alike, so that what is left can be restored.
         """
         cache, uid = self.context.cache, self.instance.uid
-        if not cache.entries.held.bounds(uid):
+        if not groups or not cache.entries.held.bounds(uid):
             return
         chosen = [np.flatnonzero(some) for some in joining]
         rows = [group.lookup.rows[at].astype(np.uint32) for group, at in zip(groups, chosen, strict=True)]

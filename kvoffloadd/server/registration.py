@@ -33,8 +33,9 @@ NAMED_COST = 4
 """An allocation that a registration names takes about as much as so many descriptors."""
 
 GROUPS_PER_NAMESPACE_MAX = 256
+GROUP_SPECS = 4
+"""A group takes as long as so many tensors or refs."""
 LARGE_SPECS, LARGE_DESCRIPTORS = 512, 1 << 15
-GROUP_SPECS = 4  # a group takes as long as so many tensors or refs
 """A registration of no more tensors and refs, and of no more descriptors, is drafted by the event loop itself: that
 takes some milliseconds at most.
 """

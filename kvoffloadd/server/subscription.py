@@ -15,7 +15,7 @@ FRAME_BYTES = 256
 
 @dataclass(slots=True, eq=False)
 class Subscription:
-    """Of one session."""
+    """One session's subscription to the events of its namespace."""
 
     outbox: Outbox
     push: Callable[[Push | Encoded], None]  # queues a message for the peer

@@ -591,5 +591,8 @@ async def test_what_a_killed_process_has_left_of_a_trial_is_removed(open_tier: O
     tier = await open_tier(SHAPE)
     await tier.close()
     (tier.root.path / "probe-0123456789abcdef").write_bytes(bytes(PAGE_BYTES))
+    (tier.root.path / "probe-results.csv").write_text("of somebody else")
+    (tier.root.path / "probe-runs").mkdir()
+    theirs = {"probe-results.csv", "probe-runs"}
     tier = await open_tier(SHAPE)
-    assert {path.name for path in tier.root.path.iterdir()} == {"lock", "manifest", "segments"}
+    assert {path.name for path in tier.root.path.iterdir()} == {"lock", "manifest", "segments"} | theirs

@@ -10,6 +10,7 @@ import pytest
 from kvoffloadd.cache.memory import reservation
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve, reserve_all, reserve_in_steps
 from kvoffloadd.errors import LimitError
@@ -152,3 +153,32 @@ def finish(steps: Steps[list[Reservation]]) -> list[Reservation]:
             next(steps)
         except StopIteration as end:
             return list(end.value)
+
+
+def test_a_lookup_in_steps_holds_no_more_than_its_user_may(cache: Cache) -> None:
+    """Requests without end would keep others from all memory, and what they hold would be free for a lease."""
+    keyspace, others = keyspace_of(cache, FIRST), keyspace_of(cache, SECOND)
+    keys = range(900)
+    for begin in range(0, 900, 100):
+        store_keys(cache, keyspace, keys_of(*keys[begin : begin + 100]))
+    finding = Finding(cache, [(keyspace, keys_of(*keys))])
+    for _ in finding.steps():
+        pass
+    assert cache.entries.held.pages(FIRST) == SHARE // 2
+    rows = cache.find(keyspace, keys_of(*keys)).hit_rows
+    assert cache.may_hold(FIRST, rows).sum() == SHARE // 2
+    assert room(cache, others, 10) == 10
+    assert finding.results()[0].hits.all(), "what it does not hold is looked for again"
+    finding.release()
+
+
+def test_what_a_lookup_in_steps_may_not_hold_may_go_meanwhile(cache: Cache) -> None:
+    keyspace = keyspace_of(cache, FIRST)
+    store_keys(cache, keyspace, keys_of(*range(500)))
+    finding = Finding(cache, [(keyspace, keys_of(*range(500)))])
+    for _ in finding.steps():
+        pass
+    cache.drop(cache.find(keyspace, keys_of(0, 499)).hit_rows)
+    hits = finding.results()[0].hits
+    assert (hits[1], hits[0], hits[499]) == (True, False, False)
+    finding.release()

@@ -237,7 +237,7 @@ def test_a_search_that_goes_round_meets_no_key_twice(cache: Cache, monkeypatch: 
     cache.hold(held)
     for hand in (0, 1, 3 * BLOCK, cache.entries.parts.runs.used - 1, cache.entries.parts.runs.used):
         cache.scarcity._hand = hand
-        cache.entries.barren.forget(None)
+        cache.entries.barren.forget_all()
         seen = looked_at(cache, monkeypatch)
         list(cache.scarcity._windows(None, None, spares=False))
         assert sorted(seen)[0][0] == 0

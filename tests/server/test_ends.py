@@ -346,6 +346,22 @@ async def test_waiting_in_line_is_no_lateness_but_leaving_replies_unread_is_wher
     assert account.used.get("frame_bytes", 0) == 0
 
 
+async def test_a_large_frame_that_is_unpacked_goes_on_however_much_is_unread() -> None:
+    """It keeps its room until it is served, and nothing else watches it by then."""
+    made, theirs, _ = connection()
+    made.session.role = "scheduler"
+    made._protocol.state = ProtocolState.READY
+    made._protocol.receive_data(frame({"type": "ping", "seq": 1, "more": bytes(1 << 20)}), [])
+    assert made._protocol.next_message() is None
+    assert made._protocol.is_halfway
+    made._outbox.put(bytes(2 << 20))
+    assert made._congested
+    made.serve()
+    assert not made._protocol.is_halfway
+    theirs.close()
+    await made.end("the test ends")
+
+
 async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow reader gets what was said before, the error that ends its session among it, and then the end."""
     monkeypatch.setattr(framewriter, "FLUSH_S", 60.0)

@@ -103,6 +103,12 @@ def test_the_same_names_of_two_users_never_meet(scene: Scene, stranger: RawPeer)
     scene.peer.ok("release", lease=lease)
 
 
+@pytest.mark.parametrize("tag", ["lookup", "pin", "prefetch", "touch"])
+def test_who_asks_for_no_groups(scene: Scene, stranger: RawPeer, tag: str) -> None:
+    stranger.hello(namespace=scene.namespace)
+    assert stranger.ok(tag, groups=[])["type"] in ("found", "done")
+
+
 def test_another_user_s_instance(scene: Scene, stranger: RawPeer) -> None:
     """Knowing the token is not enough."""
     fields: dict[str, Any] = {"version": 1, "role": "worker", "instance": scene.instance, "namespace": scene.namespace}

@@ -101,8 +101,8 @@ class Engine(Protocol):
         """
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """For each 1 (removed), 0 (there was none) or a `Code`: it may still be there, as it may while somebody reads
-        it, and is to be removed again. Leases and pins keep nothing.
+        """Return for each 1 (removed), 0 (there was none) or a `Code`: it may still be there, as it may while somebody
+        reads it, and is to be removed again. Leases and pins keep nothing.
         """
 
     def sweep(self, prefix: str, after: str) -> tuple[int, str]:

@@ -16,8 +16,8 @@ from kvoffloadd.model import BoolArray, U16Array, U32Array
 
 
 class BarrenBlocks:
-    """By block, for each kind of search: for keys of this user (None: of anybody), and of them for those that lack
-    parts, or for all. False: there are none of which anything is known.
+    """Flags of blocks, for each kind of search: for keys of this user (None: of anybody), and of them for those that
+    lack parts, or for all. False: there are none of which anything is known.
     """
 
     def __init__(self, keyspaces: Keyspaces, max_records: int) -> None:
@@ -35,8 +35,12 @@ class BarrenBlocks:
             flags = self._flags[uid, spares] = np.zeros(self._num_blocks, bool)
         return flags
 
-    def forget(self, uid: int | None) -> None:
-        """No such search is likely soon."""
+    def forget_all(self) -> None:
+        """No search is likely soon."""
+        self._flags.clear()
+
+    def forget(self, uid: int) -> None:
+        """No search for keys of this user is likely soon."""
         for spares in (False, True):
             self._flags.pop((uid, spares), None)
 

@@ -20,6 +20,13 @@ class Emptied:
         """Its last session has left, or its last key may have gone."""
         self._by_uid.setdefault(namespace.uid, {})[namespace] = None
 
+    def discard(self, namespace: Namespace) -> None:
+        """It was forgotten."""
+        mine = self._by_uid.get(namespace.uid, {})
+        mine.pop(namespace, None)
+        if not mine:
+            self._by_uid.pop(namespace.uid, None)
+
     def take(self, uid: int) -> Iterator[Namespace]:
         """Those of this user, the first ones first. Each leaves the queue."""
         mine = self._by_uid.get(uid, {})
@@ -27,7 +34,7 @@ class Emptied:
             namespace = next(iter(mine))
             del mine[namespace]
             if not mine:
-                del self._by_uid[uid]
+                self._by_uid.pop(uid, None)
             yield namespace
 
     def take_any(self) -> Iterator[Namespace]:

@@ -2,7 +2,8 @@
 
 What is found is held until the end, so that it is neither evicted nor given to other keys meanwhile. It may be cleared:
 then it counts as not found. Keys of which nothing is committed are not held, since such a row can lose all its slots,
-and there are only as many rows as there can be slots: they are looked for again at the end.
+and there are only as many rows as there can be slots. Nor are those that their user may not hold (see `HeldMemory`),
+or requests without end would keep others from all memory. Both are looked for again at the end.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Finding:
         self._cache = cache
         self._groups = groups
         self._found: list[list[I64Array]] = [[] for _ in groups]
+        self._uid = groups[0][0].namespace.uid if groups else None
         self._held: list[U32Array] = []
         self.pages = 0  # of keys that nobody held before
 
@@ -76,9 +78,11 @@ class Finding:
             yield
 
     def hold(self, rows: I64Array) -> BoolArray:
-        """Hold those of these rows, too, that have something committed. Returns which."""
+        """Hold those of these rows, too, that have something committed, as far as their user may. Returns which."""
         kept = rows >= 0
         kept[kept] = self._cache.entries.has_committed(rows[kept])
+        if self._uid is not None:
+            kept[kept] = self._cache.may_hold(self._uid, rows[kept].astype(np.uint32))
         held = rows[kept].astype(np.uint32)
         self.pages += self._cache.entries.unheld_pages(held)
         self._cache.hold(held)

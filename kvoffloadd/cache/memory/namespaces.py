@@ -75,4 +75,5 @@ class Namespaces(dict[bytes, Namespace]):
             self._entries.keyspaces.retire(keyspace)
             for lower in self._entries.lower:
                 lower.close_keyspace(keyspace)
+        self._emptied.discard(namespace)  # to retire them has put it there again
         namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector

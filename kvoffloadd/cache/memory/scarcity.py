@@ -62,10 +62,11 @@ class Scarcity:
 
     def _forget(self, uid: int) -> None:
         """Drop what is known of searches once there are many records again."""
-        if self._entries.barren and self._entries.records_by_uid[uid] < self.share // 2:
-            self._entries.barren.forget(uid)
-            if self._entries.parts.runs.taken < self.share // 2:
-                self._entries.barren.forget(None)
+        barren = self._entries.barren
+        if barren and self._entries.parts.runs.taken < self.share // 2:
+            barren.forget_all()  # also of users who never ask again
+        elif barren and self._entries.records_by_uid[uid] < self.share // 2:
+            barren.forget(uid)
 
     def _left(self, uid: int) -> int:
         return self.share - self._entries.records_by_uid[uid]

@@ -384,12 +384,12 @@ class Eras:
 
     async def _remove_again(self, known: NamespaceEra) -> None:
         """Markers of eras that were cleared here, if it is time; and then what is left of the eras."""
-        due, eras = known.is_due(time.monotonic()), known.over
+        due, eras, again_s = known.is_due(time.monotonic()), known.over, known.again_s
         if not (due or known.is_back):
             return
         await self._agreement.remove_markers(known, eras)
         known.is_back = False
-        if due:
+        if due and known.again_s == again_s:  # or another one was cleared meanwhile: all of it is done again
             for era in known.unswept:
                 self.sweeps.add(era_prefix(known.fingerprint, era.generation, era.id))
             known.again_s, known.unswept = None, []

@@ -27,7 +27,7 @@ BATCH_SHARE = 64
 """What one put takes at most: bytes, and a fraction (1/n) of memory, since what is put can't be evicted."""
 
 GROWS: Final = 16
-"""After a put that the store could not end, the next ones take half as much; after each that went well, one part in so
+"""The next puts take half as much after one that the store could not end, and more after each other one: one part in so
 many of the most. A slow link has no time for the largest.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from contextlib import ExitStack, suppress
@@ -23,7 +24,7 @@ COPY_ON_WRITE: Final = "btrfs"
 """A file system that writes what is overwritten to another place, unless a file has FS_NOCOW_FL."""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-_PROBE_PREFIX = "probe-"
+_PROBE = re.compile("probe-[0-9a-f]{16}")
 _PROBE_PAGES = 2
 
 
@@ -135,10 +136,10 @@ def probe(files: Files, dir_fd: int, direct: bool | None) -> Abilities:
 
 def _probe(files: Files, dir_fd: int, *, direct: bool) -> Abilities:
     for left in files.names(dir_fd):  # by a process that was killed
-        if left.startswith(_PROBE_PREFIX):
+        if _PROBE.fullmatch(left):
             with suppress(FileNotFoundError):
                 files.unlink(dir_fd, left)
-    name = f"{_PROBE_PREFIX}{secrets.token_hex(8)}"
+    name = f"probe-{secrets.token_hex(8)}"
     allocates, in_place = True, False
     pages = aligned_pages(2 * _PROBE_PAGES)
     written, back = pages[:_PROBE_PAGES], pages[_PROBE_PAGES:]

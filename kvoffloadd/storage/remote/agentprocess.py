@@ -81,32 +81,29 @@ def spawn_agent(command: Sequence[str], environment: Mapping[str, str]) -> Spawn
     The calling thread must live as long as the daemon: the agent has itself killed when the thread that made it ends.
     No code of ours runs between fork and exec. Raises OSError.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    output, printed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    watched, life = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(printed, True)
-    pidfd = -1
-    try:
+    with contextlib.ExitStack() as kept, contextlib.ExitStack() as passed:  # closed if this fails; in any case
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        kept.callback(ours.close)
+        passed.callback(theirs.close)
+        output, printed = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        kept.callback(os.close, output)
+        passed.callback(os.close, printed)
+        watched, life = os.pipe2(os.O_CLOEXEC)
+        kept.callback(os.close, life)
+        passed.callback(os.close, watched)
+        os.set_blocking(printed, True)
         child = subprocess.Popen(
             command, stdin=theirs.fileno(), stdout=printed, stderr=printed, env=environment, pass_fds=[watched],
             start_new_session=True,
         )  # fmt: skip
         try:
             pidfd = os.pidfd_open(child.pid)  # nobody but us reaps it: the number is its own
+            kept.callback(os.close, pidfd)
             _kill_when_closed(watched, child.pid)
         except BaseException:
             child.kill()
             raise
-    except BaseException:
-        ours.close()
-        for fd in (output, life, pidfd):
-            if fd >= 0:
-                os.close(fd)
-        raise
-    finally:
-        theirs.close()
-        for fd in (printed, watched):
-            os.close(fd)
+        kept.pop_all()
     pass_descriptors(ours, allowed=False)  # closing what it could send might block
     ours.setblocking(False)
     return Spawned(child, ours, output, pidfd, life)

@@ -30,7 +30,7 @@ from kvoffloadd.storage.remote.calls import Calls
 from kvoffloadd.storage.remote.flight import HEADERS_MAX, Flight, RemoteTransfer
 from kvoffloadd.storage.remote.header import encode_headers
 from kvoffloadd.storage.remote.headerpages import HeaderPages
-from kvoffloadd.storage.remote.questions import ExistsResult, Questions
+from kvoffloadd.storage.remote.questions import Answered, ExistsResult, Questions
 from kvoffloadd.storage.remote.transfers import CORRUPT, GetResult, Names, RemoteStatus, verify
 from kvoffloadd.storage.remote.values import NotRead, SmallObjects
 
@@ -195,14 +195,7 @@ class RemoteStore:
 
     # --- lookups ---
 
-    def exists(
-        self,
-        names: Names,
-        until_s: float,
-        done: Callable[[ExistsResult | None], None],
-        flow: Flow = DAEMON,
-        urgent: int = 0,
-    ) -> None:
+    def exists(self, names: Names, until_s: float, done: Answered, flow: Flow = DAEMON, urgent: int = 0) -> None:
         """Ask for the era's marker and for keys; no keys: for the marker alone. `done` is called once, later: with None
         if there is no answer by `until_s`. Raises UsageError for more than KEYS_MAX keys.
         """

@@ -14,7 +14,7 @@ from kvoffloadd.changes import Changes
 from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import U8Array, U64Array
 from kvoffloadd.objectnames import key_names, marker_name
-from kvoffloadd.storage.remote.questions import ExistsResult
+from kvoffloadd.storage.remote.questions import Answered, ExistsResult
 from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import GetResult, Names, RemoteStatus
 from kvoffloadd.storage.remote.values import NotRead
@@ -74,14 +74,7 @@ class FakeRemote:
 
     # --- as RemoteStore ---
 
-    def exists(
-        self,
-        names: Names,
-        until_s: float,
-        done: Callable[[ExistsResult | None], None],
-        flow: Flow = DAEMON,
-        urgent: int = 0,
-    ) -> None:
+    def exists(self, names: Names, until_s: float, done: Answered, flow: Flow = DAEMON, urgent: int = 0) -> None:
         self.asked.append((len(names.keys), flow, urgent))
 
         def end() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,8 +15,8 @@ from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.remote import agreement, eras
 from kvoffloadd.cache.remote.era import COUNT_MAX, Era, decode_era, encode_era, new_era
-from kvoffloadd.cache.remote.eras import SHOWN_MAX
-from kvoffloadd.cache.remote.namespaceera import RENEW_S
+from kvoffloadd.cache.remote.eras import SHOWN_MAX, Eras
+from kvoffloadd.cache.remote.namespaceera import RENEW_S, NamespaceEra
 from kvoffloadd.errors import NotDurableError, RemoteStoreError
 from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
@@ -533,3 +534,24 @@ async def test_a_report_names_so_many_namespaces_at_most(seed: int) -> None:
     assert isinstance(eras, dict)
     assert len(eras) == SHOWN_MAX
     await lab.stop()
+
+
+async def test_a_clear_while_markers_are_removed_again_has_its_own_time() -> None:
+    """What it asks for is not done with what was asked for before."""
+    first, second = Era(1, b"1" * 8), Era(2, b"2" * 8)
+    known = NamespaceEra(b"n" * 16)
+    known.forget(first, 0.0)
+
+    class Agreement:
+        async def remove_markers(self, known: NamespaceEra, eras: Any) -> None:
+            await asyncio.sleep(0)
+
+    fake: Any = SimpleNamespace(_agreement=Agreement(), sweeps=set())
+    look = asyncio.ensure_future(Eras._remove_again(fake, known))
+    await asyncio.sleep(0)
+    known.forget(second, 1000.0)
+    await look
+    assert known.again_s is not None
+    assert not known.is_due(time.monotonic())
+    assert known.is_due(time.monotonic() + 1001)
+    assert len(known.unswept) == 2

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -418,6 +421,28 @@ def test_what_is_no_agent_is_told() -> None:
 def test_a_spawn_that_fails_leaves_nothing() -> None:
     with pytest.raises(OSError, match="nonesuch"):
         spawn_agent(["/nonesuch"], {})
+
+
+@pytest.mark.parametrize("left", range(4))
+def test_a_spawn_without_descriptors_leaves_nothing(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of its pipes and sockets there still are descriptors for."""
+    made, real_pipe, real_pair = [0], os.pipe2, socket.socketpair
+
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def one(*arguments: Any) -> Any:
+            if made[0] == left:
+                raise OSError(errno.EMFILE, "too many open files")
+            made[0] += 1
+            return make(*arguments)
+
+        return one
+
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "pipe2", counted(real_pipe))
+    monkeypatch.setattr(socket, "socketpair", counted(real_pair))
+    with pytest.raises(OSError, match=r"too many|nonesuch"):
+        spawn_agent(["/nonesuch"], {})
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
 def test_on_uvloop(engine: Engine, seed: int) -> None:
