@@ -324,6 +324,11 @@ def remarks(config: Config) -> Iterator[str]:
             f"limits.jobs_per_session = {limits.jobs_per_session}: is more than limits.jobs = {limits.jobs}, which is "
             "for all sessions of a uid together"
         )
+    if config.memory.capacity_bytes < 2 * config.memory.slab_bytes:
+        yield (
+            f"memory.slab_bytes = {config.memory.slab_bytes}: all of memory is one slab, whose slots are of one size "
+            "at a time: payloads of two sizes, in 4 KiB pages, can't be held together"
+        )
 
 
 def reloaded(running: Config, asked: Config) -> tuple[Config, list[str], list[str]]:

@@ -28,6 +28,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keyhash import SEED_BITS
 from kvoffloadd.cache.memory.savedstate import read_saved_state
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
+from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.collector import Collector
@@ -342,7 +343,7 @@ class Daemon:
         tier = MemoryTier(config.memory.capacity_bytes, config.memory.slab_bytes, self._pool)
         # Beside serving: the kernel provides pages that are used before they are prefaulted just the same.
         threading.Thread(target=self._prefault, args=(loop, tier), name="kvo-prefault", daemon=True).start()
-        policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY)
+        policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY, clock=Clock())
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
         cache.entries.keyspaces.groups_max = config.limits.groups
         hash_lane = Lane("hash", config.memory.hash_threads, loop)

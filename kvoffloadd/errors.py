@@ -25,6 +25,12 @@ class ConfigError(KvOffloadError):
     fault = "operator"
 
 
+class NoPlanError(ConfigError):
+    """`plan` has no answer for this model: what it keeps is not known, or it keeps nothing."""
+
+    code = "no_plan"
+
+
 class TryAgainError(KvOffloadError):
     """The daemon can't start now, but soon: the process that had its place has not ended yet."""
 
@@ -102,7 +108,9 @@ class ExtentError(PeerError):
 
 
 class UnknownNameError(PeerError):
-    """A registration, allocation, group, lease or job that this session does not have."""
+    """A registration, allocation, group, lease or job that this session does not have; names of namespaces that there
+    are not.
+    """
 
     code = "unknown_name"
 

@@ -19,6 +19,7 @@ U16Array = npt.NDArray[np.uint16]
 U32Array = npt.NDArray[np.uint32]
 U64Array = npt.NDArray[np.uint64]
 I64Array = npt.NDArray[np.int64]
+F64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 PAGE_BYTES = 4096
@@ -97,6 +98,14 @@ class KeyState(enum.IntEnum):
     PENDING = 2
     RESERVED = 3
     NO_SPACE = 4
+
+
+class Tier(enum.IntEnum):
+    """Where a key is, or comes from, one u8 each, in the answer to `pin`."""
+
+    MEMORY = 0
+    DISK = 1
+    REMOTE = 2
 
 
 class Outcome(enum.StrEnum):

@@ -33,6 +33,7 @@ MODULES = {
     "metric_tables": "metric_tables",
     "mutants": "mutants.__main__",
     "peers": "peers.__main__",
+    "policy_table": "replay.table",
     "protocol_tables": "protocol_tables",
     "replay_trace": "replay.__main__",
     "sglang_smoke": "sglang.smoke",

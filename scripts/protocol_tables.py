@@ -63,11 +63,16 @@ def fields_table(cls: type[Any]) -> list[str]:
     info = msgspec.inspect.type_info(cls)
     if not isinstance(info, msgspec.inspect.StructType):
         raise TypeError(cls)
-    lines = []
-    for field in info.fields:
-        default = "" if field.required else f", default `{_default(field)}`"
-        lines.append(f"  - `{field.encode_name}`: {type_name(field.type)}{default}")
-    return lines
+    return [f"  - `{field.encode_name}`: {type_name(field.type)}{_absence(field)}" for field in info.fields]
+
+
+def _absence(field: msgspec.inspect.Field) -> str:
+    """What it means that the field is not there."""
+    if field.required:
+        return ""
+    if field.default is field.default_factory is msgspec.NODEFAULT:
+        return ", or left out"
+    return f", default `{_default(field)}`"
 
 
 def _default(field: msgspec.inspect.Field) -> str:

@@ -243,8 +243,10 @@ class FakeClient:
             findings=self.findings, slots=1000, payloads=900 if payloads else 0, records=5000 if disk else 0
         )
 
-    def clear(self, everything: bool) -> SimpleNamespace:
-        return SimpleNamespace(keys=1200 if everything else 3, bytes=1 << 30, unrecorded=self.unrecorded)
+    def clear(self, everything: bool, namespaces: str | None) -> SimpleNamespace:
+        assert everything == (namespaces is None)
+        keys, count = (1200, 0) if everything else (3, 2)
+        return SimpleNamespace(keys=keys, bytes=1 << 30, unrecorded=self.unrecorded, namespaces=count, left=self.left)
 
     def drain(self, deadline_s: float, everything: bool) -> SimpleNamespace:
         assert everything
@@ -486,6 +488,18 @@ def test_clear_takes_a_yes_from_a_terminal(run: Run, monkeypatch: pytest.MonkeyP
     got, _, err = run("clear", "--socket", "/tmp/x.sock")
     assert got == code
     assert err.startswith("Drop every key of every namespace from the daemon at /tmp/x.sock? [y/N] ")
+
+
+def test_clear_of_some_namespaces(run: Run, fake: type[FakeClient], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal("no\n"))
+    code, _, err = run("clear", "--namespace", "llama*")
+    assert code == 2
+    assert err.startswith("Drop every key of the namespaces that match 'llama*' from the daemon at ")
+    assert run("clear", "--namespace", "llama*", "--yes") == (0, "dropped 3 keys, 1 GiB of 2 namespaces\n", "")
+    fake.left = 1
+    code, _, err = run("clear", "--namespace", "llama*", "--yes")
+    assert code == 1
+    assert "1 namespace could not be cleared" in err
 
 
 def test_drain_exits_1_when_jobs_are_left(run: Run, fake: type[FakeClient]) -> None:

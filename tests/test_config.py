@@ -405,6 +405,14 @@ def test_one_job_needs_one_key() -> None:
     assert list(config.remarks(config.load(None, {}))) == []
 
 
+@pytest.mark.parametrize(("capacity", "slab", "told"), [("8MiB", "0", 1), ("16MiB", "0", 0), ("3MiB", "2MiB", 1)])
+def test_a_memory_of_one_slab_is_told(capacity: str, slab: str, told: int) -> None:
+    chosen = config.load(None, {"memory.capacity_bytes": capacity, "memory.slab_bytes": slab})
+    said = list(config.remarks(chosen))
+    assert len(said) == told
+    assert all("payloads of two sizes, in 4 KiB pages, can't be held together" in one for one in said)
+
+
 @pytest.mark.parametrize(
     "url", ["redis://h/0?password=secret", "redis://h?db=1", "unix:///s?password=secret", "redis://h#x"]
 )

@@ -186,14 +186,16 @@ class Backlog:
 
     def look_ahead(self) -> None:
         """Offer what the memory tier would evict next."""
-        tier = self._cache.tier
-        for size, queue in self._cache.eviction.queues.items():
+        tier, eviction = self._cache.tier, self._cache.eviction
+        for size in {size for _, size in eviction.queues}:
+            queues = [queue for (_, of_size), queue in eviction.queues.items() if of_size == size]
             # Slots per key as the keys have them now, not as they might have at most.
-            per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, len(queue.policy)))
+            num_keys = sum(len(queue.policy) for queue in queues)
+            per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, num_keys))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
             if tier.num_free(size) // per_key >= ahead or self.bytes >= self._backlog_bytes // 2:
                 continue
-            self.offer(self.known(self._cache.eviction.victims(queue, ahead)))
+            self.offer(self.known(eviction.victims(queues, ahead)))
 
     def _whole(self, rows: U32Array) -> U32Array:
         """The subset of the keys whose parts are all sealed."""

@@ -8,18 +8,21 @@ They record the epoch that the clear began, so no repetition clears anything ane
 from __future__ import annotations
 
 import asyncio
+import fnmatch
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvoffloadd.cache.disk.catalog import DiskKeyspace
+from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.remotetier import RemoteTier
+from kvoffloadd.errors import LimitError, UnknownNameError
 from kvoffloadd.steps import Steps, in_turns
 from kvoffloadd.storage.disk.root import Root
 
@@ -28,6 +31,9 @@ REMOTE: Final = "remote"
 
 COUNTED_MAX: Final = 1024
 """How many clears that are not recorded are counted, the latest of each scope; the oldest are left out."""
+
+GROUPS_AT_ONCE: Final = 64
+"""Clears of many namespaces are begun in steps, each for so many groups: some milliseconds."""
 
 Names = frozenset[bytes] | None
 """Fingerprints of the namespaces that a clear reaches; None: of all, whether they are open or not."""
@@ -38,13 +44,30 @@ class Clearing:
     """A clear that has taken effect: nothing that was stored before it hits."""
 
     names: Names
-    epoch: int
+    epochs: list[tuple[Names, int]]
+    """The epochs that it began, and of which namespaces each."""
     swept: asyncio.Task[tuple[int, int]]
     """Ends when memory has dropped what was cleared. Its result: (keys, bytes)."""
     tried: asyncio.Task[None]
     """Ends when each place has recorded the clear, or has failed to do so once."""
     roots: list[Root]  # that have not recorded it, as far as known
     eras: list[NamespaceEra]  # that the remote store has not ended, as far as known
+    left: int = 0
+    """How many more namespaces it was to reach: in the meantime others had taken all groups that there can be."""
+
+
+_Walks = list[Iterator[tuple[int, int]]]
+
+
+@dataclass(slots=True, eq=False)
+class _Effect:
+    """What a clear that has taken effect leaves to be done: in memory, on disk, and in the store."""
+
+    names: Names
+    epoch: int
+    walks: _Walks
+    disk_keyspaces: list[DiskKeyspace]
+    eras: list[NamespaceEra]
 
 
 class Clearings:
@@ -65,25 +88,65 @@ class Clearings:
         self._running: set[asyncio.Task[Any]] = set()
 
     def begin(self, names: Names) -> Clearing:
-        """Clear these namespaces. It goes on to its end, whatever becomes of who has requested it.
+        """Clear these namespaces, in one moment. It goes on to its end, whatever becomes of who has requested it.
 
         Raises LimitError: nothing was changed.
         """
-        cache = self._cache
-        namespaces = [n for n in cache.namespaces.values() if names is None or n.fingerprint in names]
-        _check(cache, namespaces, everything=names is None)
+        _check(self._cache, self._open_ones(names), everything=names is None)
+        return self._carry_out(names, [self._take_effect(names)])
+
+    def begin_matching(self, pattern: str) -> asyncio.Task[Clearing]:
+        """Clear, for the operator, the namespaces whose names, as `status` shows them, match this shell pattern: each
+        in one moment, and all of them in steps. Its result has taken effect.
+
+        Raises:
+            UnknownNameError: there are none.
+            LimitError: nothing was changed.
+        """
+        matches = re.compile(fnmatch.translate(pattern)).match
+        found = [namespace for namespace in self._cache.namespaces.values() if matches(namespace.name)]
+        if not found:
+            raise UnknownNameError(f"no namespace that is in use, or has keys in memory, has a name like {pattern!r}")
+        _check(self._cache, found, everything=True)
+        return self._run(in_turns(self._begin_in_steps(found)))
+
+    def _begin_in_steps(self, namespaces: Collection[Namespace]) -> Steps[Clearing]:
+        effects: list[_Effect] = []
+        reached: frozenset[bytes] = frozenset()
+        with suppress(LimitError):
+            for names in _batches(namespaces):
+                _check(self._cache, self._open_ones(names), everything=True)
+                effects.append(self._take_effect(names))
+                reached |= names
+                yield
+        clearing = self._carry_out(reached, effects)
+        clearing.left = len(namespaces) - len(reached)
+        return clearing
+
+    def _open_ones(self, names: Names) -> list[Namespace]:
+        known = self._cache.namespaces
+        return list(known.values()) if names is None else [known[name] for name in names if name in known]
+
+    def _take_effect(self, names: Names) -> _Effect:
+        """When this returns nothing older hits."""
+        epochs = self._cache.epochs
         if names is None:
-            cache.epochs.advance_all()
+            epochs.advance_all()
         else:
-            for name in names:
-                cache.epochs.advance(name)
-        epoch = cache.epochs.base if names is None else min(map(cache.epochs.of, names))
+            epochs.advance(*names)
+        epoch = epochs.base if names is None else epochs.last
         eras = self._remote.begin_clear(names) if self._remote else []
-        walks, disk_keyspaces = _take_effect(cache, self._disk, names, namespaces)
-        swept = self._run(in_turns(_sweep(walks)))
+        return _Effect(names, epoch, *_take_effect(self._cache, self._disk, names, self._open_ones(names)), eras)
+
+    def _carry_out(self, names: Names, effects: Collection[_Effect]) -> Clearing:
+        """What is left to be done, for all of them together: tasks beside each other share no turn."""
+        self._cache.save_state()
+        eras = [known for effect in effects for known in effect.eras]
+        disk_keyspaces = [keyspace for effect in effects for keyspace in effect.disk_keyspaces]
+        swept = self._run(in_turns(_sweep([walk for effect in effects for walk in effect.walks])))
         clearing = Clearing(
             names=names,
-            epoch=epoch,
+            epochs=[(effect.names, effect.epoch) for effect in effects],
             swept=swept,
             tried=self._run(self._record(swept, disk_keyspaces, eras)),
             roots=list(self._disk.roots) if self._disk else [],
@@ -110,7 +173,7 @@ class Clearings:
 
     def _look(self, clearing: Clearing) -> Clearing:
         if self._disk:
-            clearing.roots = self._disk.clears.unrecorded(clearing.roots, clearing.names, clearing.epoch)
+            clearing.roots = self._disk.clears.unrecorded(clearing.roots, clearing.epochs)
         if self._remote:
             clearing.eras = self._remote.unrecorded(clearing.eras)
         return clearing
@@ -126,9 +189,11 @@ class Clearings:
                     await self._remote.eras.changes.wait_for(lambda: not self._look(clearing).eras)
 
     async def close(self, deadline_s: float) -> None:
-        """Wait for clears that are being recorded for the first time."""
-        if self._running:
-            await asyncio.wait(self._running, timeout=deadline_s)
+        """Wait for clears that are being begun, or recorded for the first time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while self._running:  # one that has begun is then recorded
+                    await asyncio.wait(self._running)
 
     def figures(self) -> dict[str, Any]:
         """For `status`."""
@@ -170,6 +235,7 @@ async def clear_here(cache: Cache, disk: DiskTier | None, fingerprint: bytes, ep
     else:
         cache.epochs.follow(fingerprint, epoch)
     walks, disk_keyspaces = _take_effect(cache, disk, {fingerprint}, namespaces)
+    cache.save_state()
     await in_turns(_sweep(walks))
     if disk:
         await disk.clears.finish(disk_keyspaces)
@@ -188,7 +254,19 @@ def _check(cache: Cache, namespaces: Collection[Namespace], *, everything: bool)
         cache.entries.keyspaces.check_room(uid, count, cleared=True)
 
 
-_Walks = list[Iterator[tuple[int, int]]]
+def _batches(namespaces: Collection[Namespace]) -> list[frozenset[bytes]]:
+    """Their fingerprints, in batches of `GROUPS_AT_ONCE` groups, or of a single namespace that has more."""
+    batches: list[frozenset[bytes]] = []
+    batch: list[bytes] = []
+    groups = 0
+    for namespace in namespaces:
+        count = max(len(namespace.keyspaces), 1)
+        if batch and groups + count > GROUPS_AT_ONCE:
+            batches.append(frozenset(batch))
+            batch, groups = [], 0
+        batch.append(namespace.fingerprint)
+        groups += count
+    return [*batches, frozenset(batch)]
 
 
 def _take_effect(
@@ -200,7 +278,6 @@ def _take_effect(
     walks = [cache.clear(namespace) for namespace in namespaces]
     for walk in walks:
         next(walk)
-    cache.save_state()
     return walks, disk_keyspaces
 
 

@@ -20,7 +20,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.remote.request import RemoteKeys
 from kvoffloadd.lanes import DAEMON, Flow
-from kvoffloadd.model import BoolArray, U32Array, U64Array
+from kvoffloadd.model import BoolArray, Tier, U8Array, U32Array, U64Array
 
 
 class GroupLookup(NamedTuple):
@@ -37,6 +37,14 @@ class GroupLookup(NamedTuple):
     def below(self) -> BoolArray:
         """Keys that may yet come."""
         return self.on_disk if self.asked is None else self.on_disk | self.asked
+
+    @property
+    def tiers(self) -> U8Array:
+        """u8 (keys,), `Tier` per key: from where it may yet come; MEMORY for all others."""
+        tiers = self.on_disk * np.uint8(Tier.DISK)
+        if self.asked is not None:
+            tiers[self.asked] = Tier.REMOTE
+        return tiers
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +103,14 @@ class LowerTiers:
             GroupLookup(*group, lookup, there, may)
             for group, lookup, there, may in zip(groups, lookups, on_disk, asked, strict=True)
         ]
+
+    def touch(self, groups: Sequence[GroupLookup]) -> None:
+        """A request uses these keys elsewhere: what of them is on disk alone moves on when its segment goes, as if it
+        had been read.
+        """
+        for group in groups:
+            if self.disk is not None and group.on_disk.any():
+                self.disk.touch(group.keyspace, group.keys[group.on_disk])
 
     def fetch(
         self,

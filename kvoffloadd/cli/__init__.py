@@ -1,6 +1,7 @@
 """The command line: `kvoffloadd serve`, an operator's questions and orders to a running daemon, and `plan` before all.
 
-Exit codes: 0 done, 1 the answer is bad news (findings, or a drain that missed its deadline), 2 usage or config,
+Exit codes: 0 done, 1 the answer is bad news (findings, a drain that missed its deadline, namespaces
+that a clear could not reach, or a model without a plan), 2 usage or config,
 3 no daemon can be reached, 4 the daemon refused or did not answer in time, or a disk root can't be checked; of `serve`
 also 75 try again: the process that had the daemon's place is ending; and what docs/BEHAVIOR.md says of its end.
 """
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.command(arguments)
         sys.stdout.flush()
+    except errors.NoPlanError as error:
+        return complain(f"no plan: {error}", EXIT_BAD_NEWS)
     except errors.ConfigError as error:
         return complain(str(error), EXIT_USAGE)
     except errors.TryAgainError as error:

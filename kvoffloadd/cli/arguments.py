@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="kvoffloadd",
         usage="%(prog)s [--version] COMMAND ...",
         description="Keeps the KV caches of a host's inference engines in memory, on disk and in a remote store.",
-        epilog="Exit codes: 0 success, 1 findings or an unfinished drain, 2 bad usage or config, "
+        epilog="Exit codes: 0 success, 1 findings, or an unfinished drain or clear, 2 bad usage or config, "
         "3 daemon unreachable, 4 daemon refused.",
         allow_abbrev=False,
     )
@@ -102,8 +102,10 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     verify.add_argument("--json", action="store_true", help="print one JSON object")
 
-    clear = add("clear", commands.clear, "Drop every key of every namespace (root or the daemon's user only).")
-    clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+    clear = add(
+        "clear", commands.clear, "Drop every key of every namespace, or of some (root or the daemon's user only)."
+    )
+    _add_clear_options(clear)
 
     drain = add("drain", commands.drain, "Wait until running jobs have ended and all stored payloads have a checksum.")
     drain.add_argument(
@@ -202,6 +204,14 @@ SHELLS = ("bash", "zsh", "tcsh")
 
 ENGINES = ("any", "sglang")
 """What `plan` may be for."""
+
+
+def _add_clear_options(clear: argparse.ArgumentParser) -> None:
+    clear.add_argument(
+        "--namespace", metavar="PATTERN",
+        help="only of the namespaces whose names, as `status` shows them, match this shell pattern",
+    )  # fmt: skip
+    clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:

@@ -199,12 +199,12 @@ def _verify_daemon(arguments: argparse.Namespace) -> int:
         hashed = f", {verified.payloads:,} payloads hashed again" if arguments.payloads else ""
         read = f", {verified.records:,} records on disk read" if arguments.disk else ""
         dropped = f", {repaired} repaired," if arguments.repair else ""
-        sys.stdout.write(f"{_findings(len(findings))}{dropped} in {verified.slots:,} slots{hashed}{read}\n")
+        sys.stdout.write(f"{_counted(len(findings), 'finding')}{dropped} in {verified.slots:,} slots{hashed}{read}\n")
     return EXIT_BAD_NEWS if len(findings) > repaired else EXIT_OK
 
 
-def _findings(count: int) -> str:
-    return "1 finding" if count == 1 else f"{count:,} findings"
+def _counted(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def _verify_roots(arguments: argparse.Namespace) -> int:
@@ -233,7 +233,7 @@ def _verify_roots(arguments: argparse.Namespace) -> int:
             sys.stdout.writelines(f"finding: {root}: {printable(finding)}\n" for finding in report.findings)
             repaired = f", {report.repaired:,} repaired," if arguments.repair else ""
             sys.stdout.write(
-                f"{root}: {_findings(len(report.findings))}{repaired} in {report.records:,} records, "
+                f"{root}: {_counted(len(report.findings), 'finding')}{repaired} in {report.records:,} records, "
                 f"{report.segments:,} segments, {format_bytes(report.bytes)}\n"
             )
     if arguments.json:
@@ -242,18 +242,26 @@ def _verify_roots(arguments: argparse.Namespace) -> int:
 
 
 def clear(arguments: argparse.Namespace) -> int:
-    if not arguments.yes and not _confirmed(
-        f"Drop every key of every namespace from the daemon at {arguments.socket}?"
-    ):
+    pattern = arguments.namespace
+    which = "every namespace" if pattern is None else f"the namespaces that match {pattern!r}"
+    if not arguments.yes and not _confirmed(f"Drop every key of {which} from the daemon at {arguments.socket}?"):
         return complain("nothing was dropped: use --yes, or answer yes at a terminal", EXIT_USAGE)
     with _client(arguments) as daemon:
-        cleared = daemon.clear(everything=True)  # a worker clears its own namespace, through the library
-    sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}\n")
+        # A worker clears its own namespace, through the library.
+        cleared = daemon.clear(everything=pattern is None, namespaces=pattern)
+    some = "" if pattern is None else f" of {_counted(cleared.namespaces, 'namespace')}"
+    sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}{some}\n")
     if cleared.unrecorded:
         from kvoffloadd.log import printable
 
         places = ", ".join(map(printable, cleared.unrecorded))
         sys.stdout.write(f"not recorded yet in {places}: the daemon goes on trying, see `clears` in its status\n")
+    if cleared.left:
+        return complain(
+            f"{_counted(cleared.left, 'namespace')} could not be cleared, because others have taken all groups "
+            "that the daemon can have: ask again",
+            EXIT_BAD_NEWS,
+        )
     return EXIT_OK
 
 

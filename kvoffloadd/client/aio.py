@@ -128,17 +128,17 @@ class AsyncClient(BaseClient):
         """As `Client.unregister`."""
         await self._run(self._core.unregister(registration, self._until()))
 
-    async def lookup(self, groups: Groups, first: First = 0) -> Found:
+    async def lookup(self, groups: Groups, first: First = 0, *, local: bool = False) -> Found:
         """As `Client.lookup`."""
-        return await self._call(calls.lookup(groups, first, self._core.key_bytes))
+        return await self._call(calls.lookup(groups, first, self._core.key_bytes, self._core.asks("local", local)))
 
     async def pin(self, groups: Groups, first: First = 0) -> Found:
         """As `Client.pin`."""
-        return await self._call(calls.pin(groups, first, self._core.key_bytes))
+        return await self._call(calls.pin(groups, first, self._core.key_bytes, self._core.asks("tiers")))
 
-    async def prefetch(self, groups: Groups, first: First = 0) -> Found:
+    async def prefetch(self, groups: Groups, first: First = 0, *, local: bool = False) -> Found:
         """As `Client.prefetch`."""
-        return await self._call(calls.prefetch(groups, first, self._core.key_bytes))
+        return await self._call(calls.prefetch(groups, first, self._core.key_bytes, self._core.asks("local", local)))
 
     async def wait_ready(self, found: Found, deadline_s: float) -> Found:
         """As `Client.wait_ready`."""
@@ -160,11 +160,18 @@ class AsyncClient(BaseClient):
         """As `Client.reserve`."""
         return await self._call(calls.reserve(groups, first, parts, self._core.key_bytes))
 
-    async def clear(self, *, everything: bool = False, wait_s: float = 10.0, token: bytes | None = None) -> Cleared:
+    async def clear(
+        self,
+        *,
+        everything: bool = False,
+        namespaces: str | None = None,
+        wait_s: float = 10.0,
+        token: bytes | None = None,
+    ) -> Cleared:
         """As `Client.clear`."""
         limit_s = seconds(wait_s, "wait_s")
         until = self._until(limit_s + self._deadline_s)
-        return await self._run(self._core.clear(everything, limit_s, token, until))
+        return await self._run(self._core.clear(everything, namespaces, limit_s, token, until))
 
     async def snapshot(self, group: int) -> U8Array:
         """As `Client.snapshot`."""
@@ -199,9 +206,10 @@ class AsyncClient(BaseClient):
         deadline_s: float = 60.0,
         ready: Ready | None = None,
         expedited: bool = False,
+        local: bool = False,
     ) -> Job:
         """As `Client.load`."""
-        options = calls.JobOptions(first, lease, deadline_s, ready, expedited)
+        options = calls.JobOptions(first, lease, deadline_s, ready, expedited, local)
         spec = calls.transfer(Direction.LOAD, registration, groups, self._core.key_bytes, options)
         return await self._run(self._core.submit(spec, self._until()))
 

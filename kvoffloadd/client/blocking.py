@@ -100,13 +100,14 @@ class Client(BaseClient):
 
     # --- keys ------------------------------------------------------------------------------------
 
-    def lookup(self, groups: Groups, first: First = 0) -> Found:
+    def lookup(self, groups: Groups, first: First = 0, *, local: bool = False) -> Found:
         """Which keys hit and which prefixes can be restored. Changes nothing.
 
         `groups`: group -> consecutive keys of one prompt, packed bytes or u8 (keys, key_bytes). `first`: index in the
-        prompt of the first of them, for all groups or by group.
+        prompt of the first of them, for all groups or by group. `local`: what is PENDING is on this host's disks; what
+        is being stored, or comes from a store that hosts share, is a MISS. Older daemons answer as without it.
         """
-        return self._call(calls.lookup(groups, first, self._core.key_bytes))
+        return self._call(calls.lookup(groups, first, self._core.key_bytes, self._core.asks("local", local)))
 
     def pin(self, groups: Groups, first: First = 0) -> Found:
         """Lookup, and a read lease on every key that hits; end it with `release`.
@@ -114,11 +115,14 @@ class Client(BaseClient):
         Keys on disk are brought into memory, and join the lease: `promoting` of the answer says how many are on their
         way, `wait_ready` when they are there. Until then a load should not name the lease.
         """
-        return self._call(calls.pin(groups, first, self._core.key_bytes))
+        return self._call(calls.pin(groups, first, self._core.key_bytes, self._core.asks("tiers")))
 
-    def prefetch(self, groups: Groups, first: First = 0) -> Found:
-        """Lookup that also has the daemon bring keys on disk into memory, after what others pin or load. No lease."""
-        return self._call(calls.prefetch(groups, first, self._core.key_bytes))
+    def prefetch(self, groups: Groups, first: First = 0, *, local: bool = False) -> Found:
+        """Lookup that also has the daemon bring keys on disk into memory, after what others pin or load. No lease.
+
+        `local`: as in `lookup`. Without it, a store that hosts share is asked for keys that this host does not have.
+        """
+        return self._call(calls.prefetch(groups, first, self._core.key_bytes, self._core.asks("local", local)))
 
     def wait_ready(self, found: Found, deadline_s: float) -> Found:
         """The answer to a `pin` or `prefetch` anew, once the keys it was promoting have come from disk, or could not.
@@ -147,19 +151,30 @@ class Client(BaseClient):
         """Slots for keys that are to be stored: for all parts of each key, or for those named."""
         return self._call(calls.reserve(groups, first, parts, self._core.key_bytes))
 
-    def clear(self, *, everything: bool = False, wait_s: float = 10.0, token: bytes | None = None) -> Cleared:
-        """Drop every key of the own namespace; `everything`: of all (root or the daemon's uid only).
+    def clear(
+        self,
+        *,
+        everything: bool = False,
+        namespaces: str | None = None,
+        wait_s: float = 10.0,
+        token: bytes | None = None,
+    ) -> Cleared:
+        """Drop every key of the own namespace; of all, or of those that are named (root or the daemon's uid only).
 
         When this returns, the clear has taken effect on this host, and the daemon alone sees to the rest.
 
         Args:
             everything: all namespaces.
+            namespaces: those whose names, as `status` shows them, match this shell pattern. RemoteError: there are
+                none. UsageError: the daemon is older, and can't.
             wait_s: how long to wait, besides the call's own deadline, until disks and remote store have recorded it.
             token: 16 bytes that name this clear. After an error the call can be repeated with the same token: a daemon
                 that has cleared answers for that clear, and clears nothing anew. None: new ones.
         """
         limit_s = seconds(wait_s, "wait_s")
-        return self._run(limit_s + self._deadline_s, lambda until: self._core.clear(everything, limit_s, token, until))
+        return self._run(
+            limit_s + self._deadline_s, lambda until: self._core.clear(everything, namespaces, limit_s, token, until)
+        )
 
     def snapshot(self, group: int) -> U8Array:
         """u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or not."""
@@ -212,13 +227,15 @@ class Client(BaseClient):
         deadline_s: float = 60.0,
         ready: Ready | None = None,
         expedited: bool = False,
+        local: bool = False,
     ) -> Job:
         """Start copying keys into blocks, which are the daemon's to write until the job is done.
 
         As `store`; `lease`: a pin that covers the keys; 0: held for the job's time. `expedited`: before other loads.
-        Keys on disk are in state HIT, too, and read first; those that can't be are in the result's `failed`.
+        Keys on disk are in state HIT, too, and read first; those that can't be are in the result's `failed`. So are,
+        without `local`, keys that a store that hosts share is asked for: with it, the job waits for no such store.
         """
-        options = calls.JobOptions(first, lease, deadline_s, ready, expedited)
+        options = calls.JobOptions(first, lease, deadline_s, ready, expedited, local)
         return self._submit(calls.transfer(Direction.LOAD, registration, groups, self._core.key_bytes, options))
 
     def wait(self, job: Job, deadline_s: float) -> JobResult:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
 import numpy as np
+from msgspec import UNSET
 
 from kvoffloadd.client.arguments import (
     CURSORS_END,
@@ -231,19 +232,19 @@ def unregister(registration: Registration) -> Call[None]:
     return Call(lambda seq: messages.Unregister(seq=seq, registration=registration.named_id()), _nothing)
 
 
-def lookup(groups: Groups, first: First, key_bytes: int) -> Call[Found]:
-    """Which keys hit, which prefixes can be restored."""
-    return _find(messages.Lookup, groups, first, key_bytes, promotes=False)
+def lookup(groups: Groups, first: First, key_bytes: int, local: Callable[[], bool]) -> Call[Found]:
+    """Which keys hit, which prefixes can be restored. `local()`: whether the request says so; asked when it is sent."""
+    return _find(lambda **asked: messages.Lookup(**asked, local=local()), groups, first, key_bytes, promotes=False)
 
 
-def pin(groups: Groups, first: First, key_bytes: int) -> Call[Found]:
-    """Lookup, and a read lease on what hits and on what comes from disk."""
-    return _find(messages.Pin, groups, first, key_bytes)
+def pin(groups: Groups, first: First, key_bytes: int, tiers: Callable[[], bool]) -> Call[Found]:
+    """Lookup, and a read lease on what hits and on what comes from disk. `tiers()`: as `local` in `lookup`."""
+    return _find(lambda **asked: messages.Pin(**asked, tiers=tiers()), groups, first, key_bytes)
 
 
-def prefetch(groups: Groups, first: First, key_bytes: int) -> Call[Found]:
-    """Lookup that brings keys into memory."""
-    return _find(messages.Prefetch, groups, first, key_bytes)
+def prefetch(groups: Groups, first: First, key_bytes: int, local: Callable[[], bool]) -> Call[Found]:
+    """Lookup that brings keys into memory. `local`: as in `lookup`."""
+    return _find(lambda **asked: messages.Prefetch(**asked, local=local()), groups, first, key_bytes)
 
 
 def _find(
@@ -257,8 +258,9 @@ def _find(
                 f"the reply to a lookup announces {reply.promoting} keys from disk; a lookup promotes no keys"
             )
         states, lease = unpack_states(reply.states, counts), Lease(reply.lease, boot_id)
-        promotion = Promotion(reply.seq, counts, lease) if reply.promoting else None
-        return Found(states, unpack_u32(reply.boundaries, "boundaries"), lease, reply.promoting, promotion)
+        tiers = unpack_states(reply.tiers, counts) if reply.tiers is not UNSET else []
+        promotion = Promotion(reply.seq, counts, lease, tiers) if reply.promoting else None
+        return Found(states, unpack_u32(reply.boundaries, "boundaries"), lease, reply.promoting, tiers, promotion)
 
     return Call(lambda seq: kind(seq=seq, groups=lists), parse, repeatable=not promotes, undo=_release_leased)
 
@@ -303,6 +305,7 @@ class JobOptions:
     deadline_s: float = 60.0
     ready: Ready | None = None
     expedited: bool = False
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,14 +344,15 @@ def transfer(
         deadline_s=seconds_within(options.deadline_s, "a job's deadline_s", messages.DEADLINE_S_MAX),
         ready=options.ready,
         expedited=bool(options.expedited),
+        local=bool(options.local),
     )
     if options.ready is not None:
         caches.ready_spec(options.ready)
     return JobSpec(direction, registration, lists, tuple(counts), checked)
 
 
-def submit(spec: JobSpec, job: Job) -> Call[list[U8Array]]:
-    """The request that makes `job`; the value is the key states at admission."""
+def submit(spec: JobSpec, job: Job, local: Callable[[], bool]) -> Call[list[U8Array]]:
+    """The request that makes `job`; the value is the key states at admission. `local`: as in `lookup`."""
 
     def build(seq: int) -> Request:
         options = spec.options
@@ -363,7 +367,7 @@ def submit(spec: JobSpec, job: Job) -> Call[list[U8Array]]:
         }
         if spec.direction is Direction.STORE:
             return messages.Store(**common)
-        return messages.Load(**common, expedited=options.expedited)
+        return messages.Load(**common, expedited=options.expedited, local=local())
 
     def parse(reply: messages.Accepted, _boot_id: bytes) -> list[U8Array]:
         if reply.job != job.id:
@@ -378,22 +382,32 @@ def cancel(job: Job) -> Call[None]:
     return Call(lambda seq: messages.Cancel(seq=seq, job=job.id), _nothing)
 
 
-def clear(everything: bool, wait_s: float, token: bytes, knows_tokens: Callable[[], bool]) -> Call[Cleared]:
-    """Drops keys. `knows_tokens()`: whether the daemon that is asked does. Raises UsageError for a bad `wait_s` or
-    `token`.
+def clear(
+    everything: bool, namespaces: str | None, wait_s: float, token: bytes, knows_tokens: Callable[[], bool]
+) -> Call[Cleared]:
+    """Drops keys. `knows_tokens()`: whether the daemon that is asked does. Raises UsageError for a bad `namespaces`,
+    `wait_s` or `token`.
     """
+    if namespaces is not None:
+        if not 0 < len(instance_of(str, namespaces, "namespaces")) <= messages.PATTERN_CHARS_MAX:
+            raise UsageError(f"namespaces must be a pattern of 1 to {messages.PATTERN_CHARS_MAX} characters")
+        if everything:
+            raise UsageError("a clear is of everything, or of namespaces by their names, not both")
     if not 0 <= wait_s <= messages.CLEAR_WAIT_S_MAX:
         raise UsageError(f"a clear can be waited for 0 to {messages.CLEAR_WAIT_S_MAX} seconds, not {wait_s}")
     if len(instance_of(bytes, token, "token")) != messages.TOKEN_BYTES:
         raise UsageError(f"the token of a clear has {messages.TOKEN_BYTES} bytes, not {len(token)}")
 
     def build(seq: int) -> Request:
-        if knows_tokens():
-            return messages.Clear(seq=seq, everything=bool(everything), token=token, wait_s=wait_s)
+        # A daemon that does not know names refuses the request: without them it would clear another namespace.
+        if namespaces is not None or knows_tokens():
+            return messages.Clear(
+                seq=seq, everything=bool(everything), token=token, wait_s=wait_s, namespaces=namespaces
+            )
         return messages.Clear(seq=seq, everything=bool(everything))
 
     def parse(reply: messages.Cleared, _boot_id: bytes) -> Cleared:
-        return Cleared(reply.keys, reply.bytes, tuple(reply.unrecorded))
+        return Cleared(reply.keys, reply.bytes, tuple(reply.unrecorded), reply.namespaces, reply.left)
 
     return Call(build, parse, repeatable=True)
 

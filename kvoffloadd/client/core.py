@@ -7,7 +7,7 @@ blocking client's lock sees to that. Nothing here waits; a step that must wait y
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from time import monotonic
@@ -81,6 +81,10 @@ class ClientCore:
         """See `BaseClient.features`."""
         return self._connector.features
 
+    def asks(self, feature: str, wanted: bool = True) -> Callable[[], bool]:
+        """Whether a request asks for this: where it is wanted, and the daemon has it that the request is sent to."""
+        return lambda: bool(wanted) and feature in self._connector.features
+
     def open_jobs(self) -> list[Job]:
         """Every job whose blocks are not proven free, oldest first."""
         # Copied at one go, and in this order: another thread may be in a call meanwhile.
@@ -129,7 +133,7 @@ class ClientCore:
                 raise ConnectionLostError("the lease ended with the daemon that granted it")
             self._jobs_asked += 1  # an id never comes again in this client's life
             job = Job(self._jobs_asked, spec.direction, spec.registration, spec.counts)
-            call = calls.submit(spec, job)
+            call = calls.submit(spec, job, self.asks("local", spec.options.local))
             self._transport.ask(connection, call)
             try:
                 yield from answered(call, until)
@@ -163,10 +167,17 @@ class ClientCore:
         if "keep" in self._connector.features:
             yield from self.call(call, until)
 
-    def clear(self, everything: bool, wait_s: float, token: bytes | None, until: float) -> Gen[Cleared]:
+    def clear(
+        self, everything: bool, namespaces: str | None, wait_s: float, token: bytes | None, until: float
+    ) -> Gen[Cleared]:
         """See `Client.clear`. If the connection is lost, the same token is sent once more."""
         named = os.urandom(TOKEN_BYTES) if token is None else token
-        call = calls.clear(everything, wait_s, named, lambda: "clear_token" in self._connector.features)
+        call = calls.clear(everything, namespaces, wait_s, named, self.asks("clear_token"))
+        if namespaces is not None:
+            if self._usable() is None:
+                yield from self._connected(until)
+            if "clear_namespaces" not in self._connector.features:
+                raise UsageError("this daemon is older, and can't clear namespaces by their names: nothing was cleared")
         try:
             return (yield from self.call(call, until))
         except RemoteError as error:

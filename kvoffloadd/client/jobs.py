@@ -21,7 +21,8 @@ class JobResult:
     `bytes` and `seconds`: copied, and from admission to the end, as the daemon counts. `states[g]`: u8
     `model.KeyState` of each key of the g-th group at admission (MISS where that was never told): a store copied the
     keys in state RESERVED, a load those in state HIT. `failed[g]`: u32 indices of keys of the g-th group whose blocks
-    hold no valid data (load) or that were not stored. `reason`: for a human.
+    hold no valid data (load) or that were not stored. `reason`: for a human; of a store that is done how many keys got
+    no space, "" if none.
     """
 
     direction: Direction

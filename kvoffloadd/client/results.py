@@ -36,13 +36,16 @@ class Found:
     `states[g]`: u8 (keys,), `model.KeyState` per key of the g-th group asked for. `boundaries`: u32, prefix lengths
     in tokens that every group can serve, longest first. `lease`: 0 where none is held. `promoting`: how many of the
     PENDING keys are on their way from disk; above 0, the client's `wait_ready` gives the answer anew once they are
-    there. `promotion` is the handle for that; without this object the answer is dropped when it comes.
+    there. `promotion` is the handle for that; without this object the answer is dropped when it comes. `tiers[g]`: u8
+    (keys,), `model.Tier` per key: from where it came, if it was not in memory when it was pinned. Empty where nothing
+    is promoted, and with older daemons.
     """
 
     states: list[U8Array]
     boundaries: U32Array
     lease: Lease
     promoting: int = 0
+    tiers: list[U8Array] = field(default_factory=list)
     promotion: Promotion | None = field(default=None, repr=False)
 
     @property
@@ -57,13 +60,14 @@ class Promotion(Waitable):
     Its `Found` alone keeps it. The connection refers to it weakly: what nobody can ask for any more is dropped.
     """
 
-    __slots__ = ("__weakref__", "_counts", "_found", "_lease", "_lost", "seq")
+    __slots__ = ("__weakref__", "_counts", "_found", "_lease", "_lost", "_tiers", "seq")
 
-    def __init__(self, seq: int, counts: tuple[int, ...], lease: Lease) -> None:
+    def __init__(self, seq: int, counts: tuple[int, ...], lease: Lease, tiers: list[U8Array]) -> None:
         super().__init__()
         self.seq = seq
         self._counts = counts
         self._lease = lease
+        self._tiers = tiers
         self._found: Found | None = None
         self._lost = ""
 
@@ -83,7 +87,7 @@ class Promotion(Waitable):
             raise MessageError(f"`ready` has lease {message.lease}, but `found` had {int(self._lease)}")
         states = unpack_states(message.states, self._counts)
         lease = Lease(message.lease, self._lease.boot_id)
-        self._found = Found(states, unpack_u32(message.boundaries, "boundaries"), lease)
+        self._found = Found(states, unpack_u32(message.boundaries, "boundaries"), lease, tiers=self._tiers)
         self.settle()
 
     def lose(self, reason: str) -> None:
@@ -107,11 +111,16 @@ class Cleared:
     `unrecorded`: where the clear is not recorded yet: paths of disk roots, which could bring keys back after a restart,
     and `remote` for the store that hosts share, from which other hosts could get them. The daemon goes on until they
     have recorded it. An older daemon does so as well, but has one text for all of them, and no figures then.
+
+    Of namespaces by their names, `namespaces` is how many were cleared. `left`: how many were not, since others have
+    taken all groups that the daemon can have in the meantime.
     """
 
     keys: int
     bytes: int
     unrecorded: tuple[str, ...] = ()
+    namespaces: int = 0
+    left: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,19 @@ class Reach:
         if self.block_size < 1 or (self.window > 0) != windowed:
             raise UsageError(f"a group of kind {self.kind} with blocks of {self.block_size} and window {self.window}")
 
-    def blocks(self, tokens: int) -> range:
-        """Blocks that the token behind a prefix of that many tokens needs; the prefix need not end with a block."""
+    def blocks(self, tokens: int, local: int = 0) -> range:
+        """Blocks that the token behind a prefix of that many tokens needs; the prefix need not end with a block.
+
+        `local`: how many of the prefix's blocks, from the first on, are there already, and not wanted. Raises
+        UsageError if that is more than the prefix has.
+        """
         end, first = -(-tokens // self.block_size), self._first_token(tokens)
-        return range(first // self.block_size if first < tokens else end, end)
+        if not 0 <= local <= end:
+            raise UsageError(
+                f"{local} local blocks, but the prefix of {tokens} tokens has {end} blocks of {self.block_size}: "
+                "local blocks are those of the prefix alone"
+            )
+        return range(max(local, first // self.block_size if first < tokens else end), end)
 
     def _first_token(self, tokens: int) -> int:
         match self.kind:

@@ -21,14 +21,14 @@ from kvoffloadd.layout.spec import (
 
 
 def uniform_type(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> bool:
-    """Whether the layers of every group are attention of one kind and block size, and pages are of several sizes: then
+    """Whether the layers of every group are attention of one reach and block size, and pages are of several sizes: then
     engines that pack rows do so by default. Groups may differ from one another in all of that.
     """
     for group in groups:
         layers = [specs[layer] for layer in group.layers]
         if not all(isinstance(spec, Attention) for spec in layers):
             return False
-        if len({(spec.kind, spec.block_size) for spec in layers}) > 1:
+        if len({(spec.group_kind, spec.block_size) for spec in layers}) > 1:
             return False
     return len({spec.page_bytes for spec in specs.values()}) > 1
 

@@ -15,12 +15,27 @@ ITEM_BYTES = {
     "bfloat16": 2,
     "float16": 2,
     "float32": 4,
+    "float64": 8,
     "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
     "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
     "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
     "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "bool": 1,
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
 }
-"""Dtypes by torch's names."""
+"""Dtypes by torch's names: all whose elements are bytes that mean the same anywhere."""
 
 
 class LayerKind(enum.StrEnum):

@@ -136,6 +136,7 @@ def _memory(status: Status) -> Iterator[Metric]:
         ("keys_without_space", "keys_without_space", "Keys that were not stored because nothing could be evicted."),
         ("keys_soon", "keys_soon", "Keys that clients said they would use again soon."),
         ("keys_done", "keys_done", "Keys that clients said they would not use again."),
+        ("keys_touched", "keys_touched", "Keys in memory that engines used from caches of their own, as clients told."),
         ("slabs_taken_over", "slabs_taken_over", "Slabs that went from one slot size to another."),
         ("events_lost", "events_lost", "Key events that no subscriber received."),
     ):
@@ -277,11 +278,11 @@ def _disk(disk: Status) -> Iterator[Metric]:
     whys = ("without_space", "damaged", "unreadable", "cancelled", "no_resources")
     failures = [((why,), promoted[why]) for why in whys if there]
     yield _counter("promotion_failures", "Keys (without_space) and records that did not come.", failures, "reason")
-    yield _counter(
-        "rewritten_records",
-        "Records rewritten when their segment was given up.",
-        _one(disk["rewritten"]) if there else (),
-    )
+    for name, key, text in (
+        ("rewritten_records", "rewritten", "Records rewritten when their segment was given up."),
+        ("rewritten_bytes", "rewritten_bytes", "Payload of rewritten records."),
+    ):
+        yield _counter(name, text, _one(disk[key]) if there else ())
 
 
 def _roots(roots: Iterable[Status]) -> Iterator[Metric]:

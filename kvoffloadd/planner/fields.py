@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvoffloadd.errors import ConfigError
+from kvoffloadd.errors import ConfigError, NoPlanError
 
 NESTED = ("text_config", "llm_config", "language_config")
 """Where models that see or hear keep what is said of their text layers."""
@@ -33,13 +33,15 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
 class Fields:
     """The keys of one model. Those of the nested text model go before those around it. A null is as good as absent.
 
-    `assumed`: what was read from nowhere in the file; for people.
+    `wrapper`: the `model_type` around the text model; None: there is none. `assumed`: what was read from nowhere in the
+    file; for people.
     """
 
     def __init__(self, source: str, values: Mapping[str, object]) -> None:
         nested = next((name for name in NESTED if isinstance(values.get(name), dict)), "")
         inner = values[nested] if nested else {}
         self.source = source
+        self.wrapper = values.get("model_type") if nested else None
         self.assumed: list[str] = []
         self._prefix = f"{nested}." if nested else ""
         self._inner = inner if isinstance(inner, dict) else {}
@@ -50,6 +52,10 @@ class Fields:
     def error(self, key: str, problem: str) -> ConfigError:
         """To be raised: this key of this file, and what is wrong with it."""
         return ConfigError(f"{self.source}: {self._prefix if key in self._inner else ''}{key} {problem}")
+
+    def unknown(self, key: str, problem: str) -> NoPlanError:
+        """To be raised: what this key says decides the cache, in a way that is not known here."""
+        return NoPlanError(f"{self.error(key, problem)}, {INSTEAD}")
 
     def get(self, key: str) -> object | None:
         """The value; what the model's class has for it; None: absent."""
@@ -68,10 +74,6 @@ class Fields:
         if not isinstance(value, dict):
             raise self.error(key, f"= {value!r} must be a map")
         return Fields(f"{self.source}: {key}", value)
-
-    def keys_beginning(self, prefixes: tuple[str, ...]) -> list[str]:
-        """Keys of the file that begin with one of these, and say something."""
-        return [key for key, value in self._values.items() if key.startswith(prefixes) and value]
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number above 0. Raises ConfigError; also if it is absent and there is no default."""

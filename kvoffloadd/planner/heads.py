@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvoffloadd.planner.fields import INSTEAD, Fields
+from kvoffloadd.planner.fields import Fields
 
 TWO_HEADS = "gemma4_text"
 """The model type whose full layers have other heads than its sliding ones."""
+
+GROUPS = "step3p5"
+"""The model type whose heads of K and V are called groups (vLLM 0.32, models/step3p5.py)."""
+
+EXPANDED = "minicpm3"
+"""The model type of which vLLM keeps K and V of all heads, made of the latent (0.32, models/minicpm3.py)."""
 
 OTHER_KV_HEADS = (
     "attn_config",
@@ -34,14 +40,31 @@ def kv_heads(fields: Fields, query_heads: int) -> int:
         if fields.get("new_decoder_architecture"):
             return fields.integer("num_kv_heads", query_heads)
         return 1 if fields.get("multi_query") in (None, True) else query_heads
+    if fields.model_type == GROUPS:
+        return _groups(fields)
+    if fields.model_type == EXPANDED:
+        return query_heads
     for key in OTHER_KV_HEADS if fields.get("num_key_value_heads") is None else ():
         if fields.get(key):
             raise fields.error(key, "is not understood; add num_key_value_heads, the number of heads of K and V")
     return fields.integer("num_key_value_heads", query_heads)
 
 
+def _groups(fields: Fields) -> int:
+    """Sliding layers have other queries in `attention_other_setting`, but as many groups of the same size."""
+    groups = fields.integer("num_attention_groups")
+    if fields.get("attention_other_setting") is not None:
+        others = fields.inside("attention_other_setting")
+        same = others.integer("num_attention_groups"), others.integer("head_dim")
+        if same != (groups, fields.integer("head_dim")):
+            raise others.unknown("num_attention_groups", "and head_dim are not understood: other layers have others")
+    return groups
+
+
 def head_size(fields: Fields, query_heads: int) -> int:
     """Elements of a head. Raises ConfigError where K and V differ."""
+    if fields.model_type == EXPANDED:
+        return fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
     key = next((key for key in ("head_dim", "attention_head_dim") if fields.get(key) is not None), None)
     if key is not None:
         size = fields.integer(key)
@@ -51,7 +74,7 @@ def head_size(fields: Fields, query_heads: int) -> int:
             raise fields.error("head_dim", f"is missing, and {hidden} (hidden_size) is not {query_heads} equal heads")
         size = hidden // query_heads
     if fields.integer("v_head_dim", size) != size:
-        raise fields.error("v_head_dim", f"is not understood: K has heads of {size}, V of another size, {INSTEAD}")
+        raise fields.unknown("v_head_dim", f"is not understood: K has heads of {size}, V of another size")
     return size
 
 
@@ -61,8 +84,6 @@ def full_heads(fields: Fields, others: int) -> Heads | None:
     """
     if fields.model_type != TWO_HEADS:
         return None
-    if fields.get("use_bidirectional_attention") == "all":
-        raise fields.error("use_bidirectional_attention", f"= 'all' is not understood: it is an encoder, {INSTEAD}")
     count = fields.integer("num_global_key_value_heads", others) if fields.get("attention_k_eq_v") else others
     return Heads(count, fields.integer("global_head_dim"))
 

@@ -14,8 +14,11 @@ from kvoffloadd.layout import LayerKind
 from kvoffloadd.layout.spec import item_bytes
 from kvoffloadd.planner.compressed import MODEL_TYPE as COMPRESSED
 from kvoffloadd.planner.compressed import index_bytes
-from kvoffloadd.planner.modelconfig import ModelConfig
+from kvoffloadd.planner.heads import EXPANDED, GROUPS
+from kvoffloadd.planner.layertypes import DOUBLE
+from kvoffloadd.planner.modelconfig import SPARSE, ModelConfig
 from kvoffloadd.planner.rank import PACKED_LATENT_BYTES, Rank
+from kvoffloadd.planner.states import LIGHTNING
 
 MHA, MLA, STATES, INDEX = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "MambaPoolHost", "DSAIndexerPoolHost"
 
@@ -35,6 +38,8 @@ SAYS_NO_STATE_DTYPE = frozenset({"granitemoehybrid", "kimi_linear"})
 REFUSED = {
     COMPRESSED: "kvoffloadd refuses SGLang's pools for DeepSeek V4: entries, states and windows of each ratio",
     "mllama_text_model": "what SGLang keeps of an image's layers is not known here",
+    EXPANDED: "SGLang keeps its latents, which are not known here",
+    **dict.fromkeys((DOUBLE, GROUPS, SPARSE, LIGHTNING), "its pools were not compared with SGLang's"),
 }
 """By model type: why there is no plan."""
 

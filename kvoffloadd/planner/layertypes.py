@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from kvoffloadd.layout import LayerKind
-from kvoffloadd.planner.fields import INSTEAD, Fields
+from kvoffloadd.planner.fields import Fields
+from kvoffloadd.planner.heads import GROUPS
+from kvoffloadd.planner.states import LIGHTNING
 
 TYPES = {
     "full_attention": LayerKind.FULL,
@@ -25,6 +27,14 @@ BOTH = {"falcon_h1"}
 DELTA = "kimi_linear"
 """The model type whose linear layers are listed in `linear_attn_config`, counted from 1."""
 
+DOUBLE = "longcat_flash"
+"""The model type each of whose `num_layers` layers attends twice (vLLM 0.32, models/longcat_flash.py)."""
+
+INCLUSIVE = {"cohere2", "cohere2_moe"}
+"""Model types whose `sliding_window` counts the tokens before the one that looks back, but not itself (vLLM 0.32,
+models/commandr.py).
+"""
+
 LAYERS_MAX = 10_000
 
 ALTERNATING = {"gemma2"}
@@ -39,12 +49,16 @@ def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
 
     Raises ConfigError where the file leaves a doubt.
     """
-    count = fields.integer("num_hidden_layers")
+    counted = "num_layers" if fields.model_type == DOUBLE else "num_hidden_layers"
+    count = fields.integer(counted)
     if count > LAYERS_MAX:
-        raise fields.error("num_hidden_layers", f"= {count} must be at most {LAYERS_MAX}")
+        raise fields.error(counted, f"= {count} must be at most {LAYERS_MAX}")
     _check_softmax(fields, count)
     if fields.get("hybrid_override_pattern") is not None:
         return _patterned(fields, count)
+    if fields.model_type == DOUBLE:
+        fields.assumed.append("each layer attends twice, which counts as two layers")
+        return (LayerKind.FULL,) * 2 * count
     if fields.model_type in BOTH:
         fields.assumed.append("each layer has attention and a state, which count as a layer each")
         return (LayerKind.FULL, LayerKind.MAMBA) * count
@@ -103,7 +117,10 @@ def _check_softmax(fields: Fields, count: int) -> None:
 def _all_kinds(fields: Fields, count: int) -> tuple[LayerKind, ...]:
     listed = fields.items("layer_types")
     if listed is not None:
-        return _listed(fields, listed, count)
+        guessing = fields.model_type == GROUPS  # the list goes on with the layers that guess ahead
+        return _listed(fields, listed[:count] if guessing else listed, count)
+    if fields.model_type == LIGHTNING:
+        return _lightning(fields, count)
     if fields.get("linear_attn_config") is not None:
         return _delta(fields, count)
     if fields.get("full_attn_idxs") is not None:
@@ -120,6 +137,13 @@ def _all_kinds(fields: Fields, count: int) -> tuple[LayerKind, ...]:
     return (LayerKind.FULL,) * count
 
 
+def _lightning(fields: Fields, count: int) -> tuple[LayerKind, ...]:
+    interval = fields.integer("layer_group_size")
+    if count % interval:
+        raise fields.unknown("layer_group_size", f"= {interval} is not understood: {count} layers are no whole groups")
+    return _every(interval, LayerKind.MAMBA, count)
+
+
 def _every(interval: int, others: LayerKind, count: int) -> tuple[LayerKind, ...]:
     """Each `interval`-th layer is full, the others are not."""
     return tuple(others if (at + 1) % interval else LayerKind.FULL for at in range(count))
@@ -130,7 +154,7 @@ def _listed(fields: Fields, listed: list[object], count: int) -> tuple[LayerKind
         raise fields.error("layer_types", f"has {len(listed)} entries, num_hidden_layers says {count}")
     for name in listed:
         if not isinstance(name, str) or name not in TYPES:
-            raise fields.error("layer_types", f"has {name!r}, which is not known; these are: {', '.join(TYPES)}")
+            raise fields.unknown("layer_types", f"has {name!r}, which is not known; these are: {', '.join(TYPES)}")
     return tuple(TYPES[str(name)] for name in listed)
 
 
@@ -140,7 +164,7 @@ def _delta(fields: Fields, count: int) -> tuple[LayerKind, ...]:
     if sorted(map(str, [*linear, *full])) != sorted(map(str, range(1, count + 1))):
         raise inside.error("kda_layers", f"and full_attn_layers must name each layer from 1 to {count} once")
     if inside.get("use_full_rank_gate"):
-        raise inside.error("use_full_rank_gate", f"is not understood: its states are of another kind, {INSTEAD}")
+        raise inside.unknown("use_full_rank_gate", "is not understood: its states are of another kind")
     return tuple(LayerKind.MAMBA if at in linear else LayerKind.FULL for at in range(1, count + 1))
 
 
@@ -158,6 +182,15 @@ def indexed_layers(fields: Fields, count: int) -> tuple[int, ...]:
     every = fields.integer("index_topk_freq", 1)
     first = fields.integer("index_skip_topk_offset", 2) - 1
     return tuple(at for at in range(count) if max(0, at - first) % every == 0)
+
+
+def sparse_layers(fields: Fields) -> tuple[int, ...]:
+    """Layers that choose blocks of tokens by an index (MiniMax M3)."""
+    sparse = fields.inside("sparse_attention_config")
+    every = sparse.items("sparse_attention_freq") or []
+    if len(every) != fields.integer("num_hidden_layers") or not all(one in (0, 1) for one in every):
+        raise sparse.error("sparse_attention_freq", "must be a list of zeros and ones, one for each layer")
+    return tuple(at for at, one in enumerate(every) if one)
 
 
 def _chunked(fields: Fields, count: int) -> tuple[LayerKind, ...]:

@@ -8,9 +8,10 @@ from pathlib import Path
 from kvoffloadd.layout import LayerKind
 from kvoffloadd.planner.compressed import INDEX_SCALE, read_ratios
 from kvoffloadd.planner.compressed import MODEL_TYPE as COMPRESSED
-from kvoffloadd.planner.fields import INSTEAD, Fields, read_fields
-from kvoffloadd.planner.heads import TWO_HEADS, Heads, full_heads, head_size, kv_heads, latent_size
-from kvoffloadd.planner.layertypes import DELTA, indexed_layers, layer_kinds, sharing_kinds
+from kvoffloadd.planner.fields import Fields, read_fields
+from kvoffloadd.planner.heads import EXPANDED, TWO_HEADS, Heads, full_heads, head_size, kv_heads, latent_size
+from kvoffloadd.planner.layertypes import DELTA, INCLUSIVE, indexed_layers, layer_kinds, sharing_kinds, sparse_layers
+from kvoffloadd.planner.modeltypes import check_type
 from kvoffloadd.planner.states import Recurrent, read_dtype, read_states
 
 REFUSED = {
@@ -29,14 +30,13 @@ REFUSED = {
 }
 """Keys that change what the cache is, in ways that the planner does not know: a guess would look like an answer."""
 
-REFUSED_PREFIXES = ("mamba_d_", "mamba_n_", "mamba_num_", "mamba_expand", "ssm_", "rwkv")
-"""The same, of state space models that are not known here."""
-
-MAMBA_2 = ("falcon_h1", "granitemoehybrid", "nemotron_h")
-"""Model types with Mamba-2 layers that are understood."""
-
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Model types with an index beside latents. `compress_ratios` is understood of `COMPRESSED` alone."""
+
+SPARSE = "minimax_m3_text"
+"""The model type with an index beside heads, in the layers that `sparse_attention_config` says (vLLM 0.32,
+models/minimax_m3).
+"""
 
 UNDERSTOOD = {
     "global_head_dim": TWO_HEADS,
@@ -44,12 +44,6 @@ UNDERSTOOD = {
     "num_global_key_value_heads": TWO_HEADS,
 }
 """Keys of `REFUSED` that are understood of this model type."""
-
-STATE_MODELS = (
-    "bamba", "falcon_mamba", "jamba", "mamba", "plamo2", "recurrent_gemma", "rwkv", "xlstm",
-    "zamba",
-)  # fmt: skip
-"""Beginnings of a `model_type` whose layers keep states, be it said in its file or left to the class."""
 
 DEFAULT_DTYPE = "bfloat16"
 """Of models that do not say theirs: what engines run them in."""
@@ -67,8 +61,8 @@ class ModelConfig:
 
     `window`, `chunk`: tokens, 0 where no layer has one. `dtype`: the model's.
     `linear`: states of layers that keep them; `state_dtype`: the file's `mamba_ssm_dtype`, "" where it has none.
-    `index_size`: elements of a token's key in a latent's index; 0: none. `indexed`: which latents have one of their
-    own; () with DeepSeek V4, whose ratios say it.
+    `index_size`: elements of a token's key in an index; 0: none. `indexed`: which layers have one of their own; () with
+    DeepSeek V4, whose ratios say it.
     `ratios`: DeepSeek V4's, of each layer, how many tokens become one entry; () for other models.
     `kv_quantised`: the checkpoint asks for a KV cache of another dtype. `assumed`: what the file did not say.
     """
@@ -106,7 +100,7 @@ class ModelConfig:
         """Blocks have a multiple of so many tokens, since kernels read compressed entries and indexes so."""
         if self.ratios:
             return 256
-        return 64 if self.index_size else 1
+        return (64 if self.is_mla else 128) if self.index_size else 1
 
     @property
     def attention_kinds(self) -> tuple[LayerKind, ...]:
@@ -125,7 +119,9 @@ class ModelConfig:
 
 
 def read_model(path: Path) -> ModelConfig:
-    """From a config.json. Raises ConfigError, naming the key and what would work, for what is not understood."""
+    """From a config.json. Raises NoPlanError for a model that is not known, or keeps nothing, and ConfigError for what
+    is missing or no value; both name the key and what would work.
+    """
     fields = read_fields(path)
     _check_known(fields)
     for key in DRAFTS:
@@ -134,7 +130,7 @@ def read_model(path: Path) -> ModelConfig:
     ratios = read_ratios(fields) if fields.model_type == COMPRESSED else ()
     kinds = (LayerKind.MLA,) * len(ratios) or layer_kinds(fields)
     if all(kind is LayerKind.MAMBA for kind in kinds):
-        raise fields.error("layer_types", f"has no attention layer, {INSTEAD}")
+        raise fields.unknown("layer_types", "has no attention layer")
     dtype = read_dtype(fields, "dtype") or read_dtype(fields, "torch_dtype")
     if not dtype:
         dtype = DEFAULT_DTYPE
@@ -143,7 +139,7 @@ def read_model(path: Path) -> ModelConfig:
     query_heads = fields.integer("num_attention_heads")
     if ratios:
         count, size = 1, fields.integer("head_dim")
-    elif fields.get("kv_lora_rank") is not None or fields.model_type in INDEXED:
+    elif (fields.get("kv_lora_rank") is not None or fields.model_type in INDEXED) and fields.model_type != EXPANDED:
         kinds, count, size = _latent_kinds(fields, kinds), 1, latent_size(fields)
     else:
         count, size = kv_heads(fields, query_heads), head_size(fields, query_heads)
@@ -155,38 +151,37 @@ def read_model(path: Path) -> ModelConfig:
         kv_heads=count,
         head_size=size,
         full_heads=full_heads(fields, count),
-        window=fields.integer("sliding_window") if LayerKind.SLIDING in kinds or ratios else 0,
+        window=_window(fields) if LayerKind.SLIDING in kinds or ratios else 0,
         chunk=fields.integer("attention_chunk_size") if LayerKind.CHUNKED in kinds else 0,
         dtype=dtype,
         kv_quantised=_kv_quantised(fields),
         linear=linear,
         state_dtype=read_dtype(fields, "mamba_ssm_dtype") if linear is not None else "",
         index_size=_index_size(fields),
-        indexed=indexed_layers(fields, len(kinds)) if fields.model_type in INDEXED else (),
+        indexed=_indexed(fields, len(kinds)),
         ratios=ratios,
         assumed=tuple(fields.assumed),
     )
 
 
 def _check_known(fields: Fields) -> None:
-    """That no key says what the planner does not know. Raises ConfigError."""
+    """That the model is of a known type, and no key says what the planner does not know. Raises NoPlanError."""
+    check_type(fields)
     for key, why in REFUSED.items():
         if UNDERSTOOD.get(key) != fields.model_type and fields.get(key):
-            raise fields.error(key, f"is not understood: {why}, {INSTEAD}")
+            raise fields.unknown(key, f"is not understood: {why}")
     if fields.get("compress_ratios") and fields.model_type != COMPRESSED:
-        raise fields.error("compress_ratios", f"is not understood: its layers keep compressed tokens, {INSTEAD}")
+        raise fields.unknown("compress_ratios", "is not understood: its layers keep compressed tokens")
     if fields.get("index_head_dim") and fields.model_type not in (*INDEXED, COMPRESSED):
-        raise fields.error("index_head_dim", f"is not understood: its layers keep an index, {INSTEAD}")
-    if fields.model_type.startswith(STATE_MODELS):
-        raise fields.error(
-            "model_type", f"= {fields.model_type!r} is not understood: its layers keep states, {INSTEAD}"
-        )
-    for key in fields.keys_beginning(REFUSED_PREFIXES) if fields.model_type not in MAMBA_2 else ():
-        raise fields.error(key, f"is not understood: it is of a state space model that is not known here, {INSTEAD}")
+        raise fields.unknown("index_head_dim", "is not understood: its layers keep an index")
 
 
 def _index_size(fields: Fields) -> int:
-    """Elements of a key in the index. Engines quantise it in pieces that share a scale, and have no others."""
+    """Elements of a key in the index. Beside latents engines quantise it in pieces that share a scale, and have no
+    others.
+    """
+    if fields.model_type == SPARSE:
+        return fields.inside("sparse_attention_config").integer("sparse_index_dim")
     if fields.model_type not in (*INDEXED, COMPRESSED):
         return 0
     size = fields.integer("index_head_dim")
@@ -195,11 +190,23 @@ def _index_size(fields: Fields) -> int:
     return size
 
 
+def _indexed(fields: Fields, count: int) -> tuple[int, ...]:
+    """Layers that have an index of their own."""
+    if fields.model_type == SPARSE:
+        return sparse_layers(fields)
+    return indexed_layers(fields, count) if fields.model_type in INDEXED else ()
+
+
+def _window(fields: Fields) -> int:
+    """Tokens that a token of a sliding layer attends to, itself among them."""
+    return fields.integer("sliding_window") + (fields.model_type in INCLUSIVE)
+
+
 def _latent_kinds(fields: Fields, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
     """Layers with latents in place of full ones; some may keep states."""
     other = next((kind for kind in kinds if kind not in (LayerKind.FULL, LayerKind.MAMBA)), None)
     if other is not None:
-        raise fields.error("kv_lora_rank", f"with layers of kind {other} is not understood, {INSTEAD}")
+        raise fields.unknown("kv_lora_rank", f"with layers of kind {other} is not understood")
     return tuple(LayerKind.MLA if kind is LayerKind.FULL else kind for kind in kinds)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvoffloadd.errors import ConfigError
+from kvoffloadd.errors import ConfigError, NoPlanError
 from kvoffloadd.layout import (
     LATENT,
     TRITON_NHD,
@@ -73,7 +73,7 @@ class Rank:
             raise ConfigError(f"{_heads_said(model)} can't be split over {self.tp} ranks; --tp {works} would work")
         sizes = {self._kept(kind) for kind in model.attention_kinds}
         if max(sizes) % min(sizes):
-            raise ConfigError(
+            raise NoPlanError(
                 f"layers keep {min(sizes)} or {max(sizes)} elements of K for a token: blocks of whole tokens can't "
                 f"make their pages equal, {INSTEAD}"
             )
@@ -106,7 +106,7 @@ class Rank:
         """Latents are bytes: fp8 elements, with scales and what stays bfloat16. DeepSeek V4's are unless asked for."""
         model = self.model
         fp8 = self.dtype.startswith("float8")
-        return (fp8 and model.index_size > 0) or (bool(model.ratios) and self.kv_dtype == "auto")
+        return (fp8 and model.is_mla and model.index_size > 0) or (bool(model.ratios) and self.kv_dtype == "auto")
 
     @property
     def kept_dtype(self) -> str:
@@ -169,8 +169,7 @@ class Rank:
         for at, kind in enumerate(self.model.kinds):
             found[f"layers.{at}"] = self._layer(kind, block, page if pack_size == 1 else 0, backend)
             if at in self.model.indexed:
-                size = index_bytes(self.model.index_size)
-                found[f"layers.{at}.index"] = Attention(block, 1, size, "uint8", LATENT, LayerKind.MLA)
+                found[f"layers.{at}.index"] = self._index(block)
         return found
 
     def parts(self, kind: LayerKind) -> int:
@@ -186,6 +185,12 @@ class Rank:
                 name, ratio, self.block_tokens(), model.head_size, model.index_size, model.window, self.is_packed
             )
         )
+
+    def _index(self, block: int) -> Attention:
+        """Keys of a layer's index: in fp8 beside latents, in bfloat16 beside heads."""
+        size = self.model.index_size
+        size, dtype = (index_bytes(size), "uint8") if self.model.is_mla else (size, "bfloat16")
+        return Attention(block, 1, size, dtype, LATENT, LayerKind.MLA)
 
     def _layer(self, kind: LayerKind, block: int, padded_bytes: int, backend: Backend) -> LayerSpec:
         if kind is LayerKind.MAMBA:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvoffloadd.config import MIB
-from kvoffloadd.errors import ConfigError
+from kvoffloadd.errors import ConfigError, NoPlanError
 from kvoffloadd.model import PAGE_BYTES, slot_bytes
 from kvoffloadd.planner.advice import WASTEFUL
 from kvoffloadd.planner.capacity import INDEX_BYTES_PER_KEY, DiskSpace, MemorySpace, demand_of
@@ -133,7 +133,7 @@ def make_sglang_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None 
     the storage refuses.
     """
     if model.model_type in REFUSED:
-        raise ConfigError(f"--engine sglang: {REFUSED[model.model_type]}")
+        raise NoPlanError(f"--engine sglang: {REFUSED[model.model_type]}")
     if terms.pack_size:
         raise ConfigError("--attn-pack-size is not for SGLang: its host pools have pages of tokens and states apart")
     terms = replace(terms, block_size=page_tokens_of(model, terms.block_size))

@@ -10,6 +10,11 @@ from kvoffloadd.planner.fields import Fields
 DTYPES = ("bfloat16", "float16", "float32")
 """What a model may be computed in."""
 
+LIGHTNING = "bailing_moe_linear"
+"""The model type with lightning attention in all layers but each `layer_group_size`-th (Ring linear; SGLang 0.5.23,
+models/bailing_moe_linear.py).
+"""
+
 SSM_DTYPES = {"nemotron_h": "float32"}
 """By `model_type`: the dtype of the recurrent state where the file has none. Other models': the model's."""
 
@@ -106,11 +111,31 @@ class DeltaHeads:
         return conv, State((heads, self.head_size, self.head_size), "float32")
 
 
-Recurrent = DeltaHeads | LinearHeads | MambaHeads | ShortConv
+@dataclass(frozen=True, slots=True)
+class LightningHeads:
+    """Of layers with lightning attention (Ring), over all ranks. Queries, keys and values have heads of one size."""
+
+    heads: int
+    head_size: int
+
+    @property
+    def divided(self) -> dict[str, int]:
+        """Keys of the config whose number must be split over the ranks, and that number."""
+        return {"num_attention_heads": self.heads}
+
+    def states(self, tp: int, dtype: str) -> tuple[State, ...]:
+        """Of a layer on one of `tp` ranks: the recurrent state. `dtype`: the model's."""
+        return (State((self.heads // tp, self.head_size, self.head_size), dtype),)
+
+
+Recurrent = DeltaHeads | LightningHeads | LinearHeads | MambaHeads | ShortConv
 
 
 def read_states(fields: Fields, dtype: str) -> Recurrent:
     """Of the layers that keep states. `dtype`: the model's. Raises ConfigError for a key that is missing."""
+    if fields.model_type == LIGHTNING:
+        fields.assumed.append("states of lightning attention are taken to be in the model's dtype, as vLLM has them")
+        return LightningHeads(fields.integer("num_attention_heads"), fields.integer("head_dim"))
     if fields.get("conv_L_cache") is not None:
         channels = "hidden_size" if fields.get("conv_dim") is None else "conv_dim"
         return ShortConv(fields.integer(channels), fields.integer("conv_L_cache"))

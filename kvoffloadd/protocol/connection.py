@@ -1,8 +1,7 @@
 """One end of a session's byte stream, without any I/O: bytes and descriptors in, messages out, and the reverse.
 
 A frame is a u32 little-endian length and that many bytes of one msgpack map. Decoding a hostile frame costs at most
-a small multiple of its size: the number of maps and arrays in it, and of what they hold, is capped while it is being
-unpacked, since 1 MiB of empty maps would otherwise become 73 MiB of Python objects, and 1 MiB of two-letter strings 20.
+a small multiple of its size: see `unpacking`.
 
 Descriptors are plain integers here. Those that `next_message` hands out belong to the caller; whatever is left
 belongs to the connection until `take_fds`, which the I/O layer calls when the stream ends, to close them.
@@ -16,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
-import msgpack
 import msgspec
 
 from kvoffloadd.errors import FramingError, InternalError, MessageError, PeerError, StateError
@@ -29,15 +27,11 @@ from kvoffloadd.protocol.messages import (
     Message,
 )
 from kvoffloadd.protocol.state import CLIENT_MOVES, DAEMON_MOVES, ProtocolState
+from kvoffloadd.protocol.unpacking import ARRAY_ITEMS_MAX, MAP_ITEMS_MAX, Unpacking, unpack, unpack_in_steps
 
 PREFIX = struct.Struct("<I")
-CONTAINERS_MAX = 16_384
-ITEMS_MAX = 131_072
-ARRAY_ITEMS_MAX = 16_384
-MAP_ITEMS_MAX = 256
-"""Of what a client sends. A report of the daemon's has maps by what clients have named."""
-HALVED_BYTES = 1 << 16
-"""A frame above is unpacked first, and made a message later."""
+AT_ONCE_BYTES = 1 << 16
+"""A daemon unpacks larger frames in steps, and makes the message in a step of its own."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _convert = msgspec.convert
@@ -57,46 +51,6 @@ def encode(message: Message) -> bytes:
             f"a {type(message).__name__} of {len(body)} bytes exceeds the frame cap of {FRAME_BYTES_MAX}"
         )
     return PREFIX.pack(len(body)) + body
-
-
-def unpack(body: bytes | memoryview, map_items_max: int = MAP_ITEMS_MAX) -> dict[str, Any]:
-    """The map in a frame's body. Raises FramingError."""
-    seen = held = 0
-
-    def count(items: Any) -> Any:
-        nonlocal seen, held
-        seen += 1
-        held += len(items)
-        if seen > CONTAINERS_MAX or held > ITEMS_MAX:
-            raise ValueError(f"more than {CONTAINERS_MAX} maps and arrays, or {ITEMS_MAX} items in them")
-        return items
-
-    def to_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-        found = dict(count(pairs))
-        if len(found) != len(pairs):
-            raise ValueError("a map names a key twice")
-        return found
-
-    try:
-        found = msgpack.unpackb(
-            body,
-            raw=False,
-            strict_map_key=True,
-            max_array_len=ARRAY_ITEMS_MAX,
-            max_map_len=map_items_max,
-            object_pairs_hook=to_dict,
-            list_hook=count,
-            ext_hook=_refuse_extension,
-        )
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise FramingError(f"not a msgpack map: {str(error)[:200]}") from None
-    if type(found) is not dict:
-        raise FramingError(f"a frame holds one map, not a {type(found).__name__}")
-    return found
-
-
-def _refuse_extension(code: int, _data: bytes) -> Any:
-    raise ValueError(f"extension type {code}: the protocol has no extension types")
 
 
 def convert(fields: dict[str, Any], known: dict[str, type[Message]]) -> Message:
@@ -134,12 +88,12 @@ class Connection:
         self._known: dict[str, type[Message]] = FROM_CLIENT if daemon else FROM_DAEMON
         self._map_items_max = MAP_ITEMS_MAX if daemon else ARRAY_ITEMS_MAX
         self._fds: deque[int] = deque()
-        self._unpacked: dict[str, Any] | None = None  # a large frame that is no message yet
+        self._unpacking: Unpacking | None = None  # a large frame
 
     @property
     def is_halfway(self) -> bool:
-        """A large frame has been unpacked, and the next call of `next_message` makes a message of it."""
-        return self._unpacked is not None
+        """A large frame is being unpacked: call `next_message` until it makes a message of it."""
+        return self._unpacking is not None
 
     def receive_data(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Take what the socket gave. Raises FramingError when more descriptors are queued than one frame may carry."""
@@ -160,22 +114,8 @@ class Connection:
         Raises FramingError (the stream is unusable from here on), MessageError or StateError (this frame is skipped,
         the stream goes on; `seq` of the error tells which request to answer).
         """
-        fields, self._unpacked = self._unpacked, None
-        if fields is None:
-            if len(self.pending) < PREFIX.size:
-                return None
-            (size,) = PREFIX.unpack_from(self.pending)
-            if not 0 < size <= FRAME_BYTES_MAX:
-                raise FramingError(f"a frame of {size} bytes; the cap is {FRAME_BYTES_MAX}")
-            end = PREFIX.size + size
-            if len(self.pending) < end:
-                return None
-            with memoryview(self.pending) as view, view[PREFIX.size : end] as body:
-                fields = unpack(body, self._map_items_max)
-            del self.pending[:end]
-            if self._daemon and size > HALVED_BYTES:
-                self._unpacked = fields
-                return None
+        if (fields := self._next_map()) is None:
+            return None
         fds = self._claim(fields.get("fds", 0))
         try:
             message = convert(fields, self._known)
@@ -188,6 +128,37 @@ class Connection:
             error.seq = seq if type(seq) is int and 0 <= seq < SEQ_END else 0
             raise
         return message, fds
+
+    def _next_map(self) -> dict[str, Any] | None:
+        """The map in the next frame. None: see `next_message`. Raises FramingError only."""
+        if self._unpacking is not None:
+            return self._next_step(self._unpacking)
+        if len(self.pending) < PREFIX.size:
+            return None
+        (size,) = PREFIX.unpack_from(self.pending)
+        if not 0 < size <= FRAME_BYTES_MAX:
+            raise FramingError(f"a frame of {size} bytes; the cap is {FRAME_BYTES_MAX}")
+        end = PREFIX.size + size
+        if len(self.pending) < end:
+            return None
+        with memoryview(self.pending) as view, view[PREFIX.size : end] as body:
+            if self._daemon and size > AT_ONCE_BYTES:
+                fields, self._unpacking = None, unpack_in_steps(bytes(body))
+            else:
+                fields = unpack(body, self._map_items_max)
+        del self.pending[:end]
+        return fields
+
+    def _next_step(self, unpacking: Unpacking) -> dict[str, Any] | None:
+        """The map, if this was the last step."""
+        self._unpacking = None
+        try:
+            next(unpacking)
+        except StopIteration as end:
+            fields: dict[str, Any] = end.value
+            return fields
+        self._unpacking = unpacking
+        return None
 
     def _claim(self, count: object) -> list[int]:
         """The frame's descriptors. A `fds` that is no int is left to the message's own check."""

@@ -27,6 +27,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Small = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 TOKEN_BYTES = 16
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+PATTERN_CHARS_MAX = 128
+Pattern = Annotated[str, msgspec.Meta(max_length=PATTERN_CHARS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
 Packed = bytes  # by another name, for structs that have a field called bytes
 DEADLINE_S_MAX = 86_400
@@ -243,31 +245,40 @@ class Unregister(Request, frozen=True, tag="unregister"):
     registration: Id
 
 
-class Lookup(Request, frozen=True, tag="lookup"):
-    """Says which keys hit, and which prefixes can be restored. It changes nothing and waits for nothing."""
-
-    reply: ClassVar[str] = "found"
-    groups: list[GroupKeys]
-
-
-class Pin(Request, frozen=True, tag="pin"):
-    """A lookup that also takes a read lease on every key that hits. Keys on disk are brought into memory and join the
-    lease.
+class Lookup(Request, frozen=True, tag="lookup", omit_defaults=True):
+    """Says which keys hit, and which prefixes can be restored. It changes nothing and waits for nothing. `local`: only
+    keys on this host's disks are pending.
     """
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
+    local: bool = False
 
 
-class Prefetch(Request, frozen=True, tag="prefetch"):
-    """A lookup that also brings keys on disk into memory, after keys that are pinned or loaded."""
+class Pin(Request, frozen=True, tag="pin", omit_defaults=True):
+    """A lookup that also takes a read lease on every key that hits. Keys on disk are brought into memory and join the
+    lease. With `tiers`, the reply tells from where (only to daemons with the feature `tiers`).
+    """
 
     reply: ClassVar[str] = "found"
     groups: list[GroupKeys]
+    tiers: bool = False
+
+
+class Prefetch(Request, frozen=True, tag="prefetch", omit_defaults=True):
+    """A lookup that also brings keys on disk into memory, after keys that are pinned or loaded. `local`: as in a
+    lookup, and the store that hosts share is asked for nothing.
+    """
+
+    reply: ClassVar[str] = "found"
+    groups: list[GroupKeys]
+    local: bool = False
 
 
 class Touch(Request, frozen=True, tag="touch"):
-    """Says that keys were used without being loaded."""
+    """Says that keys were used without being loaded: an engine had them in a cache of its own. This counts as a use in
+    the eviction order, and for what the tiers below memory keep and take.
+    """
 
     groups: list[GroupKeys]
 
@@ -310,9 +321,10 @@ class Store(Request, frozen=True, tag="store"):
     ready: ReadySpec | None = None
 
 
-class Load(Request, frozen=True, tag="load"):
+class Load(Request, frozen=True, tag="load", omit_defaults=True):
     """A job that copies from the daemon to worker memory. `lease` 0: the job holds the keys while it runs. Keys on disk
-    are read first. `ready`: the daemon writes nothing before that signal.
+    are read first. `ready`: the daemon writes nothing before that signal. `local`: the job waits for no store that
+    hosts share; what this host does not have is not loaded.
     """
 
     reply: ClassVar[str] = "accepted"
@@ -323,6 +335,7 @@ class Load(Request, frozen=True, tag="load"):
     deadline_s: Seconds = 60.0
     expedited: bool = False
     ready: ReadySpec | None = None
+    local: bool = False
 
 
 class Cancel(Request, frozen=True, tag="cancel"):
@@ -332,15 +345,18 @@ class Cancel(Request, frozen=True, tag="cancel"):
 
 
 class Clear(Request, frozen=True, tag="clear", omit_defaults=True):
-    """Drops all keys of the session's namespace, or of all namespaces (`everything`; only for root and the daemon's
-    uid). `token` and `wait_s` only to daemons with the feature `clear_token`: a token that was sent before stands for
-    the same clear, and the reply waits up to `wait_s` until the disks and the remote store have recorded the clear.
+    """Drops all keys of the session's namespace, of all namespaces (`everything`), or of those whose names, as `status`
+    shows them, match the shell pattern `namespaces` (only to daemons with the feature `clear_namespaces`, with a token,
+    and without `everything`). The last two are only for root and the daemon's uid. `token` and `wait_s` only to daemons
+    with the feature `clear_token`: a token that was sent before stands for the same clear, and the reply waits up to
+    `wait_s` until the disks and the remote store have recorded the clear.
     """
 
     reply: ClassVar[str] = "cleared"
     everything: bool = False
     token: Token | None = None
     wait_s: WaitSeconds = 10.0
+    namespaces: Pattern | None = None
 
 
 class Drain(Request, frozen=True, tag="drain"):
@@ -436,13 +452,15 @@ class Registered(Reply, frozen=True, tag="registered"):
 class Found(Reply, frozen=True, tag="found"):
     """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease` 0: no
     lease is held. `promoting`: how many of the pending keys are being read from disk or asked for; if it is above 0,
-    one `ready` follows.
+    one `ready` follows. `tiers[g]`: u8 per key, from where it comes: 1 disk, 2 the store that hosts share, 0 for all
+    others. Only in answers to a `pin` with `tiers`, and only if `promoting` is above 0.
     """
 
     states: list[bytes]
     boundaries: bytes
     lease: Id = 0
     promoting: Count = 0
+    tiers: list[bytes] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):
@@ -465,12 +483,15 @@ class Cleared(Reply, frozen=True, tag="cleared", omit_defaults=True):
     """The clear has taken effect. `keys` and `bytes`: what it dropped from memory. Keys under a read lease no longer
     hit, and are dropped when the lease ends. `unrecorded`: where it is not recorded yet: paths of disk roots, and
     `remote` for the store that hosts share. The daemon goes on until they have recorded it. Only in answers to requests
-    with a token.
+    with a token. `namespaces`: how many were cleared, and `left`: how many match, too, and were not cleared, since
+    others have taken all groups that the daemon can have in the meantime. Only in answers to requests with a pattern.
     """
 
     keys: Count
     bytes: Count
     unrecorded: list[str] = []
+    namespaces: Count = 0
+    left: Count = 0
 
 
 class Drained(Reply, frozen=True, tag="drained"):
@@ -508,7 +529,8 @@ class Listing(Reply, frozen=True, tag="listing"):
 class Completed(Push, frozen=True, tag="completed"):
     """The end of a job: its blocks belong to the client again. `failed[g]`: u32 indices into the job's key list g. For
     a load, these are the keys whose blocks are not valid; for a store, the keys that this job had reserved and did not
-    store. `bytes`: what was copied, also of keys that the copy itself has found wrong.
+    store. `bytes`: what was copied, also of keys that the copy itself has found wrong. `reason`: for people, why the
+    job is not done, or how many keys of a store got no space.
     """
 
     job: Id

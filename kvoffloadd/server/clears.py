@@ -7,12 +7,15 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from kvoffloadd.cache.clearing import Clearing, Clearings, Names
-from kvoffloadd.errors import LimitError, NotDurableError
+from kvoffloadd.errors import LimitError, MessageError, NotDurableError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.account import Account
 
 REMEMBERED: Final = 64
 """Requests of a uid that are remembered by their tokens; the oldest are forgotten."""
+
+Scope = Names | str
+"""The namespaces of a clear; a string: those whose names match this pattern."""
 
 
 class RequestedClears:
@@ -20,17 +23,26 @@ class RequestedClears:
 
     def __init__(self, clearings: Clearings) -> None:
         self._clearings = clearings
-        self._by_uid: dict[int, dict[tuple[Names, bytes], Clearing]] = {}
+        self._by_uid: dict[int, dict[tuple[Scope, bytes], asyncio.Future[Clearing]]] = {}
 
-    def begin(self, uid: int, names: Names, token: bytes) -> Clearing:
-        """The clear that this token stands for; a new one if there is none. Raises LimitError as `Clearings.begin`."""
+    def begin(self, uid: int, scope: Scope, token: bytes) -> asyncio.Future[Clearing]:
+        """Returns the clear that this token stands for, and begins it if there is none. Raises as `Clearings.begin`, or
+        `begin_matching`.
+        """
         known = self._by_uid.setdefault(uid, {})
-        clearing = known.get((names, token))
-        if clearing is None:
-            clearing = known[names, token] = self._clearings.begin(names)
+        begun = known.get((scope, token))
+        if begun is None:
+            begun = known[scope, token] = self._begin(scope)
             if len(known) > REMEMBERED:
                 del known[next(iter(known))]
-        return clearing
+        return begun
+
+    def _begin(self, scope: Scope) -> asyncio.Future[Clearing]:
+        if isinstance(scope, str):
+            return self._clearings.begin_matching(scope)
+        begun: asyncio.Future[Clearing] = asyncio.get_running_loop().create_future()
+        begun.set_result(self._clearings.begin(scope))
+        return begun
 
 
 class SessionClears:
@@ -42,22 +54,37 @@ class SessionClears:
         self._account = account
         self.last: Clearing | None = None  # requested without a token, and nothing was stored since
 
-    def clear(self, message: m.Clear, names: Names) -> Coroutine[Any, Any, m.Reply]:
-        """Clear, unless this is a clear that was requested before. Raises LimitError as `Clearings.begin`."""
+    def clear(self, message: m.Clear, scope: Scope) -> Coroutine[Any, Any, m.Reply]:
+        """Clear, unless this is a clear that was requested before. Raises MessageError if a pattern comes without a
+        token, and as `Clearings.begin` or `begin_matching`.
+        """
         if message.token is not None:
-            return self._answer(message, self._requested.begin(self._account.uid, names, message.token))
+            return self._answer(message, self._requested.begin(self._account.uid, scope, message.token))
+        if isinstance(scope, str):
+            raise MessageError("a clear of namespaces by their names needs a token")
+        return self._clear_without_token(message, scope)
+
+    def _clear_without_token(self, message: m.Clear, names: Names) -> Coroutine[Any, Any, m.Reply]:
         # Older clients were told to ask again until a clear is recorded.
         last = self.last
         if last is None or last.names != names or not self._clearings.unrecorded(last):
             last = self.last = self._clearings.begin(names)
         return self._answer_durable(message.seq, last)
 
-    async def _answer(self, message: m.Clear, clearing: Clearing) -> m.Reply:
+    async def _answer(self, message: m.Clear, begun: asyncio.Future[Clearing]) -> m.Reply:
+        clearing = await asyncio.shield(begun)
         keys, held_bytes = await asyncio.shield(clearing.swept)
         if message.wait_s:
             await self._wait(clearing, message.wait_s)
-        unrecorded = self._clearings.unrecorded(clearing)
-        return m.Cleared(seq=message.seq, keys=keys, bytes=held_bytes, unrecorded=unrecorded)
+        by_name = message.namespaces is not None
+        return m.Cleared(
+            seq=message.seq,
+            keys=keys,
+            bytes=held_bytes,
+            unrecorded=self._clearings.unrecorded(clearing),
+            namespaces=len(clearing.names or ()) if by_name else 0,
+            left=clearing.left,
+        )
 
     async def _wait(self, clearing: Clearing, wait_s: float) -> None:
         try:

@@ -201,7 +201,8 @@ class PeerConnection:
         """While the daemon does not read, no frame is late, but a large one whose peer does not read its replies: it
         would keep its room, which others wait for.
         """
-        if self._congested and self._protocol.frame_bytes > LARGE_BYTES:
+        is_halfway = self._protocol.is_halfway  # then it has come
+        if self._congested and self._protocol.frame_bytes > LARGE_BYTES and not is_halfway:
             self._deadline.go_on()
         elif self.session.role:
             self._deadline.pause()

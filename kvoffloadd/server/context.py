@@ -178,7 +178,17 @@ class Context:
             "remote": self.remote is not None,
             "cuda": self.config.cuda.enabled,
         }
-        always = ["host", "memory", "keep", "clear_token", "composition", "detach"]
+        always = [
+            "host",
+            "memory",
+            "keep",
+            "clear_token",
+            "clear_namespaces",
+            "composition",
+            "detach",
+            "tiers",
+            "local",
+        ]
         return [*always, *(name for name, has in optional.items() if has)]
 
     def _count_uses(self) -> None:

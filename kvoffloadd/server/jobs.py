@@ -32,21 +32,23 @@ from kvoffloadd.errors import (
     StateError,
     UnknownNameError,
 )
-from kvoffloadd.model import NO_BLOCK, Direction, KeyState
+from kvoffloadd.model import NO_BLOCK, Direction, KeyState, U32Array, U64Array
 from kvoffloadd.protocol.messages import Accepted, GroupBlocks, Load, Push, Store
 from kvoffloadd.server.account import Account
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.server.registration import Registration
+from kvoffloadd.server.registration import RegisteredGroup, Registration
 from kvoffloadd.server.sessionjob import NO_PARTS, Charge, GroupJob, SessionJob, SessionLoad, completed
 from kvoffloadd.steps import Steps
 
 T = TypeVar("T")
 
-_MISS, _HIT, _PENDING, _RESERVED = (
-    int(state) for state in (KeyState.MISS, KeyState.HIT, KeyState.PENDING, KeyState.RESERVED)
+_MISS, _HIT, _PENDING, _RESERVED, _NO_SPACE = (
+    int(state) for state in (KeyState.MISS, KeyState.HIT, KeyState.PENDING, KeyState.RESERVED, KeyState.NO_SPACE)
 )
+STEP_GROUPS = 64
+"""Groups of a job that one step checks: a millisecond or two."""
 COMPLETION_BYTES = 512
 """A `completed` without its `failed` lists, at most."""
 _KEY_BYTES, _PAYLOAD_BYTES, _DESCRIPTOR_BYTES = 40, 96, 24
@@ -75,7 +77,7 @@ class SessionJobs:
         """Reserve slots (or take those of the named lease), and start copying in. If that can't be, what has no lease
         is freed, and nothing charged.
         """
-        groups = self._check(message.groups, registration, distinct=True)
+        groups = yield from self._check(message.groups, registration, distinct=True)
         options = self._options(message, registration)
         self._admit(message)
         for group in groups:
@@ -95,7 +97,8 @@ class SessionJobs:
                 for group, r in zip(groups, reserved, strict=True)
             ]
             nothing = [np.zeros(0, np.int64)] * len(groups)
-            request = SessionJob(message.job, registration, options, charge, [r.keys for r in reserved], nothing)
+            chosen = [r.keys for r in reserved]
+            request = SessionJob(message.job, registration, options, charge, chosen, nothing, _lacking(reserved))
             reply = Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
         except BaseException:
             for made in [] if lease else reserved:
@@ -114,7 +117,7 @@ class SessionJobs:
 
     def load(self, message: Load, registration: Registration) -> Steps[Accepted]:
         """Copy out the keys that hit; the completion names the others."""
-        groups = self._check(message.groups, registration)
+        groups = yield from self._check(message.groups, registration)
         options = self._options(message, registration, urgent=message.expedited)
         self._admit(message)
         cache, jobs = self.context.cache, self.context.jobs
@@ -122,7 +125,7 @@ class SessionJobs:
         try:
             named = [(group.keyspace, group.keys) for group in groups]
             lookups = yield from self.while_open(find_in_steps(cache, named))
-            below = self._find_below(groups, lookups)
+            below = self._find_below(groups, lookups, ask=not message.local)
             if message.lease:
                 self._check_lease(message.lease, lookups)
             wanted = [lookup.hits for lookup in lookups]
@@ -158,12 +161,12 @@ class SessionJobs:
             self._begin(request, partial(jobs.finish, Direction.LOAD, options, on_end))
         return reply
 
-    def _find_below(self, groups: list[GroupJob], lookups: list[LookupResult]) -> list[GroupLookup]:
-        """What may come from below, if anything."""
+    def _find_below(self, groups: list[GroupJob], lookups: list[LookupResult], *, ask: bool) -> list[GroupLookup]:
+        """What may come from below, if anything. `ask`: also from the store that hosts share."""
         if self.context.lower is None:
             return []
         named = [(group.keyspace, group.first, group.keys) for group in groups]
-        below = self.context.lower.find(named, lookups, ask=True)
+        below = self.context.lower.find(named, lookups, ask=ask)
         return below if any(group.below.any() for group in below) else []
 
     def cancel(self, job_id: int) -> None:
@@ -213,8 +216,8 @@ class SessionJobs:
 
     def _check(
         self, groups: Sequence[GroupBlocks], registration: Registration, *, distinct: bool = False
-    ) -> list[GroupJob]:
-        """`distinct`: no key may be named twice."""
+    ) -> Steps[list[GroupJob]]:
+        """`distinct`: no key may be named twice. Raises PeerErrors, and, between steps, what `check_open` raises."""
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one job")
         named, key_bytes = [], self.namespace.key_bytes
@@ -233,26 +236,35 @@ class SessionJobs:
                 f"{total} keys in one request, counted for each part that is held; the cap is {cap}: ask in pieces"
             )
         checked = []
-        for item, registered in named:
-            keys = keys_array(item.keys, key_bytes)
-            if distinct and has_duplicates(keys):
-                raise DuplicateError(f"group {item.group}: a key is stored twice in one job")
-            per_key = registered.schema.blocks_per_key
-            if len(item.blocks) != 4 * per_key * len(keys):
+        for number, (item, registered) in enumerate(named):
+            if number % STEP_GROUPS == STEP_GROUPS - 1:
+                yield
+                self.check_open()
+            checked.append((item, registered, *self._arrays(item, registered, distinct=distinct)))
+        # Of this moment: what was cleared during the steps goes on in its new keyspace.
+        spaces = self.namespace.keyspaces
+        return [GroupJob(spaces[i.group], registered, keys, blocks, i.first) for i, registered, keys, blocks in checked]
+
+    def _arrays(self, item: GroupBlocks, registered: RegisteredGroup, *, distinct: bool) -> tuple[U64Array, U32Array]:
+        """Keys and block ids."""
+        keys = keys_array(item.keys, self.namespace.key_bytes)
+        if distinct and has_duplicates(keys):
+            raise DuplicateError(f"group {item.group}: a key is stored twice in one job")
+        per_key = registered.schema.blocks_per_key
+        if len(item.blocks) != 4 * per_key * len(keys):
+            raise BlockIdError(
+                f"group {item.group}: {len(item.blocks)} bytes of block ids; {len(keys)} keys of {per_key} blocks "
+                f"need {4 * per_key * len(keys)}"
+            )
+        blocks = np.frombuffer(item.blocks, "<u4").astype(np.uint32, copy=False).reshape(len(keys), per_key)
+        if blocks.size and blocks.max() >= registered.num_blocks:
+            outside = (blocks >= registered.num_blocks) & (blocks != NO_BLOCK)
+            if outside.any():
                 raise BlockIdError(
-                    f"group {item.group}: {len(item.blocks)} bytes of block ids; {len(keys)} keys of {per_key} blocks "
-                    f"need {4 * per_key * len(keys)}"
+                    f"group {item.group}: block id {int(blocks[outside].max())}; "
+                    f"the tensors have {registered.num_blocks} blocks"
                 )
-            blocks = np.frombuffer(item.blocks, "<u4").astype(np.uint32, copy=False).reshape(len(keys), per_key)
-            if blocks.size and blocks.max() >= registered.num_blocks:
-                outside = (blocks >= registered.num_blocks) & (blocks != NO_BLOCK)
-                if outside.any():
-                    raise BlockIdError(
-                        f"group {item.group}: block id {int(blocks[outside].max())}; "
-                        f"the tensors have {registered.num_blocks} blocks"
-                    )
-            checked.append(GroupJob(self.namespace.keyspaces[item.group], registered, keys, blocks, item.first))
-        return checked
+        return keys, blocks
 
     def check_open(self) -> None:
         """Raises StateError or DrainingError if no job may begin any more."""
@@ -351,3 +363,9 @@ class SessionJobs:
             request.job = None  # it names the request: the collector alone would find that both are of no use
         self._remove(request)
         self.push(completed(request, result))
+
+
+def _lacking(reserved: Sequence[Reservation]) -> str:
+    """How many of a store's keys got no space; empty: none."""
+    lacking = sum(int(np.count_nonzero(one.states == _NO_SPACE)) for one in reserved)
+    return f"no space for {lacking} of {sum(len(one.states) for one in reserved)} keys" if lacking else ""

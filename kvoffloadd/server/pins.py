@@ -11,13 +11,15 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from kvoffloadd.cache.fetches import Urgency
 from kvoffloadd.cache.lower import GroupLookup, LowerFetch, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
-from kvoffloadd.cache.memory.lookup import GroupHits, packed_boundaries
+from kvoffloadd.cache.memory.lookup import GroupHits, LookupResult, packed_boundaries
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.uses import Used
 from kvoffloadd.model import BoolArray, KeyState, U32Array, U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.context import Context
@@ -26,6 +28,9 @@ from kvoffloadd.server.outbox import Outbox
 
 READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
 """A `ready` at most: a state and a boundary per key, and the rest."""
+
+
+_MISS, _PENDING = int(KeyState.MISS), int(KeyState.PENDING)
 
 
 class Lookups(NamedTuple):
@@ -45,6 +50,11 @@ class Lookups(NamedTuple):
         return packed_boundaries(hits)
 
     @property
+    def reach(self) -> int:
+        """How many tokens can be restored of a prompt that has all groups."""
+        return int.from_bytes(self.boundaries[:4], "little")
+
+    @property
     def rows(self) -> U32Array:
         """Rows of all keys that hit."""
         if len(self.groups) == 1:
@@ -59,6 +69,11 @@ class Lookups(NamedTuple):
     def num_below(self) -> int:
         """Keys that may yet come from a tier below."""
         return sum(int(np.count_nonzero(group.below)) for group in self.groups)
+
+    def leave_out_elsewhere(self) -> None:
+        """What does not hit and is not on this host's disks is a miss, although it may be on its way."""
+        for group in self.groups:
+            group.lookup.states[(group.lookup.states == _PENDING) & ~group.on_disk] = _MISS
 
 
 def find_all(
@@ -99,7 +114,7 @@ class PendingPins:
     push: Callable[[m.Push], None]
     waiting: set[PendingPin] = field(default_factory=set)
 
-    def pin(self, seq: int, answered: Lookups) -> m.Found:
+    def pin(self, seq: int, answered: Lookups, *, tell_tiers: bool) -> m.Found:
         """Lease what hits, as far as its user may hold it, and bring the rest from below into the lease."""
         self._leave_out(answered.groups, [group.lookup.hits for group in answered.groups])
         rows, below = answered.rows, answered.num_below
@@ -111,8 +126,13 @@ class PendingPins:
             self.outbox.reserve(ready_bytes, leases=LEASE_KEYS + len(rows) + later)
             self.context.cache.hold(rows)
             lease = self.instance.leases.add_read(rows)
-        cache = self.context.cache
-        cache.uses.add([(group.keyspace, group.lookup, group.first) for group in answered.groups])
+        tiers = [group.tiers.tobytes() for group in answered.groups] if tell_tiers and below else UNSET
+        cache, reply = self.context.cache, _found(seq, answered, lease, below, tiers)
+        used = [(group.keyspace, group.lookup, group.first) for group in answered.groups]
+        if below:
+            cache.uses.add(used)  # what is behind a gap is known when the tiers below are through
+        else:
+            cache.uses.add_prompt(used, answered.reach)
         for group in answered.groups:
             cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.asked)
         if cache.lookups.waiting:
@@ -120,7 +140,7 @@ class PendingPins:
         if below and lease is not None:
             lease.growing = True
             self._fetch(PendingPin(seq, answered, lease, later, ready_bytes), Urgency.PIN)
-        return _found(seq, answered, lease, below)
+        return reply
 
     def prefetch(self, seq: int, answered: Lookups) -> m.Found:
         """Bring keys from below into memory. What hits, and what has come, is held until all has come, and charged as a
@@ -168,7 +188,9 @@ class PendingPins:
             cache.hold(fresh)
             self.instance.leases.grow(lease, fresh)
             waiting.charged -= len(fresh)
-        cache.uses.add([(group.keyspace, group.lookup._replace(hits=group.on_disk), group.first) for group in groups])
+        came = _used(before, groups, [group.on_disk for group in groups])
+        pinned = _used(before, groups, [group.lookup.hits for group in groups]) if waiting.lease is not None else came
+        cache.uses.add_prompt(pinned, answered.reach, came)
         for group in groups:
             if group.asked is not None and waiting.lease is not None:
                 cache.lookups.record_asked(group.keyspace, group.keys, group.lookup, group.asked)
@@ -212,11 +234,30 @@ class PendingPins:
         self.outbox.unreserve(waiting.outbox_bytes, leases=waiting.charged)
 
 
+def _used(before: list[GroupLookup], now: list[GroupLookup], hits: list[BoolArray]) -> list[Used]:
+    """Returns these hits of a request for which the tiers below have brought what they could. What they could not bring
+    this time is pending, and not gone.
+    """
+    used = []
+    for first, group, some in zip(before, now, hits, strict=True):
+        states = np.where(first.below & (group.lookup.rows < 0), np.uint8(_PENDING), group.lookup.states)
+        used.append((group.keyspace, LookupResult(group.lookup.rows, states, some), group.first))
+    return used
+
+
 def _ready_bytes(answered: Lookups) -> int:
     """A `ready` of this takes as many bytes at most."""
     return READY_BYTES + READY_BYTES_PER_GROUP * len(answered.groups) + READY_BYTES_PER_KEY * answered.num_keys
 
 
-def _found(seq: int, answered: Lookups, lease: ReadLease | None, below: int) -> m.Found:
-    lease_id = lease.id if lease is not None else 0
-    return m.Found(seq=seq, states=answered.states, boundaries=answered.boundaries, lease=lease_id, promoting=below)
+def _found(
+    seq: int, answered: Lookups, lease: ReadLease | None, below: int, tiers: list[bytes] | UnsetType = UNSET
+) -> m.Found:
+    return m.Found(
+        seq=seq,
+        states=answered.states,
+        boundaries=answered.boundaries,
+        lease=lease.id if lease is not None else 0,
+        promoting=below,
+        tiers=tiers,
+    )

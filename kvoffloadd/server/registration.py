@@ -247,11 +247,12 @@ def build(
     for group in drafted.groups:
         _check_known(group, cache, namespace)
     known = namespace.keyspaces
-    cache.eviction.prepare(
+    new = (
         [held.plan.payload_bytes for held in group.held]
         for group in drafted.groups
         if group.held and (group.schema.group not in known or known[group.schema.group].queue is None)
     )
+    cache.eviction.prepare(namespace.uid, new)
     for group in drafted.groups:
         keyspace: Keyspace = cache.declare(namespace, group.schema)
         cache.set_part_bytes(

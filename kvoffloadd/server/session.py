@@ -28,6 +28,7 @@ from kvoffloadd.errors import (
     DuplicateError,
     ForbiddenError,
     LimitError,
+    MessageError,
     StateError,
     UnknownNameError,
     VersionError,
@@ -210,18 +211,23 @@ class Session:
     # --- keys ---
 
     def _lookup(self, message: m.Lookup) -> m.Reply:
-        answer = self._find(message.groups)
+        answer = self._find(message.groups, local=message.local)
         return m.Found(seq=message.seq, states=answer.states, boundaries=answer.boundaries)
 
     def _pin(self, message: m.Pin) -> m.Reply:
-        return self._own_pins().pin(message.seq, self._find(message.groups, ask=True))
+        return self._own_pins().pin(message.seq, self._find(message.groups, ask=True), tell_tiers=message.tiers)
 
     def _prefetch(self, message: m.Prefetch) -> m.Reply:
-        return self._own_pins().prefetch(message.seq, self._find(message.groups, ask=True))
+        return self._own_pins().prefetch(
+            message.seq, self._find(message.groups, ask=not message.local, local=message.local)
+        )
 
     def _touch(self, message: m.Touch) -> m.Reply:
-        groups = self._find(message.groups).groups
-        self._context.cache.uses.add([(group.keyspace, group.lookup, group.first) for group in groups])
+        groups, cache = self._find(message.groups).groups, self._context.cache
+        cache.uses.add([(group.keyspace, group.lookup, group.first) for group in groups])
+        cache.counters.keys_touched += sum(group.lookup.num_hits for group in groups)
+        if self._context.lower is not None:
+            self._context.lower.touch(groups)
         return m.Done(seq=message.seq)
 
     def _keep(self, message: m.Keep) -> m.Reply:
@@ -229,8 +235,11 @@ class Session:
         self._context.cache.keep(named, soon=message.how == "soon")
         return m.Done(seq=message.seq)
 
-    def _find(self, groups: list[m.GroupKeys], *, ask: bool = False) -> Lookups:
-        return find_all(self._context.cache, self._context.lower, self._keys_of(groups), ask=ask)
+    def _find(self, groups: list[m.GroupKeys], *, ask: bool = False, local: bool = False) -> Lookups:
+        found = find_all(self._context.cache, self._context.lower, self._keys_of(groups), ask=ask)
+        if local:
+            found.leave_out_elsewhere()
+        return found
 
     def _keys_of(self, groups: list[m.GroupKeys]) -> list[tuple[Keyspace, int, U64Array]]:
         namespace = self._own_namespace()
@@ -271,9 +280,13 @@ class Session:
     # --- the namespace, the daemon ---
 
     def _clear(self, message: m.Clear) -> Later:
-        self._check_scope(message.everything)
-        names = None if message.everything else frozenset([self._own_namespace().fingerprint])
-        return self._clears.clear(message, names)
+        self._check_scope(message.everything or message.namespaces is not None)
+        if message.namespaces is None:
+            names = None if message.everything else frozenset([self._own_namespace().fingerprint])
+            return self._clears.clear(message, names)
+        if message.everything:
+            raise MessageError("a clear is of everything, or of the namespaces that it names")
+        return self._clears.clear(message, message.namespaces)
 
     def _drain(self, message: m.Drain) -> Later:
         self._check_scope(message.everything)
@@ -293,10 +306,10 @@ class Session:
         unsealed = sealing.unsealed if self.privileged else sealing.by_uid[self.peer.uid]
         return m.Drained(seq=message.seq, jobs=jobs.left(last), unsealed=0 if settled else unsealed)
 
-    def _check_scope(self, everything: bool) -> None:
-        """Raises ForbiddenError if this session may not act on all namespaces."""
-        if everything and not self.privileged:
-            raise ForbiddenError("only root and the daemon's own user may act on all namespaces")
+    def _check_scope(self, others: bool) -> None:
+        """Raises ForbiddenError if this session may not act on other namespaces than its own."""
+        if others and not self.privileged:
+            raise ForbiddenError("only root and the daemon's own user may act on all namespaces, or on others")
 
     def _status(self, message: m.Status) -> Steps[m.Reply]:
         uid = None if self.privileged else self.peer.uid

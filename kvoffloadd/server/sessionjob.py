@@ -10,6 +10,7 @@ import numpy as np
 from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan
 from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.keys import spans
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.progress import Progress
@@ -51,6 +52,7 @@ class SessionJob:
     # indices of keys that are not copied.
     chosen: list[I64Array]
     lost: list[I64Array]
+    remark: str = ""  # for the peer's people, if nothing goes wrong
     job: Job | None = None  # once it is under way
     counted: list[tuple[Progress, int]] = field(default_factory=list)  # its number in each `Progress` it is counted in
 
@@ -83,19 +85,24 @@ class SessionLoad(SessionJob):
         last = not (self.lookups and self.below)
         lookups = self.lookups or self.cache.find_all([(group.keyspace, group.keys) for group in self.groups])
         masks = [lookup.hits & mask for lookup, mask in zip(lookups, self.wanted, strict=True)]
-        lists, rows, parts = list[BlockList](), [NO_ROWS], [NO_PARTS]
+        chosen, rows, parts = [], [NO_ROWS.astype(np.int64)], [NO_PARTS]
         for group, mask, lookup in zip(self.groups, masks, lookups, strict=True):
             hits, width = np.flatnonzero(mask), len(group.registered.parts)
-            records = self.cache.entries.records(lookup.rows[hits], group.registered.parts).ravel()
-            addresses = self.cache.entries.payload_addresses(records)
+            parts.append(self.cache.entries.records(lookup.rows[hits], group.registered.parts).ravel())
             if width == 1:
                 keys, columns = hits, np.zeros(len(hits), np.int64)
             else:
                 keys, columns = np.repeat(hits, width), np.tile(np.arange(width), len(hits))
-            lists.append(BlockList(group.registered.plans, group.blocks, keys, columns, addresses))
-            rows.append(lookup.rows[keys].astype(np.uint32))
-            parts.append(records)
-        plan, lost = LoadPlan(np.concatenate(rows), np.concatenate(parts), lists), [np.flatnonzero(~m) for m in masks]
+            chosen.append((keys, columns))
+            rows.append(lookup.rows[keys])
+        records = np.concatenate(parts)
+        addresses = self.cache.entries.payload_addresses(records)  # of all groups at once: there may be hundreds
+        lists = [
+            BlockList(group.registered.plans, group.blocks, keys, columns, addresses[span])
+            for group, (keys, columns), span in zip(self.groups, chosen, spans(map(len, parts[1:])), strict=True)
+        ]
+        plan = LoadPlan(np.concatenate(rows).astype(np.uint32), records, lists)
+        lost = [np.flatnonzero(~mask) for mask in masks]
         # Together, at the end: what the job's end reads is whole, whatever fails before.
         self.chosen, self.lost, self.lookups = [one.keys for one in lists], lost, []
         if last:
@@ -115,5 +122,5 @@ def completed(request: SessionJob, result: Completion) -> Completed:
         bytes=result.bytes,
         seconds=result.seconds,
         failed=[indices.astype("<u4").tobytes() for indices in failed],
-        reason=result.reason[:200],
+        reason=(result.reason or request.remark)[:200],
     )

@@ -113,11 +113,6 @@ class MemoryTier:
         """Slot sizes that have slabs."""
         return list(self._sizes)
 
-    def coldest_touch(self, size: int) -> int:
-        """The tick at which the coldest slab of this size was last touched; 0 if there is none."""
-        known = self._sizes.get(size)
-        return int(self.slab_touched[list(known.slabs)].min()) if known and known.slabs else 0
-
     def take(self, size: int, owners: U32Array) -> U32Array:
         """One slot of `size` pages per owner, used now; the caller has made sure of `num_free`. Returns first pages."""
         pool = self._sizes.setdefault(size, _Size(size))
@@ -179,6 +174,14 @@ class MemoryTier:
             slabs = slabs[slabs != self.num_slabs - 1]
         order: I64Array = slabs[np.argsort(self.slab_touched[slabs], kind="stable")]
         return order
+
+    def slabs_of(self, pages: U32Array) -> I64Array:
+        """The slab that each of these pages is in."""
+        return (pages // self.slab_pages).astype(np.int64)
+
+    def share_used(self, slab: int) -> float:
+        """Which share of a slab its used slots take."""
+        return float(self._slab_used[slab] * self._slab_size[slab] / self._slab_length(slab))
 
     def owners_in(self, slab: int) -> U32Array:
         """Owners of the used slots of a slab."""

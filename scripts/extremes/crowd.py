@@ -21,7 +21,12 @@ FLOCK = 200
 
 def crowded(scene: Scene) -> None:
     """As many namespaces, with a key each and nobody there."""
-    while scene.models < NAMESPACES:
+    add_namespaces(scene, NAMESPACES - scene.models)
+
+
+def add_namespaces(scene: Scene, count: int) -> None:
+    """With a key each and nobody there."""
+    for _ in range(count):
         peer = scene.session(scene.new_model())
         registration = register(peer, [(PAGE, 1)], [group(0, [(0, 0, PAGE, 1)])])
         run(peer, "store", 1, registration, scene.keys(1, new=True), np.zeros(1))
@@ -116,10 +121,18 @@ def events_of_a_clear(scene: Scene) -> Iterator[None]:
             pass
 
 
+@asks("clear", f"by their names: {NAMESPACES:,} namespaces")
+def clear_of_a_crowd_by_name(scene: Scene) -> Iterator[None]:
+    crowded(scene)
+    peer = scene.session()
+    yield
+    peer.ok("clear", token=bytes(16), namespaces="*")
+
+
 @asks("clear", f"everything: {NAMESPACES:,} namespaces")
 def clear_of_a_crowd(scene: Scene) -> Iterator[None]:
     """The last: nothing is held behind it."""
-    crowded(scene)
+    add_namespaces(scene, NAMESPACES)
     peer = scene.session()
     yield
     peer.ok("clear", everything=True)
@@ -127,5 +140,6 @@ def clear_of_a_crowd(scene: Scene) -> Iterator[None]:
 
 CROWDED: tuple[Case, ...] = (
     hellos_beside_a_crowd, byes_beside_a_crowd, ends_beside_a_crowd, first_store_beside_a_crowd, clear_beside_a_crowd,
-    status_of_a_crowd, scrape_of_a_crowd, events_of_a_clear, clear_of_a_crowd,
+    status_of_a_crowd, scrape_of_a_crowd, events_of_a_clear, clear_of_a_crowd_by_name,
+    clear_of_a_crowd,
 )  # fmt: skip

@@ -39,6 +39,7 @@ from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import U8Array
 from kvoffloadd.trial.process import module, open_fds, rss_anon_bytes, spawn, tail
 from scripts.harness.beside import Beside
+from scripts.harness.otheruser import connect_as
 
 PAGE_BYTES = 16 << 10
 KEYS_PER_STEP = 8
@@ -206,14 +207,8 @@ class Worker:
         return seen
 
     def _connected(self, role: Literal["worker", "observer"] = "worker") -> Client:
-        """As our user: the kernel notes who connects."""
         client = Client(self._path, namespace=NamespaceSpec(model="bystander"), role=role, deadline_s=WAIT_S)
-        os.seteuid(self._uid)
-        try:
-            client.connect()
-        finally:
-            os.seteuid(os.getuid())
-        return client
+        return connect_as(client, self._uid)
 
     def _work(self, client: Client) -> None:
         group = Group(0, GroupKind.FULL, 16, refs=[Ref(0, 0, PAGE_BYTES)])

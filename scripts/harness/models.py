@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvoffloadd.planner import ModelConfig, read_model
 from kvoffloadd.planner.heads import Heads
-from kvoffloadd.planner.states import DeltaHeads, LinearHeads, MambaHeads, Recurrent, ShortConv
+from kvoffloadd.planner.states import DeltaHeads, LightningHeads, LinearHeads, MambaHeads, Recurrent, ShortConv
 from kvoffloadd.trial.process import ROOT
 from scripts.harness.published import CONFIGS
 
@@ -64,7 +64,7 @@ def _few_layers(model: ModelConfig, each_kind: int) -> int:
 
 def _few_states(linear: Recurrent | None) -> Recurrent | None:
     match linear:
-        case DeltaHeads():
+        case DeltaHeads() | LightningHeads():
             return replace(linear, heads=STATE_HEADS, head_size=HEAD_SIZE)
         case LinearHeads():
             return replace(linear, key_heads=HEADS, value_heads=STATE_HEADS, key_size=HEAD_SIZE, value_size=HEAD_SIZE)

@@ -10,8 +10,8 @@ Config = dict[str, object]
 BF16 = {"torch_dtype": "bfloat16"}
 
 
-def dense(model_type: str, layers: int, hidden: int, heads: int, kv_heads: int, **more: object) -> Config:
-    """A model whose layers are alike, but for what `more` says."""
+def dense(model_type: str, layers: int | None, hidden: int, heads: int, kv_heads: int | None, **more: object) -> Config:
+    """A model whose layers are alike, but for what `more` says. None: said by another key."""
     return {
         "model_type": model_type,
         "num_hidden_layers": layers,
@@ -31,6 +31,13 @@ def latent(model_type: str, heads: int, **more: object) -> Config:
 def text(model_type: str, config: Config) -> Config:
     """As models have it that see: the text model's keys in a map of their own."""
     return {"model_type": model_type, "text_config": config, **BF16}
+
+
+def text_type(config: Config) -> str:
+    """The model type of the text model."""
+    inner = config.get("text_config", config)
+    assert isinstance(inner, dict)
+    return str(inner["model_type"])
 
 
 def dsa(**more: object) -> Config:
@@ -141,6 +148,36 @@ CONFIGS: dict[str, Config] = {
     "kimi-k2": latent("kimi_k2", 64),
     # MiniMaxAI/MiniMax-M2
     "minimax-m2": dense("minimax_m2", 62, 3072, 48, 8, head_dim=128, attn_type_list=[1] * 62, num_mtp_modules=3),
+    # MiniMaxAI/MiniMax-M3
+    "minimax-m3": text(
+        "minimax_m3_vl",
+        dense(
+            "minimax_m3_text", 60, 6144, 64, 4, head_dim=128, num_mtp_modules=1,
+            sparse_attention_config={
+                "use_sparse_attention": True, "sparse_index_dim": 128, "sparse_num_index_heads": 4,
+                "sparse_block_size": 128, "sparse_topk_blocks": 16, "sparse_attention_freq": [0] * 3 + [1] * 57,
+            },
+        ),
+    ),
+    # stepfun-ai/Step-3.5-Flash, whose list of layers goes on with three that guess ahead
+    "step-3.5-flash": dense(
+        "step3p5", 45, 4096, 64, None, num_attention_groups=8, head_dim=128, sliding_window=512,
+        layer_types=(["full_attention"] + ["sliding_attention"] * 3) * 12, num_nextn_predict_layers=3,
+        attention_other_setting={
+            "attention_type": "sliding_attention", "num_attention_heads": 96, "num_attention_groups": 8,
+            "head_dim": 128,
+        },
+    ),
+    # meituan-longcat/LongCat-Flash-Chat
+    "longcat-flash": dense(
+        "longcat_flash", None, 6144, 64, None, num_layers=28, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128,
+    ),
+    # inclusionAI/Ring-flash-linear-2.0
+    "ring-flash-linear-2.0": dense("bailing_moe_linear", 32, 4096, 32, 4, head_dim=128, layer_group_size=8),
+    # openbmb/MiniCPM3-4B
+    "minicpm3-4b": dense(
+        "minicpm3", 62, 2560, 40, 40, kv_lora_rank=256, q_lora_rank=768, qk_nope_head_dim=64, qk_rope_head_dim=32
+    ),
     # microsoft/phi-4
     "phi-4": dense("phi3", 40, 5120, 40, 10, sliding_window=None),
     # ibm-granite/granite-4.0-h-small

@@ -1,29 +1,35 @@
-"""Replay a trace of real requests (Mooncake's JSONL) through a real daemon, every loaded byte checked.
+"""Replay a trace of real requests (Mooncake's JSONL), or a workload, through a real daemon, every loaded byte checked.
 
 Each block id of the trace (512 tokens) is a key; what its payload must be is a function of the key. A request pins its
-keys, stores those behind the prefix that hits, loads that prefix into other blocks, and compares every byte. Several
-workers take the requests in the trace's order: a turn covers `pin` and the admission of the store, so that what is held
-or pending at each request is what it was in the trace; copies, waiting and comparing overlap. A reference hits if its
-block and all before it in the request are held; it is pending if they are held or being stored, and one is the latter.
+keys, stores those behind the prefix that hits, loads that prefix into other blocks, and compares every byte. Workers
+take the requests in the trace's order. Several workers overlap: a turn covers `pin` and the admission of the store, so
+that what is held or pending at each request is what it was in the trace, and copies, waiting and comparing go on
+beside the next requests. A reference hits if its block and all before it in the request are held; it is pending if they
+are held or being stored, and one is the latter.
 
-Hit rates stand beside those of LRU, of Belady's clairvoyant policy, and of a cache without bounds (ceiling). Exit
-status 0 only if no byte was wrong, something was checked, and the daemon's self-audit found nothing; 2 for wrong usage.
+Some workloads have several tenants. Each has workers of its own, with payloads of another size, and as another user if
+root runs this.
+
+Hit rates stand beside those of the daemon's cache simulated in one process, with the same users, sizes and hashes.
+Where all keys are of one size, those of the simulated policy alone, with other hashes, of LRU, and of Belady's
+clairvoyant policy do, too. The ceiling is a cache without bounds. Exit status 0 only if no byte was wrong, something
+was checked, and the daemon's self-audit found nothing; 2 for wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import multiprocessing.connection
 import sys
 import time
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kvoffloadd.cache.policy import DEFAULT_POLICY
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import I64Array
 from kvoffloadd.trial.figures import print_grid
@@ -31,185 +37,241 @@ from kvoffloadd.trial.output import Live, print_json
 from kvoffloadd.trial.process import DaemonError, private_folder
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.harness.daemon import Daemon
-from scripts.replay.trace import belady_hits, ceiling_hits, load_trace, lru_hits
-from scripts.replay.worker import MODELS, WAIT_S, Tally, Task, Turn, geometry_of, slot_bytes, work
+from scripts.replay import seeded
+from scripts.replay.alone import CacheAlone
+from scripts.replay.tenants import MODELS, Trace, tenants_of
+from scripts.replay.trace import belady_hits, ceiling_hits, lru_hits, num_blocks, num_references, simulate
+from scripts.replay.worker import WAIT_S, Tally
+from scripts.replay.workers import Workers
+from scripts.replay.workloads import REQUESTS, WORKLOADS, requests_of, tenants_in
 
 GIB = 1 << 30
-SLAB_SLOTS = 256
+SLABS, SLAB_BYTES_MAX, SLAB_SLOTS_MIN = 64, 64 << 20, 16
+"""Memory is cut into so many slabs, unless they get too large, as by default; a slab has at least so many slots."""
+SIZES_MAX = 256
+SIZES = "1,3,2"
 CORRUPT_EVERY = 10
 """With --plant-corruption: one bit of every so many loads."""
 
 
-class Workers:
-    """All worker processes, joined in a ring."""
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Of the memory tier, in bytes, and in blocks of the trace. `unbounded`: all of them fit."""
 
-    def __init__(self, task: Task) -> None:
-        context = multiprocessing.get_context("spawn")
-        rings = [context.Pipe(duplex=False) for _ in range(task.workers)]
-        self._reports: list[Connection] = []
-        self._done = context.RawArray("q", task.workers)
-        self._processes = []
-        self._first_turn = rings[0][1]
-        for number in range(task.workers):
-            turn = Turn(rings[number][0], rings[(number + 1) % task.workers][1])
-            mine, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=work, args=(task, number, turn, theirs, self._done), daemon=True)
-            process.start()
-            theirs.close()
-            self._reports.append(mine)
-            self._processes.append(process)
-        for reader, writer in rings:
-            reader.close()
-            if writer is not self._first_turn:
-                writer.close()
-
-    def begin(self) -> None:
-        """Wait until all are ready, and give the first its turn."""
-        for number in range(len(self._reports)):
-            self._receive(number)
-        self._first_turn.send_bytes(b"turn")
-        self._first_turn.close()
-
-    @property
-    def done(self) -> int:
-        """Requests replayed."""
-        return sum(self._done)
-
-    def is_busy(self) -> bool:
-        """Whether none has reported or ended; waits a moment."""
-        return not multiprocessing.connection.wait(self._reports, 0.1)
-
-    def end(self) -> Tally:
-        """Everything that they counted."""
-        total = Tally()
-        for number, process in enumerate(self._processes):
-            total.add(self._receive(number))
-            process.join()
-        return total
-
-    def kill(self) -> None:
-        """Whatever still runs."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-
-    def _receive(self, number: int) -> Any:
-        try:
-            return self._reports[number].recv()
-        except EOFError:
-            raise DaemonError(f"worker {number} ended early; what it said stands above") from None
+    name: str
+    bytes: int
+    slab_bytes: int
+    blocks: int
+    unbounded: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
-    """Of the memory tier, in blocks of the trace. `unbounded`: all of them fit."""
+class Counts:
+    """What of the trace is a tenant's. `restorable`: references that a cache without bounds hits."""
 
-    name: str
+    requests: int
+    references: int
     blocks: int
-    unbounded: bool
+    restorable: int
+
+    @classmethod
+    def of(cls, requests: list[I64Array]) -> Counts:
+        """Count these."""
+        return cls(len(requests), num_references(requests), num_blocks(requests), ceiling_hits(requests))
 
 
 class Replay:
     """The trace, and how it is replayed."""
 
-    def __init__(self, requests: list[I64Array], arguments: argparse.Namespace) -> None:
-        self.requests = requests
-        self.unique = len(np.unique(np.concatenate(requests)))
-        self.references = sum(map(len, requests))
-        self.geometry = geometry_of(MODELS[arguments.model], arguments.scale)
-        self.slot_bytes = slot_bytes(self.geometry)
-        self.block_bytes = len(self.geometry.groups) * self.slot_bytes
-        self._ceiling = ceiling_hits(requests)
+    def __init__(self, trace: Trace, arguments: argparse.Namespace) -> None:
+        self._trace = trace
         self._arguments = arguments
+        self._counts = [Counts.of(trace.requests_of(number)) for number in range(len(trace.tenants))]
+        self._whole = Counts(*np.sum([astuple(counts) for counts in self._counts], axis=0).tolist())
+        self._is_of_one_size = len({tenant.slot_bytes for tenant in trace.tenants}) == 1
 
     def capacity(self, text: str) -> Capacity:
         """Of "unbounded", a fraction of the unique blocks, or a size. Raises ValueError."""
         if text == "unbounded":
-            return Capacity(text, self.unique, True)
+            slab_bytes = self._slab_bytes(self._bytes_of(1.0))
+            return self._capacity(text, self._room(slab_bytes), slab_bytes)
         try:
             fraction = float(text)
         except ValueError:
             fraction = 0.0
         if 0 < fraction <= 1:
-            return Capacity(f"{100 * fraction:g} %", max(1, round(fraction * self.unique)), False)
+            size = self._bytes_of(fraction)
+            return self._capacity(f"{100 * fraction:g} %", size, self._slab_bytes(size))
         try:
             size = parse_bytes(text)
         except ValueError as error:
             raise ValueError(f'--capacity "{text}" {error}; or a fraction, or "unbounded"') from None
-        blocks = size // self.block_bytes
-        if blocks < 1:
-            raise ValueError(f'--capacity "{text}" is less than a block, which takes {self.block_bytes} bytes')
-        return Capacity(format_bytes(size), blocks, blocks >= self.unique)
+        least = max(tenant.block_bytes for tenant in self._trace.tenants)
+        if size < least:
+            raise ValueError(f'--capacity "{text}" is less than a block, which takes {least} bytes')
+        return self._capacity(format_bytes(size), size - size % least, self._slab_bytes(size))
+
+    def _capacity(self, name: str, size: int, slab_bytes: int) -> Capacity:
+        blocks = min(size * self._whole.blocks // self._bytes_of(1.0), self._whole.blocks)
+        return Capacity(name, size, slab_bytes, blocks, unbounded=size >= self._room(slab_bytes))
+
+    def _bytes_of(self, fraction: float) -> int:
+        """What this fraction of each tenant's blocks takes, and at least one block."""
+        blocks = [max(1, round(fraction * counts.blocks)) for counts in self._counts]
+        return sum(count * tenant.block_bytes for count, tenant in zip(blocks, self._trace.tenants, strict=True))
+
+    def _slab_bytes(self, size: int) -> int:
+        """A slab of a memory tier of this size."""
+        largest = max(tenant.slot_bytes for tenant in self._trace.tenants)
+        return max(min(size // SLABS, SLAB_BYTES_MAX) // largest, SLAB_SLOTS_MIN) * largest
+
+    def _room(self, slab_bytes: int) -> int:
+        """What all blocks take, where each tenant has slabs of its own."""
+        slabs = 0
+        for tenant, counts in zip(self._trace.tenants, self._counts, strict=True):
+            slots = counts.blocks * tenant.block_bytes // tenant.slot_bytes
+            slabs += -(-slots // (slab_bytes // tenant.slot_bytes))
+        return slabs * slab_bytes
 
     def run(self, capacity: Capacity, live: Live, before: int) -> dict[str, Any]:
         """Replay at one capacity with a daemon of its own. Raises DaemonError or KvOffloadError."""
         arguments = self._arguments
-        settings = {"memory.slab_bytes": str(SLAB_SLOTS * self.slot_bytes)}
-        if arguments.policy:
-            settings["memory.policy"] = arguments.policy
         planted = [f"corrupt_every={CORRUPT_EVERY}"] * arguments.plant_corruption
         planted += [f"delay_s={arguments.slow_copies}"] * (arguments.slow_copies > 0)
-        size = capacity.blocks * self.block_bytes
-        with private_folder() as folder, Daemon(Path(folder), size, settings, ",".join(planted)) as daemon:
-            tally, seconds = self._replay(daemon, live, before, capacity.name)
-            told = daemon.status()
-            daemon.observer.drain(WAIT_S, everything=True)
-            tally.findings += daemon.verify(payloads=True)
+        with private_folder() as name:
+            folder = Path(name)
+            folder.chmod(0o755)  # other users connect
+            secret = {seeded.VARIABLE: str(arguments.seed)}
+            with Daemon(
+                folder,
+                capacity.bytes,
+                self._settings(capacity),
+                ",".join(planted),
+                environment=secret,
+                program=seeded.PROGRAM,
+            ) as daemon:
+                tallies, seconds = self._replay(daemon, live, before, capacity.name)
+                told = daemon.status()
+                daemon.observer.drain(WAIT_S, everything=True)
+                findings = list(daemon.verify(payloads=True))
         if daemon.exit_status != 0:
-            tally.findings.append(f"the daemon's exit status is {daemon.exit_status}")
-        return self._result(capacity, tally, seconds, told)
+            findings.append(f"the daemon's exit status is {daemon.exit_status}")
+        return self._result(capacity, tallies, findings, seconds, told)
 
-    def _replay(self, daemon: Daemon, live: Live, before: int, what: str) -> tuple[Tally, float]:
-        arguments = self._arguments
-        workers = Workers(Task(daemon.socket, self.requests, arguments.workers, self.geometry, arguments.seed))
+    def _settings(self, capacity: Capacity) -> dict[str, str]:
+        uids = sorted({tenant.uid for tenant in self._trace.tenants})
+        settings = {"memory.slab_bytes": str(capacity.slab_bytes), "server.allowed_uids": str(uids)}
+        if len(uids) > 1:
+            settings["server.socket_mode"] = "0o666"
+        if self._arguments.policy:
+            settings["memory.policy"] = self._arguments.policy
+        return settings
+
+    def _replay(self, daemon: Daemon, live: Live, before: int, what: str) -> tuple[list[Tally], float]:
+        """What was counted of each tenant, and how long it took."""
+        workers = Workers(daemon.socket, self._trace, self._arguments.workers, self._arguments.seed)
         try:
             workers.begin()
             begun = time.perf_counter()
             while workers.is_busy():
                 live.show(before + workers.done, f"{what}: {workers.done:,} requests")
-            tally = workers.end()
+            tallies = workers.end()
         finally:
             workers.kill()
-        return tally, time.perf_counter() - begun
+        return tallies, time.perf_counter() - begun
 
-    def _result(self, capacity: Capacity, tally: Tally, seconds: float, told: dict[str, Any]) -> dict[str, Any]:
-        shortfall = self._ceiling - tally.block_hits
-        if capacity.unbounded and shortfall != tally.pending_misses:
-            tally.findings.append(f"{shortfall} hits are missing, {tally.pending_misses} of them were pending")
-        if tally.verified_loads == 0 and self._ceiling:
-            tally.findings.append("no load was verified")
-        known = {"lru": lru_hits, "belady": belady_hits}
-        rates = {name: self._rate(hits(self.requests, capacity.blocks)) for name, hits in known.items()}
+    def _result(
+        self, capacity: Capacity, tallies: list[Tally], findings: list[str], seconds: float, told: dict[str, Any]
+    ) -> dict[str, Any]:
+        whole, total = self._whole, Tally()
+        for tally in tallies:
+            total.add(tally)
+        shortfall = whole.restorable - total.block_hits
+        if capacity.unbounded and shortfall != total.pending_misses:
+            findings.append(f"{shortfall} hits are missing, {total.pending_misses} of them were pending")
+        if total.verified_loads == 0 and whole.restorable:
+            findings.append("no load was verified")
+        total.findings += findings
+        simulated = self._simulate(capacity)
+        asked = sum(row["asked"] for row in told["lookups"])
         return {
             "capacity": capacity.name,
             "capacity_blocks": capacity.blocks,
-            "capacity_bytes": capacity.blocks * self.block_bytes,
-            "hit_rate": self._rate(tally.block_hits),
-            "lru_hit_rate": rates["lru"],
-            "belady_hit_rate": rates["belady"],
-            "ceiling_hit_rate": self._rate(self._ceiling),
-            "estimated_ceiling": told["lookups"][0]["ceiling_rate"],
+            "capacity_bytes": capacity.bytes,
+            "hit_rate": self._rate(total.block_hits),
+            "simulated_hit_rate": self._rate(sum(simulated)),
+            **self._rates_of_one_size(capacity),
+            "ceiling_hit_rate": self._rate(whole.restorable),
+            "estimated_ceiling": round(1 - sum(row["new"] for row in told["lookups"]) / asked, 4),
             "shortfall": shortfall,
             "evictions": told["cache"]["keys_evicted"],
+            "slabs_taken_over": told["cache"]["slabs_taken_over"],
             "seconds": round(seconds, 2),
-            "requests_per_s": round(len(self.requests) / seconds, 1),
-            "gib_per_s": round((tally.stored_bytes + tally.loaded_bytes) / GIB / seconds, 3),
-            **{name: getattr(tally, name) for name in tally.__slots__},
+            "requests_per_s": round(self._whole.requests / seconds, 1),
+            "gib_per_s": round((total.stored_bytes + total.loaded_bytes) / GIB / seconds, 3),
+            **{name: getattr(total, name) for name in total.__slots__},
+            "tenants": self._of_tenants(tallies, simulated),
+        }
+
+    def _of_tenants(self, tallies: list[Tally], simulated: list[int]) -> list[dict[str, Any]]:
+        """What each of them hit, and would have hit in the simulated cache."""
+        return [
+            {
+                "uid": tenant.uid,
+                "payload_bytes": tenant.payload_bytes,
+                **asdict(counts),
+                "block_hits": tally.block_hits,
+                "simulated_hits": hits,
+                "restored": _share(tally.block_hits, counts.restorable),
+                "simulated_restored": _share(hits, counts.restorable),
+            }
+            for tenant, counts, tally, hits in zip(self._trace.tenants, self._counts, tallies, simulated, strict=True)
+        ]
+
+    @property
+    def _policy(self) -> str:
+        return self._arguments.policy or DEFAULT_POLICY
+
+    def _simulate(self, capacity: Capacity) -> list[int]:
+        """Hits of each tenant in the daemon's cache, in this process."""
+        given = (self._trace.tenants, self._policy, capacity.bytes, capacity.slab_bytes, self._arguments.seed)
+        with closing(CacheAlone(*given)) as cache:
+            return cache.hits(self._trace)
+
+    def _rates_of_one_size(self, capacity: Capacity) -> dict[str, float | None]:
+        """What simulators say that count blocks, not bytes; None where these differ in size."""
+        known: dict[str, Callable[[list[I64Array], int], int]] = {
+            "policy": lambda requests, blocks: simulate(requests, self._policy, blocks, seed=self._arguments.seed),
+            "lru": lru_hits,
+            "belady": belady_hits,
+        }
+        if not self._is_of_one_size:
+            return {f"{name}_hit_rate": None for name in known}
+        return {
+            f"{name}_hit_rate": self._rate(hits(self._trace.requests, capacity.blocks)) for name, hits in known.items()
         }
 
     def title(self) -> str:
         """What is replayed."""
+        whole, sizes = self._whole, ", ".join(f"{tenant.payload_bytes:,}" for tenant in self._trace.tenants)
         return (
-            f"{len(self.requests):,} requests, {self.references:,} references of {self.unique:,} blocks, "
-            f"{self.geometry.groups[0].payload_bytes(0):,} bytes each"
+            f"{whole.requests:,} requests, {whole.references:,} references of {whole.blocks:,} blocks, "
+            f"{sizes} bytes each"
         )
 
     def _rate(self, hits: int) -> float:
-        return round(hits / self.references, 5)
+        return round(hits / self._whole.references, 5)
+
+
+def _share(hits: int, restorable: int) -> float | None:
+    """None: nothing could be restored."""
+    return round(hits / restorable, 5) if restorable else None
 
 
 SUMMED = ("wrong_bytes", "stores", "loads", "verified_loads", "block_references", "block_hits", "pending_misses")
-RATES = ("hit_rate", "lru_hit_rate", "belady_hit_rate", "ceiling_hit_rate")
+RATES = (
+    "hit_rate", "simulated_hit_rate", "policy_hit_rate", "lru_hit_rate", "belady_hit_rate", "ceiling_hit_rate",
+)  # fmt: skip
 
 
 def summary(results: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -219,7 +281,8 @@ def summary(results: list[dict[str, Any]], arguments: argparse.Namespace) -> dic
         top = results[0]
     else:
         top = {name: sum(result[name] for result in results) for name in SUMMED}
-        top |= {name: round(sum(result[name] for result in results) / len(results), 5) for name in RATES}
+        known = [name for name in RATES if results[0][name] is not None]
+        top |= {name: round(sum(result[name] for result in results) / len(results), 5) for name in known}
         top["findings"] = [finding for result in results for finding in result["findings"]]
     return {**top, **chosen, "capacities": results}
 
@@ -227,16 +290,29 @@ def summary(results: list[dict[str, Any]], arguments: argparse.Namespace) -> dic
 def show(result: dict[str, Any], title: str) -> None:
     results = result["capacities"]
     print_grid(
-        title,
-        ("capacity", "blocks", "hit %", "LRU %", "Belady %", "ceiling %", "hits", "pending", "evicted"),
+        f"{title}\nhits, % of references",
+        ("capacity", "blocks", "daemon", "simulated", "policy", "LRU", "Belady", "ceiling", "evicted"),
         (
             (
                 one["capacity"],
                 f"{one['capacity_blocks']:,}",
-                *(f"{100 * one[name]:.2f}" for name in RATES),
-                *(f"{one[name]:,}" for name in ("block_hits", "pending_misses", "evictions")),
+                *(_percent(one[name]) for name in RATES),
+                f"{one['evictions']:,}",
             )
             for one in results
+        ),
+    )
+    print_grid(
+        "\nof what could be restored, %",
+        ("capacity", "user", "payload", "requests", "could", "hits", "daemon", "simulated"),
+        (
+            (
+                one["capacity"],
+                *(f"{tenant[name]:,}" for name in ("uid", "payload_bytes", "requests", "restorable", "block_hits")),
+                *(_percent(tenant[name]) for name in ("restored", "simulated_restored")),
+            )
+            for one in results
+            for tenant in one["tenants"]
         ),
     )
     print_grid(
@@ -255,17 +331,31 @@ def show(result: dict[str, Any], title: str) -> None:
     )
     for one in results:
         print(f"\n{one['capacity']}: the daemon's estimate of the ceiling is {100 * one['estimated_ceiling']:.2f} %")
+        if one["pending_misses"]:
+            print(f"{one['capacity']}: {one['pending_misses']:,} references were pending")
         if one["capacity"] == "unbounded":
             print(f"\n{one['shortfall']:,} hits fewer than the ceiling's, {one['pending_misses']:,} of them pending")
+    if len(results[0]["tenants"]) > 1 and len({tenant["uid"] for tenant in results[0]["tenants"]}) == 1:
+        print("\nall tenants are one user, in sessions of their own: only root can connect as others")
     for finding in result["findings"]:
         print(f"finding: {finding}")
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f}"
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line; exits with status 2 if it is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, metavar="TRACE", help="a JSON object with `hash_ids` on each line")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes (default: %(default)s)")
+    parser.add_argument(
+        "trace", metavar="TRACE", help=f"a JSON object with `hash_ids` on each line; or one of {', '.join(WORKLOADS)}"
+    )
+    parser.add_argument("--workers", type=int, default=1, help="processes of each tenant (default: %(default)s)")
+    parser.add_argument(
+        "--sizes", default=SIZES, metavar="LIST",
+        help="of the tenants' payloads, in times 4 KiB or what --scale makes, round and round (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--capacity", "--capacities", dest="capacities", metavar="LIST", default="unbounded",
         help='of the memory tier: fractions of the unique blocks, sizes, or "unbounded"; several with commas between',
@@ -274,7 +364,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b", help="KV geometry (default: %(default)s)")
     parser.add_argument("--scale", type=float, metavar="F", help="of the rows (default: payloads of 4 KiB)")
     parser.add_argument("--limit", type=int, metavar="N", help="replay the first N requests only")
-    parser.add_argument("--seed", type=int, default=1, help="of keys, contents and block ids (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="of the workload, keys, hashes and contents (default: %(default)s)"
+    )
     parser.add_argument("--plant-corruption", action="store_true", help="flip bits in loads: they must be noticed")
     parser.add_argument(
         "--slow-copies", type=float, default=0.0, metavar="SECONDS", help="each takes so much longer: more is pending"
@@ -283,6 +375,14 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.workers < 1 or (arguments.limit is not None and arguments.limit < 1):
         parser.error("--workers and --limit are at least 1")
+    try:
+        arguments.sizes = [int(text) for text in arguments.sizes.split(",")]
+    except ValueError as error:
+        parser.error(f"--sizes: {error}")
+    if not all(1 <= size <= SIZES_MAX for size in arguments.sizes):
+        parser.error(f"--sizes: from 1 to {SIZES_MAX}")
+    if not 0 <= arguments.seed < 1 << 64:
+        parser.error("--seed: from 0 to 2**64 - 1")
     if arguments.scale is not None and not 0 < arguments.scale <= 1:
         parser.error("--scale is above 0 and at most 1")
     return arguments
@@ -291,10 +391,12 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     try:
-        requests = load_trace(arguments.trace)[: arguments.limit]
-        if not requests:
+        requests = requests_of(arguments.trace, arguments.seed, arguments.limit or REQUESTS)[: arguments.limit]
+        if not num_references(requests):
             raise ValueError(f"{arguments.trace}: no requests")
-        replay = Replay(requests, arguments)
+        whose = tenants_in(arguments.trace, requests)
+        tenants = tenants_of(MODELS[arguments.model], arguments.scale, arguments.sizes, int(whose.max()) + 1)
+        replay = Replay(Trace(requests, whose, tenants), arguments)
         capacities = [replay.capacity(text.strip()) for text in arguments.capacities.split(",")]
     except OSError as error:
         print(f"replay_trace: {error.filename}: {error.strerror}", file=sys.stderr)

@@ -6,7 +6,6 @@ No bytes move: only the policies run. For a trace the exact LRU, Belady's rule a
 from __future__ import annotations
 
 import argparse
-import heapq
 import sys
 import time
 from collections.abc import Callable
@@ -32,10 +31,9 @@ from scripts.replay.trace import (
     perfect_signals,
     simulate,
 )
+from scripts.replay.workloads import WORKLOADS
 
 CAPACITIES = "0.01,0.02,0.05,0.1,0.2"
-REQUESTS = 12_000
-PROMPT_BLOCKS = 16
 
 REFERENCES: dict[str, Callable[[list[I64Array], int], int]] = {
     "LRU, exact": lru_hits,
@@ -44,99 +42,12 @@ REFERENCES: dict[str, Callable[[list[I64Array], int], int]] = {
 }
 
 
-def zipf(random: np.random.Generator) -> list[I64Array]:
-    """Whole prompts, drawn by Zipf's law with exponent 0.9 from 6,000."""
-    weights = np.arange(1, 6001) ** -0.9
-    return _prompts(random.choice(6000, REQUESTS, p=weights / weights.sum()))
-
-
-def uniform(random: np.random.Generator) -> list[I64Array]:
-    """Whole prompts, each of 4,000 as likely as any other."""
-    return _prompts(random.integers(0, 4000, REQUESTS))
-
-
-def loop(random: np.random.Generator) -> list[I64Array]:
-    """3,000 prompts in turn, again and again: what LRU is worst at."""
-    return _prompts(np.arange(REQUESTS) % 3000)
-
-
-def scan(random: np.random.Generator) -> list[I64Array]:
-    """Hot prompts, drawn by Zipf's law from 1,000, and as many that never come back."""
-    weights = np.arange(1, 1001) ** -1.0
-    hot = random.choice(1000, REQUESTS, p=weights / weights.sum())
-    return _prompts(np.where(random.random(REQUESTS) < 0.5, hot, 1000 + np.arange(REQUESTS)))
-
-
-def shift(random: np.random.Generator) -> list[I64Array]:
-    """Zipf's law over 2,000 prompts, other ones after each quarter of the requests."""
-    weights = np.arange(1, 2001) ** -0.9
-    drawn = random.choice(2000, REQUESTS, p=weights / weights.sum())
-    return _prompts(drawn + 2000 * (np.arange(REQUESTS) * 4 // REQUESTS))
-
-
-def chat(random: np.random.Generator) -> list[I64Array]:
-    """100 conversations at a time under one shared prefix; a turn adds 4 blocks and is the last with chance 0.3."""
-    prefix = list(range(4))
-    next_id = 4
-    prompts: list[list[int]] = [[] for _ in range(100)]
-    requests = []
-    for _ in range(REQUESTS):
-        which = int(random.integers(0, 100))
-        prompts[which] = prompts[which] or prefix
-        prompts[which] = [*prompts[which], *range(next_id, next_id + 4)]
-        next_id += 4
-        requests.append(np.array(prompts[which], np.int64))
-        if random.random() < 0.3:
-            prompts[which] = []
-    return requests
-
-
-def agents(random: np.random.Generator) -> list[I64Array]:
-    """60 agents of 6 kinds, each kind with a prefix of 16 blocks. A turn adds 1 to 6 blocks; the last has chance 0.04.
-    The next one follows at once (exponential, mean 1), but after one in twelve a person is waited for (mean 60).
-    """
-    prefixes = [list(range(16 * kind, 16 * kind + 16)) for kind in range(6)]
-    next_id = 16 * len(prefixes)
-    prompts: list[list[int]] = [[] for _ in range(60)]
-    due = [(float(when), which) for which, when in enumerate(random.exponential(10.0, len(prompts)))]
-    heapq.heapify(due)
-    requests = []
-    for _ in range(REQUESTS):
-        now, which = heapq.heappop(due)
-        prompt = prompts[which] or prefixes[int(random.integers(0, len(prefixes)))]
-        added = int(random.integers(1, 7))
-        prompts[which] = [*prompt, *range(next_id, next_id + added)]
-        next_id += added
-        requests.append(np.array(prompts[which], np.int64))
-        if random.random() < 0.04:
-            prompts[which] = []
-        pause_s = 60.0 if random.random() < 1 / 12 else 1.0
-        heapq.heappush(due, (now + float(random.exponential(pause_s)), which))
-    return requests
-
-
-def rag(random: np.random.Generator) -> list[I64Array]:
-    """A document of 800, drawn by Zipf's law, behind a shared prefix; then a question that never comes back."""
-    weights = np.arange(1, 801) ** -0.8
-    documents = random.choice(800, REQUESTS, p=weights / weights.sum())
-    prefix = np.arange(2)
-    bodies = 2 + documents[:, None] * 12 + np.arange(12)
-    questions = 2 + 800 * 12 + np.arange(REQUESTS)[:, None] * 2 + np.arange(2)
-    return [np.concatenate((prefix, *parts)) for parts in zip(bodies, questions, strict=True)]
-
-
 SIGNALS: dict[str, Callable[[list[I64Array], int], list[Signal] | None]] = {
     "none": lambda requests, seed: None,
     "perfect": lambda requests, seed: perfect_signals(requests),
     "half": lambda requests, seed: half_right(perfect_signals(requests), seed),
 }
 """What clients say when a request ends: nothing, what is true, or that in half of the cases."""
-
-WORKLOADS = {make.__name__: make for make in (zipf, uniform, loop, scan, shift, chat, agents, rag)}
-
-
-def _prompts(numbers: I64Array) -> list[I64Array]:
-    return list(numbers[:, None] * PROMPT_BLOCKS + np.arange(PROMPT_BLOCKS))
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -2,72 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import sys
 from dataclasses import dataclass, field
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvoffloadd.client import Client, GroupKind, Job, KeyState, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
-from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, slot_pages
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of
-from kvoffloadd.trial.oracle import Oracle, digest
+from kvoffloadd.client import Client, Job, KeyState, KvCache, Outcome, Ref, SharedTensor
+from kvoffloadd.model import I64Array, U8Array
+from kvoffloadd.trial.figures import KEY_BYTES
+from kvoffloadd.trial.oracle import Oracle
 from scripts.harness.arrangement import group_of
-from scripts.harness.geometry import Geometry
-from scripts.harness.groupshape import GroupShape, RefShape
+from scripts.harness.otheruser import connect_as
+from scripts.replay.tenants import BLOCK_TOKENS, Tenant, keys_of_blocks
 
-BLOCK_TOKENS = 512
 WAIT_S = 120.0
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """One rank's KV cache: `tensors` layer slots, in each `token_bytes` of K and V per token. `windows`: of each
-    group that shares them, the tokens of its sliding window; 0: full attention.
-    """
-
-    tensors: int
-    token_bytes: int
-    windows: tuple[int, ...]
-
-
-MODELS = {
-    "llama-3.1-8b": Model(tensors=32, token_bytes=2 * 8 * 128 * 2, windows=(0,)),
-    "gpt-oss-20b": Model(tensors=12, token_bytes=2 * 8 * 64 * 2, windows=(0, 128)),
-}
-
-
-def geometry_of(model: Model, scale: float | None) -> Geometry:
-    """A model scaled down, whose blocks are those of the trace. `scale` 1 is the real size; None: as large as one slot
-    of 4 KiB takes.
-    """
-    real = model.token_bytes * BLOCK_TOKENS
-    page_bytes = PAGE_BYTES // model.tensors if scale is None else max(1, round(real * scale))
-    refs = (tuple(RefShape(tensor, page_bytes) for tensor in range(model.tensors)),)
-    # A window's keys hold its last `window - 1` tokens.
-    groups = tuple(
-        GroupShape(number, GroupKind.SLIDING, BLOCK_TOKENS, -(-(window - 1) // BLOCK_TOKENS), 1, refs, (0,))
-        if window
-        else GroupShape(number, GroupKind.FULL, BLOCK_TOKENS, 0, 1, refs, (0,))
-        for number, window in enumerate(model.windows)
-    )
-    return Geometry("replay", 0, KEY_BYTES, 1, model.tensors, True, groups)
-
-
-def slot_bytes(geometry: Geometry) -> int:
-    """What a key takes in the arena."""
-    return slot_pages(geometry.groups[0].payload_bytes(0)) * PAGE_BYTES
-
-
-def prefix_of(geometry: Geometry, usable: Sequence[BoolArray]) -> int:
-    """The longest prefix, in blocks, that all groups can serve."""
-    for length in range(len(usable[0]), 0, -1):
-        if all(usable[group.number][group.first_needed(length) : length].all() for group in geometry.groups):
-            return length
-    return 0
+LOOK_S = 1.0
 
 
 @dataclass(slots=True)
@@ -95,30 +49,39 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What every worker knows. Worker w of n replays requests w, w + n, w + 2n..."""
+    """What every worker knows: the tenant of each worker, and the worker of each request. `overlaps`: a turn ends when
+    the store is admitted, not with the request.
+    """
 
     socket: Path
     requests: list[I64Array]
-    workers: int
-    geometry: Geometry
+    tenants: list[Tenant]
+    workers: list[int]
+    overlaps: bool
     seed: int
 
 
 class Turn:
-    """A token that goes round all workers: whoever has it is at the next request of the trace."""
+    """The right to be next, of which there is one: whoever has it is at the next request of the trace. `workers`: whose
+    each request is.
+    """
 
-    def __init__(self, mine: Connection, following: Connection) -> None:
-        self._mine = mine
-        self._following = following
+    def __init__(self, gates: list[Semaphore], workers: list[int], number: int) -> None:
+        self._gates = gates
+        self._workers = workers
+        self._number = number
 
     def take(self) -> None:
-        """Wait for it. Raises EOFError: the worker before this one has ended early."""
-        self._mine.recv_bytes()
+        """Wait for it. Ends this process if the one that began it is gone."""
+        script = parent_process()
+        while not self._gates[self._number].acquire(timeout=LOOK_S):
+            if script is None or not script.is_alive():
+                sys.exit("the script is gone")
 
-    def give(self) -> None:
-        """Pass it on, unless the next worker has no request left and is gone."""
-        with contextlib.suppress(BrokenPipeError):
-            self._following.send_bytes(b"turn")
+    def give(self, at: int) -> None:
+        """Pass it on to the worker of this request, if there is one."""
+        if at < len(self._workers):
+            self._gates[self._workers[at]].release()
 
 
 class Worker:
@@ -126,18 +89,18 @@ class Worker:
 
     def __init__(self, task: Task, number: int) -> None:
         self.tally = Tally()
-        self._geometry = geometry = task.geometry
-        self._oracle = Oracle(task.seed, 0, KEY_BYTES, roots=1, root_tokens=0)
+        self._task = task
+        self._tenant = tenant = task.tenants[number]
+        self._geometry = geometry = tenant.geometry
+        self._oracle = Oracle(task.seed, tenant.number, KEY_BYTES, roots=1, root_tokens=0)
         self._rng = np.random.default_rng([task.seed, number])
-        self._key_seed = digest(task.seed, 1)
+        self.mine = [at for at, worker in enumerate(task.workers) if worker == number]
         # Of each request and group: blocks to be stored, and as many to load into.
-        blocks = 2 * len(geometry.groups) * max(map(len, task.requests))
-        self._payload_bytes = geometry.groups[0].payload_bytes(0)
-        memory = SharedTensor.allocate(1, blocks * self._payload_bytes)
+        blocks = 2 * len(geometry.groups) * max(len(task.requests[at]) for at in self.mine)
+        memory = SharedTensor.allocate(1, blocks * tenant.payload_bytes)
         self._pages = memory.array.reshape(geometry.tensors, blocks, -1)
-        self._client = Client(
-            task.socket, namespace=NamespaceSpec(model="replay", key_bytes=KEY_BYTES), deadline_s=WAIT_S
-        )
+        client = Client(task.socket, namespace=tenant.namespace, deadline_s=WAIT_S)
+        self._client = connect_as(client, tenant.uid)
         tensors = [SharedTensor.adopt(pages) for pages in self._pages]
         refs = [Ref(number, 0, tensor.page_bytes) for number, tensor in enumerate(tensors)]
         groups = [group_of(shape, refs, 0) for shape in geometry.groups]
@@ -146,11 +109,12 @@ class Worker:
     def close(self) -> None:
         self._client.close()
 
-    def replay(self, request: I64Array, turn: Turn) -> None:
-        """One request. Raises KvOffloadError where the daemon does not do what it must."""
+    def replay(self, at: int, turn: Turn) -> None:
+        """One request of the trace. Raises KvOffloadError where the daemon does not do what it must."""
+        request = self._task.requests[at]
         count, groups = len(request), range(len(self._geometry.groups))
-        keys = keys_of(request, self._key_seed)
-        contents = [self._oracle.contents(group, 0, keys, self._payload_bytes) for group in groups]
+        keys = keys_of_blocks(request, self._task.seed)
+        contents = [self._oracle.contents(group, 0, keys, self._tenant.payload_bytes) for group in groups]
         blocks = self._rng.permutation(self._pages.shape[1])[: 2 * len(groups) * count].reshape(2, len(groups), count)
         for group in groups:
             self._write(blocks[0, group], contents[group])
@@ -161,7 +125,8 @@ class Worker:
         if prefix < count:
             rest = {group: (keys[prefix:], blocks[0, group, prefix:]) for group in groups}
             store = self._client.store(self._registration, rest, first=prefix, deadline_s=WAIT_S)
-        turn.give()
+        if self._task.overlaps:
+            turn.give(at + 1)
         self.tally.block_references += count
         self.tally.block_hits += prefix
         if prefix:
@@ -171,14 +136,19 @@ class Worker:
             self._client.release(found.lease)
         if store is not None:
             self._finish_store(store)
+        if not self._task.overlaps:
+            # The daemon counts uses of a key within some milliseconds as one, unless asked for the order before. In the
+            # trace they lie further apart.
+            self._client.keep({}, "soon")
+            turn.give(at + 1)
 
     def _prefix(self, states: list[U8Array], boundaries: np.ndarray) -> int:
         """Blocks that hit; counts those that would if what is pending were held."""
-        prefix = prefix_of(self._geometry, [state == KeyState.HIT for state in states])
+        prefix = self._tenant.prefix([state == KeyState.HIT for state in states])
         told = int(boundaries[0]) // BLOCK_TOKENS if len(boundaries) else 0
         if told != prefix:
             self.tally.findings.append(f"{prefix} blocks can be served, the longest boundary told is {told} blocks")
-        soon = prefix_of(self._geometry, [(state == KeyState.HIT) | (state == KeyState.PENDING) for state in states])
+        soon = self._tenant.prefix([(state == KeyState.HIT) | (state == KeyState.PENDING) for state in states])
         self.tally.pending_misses += soon - prefix
         return min(prefix, told)
 
@@ -224,12 +194,12 @@ class Worker:
 
 
 def work(task: Task, number: int, turn: Turn, report: Connection, done: Any) -> None:
-    """A worker's process: says that it is ready, replays its requests, sends its `Tally`."""
+    """A worker's process: registers when it is told to and says so, replays its requests, sends its `Tally`."""
+    turn.take()
     worker = Worker(task, number)
     report.send(None)
-    with contextlib.suppress(EOFError):  # the worker before this one has failed, and said so
-        for index in range(number, len(task.requests), task.workers):
-            worker.replay(task.requests[index], turn)
-            done[number] += 1
-        worker.close()
-        report.send(worker.tally)
+    for at in worker.mine:
+        worker.replay(at, turn)
+        done[number] += 1
+    worker.close()
+    report.send(worker.tally)

@@ -8,15 +8,28 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.events import Event
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.policy import create_policy
+from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.progress import Progress
-from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, I64Array, U16Array, U32Array, U64Array
+from kvoffloadd.model import (
+    PAGE_BYTES,
+    BoolArray,
+    F64Array,
+    GroupKind,
+    GroupSchema,
+    I64Array,
+    U16Array,
+    U32Array,
+    U64Array,
+)
 from kvoffloadd.storage.arenafile import ArenaFile
+from kvoffloadd.storage.disk.format import ENTRY, Records
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.memory import MemoryTier
 
@@ -43,6 +56,9 @@ class FirstInFirstOut:
     def keep(self, rows: U32Array, *, soon: bool) -> None:
         assert all(row in self.rows for row in rows.tolist())
 
+    def lose(self, rows: U32Array) -> None:
+        assert all(row in self.rows for row in rows.tolist())
+
     def remove(self, rows: U32Array) -> None:
         for row in rows.tolist():
             del self.rows[row]
@@ -50,6 +66,10 @@ class FirstInFirstOut:
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
         rows = np.array(list(self.rows), np.uint32)
         return rows[evictable(rows)][:wanted]
+
+    def worth(self, rows: U32Array) -> F64Array:
+        age = {row: len(self.rows) - at for at, row in enumerate(self.rows)}
+        return np.array([1 / age[row] for row in rows.tolist()], np.float64)
 
     def readmit(self, rows: U32Array) -> None:
         pass
@@ -69,7 +89,7 @@ def make_cache(pages: int = 64, slab_pages: int = 16, pool: ArenaFile | None = N
     """`policy`: by its name, instead of the simplest."""
     tier = MemoryTier(pages * PAGE_BYTES, slab_pages * PAGE_BYTES, pool)
     if policy:
-        return Cache(tier, partial(create_policy, policy), seed=7)
+        return Cache(tier, partial(create_policy, policy, clock=Clock()), seed=7)
     return Cache(tier, lambda capacity_rows, max_rows: FirstInFirstOut(), seed=7)
 
 
@@ -95,6 +115,13 @@ def events_of(cache: Cache) -> list[Event]:
     """What waits to be told of all namespaces, which it does no longer."""
     waiting = cache.entries.events
     return [e for namespace in cache.namespaces.values() for e in iter(partial(waiting.take, namespace), None)]
+
+
+def entries_of(keys: U64Array, parts: npt.ArrayLike, pages: npt.ArrayLike, payload_bytes: int = PAGE_BYTES) -> Records:
+    """Records of these parts of keys, at these pages."""
+    entries = np.zeros(len(keys), ENTRY)
+    entries["key"], entries["part"], entries["page"], entries["payload_bytes"] = keys, parts, pages, payload_bytes
+    return entries
 
 
 def keys_of(*numbers: int) -> U64Array:

@@ -89,7 +89,7 @@ def test_step_by_step_as_in_one(before: list[int], asked: list[list[int]], width
                 order.append(found)
                 queue = one.queue
                 assert queue is not None
-                cache.eviction.drop(cache.eviction.victims(queue, 1))
+                cache.eviction.drop(cache.eviction.victims([queue], 1))
         results.append((states, filled, order))
         assert namespace.name
         cache.tier.close()

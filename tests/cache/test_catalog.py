@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffloadd.cache.disk import catalog as catalog_module
-from kvoffloadd.cache.disk.catalog import Catalog, DiskKeyspace
+from kvoffloadd.cache.disk import diskkeyspaces
+from kvoffloadd.cache.disk.catalog import Catalog
+from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.model import I64Array, U64Array
 from kvoffloadd.storage.disk.format import KeyspaceId
 
-from .fakes import keys_of
+from .fakes import entries_of, keys_of
 
 WIDTHS = (1, 1, 3)
 SEGMENTS = 6
@@ -30,7 +32,7 @@ def name_of(n: int, epoch: int = 0, parts: int = 1) -> KeyspaceId:
 
 
 def disk_keyspace_of(catalog: Catalog, n: int, epoch: int = 0, parts: int = 1) -> DiskKeyspace:
-    disk_keyspace = catalog.disk_keyspace(name_of(n, epoch, parts))
+    disk_keyspace = catalog.disk_keyspaces.open(name_of(n, epoch, parts))
     assert disk_keyspace is not None
     return disk_keyspace
 
@@ -38,7 +40,7 @@ def disk_keyspace_of(catalog: Catalog, n: int, epoch: int = 0, parts: int = 1) -
 def put(catalog: Catalog, disk_keyspace: DiskKeyspace, segment: int, *places: tuple[int, int, int]) -> None:
     """Places: (key, part, page)."""
     numbers, parts, pages = zip(*places, strict=True)
-    catalog.put(disk_keyspace, keys_of(*numbers), np.array(parts, np.uint16), segment, np.array(pages, np.uint32))
+    catalog.put(disk_keyspace, entries_of(keys_of(*numbers), parts, pages), segment)
 
 
 def check(catalog: Catalog, segments: set[int]) -> list[str]:
@@ -92,8 +94,7 @@ class CatalogMachine(RuleBasedStateMachine):
             self.model[n].setdefault(key, {})[part] = (segment, page)
         order = rng.permutation(len(numbers))
         keys = keys_of(*numbers[order].tolist())
-        pages32 = pages[order].astype(np.uint32)
-        self.catalog.put(self.disk_keyspaces[n], keys, parts[order].astype(np.uint16), segment, pages32)
+        self.catalog.put(self.disk_keyspaces[n], entries_of(keys, parts[order], pages[order]), segment)
 
     @rule(n=which, seed=seeds)
     def use(self, n: int, seed: int) -> None:
@@ -143,7 +144,7 @@ class CatalogMachine(RuleBasedStateMachine):
         number.
         """
         old = self.disk_keyspaces[n]
-        self.catalog.close(old)
+        self.catalog.disk_keyspaces.close(old)
         self.epochs[n] += 1
         if not again:
             self.disk_keyspaces[n] = disk_keyspace_of(self.catalog, n, self.epochs[n], self.widths[n])
@@ -151,13 +152,13 @@ class CatalogMachine(RuleBasedStateMachine):
         some = keys_of(*complete)
         assert (self.catalog.find(old, some) == -1).all()
         assert self.catalog.complete(old, some).all()
-        self.catalog.put(old, keys_of(9999), np.zeros(1, np.uint16), 1, np.ones(1, np.uint32))
+        self.catalog.put(old, entries_of(keys_of(9999), [0], [1]), 1)
         told = [number for keys in self.catalog.empty(old) for number in numbers_in(keys)]
         assert sorted(told) == complete
         assert old.id not in self.catalog.disk_keyspaces
         self.model[n], self.used[n] = {}, set()
         if again:
-            self.widths[n], self.catalog._next_number = width, old.id
+            self.widths[n], self.catalog.disk_keyspaces._next_number = width, old.id
             self.disk_keyspaces[n] = disk_keyspace_of(self.catalog, n, self.epochs[n], width)
             assert self.disk_keyspaces[n].id == old.id
 
@@ -200,7 +201,7 @@ def test_memory_of_many_records_stays_within_the_budget(seed: int) -> None:
     for batch in range(400):
         keys = rng.integers(0, 1 << 63, (500, 4), dtype=np.uint64)
         pages = np.arange(1, 501, dtype=np.uint32)
-        catalog.put(disk_keyspace, keys, np.zeros(500, np.uint16), 1 + batch, pages)
+        catalog.put(disk_keyspace, entries_of(keys, np.zeros(500), pages), 1 + batch)
     assert catalog.records == 200_000
     assert catalog.memory_bytes() / catalog.records < 75
     for segment in range(1, 401):
@@ -275,21 +276,21 @@ def test_disk_keyspaces_of_other_names_do_not_meet() -> None:
         KeyspaceId(b"\1" * 16, b"s" * 16, 0, 1, 1, 32),
     ]
     for name in others:
-        other = catalog.disk_keyspace(name)
+        other = catalog.disk_keyspaces.open(name)
         assert other is not None
         assert other is not disk_keyspace
         assert catalog.find(other, keys_of(5))[0] == -1
-    assert catalog.disk_keyspace(name_of(1)) is disk_keyspace
+    assert catalog.disk_keyspaces.open(name_of(1)) is disk_keyspace
 
 
 def test_numbers_of_disk_keyspaces_are_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "DISK_KEYSPACES_MAX", 4)
+    monkeypatch.setattr(diskkeyspaces, "DISK_KEYSPACES_MAX", 4)
     catalog = Catalog(100, 1)
     disk_keyspaces = [disk_keyspace_of(catalog, n) for n in range(3)]
-    assert catalog.disk_keyspace(name_of(3)) is None
+    assert catalog.disk_keyspaces.open(name_of(3)) is None
     put(catalog, disk_keyspaces[1], 1, (5, 0, 1))
-    catalog.close(disk_keyspaces[1])
-    assert catalog.disk_keyspace(name_of(3)) is None, "it is not empty yet"
+    catalog.disk_keyspaces.close(disk_keyspaces[1])
+    assert catalog.disk_keyspaces.open(name_of(3)) is None, "it is not empty yet"
     assert [numbers_in(keys) for keys in catalog.empty(disk_keyspaces[1])] == [[5]]
     new = disk_keyspace_of(catalog, 3)
     assert new.id not in (disk_keyspaces[0].id, disk_keyspaces[2].id)
@@ -302,7 +303,7 @@ def test_a_closed_disk_keyspace_is_emptied_in_steps_while_its_segments_go(monkey
     old = disk_keyspace_of(catalog, 1)
     put(catalog, old, 1, *((key, 0, 1 + key) for key in range(3)))
     put(catalog, old, 2, *((key, 0, 1 + key) for key in range(3, 9)))
-    catalog.close(old)
+    catalog.disk_keyspaces.close(old)
     told: list[int] = []
     for step, keys in enumerate(catalog.empty(old)):
         told += numbers_in(keys)
@@ -318,14 +319,14 @@ def test_emptying_a_disk_keyspace_leaves_alone_what_an_earlier_one_of_its_number
     catalog = Catalog(1000, 1)
     old, other = disk_keyspace_of(catalog, 1), disk_keyspace_of(catalog, 2)
     put(catalog, old, 1, *((key, 0, 1 + key) for key in range(100)))
-    catalog.close(old)
+    catalog.disk_keyspaces.close(old)
     for _ in catalog.empty(old):
         pass
-    catalog._next_number = old.id
+    catalog.disk_keyspaces._next_number = old.id
     wide = disk_keyspace_of(catalog, 3, parts=2)
     assert wide.id == old.id
     put(catalog, other, 2, *((key, 0, 1 + key) for key in range(50)))
-    catalog.close(wide)
+    catalog.disk_keyspaces.close(wide)
     for keys in catalog.empty(wide):
         assert not len(keys)
     assert (catalog.find(other, keys_of(*range(50))) >= 0).all()
@@ -341,7 +342,7 @@ def test_emptying_a_disk_keyspace_leaves_alone_what_took_its_place_meanwhile(
     old, other = disk_keyspace_of(catalog, 1), disk_keyspace_of(catalog, 2)
     put(catalog, old, 1, *((key, 0, 1 + key) for key in range(3)))
     put(catalog, old, 2, *((key, 0, 1 + key) for key in range(3, 3 + freed)))
-    catalog.close(old)
+    catalog.disk_keyspaces.close(old)
     walk = catalog.empty(old)
     next(walk)
     catalog.forget(catalog.in_segment(2))  # this segment is given up, between two steps
@@ -390,35 +391,35 @@ def test_the_audit_of_the_catalog_knows_which_records_are_free() -> None:
 
 
 def test_a_user_has_no_more_disk_keyspaces_than_are_left_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "DISK_KEYSPACES_MAX", 33)
+    monkeypatch.setattr(diskkeyspaces, "DISK_KEYSPACES_MAX", 33)
     catalog = Catalog(1000, 7)
 
     def take(uid: int | None, first: int) -> list[DiskKeyspace]:
         """As many as they give."""
         taken: list[DiskKeyspace] = []
-        while (disk_keyspace := catalog.disk_keyspace(name_of(first + len(taken)), uid)) is not None:
+        while (disk_keyspace := catalog.disk_keyspaces.open(name_of(first + len(taken)), uid)) is not None:
             taken.append(disk_keyspace)
         return taken
 
     disk_keyspaces = take(1, 0)
     assert [len(disk_keyspaces), len(take(2, 50)), len(take(3, 100)), len(take(4, 150))] == [16, 8, 4, 2]
-    assert catalog.disk_keyspace(name_of(0), 1) is disk_keyspaces[0], "what it has it may use"
-    assert catalog.disk_keyspace(name_of(200), 5) is not None, "somebody new finds room"
-    assert catalog.disk_keyspace(name_of(201), 1) is None
-    catalog.discard(disk_keyspaces[0])
-    catalog.close(disk_keyspaces[1])
+    assert catalog.disk_keyspaces.open(name_of(0), 1) is disk_keyspaces[0], "what it has it may use"
+    assert catalog.disk_keyspaces.open(name_of(200), 5) is not None, "somebody new finds room"
+    assert catalog.disk_keyspaces.open(name_of(201), 1) is None
+    catalog.disk_keyspaces.discard(disk_keyspaces[0])
+    catalog.disk_keyspaces.close(disk_keyspaces[1])
     assert list(catalog.empty(disk_keyspaces[1])) == []
     for _ in range(2):
-        assert [catalog.disk_keyspace(name_of(202 + n), 6) is not None for n in range(3)] == [True, True, False]
+        assert [catalog.disk_keyspaces.open(name_of(202 + n), 6) is not None for n in range(3)] == [True, True, False]
     assert check(catalog, set()) == []
 
 
 def test_what_was_found_at_a_start_is_its_users_once_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "DISK_KEYSPACES_MAX", 9)
+    monkeypatch.setattr(diskkeyspaces, "DISK_KEYSPACES_MAX", 9)
     catalog = Catalog(1000, 7)
-    found = [catalog.disk_keyspace(name_of(n)) for n in range(5)]
+    found = [catalog.disk_keyspaces.open(name_of(n)) for n in range(5)]
     assert None not in found, "nobody is known to have too many"
-    assert [catalog.disk_keyspace(name_of(n), 1) for n in range(5)] == found
-    assert catalog.disk_keyspace(name_of(5), 1) is None
-    assert catalog.disk_keyspace(name_of(5), 2) is not None
+    assert [catalog.disk_keyspaces.open(name_of(n), 1) for n in range(5)] == found
+    assert catalog.disk_keyspaces.open(name_of(5), 1) is None
+    assert catalog.disk_keyspaces.open(name_of(5), 2) is not None
     assert [disk_keyspace.uid for disk_keyspace in catalog.disk_keyspaces.values()] == [1] * 5 + [2]

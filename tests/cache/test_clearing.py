@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from kvoffloadd.cache import clearing
 from kvoffloadd.cache.clearing import REMOTE, Clearings
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.remotetier import RemoteTier
@@ -62,14 +64,60 @@ async def test_no_place_waits_for_another(open_tier: Open, monkeypatch: pytest.M
     assert clearings.unrecorded(clearing) == []
 
 
+async def test_of_those_by_names_each_step_is_recorded_by_itself(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another clear came between the steps: a disk that knows this one, and no later epoch, has not recorded all."""
+    monkeypatch.setattr(clearing, "GROUPS_AT_ONCE", 1)
+    tier = await open_tier(retry_s=3600.0)
+    first, last = (tier.keyspace(name).namespace.fingerprint for name in (b"a" * 16, b"b" * 16))
+    clearings = Clearings(tier.cache, tier.disk, None, asyncio.get_running_loop().create_task)
+    steps = clearings._begin_in_steps(tier.cache.namespaces.values())
+    next(steps)
+    between = clearings.begin(frozenset([last]))
+    await clearings.wait_recorded(between, 60.0)
+    monkeypatch.setattr(tier.root.directory, "write_epochs", refused)
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        begun = end.value
+    await begun.tried
+    assert begun.names == {first, last}
+    assert len(begun.epochs) == 2
+    assert clearings.unrecorded(between) == []
+    assert clearings.unrecorded(begun) == [str(tier.root.path)]
+
+
+async def refused(*epochs: Any) -> None:
+    raise OSError(errno.EIO, "refused")
+
+
+async def test_disk_keyspaces_are_found_by_their_namespaces(open_tier: Open) -> None:
+    tier = await open_tier()
+    one, other = tier.keyspace(b"a" * 16), tier.keyspace(b"b" * 16)
+    for keyspace in (one, other):
+        await tier.store_away(keyspace, 1, 2)
+    catalog = tier.disk.catalog
+    names = [keyspace.namespace.fingerprint for keyspace in (one, other)]
+    assert sorted(found.name.fingerprint for found in catalog.disk_keyspaces.of_namespaces(names)) == sorted(names)
+    assert [found.name.fingerprint for found in catalog.disk_keyspaces.of_namespaces(names[:1])] == names[:1]
+    clearings = Clearings(tier.cache, tier.disk, None, asyncio.get_running_loop().create_task)
+    await clearings.wait_recorded(clearings.begin(frozenset(names[:1])), 60.0)
+    await tier.until(lambda: all(found.name.epoch for found in catalog.disk_keyspaces.of_namespaces(names[:1])))
+    assert [found.keys for found in catalog.disk_keyspaces.of_namespaces(names[1:])] == [2]
+
+
 async def test_of_several_namespaces_each_counts(open_tier: Open) -> None:
     tier = await open_tier()
     names = frozenset(tier.keyspace(name).namespace.fingerprint for name in (b"a" * 16, b"b" * 16))
     clearings = Clearings(tier.cache, tier.disk, None, asyncio.get_running_loop().create_task)
-    clearing = clearings.begin(names)
-    await clearings.wait_recorded(clearing, 60.0)
-    assert clearings.unrecorded(clearing) == []
+    cleared = clearings.begin(names)
+    await clearings.wait_recorded(cleared, 60.0)
+    assert clearings.unrecorded(cleared) == []
     manifest = tier.root.directory.manifest
     assert manifest is not None
-    assert manifest.has_clear(names, clearing.epoch)
-    assert not manifest.has_clear(names, clearing.epoch + 1)
+    ((reached, epoch),) = cleared.epochs
+    assert reached == names
+    assert manifest.has_clear(names, epoch)
+    assert not manifest.has_clear(names, epoch + 1)

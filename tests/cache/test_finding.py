@@ -159,19 +159,24 @@ def test_what_is_evicted_after_its_release_goes_from_a_prompts_end_on() -> None:
     for _ in steps:
         pass
     assert keyspace.queue is not None
-    assert not len(cache.eviction.victims(keyspace.queue, 8))
+    assert not len(cache.eviction.victims([keyspace.queue], 8))
     assert cache.eviction.any_aside
     found.release()
-    order = cache.entries.index.keys[cache.eviction.victims(keyspace.queue, 8)][:, 1].tolist()
+    order = cache.entries.index.keys[cache.eviction.victims([keyspace.queue], 8)][:, 1].tolist()
     assert order == [7, 6, 5, 4, 3, 2, 1, 0]
     assert audit.check(cache, 0, 0) == []
     cache.tier.close()
 
 
-def test_many_small_groups_take_few_steps(cache: Cache) -> None:
+@pytest.mark.parametrize(("group_keys", "steps"), [(0, 5), (2, 10)])
+def test_many_small_groups_take_few_steps(
+    cache: Cache, group_keys: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step finds four keys here; a group counts as some more."""
+    monkeypatch.setattr(finding, "GROUP_KEYS", group_keys)
     groups = [(make_keyspace(cache, bytes([number]) * 16)[1], keys_of(1, 2)) for number in range(10)]
     found = Finding(cache, groups)
-    assert len(list(found.steps())) == 5
+    assert len(list(found.steps())) == steps
     assert [len(rows) for rows in found.rows()] == [2] * 10
     found.release()
 

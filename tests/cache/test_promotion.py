@@ -27,7 +27,7 @@ from kvoffloadd.storage.disk.records import READ
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier
-from .fakes import keys_of
+from .fakes import entries_of, keys_of
 
 
 async def blocked(tier: Tier) -> Tier:
@@ -459,7 +459,7 @@ async def test_a_bad_record_that_has_moved_on_meanwhile_is_kept_where_it_is_now(
     await tier.until(tier.files.reading.entered.is_set)
     _, segment, page = tier.place(keyspace, 1)
     catalog = tier.disk.catalog
-    catalog.put(disk_keyspace, keys_of(1), np.zeros(1, np.uint16), segment.ordinal, np.array([page + 2], np.uint32))
+    catalog.put(disk_keyspace, entries_of(keys_of(1), [0], [page + 2]), segment.ordinal)
     tier.files.reading.open()
     await tier.quiet()
     assert tier.on_disk(keyspace, 1) == [1]

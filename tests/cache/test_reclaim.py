@@ -1,4 +1,4 @@
-"""Reclaim: the oldest segments are given up whole, what is used moves on, and no root outgrows its capacity."""
+"""Reclaim: segments that hold the least go first, what is used moves on, and no root outgrows its capacity."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.storage.disk import segmentpool
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.segment import Segment
 from kvoffloadd.storage.disk.writer import OnWritten, WriteBatch
@@ -18,9 +19,9 @@ from .disktier import MISS, Shape, Tier, bytes_under
 from .fakes import events_of, keys_of
 
 BIG = Shape(pages=512, segment_pages=64)
-"""30 records of two pages in a segment; 8 of them are a quarter of it."""
+"""30 records of two pages in a segment; 8 of them are a quarter of it, 16 a half."""
 
-PER_SEGMENT, QUARTER = 30, 8
+PER_SEGMENT, QUARTER, HALF = 30, 8, 16
 
 
 async def pour(tier: Tier, keyspace: Keyspace, first: int, count: int, *, step: int = 10) -> list[int]:
@@ -104,12 +105,19 @@ async def test_what_moved_on_and_is_not_read_again_goes(open_tier: Open) -> None
     assert tier.on_disk(keyspace, *range(PER_SEGMENT)) == []
 
 
+async def read(tier: Tier, keyspace: Keyspace, *numbers: int) -> None:
+    """Promote these keys, some at a time, and evict them again."""
+    for at in range(0, len(numbers), PER_SEGMENT):
+        some = list(numbers[at : at + PER_SEGMENT])
+        assert await tier.fetch(keyspace, *some) == some
+        tier.evict(keyspace, *some)
+
+
 async def test_no_more_than_a_quarter_moves_on(open_tier: Open) -> None:
     tier = await open_tier(BIG)
     keyspace = tier.keyspace()
     numbers = await pour(tier, keyspace, 0, 7 * PER_SEGMENT)
-    assert await tier.fetch(keyspace, *numbers[: 2 * PER_SEGMENT]) == numbers[: 2 * PER_SEGMENT]
-    tier.evict(keyspace, *numbers[: 2 * PER_SEGMENT])
+    await read(tier, keyspace, *tier.on_disk(keyspace, *numbers))
     recycled = tier.root.pool.recycled
     await pour(tier, keyspace, 1000, PER_SEGMENT)
     turns = tier.root.pool.recycled - recycled
@@ -121,13 +129,160 @@ async def test_no_more_than_a_quarter_moves_on(open_tier: Open) -> None:
     assert await tier.fetch(keyspace, *kept) == kept
 
 
+async def test_a_segment_of_which_much_was_read_is_spared_until_its_next_turn(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    keyspace = tier.keyspace()
+    numbers = await pour(tier, keyspace, 0, 5 * PER_SEGMENT)
+    hot = numbers[: 2 * PER_SEGMENT]
+    await read(tier, keyspace, *hot)
+    more = await pour(tier, keyspace, 1000, 4 * PER_SEGMENT)
+    assert tier.root.pool.recycled >= 2
+    assert tier.on_disk(keyspace, *hot) == hot, "what nobody has read went in their place"
+    assert len(tier.on_disk(keyspace, *numbers, *more)) < len(numbers) + len(more)
+    await read(tier, keyspace, *hot[:PER_SEGMENT])
+    await pour(tier, keyspace, 2000, 6 * PER_SEGMENT)
+    assert tier.on_disk(keyspace, *hot) == hot[:PER_SEGMENT], "they alone were read again"
+    await pour(tier, keyspace, 3000, 10 * PER_SEGMENT)
+    assert tier.on_disk(keyspace, *hot) == []
+    assert tier.audit() == []
+
+
+async def test_it_is_spared_where_it_holds_a_little_less_than_the_others(open_tier: Open) -> None:
+    """What is fuller goes, if nobody has read it."""
+    tier = await open_tier(BIG)
+    keyspace, gone, cold = (tier.keyspace(name * 16) for name in (b"k", b"g", b"c"))
+    hot = await pour(tier, keyspace, 0, PER_SEGMENT - 2, step=14)
+    await pour(tier, gone, 0, 2)
+    await tier.clear(gone.namespace)
+    await pour(tier, cold, 0, 5 * PER_SEGMENT)
+    await read(tier, keyspace, *hot)
+    await pour(tier, cold, 1000, 2 * PER_SEGMENT)
+    assert tier.root.pool.recycled >= 1
+    assert tier.on_disk(keyspace, *hot) == hot
+
+
+# --- what holds little ---
+
+
+@pytest.mark.parametrize("how", ["close", "drop"])
+async def test_restarts_lose_nothing_while_there_is_room(open_tier: Open, how: str) -> None:
+    """Each start stores one key more. A quarter of the root is live, or a little more by and by."""
+    tier = await open_tier(BIG)
+    numbers = await pour(tier, tier.keyspace(), 0, 2 * PER_SEGMENT)
+    for start in range(100):
+        await (tier.close() if how == "close" else tier.drop())
+        tier = await open_tier(BIG)
+        keyspace = tier.keyspace()
+        assert tier.on_disk(keyspace, *numbers) == numbers, start
+        numbers += await pour(tier, keyspace, 1000 + start, 1)
+    assert await tier.fetch(tier.keyspace(), *numbers[::3]) == numbers[::3]
+    assert tier.audit() == []
+
+
+async def test_starts_that_go_on_nowhere_lose_nothing_either(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one leaves a segment that holds little. All of it is written again, whoever has registered."""
+    monkeypatch.setattr(segmentpool, "RESUME_SHARE", 0.5)
+    tier = await open_tier(BIG)
+    numbers, others = await pour(tier, tier.keyspace(), 0, PER_SEGMENT), tier.keyspace(b"o" * 16)
+    theirs = await pour(tier, others, 0, 10)
+    for start in range(30):
+        await tier.drop()
+        tier = await open_tier(BIG)
+        keyspace = tier.keyspace()
+        numbers += await pour(tier, keyspace, 1000 + start, 1)
+        await tier.quiet()
+        assert tier.on_disk(keyspace, *numbers) == numbers, start
+    assert tier.on_disk(tier.keyspace(b"o" * 16), *theirs) == theirs
+    assert tier.disk.reclaim.records_rewritten > 0
+
+
+async def test_clears_of_one_namespace_cost_another_nothing(open_tier: Open) -> None:
+    tier = await open_tier(BIG)
+    keyspace = tier.keyspace()
+    numbers = await pour(tier, keyspace, 0, 2 * PER_SEGMENT)
+    for turn in range(12):
+        other = tier.keyspace(b"o" * 16)
+        await pour(tier, other, 1000 * turn, PER_SEGMENT)
+        await tier.clear(other.namespace)
+        assert tier.on_disk(keyspace, *numbers) == numbers, turn
+    assert tier.root.pool.recycled > 0
+    assert await tier.fetch(keyspace, *numbers) == numbers
+    written = tier.root.writer.written_bytes // PAGE_BYTES
+    assert tier.disk.reclaim.records_rewritten <= written / 2, "no more than was gained by it"
+
+
 async def test_new_keys_do_not_take_the_room_of_what_moves_on(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = await open_tier(BIG)
     keyspace = tier.keyspace()
     await pour(tier, keyspace, 0, 6 * PER_SEGMENT + 25)
     hot = list(range(QUARTER))
+    await read(tier, keyspace, *hot)
+    written = await store_while_a_segment_goes(tier, keyspace, monkeypatch)
+    assert written == PER_SEGMENT - QUARTER
+    assert tier.disk.reclaim.records_rewritten >= len(hot)
+    assert tier.on_disk(keyspace, *hot) == hot
     assert await tier.fetch(keyspace, *hot) == hot
-    tier.evict(keyspace, *hot)
+
+
+async def test_nor_the_room_of_all_that_a_segment_holds_which_holds_little(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of it, exactly. What is written meanwhile leaves just that, and it is not thought over."""
+    tier = await open_tier(BIG)
+    keyspace, other = tier.keyspace(), tier.keyspace(b"o" * 16)
+    numbers = await pour(tier, keyspace, 0, HALF)
+    await pour(tier, other, 0, PER_SEGMENT - HALF)
+    await tier.clear(other.namespace)
+    numbers += await pour(tier, keyspace, 500, 5 * PER_SEGMENT + 25)
+    written = await store_while_a_segment_goes(tier, keyspace, monkeypatch)
+    assert 0 < written < PER_SEGMENT - HALF + 2
+    assert tier.disk.reclaim.records_rewritten == HALF
+    assert tier.on_disk(keyspace, *numbers[:HALF]) == numbers[:HALF]
+
+
+async def test_a_large_record_does_not_end_the_segment_that_is_written_to_again(open_tier: Open) -> None:
+    """It waits for the next segment, as long as room is kept in this one."""
+    tier = await open_tier(BIG)
+    names = (tier.keyspace(name * 16) for name in (b"a", b"b", b"c", b"d"))
+    first, second, gone, filler = names
+    large = tier.keyspace(b"l" * 16, sizes=(15 * PAGE_BYTES,))
+    mine, theirs = await pour(tier, first, 0, 10), await pour(tier, second, 0, 6)
+    await pour(tier, gone, 0, PER_SEGMENT - 16, step=14)
+    await tier.clear(gone.namespace)
+    await pour(tier, filler, 0, 6 * PER_SEGMENT)
+    tier.files.reading.close()
+    tier.store(filler, *range(5000, 5014))
+    await tier.until(tier.files.reading.entered.is_set)
+    writer, append, asked = tier.root.writer, tier.root.writer.append, []
+
+    def note(batch: WriteBatch, done: OnWritten, *, rewrite: bool = False) -> int:
+        asked.append(int(batch.entries["payload_bytes"][0]))
+        return append(batch, done, rewrite=rewrite)
+
+    writer.append = note  # type: ignore[method-assign]
+    tier.store(large, 1)
+    await tier.until(lambda: 15 * PAGE_BYTES in asked)
+    tier.files.reading.open()
+    await tier.quiet()
+    assert tier.on_disk(first, *mine) == mine
+    assert tier.on_disk(second, *theirs) == theirs
+    assert tier.on_disk(large, 1) == [1]
+
+
+@pytest.mark.parametrize("payload_bytes", [100, 2000, PAGE_BYTES])
+async def test_what_memory_has_is_not_written_for_ever_however_small(open_tier: Open, payload_bytes: int) -> None:
+    """A record takes whole pages: what is offered again may take no more of them than were gained."""
+    tier = await open_tier(BIG)
+    keyspace = tier.keyspace(sizes=(payload_bytes,))
+    for first in range(0, 400, 20):
+        tier.store(keyspace, *range(first, first + 20))
+        await tier.quiet()
+    assert tier.root.pool.recycled > 0
+    assert tier.root.writer.written_bytes <= 2 * 400 * payload_bytes
+
+
+async def store_while_a_segment_goes(tier: Tier, keyspace: Keyspace, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Store keys until a segment is about to go and no more of them are written. How many the open segment has then."""
     writer, append, refused = tier.root.writer, tier.root.writer.append, False
 
     def note(batch: WriteBatch, done: OnWritten) -> int:
@@ -139,18 +294,17 @@ async def test_new_keys_do_not_take_the_room_of_what_moves_on(open_tier: Open, m
 
     monkeypatch.setattr(writer, "append", note)
     tier.files.reading.close()
-    tier.store(keyspace, *range(1000, 1000 + 3 * PER_SEGMENT))
-    await tier.until(tier.files.reading.entered.is_set)  # the oldest segment is about to go
+    tier.store(keyspace, *range(1000, 1000 + PER_SEGMENT))
+    await tier.until(tier.files.reading.entered.is_set)  # the segment is about to go
     await tier.until(lambda: refused)  # what can be written is written
     segment = tier.root.pool.open_segment
     assert segment is not None
-    assert segment.num_entries == PER_SEGMENT - QUARTER
+    written = segment.num_entries
     monkeypatch.undo()
     tier.files.reading.open()
     await tier.quiet()
-    assert tier.disk.reclaim.records_rewritten >= len(hot)
-    assert tier.on_disk(keyspace, *hot) == hot
-    assert await tier.fetch(keyspace, *hot) == hot
+    assert tier.audit() == []
+    return written
 
 
 async def test_what_is_in_memory_too_is_written_again(open_tier: Open) -> None:

@@ -84,7 +84,7 @@ class Told:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    open_keyspace = rename_keyspace = close_keyspace = reset = used = evicted = _nothing
+    open_keyspace = rename_keyspace = close_keyspace = reset = used = lost = found_again = evicted = _nothing
 
 
 @pytest.fixture

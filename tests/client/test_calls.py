@@ -15,7 +15,8 @@ from kvoffloadd.client import EventGap, Group, GroupKind, KeyEvents, KvCache, Ou
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError, UsageError
 from kvoffloadd.model import NO_BLOCK, U8Array
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.connection import PREFIX, encode, unpack
+from kvoffloadd.protocol.connection import PREFIX, encode
+from kvoffloadd.protocol.unpacking import unpack
 from kvoffloadd.trial.wait import until
 from tests.client.fake_daemon import FakeDaemon, Peer
 from tests.client.flavours import NAMESPACE
@@ -75,9 +76,52 @@ def test_a_hint_goes_to_daemons_that_take_it_alone(client: Any, fake: FakeDaemon
     assert fake.last("keep").how == "drop"
 
 
+@pytest.mark.parametrize("knows", [False, True])
+def test_requests_are_local_where_the_daemon_knows_that(
+    knows: bool, client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache
+) -> None:
+    greet_anew(client, fake, *["local"] * knows)
+    registration = client.register(caches)
+    for local in (False, True):
+        client.lookup({0: keys}, local=local)
+        client.prefetch({0: keys}, local=local)
+        client.wait(client.load(registration, {0: (keys, np.arange(4))}, local=local), 5)
+        for asked in (fake.last("lookup"), fake.last("prefetch"), fake.last("load")):
+            assert asked.local == (knows and local)
+            assert ("local" in msgspec.to_builtins(asked)) == (knows and local)
+
+
+# --- tiers ---
+
+
+def test_only_daemons_that_know_are_asked_from_where_keys_come(client: Any, fake: FakeDaemon) -> None:
+    for features, told in (((), {}), (("tiers",), {"tiers": True})):
+        greet_anew(client, fake, *features)
+        assert client.pin({0: bytes(32)}).tiers == []
+        asked = msgspec.to_builtins(fake.last("pin"))
+        assert {name: asked[name] for name in asked.keys() - {"type", "seq", "groups"}} == told
+
+
 # --- clears ---
 
 TOKEN = b"0123456789abcdef"
+
+
+@pytest.mark.parametrize("features", [(), ("clear_token",)])
+def test_a_clear_by_names_that_meets_an_older_daemon_in_mid_call_clears_nothing_else(
+    client: Any, fake: FakeDaemon, features: tuple[str, ...]
+) -> None:
+    """It says the names all the same, which older daemons refuse: without them it would mean the own namespace."""
+
+    def replace(peer: Any, _: Any) -> Any:
+        fake.features = list(features)
+        del fake.on["clear"]
+        return peer.hang_up()
+
+    greet_anew(client, fake, "clear_token", "clear_namespaces")
+    fake.on["clear"] = replace
+    client.clear(namespaces="llama*", token=TOKEN)
+    assert [message.namespaces for tag, message in fake.seen if tag == "clear"] == ["llama*"] * 2
 
 
 def test_a_clear_names_its_token(client: Any, fake: FakeDaemon) -> None:
@@ -146,9 +190,25 @@ def test_an_older_daemon_is_asked_as_it_was_before(client: Any, fake: FakeDaemon
     assert [message.token for tag, message in fake.seen if tag == "clear"][-2:] == [TOKEN, None]
 
 
-@pytest.mark.parametrize("wrong", [{"wait_s": -1.0}, {"wait_s": 3601.0}, {"token": b"short"}])
+def test_an_older_daemon_clears_nothing_in_place_of_what_it_can_not(client: Any, fake: FakeDaemon) -> None:
+    greet_anew(client, fake, "clear_token")
+    with pytest.raises(UsageError, match="nothing was cleared"):
+        client.clear(namespaces="llama*")
+    assert not [tag for tag, _ in fake.seen if tag == "clear"]
+    greet_anew(client, fake, "clear_token", "clear_namespaces")
+    client.clear(namespaces="llama*")
+    assert (fake.last("clear").namespaces, fake.last("clear").everything) == ("llama*", False)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"wait_s": -1.0}, {"wait_s": 3601.0}, {"token": b"short"}, {"namespaces": ""}, {"namespaces": "x" * 129},
+        {"namespaces": b"*"}, {"namespaces": "*", "everything": True},
+    ],
+)  # fmt: skip
 def test_what_no_clear_can_ask(client: Any, fake: FakeDaemon, wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="clear"):
+    with pytest.raises(UsageError, match=r"clear|namespaces"):
         client.clear(**wrong)
     assert "clear" not in fake.tags()
 

@@ -414,7 +414,11 @@ def test_an_audit_of_the_disk(client: Any, fake: FakeDaemon) -> None:
 def test_a_seq_is_not_used_again_while_an_answer_is_due(keys: U8Array) -> None:
     connection = ConnectionState(EventQueue(32))
     connection._protocol.state = ProtocolState.READY
-    kept, _unanswered, _forgotten = asked = prefetch({0: keys}, 0, 32), ping(), prefetch({}, 0, 32)
+    kept, _unanswered, _forgotten = asked = (
+        prefetch({0: keys}, 0, 32, bool),
+        ping(),
+        prefetch({}, 0, 32, bool),
+    )
     for call in asked:
         connection.ask(call)
     connection.receive(encode(m.Found(seq=1, states=[b"\2\2\2\2"], boundaries=b"", promoting=4)), [])

@@ -90,6 +90,15 @@ def test_as_comparing_every_byte_would_tell(job: tuple[Layout, Ids]) -> None:
     assert refused(layout, ids) == (len(set(bytes_written)) < len(bytes_written))
 
 
+@given(st.lists(st.sampled_from([0, 1, 2, 7, 40, 1000, 1 << 20, NO_BLOCK - 1, NO_BLOCK]), max_size=12), st.booleans())
+def test_ids_that_are_named_twice(named: list[int], sorts: bool) -> None:
+    """Whether they are sorted or counted, which only how many they are and how large they are decides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlap, "SORTED_IDS_MAX", len(named) if sorts else 0)
+        found = overlap._repeated(np.array(named, np.uint32))
+    assert set(found.tolist()) == {one for one in named if named.count(one) > 1} - {NO_BLOCK}
+
+
 # Layouts of engines, on which nothing may be expanded: `(name, layout)`, two groups each.
 BLOCKS = 1000
 

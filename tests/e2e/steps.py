@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
+
+from kvoffloadd.trial.wait import until
 
 STEP = 64
 """Parts that one turn commits, frees, reserves or takes out of a lease."""
@@ -24,6 +27,8 @@ def is_held(path):
     except FileNotFoundError:
         return False
     if passed[path] == allowed:
+        with open(path + ".held", "w") as stream:
+            stream.truncate(allowed + 1)
         return True
     passed[path] += 1
     return False
@@ -88,11 +93,27 @@ class Held:
 
     def __exit__(self, *_: object) -> None:
         self.path.unlink(missing_ok=True)
+        self._held.unlink(missing_ok=True)
+
+    @property
+    def _held(self) -> Path:
+        return self.path.with_name(self.path.name + ".held")
 
     def let_pass(self, turns: int) -> None:
         """So many turns more, of all such operations together, are not held."""
         with self.path.open("ab") as stream:
             stream.write(bytes(turns))
+
+    def pass_until(self, fact: Callable[[], bool]) -> None:
+        """Let turns pass, one after the other, until `fact` holds of what the last one did."""
+        while True:
+            until(self._is_held, "it waits for the next turn")
+            if fact():
+                return
+            self.let_pass(1)
+
+    def _is_held(self) -> bool:
+        return self._held.exists() and self._held.stat().st_size == self.path.stat().st_size + 1
 
 
 def program(ends: Held, requests: Held) -> tuple[str, str]:

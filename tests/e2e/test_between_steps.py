@@ -35,8 +35,6 @@ LAST = STEP - 20
 """Of what is admitted step by step, what comes first: the last keys."""
 
 KEYS = 4 * STEP + LAST
-FINDING = 6
-"""Turns that it takes to begin, and to find so many."""
 MISS, HIT, PENDING = KeyState.MISS, KeyState.HIT, KeyState.PENDING
 
 
@@ -365,9 +363,8 @@ def test_a_session_that_is_killed_while_its_request_is_admitted(make: Make, requ
     scene = Scene(daemon, "admitted")
     victim = daemon.welcome(Sender(daemon, scene.salt, os.urandom(16)))
     with requests:
-        requests.let_pass(FINDING)
         victim.begin(kind)
-        one_step(daemon)
+        one_step(daemon, requests)
         assert scene.peer.ok("lookup", groups=asked_of(KEYS))["states"] == [bytes(KEYS - LAST) + b"\2" * LAST]
         assert daemon.verify() == ()
         victim.kill()
@@ -381,17 +378,16 @@ def test_a_daemon_that_is_stopped_while_a_request_is_admitted(make: Make, reques
     daemon = make()
     scene = Scene(daemon, "admitted")
     with requests:
-        requests.let_pass(FINDING)
         scene.peer.begin(kind, **fields(scene, kind, KEYS))
-        one_step(daemon)
+        one_step(daemon, requests)
         daemon.signal(signal.SIGTERM)
         assert daemon.wait() == 0
     assert daemon.says("draining: 0 jobs")
 
 
-def one_step(daemon: Daemon) -> None:
+def one_step(daemon: Daemon, requests: Held) -> None:
     """Wait until one step of a request has been reserved, beside what `Scene` has stored."""
-    until(lambda: count(daemon, "parts_reserved") > 4, "the first step is done")
+    requests.pass_until(lambda: count(daemon, "parts_reserved") > 4)
     assert count(daemon, "parts_reserved") == 4 + LAST
 
 

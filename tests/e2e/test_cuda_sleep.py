@@ -11,6 +11,7 @@ import pytest
 from kvoffloadd.client import Client, GpuTensor, KvCache, NamespaceSpec
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.integrations.common.keys import KEY_BYTES
+from kvoffloadd.integrations.vllm.blocks import GroupChunks
 from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction
 from scripts.harness.daemon import Daemon
@@ -42,7 +43,7 @@ class Cache:
         self._number += 1
         keys = b"".join(bytes([at]) * KEY_BYTES for at in range(COUNT))
         blocks = np.arange(first, first + COUNT, dtype=np.uint32).reshape(COUNT, 1)
-        self.transfer_thread.submit(Transfer(self._number, direction, {0: (keys, blocks)}))
+        self.transfer_thread.submit(Transfer(self._number, direction, {0: GroupChunks(keys, blocks)}))
         self.transfer_thread.wait([self._number])
         (ended,) = self.transfer_thread.ended()
         return ended

@@ -121,6 +121,7 @@ def test_the_session_dies_meanwhile(daemon: Daemon, rank: Rank, switch: Switch, 
     until(lambda: leases(daemon) == 0, "its leases have ended")
     switch.set()
     assert served(rank, mine).all()
+    assert "tiers" not in found, "it has not asked, and may not know the field"
 
 
 def test_the_scheduler_dies_and_its_lease_covers_what_it_has(

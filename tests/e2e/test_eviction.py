@@ -68,6 +68,18 @@ def test_what_will_not_be_used_again_goes_first(small: Daemon, rank: Rank, rng: 
     assert rank.states(done) == [MISS] * 6
 
 
+def test_what_an_engine_has_itself_stays(small: Daemon, rank: Rank, rng: np.random.Generator) -> None:
+    """What it says that it uses counts as if it had been loaded; of a key that is not there nothing is kept."""
+    used, absent = new_keys(rng, 4), new_keys(rng, 2)
+    rank.store_keys(used)
+    for _ in range(20):
+        rank.client.touch({0: np.concatenate([used, absent])})
+        rank.store_keys(new_keys(rng, 4))
+    assert rank.states(np.concatenate([used, absent])) == [HIT] * 4 + [MISS] * 2
+    cache = small.status()["cache"]
+    assert (cache["keys_touched"], cache["keys_evicted"]) == (80, 4 + 80 - SLOTS)
+
+
 def test_hints_are_no_leases(small: Daemon, rank: Rank, rng: np.random.Generator) -> None:
     keys = new_keys(rng, SLOTS)
     rank.store_keys(keys)

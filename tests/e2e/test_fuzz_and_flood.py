@@ -49,7 +49,8 @@ def test_a_short_siege_is_good(seed: int) -> None:
     """Each attack once, and all at once: nothing ends, nothing is lost, and nothing is charged to who has left."""
     done = run_script(*HOSTILE, "--seed", str(seed))
     found = done.figures
-    assert (done.status, found["problems"], found["bad_log_lines"], found["findings"]) == (0, [], [], []), done.said
+    faults = found["problems"], found["bad_log_lines"], found["findings"]
+    assert (done.status, *faults) == (0, [], [], []), f"{done.said}\n{found}"
     assert (found["wrong_bytes"], found["leaked"], found["bystander_failures"]) == (0, [], [])
     assert found["verified_loads"] > 0
     assert found["rounds"] > 0

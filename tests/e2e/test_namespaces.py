@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvoffloadd.cli import main
 from kvoffloadd.client import Drained, KeyState, Outcome
 from kvoffloadd.trial.leaks import UID
 from kvoffloadd.trial.wait import HANG_S, until
@@ -44,6 +45,36 @@ def test_namespaces_that_differ_in_anything_never_meet(daemon: Daemon, keys: Key
     assert other.store_keys(keys).bytes == 8 * 4096
     other.client.clear()
     assert (one.states(keys), other.states(keys)) == ([HIT] * 8, [MISS] * 8)
+
+
+def test_namespaces_are_cleared_by_the_names_that_status_shows(
+    start_daemon: Start, keys: Keys, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = start_daemon()
+    labels = ("llama/8b", "llama/70b", "Llama/1b", "other")
+    ranks = [daemon.welcome(Rank(daemon.socket, namespace=type(NAMESPACE)(model=label))) for label in labels]
+    for rank in ranks:
+        rank.store_keys(keys)
+
+    def hits() -> list[bool]:
+        return [rank.states(keys) == [HIT] * 8 for rank in ranks]
+
+    def run(pattern: str) -> tuple[int, str]:
+        code = main(["clear", "--yes", "--socket", str(daemon.socket), "--namespace", pattern])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    code, said = run("lama*")
+    assert (code, hits()) == (4, [True] * 4)
+    assert "no namespace that is in use, or has keys in memory, has a name like 'lama*'" in said
+    (name,) = (row["namespace"] for row in daemon.status()["namespaces"] if row["label"] == "other")
+    assert run(name) == (0, "dropped 8 keys, 32 KiB of 1 namespace\n")
+    assert hits() == [True, True, True, False]
+    assert run("llama/*") == (0, "dropped 16 keys, 64 KiB of 2 namespaces\n")
+    assert hits() == [False, False, True, False]
+    assert run("[Ll]*#????????") == (0, "dropped 8 keys, 32 KiB of 3 namespaces\n")
+    assert hits() == [False] * 4
+    assert run("")[0] == 4
 
 
 def test_fields_do_not_run_into_each_other(daemon: Daemon, keys: Keys) -> None:

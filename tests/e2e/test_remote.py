@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Found, Group, GroupKind, KeyState, Outcome, Ref
+from kvoffloadd.model import Tier
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import Switch, disk_settings
@@ -429,6 +430,11 @@ def test_one_request_brings_keys_from_disk_and_from_the_store(
     last = b.client.wait_ready(found, HANG_S)
     assert last.states[0].tolist() == [HIT] * 48
     assert last.boundaries.tolist()[0] == 48 * 16
+    for one in (found, last):
+        assert one.tiers[0].tolist() == [Tier.DISK] * 24 + [Tier.REMOTE] * 24
+    again = b.client.pin({0: keys})
+    assert (again.promoting, again.tiers) == (0, []), "all are in memory by now"
+    b.client.release(again.lease)
     assert b.loads_right(keys, lease=last.lease)
     b.client.release(last.lease)
     assert remote(there)["fetched"]["keys"] == 24
@@ -441,6 +447,46 @@ def test_one_request_brings_keys_from_disk_and_from_the_store(
     b = there.welcome(Rank(there.socket, num_blocks=256))
     assert b.states(keys) == [PENDING] * 48
     assert b.loads_right(keys)
+
+
+def test_what_is_local_waits_for_no_store(
+    start_daemon: Start, store: Store, switch: Switch, tmp_path: Path, seed: int
+) -> None:
+    """Of what does not hit, keys on this host's disks are pending alone, and a load brings these and no others."""
+    rng = np.random.default_rng(seed)
+    keys, pressure, stored = new_keys(rng, 48), new_keys(rng, 512), new_keys(rng, 8)
+    here = start_daemon(*store.settings())
+    disk = disk_settings((tmp_path / "disk", 64 << 20))
+    there = start_daemon(*store.settings(), *disk, memory="1MiB", faults=f"remote={switch.path}")
+    a, b = rank_of(here), rank_of(there, num_blocks=256)
+    assert b.store_keys(keys[:24]).outcome is Outcome.DONE
+    for start in range(0, 512, 64):
+        assert b.store_keys(pressure[start : start + 64]).outcome is Outcome.DONE
+        b.client.drain(HANG_S)
+        until(lambda: there.status()["disk"]["backlog_bytes"] == 0, "it is on disk")
+    push(here, a, keys[24:])
+    switch.set("get=hang")
+    coming = b.client.prefetch({0: keys[24:]})
+    assert coming.promoting == 24
+    until(lambda: PENDING in b.states(keys[24:]), "it is on its way")
+    lease = b.client.reserve({0: stored}).lease
+    assert b.states(stored) == [PENDING] * 8
+    named = np.concatenate([keys, stored])
+    expected = [PENDING] * 24 + [MISS] * 32
+    assert b.client.lookup({0: named}, local=True).states[0].tolist() == expected
+    found = b.client.prefetch({0: named}, local=True)
+    assert (found.states[0].tolist(), found.promoting) == (expected, 24)
+    assert b.client.wait_ready(found, HANG_S).states[0].tolist()[:24] == [HIT] * 24
+    blocks = b.blocks_of(0, 0, len(named))
+    b.wipe()
+    result = b.load({0: (named, blocks)}, local=True)
+    assert (result.outcome, result.failed[0].tolist()) == (Outcome.PARTIAL, list(range(24, 56)))
+    assert b.wrong(0, keys[:24], blocks[:24]) == 0
+    assert remote(there)["fetched"]["keys"] == 0, "the store still hangs"
+    assert b.client.prefetch({0: new_keys(rng, 8)}, local=True).promoting == 0, "it is asked for nothing"
+    b.client.release(lease)
+    switch.set()
+    until(lambda: b.client.wait_ready(coming, HANG_S).states[0].tolist() == [HIT] * 24, "it has come")
 
 
 # --- what is put there -----------------------------------------------------------------------------------

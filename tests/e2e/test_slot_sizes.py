@@ -57,6 +57,28 @@ def test_more_sizes_than_slabs_are_told_when_they_are_registered(start_daemon: S
     until(lambda: "slots of 3 sizes share 2 slabs" in daemon.log(), "the daemon has said so")
     said = next(line for line in daemon.log().splitlines() if "slots of 3 sizes" in line)
     assert "lower memory.slab_bytes (now 1048576), or raise memory.capacity_bytes" in said
+    assert "the slots have 4096, 49152, 196608 bytes" in said
+    assert "all of memory is one slab" not in daemon.log()
+
+
+def test_a_store_that_kept_nothing_says_so(start_daemon: StartDaemon, seed: int) -> None:
+    """One slab, which is told at the start. While its slots of one size are held, keys of another get no space."""
+    daemon = start_daemon("memory.slab_bytes=1MiB", memory="1MiB")
+    assert "all of memory is one slab, whose slots are of one size at a time" in daemon.log()
+    rank = daemon.welcome(Rank(daemon.socket, groups_of(2)))
+    rng = np.random.default_rng(seed)
+    held, others = new_keys(rng, 4), new_keys(rng, 3)
+    assert (rank.store_keys(held).outcome, rank.store_keys(held).reason) == (Outcome.DONE, "")
+    lease = rank.client.pin({0: held}).lease
+    result = rank.store_keys(others, 1)
+    assert (result.outcome, result.bytes, result.reason) == (Outcome.DONE, 0, "no space for 3 of 3 keys")
+    assert result.states[0].tolist() == [KeyState.NO_SPACE] * 3
+    more = new_keys(rng, 20)  # 21 slots of 48 KiB, of which 4 are held
+    result = rank.store_keys(more)
+    assert (result.outcome, result.reason) == (Outcome.DONE, "no space for 3 of 20 keys")
+    assert result.bytes == 17 * PAYLOADS[0]
+    rank.client.release(lease)
+    assert (rank.store_keys(others, 1).reason, rank.states(others, 1)) == ("", [KeyState.HIT] * 3)
 
 
 def test_what_is_displaced_is_on_disk_or_counted(start_daemon: StartDaemon, tmp_path: Path, seed: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -25,6 +26,8 @@ from kvoffloadd.layout import (
     canonicalise,
     cross_layers,
 )
+from kvoffloadd.layout.spec import ITEM_BYTES
+from kvoffloadd.model import Dtype
 from tests.layout.models import layer, mamba, named, one_group
 from tests.layout.oracle import check_moves, places
 
@@ -229,6 +232,22 @@ def test_an_opaque_layer_is_stored_as_it_is(ratio: int) -> None:
     check_moves([tensor.view(torch.uint8).view(-1)], {"l": tensor}, {"l": spec}, one_group({"l": spec}), cache, 6)
 
 
+def test_an_opaque_layer_of_every_dtype() -> None:
+    """All of torch's, but those that are no plain bytes: quantised ones, whose tensors have scales beside them, and
+    those whose elements torch keeps in bytes of which they are a part.
+    """
+    names = {str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
+    parts = {name for name in names if re.fullmatch(r"u?int[1-7]|bits.*|qu?int.*", name)}
+    for name in sorted(names - parts):
+        memory = flat(6 * 48)
+        dtype = getattr(torch, name)
+        tensor = memory.view(dtype).view(6, 48 // dtype.itemsize)
+        cache = single(tensor, Opaque(16, 48))
+        assert (described(cache), places(cache.groups[0])) == ([((6, 48), (48, 1), 0)], (Ref(0, 0, 48),)), name
+        assert cache.tensors[0].data_ptr() == memory.data_ptr()
+    assert names - parts == set(ITEM_BYTES) >= set(get_args(Dtype)) - {""}
+
+
 def test_an_opaque_layer_with_blocks_inside_and_several_tensors() -> None:
     """(2, 6, 8) float16 with blocks in dimension 1: 2 tensors of 16 bytes a block; and (1, 6, 5) of 5 bytes."""
     tensors = [torch.zeros(2, 6, 8, dtype=torch.float16), torch.zeros(1, 6, 5, dtype=torch.uint8)]
@@ -393,7 +412,7 @@ def test_one_group_with_several_page_sizes() -> None:
         (lambda: torch.zeros(6, 2, 4, 2, 8), "has 512 bytes a block, its spec says 256 of bfloat16"),
         (lambda: torch.zeros(6, 2, 2, 4, 8, dtype=torch.bfloat16), r"not of the backend's shape \(6, 2, 4, 2, 8\)"),
         (lambda: torch.zeros(6, 2, 4, 2, 8, dtype=torch.bfloat16).to_sparse(), "is not a dense torch tensor"),
-        (lambda: torch.zeros(6, 2, 4, 2, 8, dtype=torch.complex64), "dtype 'complex64' is not known"),
+        (lambda: torch.zeros(6, 2, 4, 2, 8, dtype=torch.uint4), "dtype 'uint4' is not known"),
         (lambda: [torch.zeros(6, 2, 4, 2, 8)] * 2, "2 tensors, where its spec describes one"),
         (lambda: "tensor", "a str is not a dense torch tensor"),
         (lambda: torch.zeros(0, 2, 4, 2, 8, dtype=torch.bfloat16), "0 kernel blocks are not a multiple"),

@@ -119,7 +119,7 @@ def test_rows() -> None:
 
 def test_windows() -> None:
     reach = Reach(GroupKind.SLIDING, 16, 24)
-    assert (reach.blocks(48), reach.blocks(49)) == (range(1, 3), range(1, 4))
+    assert (reach.blocks(48), reach.blocks(49), reach.blocks(49, local=2)) == (range(1, 3), range(1, 4), range(2, 4))
     for failed, blocks in ((62, [62]), (61, [])):
         valid = np.zeros(63, bool)
         valid[46:] = True

@@ -39,6 +39,21 @@ def test_blocks_are_those_of_the_tokens_looked_at(kind: GroupKind, size: int, wi
     assert set(reach.blocks(tokens)) == {token // size for token in seen}
 
 
+def test_blocks_that_are_there_already() -> None:
+    """A window of 1,024 tokens behind 63 blocks of 64 needs the last 16 of them."""
+    assert SLIDING.blocks(63 * 64, 0) == SLIDING.blocks(63 * 64, 47) == range(47, 63)
+    assert SLIDING.blocks(63 * 64, 50) == range(50, 63)
+    assert len(SLIDING.blocks(63 * 64, 63)) == len(SLIDING.blocks(0, 0)) == 0
+    assert Reach(GroupKind.FULL, 16).blocks(49, 3) == range(3, 4)
+
+
+@pytest.mark.parametrize(("kind", "window"), [(GroupKind.FULL, 0), (GroupKind.SLIDING, 24), (GroupKind.MAMBA, 0)])
+@pytest.mark.parametrize("local", [5, -1])
+def test_more_local_blocks_than_the_prefix_has(kind: GroupKind, window: int, local: int) -> None:
+    with pytest.raises(UsageError, match=f"{local} local blocks, but the prefix of 49 tokens has 4 blocks of 16"):
+        Reach(kind, 16, window).blocks(49, local)
+
+
 def test_the_clip_of_engines() -> None:
     assert clip(range(63), 1024, 64) == range(46, 63)
     assert clip(range(63), 24, 16) == range(60, 63)

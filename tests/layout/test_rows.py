@@ -132,7 +132,9 @@ def test_when_layers_share_rows_by_default() -> None:
     plain = named("l", 3, layer())
     latents: dict[str, LayerSpec] = {"a": latent(64), "b": latent(16)}
     assert uniform_type(latents, one_group(latents))
-    unlike: dict[str, LayerSpec] = {"a": latent(64), "b": layer(4)}
+    indexed: dict[str, LayerSpec] = {"a": layer(4), "b": latent(16)}  # as MiniMax M3: heads, and an index beside them
+    assert uniform_type(indexed, one_group(indexed))
+    unlike: dict[str, LayerSpec] = {"a": latent(64), "b": layer(4, kind=LayerKind.SLIDING, window=5)}
     assert not uniform_type(unlike, one_group(unlike))
     states: dict[str, LayerSpec] = {"a": mamba(), "b": mamba((1, 2))}
     assert not uniform_type(states, one_group(states))

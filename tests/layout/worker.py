@@ -105,7 +105,7 @@ class Worker:
         moves: Moves = {}
         for group, reach in self.reaches.items():
             per, ids = self._per[group], self._target[group]
-            keys = range(max(reach.blocks(remote * BLOCK).start, local * per), remote * per)
+            keys = reach.blocks(remote * BLOCK, local * per)
             self._tables[group] = [*ids[: local * per], *[NOWHERE] * (keys.start - local * per), *ids[keys.start :]]
             moves[group] = keys, ids[keys.start : keys.stop]
         self._model.prefill(self._prompt[: local * BLOCK], self._tables)

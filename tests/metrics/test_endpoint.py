@@ -55,7 +55,7 @@ def small() -> dict[str, Any]:
     cache = (
         "keys", "index_bytes", "unsealed", "parts_reserved", "parts_committed", "parts_aborted", "parts_sealed",
         "keys_evicted", "keys_cleared", "keys_corrupt", "keys_adopted", "parts_not_adopted", "keys_without_space",
-        "keys_soon", "keys_done", "slabs_taken_over", "events_lost",
+        "keys_soon", "keys_done", "keys_touched", "slabs_taken_over", "events_lost",
     )  # fmt: skip
     server = (
         "sessions", "sessions_refused", "requests", "errors", "busy", "peers_killed", "drains_late", "log_lines_lost",

@@ -45,11 +45,11 @@ def replies(rng: Random) -> None:
     job = Job(1, Direction.STORE, namespace, (2,))
     spec = client_calls.JobSpec(Direction.STORE, namespace, [], (2,), client_calls.JobOptions())
     asked: dict[str, client_calls.Call[Any]] = {
-        "found": client_calls.pin({0: bytes(64)}, 0, 32),
+        "found": client_calls.pin({0: bytes(64)}, 0, 32, lambda: True),
         "reserved": client_calls.reserve({0: bytes(64)}, 0, None, 32),
-        "accepted": client_calls.submit(spec, job),
+        "accepted": client_calls.submit(spec, job, lambda: True),
         "listing": client_calls.snapshot(0, 0, 32),
-        "cleared": client_calls.clear(False, 1.0, b"t" * 16, lambda: True),
+        "cleared": client_calls.clear(False, None, 1.0, b"t" * 16, lambda: True),
         "drained": client_calls.drain(False, 1.0),
         "verified": client_calls.verify(False, False, False),
         "report": client_calls.status(),

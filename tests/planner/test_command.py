@@ -95,13 +95,29 @@ def test_wrong_usage(arguments: tuple[str, ...], complaint: str) -> None:
     ("keys", "complaint"),
     [
         ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
-        ({"layer_types": ["rolling"] * 24}, "layer_types has 'rolling', which is not known"),
     ],
 )
 def test_bad_configs(tmp_path: Path, keys: dict[str, object], complaint: str) -> None:
     code, out, err = run("--model-config", changed(tmp_path, GPT_OSS, **keys))
     assert (code, out, "Traceback" in err) == (2, "", False)
     assert complaint in err
+
+
+@pytest.mark.parametrize("engine", ["any", "sglang"])
+@pytest.mark.parametrize(
+    ("keys", "first"),
+    [
+        ({"model_type": "next_years"}, "model_type = 'next_years' is not known, so that its groups can't be"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True: it is an encoder, and keeps"),
+        ({"layer_types": ["rolling"] * 24}, "layer_types has 'rolling', which is not known"),
+    ],
+)
+def test_no_plan(tmp_path: Path, engine: str, keys: dict[str, object], first: str) -> None:
+    """The first line says so, and the exit code is not that of a plan, nor of wrong usage."""
+    path = changed(tmp_path, GPT_OSS, **keys)
+    code, out, err = run("--model-config", path, "--engine", engine)
+    assert (code, out) == (1, "")
+    assert err.startswith(f"kvoffloadd: no plan: {path}: {first}")
 
 
 def test_a_state_that_fits_no_page(tmp_path: Path) -> None:

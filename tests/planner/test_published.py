@@ -131,6 +131,17 @@ EXPECTED: dict[str, tuple[int, int, int, list[Group]]] = {
     "glm-4.6": (4096, 0, 16, [Group(FULL, 92, 6_029_312)]),  # 16*4096*92
     "kimi-k2": (1152, 0, 16, [Group(MLA, 61, 1_124_352)]),  # as DeepSeek V3
     "minimax-m2": (4096, 0, 16, [Group(FULL, 62, 4_063_232)]),  # 16*4096*62
+    # 2*4*128*2, and in 57 layers a key of the index of 128*2. Blocks of 128: 128*(60*2048 + 57*256)
+    "minimax-m3": (2048, 0, 128, [Group(FULL, 117, 17_596_416)]),
+    # 2*8*128*2. 12 full, 33 sliding dealt out over three groups: 16*4096*12 and 16*4096*11
+    "step-3.5-flash": (4096, 0, 16, [Group(FULL, 12, 786_432), *[Group(SLIDING, 11, 720_896, 512)] * 3]),
+    "longcat-flash": (1152, 0, 16, [Group(MLA, 56, 1_032_192)]),  # two in each of 28 layers: 16*1152*56
+    # 2*4*128*2. State 32*128*128*2 = 1,048,576: 32 times 16*2048, so that blocks have 32*16. 28 states in groups of 4,
+    # as there are 4 full: 4*1,048,576 and 4*512*2048
+    "ring-flash-linear-2.0": (
+        2048, 1_048_576, 512, [*[Group(MAMBA, 4, 4_194_304)] * 7, Group(FULL, 4, 4_194_304)],
+    ),
+    "minicpm3-4b": (15_360, 0, 16, [Group(FULL, 62, 15_237_120)]),  # 2*40*(64 + 32)*2; 16*15360*62
     "phi-4": (5120, 0, 16, [Group(FULL, 40, 3_276_800)]),  # 2*10*128*2; 16*5120*40
     # Convolution 3 * (2*4096 + 2*128) * 2 = 50,688; state 128*64*128*2 = 2,097,152. 2,147,840 / (16*4096) = 32.8:
     # blocks of 33*16. 36 states in groups of 4, as there are 4 full: 4*2,147,840 and 4*528*4096.
@@ -347,7 +358,7 @@ def test_heads_of_two_sizes_that_are_refused(tmp_path: Path) -> None:
         plan(tmp_path, "gemma-4-31b", hybrid=False)
     with pytest.raises(ConfigError, match=r"16 KV heads .*, 4 KV heads of full layers can't be split over 32 ranks"):
         Rank(read_model(changed(tmp_path, "gemma-4-31b", num_attention_heads=48)), 32, 16)
-    with pytest.raises(ConfigError, match="use_bidirectional_attention = 'all' is not understood"):
+    with pytest.raises(ConfigError, match="use_bidirectional_attention = 'all': it is an encoder"):
         read_model(changed(tmp_path, "gemma-4-31b", use_bidirectional_attention="all"))
     with pytest.raises(ConfigError, match="global_head_dim is not understood: its full layers have heads of another"):
         read_model(path_of(tmp_path, "gemma-2-27b", global_head_dim=256))

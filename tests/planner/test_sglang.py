@@ -18,7 +18,7 @@ import pytest
 from kvoffloadd import cli
 from kvoffloadd.cli.sglangplan import print_sglang_plan, sglang_plan_json
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
-from kvoffloadd.errors import ConfigError, RemoteError
+from kvoffloadd.errors import ConfigError, NoPlanError, RemoteError
 from kvoffloadd.planner import PlanInputs, SglangPlan, Trace, make_sglang_plan, read_model
 from kvoffloadd.planner.sglang import BUFFER_PROMPTS, STORAGE
 from scripts.harness.daemon import Daemon
@@ -208,11 +208,16 @@ def test_terms_that_are_not_sglangs() -> None:
 # --- what is shown --------------------------------------------------------------------------------------
 
 
+REFUSED = ("deepseek-v4", "longcat", "minicpm3", "minimax-m3", "ring", "step-3.5")
+
+
 @pytest.mark.parametrize("name", [path.stem for path in DATA.glob("*.json")] + sorted(CONFIGS))
 @pytest.mark.parametrize("trace", [None, TRACE])
 def test_fits_100_columns(name: str, trace: Trace | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    if name.startswith("deepseek-v4"):
-        pytest.skip("it is refused")
+    if name.startswith(REFUSED):
+        with pytest.raises(NoPlanError, match="--engine sglang: "):
+            plan(changed(tmp_path, name))
+        return
     made = plan(changed(tmp_path, name), trace, tp=2, disk_bytes=2 << 40, gpu_cache_bytes=60 * GIB)
     print_sglang_plan(made)
     said = capsys.readouterr().out

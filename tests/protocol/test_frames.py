@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgpack
@@ -14,16 +16,32 @@ from hypothesis import strategies as st
 
 from kvoffloadd.errors import FramingError, MessageError, PeerError
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.protocol.connection import PREFIX, Connection, convert, encode, unpack
+from kvoffloadd.protocol import unpacking
+from kvoffloadd.protocol.connection import PREFIX, Connection, convert, encode
 from kvoffloadd.protocol.state import ProtocolState
+from kvoffloadd.protocol.unpacking import DEPTH, STEP_ITEMS, WHOLE_MAX, unpack, unpack_in_steps
 from tests.protocol.samples import EVERY, fields, in_state, messages_of, sample, structs
 
 AMPLIFIED_BYTES_MAX = 64 << 20
 quick = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+def stepped(body: bytes) -> dict[str, Any]:
+    """As `unpack`, in steps."""
+    steps = unpack_in_steps(body)
+    try:
+        while True:
+            next(steps)
+    except StopIteration as end:
+        found: dict[str, Any] = end.value
+        return found
+
+
 def decoded(frame: bytes) -> m.Message:
-    return convert(unpack(frame[PREFIX.size :]), EVERY)
+    body = frame[PREFIX.size :]
+    fields = unpack(body)
+    assert stepped(body) == fields
+    return convert(fields, EVERY)
 
 
 @pytest.mark.parametrize("tag", EVERY)
@@ -73,6 +91,7 @@ def wrongs(value: Any) -> list[Any]:
     ("drain", "deadline_s", float("inf")), ("snapshot", "cursor", 1 << 48), ("hello", "role", "root"),
     ("completed", "outcome", "lost"), ("clear", "everything", 1), ("clear", "everything", None),
     ("clear", "token", b"short"), ("clear", "token", bytes(17)), ("clear", "wait_s", -0.1), ("clear", "wait_s", 3601.0),
+    ("clear", "namespaces", "x" * 129),
     ("welcome", "boot_id", b""), ("hello", "namespace", {"model": "x" * 513}), ("reserve", "parts", [True]),
 ])  # fmt: skip
 def test_values_out_of_range(tag: str, name: str, value: object) -> None:
@@ -109,14 +128,85 @@ def test_unknown_types() -> None:
     b"\x81\xa1a\xc6\xff\xff\xff\xff", b"\x81\xa1a\xdb\xff\xff\xff\xff",
     b"\x81\xa1a\xd6\xff\xff\xff\xff\xff", b"\x81\xa1a" + b"\x91" * 5000, b"\x81\xa1a" * 5000,
 ], ids=lambda body: body[:12].hex() or "empty")  # fmt: skip
-def test_what_is_no_message(body: bytes) -> None:
+@pytest.mark.parametrize("way", [unpack, stepped])
+def test_what_is_no_message(body: bytes, way: Callable[[bytes], dict[str, Any]]) -> None:
     with pytest.raises(PeerError):
-        convert(unpack(body), EVERY)
+        convert(way(body), EVERY)
 
 
-def test_keys_named_twice() -> None:
-    with pytest.raises(FramingError, match="twice"):
-        unpack(b"\x82\xa4type\xa4ping\xa4type\xa3bye")
+@pytest.mark.parametrize("way", [unpack, stepped])
+def test_keys_named_twice(way: Callable[[bytes], dict[str, Any]]) -> None:
+    for body in (b"\x82\xa4type\xa4ping\xa4type\xa3bye", b"\x81\xa1x\x91\x81\xa1x\x91\x82\xa1a\x01\xa1a\x02"):
+        with pytest.raises(FramingError, match="twice"):
+            way(body)
+
+
+@pytest.mark.parametrize("way", [unpack, stepped])
+def test_a_frame_holds_no_more_than_its_map(way: Callable[[bytes], dict[str, Any]]) -> None:
+    body = encode(sample("ping"))[PREFIX.size :]
+    for more in (b"\x80", b"\0", body):
+        with pytest.raises(FramingError):
+            way(body + more)
+
+
+def nested(value: Any, depth: int) -> dict[str, Any]:
+    """A map with this value in a map or a list of that depth; the map is the first."""
+    for at in range(depth - 1, 0, -1):
+        value = {"x": value} if at % 2 else [value]
+    return value  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("depth", range(1, DEPTH + 3))
+@pytest.mark.parametrize("value", [
+    [[]] * 4000, [{}] * 4000, [{"a": [n]} for n in range(4000)], {str(n): [[]] * 60 for n in range(100)},
+    [[n] * 60 for n in range(1000)], [1] * 16_000, ["ab", b"cd"] * 8000, [[[[[[]]]]]] * 1000,
+    [[[]] * 60] * 60, [[[[]] * 18] * 18] * 40,
+    {str(n): n for n in range(256)}, [[1] * 510] * 256, [{str(n): n for n in range(255)}] * 100,
+], ids=lambda value: msgpack.packb(value)[:9].hex())  # fmt: skip
+def test_a_step_is_short(value: Any, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a frame holds, and however deep: in Python calls of msgpack, and items of what it unpacks whole."""
+    body = msgpack.packb(nested(value, depth + 1))
+    work: Counter[str] = Counter()
+    plain_whole = unpacking._Unpacker._whole
+
+    def whole(unpacker: unpacking._Unpacker) -> Any:
+        before = unpacker._count.items
+        found = plain_whole(unpacker)
+        work.update(calls=1, items=unpacker._count.items - before)
+        return found
+
+    monkeypatch.setattr(unpacking._Unpacker, "_whole", whole)
+    steps = unpack_in_steps(body)
+    longest = made = 0
+    try:
+        while True:
+            work.clear()
+            next(steps)
+            made, longest = made + 1, max(longest, work.total())
+    except StopIteration as end:
+        assert end.value == unpack(body)
+        assert made > len(body) // (1 << 17), "in steps"
+    except FramingError as error:
+        assert depth >= DEPTH - 2, error
+    assert longest <= 2 * STEP_ITEMS + WHOLE_MAX * WHOLE_MAX
+
+
+@pytest.mark.parametrize("key", [b"type", "x" * 300])
+def test_a_key_is_what_it_may_be_at_once(key: Any) -> None:
+    body = msgpack.packb({"type": "ping", "seq": 1, "x": [{key: 1}]})
+    assert stepped(body) == unpack(body)
+
+
+@pytest.mark.parametrize("way", [unpack, stepped])
+def test_a_key_that_holds_very_much(way: Callable[[bytes], dict[str, Any]]) -> None:
+    body = b"\x82\xa4type\xa4ping" + msgpack.packb([[1] * 60] * 60) + b"\1"
+    with pytest.raises(FramingError):
+        way(body)
+
+
+def test_single_values_are_made_in_steps() -> None:
+    steps = unpack_in_steps(msgpack.packb({"type": "register", "signals": list(range(16_000))}))
+    assert sum(1 for _ in steps) >= 16_000 // STEP_ITEMS
 
 
 def lists_of(item: bytes, count: int = 253) -> bytes:
@@ -159,8 +249,8 @@ def test_a_hostile_frame_costs_a_bounded_amount(kind: str) -> None:
     try:
         daemon.receive_data(frame)
         with pytest.raises(PeerError):
-            daemon.next_message()
-            daemon.next_message()
+            while daemon.next_message() is None:
+                assert daemon.is_halfway
         _now, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -175,7 +265,7 @@ def never_surprises(connection: Connection, data: bytes) -> None:
     try:
         connection.receive_data(data)
         for _ in range(1000):
-            if connection.next_message() is None:
+            if connection.next_message() is None and not connection.is_halfway:
                 return
     except PeerError:
         return

@@ -18,7 +18,6 @@ def clipped(value: int, most: int) -> int:
 """
 
 
-@pytest.mark.slow
 def test_what_is_written_down_can_be_made() -> None:
     mutants = written(ROOT / "tests/mutants.toml", ROOT)
     assert len({mutant.name for mutant in mutants}) == len(mutants) >= 20

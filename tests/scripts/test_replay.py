@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffloadd.cache.memory.eviction import SPARE_MAX, SPARE_SHARE
+from scripts.replay.tenants import MODELS, OTHER_UID, tenants_of
+from scripts.replay.trace import ceiling_hits
+from scripts.replay.workloads import TENANT_IDS, WORKLOADS, tenants_in
 from tests.scripts.running import run_script
 
 pytestmark = pytest.mark.slow
@@ -123,6 +128,7 @@ def test_bounded_lru_hits_what_brute_force_does(trace: Path, requests: Requests)
         assert one["lru_hit_rate"] == round(hits_with_lru(requests, capacity, 0) / references, 5)
         assert one["hit_rate"] == round(one["block_hits"] / references, 5) < one["ceiling_hit_rate"]
         assert one["belady_hit_rate"] <= one["ceiling_hit_rate"]
+        assert one["tenants"][0]["simulated_hits"] == one["block_hits"]
         assert one["estimated_ceiling"] == pytest.approx(one["ceiling_hit_rate"], abs=0.02)
         assert one["evictions"] > 0
     assert found["block_hits"] == sum(one["block_hits"] for one in found["capacities"])
@@ -133,6 +139,72 @@ def test_a_planted_corruption_is_noticed(trace: Path) -> None:
     assert done.status == 1
     assert done.figures["wrong_bytes"] == done.figures["loads"] - done.figures["verified_loads"] > 0
     assert done.figures["wrong_bytes"] == done.figures["loads"] // 10
+
+
+@pytest.mark.parametrize("load", ["flood-5", "drift"])
+def test_daemon_and_simulator_agree_on_a_workload_by_its_name(load: str) -> None:
+    found = result_of(Path(load), "--limit", "600", "--capacity", "0.2", "--sizes", "1")
+    assert found["evictions"] > 0
+    assert found["hit_rate"] == found["simulated_hit_rate"] <= found["ceiling_hit_rate"]
+    assert [tenant["block_hits"] for tenant in found["tenants"]] == [t["simulated_hits"] for t in found["tenants"]]
+    assert found["policy_hit_rate"] <= found["ceiling_hit_rate"]
+
+
+def test_a_flood_of_another_user_in_another_size() -> None:
+    found = result_of(Path("flood-5"), "--limit", "300", "--capacity", "0.2", "--sizes", "2,1")
+    mine, flood = found["tenants"]
+    assert (mine["payload_bytes"], flood["payload_bytes"]) == (8192, 4096)
+    assert mine["requests"] + flood["requests"] == 275
+    assert (flood["uid"] != mine["uid"]) == (os.getuid() == 0)
+    assert (flood["restorable"], flood["block_hits"], flood["restored"]) == (0, 0, None)
+    assert 0 < mine["block_hits"] == found["block_hits"] <= mine["restorable"]
+    assert mine["block_hits"] == mine["simulated_hits"]
+    assert found["evictions"] > 0
+    assert found["slabs_taken_over"] > 0
+    assert [found[f"{name}_hit_rate"] for name in ("policy", "lru", "belady")] == [None] * 3
+
+
+def test_workers_of_three_tenants_take_turns() -> None:
+    found = result_of(Path("tenants"), "--limit", "80", "--workers", "2")
+    assert [tenant["payload_bytes"] for tenant in found["tenants"]] == [4096, 3 * 4096, 2 * 4096]
+    assert sum(tenant["requests"] for tenant in found["tenants"]) == 80
+    restorable = sum(tenant["restorable"] for tenant in found["tenants"])
+    assert found["block_hits"] + found["pending_misses"] == restorable > 0
+    assert sum(tenant["simulated_hits"] for tenant in found["tenants"]) == restorable
+
+
+@pytest.mark.parametrize(("mine", "uids"), [(0, [0, OTHER_UID, OTHER_UID + 1]), (1000, [1000] * 3)])
+def test_only_root_has_tenants_be_other_users(monkeypatch: pytest.MonkeyPatch, mine: int, uids: list[int]) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: mine)
+    tenants = tenants_of(MODELS["gpt-oss-20b"], None, [3, 1], 3)
+    assert [tenant.uid for tenant in tenants] == uids
+    assert [tenant.slot_bytes for tenant in tenants] == [3 * 4096, 4096, 3 * 4096]
+    assert len({tenant.namespace for tenant in tenants}) == 3
+
+
+@pytest.mark.parametrize("load", WORKLOADS)
+def test_a_request_is_one_tenants(load: str) -> None:
+    requests = WORKLOADS[load](np.random.default_rng(3), 400)
+    whose = tenants_in(load, requests)
+    assert all((ids // TENANT_IDS == number).all() for ids, number in zip(requests, whose, strict=True))
+    others = [ids for ids, number in zip(requests, whose, strict=True) if number]
+    if load == "scan" or load.startswith("flood"):
+        assert 0 < len(others) < len(requests)
+        assert ceiling_hits(others) == 0
+    else:
+        assert set(whose.tolist()) == ({0, 1, 2} if load == "tenants" else {0})
+
+
+def test_a_table_of_policies() -> None:
+    done = run_script("policy_table", "flood-1", "drift", "--seeds", "2", "--requests", "100")
+    assert done.status == 0, done.said
+    rates = done.figures["rates"]
+    assert set(rates) == {"flood-1", "drift"}
+    for of_load in rates.values():
+        assert set(of_load) == {"hit-density", "lru", "s3-fifo"}
+        assert all(0 <= rate <= 100 for of_policy in of_load.values() for rate in of_policy)
+    wrong = run_script("policy_table", "flood-1", "--policies", "mru")
+    assert (wrong.status, "'mru' is not one of" in wrong.said) == (2, True)
 
 
 def test_more_workers_than_requests(tmp_path: Path) -> None:
@@ -152,5 +224,7 @@ def test_what_can_not_be_replayed_is_told(tmp_path: Path, trace: Path) -> None:
     assert (broken.status, "line 1" in broken.said, "Traceback" in broken.said) == (2, True, False)
     small = run_script("replay_trace", str(trace), "--capacity", "100B")
     assert (small.status, '--capacity "100B" is less than a block' in small.said) == (2, True)
+    sizes = run_script("replay_trace", str(trace), "--sizes", "1,0")
+    assert (sizes.status, "--sizes: from 1 to 256" in sizes.said) == (2, True)
     large = run_script("replay_trace", str(trace), "--capacity", "1PiB")
     assert (large.status, "are available" in large.said, "Traceback" in large.said) == (1, True, False)

@@ -15,10 +15,13 @@ from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.reservation import STEP_KEYS, Wanted, reserve, reserve_in_steps
 from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
+from kvoffloadd.config import LimitsConfig
 from kvoffloadd.errors import DrainingError, StateError
 from kvoffloadd.model import PAGE_BYTES, U64Array
+from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.jobs import SessionJobs
+from kvoffloadd.server.jobs import STEP_GROUPS, SessionJobs
+from kvoffloadd.server.sessionjob import GroupJob
 from kvoffloadd.steps import Steps
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.trial.wait import until
@@ -162,6 +165,36 @@ def test_no_job_begins_whose_session_ends_between_two_steps(ending: str) -> None
     with pytest.raises(StateError if ending == "closed" else DrainingError):
         next(begun)
     assert undone
+
+
+def checked_in_steps(jobs: SessionJobs) -> Steps[list[GroupJob]]:
+    """The check of a job of many groups, of one key each."""
+    group: Any = SimpleNamespace(held=(0,), price=1, num_blocks=16, schema=SimpleNamespace(blocks_per_key=1))
+    registration: Any = SimpleNamespace(id=1, groups=dict.fromkeys(range(4 * STEP_GROUPS), group))
+    named = [m.GroupBlocks(group=n, keys=keys(n), blocks=ids(n % 16)) for n in registration.groups]
+    return jobs._check(named, registration)
+
+
+def test_groups_that_are_cleared_while_a_job_is_checked_go_on_in_their_new_keyspaces() -> None:
+    """A cleared keyspace still has its keys for a while; what asks for them by the new one does not find them."""
+    namespace: Any = SimpleNamespace(key_bytes=32, keyspaces=dict.fromkeys(range(4 * STEP_GROUPS), "cleared"))
+    context: Any = SimpleNamespace(draining=False)
+    work = checked_in_steps(SessionJobs(context, namespace, NOBODY, NOBODY, NOBODY, NOBODY, LimitsConfig()))
+    next(work)
+    namespace.keyspaces.update(dict.fromkeys(namespace.keyspaces, "new"))
+    spaces: set[Any] = {group.keyspace for group in finish(work)}
+    assert spaces == {"new"}
+
+
+def test_a_session_that_ends_while_a_job_is_checked() -> None:
+    context: Any = SimpleNamespace(draining=False)
+    namespace: Any = SimpleNamespace(key_bytes=32)
+    jobs = SessionJobs(context, namespace, NOBODY, NOBODY, NOBODY, NOBODY, LimitsConfig())
+    work = checked_in_steps(jobs)
+    next(work)
+    jobs.closed = True
+    with pytest.raises(StateError):
+        finish(work)
 
 
 @pytest.mark.parametrize(

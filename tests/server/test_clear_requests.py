@@ -18,7 +18,7 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields, RawPeer
 from tests.e2e.disk import MIB, disk_settings
-from tests.e2e.unrecordable import Unrecordable, epoch
+from tests.e2e.unrecordable import WAYS, Unrecordable, epoch
 from tests.server.scene import Scene, ids, keys
 
 Start = Callable[..., Daemon]
@@ -175,6 +175,37 @@ def test_a_store_that_hangs_delays_no_disk(start_daemon: Start, tmp_path: Path) 
     place.mend()
     until(lambda: scene.status()["unrecorded"] == 0, "the store has recorded it, too")
     assert (scene.epoch(), scene.states(9)) == (epoch, HIT)
+
+
+# --- by the names of namespaces ---
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_clear_by_names_is_recorded_as_any_other(start_daemon: Start, tmp_path: Path, way: str) -> None:
+    place = Unrecordable(way, tmp_path)
+    daemon = start_daemon(*place.settings(), faults=place.faults)
+    scenes = [Cleared(daemon, salt, root=tmp_path / "disk") for salt in ("one", "two")]
+    if way == "store":
+        until(lambda: all(daemon.status()["remote"]["eras"].values()), "the eras are known")
+    place.spoil()
+    other = daemon.peer()
+    other.hello("worker", namespace={"model": "other", "key_bytes": 32})
+    asks = scenes[0].stranger("observer")
+    for _ in range(2):
+        answer = clear(asks, namespaces="bad_input#*")
+        assert (answer["namespaces"], answer["keys"], answer["unrecorded"]) == (2, 8, [place.place])
+    assert [scene.states(1, 2, 3, 4) for scene in scenes] == [MISS * 4] * 2
+    assert scenes[0].status() == {"unrecorded": 1, "places": [place.place]}
+    epochs = {row["label"]: row["epoch"] for row in daemon.status()["namespaces"]}
+    assert epochs["bad input"] > epochs["other"] == 0
+    scenes[0].other_stores(9)
+    place.mend()
+    until(lambda: scenes[0].status()["unrecorded"] == 0, "it is recorded")
+    assert scenes[0].states(9) == HIT, "nothing was cleared anew"
+    assert "unrecorded" not in clear(asks, namespaces="bad_input#*")
+    if way == "disk":
+        assert scenes[0].recorded_epoch() == max(row["epoch"] for row in daemon.status()["namespaces"])
+    assert daemon.verify() == ()
 
 
 # --- restarts ---

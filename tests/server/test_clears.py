@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvoffloadd import steps
+from kvoffloadd.cache import clearing
+from kvoffloadd.cache.clearing import Clearing
 from kvoffloadd.cache.memory import keytable
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.config import Config
-from kvoffloadd.errors import LimitError
+from kvoffloadd.errors import LimitError, MessageError, UnknownNameError
 from kvoffloadd.model import GroupKind, GroupSchema
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.messages import TOKEN_BYTES
@@ -111,15 +115,23 @@ async def test_the_last_tokens_of_each_user_are_remembered() -> None:
     names, others = frozenset([b"n" * 16]), frozenset([b"o" * 16])
     tokens = [number.to_bytes(TOKEN_BYTES) for number in range(REMEMBERED + 1)]
     requested = context.requested_clears
-    first, *_, last = [requested.begin(1, names, token) for token in tokens[:REMEMBERED]]
-    assert requested.begin(1, names, tokens[0]) is first
-    assert requested.begin(1, names, tokens[REMEMBERED - 1]) is last
-    elsewhere = [requested.begin(2, names, tokens[0]), requested.begin(2, others, tokens[0])]
-    assert len({clearing.epoch for clearing in (first, *elsewhere)}) == 3, "one user's token is none of another's"
-    requested.begin(1, names, tokens[REMEMBERED])
-    assert requested.begin(1, names, tokens[1]).epoch > first.epoch, "it was remembered"
+
+    def begin(uid: int, names: frozenset[bytes], token: bytes) -> Clearing:
+        return requested.begin(uid, names, token).result()
+
+    def epoch(clearing: Clearing) -> int:
+        ((_, begun),) = clearing.epochs
+        return begun
+
+    first, *_, last = [begin(1, names, token) for token in tokens[:REMEMBERED]]
+    assert begin(1, names, tokens[0]) is first
+    assert begin(1, names, tokens[REMEMBERED - 1]) is last
+    elsewhere = [begin(2, names, tokens[0]), begin(2, others, tokens[0])]
+    assert len(set(map(epoch, (first, *elsewhere)))) == 3, "one user's token is none of another's"
+    begin(1, names, tokens[REMEMBERED])
+    assert epoch(begin(1, names, tokens[1])) > epoch(first), "it was remembered"
     before = context.cache.epochs.last
-    assert requested.begin(1, names, tokens[0]).epoch > before, "the oldest is forgotten"
+    assert epoch(begin(1, names, tokens[0])) > before, "the oldest is forgotten"
 
 
 async def test_a_clear_of_everything_is_not_one_of_a_namespace() -> None:
@@ -133,3 +145,105 @@ async def test_a_clear_of_everything_is_not_one_of_a_namespace() -> None:
         assert await answer == m.Cleared(seq=2, keys=0, bytes=0)
         epochs.append(namespace.epoch)
     assert 0 < epochs[0] < epochs[1] == epochs[2] == epochs[3]
+
+
+# --- by the names of namespaces ---
+
+
+def spaces(cache: Any, *labels: str) -> list[Any]:
+    """The keyspaces of namespaces of these labels, with four keys each and nobody there."""
+    found = []
+    for label in labels:
+        namespace = cache.open_namespace(label.encode().ljust(16), 1, label, 32)
+        found.append(cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16)))
+        cache.set_part_bytes(found[-1], {0: 4096})
+        store(cache, found[-1], keys_of(*range(4)))
+        cache.close_namespace(namespace)
+    return found
+
+
+def named(pattern: str, token: bytes = b"t" * 16) -> m.Clear:
+    return m.Clear(seq=2, namespaces=pattern, token=token)
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
+async def test_who_asks_for_a_clear_by_names_goes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    """It reaches all of them, and whoever asks again is answered for it, though they are gone by then."""
+    monkeypatch.setattr(clearing, "GROUPS_AT_ONCE", 1)
+    monkeypatch.setattr(steps, "TURN_S", 0.0)
+    cache = make_cache()
+    context = context_of(cache)
+    session = session_of(context)
+    *old, other = spaces(cache, "llama/a", "llama/b", "llama/c", "qwen")
+    answer = session.handle(named("llama/*"), [])
+    assert asyncio.iscoroutine(answer)
+    task = asyncio.ensure_future(answer)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await context.clearings.close(60.0)
+    assert [one.retired for one in (*old, other)] == [True, True, True, False]
+    assert [one.rows for one in (*old, other)] == [0, 0, 0, 4]
+    session_of(context)  # whoever comes has those forgotten that nobody uses
+    again = session.handle(named("llama/*"), [])
+    assert asyncio.iscoroutine(again)
+    assert await again == m.Cleared(seq=2, keys=12, bytes=12 * 4096, namespaces=3)
+    with pytest.raises(UnknownNameError, match="no namespace that is in use, or has keys in memory, has a name like"):
+        session.handle(named("llama/*", b"u" * 16), [])
+    assert check(cache, 0, 0) == []
+
+
+async def test_a_clear_by_names_takes_effect_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clearing, "GROUPS_AT_ONCE", 1)
+    monkeypatch.setattr(steps, "TURN_S", 0.0)
+    cache = make_cache()
+    session = session_of(context_of(cache))
+    old = spaces(cache, *"abcdef")
+    answer = session.handle(named("[a-f]#*"), [])
+    assert asyncio.iscoroutine(answer)
+    task, reached = asyncio.ensure_future(answer), [0]
+    while not task.done():
+        await asyncio.sleep(0)
+        reached.append(sum(one.retired for one in old))
+    assert max(after - before for before, after in itertools.pairwise(reached)) == 1
+    assert reached[-1] == len(old)
+
+
+async def test_a_clear_by_names_that_finds_no_number_for_a_group_tells_what_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clearing, "GROUPS_AT_ONCE", 1)
+    cache = make_cache()
+    context = context_of(cache)
+    session = session_of(context)
+    old = spaces(cache, "a", "b", "c")
+    checked = iter(range(9))
+
+    def check_numbers(count: int) -> None:
+        if next(checked) >= 3:  # for all of them together, for `a`, and for its new group
+            raise LimitError("all numbers are taken")
+
+    monkeypatch.setattr(cache.entries.keyspaces, "check_numbers", check_numbers)
+    answer = session.handle(named("[abc]#*"), [])
+    assert asyncio.iscoroutine(answer)
+    assert await answer == m.Cleared(seq=2, keys=4, bytes=4 * 4096, namespaces=1, left=2)
+    assert [one.rows for one in old] == [0, 4, 4]
+    monkeypatch.undo()
+    assert check(cache, 0, 0) == []
+
+
+async def test_a_clear_by_names_that_can_not_be_is_refused() -> None:
+    session = session_of(context_of(make_cache()))
+    for wrong in (m.Clear(seq=2, namespaces="*"), m.Clear(seq=2, namespaces="*", token=b"t" * 16, everything=True)):
+        with pytest.raises(MessageError):
+            session.handle(wrong, [])
+
+
+def test_namespaces_are_cleared_in_batches_of_their_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clearing, "GROUPS_AT_ONCE", 4)
+    counts = [1, 0, 3, 9, 2, 2, 1]
+    found = [SimpleNamespace(fingerprint=b"%d" % at, keyspaces=range(count)) for at, count in enumerate(counts)]
+    batches = clearing._batches(found)  # type: ignore[arg-type]
+    assert [sorted(map(int, batch)) for batch in batches] == [[0, 1], [2], [3], [4, 5], [6]]

@@ -356,8 +356,29 @@ async def test_a_large_frame_that_is_unpacked_goes_on_however_much_is_unread() -
     assert made._protocol.is_halfway
     made._outbox.put(bytes(2 << 20))
     assert made._congested
+    while made._protocol.is_halfway:
+        made.serve()
+    assert not made._protocol.pending
+    theirs.close()
+    await made.end("the test ends")
+
+
+async def test_a_frame_that_is_being_unpacked_is_not_late_however_large_the_next_one_is() -> None:
+    made, theirs, _ = connection()
+    made.session.role = "scheduler"
+    made._protocol.state = ProtocolState.READY
+    large = frame({"type": "ping", "seq": 1, "more": bytes(1 << 20)})
+    made._protocol.receive_data(large[:20], [])
     made.serve()
-    assert not made._protocol.is_halfway
+    begun: Any = made._deadline
+    begun = begun._watch
+    made._protocol.receive_data(large[20:] + large[:20], [])
+    assert made._protocol.next_message() is None
+    assert made._protocol.is_halfway
+    made._outbox.put(bytes(2 << 20))
+    made._steer()
+    assert made._congested
+    assert begun.paused_s is not None, "the daemon has all of it"
     theirs.close()
     await made.end("the test ends")
 

@@ -13,7 +13,7 @@ import pytest
 from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState
+from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, KeyState, U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.pins import find_all
 from kvoffloadd.server.session import Session
@@ -23,16 +23,18 @@ from tests.server.test_lease_ends import KEYS, Scene, asked
 
 @dataclass
 class Below:
-    """Tiers that may have all keys that memory has not. A fetch ends when the test says so."""
+    """Tiers that may have all keys that memory has not, but for some. A fetch ends when the test says so."""
 
     disk: Any = None
     remote: Any = None
+    lacks: set[int] = field(default_factory=set)
     ends: list[Callable[[], None]] = field(default_factory=list)
     cancelled: int = 0
 
     def find(self, groups: Any, lookups: Any, *, ask: bool) -> list[GroupLookup]:
+        absent = keys_of(*self.lacks)
         return [
-            GroupLookup(keyspace, first, keys, lookup, ~lookup.hits)
+            GroupLookup(keyspace, first, keys, lookup, ~lookup.hits & ~_among(keys, absent))
             for (keyspace, first, keys), lookup in zip(groups, lookups, strict=True)
         ]
 
@@ -42,6 +44,11 @@ class Below:
 
     def cancel(self) -> None:
         self.cancelled += 1
+
+
+def _among(keys: U64Array, some: U64Array) -> BoolArray:
+    among: BoolArray = (keys[:, None] == some[None]).all(axis=2).any(axis=1)
+    return among
 
 
 @pytest.fixture
@@ -153,7 +160,7 @@ async def test_the_prefix_that_fits_is_one_of_all_groups(scene: Scene) -> None:
         None,
         [(keyspace, 0, keys_of(*range(some))) for keyspace, some in ((namespace.keyspaces[0], KEYS), (wide, count))],
     )
-    found = pins.pin(1, answered)
+    found = pins.pin(1, answered, tell_tiers=False)
     narrow_hits, wide_hits = (
         int(np.count_nonzero(np.frombuffer(some, np.uint8) == KeyState.HIT)) for some in found.states
     )
@@ -186,4 +193,64 @@ async def test_what_comes_later_joins_its_lease_as_far_as_its_user_may_hold_it(s
     assert held.pages(scene.uid) == may
     assert scene.charged() == LEASE_KEYS + may
     scene.release(session, found.lease)
+    await scene.close()
+
+
+@pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])
+@pytest.mark.parametrize("gone", [KEYS + 1, KEYS + 5], ids=["before what comes", "behind it"])
+async def test_what_comes_behind_a_key_that_no_tier_has_is_lost(scene: Scene, kind: type[m.Message], gone: int) -> None:
+    """It is known when all tiers are through. Of a prefetch what was in memory is not judged: that was no use."""
+    keyspace = next(iter(scene.cache.namespaces.values())).keyspaces[0]
+    below(scene).lacks = {gone}
+    found = ask(scene.first, kind, 0, 1, *range(KEYS, KEYS + 6), 2)
+    scene.cache.uses.settle()
+    assert not scene.cache.entries.lost.any()
+    came = [number for number in range(KEYS, KEYS + 6) if number != gone]
+    store(scene.cache, keyspace, keys_of(*came))
+    (end,) = below(scene).ends
+    end()
+    scene.cache.uses.settle()
+    lost = scene.cache.entries.index.keys[np.flatnonzero(scene.cache.entries.lost)]
+    behind = [number for number in came if number > gone] + ([2] if kind is m.Pin else [])
+    assert sorted(lost.tolist()) == sorted(keys_of(*behind).tolist())
+    if found.lease:
+        scene.release(scene.first, found.lease)
+    await scene.close()
+
+
+@pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])
+async def test_behind_what_may_come_another_time_nothing_is_lost(scene: Scene, kind: type[m.Message]) -> None:
+    """A disk found no room for a key, or the deadline was over: the key is not gone."""
+    keyspace = next(iter(scene.cache.namespaces.values())).keyspaces[0]
+    found = ask(scene.first, kind, 0, KEYS, KEYS + 1, KEYS + 2, 1)
+    store(scene.cache, keyspace, keys_of(KEYS, KEYS + 2))
+    (end,) = below(scene).ends
+    end()
+    scene.cache.uses.settle()
+    assert not scene.cache.entries.lost.any()
+    if found.lease:
+        scene.release(scene.first, found.lease)
+    await scene.close()
+
+
+async def test_a_pin_is_one_use_of_each_key(scene: Scene) -> None:
+    """What hits at once, what comes later, and what others store meanwhile."""
+    keyspace = next(iter(scene.cache.namespaces.values())).keyspaces[0]
+    assert keyspace.queue is not None
+    touched = list[int]()
+    touch = keyspace.queue.policy.touch
+
+    def noting(rows: Any, *places: Any) -> None:
+        touched.extend(scene.cache.entries.index.keys[rows].tolist())
+        touch(rows, *places)
+
+    keyspace.queue.policy.touch = noting  # type: ignore[assignment,method-assign]
+    found = ask(scene.first, m.Pin, 0, 1, KEYS, KEYS + 1)
+    scene.cache.uses.settle()
+    store(scene.cache, keyspace, keys_of(KEYS, KEYS + 1))
+    (end,) = below(scene).ends
+    end()
+    scene.cache.uses.settle()
+    assert sorted(touched) == sorted(keys_of(0, 1, KEYS, KEYS + 1).tolist())
+    scene.release(scene.first, found.lease)
     await scene.close()

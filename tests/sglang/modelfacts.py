@@ -15,7 +15,6 @@ PAGE = 64
 ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
-    "deepseek_v4": "DeepseekV4ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
@@ -59,7 +58,7 @@ def complete(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts(folder: Path, tp: int) -> dict[str, Any]:
-    """`pools` by name: layers, and bytes of a page (of "mamba" of a state) in bfloat16; None: DeepSeek V4's."""
+    """`pools` by name: layers, and bytes of a page (of "mamba" of a state) in bfloat16."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import (
         AttentionArch,
@@ -67,14 +66,11 @@ def facts(folder: Path, tp: int) -> dict[str, Any]:
         dsa_layer_skips_topk,
         get_dsa_index_head_dim,
         is_deepseek_dsa,
-        is_deepseek_v4,
     )
     from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
     from sglang.srt.mem_cache.pool_host.dsa import dsa_indexer_bytes_per_token_per_layer
 
     model = ModelConfig(str(folder))
-    if is_deepseek_v4(model.hf_config):
-        return {"pools": None}
     states = mambaish_config(model)
     layers = max(model.num_hidden_layers, model.num_attention_layers)
     if states is not None:

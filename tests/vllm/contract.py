@@ -12,8 +12,9 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
 from kvoffloadd.integrations.vllm import worker as worker_module
 from kvoffloadd.integrations.vllm.adapters import LoadedAdapter, RankAdapters
-from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata, _reaches
+from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata, _reaches, _states, _told
 from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost
@@ -48,9 +49,11 @@ from kvoffloadd.integrations.vllm.parts import by_heads
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
+from tests.e2e.disk import disk_settings, idle
+from tests.e2e.unrecordable import epoch
 from tests.vllm.damage import CHOICES, damaging
 from tests.vllm.engine import by_connector, by_spec
-from tests.vllm.modelless import BLOCK, HEADS, Modelless
+from tests.vllm.modelless import BLOCK, HEADS, Modelless, is_connected
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -180,12 +183,16 @@ def test_windows_and_states_reach_as_far_as_vllm_looks(chunk: int) -> None:
     kept = dataclasses.replace(sliding, extra_retained_tokens=30)
     chunked = ChunkedLocalAttentionSpec(**common, attention_chunk_size=64)
     state = MambaSpec(block_size=16, shapes=((4, 4),), dtypes=(torch.float32,))
-    specs = [full, sliding, wrapped, kept, chunked, state]
+    aligned = dataclasses.replace(state, mamba_cache_mode="align")
+    states = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": aligned, "b": aligned})
+    specs = [full, sliding, wrapped, kept, chunked, state, states]
     groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs]
-    reaches = _reaches(KVCacheConfig(1, [], groups))
+    told = [group.kv_cache_spec for group in _told(KVCacheConfig(1, [], groups)).kv_cache_groups]
+    assert told == [full, sliding, sliding, kept, chunked, state, aligned]
+    reaches = _reaches(told)
     keys = [-(-reaches[at] // chunk) if at in reaches else None for at in range(len(specs))]
-    told = [sliding if spec is wrapped else spec for spec in specs]
     assert keys == [_window_rule()(spec, chunk) for spec in told]
+    assert _states(told) == [6]
 
 
 def _window_rule() -> Callable[..., int | None]:
@@ -209,11 +216,16 @@ def tiny() -> str:
 
 @pytest.fixture
 def engine(start_daemon: StartDaemon, tiny: str) -> Iterator[StartEngine]:
-    """`engine(kind, route, **extra)` -> one whose daemon has answered."""
+    """`engine(kind, route, settings, **extra)` -> one whose daemon, with these settings, has answered."""
     made: list[Modelless] = []
 
-    def start(kind: str = "dense", route: Callable[..., dict[str, Any]] = by_connector, **extra: Any) -> Modelless:
-        daemon = start_daemon("memory.verify_loads=true", memory="64MiB")
+    def start(
+        kind: str = "dense",
+        route: Callable[..., dict[str, Any]] = by_connector,
+        settings: Iterable[str] = (),
+        **extra: Any,
+    ) -> Modelless:
+        daemon = start_daemon("memory.verify_loads=true", *settings, memory="64MiB")
         made.append(Modelless(tiny, kind, daemon, route(daemon.socket, BLOCK, **extra)))
         until(lambda: len(daemon.sessions()) == 2, "scheduler and worker are there")
         until(lambda: made[-1].generate([[3] * 40]) and _keys(daemon), "something was stored")
@@ -518,6 +530,66 @@ def test_reset(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
     assert one.generate(asked) == [0, 0, 0]
     one.forget()
     assert one.generate(asked) == HITS
+
+
+def test_a_reset_while_loads_run(engine: StartEngine, asked: list[list[int]]) -> None:
+    """vLLM raises before it has reset the connector: old keys hit until it is called again."""
+    one = engine()
+    one.generate(asked)
+    one.forget()
+    one.add(asked)
+    while not any(found.status is RequestStatus.WAITING_FOR_REMOTE_KVS for found in one.scheduler.requests.values()):
+        one.step()
+    before = epoch(one.daemon)
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        one.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert epoch(one.daemon) == before
+    one.generate([])
+    one.forget()
+    assert one.generate(asked) == HITS
+    assert one.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert epoch(one.daemon) > before
+    assert one.generate(asked) == [0, 0, 0]
+
+
+def test_a_namespace_that_is_cleared_from_outside(engine: StartEngine, asked: list[list[int]]) -> None:
+    """The engine keeps its names: what it computes from now on hits."""
+    one = engine()
+    one.generate(asked)
+    one.forget()
+    (row,) = one.daemon.status()["namespaces"]
+    cleared = one.daemon.observer.clear(namespaces=row["namespace"])
+    assert (cleared.namespaces, cleared.keys) == (1, row["keys"])
+    assert one.generate(asked) == [0, 0, 0]
+    one.forget()
+    assert one.generate(asked) == HITS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hits_are_told_by_their_tier(engine: StartEngine, asked: list[list[int]], tmp_path: Path, kind: str) -> None:
+    """As vLLM takes them: where a key was when it was looked up, and later that it is in memory."""
+    one = engine(kind, settings=disk_settings((tmp_path / "disk", 64 << 20)))
+    one.generate(asked)
+    idle(one.daemon)
+    one.daemon.stop()
+    one.daemon.start()
+    until(lambda: one.generate([[4] * 40]) and _keys(one.daemon), "the rank has registered, and stores")
+    until(lambda: one.generate([[3]]) and is_connected(one), "its lookups reach the daemon")
+    told = Counter[str]()
+    sources = one.scheduler.connector.get_external_cache_hit_sources
+
+    def note(*arguments: Any) -> Any:
+        found = sources(*arguments)
+        told.update({source.value: tokens for source, tokens in found.items()})
+        return found
+
+    one.scheduler.connector.get_external_cache_hit_sources = note
+    for tier in ("disk", "host"):
+        one.forget()
+        one.scribble()
+        told.clear()
+        assert one.generate(asked) == HITS
+        assert told == {tier: sum(HITS)}
 
 
 def test_what_computes_pins_nothing(engine: StartEngine, asked: list[list[int]]) -> None:

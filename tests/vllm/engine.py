@@ -124,7 +124,7 @@ class Engine(EngineChild):
         self._answer(ANSWER_S)
 
     def await_connection(self) -> None:
-        """Until the scheduler knows that the daemon is back: what it computes before that, it does not have stored."""
+        """Until the scheduler knows that the daemon is there: what it computes before that, it does not have stored."""
 
         def is_connected() -> bool:
             self.generate(prompts(0, 1, 5))

@@ -60,12 +60,14 @@ class Served:
         return {"done": self._llm.reset_prefix_cache(reset_connector=connector)}
 
     def metrics(self) -> Answer:
-        """Counters by name without labels, summed."""
+        """Counters by name without labels, summed; of those with sources also each, by "name/source"."""
         sums: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             value = getattr(metric, "value", None)
             if value is not None:
-                sums[metric.name] = sums.get(metric.name, 0) + value
+                source = metric.labels.get("source")
+                for name in (metric.name, *([f"{metric.name}/{source}"] if source else [])):
+                    sums[name] = sums.get(name, 0) + value
         return sums
 
     def await_transfers(self) -> Answer:
@@ -157,7 +159,9 @@ def _await_transfers(_worker: Any) -> None:
     """In each rank's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    transfers = get_kv_transfer_group().connector_worker.worker._transfer_thread
+    group = get_kv_transfer_group()
+    (ours,) = (one for one in getattr(group, "sub_connectors", [group]) if hasattr(one, "connector_worker"))
+    transfers = ours.connector_worker.worker._transfer_thread
     transfers.wait(set(transfers._open))
 
 

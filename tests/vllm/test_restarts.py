@@ -60,6 +60,13 @@ def test_daemon_restarted(
     assert cached(answer) == ALL
     assert tokens(answer) == reference(kind, asked)
     assert lasting.status()["disk"]["keys"] > 0
+    found = engine.metrics()
+    assert found["vllm:prompt_tokens_cached_by_source/disk"] == sum(ALL)
+    assert found["vllm:kvoffloadd_disk_hit_keys"] > 0
+    assert cached(engine.generate_anew(asked)) == ALL
+    again = engine.metrics()
+    assert again["vllm:prompt_tokens_cached_by_source/host"] == sum(ALL), "it is in memory by now"
+    assert again["vllm:kvoffloadd_disk_hit_keys"] == found["vllm:kvoffloadd_disk_hit_keys"]
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])

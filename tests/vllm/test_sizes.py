@@ -23,6 +23,8 @@ def test_two_sizes_share(
     connector = by_connector(daemon.socket, canonical_layout=True)
     two = start_engine(kind, connector=connector, environment=TWO_RANKS, tensor_parallel_size=2)
     one = start_engine(kind, connector=connector)
+    for engine in (two, one):
+        engine.await_connection()  # what is asked for before that is neither looked up nor stored
     for storing, loading, wanted in ((two, one, asked), (one, two, prompts(3, COUNT))):
         answer = storing.generate(wanted)
         assert cached(answer) == [0] * COUNT
@@ -41,6 +43,7 @@ def test_other_parts_share_nothing(
     daemon = start_daemon(memory=MEMORY)
     for extra in ({"canonical_layout": True}, other):
         engine = start_engine("dense", connector=by_connector(daemon.socket, **extra))
+        engine.await_connection()
         assert cached(engine.generate(asked)) == [0] * COUNT
         settle(daemon, engine)
         answer = engine.generate_anew(asked)

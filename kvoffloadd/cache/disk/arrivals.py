@@ -201,11 +201,9 @@ class Arrivals:
         """Add records of one keyspace, unless it was cleared."""
         if name.epoch != self._cache.epochs.of(name.fingerprint):
             return
-        disk_keyspace = self._disk.catalog.disk_keyspace(name)
+        disk_keyspace = self._disk.catalog.disk_keyspaces.open(name)
         if disk_keyspace is not None:
-            parts = entries["part"].astype(np.uint16)
-            keys = np.ascontiguousarray(entries["key"])
-            self._disk.catalog.put(disk_keyspace, keys, parts, segment.ordinal, entries["page"])
+            self._disk.catalog.put(disk_keyspace, entries, segment.ordinal)
 
     async def _merge_epochs(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
         """Merge clears that a late root knows of and this daemon does not. Keys that may be older than such a clear go:
@@ -218,7 +216,7 @@ class Arrivals:
             return
         for disk_keyspace in catalog.disk_keyspaces.values():
             if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
-                catalog.close(disk_keyspace)  # nothing more is promoted from it
+                catalog.disk_keyspaces.close(disk_keyspace)  # nothing more is promoted from it
         cache.epochs.last = later.last  # a clear meanwhile must be later than all that is merged
         cache.epochs.rising = later  # nothing more comes from the remote store
         try:

@@ -10,19 +10,18 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
+from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace, DiskKeyspaces
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import has_duplicates, pack
 from kvoffloadd.cache.memory.runallocator import RunAllocator
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
-from kvoffloadd.storage.disk.format import KeyspaceId
+from kvoffloadd.storage.disk.format import Records, record_pages
 
-DISK_KEYSPACES_MAX = 1 << 16
 _FREE = 0xFFFF
 """`missing` of a row that is free: more than any disk keyspace has parts."""
 
@@ -31,19 +30,6 @@ AUDIT_RECORDS = 32_768
 
 STEP_RECORDS = 4096
 """Records that one step of a walk removes, so that no step blocks the loop for more than a few milliseconds."""
-
-
-@dataclass(slots=True, eq=False)
-class DiskKeyspace:
-    """The keys of one group in one epoch of a namespace, on disk."""
-
-    id: int
-    name: KeyspaceId
-    rows: int = 0  # of keys that are complete or not
-    keys: int = 0  # complete ones
-    open: bool = True  # a closed one takes no more records
-    part_bytes: tuple[int, ...] = ()  # payload size of each part; empty until the group is registered
-    uid: int | None = None  # its user; None until the group is registered
 
 
 class Catalog:
@@ -61,49 +47,13 @@ class Catalog:
         self.segment: U32Array = reserve_array((max_records,), np.uint32)  # ordinal
         self.page: U32Array = reserve_array((max_records,), np.uint32)  # 0: it has no place
         self.records = 0
-        self.disk_keyspaces: dict[int, DiskKeyspace] = {}
-        self._by_name: dict[KeyspaceId, DiskKeyspace] = {}
-        self._by_uid: Counter[int] = Counter()
+        self.disk_keyspaces = DiskKeyspaces()
         self._members: dict[int, list[U32Array]] = {}
-        self._next_number = 0
+        # By segment, pages of records that have their place there; and of those whose keys were read.
+        self._live_pages: Counter[int] = Counter()
+        self._used_pages: Counter[int] = Counter()
 
     # --- disk keyspaces ---
-
-    def disk_keyspace(self, name: KeyspaceId, uid: int | None = None) -> DiskKeyspace | None:
-        """The disk keyspace of this name, made if it is new; None if there are too many. `uid`: its user, if known.
-
-        A user has at most as many as there are left for all others then: disk keyspaces stay as long as they have keys,
-        also when their namespaces are forgotten, and whatever some users do, the next one finds room.
-        """
-        disk_keyspace = self._by_name.get(name)
-        left = DISK_KEYSPACES_MAX - 1 - len(self.disk_keyspaces)
-        if disk_keyspace is None and left > (0 if uid is None else self._by_uid[uid]):
-            while self._next_number in self.disk_keyspaces:
-                self._next_number = (self._next_number + 1) % DISK_KEYSPACES_MAX
-            disk_keyspace = self._by_name[name] = self.disk_keyspaces[self._next_number] = DiskKeyspace(
-                self._next_number, name
-            )
-        if disk_keyspace is not None and disk_keyspace.uid is None and uid is not None:
-            disk_keyspace.uid = uid
-            self._by_uid[uid] += 1
-        return disk_keyspace
-
-    def close(self, disk_keyspace: DiskKeyspace) -> None:
-        """Nothing of it is found from now on. `empty` frees what it takes."""
-        disk_keyspace.open = False
-        self._by_name.pop(disk_keyspace.name, None)
-
-    def discard(self, disk_keyspace: DiskKeyspace) -> None:
-        """Forget a disk keyspace without keys, whose number may be reused. A write under way finds it closed."""
-        self.close(disk_keyspace)
-        self._take_down(disk_keyspace)
-
-    def _take_down(self, disk_keyspace: DiskKeyspace) -> None:
-        del self.disk_keyspaces[disk_keyspace.id]
-        if disk_keyspace.uid is not None:
-            self._by_uid[disk_keyspace.uid] -= 1
-            if not self._by_uid[disk_keyspace.uid]:
-                del self._by_uid[disk_keyspace.uid]
 
     def empty(self, disk_keyspace: DiskKeyspace) -> Iterator[U64Array]:
         """Forget a closed disk keyspace, some keys a step; each step tells those of them that were complete."""
@@ -120,7 +70,7 @@ class Catalog:
                 self._remove(disk_keyspace, some)
                 yield keys
         if self.disk_keyspaces.get(disk_keyspace.id) is disk_keyspace:
-            self._take_down(disk_keyspace)
+            self.disk_keyspaces.discard(disk_keyspace)
 
     # --- keys ---
 
@@ -146,13 +96,16 @@ class Catalog:
         """(n, parts) record numbers."""
         return RunAllocator.of(self.first[rows], disk_keyspace.name.parts)
 
-    def put(self, disk_keyspace: DiskKeyspace, keys: U64Array, parts: U16Array, segment: int, pages: U32Array) -> None:
-        """Records have been written: `keys[i]`'s part `parts[i]` lies at `pages[i]`, in place of where it was before.
+    def put(self, disk_keyspace: DiskKeyspace, entries: Records, segment: int) -> None:
+        """Records (format.ENTRY) have been written to a segment, each in place of where its part of its key was before.
 
         What does not fit into the catalog any more is left out: such records are garbage.
         """
-        if not disk_keyspace.open or not len(keys):
+        if not disk_keyspace.open or not len(entries):
             return
+        self.learn_sizes(disk_keyspace, entries["part"], entries["payload_bytes"])
+        keys, parts = np.ascontiguousarray(entries["key"]), entries["part"].astype(np.uint16)
+        pages = entries["page"].astype(np.uint32)
         width = disk_keyspace.name.parts
         keys, parts, pages, row_of, names = self._distinct(keys, parts, pages, width)
         hashes = self.index.hash(disk_keyspace.id, names)
@@ -171,15 +124,33 @@ class Catalog:
         records = self.first[mine].astype(np.int64) + parts
         self._place(disk_keyspace, mine, records, segment, pages)
 
+    def learn_sizes(self, disk_keyspace: DiskKeyspace, parts: np.ndarray, payload_bytes: np.ndarray) -> None:
+        """These parts of its keys have payloads of so many bytes. What is known of a part stays."""
+        new = disk_keyspace.part_bytes[parts] == 0
+        if new.any():
+            disk_keyspace.part_bytes[parts[new]] = payload_bytes[new]
+
     def mark_used(self, rows: I64Array) -> None:
         """These keys were read since they were written: they move on when their segment goes."""
-        self.used[rows] = 1
+        self._mark(rows, 1)
+
+    def mark_unused(self, rows: I64Array) -> None:
+        """These keys count as not read from now on."""
+        self._mark(rows, 0)
+
+    def _mark(self, rows: I64Array, used: int) -> None:
+        changed = distinct(rows[self.used[rows] != used].astype(np.uint32))
+        self.used[changed] = used
+        for disk_keyspace, at in self._by_keyspace(changed):
+            records = RunAllocator.of(self.first[changed[at]], disk_keyspace.name.parts).ravel()
+            self._count_pages(self._used_pages, records[self.page[records] != 0], +1 if used else -1)
 
     def forget(self, records: I64Array) -> U32Array:
         """These records are gone or bad. Returns the rows of the keys that were complete and are not any more."""
         records = records[self.page[records] != 0]
         rows = self.row[records]
         lost: U32Array = distinct(rows[self.missing[rows] == 0])
+        self._count_places(records, -1)
         self.page[records] = 0
         self.records -= len(records)
         count_up(self.missing, rows)
@@ -201,9 +172,19 @@ class Catalog:
         found: I64Array = members[np.argsort(self.page[members], kind="stable")]
         return found
 
+    def live_pages(self, segment: int) -> int:
+        """Pages of a segment whose records have their place there."""
+        return self._live_pages[segment]
+
+    def used_pages(self, segment: int) -> int:
+        """How many of these hold records of keys that were read since they were written."""
+        return self._used_pages[segment]
+
     def close_segment(self, segment: int) -> None:
         """All records of it are forgotten."""
         self._members.pop(segment, None)
+        self._live_pages.pop(segment, None)
+        self._used_pages.pop(segment, None)
 
     # --- questions ---
 
@@ -238,14 +219,11 @@ class Catalog:
         """
         yield [f"catalog: {finding}" for finding in self.index.check_table()]
         yield self._check_count()
-        yield self._check_disk_keyspaces()
+        yield self.disk_keyspaces.check() + self._check_rows_of_shelves()
         for start in range(0, self.runs.used, AUDIT_RECORDS):
             yield self._check_places(start, segments())
         for segment in list(self._members):
-            if (np.diff(self.page[self.in_segment(segment)]) == 0).any():
-                yield ["catalog: two records share a place"]
-            else:
-                yield []
+            yield self._check_segment(segment)
         start = 0
         while start < self.runs.used:
             yield self._check_rows(start, min(start + AUDIT_RECORDS, self.runs.used))
@@ -263,6 +241,16 @@ class Catalog:
             findings.append(f"catalog: keys have {taken} records, {self.runs.taken} are given out")
         return findings
 
+    def _check_segment(self, segment: int) -> list[str]:
+        findings, records = [], self.in_segment(segment)
+        if (np.diff(self.page[records]) == 0).any():
+            findings.append("catalog: two records share a place")
+        pages, used = self._pages_of(records), self.used[self.row[records]] != 0
+        found = int(pages.sum()), int(pages[used].sum())
+        if found != (counted := (self.live_pages(segment), self.used_pages(segment))):
+            findings.append(f"catalog: {found} pages of segment {segment} are live and used, counted {counted}")
+        return findings
+
     def _check_places(self, start: int, segments: set[int]) -> list[str]:
         stop = min(start + AUDIT_RECORDS, self.runs.used)
         findings = [f"catalog: {finding}" for finding in self.runs.check_blocks(start, stop)]
@@ -273,13 +261,6 @@ class Catalog:
         if strange:
             findings.append(f"catalog: {len(strange)} segments are named that the tier does not have")
         return findings
-
-    def _check_disk_keyspaces(self) -> list[str]:
-        by_uid = Counter(
-            disk_keyspace.uid for disk_keyspace in self.disk_keyspaces.values() if disk_keyspace.uid is not None
-        )
-        counts = [] if by_uid == self._by_uid else [f"catalog: users have {by_uid} shelves, counted {self._by_uid}"]
-        return counts + self._check_rows_of_shelves()
 
     def _check_rows_of_shelves(self) -> list[str]:
         findings = []
@@ -340,14 +321,37 @@ class Catalog:
         self, disk_keyspace: DiskKeyspace, rows: I64Array, records: I64Array, segment: int, pages: U32Array
     ) -> None:
         empty = self.page[records] == 0
+        self._count_places(records[~empty], -1)
         self.segment[records] = segment
         self.page[records] = pages
+        self._count_places(records, +1)
         self.records += int(empty.sum())
         touched = distinct(rows)
         before = self.missing[touched] == 0
         count_down(self.missing, rows[empty])
         disk_keyspace.keys += int((self.missing[touched] == 0).sum() - before.sum())
         self._members.setdefault(segment, []).append(records.astype(np.uint32))
+
+    def _count_places(self, records: I64Array, sign: int) -> None:
+        """These records have their places now, or are about to lose them."""
+        self._count_pages(self._live_pages, records, sign)
+        self._count_pages(self._used_pages, records[self.used[self.row[records]] != 0], sign)
+
+    def _count_pages(self, pages: Counter[int], records: I64Array, sign: int) -> None:
+        """Add the pages of these records to those of their segments, or subtract them."""
+        segments, numbers = np.unique(self.segment[records], return_inverse=True)
+        sums = np.bincount(numbers, weights=self._pages_of(records), minlength=len(segments))  # exact below 2^53
+        for segment, count in zip(segments.tolist(), sums.astype(np.int64).tolist(), strict=True):
+            pages[segment] += sign * count
+
+    def _pages_of(self, records: I64Array) -> I64Array:
+        """What each record takes in its segment."""
+        rows = self.row[records]
+        parts, sizes = records - self.first[rows], np.zeros(len(records), np.int64)
+        for disk_keyspace, at in self._by_keyspace(rows):
+            sizes[at] = disk_keyspace.part_bytes[parts[at]]
+        pages: I64Array = record_pages(sizes).astype(np.int64)
+        return pages
 
     def _remove(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
         records = RunAllocator.of(self.first[rows], disk_keyspace.name.parts).ravel()

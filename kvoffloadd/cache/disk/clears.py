@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 
-from kvoffloadd.cache.disk.catalog import DiskKeyspace
 from kvoffloadd.cache.disk.contents import DiskContents
+from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.changes import Changes
 from kvoffloadd.errors import KvOffloadError
@@ -34,14 +34,12 @@ class DiskClears:
         epochs, so that their keys are not found any more. Returns them for `finish`.
         """
         old = []
-        for disk_keyspace in self._contents.catalog.disk_keyspaces.values():
+        epochs = self._contents.cache.epochs
+        for disk_keyspace in self._contents.catalog.disk_keyspaces.of_namespaces(names):
             if disk_keyspace.id in self._emptying:
                 continue  # an earlier clear sees to it
-            fingerprint = disk_keyspace.name.fingerprint
-            if (names is None or fingerprint in names) and disk_keyspace.name.epoch != self._contents.cache.epochs.of(
-                fingerprint
-            ):
-                self._contents.catalog.close(disk_keyspace)
+            if disk_keyspace.name.epoch != epochs.of(disk_keyspace.name.fingerprint):
+                self._contents.catalog.disk_keyspaces.close(disk_keyspace)
                 old.append(disk_keyspace)
         return old
 
@@ -50,12 +48,15 @@ class DiskClears:
         await self.save_epochs(self._contents.roots)
         await self.empty(disk_keyspaces)
 
-    def unrecorded(self, roots: Sequence[Root], names: Collection[bytes] | None, epoch: int) -> list[Root]:
-        """Which of these roots have not recorded the clear of these namespaces (None: of all) that began this epoch."""
+    def unrecorded(self, roots: Sequence[Root], epochs: Collection[tuple[Collection[bytes] | None, int]]) -> list[Root]:
+        """Which of these roots have not recorded a clear: the epochs that it began, each of these namespaces (None: of
+        all).
+        """
         return [
             root
             for root in roots
-            if (manifest := self._recorded.get(root)) is None or not manifest.has_clear(names, epoch)
+            if (manifest := self._recorded.get(root)) is None
+            or not all(manifest.has_clear(names, epoch) for names, epoch in epochs)
         ]
 
     async def empty(self, disk_keyspaces: list[DiskKeyspace]) -> None:

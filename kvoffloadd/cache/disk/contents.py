@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvoffloadd.cache.disk.catalog import Catalog, DiskKeyspace
+from kvoffloadd.cache.disk.catalog import Catalog
+from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keys import pack
@@ -61,9 +62,9 @@ class DiskContents:
         name = KeyspaceId(
             namespace.fingerprint, shape_of(keyspace), namespace.epoch, schema.group, schema.parts, namespace.key_bytes
         )
-        disk_keyspace = self.catalog.disk_keyspace(name, namespace.uid)
+        disk_keyspace = self.catalog.disk_keyspaces.open(name, namespace.uid)
         if disk_keyspace is not None:
-            disk_keyspace.part_bytes = tuple(keyspace.part_bytes)
+            self.catalog.learn_sizes(disk_keyspace, np.arange(schema.parts), np.asarray(keyspace.part_bytes))
             self._opened[keyspace] = disk_keyspace
             self._keyspaces[disk_keyspace.id] = keyspace
         elif namespace.uid not in self._warned_uids:
@@ -87,7 +88,7 @@ class DiskContents:
     def discard_unused(self, disk_keyspace: DiskKeyspace) -> None:
         """Free the number of a disk keyspace that has no keys and no open keyspace in memory."""
         if disk_keyspace.open and not disk_keyspace.rows and disk_keyspace.id not in self._keyspaces:
-            self.catalog.discard(disk_keyspace)
+            self.catalog.disk_keyspaces.discard(disk_keyspace)
 
     def keyspace_of(self, disk_keyspace: DiskKeyspace) -> Keyspace | None:
         """The keyspace in memory whose keys this disk keyspace holds, if it is open."""
@@ -96,12 +97,10 @@ class DiskContents:
             return None
         return keyspace
 
-    def payload_bytes(self, disk_keyspace: DiskKeyspace, records: I64Array) -> I64Array | None:
-        """Size of each record's payload; None if the group was not registered since the start."""
-        if not disk_keyspace.part_bytes:
-            return None
+    def payload_bytes(self, disk_keyspace: DiskKeyspace, records: I64Array) -> I64Array:
+        """Size of each record's payload."""
         parts = records - self.catalog.first[self.catalog.row[records]]
-        sizes: I64Array = np.asarray(disk_keyspace.part_bytes, np.int64)[parts]
+        sizes: I64Array = disk_keyspace.part_bytes[parts]
         return sizes
 
     def namespaces(self) -> set[bytes]:

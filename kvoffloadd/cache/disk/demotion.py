@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 
 from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
-from kvoffloadd.cache.disk.catalog import DiskKeyspace
 from kvoffloadd.cache.disk.contents import DiskContents
+from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.changes import Changes
 from kvoffloadd.model import BoolArray, U32Array
@@ -272,8 +272,7 @@ class Demotion:
         self, write: DemotionWrite, root: Root, segment: Segment, entries: Records, error: BaseException | None
     ) -> None:
         if error is None and root.holds(segment):
-            parts = entries["part"].astype(np.uint16)
-            self._disk.catalog.put(write.disk_keyspace, entries["key"], parts, segment.ordinal, entries["page"])
+            self._disk.catalog.put(write.disk_keyspace, entries, segment.ordinal)
             self.counters.records += len(entries)
             self.counters.bytes += int(entries["payload_bytes"].sum())
         self._settle(write, len(entries), failed=error is not None)

@@ -92,6 +92,22 @@ class DiskTier(DiskContents):
     def used(self, rows: U32Array) -> None:
         self.demotion.backlog.used(rows)
 
+    def lost(self, rows: U32Array) -> None:
+        self.catalog.mark_unused(self._on_disk(rows))
+
+    def found_again(self, rows: U32Array) -> None:
+        self.catalog.mark_used(self._on_disk(rows))
+
+    def _on_disk(self, rows: U32Array) -> I64Array:
+        """Returns the catalog's rows of keys in memory that are on disk, too."""
+        entries, found = self.cache.entries, [np.zeros(0, np.int64)]
+        for keyspace, at in entries.by_keyspace(rows):
+            disk_keyspace = self.of(keyspace)
+            if disk_keyspace is not None:
+                found.append(self.catalog.find(disk_keyspace, entries.index.keys[rows[at]]))
+        there = np.concatenate(found)
+        return there[there >= 0]
+
     def evicted(self, rows: U32Array) -> None:
         self.demotion.backlog.evicted(rows)
 
@@ -109,6 +125,13 @@ class DiskTier(DiskContents):
             on_disk[waiting] = self.promotion.under_way(lookup.rows[waiting])
         lookup.states[on_disk] = _PENDING
         return on_disk
+
+    def touch(self, keyspace: Keyspace, keys: U64Array) -> None:
+        """These keys count as read."""
+        disk_keyspace = self.of(keyspace)
+        if disk_keyspace is not None:
+            rows = self.catalog.find(disk_keyspace, keys)
+            self.catalog.mark_used(rows[rows >= 0])
 
     # --- audit ---
 
@@ -141,6 +164,7 @@ class DiskTier(DiskContents):
             "corrupt": promotion.damaged,
             "evicted_keys": self.reclaim.keys_evicted,
             "rewritten": self.reclaim.records_rewritten,
+            "rewritten_bytes": self.reclaim.bytes_rewritten,
         }
 
 

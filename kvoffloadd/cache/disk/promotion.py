@@ -15,8 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.cache.disk.catalog import DiskKeyspace
 from kvoffloadd.cache.disk.contents import DiskContents
+from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace

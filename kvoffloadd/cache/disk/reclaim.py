@@ -1,4 +1,11 @@
-"""Reclaim: the oldest segments are reused for new ones; records that were used since they were written are rewritten.
+"""Reclaim: segments are used again for new records, those first that hold little; what is of use in them is written
+again.
+
+Of the older half of the segments, and of all of which nothing is lost, the one that holds the least goes first, and of
+equals the oldest, as in a log: what was written last was asked for last. If a segment is at most half live, nothing of
+it is lost: all its records are rewritten. From one that holds more only those go on that were read since they were
+written, as far as a share of it allows; one of which more than that was read takes its place behind the others, and has
+to be read again before it does so a second time. So each segment that is reclaimed gains at least half of its space.
 
 Event loop only, one task per root.
 """
@@ -6,16 +13,20 @@ Event loop only, one task per root.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cache.disk.catalog import STEP_RECORDS, DiskKeyspace
+from kvoffloadd.cache.disk.catalog import STEP_RECORDS
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
+from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.fetches import Urgency
+from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
@@ -30,8 +41,16 @@ log = logging.getLogger(__name__)
 REWRITE_BYTES = 8 << 20
 """Bytes that are read and written again in one go."""
 
-REWRITE_SHARE = 4
-"""At most this fraction (1/n) of a segment is rewritten, so that reclaiming it always gains room."""
+REWRITE_SHARE, WHOLE_SHARE = 4, 2
+"""Fractions (1/n) of a segment. At most a quarter is rewritten of records that were read. If at most half is live, all
+of that is. So reclaiming it always gains room.
+"""
+
+FILL_STEPS = 8
+"""What segments hold is compared in steps of this fraction (1/n)."""
+
+SPARED_MAX = 4
+"""How many segments may be spared before one is reclaimed, so that finding one is bounded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +58,13 @@ class Staging:
     """Memory between a read and the write that moves what was read."""
 
     memory: U8Array
+
+
+class Allowance(NamedTuple):
+    """What of a segment is written again: all that is live, or what was read; and how many pages that may take."""
+
+    all_of_it: bool
+    pages: int
 
 
 class Reclaim:
@@ -49,7 +75,7 @@ class Reclaim:
         self._demotion = demotion
         self._rewrite_hot = rewrite_hot
         self.keys_evicted = 0
-        self.records_rewritten = 0
+        self.records_rewritten = self.bytes_rewritten = 0
         # Threads read to and write from this memory: a task that can be cancelled must not own it.
         self._staging: set[Staging] = set()
 
@@ -71,22 +97,81 @@ class Reclaim:
                 return True
             if root.pool.may_grow:  # it failed, and not for want of space
                 return False
-        oldest = root.pool.oldest()
-        if oldest is None or not root.pool.wants_segment:
+        victim, spared = self.victim(root)
+        if victim is None or not root.pool.wants_segment:
             return False
+        for segment in spared:
+            await self._spare(segment)
+        allowance = self._allowance(victim, self._room_pages(root))
         # Other writes meanwhile must not take the room: then all records in use would be lost.
-        root.writer.reserved_pages = oldest.size_bytes // REWRITE_SHARE // PAGE_BYTES if self._rewrite_hot else 0
+        root.writer.reserved_pages = _with_footer(allowance.pages)
         try:
-            if not await root.pool.may_recycle(oldest):
+            if not await root.pool.may_recycle(victim):
                 return False
             errors = root.health.write_errors
-            again = await self._rewrite(root, oldest) if self._rewrite_hot else []
+            again = await self._rewrite(root, victim, allowance) if self._rewrite_hot else []
         finally:
             root.writer.reserved_pages = 0
         if root.health.write_errors > errors:
             return False  # what is used of it may be nowhere else
-        await self.give_up(oldest, again)
-        return oldest.ordinal in root.pool.segments and await root.pool.recycle(oldest)
+        await self.give_up(victim, again)
+        return victim.ordinal in root.pool.segments and await root.pool.recycle(victim)
+
+    # --- which segment ---
+
+    def victim(self, root: Root) -> tuple[Segment | None, list[Segment]]:
+        """The segment to be reclaimed next (None: none is sealed), and those that come before it and are spared."""
+        by_place, room_pages = sorted(root.pool.sealed(), key=lambda segment: segment.place), self._room_pages(root)
+        # What was written last goes last, unless it can be written again.
+        older = -(-len(by_place) // 2)
+        eligible = (
+            segment
+            for number, segment in enumerate(by_place)
+            if number < older or self._loses_nothing(segment, room_pages)
+        )
+        first = heapq.nsmallest(SPARED_MAX + 1, eligible, key=lambda segment: (self._fill(segment), segment.place))
+        for number, segment in enumerate(first):
+            if not self._is_spared(segment, room_pages):
+                return segment, first[:number]
+        return (first[0] if first else None), []
+
+    async def _spare(self, segment: Segment) -> None:
+        """Its place is behind the others now, until it is read again."""
+        catalog = self._disk.catalog
+        segment.spared_at = self._disk.numbers.number()
+        records = catalog.in_segment(segment.ordinal)
+        for at in range(0, len(records), STEP_RECORDS):
+            some = records[at : at + STEP_RECORDS]
+            some = some[(catalog.segment[some] == segment.ordinal) & (catalog.page[some] != 0)]
+            catalog.mark_unused(catalog.row[some])
+            await asyncio.sleep(0)
+
+    @staticmethod
+    def _room_pages(root: Root) -> int:
+        """How many pages of records can be written again now, with what they add to the footer."""
+        return root.pool.open_segment.free_pages if root.pool.open_segment is not None else 0
+
+    def _fill(self, segment: Segment) -> int:
+        """How much of it is live, in steps."""
+        live_bytes = self._disk.catalog.live_pages(segment.ordinal) * PAGE_BYTES
+        return -(-live_bytes * FILL_STEPS // segment.size_bytes)
+
+    def _loses_nothing(self, segment: Segment, room_pages: int) -> bool:
+        """Whether nothing of it is live, or all of that is written again."""
+        live_pages = self._disk.catalog.live_pages(segment.ordinal)
+        is_little = live_pages * PAGE_BYTES <= segment.size_bytes // WHOLE_SHARE
+        return not live_pages or (self._rewrite_hot and is_little and _with_footer(live_pages) <= room_pages)
+
+    def _is_spared(self, segment: Segment, room_pages: int) -> bool:
+        """Whether more of it was read than would be rewritten, since it was written or was spared before."""
+        allowance = self._allowance(segment, room_pages)
+        return self._rewrite_hot and self._disk.catalog.used_pages(segment.ordinal) > allowance.pages
+
+    def _allowance(self, segment: Segment, room_pages: int) -> Allowance:
+        """What of it is written again, if anything is."""
+        if self._loses_nothing(segment, room_pages):
+            return Allowance(True, self._disk.catalog.live_pages(segment.ordinal))
+        return Allowance(False, segment.size_bytes // REWRITE_SHARE // PAGE_BYTES if self._rewrite_hot else 0)
 
     async def _forget_gone(self, root: Root, segment: Segment) -> None:
         """The file of this segment was removed: so are its keys."""
@@ -123,38 +208,47 @@ class Reclaim:
 
     # --- rewriting ---
 
-    async def _rewrite(self, root: Root, segment: Segment) -> list[np.ndarray]:
-        """Write the used records of a segment again. Returns memory rows of keys that are better written from there."""
+    async def _rewrite(self, root: Root, segment: Segment, allowance: Allowance) -> list[np.ndarray]:
+        """Write the used records of a segment again, or all that are live if they are few. Returns memory rows of keys
+        that are better written from there.
+        """
         catalog = self._disk.catalog
-        left = segment.size_bytes // REWRITE_SHARE
+        left = allowance.pages * PAGE_BYTES
         from_memory = []
         records = catalog.in_segment(segment.ordinal)
-        for number in np.unique(catalog.index.keyspace[catalog.row[records]]).tolist():
+        numbers = catalog.index.keyspace[catalog.row[records]]
+        order = np.argsort(numbers, kind="stable")  # once for all: there may be a thousand keyspaces
+        by_keyspace = np.split(records[order], np.flatnonzero(np.diff(numbers[order])) + 1) if len(records) else []
+        for number, mine in zip(distinct(numbers).tolist(), by_keyspace, strict=True):
+            await asyncio.sleep(0)
             disk_keyspace = catalog.disk_keyspaces.get(number)
             if disk_keyspace is None or not disk_keyspace.open:
                 continue  # cleared, before this or while others were moved
             # From disk even where memory has them: it may evict them before they are written from there.
-            complete = self._complete(segment, disk_keyspace)
-            used = complete[catalog.used[catalog.row[complete]] != 0]
-            moved = await self._move_used(root, segment, disk_keyspace, used, left)
+            complete = self._complete(segment, disk_keyspace, mine)
+            used = catalog.used[catalog.row[complete]] != 0
+            wanted = np.concatenate([complete[used], complete[~used]]) if allowance.all_of_it else complete[used]
+            moved = await self._move_some(root, segment, disk_keyspace, wanted, left)
             if moved is None:
                 break
             left -= moved
             # Bounded as well: where memory holds more than the disk, all of it would be written for ever.
             keyspace = self._disk.keyspace_of(disk_keyspace)
             if keyspace is not None:
-                size = sum(keyspace.part_bytes)
-                again = self._resident(keyspace, self._complete(segment, disk_keyspace))[: left // size]
+                size = int(record_pages(np.asarray(keyspace.part_bytes)).sum()) * PAGE_BYTES
+                again = self._resident(keyspace, self._complete(segment, disk_keyspace, mine))[: left // size]
                 left -= len(again) * size
                 from_memory.append(again)
         return from_memory
 
-    def _complete(self, segment: Segment, disk_keyspace: DiskKeyspace) -> I64Array:
-        """Records of a disk keyspace that lie in this segment now, of keys that are complete."""
+    def _complete(self, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array) -> I64Array:
+        """Those of these records that lie in this segment now, of keys of this disk keyspace that are complete."""
         catalog = self._disk.catalog
-        records = catalog.in_segment(segment.ordinal)
         rows = catalog.row[records]
-        subset: I64Array = records[(catalog.index.keyspace[rows] == disk_keyspace.id) & (catalog.missing[rows] == 0)]
+        lies_here = (catalog.segment[records] == segment.ordinal) & (catalog.page[records] != 0)
+        subset: I64Array = records[
+            lies_here & (catalog.index.keyspace[rows] == disk_keyspace.id) & (catalog.missing[rows] == 0)
+        ]
         return subset
 
     def _resident(self, keyspace: Keyspace, records: I64Array) -> U32Array:
@@ -165,13 +259,11 @@ class Reclaim:
         resident: U32Array = np.unique(rows[entries.complete(rows)]).astype(np.uint32)
         return resident
 
-    async def _move_used(
+    async def _move_some(
         self, root: Root, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array, left: int
     ) -> int | None:
         """Write as many of these records again as `left` bytes take. Returns their bytes; None: there is no room."""
         sizes = self._disk.payload_bytes(disk_keyspace, records)
-        if sizes is None:
-            return 0  # the group was not registered since the start, so its keys were not used either
         costs = record_pages(sizes) * PAGE_BYTES
         fits = np.cumsum(costs) <= left
         records, sizes = records[fits], sizes[fits]
@@ -234,11 +326,17 @@ class Reclaim:
         self._staging.discard(staging)
         catalog = self._disk.catalog
         if error is None and root.holds(segment):
-            catalog.put(
-                disk_keyspace, entries["key"], entries["part"].astype(np.uint16), segment.ordinal, entries["page"]
-            )
+            catalog.put(disk_keyspace, entries, segment.ordinal)
             rows = catalog.find(disk_keyspace, entries["key"])
-            catalog.used[rows[rows >= 0]] = 0
+            catalog.mark_unused(rows[rows >= 0])
             self.records_rewritten += len(entries)
+            self.bytes_rewritten += int(entries["payload_bytes"].sum())
         if not written.done():
             written.set_result(None)
+
+
+def _with_footer(pages: int) -> int:
+    """What so many pages of records take at most, with what they add to the footer: for each two of them an entry, and
+    a keyspace, of 64 bytes.
+    """
+    return pages + pages // 64 + 1

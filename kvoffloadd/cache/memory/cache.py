@@ -56,6 +56,7 @@ class CacheCounters:
     keys_without_space: int = 0
     keys_soon: int = 0
     keys_done: int = 0
+    keys_touched: int = 0
 
 
 _PENDING = int(KeyState.PENDING)  # comparing an array with an enum member costs more than the rest of a lookup

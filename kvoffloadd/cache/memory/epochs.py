@@ -76,9 +76,9 @@ class Epochs:
         """Whether a merge is under way that ends this namespace's epoch: nothing more is brought there."""
         return self.rising is not None and self.rising.of(fingerprint) > self.of(fingerprint)
 
-    def advance(self, fingerprint: bytes) -> None:
-        """This namespace is cleared. Raises LimitError: no number is left, and nothing was changed."""
-        self.by_namespace[fingerprint] = self._next()
+    def advance(self, *names: bytes) -> None:
+        """These namespaces (fingerprints) are cleared. Raises LimitError: no number is left; nothing was changed."""
+        self.by_namespace |= dict.fromkeys(names, self._next())
 
     def advance_all(self) -> None:
         """Every namespace is cleared, open or not. Raises LimitError as `advance`."""

@@ -1,20 +1,21 @@
-"""Eviction: making room for new slots, within one slot size and between sizes. Event loop only."""
+"""Eviction: making room for new slots, within one slot size and between sizes and users. Event loop only."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from kvoffloadd.cache.memory.index import distinct, first_of_each
-from kvoffloadd.cache.memory.keytable import KeyTable
+from kvoffloadd.cache.memory.keytable import KeyTable, RowState
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import I64Array, U32Array, slot_pages
+from kvoffloadd.model import PAGE_BYTES, F64Array, I64Array, U32Array, slot_pages
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +31,32 @@ SPARE_MAX, SPARE_SHARE = 1024, 256
 """Slots that are freed beyond those that are wanted: so many, or so small a share of all slots of the size. Most stores
 then find room, and the price of an eviction, hundreds of microseconds for however few keys, is paid once for many.
 """
-QUEUES_MAX = 64
-"""Each takes memory and mappings. Engines have few slot sizes; one too many shares the queue that is next in size."""
+QUEUES_MAX, QUEUES_PER_USER = 64, 16
+"""Each takes memory and mappings. Engines have few slot sizes; one too many shares its user's queue that is next in
+size, and a user too many somebody else's.
+"""
+TAKEOVER_GAIN = 1.25
+"""A slab changes hands only if its keys are worth so many times less: it takes more with it than is wanted now."""
+SAMPLE_SLOTS = 16
+"""Slots of a slab by which it is judged."""
+TAKEOVER_SHARE = 2
+"""Where no slab of another size was worth so little, they are judged again once this fraction (1/n) of a slab's slots
+was evicted: that costs as much as several evictions.
+"""
+QUEUES_ASKED = 8
+"""Queues that are asked at a time what they would evict next: each takes a tenth of a millisecond or more, and there
+may be one for each user. They take turns, but for two: whose keys need the room, and which had the least valuable key
+the last time.
+"""
 
 
 class Eviction:
-    """Queues by slot size, and the balance between sizes. `make_policy(capacity_rows, max_rows)` makes a policy.
+    """Queues by user and slot size, and the balance between them. `make_policy(capacity_rows, max_rows)` makes a
+    policy; all that it makes share a clock.
 
-    Keys compete within one slot size. Between sizes, the slab whose last use is the oldest goes first: a size that
-    needs room takes over another size's slab if that is colder than all of its own, or if it has nothing left to evict.
+    Keys compete by what they are worth in a page of memory. Of the queues of one slot size, each says what it would
+    evict next, and the least valuable of these keys go. Between sizes, whole slabs change hands: a size that needs room
+    takes over another size's slab if its keys are worth less than its own next victims, or if it has none.
     """
 
     def __init__(self, entries: KeyTable, make_policy: Callable[[int, int], Policy]) -> None:
@@ -46,23 +64,28 @@ class Eviction:
         self._tier = entries.tier
         self._make_policy = make_policy
         self.sizes: Counter[int] = Counter()
-        self.queues: dict[int, Queue] = {}
+        self.queues: dict[tuple[int, int], Queue] = {}  # by user and slot size in pages
         self.any_aside = False  # whether a policy may have set rows aside: without any, `readmit` does nothing
         self.keys_evicted = 0
         self.slabs_taken_over = 0
+        self._turn = 0
+        self._cheapest: Queue | None = None
+        self._evicted_since: dict[int, int] = {}  # slots, by size, since slabs of other sizes were judged in vain
 
-    def prepare(self, groups: Iterable[Sequence[int]]) -> None:
-        """Make the queues that are missing for groups whose parts have payloads of these sizes, so that `admit` needs
-        no memory. Raises LimitError if there is none, having changed nothing that matters.
+    def prepare(self, uid: int, groups: Iterable[Sequence[int]]) -> None:
+        """Make the queues that are missing for groups of this user whose parts have payloads of these sizes, so that
+        `admit` needs no memory. Raises LimitError if there is none, having changed nothing that matters.
         """
-        self.queues = {pages: queue for pages, queue in self.queues.items() if queue.num_spaces}
+        self.queues = {place: queue for place, queue in self.queues.items() if queue.num_spaces}
+        if self._cheapest not in self.queues.values():
+            self._cheapest = None  # its tables go with it
         try:
             for sizes in groups:
                 pages = [slot_pages(size) for size in sizes]
-                if (size := self._queue_size(pages)) not in self.queues:
+                if (place := self._queue_place(uid, pages[0])) not in self.queues:
                     capacity_rows = max(1, self._tier.num_pages // sum(pages))
                     policy = self._make_policy(capacity_rows, self._entries.index.max_keys)
-                    self.queues[size] = Queue(policy, self.sizes)
+                    self.queues[place] = Queue(policy, self.sizes)
         except MemoryError as error:
             raise LimitError(f"the daemon gets no memory for tables of keys of another size: {error}") from None
 
@@ -72,51 +95,55 @@ class Eviction:
         """
         known, before = list(known), self.num_sizes
         if keyspace.queue is None:
-            if (size := self._queue_size([slot_pages(size) for size in known])) not in self.queues:
-                self.prepare([known])
-            keyspace.queue = self.queues[size]
+            uid = keyspace.namespace.uid
+            if (place := self._queue_place(uid, slot_pages(known[0]))) not in self.queues:
+                self.prepare(uid, [known])
+            keyspace.queue = self.queues[place]
             keyspace.queue.join(keyspace)
         keyspace.queue.add_parts(keyspace, known)
         if max(before, self._tier.num_slabs) < self.num_sizes:
             log.warning(
                 "memory: slots of %d sizes share %d slabs, so the sizes displace each other and few lookups hit: lower "
-                "memory.slab_bytes (now %d), or raise memory.capacity_bytes",
+                "memory.slab_bytes (now %d), or raise memory.capacity_bytes; the slots have %s bytes",
                 self.num_sizes, self._tier.num_slabs, self._tier.payload_bytes_max,
+                ", ".join(str(pages * PAGE_BYTES) for pages in sorted(self.sizes)),
             )  # fmt: skip
 
-    def _queue_size(self, sizes: list[int]) -> int:
-        """Which queue is for keys with slots of these sizes: the first decides, or the next in size if there are too
-        many queues.
-        """
-        size = sizes[0]
-        if size not in self.queues and len(self.queues) >= QUEUES_MAX:
-            size = min(self.queues, key=lambda pages: abs(pages - size))
-        return size
+    def _queue_place(self, uid: int, size: int) -> tuple[int, int]:
+        """Which queue is for keys of this user whose first slot has this size."""
+        mine = sum(owner == uid for owner, _ in self.queues)
+        if (uid, size) in self.queues or max(mine * QUEUES_MAX // QUEUES_PER_USER, len(self.queues)) < QUEUES_MAX:
+            return uid, size
+        return min(self.queues, key=lambda place: (place[0] != uid, abs(place[1] - size)))
 
     @property
     def num_sizes(self) -> int:
         """How many slot sizes the keyspaces use."""
         return len(self.sizes)
 
-    def make_room(self, size: int, wanted: int) -> int:
+    def make_room(self, size: int, wanted: int, asking: Queue | None = None) -> int:
         """Evict until `wanted` slots of `size` pages are free, and some to spare. Returns how many of those wanted are:
-        fewer if no more keys can be evicted.
+        fewer if no more keys can be evicted. `asking`: the queue of the keys that need them.
         """
         self._entries.uses.settle()
         free = self._tier.num_free(size)
         spare = min(SPARE_MAX, self._tier.num_slots(size) // SPARE_SHARE) if free < wanted else 0
         looked_at, evicted, tries = 0, 0, 1
         while free < wanted and evicted < RECORDS_MAX:
-            rows = NO_ROWS
-            if not self._take_colder_slab(size):
-                rows, more = self._victims(size, wanted - free + spare, tries, RECORDS_MAX - looked_at)
-                looked_at += more
-                if not len(rows) and not self._take_slab(size):
-                    break
+            rows, more = self._victims(size, wanted - free + spare, tries, RECORDS_MAX - looked_at, asking)
+            looked_at += more
+            taken = self._take_slabs(size, rows, wanted, evicted) if self._is_takeover_due(size, rows) else 0
+            if taken:
+                evicted, free = evicted + taken, self._tier.num_free(size)
+                continue
+            if not len(rows):
+                break
             evicted += self._records(rows)
             tries *= 2
             self.drop(rows)
-            free = self._tier.num_free(size)
+            before, free = free, self._tier.num_free(size)
+            if size in self._evicted_since:
+                self._evicted_since[size] += free - before
         return min(free, wanted)
 
     def readmit(self, rows: U32Array) -> None:
@@ -130,38 +157,85 @@ class Eviction:
         for queue, indices in self._entries.by_queue(rows):
             queue.policy.readmit(rows[indices])
 
-    def victims(self, queue: Queue, wanted: int) -> U32Array:
-        """What a queue would evict next, see `Policy.victims`. Nothing is evicted."""
+    def victims(self, queues: Sequence[Queue], wanted: int) -> U32Array:
+        """What queues of keys that compete would evict next, see `Policy.victims`. Nothing is evicted."""
+        return self._least_valuable([self._next(queue, wanted) for queue in queues])[:wanted]
+
+    def _next(self, queue: Queue, wanted: int) -> U32Array:
         self._entries.uses.settle()
         rows = queue.policy.victims(wanted, self._entries.evictable)
         self.any_aside = self.any_aside or queue.policy.num_aside > 0
         return rows
 
-    def _victims(self, size: int, slots: int, tries: int, records_max: int) -> tuple[U32Array, int]:
+    def _least_valuable(self, found: Sequence[U32Array]) -> U32Array:
+        """Join what several queues would evict next: each in its order, those first that are worth less in a page."""
+        found = [rows for rows in found if len(rows)]
+        if len(found) <= 1:
+            return found[0] if found else NO_ROWS
+        worth = np.concatenate([np.maximum.accumulate(self._worth(rows)) for rows in found])
+        return np.concatenate(found)[np.argsort(worth, kind="stable")]
+
+    def _worth(self, rows: U32Array) -> F64Array:
+        """What each key is worth in one of its pages."""
+        worth = np.zeros(len(rows))
+        for queue, indices in self._entries.by_queue(rows):
+            worth[indices] = queue.policy.worth(rows[indices])
+        return worth / self._pages(rows)
+
+    def _pages(self, rows: U32Array) -> I64Array:
+        pages: I64Array = self._entries.keyspaces.pages[self._entries.index.keyspace[rows]]
+        return pages
+
+    def _victims(
+        self, size: int, slots: int, tries: int, records_max: int, asking: Queue | None
+    ) -> tuple[U32Array, int]:
         """Choose keys whose eviction frees up to so many slots: at least one key, if one that may be evicted is among
         the next keys of about `records_max` parts. Returns the rows, and how many parts the inspected keys have.
+        """
+        found, looked_at = list[U32Array](), 0
+        queues = self._in_turn([q for q in self.queues.values() if q.most_per_key(size) and len(q.policy)], asking)
+        for number, queue in enumerate(queues):
+            if number >= QUEUES_ASKED and found:
+                break
+            most = (records_max - looked_at) // (len(queues) - number)  # so that no queue uses up all
+            rows, more = self._search(queue, size, slots, tries, most)
+            looked_at += more
+            if len(rows):
+                found.append(rows)
+        rows = self._least_valuable(found)
+        self._cheapest = next((queue for queue, _ in self._entries.by_queue(rows[:1])), None)
+        return rows[: 1 + np.searchsorted(self._slots(rows, size).cumsum(), slots)], looked_at
+
+    def _in_turn(self, queues: list[Queue], asking: Queue | None = None) -> list[Queue]:
+        """In the order in which they are asked."""
+        if len(queues) <= QUEUES_ASKED:
+            return queues
+        self._turn += QUEUES_ASKED - 2  # beside the two that are asked each time
+        at = self._turn % len(queues)
+        order = queues[at:] + queues[:at]
+        order.sort(key=lambda queue: queue is not self._cheapest and queue is not asking)
+        return order
+
+    def _search(self, queue: Queue, size: int, slots: int, tries: int, records_max: int) -> tuple[U32Array, int]:
+        """`_victims` of one queue.
 
         Keys may have fewer slots than the most that their queue counts with, or none: keys without any stay. So each
         further try inspects more keys than would be enough if all had the most, and looks further ahead as long as no
-        key has any; those that turn out not to be needed are left out.
+        key has any.
         """
         looked_at = 0
-        queues = [queue for queue in self.queues.values() if queue.most_per_key(size) and len(queue.policy)]
-        for after, queue in zip(reversed(range(len(queues))), queues, strict=True):
-            until = looked_at + (records_max - looked_at) // (1 + after)  # so that no queue uses up all
-            ahead, seen = max(min(-(-slots // queue.most_per_key(size)) * tries, slots), tries), 0
-            while looked_at < until:
-                left = until - looked_at if seen else RECORDS_MAX
-                count = min(ahead, seen + max(1, left // queue.widest))
-                rows = self.victims(queue, count)
-                looked_at += self._records(rows)
-                has = self._slots(rows, size)
-                if has.any():
-                    rows, has = rows[has > 0], has[has > 0]
-                    return rows[: 1 + np.searchsorted(has.cumsum(), slots)], looked_at
-                if len(rows) < count:
-                    break
-                ahead, seen = 4 * count, count
+        ahead, seen = max(min(-(-slots // queue.most_per_key(size)) * tries, slots), tries), 0
+        while looked_at < records_max:
+            left = records_max - looked_at if seen else RECORDS_MAX
+            count = min(ahead, seen + max(1, left // queue.widest))
+            rows = self._next(queue, count)
+            looked_at += self._records(rows)
+            has = self._slots(rows, size) > 0
+            if has.any():
+                return rows[has], looked_at
+            if len(rows) < count:
+                break
+            ahead, seen = 4 * count, count
         return NO_ROWS, looked_at
 
     def _records(self, rows: U32Array) -> int:
@@ -178,24 +252,73 @@ class Eviction:
             counts[indices] = (used & (keyspace.part_pages == size)).sum(axis=1)
         return counts
 
-    def _take_colder_slab(self, size: int) -> bool:
-        own = self._tier.coldest_touch(size)
-        return own > 0 and self._take_slab(size, colder_than=own)
+    def _is_takeover_due(self, size: int, victims: U32Array) -> bool:
+        """Whether slabs of other sizes are to be judged: there are no victims, or enough was evicted since."""
+        since = self._evicted_since.get(size, self._tier.slab_pages)
+        return not len(victims) or since * size * TAKEOVER_SHARE >= self._tier.slab_pages
 
-    def _take_slab(self, size: int, colder_than: int | None = None) -> bool:
-        for slab in self._tier.coldest_slabs(size)[:SLABS_TRIED].tolist():
-            if colder_than is not None and self._tier.slab_touched[slab] >= colder_than:
-                return False
-            rows = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
-            if self._entries.evictable(rows).all():
-                self.drop(rows)
-                self._tier.unassign(slab)
-                self.slabs_taken_over += 1
-                self._resize(size)
-                return True
-            if colder_than is None:  # something in it is held or being written: next time others are tried before it
-                self._tier.touch_slab(slab)
-        return False
+    def _take_slabs(self, size: int, victims: U32Array, wanted: int, evicted: int) -> int:
+        """Take over slabs of other sizes whose keys are worth less than these victims, in as much memory; if there are
+        no victims, the slabs whose keys are worth the least. It ends when `wanted` slots are free, or when enough
+        records were evicted in all, with the `evicted` ones before. Returns as `_take_slab`, of all of them.
+        """
+        limit = float(np.average(self._worth(victims), weights=self._pages(victims))) if len(victims) else math.inf
+        before, judged = evicted, -1
+        while evicted != judged and self._wants_more(size, wanted, evicted):
+            judged = evicted
+            worth = self._worth_of_slabs(self._slabs_to_try(size))
+            for slab in sorted(worth, key=worth.__getitem__):
+                if worth[slab] * TAKEOVER_GAIN >= limit or not self._wants_more(size, wanted, evicted):
+                    break
+                evicted += self._take_slab(slab)
+        if evicted == before:
+            self._evicted_since[size] = 0
+            return 0
+        self._evicted_since.pop(size, None)
+        self._resize(size)
+        return evicted - before
+
+    def _wants_more(self, size: int, wanted: int, evicted: int) -> bool:
+        return self._tier.num_free(size) < wanted and evicted < RECORDS_MAX
+
+    def _take_slab(self, slab: int) -> int:
+        """Evict all that is in a slab, for any size, unless something is held or being written. Returns how many
+        records went, at least 1; 0 if the slab was not taken.
+        """
+        rows = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
+        if not self._entries.evictable(rows).all():
+            self._tier.touch_slab(slab)  # next time others are tried
+            return 0
+        records = self._records(rows)
+        self.drop(rows)
+        self._tier.unassign(slab)
+        self.slabs_taken_over += 1
+        return max(1, records)
+
+    def _slabs_to_try(self, size: int) -> list[int]:
+        """Of the slabs of other sizes those that were used least recently, and those of the next victims there."""
+        slabs = self._tier.coldest_slabs(size)
+        if not len(slabs):
+            return []
+        others = self._in_turn([q for q in self.queues.values() if not q.most_per_key(size) and len(q.policy)])
+        rows = np.concatenate([NO_ROWS, *(self._next(queue, 1) for queue in others[:QUEUES_ASKED])])
+        owned = self._tier.slabs_of(self._entries.parts.page[self._entries.first[rows]])
+        return list({*slabs[:SLABS_TRIED].tolist(), *np.intersect1d(owned, slabs).tolist()})
+
+    def _worth_of_slabs(self, slabs: Sequence[int]) -> dict[int, float]:
+        """What the keys in each slab are worth in a page of it, by some of them."""
+        samples = [self._sample(slab) for slab in slabs]
+        worth = np.split(self._worth(np.concatenate([NO_ROWS, *samples])), np.cumsum([len(some) for some in samples]))
+        return {
+            slab: float(some.mean()) * self._tier.share_used(slab) if len(some) else 0.0
+            for slab, some in zip(slabs, worth, strict=False)  # behind the last sample is nothing
+        }
+
+    def _sample(self, slab: int) -> U32Array:
+        owners = self._tier.owners_in(slab)
+        some = self._entries.parts.row[owners[:: max(1, -(-len(owners) // SAMPLE_SLOTS))]]
+        live: U32Array = some[self._entries.state[some] == RowState.LIVE]
+        return live  # others wait for a copy alone: no policy has them
 
     def _resize(self, size: int) -> None:
         """A slab has become one of `size`: set how many keys each policy has to expect. Only slot sizes in use count,

@@ -22,6 +22,9 @@ from kvoffloadd.steps import Steps
 STEP_KEYS = 1 << 14
 """Keys that one step finds: a millisecond, or two if the table is large."""
 
+GROUP_KEYS = 64
+"""What a group costs besides its keys, as a number of keys."""
+
 _ANEW = np.int64(-2)
 """Stands for the row of a key that has to be looked for again."""
 
@@ -70,8 +73,8 @@ class Finding:
                 end = min(len(keys), begin + room)
                 rows = self._cache.entries.find(keyspace, keys[begin:end])
                 found.append(np.where(self.hold(rows), rows, np.where(rows < 0, rows, _ANEW)))
-                begin, room = end, room - (end - begin)
-                if not room:
+                begin, room = end, room - (end - begin) - GROUP_KEYS
+                if room <= 0:
                     yield
                     room = STEP_KEYS
         if room < STEP_KEYS:

@@ -62,9 +62,11 @@ class KeyTable:
         self.inherited: U8Array = reserve_array(
             (max_rows,), np.uint8
         )  # 1: not stored in this run, but by an earlier one
+        # Whether something before it in its prompt was gone when it was last asked for: it can't be restored.
+        self.lost: BoolArray = reserve_array((max_rows,), np.bool_)
         self.lower: list[LowerTier] = []
         self.local: LocalTier | None = None
-        self.uses = Uses(self.parts, self.first, tier.touch, self.lower)
+        self.uses = Uses(self.parts, self.first, self.lost, tier.touch, self.lower)
         self.num_retired = 0  # rows that are RETIRED
         self.keyspaces = Keyspaces()
         self.held = HeldMemory(self.keyspaces, tier.num_pages)
@@ -95,6 +97,7 @@ class KeyTable:
         self.missing[rows] = width
         self.leases[rows] = self.inherited[rows] = 0
         self.state[rows] = RowState.LIVE
+        self.lost[rows] = False
         for lower in self.lower:
             lower.reset(rows)
         if queue := keyspaces[0][0].queue:

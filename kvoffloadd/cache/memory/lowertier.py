@@ -31,6 +31,12 @@ class LowerTier(Protocol):
     def used(self, rows: U32Array) -> None:
         """A request uses these keys."""
 
+    def lost(self, rows: U32Array) -> None:
+        """Something before these keys in their prompts is gone: nobody can use them, unless it is stored again."""
+
+    def found_again(self, rows: U32Array) -> None:
+        """What was gone before these keys, which were lost, is stored again."""
+
     def evicted(self, rows: U32Array) -> None:
         """These complete keys are about to leave memory, for want of room."""
 

@@ -14,7 +14,7 @@ from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.held import UNBOUNDED
 from kvoffloadd.cache.memory.keys import join_keys, spans
-from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U16Array, U32Array, U64Array
@@ -144,19 +144,13 @@ def reserve_all(
         unknown = [p for p in wanted.parts.tolist() if not wanted.keyspace.part_bytes[p]]
         if unknown:
             raise SchemaError(f"no rank has registered part {unknown[0]} of group {wanted.keyspace.schema.group} yet")
-    # Groups whose keys take the same slots are one list of keys from here on: what it takes is paid once.
-    alike: list[list[Wanted]] = []
-    for wanted in request:
-        if alike and wanted.is_like(alike[-1][0]):
-            alike[-1].append(wanted)
-        else:
-            alike.append([wanted])
-    joined = [Joined.of(groups) for groups in alike]
+    joined = [Joined.of(groups) for groups in _alike(request)]
     found = [cache.entries.find_for_insert(groups.keyspaces, groups.keys) for groups in joined]
     present = np.concatenate([NO_ROWS, *(rows[rows >= 0].astype(np.uint32) for rows, _ in found)])
     left = cache.entries.held.left(request[0].keyspace.namespace.uid, beside_pages) if take and request else 0
     if len(present):
         cache.hold(present)
+        _find_again(cache, joined, found)
     reserved = []
     for groups, places in zip(joined, found, strict=True):
         made = _reserve(cache, groups, *places, left)
@@ -167,6 +161,33 @@ def reserve_all(
     if len(joined) == len(request):
         return reserved  # no two are alike
     return [r for groups, joint in zip(joined, reserved, strict=True) for r in groups.split(joint)]
+
+
+def _find_again(cache: Cache, joined: Sequence[Joined], found: Sequence[tuple[I64Array, U64Array]]) -> None:
+    """Keys that were lost, since something before them was gone, are in use again when what was gone is stored."""
+    cache.uses.settle_losses()
+    lost = cache.entries.lost
+    for groups, (rows, _) in zip(joined, found, strict=True):
+        again = np.flatnonzero((rows >= 0) & lost[rows])
+        queue = groups.keyspaces[0][0].queue
+        if len(again) and queue is not None:
+            cache.uses.settle()
+            again = again[lost[rows[again]]]  # others were used meanwhile
+            lost[rows[again]] = False
+            queue.policy.touch(rows[again].astype(np.uint32), groups.positions[again])
+            for lower in cache.entries.lower:
+                lower.found_again(rows[again].astype(np.uint32))
+
+
+def _alike(request: Sequence[Wanted]) -> list[list[Wanted]]:
+    """Groups whose keys take the same slots are one list of keys: what it takes is paid once, not for each group."""
+    alike: list[list[Wanted]] = []
+    for wanted in request:
+        if alike and wanted.is_like(alike[-1][0]):
+            alike[-1].append(wanted)
+        else:
+            alike.append([wanted])
+    return alike
 
 
 def _pages_of(wanted: Joined, made: Reservation) -> int:
@@ -220,7 +241,7 @@ def _take_slots(
         need = empty[at[:served]][:, columns].sum(axis=1).cumsum()
         room = tier.num_free(size)
         if served and room < need[-1]:
-            room = cache.eviction.make_room(size, int(need[-1]))
+            room = cache.eviction.make_room(size, int(need[-1]), keyspace.queue)
         fits = int(np.searchsorted(need, room, side="right"))
         if records is None:
             new = at[:fits][rows[at[:fits]] < 0]
@@ -337,21 +358,25 @@ class Admission:
     def _make_room(self) -> Iterator[None]:
         """Evict until there are free slots for all that the request lacks, or no more keys can go."""
         yield from self._present.steps()
-        missing = Counter[int]()
-        for wanted, rows in zip(self._request, self._present.rows(), strict=True):
+        missing, asking = Counter[int](), dict[int, Queue | None]()
+        by_group = iter(self._present.rows())
+        for groups in _alike(self._request):
+            wanted, rows = groups[0], np.concatenate([next(by_group) for _ in groups])
             present = rows[rows >= 0]
             states = self._cache.entries.parts.state[self._cache.entries.records(present, wanted.parts)]
             lacking = len(rows) - len(present) + (states == PartState.EMPTY).sum(axis=0)
             for pages, count in zip(wanted.keyspace.part_pages[wanted.parts].tolist(), lacking.tolist(), strict=True):
                 missing[pages] += count
+                asking[pages] = wanted.keyspace.queue
         uid, wanted_pages = self._request[0].keyspace.namespace.uid, sum(size * n for size, n in missing.items())
         if wanted_pages > self._cache.entries.held.left(uid, self._present.pages):
             self._fits = False  # its user may not have them all: each slice makes the room that it may
             return
+        yield
         for pages, count in missing.items():
             while (free := self._cache.tier.num_free(pages)) < count:
                 aim = min(count, free + STEP_KEYS)
-                found = self._cache.eviction.make_room(pages, aim)
+                found = self._cache.eviction.make_room(pages, aim, asking[pages])
                 yield
                 if found < aim:
                     self._fits = False

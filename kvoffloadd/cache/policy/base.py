@@ -3,13 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+import numpy as np
+
+from kvoffloadd.model import BoolArray, F64Array, I64Array, U32Array, U64Array
+
+TIME_MASK = 0xFFFFFFFF
+
+
+@dataclass(slots=True)
+class Clock:
+    """The time by which policies judge the age of keys: how many keys were used, modulo 2**32. Policies whose keys are
+    compared share one.
+    """
+
+    now: int = 0
+    _learned_at: int = -1
+
+    def take_turn(self) -> bool:
+        """Whether a policy may learn now, which takes milliseconds: one of them at a time, so that no turn of the loop
+        pays for all.
+        """
+        if self._learned_at == self.now:
+            return False
+        self._learned_at = self.now
+        return True
+
+    def advance(self, keys: int) -> None:
+        """So many keys are used."""
+        self.now = (self.now + keys) & TIME_MASK
+
+    @property
+    def long_ago(self) -> int:
+        """So long ago that it stays so: half of what can be told."""
+        return (self.now + (1 << 31)) & TIME_MASK
+
+    def ages(self, stamps: U32Array) -> U32Array:
+        """How long ago these times were."""
+        ages: U32Array = np.uint32(self.now) - stamps  # modulo 2**32
+        return ages
 
 
 class Policy(Protocol):
-    """Orders the resident keys of one slot footprint for eviction.
+    """Orders the resident keys of one user and one slot footprint for eviction.
 
     A key is a row number (u32, below the `max_rows` given at construction; rows are reused after `remove`). All calls
     come from the event loop. The caller guarantees that `insert` names rows it does not hold, that the other
@@ -33,6 +71,11 @@ class Policy(Protocol):
         no use, and only a hint, which a policy may ignore. It holds until the next use of each key.
         """
 
+    def lose(self, rows: U32Array) -> None:
+        """Something before these keys in their prompts is gone, so that they can't be restored. They are evicted before
+        all others, until they are used.
+        """
+
     def remove(self, rows: U32Array) -> None:
         """Forget keys: evicted, cleared or dropped."""
 
@@ -43,6 +86,11 @@ class Policy(Protocol):
         on. The rows stay held until `remove`: a caller that changes its mind has changed nothing but hints of order.
         `evictable` is a vectorised predicate: leased and in-flight keys say no. Rows that say no are set aside, so that
         no call meets them again: the caller that unholds a row calls `readmit`.
+        """
+
+    def worth(self, rows: U32Array) -> F64Array:
+        """What each key earns in its slot: about as many hits in each unit of the clock's time. Comparable between
+        policies of one kind that share a clock.
         """
 
     def readmit(self, rows: U32Array) -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
+import heapq
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from kvoffloadd.cache.policy.base import TIME_MASK, Clock
 from kvoffloadd.cache.policy.ghost import USES_MAX, UseCounts, slots_for
 from kvoffloadd.cache.policy.prompts import backwards, changes, lengths
+from kvoffloadd.cache.policy.returning import Returning
 from kvoffloadd.cache.policy.rowqueue import NOWHERE, RowQueues
 from kvoffloadd.cache.policy.selection import Selection
-from kvoffloadd.model import BoolArray, I64Array, U8Array, U32Array, U64Array
-
-FloatArray = npt.NDArray[np.float64]
+from kvoffloadd.model import BoolArray, F64Array, I64Array, U8Array, U32Array, U64Array
 
 GHOSTS_PER_ROW = 2
-TIME_MASK = 0xFFFFFFFF
 TURNS_MAX = 3
 REACH_SLOTS = 4096
 
@@ -32,15 +32,34 @@ PIECE_SLOTS = 1 << 14
 
 REFRESH_EVENTS_MIN, REFRESH_EVENTS_MAX = 256, 8192
 
-# What is believed before anything was seen, and in ages where nothing is ever seen: in each bucket one key of twenty
-# comes back, whatever its class. That falls as 1 / age, so that the order is LRU until there is evidence. The weights
-# are in keys: how many must be seen to count as much as the belief, and as what all classes together show.
-PRIOR_RETURNS = 0.05
+# What is believed before anything was seen, and in ages where nothing is ever seen: this share of the keys that were
+# used once comes back in each bucket. That falls as 1 / age: the order within a class is LRU. The weights are in keys:
+# how many must be seen to count as much as the belief, and as what all classes together show.
+PRIOR_RETURNS = 0.008
 PRIOR_WEIGHT = 500.0
 POOLED_WEIGHT = 20.0
 
+BELIEF_BY_USES = {1: 1.0, 2: 5.0, 4: 10.0, 8: 15.0, 16: 20.0}
+"""By the uses from which on keys are of other classes: how many times likelier these are believed to return. So keys
+that were used more than once outlive a flood of others that nobody has seen the like of.
+"""
+
+TRUSTED_AT = 2.0
+"""This is believed in full where keys that were used more than once return so many times as often as those used once
+do at their ages. If they return no more often, all are believed to be alike.
+"""
+
+TRUST_WEIGHT = 100.0
+"""In returns: how many must be seen for that to count as much as the belief."""
+
+RETURNS_MAX = 0.8
+"""No belief goes beyond this share of returns."""
+
 BELIEF_IN_DONE = 0.01
 """Of the returns that are believed of others, before anything was seen: as if such keys were a hundred times older."""
+
+WORTH_SLACK = 1.05
+"""Keys are taken from the queue that has the least valuable one until they are worth so many times those of others."""
 
 _EDGES = 2.0 ** (np.arange(NUM_BUCKETS + 1) / 2)
 _LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS), np.bool_))
@@ -70,7 +89,22 @@ SOON = int(CLASSES.max()) + 1
 DONE = SOON + 1
 """And not at all."""
 
-NUM_CLASSES = DONE + 1
+LOST = DONE + 1
+"""The class of keys that can't be restored: worth nothing."""
+
+NUM_CLASSES = LOST + 1
+
+
+def _beliefs() -> F64Array:
+    """How many times likelier the keys of each class are believed to return."""
+    beliefs = np.ones((NUM_CLASSES, 1))
+    for uses, times in BELIEF_BY_USES.items():
+        beliefs[CLASSES[:, uses]] = times
+    beliefs[DONE], beliefs[LOST] = BELIEF_IN_DONE, 0.0
+    return beliefs
+
+
+BELIEFS = _beliefs()
 
 
 def _chain() -> list[tuple[int, int]]:
@@ -80,11 +114,6 @@ def _chain() -> list[tuple[int, int]]:
 
 
 CHAIN = _chain()
-
-
-def bucket(age: int) -> int:
-    """The bucket of an age below 2**32: two buckets per power of two."""
-    return max(1, age * age).bit_length() - 1
 
 
 class HitDensity:
@@ -112,7 +141,8 @@ class HitDensity:
         self._events_faded = 0
         self.is_stale = False
         self.forget_window()
-        self._density = _unlearned(num_classes, tuple(chain))  # replaced, never changed
+        self._table = _unlearned(num_classes, tuple(chain))  # replaced, never changed
+        self._density: list[list[float]] = self._table.tolist()  # the same: looked up one by one, lists are faster
 
     def forget_window(self) -> None:
         """Stop watching the keys of now; what was learned stays."""
@@ -146,7 +176,17 @@ class HitDensity:
 
     def density(self, key_class: int, age: int) -> float:
         """Hits per unit of time that a slot earns with such a key; comparable between classes and ages."""
-        return self._density[key_class][bucket(age)]
+        place = 2 * math.log2(max(age, 1))
+        edge, of_class = int(place), self._density[key_class]
+        return of_class[edge] + (place - edge) * (of_class[edge + 1] - of_class[edge])
+
+    def densities(self, classes: int | I64Array, ages: U32Array) -> F64Array:
+        """`density` of each of these keys, which are of one class, or each of its own."""
+        places = 2 * np.log2(np.maximum(ages, 1))
+        edges = places.astype(np.int64)
+        found: F64Array = self._table[classes, edges]
+        found += (places - edges) * (self._table[classes, edges + 1] - found)
+        return found
 
     def refresh(self, now: int) -> None:
         """Work the densities out anew; takes a millisecond or two, whatever the capacity. Worth its time if `is_stale`:
@@ -158,7 +198,8 @@ class HitDensity:
         for at in range(0, WINDOW_SLOTS, PIECE_SLOTS):
             counts += np.bincount(self._cells(slice(at, at + PIECE_SLOTS), now), minlength=len(counts))
         hits, unreturned = self._ends[1, 1:], (self._ends[0] + counts.reshape(self._ends[0].shape))[1:]
-        self._density = densities(_in_order(*_returns(hits, unreturned), self._chain)).tolist()
+        self._table = densities(_in_order(*_returns(hits, unreturned), self._chain))
+        self._density = self._table.tolist()
 
     def _cells(self, slots: U32Array | slice, now: int | U32Array) -> I64Array:
         """Class + 1 and age of what is watched in these slots, as an index into one half of `_ends`."""
@@ -170,16 +211,15 @@ class HitDensity:
 
 
 @functools.cache
-def _unlearned(num_classes: int, chain: tuple[tuple[int, int], ...]) -> list[list[float]]:
+def _unlearned(num_classes: int, chain: tuple[tuple[int, int], ...]) -> F64Array:
     """The densities of one that has seen nothing. A registration may make very many of these."""
     nothing = np.zeros((num_classes, NUM_BUCKETS))
-    density: list[list[float]] = densities(_in_order(*_returns(nothing, nothing), chain)).tolist()
-    return density
+    return densities(_in_order(*_returns(nothing, nothing), chain))
 
 
-def _returns(hits: FloatArray, unreturned: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _returns(hits: F64Array, unreturned: F64Array) -> tuple[F64Array, F64Array]:
     """How many keys return in each bucket of age, and how many reach it; by class. All classes together are worth some
-    observations more in each.
+    observations more in each, which class by class are believed to show more returns or fewer.
 
     `unreturned`: keys that were seen up to this age, and had not come back.
     """
@@ -187,12 +227,27 @@ def _returns(hits: FloatArray, unreturned: FloatArray) -> tuple[FloatArray, Floa
     older = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
     at_risk = older + hits + unreturned / 2
     pooled = (hits.sum(0) + PRIOR_WEIGHT * PRIOR_RETURNS) / (at_risk.sum(0) + PRIOR_WEIGHT)
-    believed = np.full((len(hits), 1), POOLED_WEIGHT)
-    believed[DONE:] *= BELIEF_IN_DONE
-    return hits + believed * pooled, at_risk + POOLED_WEIGHT
+    times = _trusted_beliefs(hits.sum(1), (at_risk * pooled).sum(1))
+    believed = np.minimum(times * pooled, RETURNS_MAX)
+    return hits + POOLED_WEIGHT * believed, at_risk + POOLED_WEIGHT
 
 
-def _in_order(hits: FloatArray, at_risk: FloatArray, chain: Sequence[tuple[int, int]]) -> FloatArray:
+def _trusted_beliefs(returned: F64Array, expected: F64Array) -> F64Array:
+    """`BELIEFS`, as far as what was seen bears them out. `expected`: the returns of each class if all were alike.
+
+    In a working set that moves, keys that were used often are the next to die. Beliefs in them would keep them, since
+    nothing is seen of ages at which keys are gone.
+    """
+    once, more = (
+        (returned[classes].sum() + TRUST_WEIGHT * before) / (expected[classes].sum() + TRUST_WEIGHT)
+        for classes, before in ((slice(TURNS_MAX), 1.0), (slice(TURNS_MAX, SOON), TRUSTED_AT))
+    )
+    trust = min(max((more / once - 1) / (TRUSTED_AT - 1), 0.0), 1.0)
+    beliefs = BELIEFS[: len(returned)]
+    return np.where(beliefs > 1, beliefs**trust, beliefs)
+
+
+def _in_order(hits: F64Array, at_risk: F64Array, chain: Sequence[tuple[int, int]]) -> F64Array:
     """The share of keys which return, no less in a class than in those behind it.
 
     Two classes that are in the wrong order get the share of both together, as in isotonic regression.
@@ -207,8 +262,10 @@ def _in_order(hits: FloatArray, at_risk: FloatArray, chain: Sequence[tuple[int, 
     return np.asarray(share)
 
 
-def densities(returns: FloatArray) -> FloatArray:
-    """Hits for each slot and time, by class and bucket: none less than at a greater age."""
+def densities(returns: F64Array) -> F64Array:
+    """Hits for each slot and time, by class and the begins of buckets, and the end of the last one: none less than at a
+    greater age.
+    """
     density = np.empty_like(returns)
     for number, shares in enumerate(returns):  # one class at a time: what it takes fits into the processor's caches
         # Of those left at one edge, the share left at another: by logarithms, since tiny shares have lost their digits.
@@ -216,7 +273,8 @@ def densities(returns: FloatArray) -> FloatArray:
         left = np.exp(np.minimum(logs - logs[:-1, None], 0.0))
         spent = np.cumsum((left[:, :-1] + left[:, 1:]) * _HALF_WIDTHS, axis=1)
         density[number] = np.divide(1 - left[:, 1:], spent, out=np.zeros_like(spent), where=_LATER).max(axis=1)
-    return np.asarray(np.maximum.accumulate(density[:, ::-1], axis=1)[:, ::-1])
+    density = np.maximum.accumulate(density[:, ::-1], axis=1)[:, ::-1]
+    return np.concatenate((density, density[:, -1:]), axis=1)
 
 
 class HitDensityPolicy:
@@ -224,17 +282,20 @@ class HitDensityPolicy:
 
     The class of a key tells how often it was used, and in which turn of its conversation, as far as the prompt shows:
     use counts fall in steps along it, one step a turn. What a class is worth at which age is learned (`HitDensity`).
-    Time is counted in keys used, modulo 2**32: a key that was not used for so long looks young again.
+    That takes too long where a batch comes by in a row whose keys return much later or never (a sweep). What keys used
+    once are worth therefore falls as soon as few keys are used that were used before (`Returning`).
+    A key that was not used for 2**32 ticks of the clock looks young again.
     """
 
-    def __init__(self, capacity_rows: int, max_rows: int) -> None:
+    def __init__(self, capacity_rows: int, max_rows: int, clock: Clock | None = None) -> None:
         self._queues = RowQueues(NUM_CLASSES, max_rows)
         self._tag = np.zeros(max_rows, np.uint32)
         self._stamp = np.zeros(max_rows, np.uint32)
         self._uses = np.zeros(max_rows, np.uint8)
         self._counts = UseCounts(GHOSTS_PER_ROW * capacity_rows)
+        self._returning = Returning(capacity_rows)
         self._learned = HitDensity(NUM_CLASSES, CHAIN)
-        self._now = 0
+        self._clock = clock or Clock()
         # By the position behind its last key: turns and uses that the last prompt to end there had come to. A request's
         # new keys arrive in calls of their own, and go on from where its known keys or its earlier chunks ended.
         self._reach = [(0, 0)] * REACH_SLOTS
@@ -266,43 +327,54 @@ class HitDensityPolicy:
         if not len(rows):
             return
         slots, said = self._counts.own(self._tag[rows]), SOON if soon else DONE
-        self._learned.record(slots, np.zeros(len(slots), bool), np.full(len(slots), said, np.uint8), self._now)
-        self._stamp[rows] = self._now
+        self._learned.record(slots, np.zeros(len(slots), bool), np.full(len(slots), said, np.uint8), self._clock.now)
+        self._stamp[rows] = self._clock.now
         self._queues.move(said, rows[::-1])
+
+    def lose(self, rows: U32Array) -> None:
+        self._queues.move(LOST, rows[::-1])
 
     def remove(self, rows: U32Array) -> None:
         """See `Policy`. The keys' use counts are remembered for a while."""
         self._queues.discard(rows)
 
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
-        if self._learned.is_stale:  # here, where it is asked: what is only used needs no densities
-            self._learned.refresh(self._now)
+        self._refresh()
         selection = Selection(wanted, evictable)
         fronts = [Front(self._queues, queue, selection.block) for queue in range(NUM_CLASSES)]
-        worth = [self._worth(front) for front in fronts]
+        worth = [self._worth_of(front) for front in fronts]
         while not selection.done:
-            least = min(worth)
-            if least == float("inf"):
+            least, second = heapq.nsmallest(2, worth)
+            if least == math.inf:
                 break
             front = fronts[worth.index(least)]
             rows = front.rows()
-            # Rows of one age bucket are worth the same; the queue is in order of age, so those of the first come first.
-            front.skip(selection.offer(rows[: self._same_worth(rows)], front.queue))
-            worth[front.queue] = self._worth(front)
+            front.skip(selection.offer(self._up_to(WORTH_SLACK * second, front.queue, rows), front.queue))
+            worth[front.queue] = self._worth_of(front)
         for queue, rows in selection.in_use():
             self._queues.set_aside(queue, rows)
         return selection.chosen()
 
+    def worth(self, rows: U32Array) -> F64Array:
+        self._refresh()
+        queues = self._queues.queues_of(rows)
+        found = self._learned.densities(queues, self._clock.ages(self._stamp[rows]))
+        found[queues < TURNS_MAX] *= self._returning.factor
+        return found
+
     def readmit(self, rows: U32Array) -> None:
-        self._stamp[self._queues.readmit(rows[::-1])] = self._now
+        self._stamp[self._queues.readmit(rows[::-1])] = self._clock.now
 
     @property
     def num_aside(self) -> int:
         return self._queues.num_aside
 
     def resize(self, capacity_rows: int) -> None:
-        """See `Policy`. Forgets the use counts of keys not held if the memory for them changes."""
-        if slots_for(GHOSTS_PER_ROW * capacity_rows) != self._counts.num_slots:
+        """See `Policy`. Its memory only grows, which forgets the use counts of keys not held: where others take slabs
+        over, what was learned is needed to get them back.
+        """
+        self._returning.resize(capacity_rows)
+        if slots_for(GHOSTS_PER_ROW * capacity_rows) > self._counts.num_slots:
             self._counts = UseCounts(GHOSTS_PER_ROW * capacity_rows)
             self._learned.forget_window()
 
@@ -325,16 +397,17 @@ class HitDensityPolicy:
         now: int | U32Array
         turns: int | I64Array
         if begins is None:
-            turns, now = self._turns(uses, positions), self._now
+            turns, now = self._turns(uses, positions), self._clock.now
         else:
             many = lengths(begins, len(rows))
             turns = np.repeat(self._turns_of_each(uses, positions, begins), many)
-            now = np.repeat(self._now + begins, many).astype(np.uint32)  # modulo 2**32
+            now = np.repeat(self._clock.now + begins, many).astype(np.uint32)  # modulo 2**32
         classes: U8Array = CLASSES[turns - 1, uses]
         self._learned.record(slots, known, classes, now)
+        self._returning.record(uses)
         self._uses[rows] = uses
         self._stamp[rows] = now
-        self._now = (self._now + len(rows)) & TIME_MASK
+        self._clock.advance(len(rows))
         return classes
 
     def _turns(self, uses: U8Array, positions: U32Array) -> int:
@@ -374,24 +447,29 @@ class HitDensityPolicy:
             put(int(classes[start]), rows[start:end][::-1])
             start = end
 
-    def _age(self, row: int) -> int:
-        return (self._now - int(self._stamp[row])) & TIME_MASK
+    def _refresh(self) -> None:
+        # Only where it is asked: what is only used needs no densities.
+        if self._learned.is_stale and self._clock.take_turn():
+            self._learned.refresh(self._clock.now)
 
-    def _worth(self, front: Front) -> float:
+    def _worth_of(self, front: Front) -> float:
         row = front.first()
-        return float("inf") if row == NOWHERE else self._learned.density(front.queue, self._age(row))
+        return math.inf if row == NOWHERE else self._worth_in(front.queue, row)
 
-    def _same_worth(self, rows: U32Array) -> int:
-        """How many of the rows, from the first on, are in its age bucket."""
-        stamps = self._stamp[rows]
-        here = bucket(self._age(int(rows[0])))
-        if bucket(self._age(int(rows[-1]))) == here:
-            return len(rows)
-        changes = np.flatnonzero(stamps[1:] != stamps[:-1]) + 1
-        for at in changes.tolist():
-            if bucket(self._age(int(rows[at]))) != here:
-                return int(at)
-        return len(rows)
+    def _worth_in(self, queue: int, row: int) -> float:
+        density = self._learned.density(queue, (self._clock.now - int(self._stamp[row])) & TIME_MASK)
+        return density * self._factor(queue)
+
+    def _up_to(self, limit: float, queue: int, rows: U32Array) -> U32Array:
+        """The rows of a queue that are not worth more, and one at least: it is in order of age, so they come first."""
+        if self._worth_in(queue, int(rows[-1])) <= limit:
+            return rows
+        more = self._learned.densities(queue, self._clock.ages(self._stamp[rows])) * self._factor(queue) > limit
+        return rows[: max(1, int(more.argmax()))]
+
+    def _factor(self, queue: int) -> float:
+        """By which the keys of a queue are worth less in a sweep."""
+        return self._returning.factor if queue < TURNS_MAX else 1.0
 
 
 class Front:

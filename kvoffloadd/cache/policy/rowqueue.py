@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from kvoffloadd.model import BoolArray, U8Array, U32Array
+from kvoffloadd.model import BoolArray, I64Array, U8Array, U32Array
 
 NOWHERE = 0xFFFFFFFF
 """As a row's place: in no queue. As a chunk: none."""
@@ -71,6 +71,15 @@ class RowQueues:
     def chunks_in_use(self) -> int:
         """Chunks that hold entries, live or stale."""
         return self._fresh - len(self._free)
+
+    def queues_of(self, rows: U32Array) -> I64Array:
+        """The queue that each row is in, or belongs to if it is aside."""
+        chunks, which = np.unique((self._place[rows] - np.uint32(1)) >> np.uint32(self._shift), return_inverse=True)
+        queues = np.array([self._queue_of[chunk] for chunk in chunks.tolist()], np.int64)[which]
+        aside = queues == self._aside
+        if aside.any():
+            queues[aside] = self._home[rows[aside]].astype(np.int64) - 1
+        return queues
 
     def append(self, queue: int, rows: U32Array) -> None:
         """Put distinct rows that are in no queue behind all others, `rows[0]` first."""

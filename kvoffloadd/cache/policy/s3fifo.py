@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.policy.ghost import slots_for
 from kvoffloadd.cache.policy.prompts import backwards, highest_from_here
 from kvoffloadd.cache.policy.rowqueue import RowQueues
 from kvoffloadd.cache.policy.selection import Selection
-from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
+from kvoffloadd.model import BoolArray, F64Array, I64Array, U32Array, U64Array
 from kvoffloadd.sharedmem import reserve_array
 
 SMALL, MAIN, LEAVING, IN_USE = range(4)
@@ -33,11 +34,14 @@ class S3Fifo:
     meanwhile go to the main queue.
     """
 
-    def __init__(self, capacity_rows: int, max_rows: int) -> None:
+    def __init__(self, capacity_rows: int, max_rows: int, clock: Clock | None = None) -> None:
         self._queues = RowQueues(4, max_rows)
+        self._clock = clock or Clock()
+        self._stamp = np.zeros(max_rows, np.uint32)
         self._frequency = np.zeros(max_rows, np.uint8)
         self._tag = np.zeros(max_rows, np.uint32)
         self._from_small = np.zeros(max_rows, np.bool_)
+        self._capacity_rows = 0
         self.resize(capacity_rows)
 
     def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
@@ -48,6 +52,7 @@ class S3Fifo:
         begins = ONE if begins is None else begins
         ghosts = highest_from_here(ghosts.view(np.uint8), begins) > 0
         self._tag[rows] = tags
+        self._use(rows)
         self._frequency[rows] = 0
         self._from_small[rows] = ~ghosts
         order = backwards(begins, len(rows))
@@ -57,9 +62,17 @@ class S3Fifo:
 
     def touch(self, rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
         self._frequency[rows] = np.minimum(self._frequency[rows] + np.uint8(1), np.uint8(FREQUENCY_MAX))
+        self._use(rows)
 
     def keep(self, rows: U32Array, *, soon: bool) -> None:
         """See `Policy`. Ignored."""
+
+    def lose(self, rows: U32Array) -> None:
+        """See `Policy`. Those that are used meanwhile go to the main queue."""
+        self._frequency[rows] = 0
+        self._from_small[rows] = True
+        self._stamp[rows] = self._clock.long_ago
+        self._queues.move(LEAVING, rows[::-1])
 
     def remove(self, rows: U32Array) -> None:
         """See `Policy`. Keys that never came to the main queue are remembered as ghosts."""
@@ -78,22 +91,32 @@ class S3Fifo:
             self._queues.set_aside(queue, rows)
         return chosen
 
+    def worth(self, rows: U32Array) -> F64Array:
+        """See `Policy`. Less for all keys that never came to the main queue than for others."""
+        return ~self._from_small[rows] + 1 / (1.0 + self._clock.ages(self._stamp[rows]))
+
     def readmit(self, rows: U32Array) -> None:
         """See `Policy`. They go to the end of the queue that they were in."""
-        self._queues.readmit(rows[::-1])
+        self._stamp[self._queues.readmit(rows[::-1])] = self._clock.now
 
     @property
     def num_aside(self) -> int:
         return self._queues.num_aside
 
     def resize(self, capacity_rows: int) -> None:
-        """See `Policy`. Forgets the ghosts."""
+        """See `Policy`. Forgets the ghosts, unless nothing changes."""
         small_rows = max(1, int(SMALL_SHARE * capacity_rows))
+        if capacity_rows == self._capacity_rows:
+            return
         self._ghosts = GhostList(max(1, capacity_rows - small_rows))
-        self._small_rows = small_rows
+        self._small_rows, self._capacity_rows = small_rows, capacity_rows
 
     def __len__(self) -> int:
         return len(self._queues)
+
+    def _use(self, rows: U32Array) -> None:
+        self._stamp[rows] = self._clock.now
+        self._clock.advance(len(rows))
 
     def _source(self) -> int | None:
         size = self._queues.size

@@ -95,6 +95,12 @@ class RemoteTier:
         if not self.pushing.is_off:
             self.pushing.used(rows)
 
+    def lost(self, rows: U32Array) -> None:
+        """Nothing is done: other hosts may have what is gone here."""
+
+    def found_again(self, rows: U32Array) -> None:
+        """Nothing is done, see `lost`."""
+
     def evicted(self, rows: U32Array) -> None:
         if not self.pushing.is_off:
             self.pushing.evicted(rows)

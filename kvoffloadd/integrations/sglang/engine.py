@@ -11,7 +11,8 @@ from typing import Any
 
 from sglang.srt.lora.lora_manager import LoRAManager
 from sglang.srt.managers.cache_controller import HiCacheController
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import Req, split_cached_prefix_by_tier
+from sglang.srt.managers.schedule_policy import PrefillAdder
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_context, get_device, get_exec, get_memory, get_parallel
@@ -20,15 +21,16 @@ from sglang.srt.utils import cpu_has_amx_support
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.sglang.adapters import ADAPTERS
 from kvoffloadd.integrations.sglang.files import FILES
-from kvoffloadd.integrations.sglang.identity import sources_of
+from kvoffloadd.integrations.sglang.guard import or_else
+from kvoffloadd.integrations.sglang.identity import from_elsewhere, model_source, sources_of
 from kvoffloadd.integrations.sglang.pagestore import PageStore
 from kvoffloadd.integrations.sglang.pools import TpRank
 from kvoffloadd.integrations.sglang.weights import WEIGHTS
 
 _AT_REST: weakref.WeakSet[PageStore] = weakref.WeakSet()
+_TOLD_OF_HITS: weakref.WeakSet[PageStore] = weakref.WeakSet()
 
 _CHANGES = (
-    "update_weights_from_disk",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
     "receive_weights_from_distributed",
@@ -141,11 +143,35 @@ def watch_start() -> None:
 @functools.cache
 def watch_weights() -> None:
     """Have `WEIGHTS` told of every change, from now on. Raises AttributeError where SGLang has other methods."""
+    _watch_loads()
     for name in _CHANGES:
         _call_before(WeightUpdater, name, WEIGHTS.change)
     _call_before(WeightUpdater, "begin_weight_update", WEIGHTS.session_begins)
     _call_after(WeightUpdater, "end_weight_update", WEIGHTS.session_ends)
     _call_after(UnifiedRadixCache, "reset", WEIGHTS.flush)
+
+
+def _watch_loads() -> None:
+    """Have `WEIGHTS` load whatever weights come from files, if this engine has one rank."""
+    update = WeightUpdater.update_weights_from_disk
+
+    @functools.wraps(update)
+    def loading(
+        updater: WeightUpdater, model_path: str, load_format: str, weight_name_filter: Any = None, **named: Any
+    ) -> Any:
+        def load() -> tuple[bool, str]:
+            done: tuple[bool, str] = update(updater, model_path, load_format, weight_name_filter, **named)
+            return done
+
+        given = arguments()
+        is_alone = given["tp_size"] == given["pp_size"] == 1
+        if not is_alone or weight_name_filter is not None or from_elsewhere({"load_format": load_format}):
+            WEIGHTS.change()
+            return load()
+        # It looks for names on the hub in the default cache, whatever `download_dir` is.
+        return WEIGHTS.load(model_source(model_path, {**given, "download_dir": None}), load_format, load)
+
+    WeightUpdater.update_weights_from_disk = loading
 
 
 def _watch_adapters() -> None:
@@ -192,6 +218,48 @@ def _watch_flushes() -> None:
             forget(controller)
 
     HiCacheController.reset = wrapper
+
+
+def tell_hits(pages: PageStore) -> None:
+    """Have `pages` told of the pages that SGLang serves requests with from levels of its own. One rank is enough."""
+    _TOLD_OF_HITS.add(pages)
+    _watch_admissions()
+
+
+@functools.cache
+def _watch_admissions() -> None:
+    """A request is admitted once, unless it is retracted: what it finds after that it may have computed itself."""
+    account = PrefillAdder._account_prefill_cache_admission
+
+    @functools.wraps(account)
+    def wrapper(adder: PrefillAdder, req: Req, prefix_len: int) -> None:
+        account(adder, req, prefix_len)
+        if not req.retracted_stain:
+            _tell_hits(adder.tree_cache, req, prefix_len)
+
+    PrefillAdder._account_prefill_cache_admission = wrapper
+
+
+@or_else(lambda *_: None)
+def _tell_hits(tree: UnifiedRadixCache, request: Req, prefix_tokens: int) -> None:
+    told = [pages for pages in _TOLD_OF_HITS if pages.available]
+    if not told:
+        return
+    _device, _host, from_storage = split_cached_prefix_by_tier(
+        prefix_len=prefix_tokens,
+        host_hit_len=request.materialized_host_hit_len(),
+        storage_hit_len=request.storage_hit_length,
+        storage_hit_start=request.storage_hit_start,
+        host_hit_is_storage=request.host_hit_is_storage,
+    )
+    hits = (prefix_tokens - from_storage) // tree.page_size
+    if not hits:
+        return
+    # What a linker has loaded is not in the tree yet.
+    node, core = request.last_node, tree.tree_core
+    keys = [*core.get_prefix_hash_values(node), *core.get_hash_values(node)][:hits]
+    for pages in told:
+        pages.used(keys)
 
 
 def _call_before(owner: type, name: str, told: Callable[[], None]) -> None:

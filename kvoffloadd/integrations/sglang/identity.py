@@ -54,10 +54,15 @@ def from_elsewhere(arguments: Mapping[str, Any]) -> str:
     if arguments.get("weight_cache_mode") not in (None, "off"):
         return f"--weight-cache-mode {arguments['weight_cache_mode']} takes weights from another process"
     if arguments.get("trust_remote_code"):
-        model = _source("model_path", str(arguments.get("model_path")), arguments)
+        model = model_source(str(arguments.get("model_path")), arguments)
         if takes_code_from_elsewhere(model):
             return f"{model.path!r} takes code from another repository (auto_map in its configs)"
     return ""
+
+
+def model_source(path: str, arguments: Mapping[str, Any]) -> Source:
+    """Where SGLang takes a model of that path, or name on the hub, from."""
+    return Source(path, True, arguments.get("revision") or None, arguments.get("download_dir") or None)
 
 
 def _said(name: str, value: Any, arguments: Mapping[str, Any], named: Named) -> object:
@@ -75,9 +80,7 @@ def _without_sizes(said: Any) -> Any:
 
 
 def _source(name: str, value: str, arguments: Mapping[str, Any]) -> Source:
-    if name not in MODELS:
-        return Source(value)
-    return Source(value, True, arguments.get("revision") or None, arguments.get("download_dir") or None)
+    return model_source(value, arguments) if name in MODELS else Source(value)
 
 
 def _comparable(name: str, value: Any, named: Named) -> object:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from time import monotonic
 from typing import TypeVar
 
@@ -185,7 +186,8 @@ class Line:
     ) -> list[tuple[Piece, Job]]:
         """Jobs that may have the blocks, whatever went wrong."""
         jobs: list[tuple[Piece, Job]] = []
-        begin = self._client.store if direction is Direction.STORE else self._client.load
+        # A load that waited for a store that hosts share would keep SGLang's one thread from all others.
+        begin = self._client.store if direction is Direction.STORE else partial(self._client.load, local=True)
         most = most_keys(self._client.limits, self._caches, len(chunks), blocks_per_key=1)
         for piece in pieces({group: blocks.size for group, (_, blocks) in chunks.items()}, most):
             named = {

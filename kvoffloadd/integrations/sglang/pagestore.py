@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,16 @@ _KEEP_S = 0.5
 _CLOSE_S = 2.0
 _MOVED_MAX = 1024
 _WAIT_STEP_S = 0.05
+_USED_MAX = 1024
+"""Prompts that wait to be told of. Of more the oldest are forgotten."""
+
 _NOTHING = Restorable(0, (), {})
+
+# What comes from other hosts counts as found once it has come: nobody can say how long that takes.
+_LOOK_HERE = partial(Client.lookup, local=True)
+_READ_HERE = partial(Client.prefetch, local=True)
+
+R = TypeVar("R")
 
 Purpose = Literal["lookups", "loads", "stores"]
 MakeClient = Callable[[Purpose], Client]
@@ -79,6 +88,8 @@ class PageStore:
         self._suspended = False
         self._wanted_clear = self._done_clear = b""  # tokens of the last clears
         self._resting = False
+        self._used: deque[Sequence[str]] = deque(maxlen=_USED_MAX)
+        self._trailing: dict[str, int] = {}  # of each pool beside keys and values: as SGLang has asked, see `Needed`
         self._moved: dict[Direction, deque[Moved]] = {direction: deque(maxlen=_MOVED_MAX) for direction in Direction}
         self._closing = threading.Event()
         self._keep()
@@ -94,6 +105,9 @@ class PageStore:
         """
         if not keys or not self.available:
             return _NOTHING
+        if needed:  # of short prompts SGLang may ask for less
+            more = {one.pool: max(one.trailing, self._trailing.get(one.pool, 0)) for one in needed}
+            self._trailing = {**self._trailing, **more}  # replaced, never changed: other threads read it
         packed = self._packed(keys)
         there = self._there_here(packed, needed)
         if there is None:
@@ -104,16 +118,13 @@ class PageStore:
         return here
 
     def _there_here(self, packed: U8Array, needed: Sequence[Needed]) -> dict[str, BoolArray] | None:
-        """Which pages this host has, for each pool. None: nobody has told."""
+        """Which pages this host has, or is reading from its disks, for each pool. None: nobody has told."""
         every = [KV, *(one.pool for one in needed)]
-        states = self._states({pool: slice(0, len(packed)) for pool in every}, packed, Client.lookup)
+        states = self._states({pool: slice(0, len(packed)) for pool in every}, packed, _LOOK_HERE)
         if states is None:
             return None
         there = {pool: np.isin(found, (KeyState.HIT, KeyState.PENDING)) for pool, found in states.items()}
-        longest = restorable(there, needed)
-        wanted = {KV: slice(0, longest.pages)}
-        for one in needed:
-            wanted[one.pool] = slice(max(0, longest.pages - one.trailing) if one.trailing else 0, longest.pages)
+        wanted = _wanted(restorable(there, needed).pages, {one.pool: one.trailing for one in needed})
         if all((states[pool][some] == KeyState.HIT).all() for pool, some in wanted.items()):
             return there
         if self._promotes(wanted, packed):
@@ -159,6 +170,7 @@ class PageStore:
 
     def store(self, transfers: Sequence[Pages]) -> dict[str, BoolArray]:
         """Store pages. bool (keys,) by pool: True where the daemon has the key, or somebody is storing it."""
+        self._tell_used()  # what stands before these pages is not to make room for them
         return self._move(self._stores, Direction.STORE, transfers)
 
     def moved(self, direction: Direction) -> list[Moved]:
@@ -167,6 +179,13 @@ class PageStore:
         return [moved.popleft() for _ in range(len(moved))]
 
     # --- the scheduler's thread --------------------------------------------------------------------
+
+    def used(self, keys: Sequence[str]) -> None:
+        """SGLang had these pages, which begin a prompt, in levels of its own. Returns at once: the daemon is told
+        before the next store, or soon.
+        """
+        if keys and self.available:
+            self._used.append(keys)
 
     @property
     def connected(self) -> bool:
@@ -189,11 +208,15 @@ class PageStore:
     def renew(self, generation: int) -> None:
         """SGLang has forgotten all pages: go on, under other names. `generation`: u64, alike in all ranks."""
         self._generation = generation
+        self._used.clear()  # these name what was computed with other weights
         self._suspended = False
 
-    def clear(self) -> None:
-        """Drop every key of the namespace; where no daemon answers, as soon as one does. Until then all is a miss."""
-        self._wanted_clear = secrets.token_bytes(TOKEN_BYTES)
+    def clear(self, token: bytes = b"") -> None:
+        """Drop every key of the namespace; where no daemon answers, as soon as one does. Until then all is a miss.
+
+        `token`: 16 bytes that name this clear, which a daemon carries out once, whoever asks for it; empty: new ones.
+        """
+        self._wanted_clear = token or secrets.token_bytes(TOKEN_BYTES)
         self._clear()
 
     @contextmanager
@@ -236,6 +259,7 @@ class PageStore:
         if self._lookups.connected:
             self._loads.keep()
             self._stores.keep()
+            self._tell_used()
 
     # --- helpers -----------------------------------------------------------------------------------
 
@@ -274,12 +298,24 @@ class PageStore:
 
     def _promotes(self, wanted: Mapping[str, slice], packed: U8Array) -> bool:
         """Have keys that are on disk read; whether there are any."""
-        answers = self._answers(wanted, packed, Client.prefetch)
+        answers = self._answers(wanted, packed, _READ_HERE)
         return answers is not None and any(found.promoting for _, found in answers)
 
+    def _tell_used(self) -> None:
+        """Tell the daemon of all prompts that wait. They are hints, and are lost if no daemon answers. The lookup line
+        sends them, because its deadline is short.
+        """
+        while self._used and not self._resting:
+            try:
+                keys = self._used.popleft()
+            except IndexError:  # another thread has told of the last one
+                return
+            if self.available:
+                self._answers(_wanted(len(keys), self._trailing), self._packed(keys), _touched)
+
     def _answers(
-        self, wanted: Mapping[str, slice], packed: U8Array, call: Callable[[Client, Any, Any], Found]
-    ) -> list[tuple[list[str], Found]] | None:
+        self, wanted: Mapping[str, slice], packed: U8Array, call: Callable[[Client, Any, Any], R]
+    ) -> list[tuple[list[str], R]] | None:
         """Ask for keys of pools, in as many requests as it takes; with each answer, which pools it is about."""
         pools = {self._pools.pools[pool].group: pool for pool in wanted}
         starts = {group: wanted[pool].start for group, pool in pools.items()}
@@ -323,10 +359,21 @@ class PageStore:
         return done
 
 
+def _wanted(pages: int, trailing: Mapping[str, int]) -> dict[str, slice]:
+    """Returns the pages of each pool that a prefix of so many pages needs; `trailing`: as in `Needed`."""
+    others = {pool: slice(max(0, pages - last) if last else 0, pages) for pool, last in trailing.items()}
+    return {KV: slice(0, pages)} | others
+
+
 def _asked(
-    call: Callable[[Client, Any, Any], Found], groups: dict[int, U8Array], first: dict[int, int], client: Client
-) -> Found:
+    call: Callable[[Client, Any, Any], R], groups: dict[int, U8Array], first: dict[int, int], client: Client
+) -> R:
     return call(client, groups, first)
+
+
+def _touched(client: Client, groups: dict[int, U8Array], first: dict[int, int]) -> bool:
+    client.touch(groups, first)
+    return True
 
 
 def _waited(found: Found, until: float, client: Client) -> bool:

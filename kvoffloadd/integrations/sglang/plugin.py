@@ -10,23 +10,38 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvoffloadd.integrations.sglang import versions
+from kvoffloadd.integrations.sglang import flags, versions
+
+_ARGUMENTS = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
+"""Where SGLang resolves its arguments for HiCache: in the process that starts the others."""
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 """Schedulers' processes have it loaded when they call plug-ins, before any model; others shall not load it for us."""
 
 
 def install() -> None:
-    """Watch from before the engine loads anything. Nothing for a release that is not supported."""
+    """Watch from before the engine loads anything, and complete its arguments. Nothing for a release that is not
+    supported.
+    """
     try:
         versions.check()
     except ImportError:
         return
-    if _SCHEDULER not in sys.modules:
-        return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(_ARGUMENTS, _complete, HookType.BEFORE)
+    if _SCHEDULER not in sys.modules:
+        return
     HookRegistry.register(f"{_SCHEDULER}.Scheduler.__init__", _watch, HookType.BEFORE)
+
+
+def _complete(server_args: Any) -> None:
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    given = resolving_view(server_args)
+    found = flags.completed({name: getattr(given, name) for name in flags.READ})
+    if found:
+        declare_resolution(server_args, "kvoffloadd", **found)
 
 
 def _watch(*_: Any, **__: Any) -> None:

@@ -53,7 +53,9 @@ def page_store(pools: Pools, options: SeatOptions, tp_size: int, *, retry_busy: 
             pages = PageStore(pools, client, job_deadline_s=options.job_deadline_s)
             undone.callback(pages.close)
         undone.pop_all()
-    WEIGHTS.follow(pages)
+    WEIGHTS.follow(pages, options.fingerprint)
+    if engine.rank().rank == 0:
+        engine.tell_hits(pages)
     logger.info("kvoffloadd: pools %s, daemon at %s", ", ".join(pools.pools), options.socket)
     return pages
 
@@ -72,7 +74,7 @@ def _computed(how: Fingerprint, number: int) -> Computed:
                 identity = (identity_of(arguments, lambda source: FILES.identity(source, how)), variables)
             except ContentsError as error:
                 doubt = str(error)
-    unlike = _unlike(variables)
+    unlike = _unlike((identity, variables))
     if not engine.all_agree(not (doubt or unlike)):
         logger.warning(
             "kvoffloadd: this engine shares with no other: %s", doubt or unlike or "another rank is in doubt"
@@ -81,7 +83,7 @@ def _computed(how: Fingerprint, number: int) -> Computed:
     return Computed(arguments, identity, version, amx)
 
 
-def _unlike(variables: list[tuple[str, str]]) -> str:
-    """Why this rank's environment is another one than the first rank's. Empty: it is the same."""
-    number = int(digest_of(variables)[:15], 16)
-    return "" if engine.agreed(number) == number else "its ranks have other environment variables (SGLANG_*)"
+def _unlike(computes_with: object) -> str:
+    """Why this rank computes with something else than the first rank. Empty: with the same."""
+    number = int(digest_of(computes_with)[:15], 16)
+    return "" if engine.agreed(number) == number else "its ranks have other environment variables (SGLANG_*), or files"

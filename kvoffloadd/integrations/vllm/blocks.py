@@ -1,14 +1,13 @@
 """From vLLM's list of GPU blocks to the block ids of each key.
 
-A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that. Of a group that keeps a state
-(`states`) only a chunk's last block counts: it holds the state at the chunk's end, the others hold nothing.
+A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,17 @@ logger = logging.getLogger("vllm.kvoffloadd")
 NULL_BLOCK = 0
 """vLLM's block that stands for no block: never stored, never loaded into."""
 
-Chunks = dict[int, tuple[bytes, U32Array]]
-"""Group -> (packed keys, u32 (keys, blocks_per_key)), what the client's `store` and `load` take."""
+
+class GroupChunks(NamedTuple):
+    """The chunks of one group in a transfer."""
+
+    keys: bytes  # packed
+    blocks: U32Array  # (keys, blocks_per_key)
+    first: int = 0  # position of the first key in its prompt
+
+
+Chunks = dict[int, GroupChunks]
+"""What a transfer moves, by group."""
 
 KeysOfGroup = tuple[int, list[bytes]]
 """A group and its keys."""
@@ -48,9 +56,7 @@ class TransferBlocks(Protocol):
     block_indices: Sequence[int]
 
 
-def load_chunks(
-    groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int, states: Collection[int] = ()
-) -> Chunks:
+def load_chunks(groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int) -> Chunks:
     """`groups`: in vLLM's order. Blocks of a chunk that the request does not load are `NO_BLOCK`.
 
     Raises ValueError where blocks and keys do not fit each other.
@@ -64,18 +70,11 @@ def load_chunks(
             raise ValueError(f"group {group}: {ids.size} blocks from block {first} are not {len(keys)} chunks")
         flat = np.full(len(keys) * blocks_per_key, NO_BLOCK, np.uint32)
         flat[skip : skip + ids.size] = np.where(ids == NULL_BLOCK, NO_BLOCK, ids)
-        wanted = flat.reshape(len(keys), blocks_per_key)
-        if group in states:
-            if (wanted[:, :-1] != NO_BLOCK).any() or wanted[-1, -1] == NO_BLOCK:
-                raise ValueError(f"group {group}: a state is loaded elsewhere than at a chunk's end")
-            wanted = np.ascontiguousarray(wanted[:, -1:])
-        chunks[group] = (b"".join(keys), wanted)
+        chunks[group] = GroupChunks(b"".join(keys), flat.reshape(len(keys), blocks_per_key), first // blocks_per_key)
     return chunks
 
 
-def store_chunks(
-    groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int, states: Collection[int] = ()
-) -> Chunks:
+def store_chunks(groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int) -> Chunks:
     """As `load_chunks`, with whole chunks alone.
 
     vLLM leaves out blocks that have slid out of a window. If they are the first ones, that chunk is dropped; if it
@@ -84,29 +83,13 @@ def store_chunks(
     chunks: Chunks = {}
     for (group, keys), ids, first in _split(groups, blocks):
         skip = first % blocks_per_key
-        if group in states and keys:
-            ends = _states(ids, skip, len(keys), blocks_per_key)
-            chunks[group] = (b"".join(keys[-len(ends) :]), ends.astype(np.uint32).reshape(len(ends), 1))
-            continue
         if skip + ids.size != len(keys) * blocks_per_key:
             continue
         whole, kept = (keys[1:], ids[blocks_per_key - skip :]) if skip else (keys, ids)
         if whole:
-            chunks[group] = (b"".join(whole), kept.astype(np.uint32).reshape(len(whole), blocks_per_key))
+            table = kept.astype(np.uint32).reshape(len(whole), blocks_per_key)
+            chunks[group] = GroupChunks(b"".join(whole), table, -(-first // blocks_per_key))
     return chunks
-
-
-def _states(ids: npt.NDArray[Any], skip: int, keys: int, blocks_per_key: int) -> npt.NDArray[Any]:
-    """The last blocks of the last chunks: of as many as it is certain for.
-
-    vLLM leaves out null blocks, and stores no chunk whose last one is null: one block for each chunk is its last. Where
-    it can't be told which chunk a block belongs to, the last one of all is certain.
-    """
-    if ids.size == keys:
-        return ids
-    if skip + ids.size == keys * blocks_per_key:
-        return ids[blocks_per_key - 1 - skip :: blocks_per_key]
-    return ids[-1:]
 
 
 def _split(groups: Sequence[KeysOfGroup], blocks: TransferBlocks) -> list[tuple[KeysOfGroup, npt.NDArray[Any], int]]:

@@ -48,7 +48,7 @@ def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> 
         window_keys=0 if reach is None else -(-reach // tokens_per_key),
         tokens_per_key=tokens_per_key,
         refs=refs,
-        blocks_per_key=1 if keeps_state else config.cache.blocks_per_chunk,
+        blocks_per_key=config.cache.blocks_per_chunk,
         parts=parts,
         part=part,
     )

@@ -22,7 +22,8 @@ from kvoffloadd.integrations.vllm.parts import by_heads, share
 
 STATES = "kvoffloadd_states"
 """Key of extra_config under which it says which groups keep a state: the indices of those of which a block holds what
-the model remembers at its end, and blocks in the middle of a request hold nothing.
+the model remembers at its end, and blocks in the middle of a request hold nothing. Where there are any, a key is one
+block.
 """
 
 REACHES = "kvoffloadd_reaches"
@@ -32,6 +33,9 @@ before its end a prefix needs of it. Of the others it needs all.
 
 DRAFTS = "kvoffloadd_drafts"
 """Key of extra_config under which it says which groups have layers of a draft model: their indices."""
+
+INSIDE = "kvoffloadd_inside"
+"""Key of extra_config that is true inside a MultiConnector."""
 
 _IDENTITY_FORMAT = 3  # how an engine is named: what an earlier version of this project has named is not found again
 _CANONICAL_FORMAT = 1  # how parts are cut out of vLLM's canonical pages
@@ -142,8 +146,6 @@ def _layout(config: Any, platform: Platform) -> str:
         replicated,
         config.canonical_layout,
     )
-    if config.cache.blocks_per_chunk > 1 and config.extra_config.get(STATES):
-        said += (("states", *config.extra_config[STATES]),)
     if config.extra_config.get(REACHES):
         said += (("reaches", *sorted(config.extra_config[REACHES].items())),)
         if config.extra_config.get(DRAFTS):

@@ -9,6 +9,7 @@ vLLM's own rules the longest prefix that all groups have. Where it failed whole,
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, Sli
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.adapters import RANK, AdapterNames, name_adapters, note_what_is_loaded
-from kvoffloadd.integrations.vllm.config import DRAFTS, REACHES, STATES, Options
+from kvoffloadd.integrations.vllm.config import DRAFTS, INSIDE, REACHES, STATES, Options
 from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.identity import IDENTITY
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
@@ -35,9 +36,11 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_offload.base import OffloadKey
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -51,7 +54,7 @@ _ALIGNED = "align"  # MambaSpec.mamba_cache_mode
 
 
 class KVOffloaddConnector(OffloadingConnector):
-    """`kv_connector` KVOffloaddConnector, `kv_connector_module_path` of this package."""
+    """`kv_connector` KVOffloaddConnector. The plug-in registers it under this name."""
 
     connector_worker: OffloadingConnectorWorker | None
     _handoff: HandOff  # the scheduler's side has one
@@ -83,22 +86,17 @@ class KVOffloaddConnector(OffloadingConnector):
                 "kv_connector_extra_config"
             )
         _complete(vllm_config)
-        extra[STATES] = _states(kv_cache_config)
-        extra[REACHES] = _reaches(kv_cache_config)
+        specs = [group.kv_cache_spec for group in _told(kv_cache_config).kv_cache_groups]
+        extra[STATES] = _states(specs)
+        extra[REACHES] = _reaches(specs)
         extra[DRAFTS] = _drafts(vllm_config, kv_cache_config)
         extra[HEADS] = heads_of(vllm_config)
+        if extra[STATES]:
+            _leave_one_block(extra)
         if role is KVConnectorRole.WORKER and vllm_config.lora_config is not None:
             note_what_is_loaded()
         super().__init__(vllm_config, role, kv_cache_config)
-        if (
-            self.connector_scheduler is not None
-            and extra[STATES]
-            and self.connector_scheduler.config.blocks_per_chunk > 1
-        ):
-            logger.warning(
-                "kvoffloadd: this model keeps states, and vLLM stores only the one at the last full block of a prompt: "
-                "with chunks of several blocks, a prompt hits only if its last full block ends a chunk"
-            )
+        self._is_inside = bool(extra.get(INSIDE))
         self._adapters: AdapterNames | None = None
         if self.connector_scheduler is not None and vllm_config.lora_config is not None:
             self._adapters = AdapterNames(Options.of(extra).fingerprint, extra[IDENTITY]["adapters"])
@@ -110,18 +108,19 @@ class KVOffloaddConnector(OffloadingConnector):
         self._offered: set[str] = set()  # which may load again, until vLLM has blocks for that
         self._results: FailingWorker | None = None
         if self.connector_worker is not None:
-            told = generate_scheduler_kv_cache_config([kv_cache_config])
-            check_scheduler(self.connector_worker.spec.config, build_offloading_config(vllm_config, told))
+            told = build_offloading_config(vllm_config, _told(kv_cache_config))
+            check_scheduler(self.connector_worker.spec.config, told)
             self._results = FailingWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
             self.connector_worker = self._results
 
-    def get_handshake_metadata(self) -> RankHost:
-        """Of a rank: its host."""
-        return RankHost.here()
+    def get_handshake_metadata(self) -> RankHost | None:
+        """Returns the host of this rank; None inside a MultiConnector, which passes on what one connector says."""
+        return None if self._is_inside else RankHost.here()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """What all ranks have told, before the first request. Raises UsageError, which ends the engine's start."""
-        refuse_ranks_elsewhere(metadata)
+        if not self._is_inside:
+            refuse_ranks_elsewhere(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What ended, with the loads that failed among it."""
@@ -200,12 +199,28 @@ class KVOffloaddConnector(OffloadingConnector):
         return metadata
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """It has blocks for its prompt, and loads, with the tail of a prompt that was handed over, or computes."""
+        """It has blocks for its prompt, and loads, with the tail of a prompt that was handed over, or computes. The
+        manager is told what of the prompt the engine had itself.
+        """
         with self._handoff.planning(request, num_external_tokens):
             super().update_state_after_alloc(request, blocks, num_external_tokens)
         self._offered.discard(request.request_id)
-        held = self.scheduler._req_status[request.request_id].num_locally_computed_tokens + num_external_tokens
+        status = self.scheduler._req_status[request.request_id]
+        held = status.num_locally_computed_tokens + num_external_tokens
         self.scheduler.manager.allocated(request.request_id, held, loads=num_external_tokens > 0)
+        self.scheduler.manager.touch(self._needed_keys(status), status.req_context)
+
+    def _needed_keys(self, status: RequestOffloadState) -> list[OffloadKey]:
+        """What a load would need of the tokens that the engine has in blocks of its own: of windows and states those
+        at the end alone.
+        """
+        tokens = status.num_locally_computed_tokens
+        needed: list[OffloadKey] = []
+        for group, state in zip(self.scheduler.config.kv_group_configs, status.group_states, strict=True):
+            end = tokens // group.tokens_per_chunk
+            window = group.load_window_size_in_chunks(tokens)
+            needed += state.offload_keys[0 if window is None else max(0, end - window) : end]
+        return needed
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Any:
         """As `request_finished_all_groups`, which vLLM calls unless the hybrid manager is off."""
@@ -302,20 +317,36 @@ class FailingWorker(OffloadingConnectorWorker):
             self.worker.wake()
 
 
-def _states(kv_cache_config: KVCacheConfig) -> list[int]:
+def _told(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+    """What the scheduler is told of it: a rank knows specs of each layer, in wrappers."""
+    return generate_scheduler_kv_cache_config([kv_cache_config])
+
+
+def _states(specs: Sequence[KVCacheSpec]) -> list[int]:
     """Groups of which vLLM keeps the state at the end of a request's full blocks alone, and hands it over by itself."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return [at for at, one in enumerate(specs) if getattr(one, "mamba_cache_mode", None) == _ALIGNED]
 
 
-def _reaches(kv_cache_config: KVCacheConfig) -> dict[int, int]:
+def _leave_one_block(extra: dict[str, Any]) -> None:
+    """A key is one block: vLLM keeps the state at the last full block of a prompt, which may end no longer chunk.
+
+    Scheduler and ranks may be one process with one `extra`: whichever comes first removes the options, and warns.
+    """
+    given = [name for name in ("block_size", "blocks_per_chunk") if extra.pop(name, 1) != 1]
+    if given:
+        logger.warning(
+            "kvoffloadd: %s is ignored: this model keeps states, and vLLM keeps only the one at the last full block of "
+            "a prompt, so a key is one block",
+            " and ".join(given),
+        )
+
+
+def _reaches(specs: Sequence[KVCacheSpec]) -> dict[int, int]:
     """Of each group that does not need all keys of a prefix: how many tokens before its end it needs, by the rule of
     vLLM's scheduler (`get_sliding_window_size_in_chunks`). Of a state it is the last one.
     """
     found = {}
-    told = generate_scheduler_kv_cache_config([kv_cache_config])  # a rank knows specs of each layer, in wrappers
-    for at, group in enumerate(told.kv_cache_groups):
-        spec = group.kv_cache_spec
+    for at, spec in enumerate(specs):
         if isinstance(spec, SlidingWindowSpec):
             found[at] = max(spec.sliding_window, spec.sliding_window - 1 + spec.extra_retained_tokens)
         elif isinstance(spec, ChunkedLocalAttentionSpec):

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadKey, make_offload_key
 
 from kvoffloadd.integrations.vllm.blocks import NULL_BLOCK
+from kvoffloadd.integrations.vllm.config import INSIDE
 from kvoffloadd.integrations.vllm.tails import HandedPrompt, filled, tail_name
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class HandOff:
         self._groups: tuple[GroupOffloadConfig, ...] = scheduler.config.kv_group_configs
         self._hash = get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo)
         self._keeps_states = any(group.requires_cow_source for group in self._groups)
+        # There another connector may hand prompts over, by the same words, and vLLM allows for one answer to them.
+        self._is_off = bool(vllm_config.kv_transfer_config.kv_connector_extra_config.get(INSIDE))
         self._refusal = _refusal(scheduler, vllm_config, kv_cache_config)
         self._told: set[str] = set()  # refusals that were logged
         self._prompts: dict[str, HandedPrompt] = {}
@@ -220,7 +223,7 @@ class HandOff:
 
     def _asks(self, request: Request, word: str) -> bool:
         params = request.kv_transfer_params
-        if not params or not params.get(word):
+        if self._is_off or not params or not params.get(word):
             return False
         refusal = self._refusal or self._refusal_of(request)
         if refusal and refusal not in self._told:
@@ -275,8 +278,6 @@ def _refusal(scheduler: OffloadingConnectorScheduler, vllm_config: VllmConfig, k
     if any(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0) for group in groups):
         return "vLLM cuts loads of this model to whole blocks"
     for group in groups:
-        if group.requires_cow_source and scheduler.config.blocks_per_chunk > 1:
-            return "a state would stand in the middle of a chunk; chunks of one block have none"
         windowed = group.sliding_window_size_in_chunks is not None and not group.requires_cow_source
         if windowed and not isinstance(group.kv_cache_spec, SlidingWindowSpec):
             return f"{type(group.kv_cache_spec).__name__} keeps other blocks than a window's"

@@ -10,7 +10,10 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvoffloadd.integrations.common.keys import KEY_BYTES, key_of_name, mask_of
+from kvoffloadd.model import U8Array
 
 _GROUP_BYTES = 4
 
@@ -99,6 +102,28 @@ def by_group(offload_keys: Iterable[bytes], names: KeyNames = PLAIN) -> dict[int
     for offload_key in offload_keys:
         groups.setdefault(group_of(offload_key), {})[key_of(offload_key, names)] = None
     return {group: list(keys) for group, keys in groups.items()}
+
+
+def pack_by_group(offload_keys: Sequence[bytes], names: KeyNames = PLAIN) -> dict[int, tuple[int, U8Array]]:
+    """Group -> the index of its first key, and u8 (keys, KEY_BYTES): what `key_of` makes of each, all at once. Their
+    hashes have one length, as all of an engine's have.
+    """
+    if not offload_keys:
+        return {}
+    joined = np.frombuffer(b"".join(offload_keys), np.uint8).reshape(len(offload_keys), -1)
+    hashes, ends = joined[:, :-_GROUP_BYTES], np.ascontiguousarray(joined[:, -_GROUP_BYTES:])
+    if hashes.shape[1] > KEY_BYTES:
+        digests = b"".join(key_of(key, names) for key in offload_keys)
+        named, masked = np.frombuffer(digests, np.uint8).reshape(-1, KEY_BYTES), True
+    else:
+        named, masked = np.zeros((len(hashes), KEY_BYTES), np.uint8), False
+        named[:, : hashes.shape[1]] = hashes
+    groups = ends.view(">u4").ravel()
+    found = {}
+    for group, first in zip(*(some.tolist() for some in np.unique(groups, return_index=True)), strict=True):
+        mask = 0 if masked else mask_of(names.number(group))
+        found[group] = first, named[groups == group] ^ np.frombuffer(mask.to_bytes(KEY_BYTES, "little"), np.uint8)
+    return found
 
 
 def _masked(padded: bytes, mask: int) -> bytes:

@@ -12,17 +12,21 @@ import secrets
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 from types import MappingProxyType
 
+import numpy as np
+
 from kvoffloadd.client import Client, Found, KeepHow, KeyState, KvCache, Registration
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
 from kvoffloadd.integrations.common.availability import Availability
 from kvoffloadd.integrations.common.keys import Piece, most_keys, pieces
+from kvoffloadd.integrations.vllm.keys import KeyNames, pack_by_group
+from kvoffloadd.model import Tier, U8Array
 from kvoffloadd.protocol.messages import TOKEN_BYTES
 
 logger = logging.getLogger("vllm.kvoffloadd")
@@ -32,6 +36,8 @@ _HEARTBEAT_S = 1.0
 _WEIGH_S = 0.5
 _REFUSAL_TOLD_S = 60.0
 _AT_THE_BEGIN: Mapping[int, int] = MappingProxyType({})
+_USED_MAX = 1024
+"""Prompts that wait to be told of. Of more the oldest are forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +45,7 @@ class PinRequest:
     """Keys of one request that are pinned together. `states`: group -> u8 KeyState per key, once it is answered.
 
     `ends`: where in the prompt the first key of a group ends, in tokens; groups that are not in it begin the prompt.
+    `tiers`: in the same way from where keys come that were not in memory; empty where all were, or nobody knows.
     `promoting`: it will be answered once more, when keys have come from disk. `holds`: how many keys it pins; until its
     last answer, how many it may. `found` and `leases` are the thread's: what came of each piece, what to release.
     """
@@ -47,6 +54,7 @@ class PinRequest:
     groups: dict[int, list[bytes]]
     ends: dict[int, int] = field(default_factory=dict)
     states: dict[int, bytes] = field(default_factory=dict)
+    tiers: dict[int, bytes] = field(default_factory=dict)
     promoting: bool = False
     holds: int = 0
     abandoned: bool = False
@@ -55,6 +63,17 @@ class PinRequest:
 
     def __post_init__(self) -> None:
         self.holds = sum(map(len, self.groups.values()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UsedKeys:
+    """Keys of one prompt that a request was served with from the engine's own cache, as vLLM names them: those of each
+    group follow one another. `end_of`: where in the prompt a key ends, in tokens.
+    """
+
+    offload_keys: Sequence[bytes]
+    names: KeyNames
+    end_of: Callable[[bytes], int | None]
 
 
 class LookupThread:
@@ -70,6 +89,7 @@ class LookupThread:
         self._answers: deque[PinRequest] = deque()
         self._promoting: list[PinRequest] = []
         self._unreleased: list[int] = []
+        self._used: deque[UsedKeys] = deque(maxlen=_USED_MAX)
         self._clear_token: bytes | None = None  # of the clear that is due; None: none is
         self._closing = False
         self._daemon = Availability(logger)
@@ -103,6 +123,10 @@ class LookupThread:
                 self._attempt(partial(self._keep, groups, how))
 
         self._commands.put(tell)
+
+    def touch(self, used: Collection[UsedKeys]) -> None:
+        """Say which keys were used, when there is nothing to look up: a hint, lost if the daemon does not answer."""
+        self._commands.put(lambda: self._used.extend(used))
 
     def clear(self, wait_s: float) -> None:
         """Drop every key of the namespace, before anything that is asked from now on; as soon as there is a daemon.
@@ -159,8 +183,12 @@ class LookupThread:
         self._attempt(self._connect)
 
     def _turn(self) -> None:
-        with suppress(queue.Empty):
-            self._commands.get(timeout=_PROMOTION_POLL_S if self._promoting else _HEARTBEAT_S)()
+        try:
+            command = self._commands.get(timeout=self._patience_s)
+        except queue.Empty:
+            self._tell_used()
+        else:
+            command()
         if not self.connected and not self._daemon.retry_in_s:
             self._recover()
         if self._promoting:
@@ -169,6 +197,13 @@ class LookupThread:
             self._release_all()
         if self.connected and monotonic() >= self._weigh_at:
             self._attempt(self._weigh)  # a death is to be known before the next request is promised anything
+
+    @property
+    def _patience_s(self) -> float:
+        """Returns how long to wait for a command before there is something else to do."""
+        if self._used:
+            return 0.0
+        return _PROMOTION_POLL_S if self._promoting else _HEARTBEAT_S
 
     def _connect(self) -> None:
         if self._registration is None:
@@ -201,33 +236,49 @@ class LookupThread:
                 self._answer_nothing(pin)
         if not asked:
             return
-        pin.promoting = not all(found.ready for _, found in pin.found)
+        pin.promoting = any(found.promotion is not None for _, found in pin.found)  # which may have ended by now
         self._answer(pin)
         if pin.promoting:
             self._promoting.append(pin)
 
     def _pin(self, pin: PinRequest) -> None:
-        starts = {group: -(-end // self._tokens_per_key[group]) - 1 for group, end in pin.ends.items()}
-        for piece, packed, first in self._pieces(pin.groups, starts):
-            found = self._client.pin(packed, first)
+        for piece, first in self._pieces(_counts(pin.groups), self._starts(pin.ends)):
+            found = self._client.pin(_packed(pin.groups, piece), first)
             pin.found.append((piece, found))
             if found.lease:
                 pin.leases.append(found.lease)
 
+    def _starts(self, ends: Mapping[int, int]) -> dict[int, int]:
+        """Returns the position of each group's first key, given the token in the prompt where that key ends."""
+        return {group: -(-end // self._tokens_per_key[group]) - 1 for group, end in ends.items()}
+
     def _pieces(
-        self, groups: dict[int, list[bytes]], starts: Mapping[int, int] = _AT_THE_BEGIN
-    ) -> Iterator[tuple[Piece, dict[int, bytes], dict[int, int]]]:
-        """As many keys as one request may name, packed, and the position of each group's first. `starts`: of the first
-        of all; a group that is not in it begins the prompt.
+        self, counts: Mapping[int, int], starts: Mapping[int, int] = _AT_THE_BEGIN
+    ) -> Iterator[tuple[Piece, dict[int, int]]]:
+        """Yields pieces of a prompt with as many keys as one request may name, each with the position of every group's
+        first key. `counts`: the keys of each group; `starts`: where they start, 0 for groups that are not in it.
         """
-        most = most_keys(self._client.limits, self._groups, len(groups))
-        for piece in pieces({group: len(keys) for group, keys in groups.items()}, most):
-            packed = {group: b"".join(groups[group][some]) for group, some in piece.items()}
-            yield piece, packed, {group: starts.get(group, 0) + some.start for group, some in piece.items()}
+        for piece in pieces(counts, most_keys(self._client.limits, self._groups, len(counts))):
+            yield piece, {group: starts.get(group, 0) + some.start for group, some in piece.items()}
 
     def _keep(self, groups: dict[int, list[bytes]], how: KeepHow) -> None:
-        for _piece, packed, first in self._pieces(groups):
-            self._client.keep(packed, how, first)
+        for piece, first in self._pieces(_counts(groups)):
+            self._client.keep(_packed(groups, piece), how, first)
+
+    def _tell_used(self) -> None:
+        """Tell the daemon of one prompt that waits. Only of one: a lookup may have come meanwhile."""
+        if not self._used:
+            return
+        used = self._used.popleft()
+        if self.connected and self._clear_token is None:
+            self._attempt(partial(self._touch, used))
+
+    def _touch(self, used: UsedKeys) -> None:
+        packed = pack_by_group(used.offload_keys, used.names)
+        ends = {group: used.end_of(used.offload_keys[first]) for group, (first, _) in packed.items()}
+        starts = self._starts({group: end for group, end in ends.items() if end is not None})
+        for piece, at in self._pieces({group: len(keys) for group, (_, keys) in packed.items()}, starts):
+            self._client.touch({group: packed[group][1][some] for group, some in piece.items()}, at)
 
     def _answer_nothing(self, pin: PinRequest) -> None:
         pin.found.clear()
@@ -239,11 +290,9 @@ class LookupThread:
     def _answer(self, pin: PinRequest) -> None:
         """What its pieces found; without any, nothing."""
         if pin.found:
-            states = {group: bytearray() for group in pin.groups}
-            for piece, found in pin.found:
-                for group, some in zip(piece, found.states, strict=True):
-                    states[group] += some.tobytes()
-            pin.states = {group: bytes(some) for group, some in states.items()}
+            pin.states = _by_group(pin, [found.states for _, found in pin.found])
+            if any(found.tiers for _, found in pin.found):
+                pin.tiers = _by_group(pin, [found.tiers or _in_memory(found) for _, found in pin.found])
         else:
             pin.states = {group: bytes(len(keys)) for group, keys in pin.groups.items()}
         if not pin.promoting:
@@ -324,3 +373,24 @@ class LookupThread:
     def _lost(self, error: Exception) -> None:
         self.connected = False
         self._daemon.failed(error, "no cache until the daemon answers")
+
+
+def _counts(groups: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
+    return {group: len(keys) for group, keys in groups.items()}
+
+
+def _packed(groups: Mapping[int, Sequence[bytes]], piece: Piece) -> dict[int, bytes]:
+    return {group: b"".join(groups[group][some]) for group, some in piece.items()}
+
+
+def _by_group(pin: PinRequest, pieces: Sequence[Sequence[U8Array]]) -> dict[int, bytes]:
+    """What each piece was answered, of each of its groups: a byte of each key."""
+    said = {group: bytearray() for group in pin.groups}
+    for (piece, _), some in zip(pin.found, pieces, strict=True):
+        for group, of_keys in zip(piece, some, strict=True):
+            said[group] += of_keys.tobytes()
+    return {group: bytes(some) for group, some in said.items()}
+
+
+def _in_memory(found: Found) -> list[U8Array]:
+    return [np.full_like(states, Tier.MEMORY) for states in found.states]

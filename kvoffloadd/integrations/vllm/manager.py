@@ -9,9 +9,10 @@ half of the daemon's memory at most: the others are not asked for before there i
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic, sleep
+from types import MappingProxyType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -36,9 +37,10 @@ from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.keeping import Keeping
 from kvoffloadd.integrations.vllm.keys import PLAIN, KeyNames, by_group, hash_bytes_of, offload_key_of
-from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
+from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec
+from kvoffloadd.model import Tier
 
 _YIELD_S = 0.00005
 _EVENT_KEYS = 512  # a step: vLLM makes an object of each
@@ -51,13 +53,27 @@ _RESULTS = {
     LookupState.ASKED: LookupResult.RETRY,
 }
 
+_SOURCES: Mapping[int, CacheHitSource] = MappingProxyType(
+    {
+        Tier.MEMORY: CacheHitSource.HOST,
+        Tier.DISK: CacheHitSource.DISK,
+        Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's word for remote stores
+    }
+)
+
 _CONNECTED = "vllm:kvoffloadd_connected"
 _LOOKED_UP = "vllm:kvoffloadd_looked_up_keys"
 _HIT = "vllm:kvoffloadd_hit_keys"
+_FROM_DISK = "vllm:kvoffloadd_disk_hit_keys"
+_FROM_STORE = "vllm:kvoffloadd_remote_hit_keys"
 _TIMED_OUT = "vllm:kvoffloadd_lookup_timeouts"
 _FAILED_LOADS = "vllm:kvoffloadd_failed_loads"
 _RECOMPUTED = "vllm:kvoffloadd_recomputed_tokens"
 _KEPT = "vllm:kvoffloadd_kept_tokens"
+
+
+class _Told:
+    """The state of a request whose hits in the engine's own cache were told."""
 
 
 class KVOffloaddManager(OffloadingManager):
@@ -88,6 +104,7 @@ class KVOffloaddManager(OffloadingManager):
         self._requests: dict[str, RequestState] = {}
         self._fresh: dict[str, RequestState] = {}
         self._keeping = Keeping()
+        self._used: dict[OffloadKey, UsedKeys] = {}  # in this step, by the last key: it names all before it
         self._outstanding: set[PinRequest] = set()
         self._names = names
         self._stats = OffloadingConnectorStats()
@@ -120,8 +137,9 @@ class KVOffloaddManager(OffloadingManager):
         return _RESULTS[answer]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """What hits is in the host's memory by then."""
-        return CacheHitSource.HOST
+        """Where it was when it was asked for: by now it is in the host's memory."""
+        state = self._requests.get(req_context.req_id)
+        return _SOURCES[Tier.MEMORY if state is None else state.tiers.get(key, Tier.MEMORY)]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Ask for what the step wanted to know."""
@@ -140,6 +158,9 @@ class KVOffloaddManager(OffloadingManager):
             self._outstanding.add(pin)
             self._stats.increase_counter(_LOOKED_UP, sum(map(len, pin.groups.values())))
             self._lookup_thread.ask(pin)
+        if self._used:
+            self._lookup_thread.touch(self._used.values())
+            self._used = {}
         if self._outstanding:
             # That thread needs the interpreter for some microseconds at a time, and would wait 5 ms for each of them.
             sleep(_YIELD_S)
@@ -208,6 +229,18 @@ class KVOffloaddManager(OffloadingManager):
             state.prefix_tokens = prefix_tokens
             if not loads:
                 self._account(state)
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """A request has got blocks that hold these keys, of each group in the order of the prompt: the engine's own
+        cache had them. The first time in a request's life that counts as a use of each, however it goes on: what it
+        finds after a preemption it may have computed itself.
+        """
+        if req_context.get_state(_Told) is not None:
+            return
+        req_context.set_state(_Told())
+        if keys and self._lookup_thread.connected and _shares(req_context):
+            named = list(keys)
+            self._used[named[-1]] = UsedKeys(named, self._names, req_context.get_offload_key_position)
 
     # --- stores --------------------------------------------------------------------------------------
 
@@ -278,6 +311,7 @@ class KVOffloaddManager(OffloadingManager):
             self._drop(state)
             state.loaded.clear()
         self._keeping.clear()
+        self._used.clear()
         self._requests = {
             name: state for name, state in self._requests.items() if state.phase is not RequestPhase.ENDING
         }
@@ -317,7 +351,10 @@ class KVOffloaddManager(OffloadingManager):
             state = self._requests.get(pin.request)
             if state is None or pin not in state.pins:
                 continue
-            self._stats.increase_counter(_HIT, state.learn(pin, self._names, monotonic()))
+            hits = state.learn(pin, self._names, monotonic())
+            self._stats.increase_counter(_HIT, hits.total())
+            self._stats.increase_counter(_FROM_DISK, hits[Tier.DISK])
+            self._stats.increase_counter(_FROM_STORE, hits[Tier.REMOTE])
 
     def _account(self, state: RequestState) -> None:
         if state.failed_tokens:
@@ -356,6 +393,8 @@ def metric_definitions() -> dict[str, Any]:
         _CONNECTED: OffloadingGaugeMetadata("1 if the scheduler's line to the daemon is up."),
         _LOOKED_UP: OffloadingCounterMetadata("Keys that the daemon was asked for."),
         _HIT: OffloadingCounterMetadata("Keys that were there, and pinned."),
+        _FROM_DISK: OffloadingCounterMetadata("Keys that were there, and came from disk."),
+        _FROM_STORE: OffloadingCounterMetadata("Keys that were there, and came from the store that hosts share."),
         _TIMED_OUT: OffloadingCounterMetadata("Requests that gave up waiting for keys."),
         _FAILED_LOADS: OffloadingCounterMetadata("Loads of requests that failed, whole or in part."),
         _RECOMPUTED: OffloadingCounterMetadata("Tokens that were to be loaded, and were recomputed."),

@@ -1,31 +1,57 @@
 """vLLM's entry point for plug-ins (`vllm.general_plugins`): it calls `install` in each of its processes.
 
-What an engine computes with is read as soon as its configuration is made, which is before any weights are loaded. It is
-kept in the configuration, which all of the engine's processes are given.
+The connector is registered by its name, so that vLLM finds it there: also in the front end, which makes no connector
+and asks for the class of its figures. What an engine computes with is read as soon as its configuration is made, which
+is before any weights are loaded. It is kept in the configuration, which all of the engine's processes are given.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import logging
+import multiprocessing
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from kvoffloadd.integrations.common.contents import Fingerprint
 from kvoffloadd.integrations.vllm import versions
+from kvoffloadd.integrations.vllm.config import INSIDE
 from kvoffloadd.integrations.vllm.identity import IDENTITY, OPTION, identity_of
+
+logger = logging.getLogger("vllm.kvoffloadd")
 
 _ARGUMENTS = "vllm.engine.arg_utils"
 """Loaded where configurations are made; others shall not load it for us."""
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _CONNECTOR, _SPEC = "KVOffloaddConnector", "KVOffloaddSpec"
+_PACKAGE = "kvoffloadd.integrations.vllm"
 
 
 def install() -> None:
-    """Watch configurations being made. Nothing for a release that is not supported."""
+    """Register the connector, and watch configurations being made. Never raises: vLLM calls this for every engine, also
+    for those that have nothing to do with us. With a release that is not supported it only says so, once an engine.
+    """
     try:
         versions.check()
-    except ImportError:
-        return
+        _register()
+        _watch()
+    except ImportError as error:
+        if multiprocessing.parent_process() is None:  # each of the engine's processes is here
+            logger.warning("%s can't be used: %s", _CONNECTOR, error)
+    except Exception:  # an engine that was to have the connector ends at its start, and says why
+        logger.exception("kvoffloadd: a bug, please report it: %s can't be used", _CONNECTOR)
+
+
+def _register() -> None:
+    """Register the connector by name, so that vLLM imports it only if it is used."""
+    with suppress(ValueError):  # it is registered already
+        importlib.import_module(_FACTORY).KVConnectorFactory.register_connector(_CONNECTOR, _PACKAGE, _CONNECTOR)
+
+
+def _watch() -> None:
     arguments = sys.modules.get(_ARGUMENTS)
     made = None if arguments is None else arguments.EngineArgs.create_engine_config
     if arguments is None or hasattr(made, "kvoffloadd"):
@@ -42,7 +68,7 @@ def note(vllm_config: Any) -> None:
     if transfer is None:
         return
     found: dict[Fingerprint, dict[str, Any]] = {}
-    for extra in _ours(transfer.kv_connector, transfer.kv_connector_extra_config):
+    for extra in _ours(transfer.kv_connector, transfer.kv_connector_extra_config, transfer.kv_load_failure_policy):
         how = Fingerprint.of(extra.get(OPTION, Fingerprint.AUTO), "kv_connector_extra_config")
         if how not in found:
             found[how] = identity_of(vllm_config, how)
@@ -60,9 +86,15 @@ def _noting(create: Any) -> Any:
     return create_engine_config
 
 
-def _ours(connector: str | None, extra: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The options of our connectors: this one's, or those inside a MultiConnector."""
+def _ours(connector: str | None, extra: dict[str, Any], policy: str) -> Iterator[dict[str, Any]]:
+    """The options of our connectors: this one's, or those inside a MultiConnector. What these can't see of it they are
+    told: that there is one, and its `policy` for loads that fail, which is the one that vLLM follows.
+    """
     if connector == _CONNECTOR or extra.get("spec_name") == _SPEC:
         yield extra
     for inner in extra.get("connectors", ()):
-        yield from _ours(inner.get("kv_connector"), inner.setdefault("kv_connector_extra_config", {}))
+        extra = inner.get("kv_connector_extra_config") or {}
+        for ours in _ours(inner.get("kv_connector"), extra, policy):
+            inner["kv_connector_extra_config"], inner["kv_load_failure_policy"] = extra, policy
+            ours[INSIDE] = True
+            yield ours

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvoffloadd.client import KeyState
 from kvoffloadd.integrations.vllm.keys import PLAIN, KeyNames, by_group, group_of, key_of
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
+from kvoffloadd.model import Tier
 
 _ASK_AGAIN_S = 0.005
 _LOADS_AGAIN = 2
@@ -52,6 +54,8 @@ class RequestState:
     phase: RequestPhase = RequestPhase.IDLE
     answers: dict[bytes, LookupState] = field(default_factory=dict)
     """By offload key."""
+    tiers: dict[bytes, int] = field(default_factory=dict)
+    """By offload key, from which `Tier` it came, if it hits and was not in memory."""
     fresh: list[bytes] = field(default_factory=list)
     """Offload keys to ask for at the end of the step."""
     pins: list[PinRequest] = field(default_factory=list)
@@ -134,18 +138,25 @@ class RequestState:
         end = None if self.end_of is None else self.end_of(key)
         return math.inf if end is None else end
 
-    def learn(self, pin: PinRequest, names: KeyNames, now: float) -> int:
-        """Take an answer; how many keys hit. What is pending and not on its way from disk is asked for once more."""
+    def learn(self, pin: PinRequest, names: KeyNames, now: float) -> Counter[int]:
+        """Take an answer; how many keys hit, by `Tier`. What is pending and not on its way from disk is asked for once
+        more.
+        """
         states = {group: dict(zip(keys, pin.states[group], strict=True)) for group, keys in pin.groups.items()}
-        hits = 0
+        tiers = {group: dict(zip(pin.groups[group], some, strict=True)) for group, some in pin.tiers.items()}
+        hits: Counter[int] = Counter()
         for key, known in self.answers.items():
             if known is LookupState.HIT:
                 continue
-            state = states.get(group_of(key), {}).get(key_of(key, names))
+            group, name = group_of(key), key_of(key, names)
+            state = states.get(group, {}).get(name)
             if state is None:
                 continue
             if state == KeyState.HIT:
-                hits += 1
+                tier = tiers.get(group, {}).get(name, Tier.MEMORY)
+                hits[tier] += 1
+                if tier != Tier.MEMORY:
+                    self.tiers[key] = tier
                 self.answers[key] = LookupState.HIT
             elif state == KeyState.PENDING:
                 self.answers[key] = LookupState.PENDING
@@ -162,6 +173,7 @@ class RequestState:
         """Start anew; the pins that are to be released."""
         pins = self.settle()
         self.answers.clear()
+        self.tiers.clear()
         self.waiting_since = self.again_at = 0.0
         if self.phase is not RequestPhase.ENDING:
             self.phase = RequestPhase.IDLE

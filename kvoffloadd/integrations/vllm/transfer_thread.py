@@ -294,9 +294,9 @@ class TransferThread:
 
     def _pieces(self, course: _Course) -> list[Piece]:
         chunks = course.transfer.chunks
-        blocks_per_key = max(blocks.shape[1] for _, blocks in chunks.values())
+        blocks_per_key = max(one.blocks.shape[1] for one in chunks.values())
         most = most_keys(self._client.limits, self._caches, len(chunks), blocks_per_key)
-        found = pieces({group: len(blocks) for group, (_, blocks) in chunks.items()}, most)
+        found = pieces({group: len(one.blocks) for group, one in chunks.items()}, most)
         course.unasked = len(found)
         return found
 
@@ -308,9 +308,9 @@ class TransferThread:
     def _ask(self, registration: Registration, transfer: Transfer, piece: Piece) -> Job:
         groups, first = {}, {}
         for group, some in piece.items():
-            keys, blocks = transfer.chunks[group]
+            keys, blocks, begin = transfer.chunks[group]
             groups[group] = (keys[some.start * KEY_BYTES : some.stop * KEY_BYTES], blocks[some])
-            first[group] = some.start
+            first[group] = begin + some.start
         common: dict[str, Any] = {"first": first, "ready": transfer.ready, "deadline_s": self._job_deadline_s}
         if transfer.direction is Direction.STORE:
             return self._client.store(registration, groups, **common)

@@ -13,7 +13,7 @@ from kvoffloadd.client import Client, Ready, Timeline
 from kvoffloadd.integrations.vllm.adapters import RANK, LoadedAdapter
 from kvoffloadd.integrations.vllm.blocks import load_chunks, store_chunks
 from kvoffloadd.integrations.vllm.caches import registered
-from kvoffloadd.integrations.vllm.config import STATES, Options
+from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.keys import KeyNames, by_group
 from kvoffloadd.integrations.vllm.parts import LayerFacts, share
 from kvoffloadd.integrations.vllm.transfer_thread import Transfer, TransferThread
@@ -56,7 +56,6 @@ class KVOffloaddWorker(OffloadingWorker):
         """Moves the KV cache into shared memory (CPU), or makes it known to other processes (CUDA)."""
         self._writes = share(config).writes
         self._blocks_per_key = config.cache.blocks_per_chunk
-        self._states = frozenset(config.extra_config.get(STATES, ()))
         self._points = _Points(kv_caches.tensors[0].tensor.device)
         caches = registered(config, kv_caches, facts, self._points.timelines)
         self._transfer_thread = TransferThread(client, caches, job_deadline_s=options.job_deadline_s)
@@ -68,7 +67,7 @@ class KVOffloaddWorker(OffloadingWorker):
         request's adapter is not what this rank has loaded, or was not in between.
         """
         groups, writes = dst_spec.groups, self._writes and RANK.is_loaded(dst_spec.adapter)
-        chunks = store_chunks(groups, src_spec, self._blocks_per_key, self._states) if writes else {}
+        chunks = store_chunks(groups, src_spec, self._blocks_per_key) if writes else {}
         self._transfer_thread.submit(Transfer(job_id, Direction.STORE, chunks, self._points.now()))
         return True
 
@@ -81,7 +80,7 @@ class KVOffloaddWorker(OffloadingWorker):
         if not RANK.is_loaded(src_spec.adapter):
             self._refused.append(LoadStoreResult(job_id, success=False))
             return True
-        chunks = load_chunks(src_spec.groups, dst_spec, self._blocks_per_key, self._states)
+        chunks = load_chunks(src_spec.groups, dst_spec, self._blocks_per_key)
         self._transfer_thread.submit(Transfer(job_id, Direction.LOAD, chunks, self._points.now(), expedited))
         return True
 

@@ -152,7 +152,10 @@ class Root:
         self._damaged_records += scan.damaged_records
         self._damaged_segments += scan.damaged_segments
         kept = await self.pool.adopt(scan)
-        for segment, found in kept:
+        resumed = kept[-1:]
+        if resumed and not await self.pool.resume(*resumed[0]):
+            resumed = []
+        for segment, found in kept[: len(kept) - len(resumed)]:
             self.writer.seal_recovered(segment, found)
         return kept
 

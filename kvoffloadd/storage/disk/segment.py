@@ -66,12 +66,23 @@ class Segment:
     readers: int = 0
     broken: bool = False  # a write has failed: no more is written here, and what it holds stays readable
     gone: bool = False  # somebody has removed its file
+    spared_at: int = 0  # a place in history: when it was its turn to be reclaimed, but much of it had been read
+
+    @property
+    def place(self) -> int:
+        """Those with lower places are reclaimed before it."""
+        return self.spared_at or self.header.number
 
     def room_end(self, more_entries: int = 0, more_keyspaces: int = 0) -> int:
         """The page up to which there is room for records, with so many more in the footer."""
         return self.size_bytes // PAGE_BYTES - footer_pages(
             self.num_entries + more_entries, len(self.keyspaces) + more_keyspaces
         )
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages there are for more records, and for what they add to the footer."""
+        return max(self.room_end() - self.next_page, 0)
 
     @property
     def is_full(self) -> bool:

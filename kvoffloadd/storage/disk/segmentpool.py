@@ -1,11 +1,13 @@
 """The segments of a root: creating them, the open one, and the order in which they are reclaimed.
 
-Space is used as in a log of segments: a new segment is a new file as long as the capacity allows, then the oldest one,
-used again. Two are kept ready: the open one, and a clean one that follows it at once when it is full.
+Space is used as in a log of segments: a new segment is a new file as long as the capacity allows, then an old one, used
+again. Two are kept ready: the open one, and a clean one that follows it at once when it is full. A start goes on in the
+last one that was written to.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -15,12 +17,19 @@ from functools import partial
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.storage.disk.format import SegmentHeader
+from kvoffloadd.storage.disk.files import describe_error
+from kvoffloadd.storage.disk.format import SegmentHeader, footer_pages
 from kvoffloadd.storage.disk.health import Health, RootState, is_full
 from kvoffloadd.storage.disk.recovery import Recovered
+from kvoffloadd.storage.disk.resuming import SegmentResumer
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
 from kvoffloadd.storage.disk.scan import RootScan
 from kvoffloadd.storage.disk.segment import TRIAL_BYTES, Segment, SequenceNumbers
+
+log = logging.getLogger(__name__)
+
+RESUME_SHARE = 8
+"""A start goes on in a segment of which this fraction (1/n) is free."""
 
 OVERHEAD_BYTES = 128 << 10
 """The share of the capacity for the manifest, the directories and the block maps of the file system."""
@@ -99,10 +108,13 @@ class SegmentPool:
         """Whether there seems to be room for one more segment without reclaiming another."""
         return bool(self._fitting or self._misfits) or self._may_create
 
+    def sealed(self) -> list[Segment]:
+        """The segments that may be reclaimed."""
+        return [segment for segment in self.segments.values() if segment.fd == -1]
+
     def oldest(self) -> Segment | None:
-        """The segment to be reclaimed next; None: none is sealed."""
-        sealed = [segment for segment in self.segments.values() if segment.fd == -1]
-        return min(sealed, key=lambda segment: segment.header.number, default=None)
+        """The one that is to be reclaimed first if all hold as much; None: there is none."""
+        return min(self.sealed(), key=lambda segment: segment.place, default=None)
 
     # --- adding segments ---
 
@@ -118,6 +130,29 @@ class SegmentPool:
             name = self._reusable.pop()[0] if self._reusable else self.segments.pop(kept.pop(0)[0].ordinal).name
             await self._unlink(name)
         return kept
+
+    async def resume(self, segment: Segment, found: Recovered) -> bool:
+        """Go on in this sealed segment, behind its last record, if there is much room and nothing else lies there.
+        Else, and if that fails, its records stay as they are.
+        """
+        room = (
+            segment.size_bytes // PAGE_BYTES - found.end_page - footer_pages(len(found.entries), len(found.keyspaces))
+        )
+        fits = segment.size_bytes == segment.header.segment_bytes == self.segment_bytes
+        if not fits or found.header_lost or room * PAGE_BYTES < self.segment_bytes // RESUME_SHARE:
+            return False
+        directory, direct = self._directory, self._directory.is_direct
+        work = SegmentResumer(self._files, directory.segments_fd, segment.header, found, direct=direct)
+        try:
+            segment.fd = await directory.perform(self._lane, work)
+        except (OSError, MemoryError, KvOffloadError) as error:
+            log.warning("%s/segments/%s takes no more records: %s", directory.name, segment.name, describe_error(error))
+            return False
+        segment.next_page, segment.entries, segment.num_entries = found.end_page, [found.entries], len(found.entries)
+        for keyspace in found.keyspaces:
+            segment.keyspace_entry(keyspace)
+        self.open_segment = segment
+        return True
 
     async def grow(self) -> bool:
         """Add the next segment: a new file, or an old one without contents. False, and maybe another state of the root,

@@ -100,6 +100,8 @@ class Writer:
         ends = segment.next_page + np.cumsum(pages)
         room = segment.room_end(len(pages), 1)
         if ends[0] > room:
+            if self.reserved_pages and not rewrite:
+                return 0  # what it holds room for would have no segment
             self._pool.advance()
             self._seal_later(segment)
             return 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
-from kvoffloadd.cache.policy.base import Policy
+from kvoffloadd.cache.policy.base import Clock, Policy
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import BoolArray, U32Array, U64Array
 
@@ -124,6 +124,40 @@ def test_what_will_not_be_used_again_goes_first_until_it_is_used(name: str) -> N
 
 
 @each_policy
+def test_what_is_lost_goes_before_all_others_until_it_is_used(name: str) -> None:
+    policy = filled(name, 8)
+    policy.touch(rows_of(*range(8)), rows_of(*range(8)))
+    policy.lose(rows_of(2, 3, 4, 5))
+    assert policy.victims(3, every).tolist() == [5, 4, 3]
+    policy.touch(rows_of(2, 3), rows_of(2, 3))
+    assert set(policy.victims(3, every)[:2].tolist()) >= {5, 4}
+    assert sorted(policy.victims(99, every).tolist()) == list(range(8))
+
+
+@each_policy
+def test_the_next_victim_is_worth_no_more_than_any_other_key(name: str) -> None:
+    """Also than keys of another policy with the same clock that were used later, and those that are lost are worth the
+    least.
+    """
+    clock = Clock()
+    policy, other = (create_policy(name, ROWS, ROWS, clock) for _ in range(2))
+    for number in range(20):
+        row = rows_of(number)
+        policy.insert(row, hashes_of(row), rows_of(0))
+        if number % 3:
+            policy.touch(row, rows_of(0))
+    later = rows_of(1, 2, 3)
+    other.insert(later, hashes_of(later), rows_of(0, 1, 2))
+    first, rest = np.split(policy.victims(20, every), [1])
+    assert policy.worth(first)[0] <= policy.worth(rest).min()
+    assert policy.worth(first)[0] <= other.worth(later).min()
+    other.lose(later)
+    assert other.worth(later).max() < policy.worth(first)[0]
+    clock.advance(10)
+    assert other.worth(later).max() < policy.worth(rest).min(), "however much is used meanwhile"
+
+
+@each_policy
 def test_resize_keeps_what_is_held(name: str) -> None:
     policy = filled(name, 8)
     for capacity in (1, 5, 1000, 100_000):
@@ -172,6 +206,10 @@ class PolicyMachine(RuleBasedStateMachine):
         self.policy.keep(rows_of(*(row for row in rows if row in self.held)), soon=soon)
 
     @rule(rows=some_rows)
+    def lose(self, rows: list[int]) -> None:
+        self.policy.lose(rows_of(*(row for row in rows if row in self.held)))
+
+    @rule(rows=some_rows)
     def remove(self, rows: list[int]) -> None:
         gone = rows_of(*(row for row in rows if row in self.held))
         self.policy.remove(gone)
@@ -209,6 +247,9 @@ class PolicyMachine(RuleBasedStateMachine):
         if hasattr(self, "policy"):
             assert len(self.policy) == len(self.held)
             assert self.policy.num_aside <= len(self.held & self.in_use)
+            worth = self.policy.worth(rows_of(*self.held))
+            assert worth.dtype == np.float64
+            assert (worth >= 0).all()
 
 
 TestPolicyMachine = pytest.mark.slow(PolicyMachine.TestCase)

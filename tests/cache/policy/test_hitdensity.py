@@ -5,19 +5,29 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.policy.ghost import USES_MAX, UseCounts
 from kvoffloadd.cache.policy.hitdensity import (
+    BELIEFS,
     CHAIN,
     CLASSES,
+    DONE,
     NUM_CLASSES,
     SOON,
+    TRUST_WEIGHT,
     WINDOW_SLOTS,
     HitDensity,
     HitDensityPolicy,
-    bucket,
+    _trusted_beliefs,
     densities,
 )
+from kvoffloadd.cache.policy.returning import RECENT_MIN, Returning
 from kvoffloadd.model import BoolArray, U32Array
+
+
+def bucket(age: int) -> int:
+    """The bucket of an age below 2**32: two buckets per power of two."""
+    return max(1, age * age).bit_length() - 1
 
 
 def every(rows: U32Array) -> BoolArray:
@@ -156,7 +166,7 @@ def test_classes_follow_each_other_along_a_prompt() -> None:
 def test_densities_where_next_to_nothing_is_left_are_exact() -> None:
     # Nine of ten that are left come back in each half power of two: at twice the age, half as dense.
     values = densities(np.full((1, 64), 0.9))[0]
-    assert np.allclose(values[:-2:2] * 2.0 ** np.arange(31), values[0], rtol=1e-9)
+    assert np.allclose(values[:-3:2] * 2.0 ** np.arange(31), values[0], rtol=1e-9)
 
 
 @pytest.mark.slow
@@ -191,3 +201,126 @@ def test_hot_prefixes_survive_scans_where_lru_loses_them() -> None:
 
 def _hashes(name: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.random.default_rng(name).integers(0, 1 << 64, count, dtype=np.uint64)
+
+
+def test_who_loses_memory_keeps_what_was_learned() -> None:
+    """Another size has taken its slabs over: without its use counts its keys would come back as if nobody knew them."""
+    policy, rows = HitDensityPolicy(1000, 1000), np.arange(8, dtype=np.uint32)
+    hashes, positions = _hashes(1, 8), np.zeros(8, np.uint32)
+    policy.insert(rows, hashes, positions)
+    for _ in range(3):
+        policy.touch(rows, positions)
+    policy.remove(rows)
+    policy.resize(8)
+    policy.insert(rows, hashes, positions)
+    assert policy._uses[rows].tolist() == [5] * 8
+
+
+def test_keys_used_often_are_believed_in_as_far_as_they_return_more_often() -> None:
+    def trusted(once: float, more: float) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        expected = np.full(NUM_CLASSES, 1e6)
+        returned = np.where(np.arange(NUM_CLASSES) < CLASSES[0, 2], once, more) * expected
+        return _trusted_beliefs(returned, expected)
+
+    alike = np.ones_like(BELIEFS)
+    alike[DONE:] = BELIEFS[DONE:]  # what a client says is another matter
+    assert np.allclose(trusted(0.5, 1.5), BELIEFS)
+    assert np.allclose(trusted(1.0, 1.0), alike, atol=0.01)
+    assert np.allclose(trusted(1.2, 0.8), alike)
+    assert np.all(alike <= trusted(1.0, 1.5))
+    assert np.all(trusted(1.0, 1.5) <= BELIEFS)
+    assert 2 < trusted(1.0, 1.5).max() < 10
+    nothing = np.zeros(NUM_CLASSES)
+    assert np.allclose(_trusted_beliefs(nothing, nothing), BELIEFS)
+    assert np.allclose(_trusted_beliefs(nothing + TRUST_WEIGHT / 50, nothing + TRUST_WEIGHT / 50), BELIEFS, rtol=0.3)
+
+
+def test_a_sweep_shows_where_few_keys_were_used_before() -> None:
+    once, again = np.ones(16, np.uint8), np.full(16, 2, np.uint8)
+    returning = Returning(100)
+    for _ in range(20):
+        returning.record(once)
+    assert returning.factor == 1.0  # nothing else is known
+    for _ in range(10 * RECENT_MIN // 16):
+        returning.record(again)
+        returning.record(again)
+        returning.record(once)
+        assert returning.factor == 1.0
+    returning.record(once)
+    assert returning.factor == 1.0
+    for _ in range(4 * RECENT_MIN // 16):
+        returning.record(once)
+    assert returning.factor < 0.1
+    for _ in range(2 * RECENT_MIN // 16):
+        returning.record(again)
+    assert returning.factor == 1.0
+    for _ in range(1000 * RECENT_MIN // 16):
+        returning.record(once)
+    returning.record(again)
+    assert returning.factor == 1.0  # by then that is usual
+    for _ in range(100):
+        returning.record(again)
+    returning.record(np.ones(RECENT_MIN, np.uint8))
+    assert 0 < returning.factor < 0.1
+
+
+def test_a_sweep_is_told_by_more_keys_where_more_are_held() -> None:
+    once, again = np.ones(16, np.uint8), np.full(16, 2, np.uint8)
+    small, large = Returning(100), Returning(100)
+    large.resize(100 * RECENT_MIN)
+    for returning in (small, large):
+        for _ in range(10_000):
+            returning.record(again)
+        for _ in range(2 * RECENT_MIN // 16):
+            returning.record(once)
+    assert small.factor < 0.5
+    assert large.factor == 1.0
+
+
+def test_a_sweep_takes_the_place_of_keys_used_once() -> None:
+    """A batch comes by in a row. Keys used once had returned as often as others, but those of the batch do not."""
+    prompt, capacity = 16, 1600
+    policy, positions = HitDensityPolicy(capacity, capacity), np.arange(prompt, dtype=np.uint32)
+    held: dict[int, U32Array] = {}
+    free = [np.arange(at, at + prompt, dtype=np.uint32) for at in range(0, capacity, prompt)]
+
+    def use(name: int) -> bool:
+        if name in held:
+            policy.touch(held[name], positions)
+            return True
+        if not free:
+            rows = policy.victims(prompt, every)
+            policy.remove(rows)
+            gone = set(rows.tolist())
+            for other in [other for other, its in held.items() if gone & set(its.tolist())]:
+                del held[other]
+            free.append(rows)
+        held[name] = free.pop()
+        policy.insert(held[name], _hashes(name, prompt), positions)
+        return False
+
+    random = np.random.default_rng(0)
+    weights = np.arange(1, 201) ** -0.9
+    for name in random.choice(200, 600, p=weights / weights.sum()).tolist():
+        use(name)
+    of_use = set(held)
+    for name in range(1000, 1400):
+        use(name)
+    assert len(of_use) > 90
+    assert len(of_use & set(held)) > 0.6 * len(of_use)  # without what `Returning` tells: 12 of 96
+    assert policy.worth(held[1399]).max() < policy.worth(held[0]).min() / 50
+    assert policy.worth(held[1399]).max() < min(policy.worth(held[name]).min() for name in of_use & set(held))
+
+
+def test_one_policy_learns_at_a_time() -> None:
+    clock = Clock()
+    policies = [HitDensityPolicy(10_000, 10_000, clock) for _ in range(3)]
+    rows = np.arange(9000, dtype=np.uint32)
+    for policy in policies:
+        policy.insert(rows, rows.astype(np.uint64) << np.uint64(20), np.zeros(9000, np.uint32))
+        assert policy._learned.is_stale
+    for left in (2, 1, 0):
+        for policy in policies:
+            policy.victims(1, every)
+        assert sum(policy._learned.is_stale for policy in policies) == left
+        clock.advance(1)

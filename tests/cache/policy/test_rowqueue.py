@@ -79,6 +79,7 @@ class QueueMachine(RuleBasedStateMachine):
             for queue, expected in enumerate(self.model):
                 assert self.queues.size(queue) == len(expected)
                 assert self.queues.head(queue) == (expected[0] if expected else NOWHERE)
+                assert (self.queues.queues_of(np.array(expected, np.uint32)) == queue).all()
             assert self.queues.num_aside == len(self.aside)
             assert len(self.queues) == sum(map(len, self.model)) + len(self.aside)
 

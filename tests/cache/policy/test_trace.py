@@ -9,7 +9,6 @@ import pytest
 
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.model import I64Array
-from scripts.replay.policies import chat
 from scripts.replay.trace import (
     Signal,
     TraceError,
@@ -23,6 +22,7 @@ from scripts.replay.trace import (
     perfect_signals,
     simulate,
 )
+from scripts.replay.workloads import chat
 
 TRACE = Path(__file__).resolve().parents[4] / "shared" / "data" / "conversation_trace.jsonl"
 

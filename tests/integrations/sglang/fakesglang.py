@@ -60,12 +60,24 @@ class StorageMetrics:
 
 
 class WeightUpdater:
-    def update_weights_from_disk(self) -> str:
+    """`meanwhile`: what happens while it reads a model's files; whether it loads them."""
+
+    meanwhile: Callable[[], bool] = staticmethod(lambda: True)
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None,
+        weight_name_filter: Any = None,
+        recapture_cuda_graph: bool = False,
+    ) -> tuple[bool, str]:
+        return self.meanwhile(), f"{model_path} {load_format} {recapture_cuda_graph}"
+
+    def update_weights_from_tensor(self) -> str:
         return "updated"
 
-    update_weights_from_tensor = update_weights_from_ipc = update_weights_from_disk
-    receive_weights_from_distributed = load_weights_from_distributed = update_weights_from_disk
-    begin_weight_update = end_weight_update = update_weights_from_disk
+    update_weights_from_ipc = receive_weights_from_distributed = update_weights_from_tensor
+    load_weights_from_distributed = begin_weight_update = end_weight_update = update_weights_from_tensor
 
 
 class Scheduler:
@@ -73,11 +85,65 @@ class Scheduler:
 
 
 class Req:
-    """A request. `lora_id` goes behind its extra key."""
+    """A request. `lora_id` goes behind its extra key. `last_node`: the end of its prefix in the tree."""
 
     def __init__(self, rid: str, extra_key: str | None = None, lora_id: str | None = None) -> None:
         self.rid, self.lora_id = rid, lora_id
         self.extra_key = extra_key if lora_id is None else (extra_key or "") + lora_id
+        self.last_node: Node | None = None
+        self.storage_hit_length = self.host_hit_length = 0
+        self.storage_hit_start: int | None = None
+        self.host_hit_is_storage = self.retracted_stain = False
+
+    def materialized_host_hit_len(self) -> int:
+        return self.host_hit_length
+
+
+def split_cached_prefix_by_tier(
+    *,
+    prefix_len: int,
+    host_hit_len: int,
+    storage_hit_len: int,
+    storage_hit_start: int | None,
+    host_hit_is_storage: bool,
+) -> tuple[int, int, int]:
+    """Tokens of a prefix by where they were: the device, the host, the storage."""
+    assert storage_hit_start is None
+    storage = host_hit_len if host_hit_is_storage else min(host_hit_len, storage_hit_len)
+    return prefix_len - host_hit_len, host_hit_len - storage, storage
+
+
+@dataclass(frozen=True)
+class Node:
+    """Of SGLang's tree: the names of its pages, and what stands before them."""
+
+    keys: list[str]
+    parent: Node | None = None
+
+    @property
+    def pages(self) -> int:
+        """From the root on."""
+        return len(self.keys) + (0 if self.parent is None else self.parent.pages)
+
+
+class TreeCore:
+    def get_hash_values(self, node: Node) -> list[str]:
+        return node.keys
+
+    def get_prefix_hash_values(self, node: Node) -> list[str]:
+        parent = node.parent
+        return [] if parent is None else [*self.get_prefix_hash_values(parent), *parent.keys]
+
+
+class PrefillAdder:
+    """Admits requests. `accounted`: those that it has counted, and how much of them was cached."""
+
+    def __init__(self, tree_cache: Any) -> None:
+        self.tree_cache = tree_cache
+        self.accounted: list[tuple[str, int]] = []
+
+    def _account_prefill_cache_admission(self, req: Req, prefix_len: int) -> None:
+        self.accounted.append((req.rid, prefix_len))
 
 
 class LoRAManager:
@@ -102,6 +168,11 @@ class HiCacheController:
 
 
 class UnifiedRadixCache:
+    page_size = 64
+
+    def __init__(self) -> None:
+        self.tree_core = TreeCore()
+
     def reset(self) -> None:
         """SGLang forgets its pages."""
 
@@ -164,7 +235,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     call.
     """
     arguments: dict[str, Any] = dict.fromkeys((*COUNTED, *NAMES_HARMLESS))
-    arguments |= {"model_path": "org/model", "device": "cpu"}
+    arguments |= {"model_path": "org/model", "device": "cpu", "tp_size": 1, "pp_size": 1}
     amx: list[bool] = []
     group = SimpleNamespace(world_size=1)
     parallel = SimpleNamespace(nnodes=1, attn_tp_group=group, attn_tp_rank=0, attn_tp_size=1, attn_dcp_size=1)
@@ -175,6 +246,8 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     controller = type("HiCacheController", (HiCacheController,), {})
     manager = type("LoRAManager", (LoRAManager,), {})
     request = type("Req", (Req,), {"__init__": Req.__init__})
+    account = PrefillAdder._account_prefill_cache_admission
+    adder = type("PrefillAdder", (PrefillAdder,), {"_account_prefill_cache_admission": account})
     registry = type("HookRegistry", (HookRegistry,), {"hooks": []})
     modules: dict[str, dict[str, Any]] = {
         "srt.mem_cache.hicache_storage": {
@@ -196,9 +269,14 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         },
         "srt.model_executor.model_runner_components.weight_updater": {"WeightUpdater": updater},
         "srt.managers.scheduler": {"Scheduler": type("Scheduler", (Scheduler,), {})},
-        "srt.managers.schedule_batch": {"Req": request},
+        "srt.managers.schedule_batch": {"Req": request, "split_cached_prefix_by_tier": split_cached_prefix_by_tier},
+        "srt.managers.schedule_policy": {"PrefillAdder": adder},
         "srt.lora.lora_manager": {"LoRAManager": manager},
         "srt.utils": {"cpu_has_amx_support": lambda: bool(amx)},
+        "srt.arg_groups.overrides": {
+            "declare_resolution": lambda arguments, source, **fields: arguments.declared.append((source, fields)),
+            "resolving_view": lambda arguments: arguments,
+        },
         "srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
         "srt.runtime_context": {
             "get_context": lambda: SimpleNamespace(resolved_server_args_dict=lambda: dict(arguments)),
@@ -224,6 +302,7 @@ def imported(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         amx=amx,
         manager=manager,
         request=request,
+        adder=adder,
         parallel=parallel,
         features=features,
         memory=memory,

@@ -125,7 +125,7 @@ def test_sglang_is_watched(sglang: SimpleNamespace, tmp_path: Path) -> None:
     """From before it loads its first adapter on."""
     plain = sglang.request("r", "user", IDS[0]).extra_key
     importlib.import_module(f"{ADAPTER}.plugin").install()
-    sglang.registry.hooks[0][1]()
+    sglang.registry.hooks[-1][1]()
     path = train(tmp_path / "adapter", "old")
     manager: Any = sglang.manager()
     assert manager._load_lora_adapter(SimpleNamespace(lora_id=IDS[0], lora_path=path)) == f"loaded {IDS[0]}"

@@ -18,6 +18,7 @@ import pytest
 from kvoffloadd.errors import UsageError
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
+from tests.e2e.daemons import Hold
 from tests.integrations.sglang import fakes
 from tests.integrations.sglang.fakedevice import (
     DSATokenToKVPool,
@@ -255,6 +256,43 @@ def test_all_ranks_load_or_none(
     assert rank.linker.cancel_queued_load("r") is False
 
 
+def test_a_load_has_ended_when_it_says_so(start_daemon: StartDaemon, start_rank: StartRank, hold: Hold) -> None:
+    rank, keys = start_rank(start_daemon(memory="64MiB", faults=hold.fault)), names(2)
+    rank.fill(range(2), 3.0)
+    assert rank.store(keys)
+    with ThreadPoolExecutor(1) as scheduler:
+        with hold:
+            loading = scheduler.submit(rank.load, keys, 10)
+            with pytest.raises(TimeoutError):
+                loading.result(SHORT_S)
+        assert loading.result(PATIENCE_S)
+    assert rank.holds(range(10, 12)) == {3.0}
+
+
+@pytest.mark.parametrize("ends", ["cancel_queued_load", "load"])
+def test_pages_are_free_when_their_load_has_ended(
+    ends: str, start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a request that is gone, and of one that another rank can't load."""
+    rank, keys = start_rank(start_daemon(memory="64MiB"), overlap=True), names(2)
+    rank.fill(range(2), 3.0)
+    assert rank.store(keys)
+    gate = threading.Event()
+    rank.linker._loads.begin(lambda: gate.wait(PATIENCE_S))
+    with ThreadPoolExecutor(1) as scheduler:
+        if ends == "load":
+            monkeypatch.setattr(f"{ADAPTER}.engine.all_agree", lambda good: False)
+            ending = scheduler.submit(rank.load, keys, 10)
+        else:
+            assert rank.load(keys, 10)
+            ending = scheduler.submit(rank.linker.cancel_queued_load, "r")
+        with pytest.raises(TimeoutError):
+            ending.result(0.05)
+        gate.set()
+        assert ending.result(PATIENCE_S) is (ends != "load")
+    assert rank.holds(range(10, 12)) == {3.0}
+
+
 def test_loads_beside_the_forward(start_daemon: StartDaemon, start_rank: StartRank) -> None:
     daemon = start_daemon(memory="64MiB")
     rank, keys = start_rank(daemon, overlap=True), names(4)
@@ -315,7 +353,7 @@ def test_weights_that_change_are_told(start_daemon: StartDaemon, start_rank: Sta
     rank, keys = start_rank(start_daemon(memory="64MiB")), names(2)
     assert rank.store(keys)
     assert rank.found(keys) == [1, 2]
-    assert sglang.updater().update_weights_from_disk() == "updated"
+    assert sglang.updater().update_weights_from_disk("model", None)[0]
     assert rank.found(keys) == [], "though it is remembered"
     assert not rank.load(keys, 10)
     assert not rank.store(keys)

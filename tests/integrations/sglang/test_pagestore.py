@@ -280,7 +280,7 @@ def test_of_windows_nothing_comes_from_another_host(
 def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
     start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
 ) -> None:
-    """What is on its way then counts as found for the next one who asks, as on disk: a load waits for it."""
+    """What is on its way then is there for nobody before it has come."""
     hosts, keys, more = Hosts(tmp_path, start_daemon, start_rank), names(12), names(5, "more")
     hosts.share(hosts.here.fill(keys[:9]))
     hosts.share(hosts.here.fill(more))
@@ -289,7 +289,8 @@ def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
     begun = time.monotonic()
     assert store.restorable(keys, wait_s=SHORT_S).pages == 0
     assert SHORT_S <= time.monotonic() - begun < PATIENCE_S
-    assert store.restorable(keys).pages == 9
+    assert store.restorable(keys).pages == 0
+    assert store.restorable(keys, wait_s=SHORT_S).pages == 0
     asked: list[int] = []
     asking = threading.Thread(target=lambda: asked.append(store.restorable(more, wait_s=2 * PATIENCE_S).pages))
     asking.start()
@@ -298,11 +299,46 @@ def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
     with store.at_rest():
         asking.join(PATIENCE_S)
     assert asked == [0], "SGLang's flush does not wait for it"
+    assert not store.load([there.pages(keys[:9], 20)])["kv"].any(), "it ends, although the store hangs"
+    assert hosts.fetched() == 0
     hosts.switch.set()
+    until(lambda: store.restorable(keys).pages == 9, "it has come")
     assert store.load([there.pages(keys[:9], 20)])["kv"].all()
     assert there.holds(keys[:9], 20) == [True] * 9
     hosts.daemons[1].kill()
     assert store.restorable(names(9, "other"), wait_s=PATIENCE_S).pages == 0
+
+
+def test_loads_wait_for_no_store(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
+    """SGLang has one thread that loads: what it loads from a store that hangs would keep it from all else."""
+    hosts, keys, mine = Hosts(tmp_path, start_daemon, start_rank), names(9), names(4, "mine")
+    hosts.share(hosts.here.fill(keys))
+    there, store = hosts.there, hosts.there.store
+    store.store([there.fill(mine)])
+    hosts.switch.set("get=hang")
+    assert store.restorable(keys, wait_s=SHORT_S).pages == 0
+    done = store.load([there.pages(keys + mine, 20)])["kv"]
+    assert done.tolist() == [False] * 9 + [True] * 4
+    assert there.holds(mine, 29) == [True] * 4
+    done = store.load([there.pages(names(9, "never asked for"), 20)])["kv"]
+    assert not done.any()
+    assert hosts.fetched() == 0, "the store still hangs"
+
+
+def test_what_another_engine_is_storing_is_not_there(
+    start_daemon: StartDaemon, start_rank: StartRank, hold: Hold
+) -> None:
+    daemon, keys = start_daemon(memory="64MiB", faults=hold.fault), names(5)
+    one, other = start_rank(daemon), start_rank(daemon)
+    assert one.store.store([one.fill(keys[:2])])["kv"].all()
+    pages = one.fill(keys[2:], at=10)
+    with hold:
+        storing = threading.Thread(target=one.store.store, args=([pages],))
+        storing.start()
+        until(lambda: daemon.status()["running"]["jobs"] == 1, "it is under way")
+        assert other.store.restorable(keys).pages == 2
+    storing.join(PATIENCE_S)
+    assert other.store.restorable(keys).pages == 5
 
 
 def test_without_a_daemon_nothing_is_asked_and_it_is_found_again(
@@ -368,6 +404,21 @@ def test_a_clear_that_can_not_be_recorded_is_one_clear(
     place.mend()
     until(lambda: daemon.status()["clears"]["unrecorded"] == 0, "the daemon has recorded it", PATIENCE_S)
     assert (epoch(daemon), other.store.restorable(keys).pages) == (cleared, 5)
+
+
+def test_ranks_that_ask_for_one_clear_clear_once(start_daemon: StartDaemon, start_rank: StartRank) -> None:
+    """What one of them has stored since stays when another asks, late."""
+    daemon, keys, token = start_daemon(memory="64MiB"), names(5), b"the same weights"
+    one, late = start_rank(daemon), start_rank(daemon)
+    for rank in (one, late):
+        rank.store.suspend()
+    for rank in (one, late):
+        rank.store.renew(17)
+        rank.store.clear(token)
+        until(lambda: rank.store.available, "it has its cache back", PATIENCE_S)  # noqa: B023  at once
+        assert rank.store.restorable(keys).pages == (5 if rank is late else 0)
+        assert rank.store.store([rank.fill(keys)])["kv"].all()
+    assert one.store.restorable(keys).pages == 5
 
 
 def test_a_clear_that_is_answered_late_is_one_clear(

@@ -143,7 +143,7 @@ def test_weights_that_change_are_told(sglang: SimpleNamespace, start_daemon: Sta
     assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [True, True]
     sglang.tree().reset()
     assert storage.batch_exists(keys) == 2
-    assert sglang.updater().update_weights_from_disk() == "updated"
+    assert sglang.updater().update_weights_from_disk("model", None)[0]
     assert storage.batch_exists(keys) == 0
     assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [False, False]
     sglang.tree().reset()

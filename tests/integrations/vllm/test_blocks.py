@@ -36,7 +36,7 @@ def blocks(group_sizes: list[int], block_indices: list[int], *numbers: int) -> B
 
 def test_a_load_that_begins_and_ends_inside_chunks() -> None:
     chunks = load_chunks([(0, [A, B])], blocks([4], [5], 7, 8, 9, 10), 4)
-    assert chunks[0][0] == A + B
+    assert (chunks[0].keys, chunks[0].first) == (A + B, 1)
     assert ids(chunks, 0) == [[NO_BLOCK, 7, 8, 9], [10, NO_BLOCK, NO_BLOCK, NO_BLOCK]]
 
 
@@ -51,6 +51,14 @@ def test_groups_are_told_apart_by_their_sizes() -> None:
     assert 2 not in chunks
 
 
+def test_positions_are_those_in_the_prompt() -> None:
+    """Whatever of it is stored now: what a step has computed, or the end of it that a window needs."""
+    for first, begin in ((0, 0), (6, 3), (7, 4)):
+        size = 4 - first % 2
+        chunks = store_chunks([(0, [A, B])], blocks([size], [first], *range(1, size + 1)), 2)
+        assert (chunks[0].first, len(chunks[0].blocks)) == (begin, 2 - first % 2)
+
+
 def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="not 2 chunks"):
         load_chunks([(0, [A, B])], blocks([2], [0], 1, 2), 2)
@@ -58,7 +66,7 @@ def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
 
 def test_a_store_drops_an_incomplete_first_chunk() -> None:
     chunks = store_chunks([(0, [A, B])], blocks([3], [1], 6, 7, 8), 2)
-    assert chunks[0][0] == B
+    assert (chunks[0].keys, chunks[0].first) == (B, 1)
     assert ids(chunks, 0) == [[7, 8]]
     assert store_chunks([(0, [A])], blocks([1], [3], 6), 2) == {}
 
@@ -70,40 +78,6 @@ def test_long_chunks_of_states_by_vllms_own_connector(
     warn_of_states(mode, blocks)
     assert len(caplog.messages) == warned
     assert all("Leave blocks_per_chunk at 1 (it is 2)" in message for message in caplog.messages)
-
-
-STATE = {0}
-
-
-def test_a_state_is_the_last_block_of_its_chunk() -> None:
-    """However much of the chunk vLLM names: the hand-over of one block, or all that are not null."""
-    for numbers, first in (([9], 3), ([8, 9], 2), ([6, 7, 8, 9], 0)):
-        chunks = store_chunks([(0, [A])], blocks([len(numbers)], [first], *numbers), 4, STATE)
-        assert (chunks[0][0], ids(chunks, 0)) == (A, [[9]])
-
-
-def test_states_of_several_chunks() -> None:
-    """One block for each chunk is its last; so is every fourth where none is left out but at the start."""
-    assert ids(store_chunks([(0, [A, B])], blocks([2], [3], 4, 9), 4, STATE), 0) == [[4], [9]]
-    chunks = store_chunks([(0, [A, B])], blocks([6], [2], 3, 4, 6, 7, 8, 9), 4, STATE)
-    assert (chunks[0][0], ids(chunks, 0)) == (A + B, [[4], [9]])
-
-
-def test_where_it_is_not_certain_which_chunk_a_state_is_of_the_last_one_is_kept() -> None:
-    chunks = store_chunks([(0, [A, B, C])], blocks([4], [3], 4, 5, 8, 9), 4, STATE)
-    assert (chunks[0][0], ids(chunks, 0)) == (C, [[9]])
-
-
-def test_a_state_is_loaded_at_the_end_of_its_chunk() -> None:
-    chunks = load_chunks([(0, [A]), (1, [B])], blocks([1, 2], [7, 0], 9, 1, 2), 2, STATE)
-    assert (ids(chunks, 0), ids(chunks, 1)) == ([[9]], [[1, 2]])
-    assert ids(load_chunks([(0, [A])], blocks([2], [2], 0, 9), 2, STATE), 0) == [[9]]
-
-
-@pytest.mark.parametrize(("numbers", "first"), [((9,), 2), ((8, 9), 2), ((9, 0), 2)])
-def test_a_state_that_would_be_loaded_elsewhere_is_refused(numbers: tuple[int, ...], first: int) -> None:
-    with pytest.raises(ValueError, match="elsewhere than at a chunk's end"):
-        load_chunks([(0, [A])], blocks([len(numbers)], [first], *numbers), 2, STATE)
 
 
 def test_a_store_with_a_hole_elsewhere_is_dropped_as_a_whole() -> None:

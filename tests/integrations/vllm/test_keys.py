@@ -14,6 +14,7 @@ from kvoffloadd.integrations.vllm.keys import (
     hash_bytes_of,
     key_of,
     offload_key_of,
+    pack_by_group,
     salts_of,
 )
 from kvoffloadd.integrations.vllm.versions import release
@@ -53,6 +54,23 @@ def test_a_name_can_be_turned_back(name: bytes, group: int, generation: int) -> 
 @given(names=st.lists(st.binary(min_size=16, max_size=16), unique=True), generation=GENERATIONS)
 def test_names_differ_where_hashes_do(names: list[bytes], generation: int) -> None:
     assert len({key_of(offload_key(name, 0), KeyNames(generation)) for name in names}) == len(names)
+
+
+@given(
+    hash_bytes=st.sampled_from([8, 16, 31, 32, 33, 64]),
+    groups=st.lists(st.integers(0, 300), max_size=20).map(sorted),
+    generation=GENERATIONS,
+    salts=st.dictionaries(st.integers(0, 3), GENERATIONS),
+)
+def test_many_at_once_have_the_same_names(
+    hash_bytes: int, groups: list[int], generation: int, salts: dict[int, int]
+) -> None:
+    """Those of each group follow one another."""
+    keys = [offload_key(at.to_bytes(hash_bytes, "big"), group) for at, group in enumerate(groups)]
+    names = KeyNames(generation, salts)
+    packed = pack_by_group(keys, names)
+    assert {group: [key.tobytes() for key in some] for group, (_, some) in packed.items()} == by_group(keys, names)
+    assert {group: first for group, (first, _) in packed.items()} == {group: groups.index(group) for group in groups}
 
 
 @given(name=st.binary(min_size=16, max_size=16), of=GENERATIONS, read_as=GENERATIONS)

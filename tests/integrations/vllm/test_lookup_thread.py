@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
-from kvoffloadd.client import KeyState
-from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest
+from kvoffloadd.client import Client, Found, KeyState
+from kvoffloadd.integrations.vllm.keys import PLAIN
+from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
+from kvoffloadd.model import Tier
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import disk_settings, only_on_disk, store_on_disk
@@ -129,6 +131,64 @@ def test_what_is_forgotten_at_once_is_not_pinned(daemon: Daemon, lines: Make, ke
     assert leased(daemon) == 1
 
 
+def used(keys: Keys, other: Keys, ends: dict[int, int]) -> UsedKeys:
+    """Keys of both groups, as vLLM names them; `ends`: where the first one of each ends."""
+    named = [key.tobytes() + group.to_bytes(4, "big") for group, some in enumerate((keys, other)) for key in some]
+    firsts = {named[0]: ends.get(0), named[len(keys)]: ends.get(1)}
+    return UsedKeys(named, PLAIN, firsts.get)
+
+
+def touched(daemon: Daemon) -> int:
+    return int(daemon.status()["cache"]["keys_touched"])
+
+
+@pytest.mark.slow
+def test_what_the_engine_has_itself_is_told(start_daemon: Start, lines: Make, keys: Keys) -> None:
+    """In requests that fit, when there is nothing to look up; what the daemon does not have is none to count."""
+    daemon = start_daemon("limits.keys_per_request=5")
+    line = lines(daemon)
+    rank = line.rank()
+    store(rank, keys[:8], at_once=5)
+    store(rank, keys[6:8], group=1)
+    lookup_thread = connected(line.lookup_thread())
+    prompts = [used(keys, keys[6:8], {0: 16, 1: 7 * 16}) for _ in range(3)]
+    lookup_thread.touch(prompts)
+    asked = pin_request(keys[:2])
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked) == [{0: [HIT] * 2}]
+    until(lambda: touched(daemon) == 3 * 10, "the daemon knows")
+
+
+@pytest.mark.slow
+def test_keys_are_used_where_they_stand_in_their_prompt(
+    start_daemon: Start, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a lookup."""
+    line = lines(start_daemon())
+    line.rank()
+    lookup_thread = connected(line.lookup_thread())
+    told: list[Any] = []
+    monkeypatch.setattr(lookup_thread._client, "touch", lambda _, first: told.append(first))
+    lookup_thread.touch([used(keys[:3], keys[3:5], {0: 16, 1: 45}), used(keys[:1], keys[:1], {})])
+    until(lambda: len(told) == 2, "both were told")
+    assert told == [{0: 0, 1: 2}, {0: 0, 1: 0}]
+
+
+@pytest.mark.slow
+def test_hints_that_nobody_takes_are_lost(start_daemon: Start, lines: Make, keys: Keys) -> None:
+    daemon = start_daemon()
+    line = lines(daemon)
+    line.rank()
+    lookup_thread = connected(line.lookup_thread())
+    daemon.kill()
+    until(lambda: not lookup_thread.connected, "it knows")
+    lookup_thread.touch([used(keys, keys, {})])
+    until(lambda: not lookup_thread._used, "they are forgotten")
+    daemon.start()
+    until(lambda: lookup_thread.connected, "it is connected again")
+    assert touched(daemon) == 0
+
+
 @pytest.mark.slow
 def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, keys: Keys) -> None:
     daemon = start_daemon("limits.keys_per_request=5")
@@ -171,7 +231,7 @@ def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: 
     rank = line.rank()
     keys = new_keys(np.random.default_rng(seed), 640)
     store_on_disk(daemon, rank, keys)
-    away = only_on_disk(rank, keys, 64)[:150]
+    away, more = np.split(only_on_disk(rank, keys, 64)[:170], [150])
     lookup_thread = connected(line.lookup_thread())
     asked = pin_request(away)
     lookup_thread.ask(asked)
@@ -179,8 +239,44 @@ def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: 
     assert set(first[0]) == {PENDING}
     assert last == {0: [HIT] * 150}
     assert (len(asked.leases), asked.holds, leased(daemon)) == (3, 150, 150)
+    assert asked.tiers == {0: bytes([Tier.DISK] * 150)}
+    both = pin_request(np.concatenate([away[:64], more]))
+    lookup_thread.ask(both)
+    assert answered(lookup_thread, both, times=2)[-1] == {0: [HIT] * 84}
+    assert both.tiers == {0: bytes([Tier.MEMORY] * 64 + [Tier.DISK] * 20)}, "of the first piece all is in memory by now"
     lookup_thread.forget(asked)
+    lookup_thread.forget(both)
     until(lambda: leased(daemon) == 0, "all of it is released")
+
+
+@pytest.mark.slow
+def test_keys_from_disk_that_have_come_before_the_answer_is_read(
+    start_daemon: Start, lines: Make, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may be as fast as the socket. Nobody asks for them once more, and it is known that the disk had them."""
+    daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)), memory="1MiB")
+    line = lines(daemon)
+    rank = line.rank()
+    keys = new_keys(np.random.default_rng(seed), 640)
+    store_on_disk(daemon, rank, keys)
+    lookup_thread = connected(line.lookup_thread())
+    pin = Client.pin
+
+    def late(client: Client, *arguments: Any) -> Found:
+        found = pin(client, *arguments)
+
+        def has_come() -> bool:
+            client.ping()
+            return found.ready
+
+        until(has_come, "they have come")
+        return found
+
+    monkeypatch.setattr(Client, "pin", late)
+    asked = pin_request(only_on_disk(rank, keys)[:20])
+    lookup_thread.ask(asked)
+    assert answered(lookup_thread, asked, times=2)[-1] == {0: [HIT] * 20}
+    assert asked.tiers == {0: bytes([Tier.DISK] * 20)}
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from kvoffloadd.client import KeyState
 from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
+from kvoffloadd.model import Tier
 
 KEYS = [bytes([at]) * 32 + bytes(4) for at in range(3)]
 
@@ -47,8 +48,23 @@ def test_answers_are_kept() -> None:
     state = RequestState("r")
     pin = asked(state)
     pin.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.PENDING])}
-    assert state.learn(pin, PLAIN, 0.0) == 1
+    assert state.learn(pin, PLAIN, 0.0) == {Tier.MEMORY: 1}
     assert answers(state, 5.0) == [LookupState.HIT, LookupState.MISS, LookupState.PENDING]
+
+
+def test_it_knows_from_where_a_hit_came() -> None:
+    """Until it is loaded, or starts anew."""
+    state = RequestState("r")
+    pin = asked(state)
+    pin.states, pin.tiers = {0: bytes([KeyState.HIT, KeyState.PENDING, KeyState.PENDING])}, {0: bytes([0, 1, 2])}
+    pin.promoting = True
+    assert state.learn(pin, PLAIN, 0.0) == {Tier.MEMORY: 1}
+    assert state.tiers == {}
+    pin.states, pin.promoting = {0: bytes([KeyState.HIT] * 3)}, False
+    assert state.learn(pin, PLAIN, 0.5) == {Tier.DISK: 1, Tier.REMOTE: 1}
+    assert state.tiers == {KEYS[1]: Tier.DISK, KEYS[2]: Tier.REMOTE}
+    state.forget()
+    assert state.tiers == {}
 
 
 def test_a_pending_key_is_asked_for_again_once_its_answer_is_there() -> None:

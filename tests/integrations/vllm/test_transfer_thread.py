@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffloadd.client import Client, Job
 from kvoffloadd.errors import DeadlineError
-from kvoffloadd.integrations.vllm.blocks import Chunks
+from kvoffloadd.integrations.vllm.blocks import Chunks, GroupChunks
 from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction
 from kvoffloadd.trial.wait import until
@@ -34,7 +36,7 @@ def keys(seed: int) -> Keys:
 def chunks(keys: Keys, *groups: int) -> Chunks:
     """From block 0 on, group by group."""
     ids = np.arange(len(groups) * len(keys), dtype=np.uint32).reshape(len(groups), len(keys), 1)
-    return {group: (keys.tobytes(), ids[at]) for at, group in enumerate(groups)}
+    return {group: GroupChunks(keys.tobytes(), ids[at]) for at, group in enumerate(groups)}
 
 
 def ended(transfer_thread: TransferThread, *numbers: int) -> list[Ended]:
@@ -46,14 +48,14 @@ def ended(transfer_thread: TransferThread, *numbers: int) -> list[Ended]:
 
 
 def fill(rank: Rank, wanted: Chunks) -> None:
-    for group, (packed, blocks) in wanted.items():
+    for group, (packed, blocks, _) in wanted.items():
         rank.fill(group, np.frombuffer(packed, np.uint8).reshape(-1, 32), blocks.ravel())
 
 
 def wrong(rank: Rank, wanted: Chunks) -> int:
     return sum(
         rank.wrong(group, np.frombuffer(packed, np.uint8).reshape(-1, 32), blocks.ravel())
-        for group, (packed, blocks) in wanted.items()
+        for group, (packed, blocks, _) in wanted.items()
     )
 
 
@@ -61,14 +63,27 @@ def jobs(daemon: Daemon, direction: str) -> int:
     return int(daemon.status()["transfers"][direction]["jobs"])
 
 
-def test_more_keys_than_a_request_may_have(start_daemon: Start, lines: Make, keys: Keys) -> None:
+def test_more_keys_than_a_request_may_have(
+    start_daemon: Start, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request tells from where in the prompt its keys are."""
     daemon = start_daemon("limits.keys_per_request=5")
     transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0, 1)
     fill(rank, wanted)
+    begins = list[int]()
+
+    def noting(client: Client, registration: Any, groups: Any, *, first: dict[int, int], **how: Any) -> Job:
+        begins.extend(first[group] for group in groups if group == 1)
+        return store(client, registration, groups, first=first, **how)
+
+    store = Client.store
+    monkeypatch.setattr(Client, "store", noting)
+    wanted[1] = wanted[1]._replace(first=7)
     transfer_thread.submit(Transfer(1, STORE, wanted))
     (stored,) = ended(transfer_thread, 1)
     assert (stored.success, stored.bytes) == (True, 24 * PAGE)
+    assert begins == [7, 10, 15], "three keys fit into the request that ends group 0"
     rank.wipe()
     transfer_thread.submit(Transfer(2, LOAD, wanted))
     (loaded,) = ended(transfer_thread, 2)

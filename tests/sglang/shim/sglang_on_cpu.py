@@ -7,6 +7,7 @@ page is (layers, tokens of a page, ...), a device's layer is (tokens, ...); indi
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 from itertools import pairwise
 from typing import Any
@@ -34,6 +35,14 @@ def copy_rows(*, src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices
     """Tokens from layers to layers."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
+
+
+def move_rows(pointers: Any, strides: Any, targets: Any, sources: Any) -> None:
+    """Tokens to other places of the same layers. `pointers`: the layers' addresses; `strides`: bytes of a token."""
+    for pointer, stride in zip(pointers.tolist(), strides.tolist(), strict=True):
+        rows = [ctypes.string_at(pointer + stride * source, stride) for source in sources.tolist()]
+        for target, row in zip(targets.tolist(), rows, strict=True):
+            ctypes.memmove(pointer + stride * target, row, stride)
 
 
 def convolve(x: Any, weight: Any, bias: Any, *, conv_states: Any, cache_indices: Any, **given: Any) -> Any:
@@ -91,6 +100,7 @@ def install() -> None:
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_, **__: None  # memory is pinned for GPUs
     _translate_windows()
+    _start_drafts()
     torch: Any = importlib.import_module("torch")
     torch.Tensor.pin_memory = lambda self, *_, **__: self
     for name in ("empty", "zeros", "tensor", "arange", "full", "empty_like", "zeros_like"):
@@ -101,6 +111,14 @@ def install() -> None:
     convolutions: Any = importlib.import_module("sglang.srt.layers.attention.mamba.causal_conv1d")
     convolutions._causal_conv1d_fn_triton = convolve
     convolutions._causal_conv1d_update_triton = convolve_one
+
+
+def _start_drafts() -> None:
+    """Engines with a draft model start, as far as to the storage, which refuses them: nothing drafts on a CPU."""
+    moves: Any = importlib.import_module("sglang.kernels.ops.kvcache.cache_move")
+    moves.copy_all_layer_kv_cache_cpu = move_rows
+    drafts: Any = importlib.import_module("sglang.srt.speculative.draft_utils")
+    drafts.DraftBackendFactory.create_draft_extend_backend = lambda _: None
 
 
 def _unpinned(make: Any) -> Any:

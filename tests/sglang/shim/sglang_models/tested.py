@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib
 
-_MODELS = {"llama": "LlamaForCausalLM", "gemma4_causal": "Gemma4ForCausalLM", "lfm2": "Lfm2ForCausalLM"}
+_MODELS = {
+    "llama": "LlamaForCausalLM",
+    "llama_eagle": "LlamaForCausalLMEagle",
+    "gemma4_causal": "Gemma4ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+}
 
 EntryClass = [getattr(importlib.import_module(f"sglang.srt.models.{module}"), name) for module, name in _MODELS.items()]

@@ -1,0 +1,92 @@
+"""The disk keyspaces of a catalog: by number, by name, by namespace, and how many each user has. Event loop only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvoffloadd.model import I64Array
+from kvoffloadd.storage.disk.format import KeyspaceId
+
+DISK_KEYSPACES_MAX = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class DiskKeyspace:
+    """The keys of one group in one epoch of a namespace, on disk."""
+
+    id: int
+    name: KeyspaceId
+    rows: int = 0  # of keys that are complete or not
+    keys: int = 0  # complete ones
+    open: bool = True  # a closed one takes no more records
+    part_bytes: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Payload size of each part, which its name determines; 0 until a record of it or its group's sizes are known."""
+    uid: int | None = None  # its user; None until the group is registered
+
+
+class DiskKeyspaces(dict[int, DiskKeyspace]):
+    """Open and closed ones by their numbers. Only its own methods add and remove them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_name: dict[KeyspaceId, DiskKeyspace] = {}  # open ones
+        self._by_fingerprint: dict[bytes, dict[int, DiskKeyspace]] = {}
+        self._by_uid: Counter[int] = Counter()
+        self._next_number = 0
+
+    def open(self, name: KeyspaceId, uid: int | None = None) -> DiskKeyspace | None:
+        """Returns the open one of this name, made if it is new; None if there are too many. `uid`: its user, if known.
+
+        A user has at most as many as there are left for all others then: disk keyspaces stay as long as they have keys,
+        also when their namespaces are forgotten, and whatever some users do, the next one finds room.
+        """
+        disk_keyspace = self._by_name.get(name)
+        left = DISK_KEYSPACES_MAX - 1 - len(self)
+        if disk_keyspace is None and left > (0 if uid is None else self._by_uid[uid]):
+            while self._next_number in self:
+                self._next_number = (self._next_number + 1) % DISK_KEYSPACES_MAX
+            disk_keyspace = self._by_name[name] = self[self._next_number] = DiskKeyspace(
+                self._next_number, name, part_bytes=np.zeros(name.parts, np.int64)
+            )
+            self._by_fingerprint.setdefault(name.fingerprint, {})[disk_keyspace.id] = disk_keyspace
+        if disk_keyspace is not None and disk_keyspace.uid is None and uid is not None:
+            disk_keyspace.uid = uid
+            self._by_uid[uid] += 1
+        return disk_keyspace
+
+    def of_namespaces(self, names: Collection[bytes] | None) -> list[DiskKeyspace]:
+        """Returns those of these namespaces (fingerprints; None: of all), closed ones too."""
+        if names is None:
+            return list(self.values())
+        return [one for name in names for one in self._by_fingerprint.get(name, {}).values()]
+
+    def close(self, disk_keyspace: DiskKeyspace) -> None:
+        """Nothing of it is found from now on. `Catalog.empty` frees what it takes."""
+        disk_keyspace.open = False
+        self._by_name.pop(disk_keyspace.name, None)
+
+    def discard(self, disk_keyspace: DiskKeyspace) -> None:
+        """Forget one without keys, whose number may be reused. A write under way finds it closed."""
+        self.close(disk_keyspace)
+        del self[disk_keyspace.id]
+        mine = self._by_fingerprint[disk_keyspace.name.fingerprint]
+        del mine[disk_keyspace.id]
+        if not mine:
+            del self._by_fingerprint[disk_keyspace.name.fingerprint]
+        if disk_keyspace.uid is not None:
+            self._by_uid[disk_keyspace.uid] -= 1
+            if not self._by_uid[disk_keyspace.uid]:
+                del self._by_uid[disk_keyspace.uid]
+
+    def check(self) -> list[str]:
+        """The audit: a list of what is wrong."""
+        by_uid = Counter(one.uid for one in self.values() if one.uid is not None)
+        findings = [] if by_uid == self._by_uid else [f"catalog: users have {by_uid} shelves, counted {self._by_uid}"]
+        listed = {number: one for some in self._by_fingerprint.values() for number, one in some.items()}
+        if listed != self:
+            findings.append(f"catalog: {len(listed)} disk keyspaces are listed by namespace, of {len(self)}")
+        return findings

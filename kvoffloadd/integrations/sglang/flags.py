@@ -1,0 +1,45 @@
+"""What a user of the storage need not say: arguments of SGLang that have one value with it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+PACKAGE: Final = "kvoffloadd.integrations.sglang"
+_CLASS: Final = "KVOffloaddStorage"
+_CONFIG: Final = "hicache_storage_backend_extra_config"
+_LAYOUT: Final = "hicache_mem_layout"
+READ: Final = ("hicache_storage_backend", _CONFIG, _LAYOUT)
+"""Arguments that decide which are completed."""
+
+_STANDARD_LAYOUT: Final = "page_first"
+_KEYS: Final = {"backend_name": "kvoffloadd", "interface_v1": 1, "allocator": "shm"}
+
+
+def completed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments to set, with their values. None for engines without this storage, and none that the user
+    has chosen otherwise: what is not supported is refused later, by its name.
+    """
+    config = _config(arguments)
+    if config is None:
+        return {}
+    found: dict[str, Any] = {}
+    if _KEYS.keys() - config.keys():
+        found[_CONFIG] = json.dumps(_KEYS | config)
+    if arguments[_LAYOUT] == _STANDARD_LAYOUT:
+        found |= {_LAYOUT: "page_first_direct", "hicache_io_backend": "direct"}
+    return found
+
+
+def _config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the configuration of this storage; None if the engine uses another one."""
+    if arguments["hicache_storage_backend"] != "dynamic":
+        return None
+    try:
+        config = json.loads(arguments[_CONFIG] or "")
+    except ValueError:
+        return None
+    if not isinstance(config, dict) or (config.get("module_path"), config.get("class_name")) != (PACKAGE, _CLASS):
+        return None
+    return config
