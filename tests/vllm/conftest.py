@@ -28,7 +28,8 @@ TRAITS: Mapping[str, dict[str, Any]] = {
     # they want blocks of 16 tokens.
     "mla": {"max_num_seqs": 1, "num_gpu_blocks_override": 160},
     "linear": {"dtype": "bfloat16"},  # as vLLM's CPU kernel wants it
-    "conv": {"max_num_seqs": 1},  # other batches, other last bits, as with MLA
+    "packs": {"dtype": "bfloat16", "max_num_seqs": 1},  # other batches, other last bits, as with MLA
+    "conv": {"max_num_seqs": 1},
 }
 """Options that a kind of model needs."""
 

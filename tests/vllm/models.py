@@ -91,6 +91,25 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 128,
         },
     ),
+    "packs": (
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 64,
+            "linear_value_head_dim": 64,
+            "layer_types": ["linear_attention", "full_attention"] * 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 128,
+            "shared_expert_intermediate_size": 128,
+        },
+    ),
     "conv": (
         "Lfm2Config",
         "Lfm2ForCausalLM",
@@ -107,8 +126,9 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 """Name -> config class and model class of `transformers`, and what they are given: full attention with grouped heads,
 with one KV head for all, sliding windows of 128 tokens beside full
-attention (Gemma 3, which SGLang keeps in one pool, and 4, which it does not), one latent vector a token, and states of
-linear attention and of short convolutions beside full attention.
+attention (Gemma 3, which SGLang keeps in one pool, and 4, which it does not), one latent vector a token, states of
+linear attention beside one layer of full attention and beside as many as there are of them, and states of short
+convolutions.
 """
 
 OTHER = "dense-other"

@@ -8,6 +8,7 @@ from typing import Any
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref, Timeline
 from kvoffloadd.integrations.vllm.config import DRAFTS, REACHES, STATES
 from kvoffloadd.integrations.vllm.parts import LayerFacts, by_heads, held_refs, share, whole_refs
+from kvoffloadd.integrations.vllm.spans import check_covered
 from kvoffloadd.layout import CanonicalCache
 
 
@@ -15,12 +16,14 @@ def registered(config: Any, kv_caches: Any, facts: LayerFacts, timelines: Sequen
     """`config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank; `facts`: of its layers.
 
     CPU memory that is not shared yet is moved to shared memory in place; views that the engine has stay valid.
-    Raises UsageError where memory can't be shared, or its pages can't be cut into parts.
+    Raises UsageError where memory can't be shared, its pages can't be cut into parts, or vLLM's pages leave bytes of a
+    layer out.
     """
     held = share(config)
     groups: list[Group] = []
     for at, refs in enumerate(kv_caches.group_data_refs):
         layers = config.groups[at].layer_names
+        check_covered(layers, refs, kv_caches.tensors, facts.spans)
         cut = held_refs(layers, refs, facts, held) if by_heads(config) else [whole_refs(layers, refs, facts)]
         groups += [_group(config, at, held.parts, held.part + nth, mine) for nth, mine in enumerate(cut)]
     tensors = tuple(one.tensor for one in kv_caches.tensors)

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from kvoffloadd.client import Ref, digest_layers
 from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.vllm.spans import Span
 from kvoffloadd.layout import LayerKind, Share, share_of
 from kvoffloadd.layout.geometry import Run, merged, refs_of
 from kvoffloadd.model import Dtype, common_dtype, dtype_named
@@ -40,18 +41,20 @@ def heads_of(vllm_config: Any) -> int:
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
     """What a rank's layers are, by their names, as the engine's tensors tell. `repeats`: see `head_repeats`; `dtypes`:
-    of their elements. A layer may be missing: then it is not known.
+    of their elements; `spans`: where their tensors lie. A layer may be missing: then it is not known.
     """
 
     repeats: Mapping[str, int] = field(default_factory=dict)
     dtypes: Mapping[str, Dtype] = field(default_factory=dict)
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layers: Mapping[str, Any]) -> Self:
         """`layers`: the engine's tensors; of a layer with states a list of them."""
         states = {layer: one if isinstance(one, list | tuple) else [one] for layer, one in layers.items()}
         dtypes = {layer: common_dtype(dtype_named(one.dtype) for one in found) for layer, found in states.items()}
-        return cls(head_repeats(layers), dtypes)
+        spans = {layer: [Span.of(one) for one in found] for layer, found in states.items()}
+        return cls(head_repeats(layers), dtypes, spans)
 
     def named(self, refs: Sequence[Ref], layers: Sequence[str]) -> list[Ref]:
         """The refs, which are of these layers, with what is known of their bytes."""

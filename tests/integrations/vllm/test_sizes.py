@@ -99,6 +99,7 @@ class Engine:
         refs = [[CacheRef(at, page, mapping) for at in range(len(tensors))] for _ in GROUPS]
         names = [name for group in GROUPS for name in group.layer_names]
         facts = LayerFacts.of({name: self._pages.tensor(ranks) for name in names})
+        facts = replace(facts, spans={})  # of tensors without memory
         client = self._client(config)
         registration = client.register(registered(config, Caches([CacheTensor(one) for one in tensors], refs), facts))
         return Rank(client, registration, [one.numpy().view(np.uint8) for one in tensors], share(config).writes)
