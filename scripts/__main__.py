@@ -19,6 +19,7 @@ MODULES = {
     "bench_recovery": "bench.recovery",
     "bench_remote": "bench.remote",
     "bench_rpc": "bench.rpc",
+    "bench_serving": "vllm.serving.bench",
     "bench_sglang": "sglang.bench",
     "bench_submit": "bench.submit",
     "bench_vllm": "vllm.bench",

@@ -8,6 +8,9 @@ RECENT_SHARE = 1 / 8
 RECENT_MIN = 256
 """The keys used lately are about this share of the capacity, and at least so many."""
 
+CALL_SHARE_MAX = 1 / 4
+"""A call counts as at most this share of the keys used lately: a single long prompt is no sweep."""
+
 LONG_TIMES = 64
 """Those used in the long run are so many times as many."""
 
@@ -33,10 +36,10 @@ class Returning:
 
     def record(self, uses: U8Array) -> None:
         """Keys were used, which is the first use of some; `uses`: theirs now."""
-        count = len(uses)
-        share = (count - uses.tobytes().count(1)) / count  # of a few bytes, quicker than numpy
+        share = (len(uses) - uses.tobytes().count(1)) / len(uses)  # of a few bytes, quicker than numpy
+        count = min(len(uses), CALL_SHARE_MAX * self._recent)
         self._seen = min(self._seen + count, LONG_TIMES * self._recent)  # at first, the average of all
-        self._in_the_long_run += min(1.0, count / self._seen) * (share - self._in_the_long_run)
-        self._lately += min(1.0, count / min(self._seen, self._recent)) * (share - self._lately)
+        self._in_the_long_run += count / self._seen * (share - self._in_the_long_run)
+        self._lately += count / min(self._seen, self._recent) * (share - self._lately)
         low = SWEEP_BELOW * self._in_the_long_run
         self.factor = max(self._lately / low, SWEEP_FACTOR_MIN) if self._lately < low else 1.0

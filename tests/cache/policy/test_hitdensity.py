@@ -260,8 +260,21 @@ def test_a_sweep_shows_where_few_keys_were_used_before() -> None:
     assert returning.factor == 1.0  # by then that is usual
     for _ in range(100):
         returning.record(again)
-    returning.record(np.ones(RECENT_MIN, np.uint8))
+    for _ in range(32):
+        returning.record(np.ones(100 * RECENT_MIN, np.uint8))
     assert 0 < returning.factor < 0.1
+
+
+def test_a_single_long_prompt_is_no_sweep() -> None:
+    """However long it is; several are."""
+    returning = Returning(100)
+    for _ in range(100):
+        returning.record(np.full(16, 2, np.uint8))
+    returning.record(np.ones(100 * RECENT_MIN, np.uint8))
+    assert returning.factor == 1.0
+    for _ in range(3):
+        returning.record(np.ones(100 * RECENT_MIN, np.uint8))
+    assert returning.factor < 1.0
 
 
 def test_a_sweep_is_told_by_more_keys_where_more_are_held() -> None:

@@ -1,0 +1,1 @@
+"""An engine that computes prompts and one that answers them: `bench_serving`."""
