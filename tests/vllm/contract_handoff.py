@@ -16,7 +16,7 @@ import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
-from kvoffloadd.integrations.vllm import handoff
+from kvoffloadd.integrations.vllm import expectation, handoff
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from tests.vllm.engine import by_connector
@@ -196,6 +196,60 @@ def test_what_the_answer_says_goes_with_the_next_request(pair: StartPair, asked:
     prefill.generate([])
     assert prefill.params[plain[0]] is None
     assert decode.generate(asked[2:3], params=prefill.params[handed[0]]) == [109]
+
+
+def answer_of(engine: Modelless, prompt: list[int]) -> dict[str, Any]:
+    """What the answer to a prompt carries, once it is out; the engine then stops, before the stores of its end."""
+    (name,) = engine.add([prompt], max_tokens=1, params=PREFILL)
+    while name not in engine.params:
+        engine.step()
+    params: dict[str, Any] = engine.params[name]
+    return params
+
+
+def ask_again(engine: Modelless, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps, until a request that waits has asked the daemon three times."""
+    thread, asked = engine.scheduler.connector.scheduler.manager._lookup_thread, []
+    ask = thread.ask
+
+    def note(pin: Any) -> None:
+        asked.append(pin)
+        ask(pin)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(thread, "ask", note)
+        until(lambda: engine.step() == 0 and len(asked) >= 3, "it has asked again")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_comes_before_the_stores_waits_for_them(
+    pair: StartPair, asked: Prompts, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gives the answer out with the step that computes it, and stores begin with the next one."""
+    monkeypatch.setattr(expectation, "EXPECTED_S", 3600.0)
+    prefill, decode = pair(kind)
+    for prompt, loaded in zip(asked, ALL, strict=True):
+        params = answer_of(prefill, prompt)
+        (waiting,) = decode.add([prompt], params=params)
+        ask_again(decode, monkeypatch)
+        assert waiting not in decode.began
+        prefill.generate([])
+        decode.generate([])
+        assert decode.began[waiting] == loaded
+
+
+def test_nobody_waits_for_stores_without_daemon(
+    pair: StartPair, asked: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither where it has died before the request, nor while that waits."""
+    monkeypatch.setattr(expectation, "EXPECTED_S", 3600.0)
+    prefill, decode = pair()
+    params = answer_of(prefill, asked[0])
+    decode.add(asked[:1], params=params)
+    ask_again(decode, monkeypatch)
+    prefill.daemon.signal(signal.SIGKILL)
+    prefill.daemon.wait()
+    assert decode.generate(asked, params=params) == [0] * len(asked)
 
 
 @pytest.mark.parametrize("kind", KINDS)

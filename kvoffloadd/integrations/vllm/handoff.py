@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import time
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
@@ -21,6 +22,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, OffloadKey, 
 
 from kvoffloadd.integrations.vllm.blocks import NULL_BLOCK
 from kvoffloadd.integrations.vllm.config import INSIDE
+from kvoffloadd.integrations.vllm.expectation import COMPUTED_AT
 from kvoffloadd.integrations.vllm.tails import HandedPrompt, filled, tail_name
 
 if TYPE_CHECKING:
@@ -146,7 +148,7 @@ class HandOff:
         if name not in self._computed:
             return None
         self._computed.discard(name)
-        return {REMOTE_PREFILL: True, REMOTE_DECODE: False}
+        return {REMOTE_PREFILL: True, REMOTE_DECODE: False, COMPUTED_AT: time()}
 
     # --- the engine that answers ---------------------------------------------------------------------
 
@@ -205,18 +207,19 @@ class HandOff:
                 state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, whole)
 
     def _look_up(self, status: RequestOffloadState, prompt: HandedPrompt, local_tokens: int) -> set[LookupResult]:
-        """The tails first: without them the rest need not be asked for."""
+        """The tails first: without them the rest need not be asked for. Both are what the other engine stores."""
         tails = [key for key in (self._tail(prompt, group) for group in self._groups) if key is not None]
         for key in tails:
             status.req_context.set_offload_key_position(key, prompt.loaded_tokens)
-        answers = {self._scheduler.manager.lookup(key, status.req_context) for key in tails}
-        if LookupResult.MISS in answers:
-            return answers
+        chunks: list[OffloadKey] = []
         for group, state in zip(self._groups, status.group_states, strict=True):
             window = group.load_window_size_in_chunks(prompt.loaded_tokens)
-            needed = prompt.needed_chunks(group.tokens_per_chunk, local_tokens, window)
-            for key in state.offload_keys[needed]:
-                answers.add(self._scheduler.manager.lookup(key, status.req_context))
+            chunks += state.offload_keys[prompt.needed_chunks(group.tokens_per_chunk, local_tokens, window)]
+        manager, context = self._scheduler.manager, status.req_context
+        manager.expect([*tails, *chunks], context)
+        answers = {manager.lookup(key, context) for key in tails}
+        if LookupResult.MISS not in answers:
+            answers |= {manager.lookup(key, context) for key in chunks}
         return answers
 
     # --- names ---------------------------------------------------------------------------------------

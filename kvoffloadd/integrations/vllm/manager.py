@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from time import monotonic, sleep
+from time import monotonic, sleep, time
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +35,7 @@ from kvoffloadd.client import KeepHow
 from kvoffloadd.integrations.vllm.adapters import LoadedAdapter, NamedAdapter
 from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.event_thread import EventThread
+from kvoffloadd.integrations.vllm.expectation import expected_until
 from kvoffloadd.integrations.vllm.keeping import Keeping
 from kvoffloadd.integrations.vllm.keys import PLAIN, KeyNames, by_group, hash_bytes_of, offload_key_of
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
@@ -122,12 +123,9 @@ class KVOffloaddManager(OffloadingManager):
         if not _shares(req_context):
             return LookupResult.MISS
         self._keeping.note(req_context, (key,))
-        state = self._requests.get(req_context.req_id)
+        state = self._state_of(req_context)
         if state is None:
-            if not self._lookup_thread.connected:
-                return LookupResult.MISS
-            end_of = req_context.get_offload_key_position if self._has_windows else None
-            state = self._requests[req_context.req_id] = RequestState(req_context.req_id, end_of)
+            return LookupResult.MISS
         had_given_up = state.given_up
         answer = state.lookup(key, monotonic(), self._options.timeout_s, self._options.wait_s)
         if state.fresh:
@@ -135,6 +133,12 @@ class KVOffloaddManager(OffloadingManager):
         if state.given_up and not had_given_up:
             self._stats.increase_counter(_TIMED_OUT)
         return _RESULTS[answer]
+
+    def expect(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Another engine stores these keys of a request's prompt: see `expectation`."""
+        state = self._state_of(req_context)
+        if state is not None:
+            state.expected.update(keys)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         """Where it was when it was asked for: by now it is in the host's memory."""
@@ -340,6 +344,15 @@ class KVOffloaddManager(OffloadingManager):
 
     # --- helpers -------------------------------------------------------------------------------------
 
+    def _state_of(self, req_context: ReqContext) -> RequestState | None:
+        """Returns what is known of a request, from its first lookup on; None: nobody can be asked."""
+        state = self._requests.get(req_context.req_id)
+        if state is None and self._lookup_thread.connected:
+            end_of = req_context.get_offload_key_position if self._has_windows else None
+            until = expected_until(req_context.kv_transfer_params, time(), monotonic())
+            state = self._requests[req_context.req_id] = RequestState(req_context.req_id, end_of, expected_until=until)
+        return state
+
     def _learn(self) -> None:
         if not self._lookup_thread.has_answers:
             return
@@ -351,6 +364,8 @@ class KVOffloaddManager(OffloadingManager):
             state = self._requests.get(pin.request)
             if state is None or pin not in state.pins:
                 continue
+            if not self._lookup_thread.connected:
+                state.expected_until = 0.0
             hits = state.learn(pin, self._names, monotonic())
             self._stats.increase_counter(_HIT, hits.total())
             self._stats.increase_counter(_FROM_DISK, hits[Tier.DISK])

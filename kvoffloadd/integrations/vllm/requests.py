@@ -14,6 +14,7 @@ from kvoffloadd.integrations.vllm.lookup_thread import PinRequest
 from kvoffloadd.model import Tier
 
 _ASK_AGAIN_S = 0.005
+_ASK_EXPECTED_S = 0.02  # all keys of a prompt may be
 _LOADS_AGAIN = 2
 """How often a request whose load failed in part loads anew. What was damaged is dropped by then and misses."""
 
@@ -51,11 +52,15 @@ class RequestState:
     """Where in the prompt a key ends, in tokens, as vLLM says. None: vLLM asks in the order of the prompt anyway. Where
     there are windows it does not: those it looks up from their end.
     """
+    expected_until: float = 0.0
+    """Until then what is `expected` and not there is taken to be on its way, see `expectation`."""
     phase: RequestPhase = RequestPhase.IDLE
     answers: dict[bytes, LookupState] = field(default_factory=dict)
     """By offload key."""
     tiers: dict[bytes, int] = field(default_factory=dict)
     """By offload key, from which `Tier` it came, if it hits and was not in memory."""
+    expected: set[bytes] = field(default_factory=set)
+    """Offload keys that another engine stores."""
     fresh: list[bytes] = field(default_factory=list)
     """Offload keys to ask for at the end of the step."""
     pins: list[PinRequest] = field(default_factory=list)
@@ -139,8 +144,8 @@ class RequestState:
         return math.inf if end is None else end
 
     def learn(self, pin: PinRequest, names: KeyNames, now: float) -> Counter[int]:
-        """Take an answer; how many keys hit, by `Tier`. What is pending and not on its way from disk is asked for once
-        more.
+        """Take an answer; how many keys hit, by `Tier`. What is expected, or pending and not on its way from disk, is
+        asked for once more.
         """
         states = {group: dict(zip(keys, pin.states[group], strict=True)) for group, keys in pin.groups.items()}
         tiers = {group: dict(zip(pin.groups[group], some, strict=True)) for group, some in pin.tiers.items()}
@@ -158,13 +163,13 @@ class RequestState:
                 if tier != Tier.MEMORY:
                     self.tiers[key] = tier
                 self.answers[key] = LookupState.HIT
-            elif state == KeyState.PENDING:
+            elif state == KeyState.PENDING or (key in self.expected and now < self.expected_until):
                 self.answers[key] = LookupState.PENDING
             else:
                 self.answers[key] = LookupState.MISS
         if self.asking is pin and not pin.promoting:
             self.asking = None
-            self.again_at = now + _ASK_AGAIN_S
+            self.again_at = now + (_ASK_EXPECTED_S if now < self.expected_until else _ASK_AGAIN_S)
             if self.phase is RequestPhase.ASKING and not self.fresh:
                 self.phase = RequestPhase.IDLE
         return hits

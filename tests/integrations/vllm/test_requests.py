@@ -83,6 +83,35 @@ def test_a_pending_key_is_asked_for_again_once_its_answer_is_there() -> None:
     assert state.fresh == [KEYS[2]]
 
 
+def test_what_is_expected_is_asked_for_until_it_is_there() -> None:
+    state = RequestState("r", expected_until=2.0)
+    pin = asked(state)
+    state.expected.update(KEYS[:2])
+    pin.states = {0: bytes([KeyState.HIT, KeyState.MISS, KeyState.PENDING])}
+    state.learn(pin, PLAIN, 0.1)
+    assert answers(state, 0.1) == [LookupState.HIT, LookupState.PENDING, LookupState.PENDING]
+    assert state.fresh == [], "not at once"
+    answers(state, 0.2)
+    assert state.fresh == KEYS[1:3]
+    pin = state.ask()
+    pin.states = {0: bytes([KeyState.MISS, KeyState.HIT])}
+    state.learn(pin, PLAIN, 1.9)
+    assert answers(state, 2.0) == [LookupState.HIT, LookupState.PENDING, LookupState.HIT]
+    pin = state.ask()
+    pin.states = {0: bytes([KeyState.MISS])}
+    state.learn(pin, PLAIN, 2.0)
+    assert answers(state, 2.0) == [LookupState.HIT, LookupState.MISS, LookupState.HIT]
+
+
+def test_what_nobody_stores_is_not_expected() -> None:
+    state = RequestState("r", expected_until=2.0)
+    pin = asked(state)
+    state.expected.update(KEYS[:1])
+    pin.states = {0: bytes([KeyState.MISS] * 3)}
+    state.learn(pin, PLAIN, 0.1)
+    assert answers(state, 0.1) == [LookupState.PENDING, LookupState.MISS, LookupState.MISS]
+
+
 def test_nobody_waits_for_ever() -> None:
     state = RequestState("r")
     asked(state)
