@@ -27,8 +27,9 @@ TRAITS: Mapping[str, dict[str, Any]] = {
     # vLLM's CPU kernels for MLA answer otherwise for several requests at once than for one, with and without connector;
     # they want blocks of 16 tokens.
     "mla": {"max_num_seqs": 1, "num_gpu_blocks_override": 160},
-    "linear": {"dtype": "bfloat16"},  # as vLLM's CPU kernel wants it
-    "packs": {"dtype": "bfloat16", "max_num_seqs": 1},  # other batches, other last bits, as with MLA
+    # bfloat16, as vLLM's CPU kernel wants it; and other batches, other last bits, as with MLA.
+    "linear": {"dtype": "bfloat16", "max_num_seqs": 1},
+    "packs": {"dtype": "bfloat16", "max_num_seqs": 1},
     "conv": {"max_num_seqs": 1},
 }
 """Options that a kind of model needs."""

@@ -69,7 +69,7 @@ OURS = {
     FailingWorker: {"transfer_results", "sleep", "wake"},
     WorkerMetadata: set(),
     KVOffloaddSpec: set(),
-    KVOffloaddManager: {"load_failed", "load_succeeded", "allocated", "loads_again", "give_up"},
+    KVOffloaddManager: {"load_failed", "load_succeeded", "allocated", "loads_again", "give_up", "expect"},
     KVOffloaddWorker: {"sleep", "wake"},
     KeysLoadStoreSpec: set(),
 }
