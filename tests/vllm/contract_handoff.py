@@ -256,7 +256,9 @@ def test_nobody_waits_for_stores_without_daemon(
 def test_vllms_caps_hold_for_tails(pair: StartPair, asked: Prompts, kind: str) -> None:
     """`max_offload_tokens` and `max_load_tokens`."""
     prefill, decode = pair(kind)
-    prefill.generate(asked[2:3], params={**PREFILL, "max_offload_tokens": 108})
+    (name,) = prefill.add(asked[2:3], params={**PREFILL, "max_offload_tokens": 108})
+    prefill.generate([])
+    assert expectation.COMPUTED_AT not in prefill.params[name], "nobody is to wait for what is not stored"
     assert decode.generate(asked[2:3], params=DECODE) == [96]
     prefill.forget()
     prefill.generate(asked[2:3], params={**PREFILL, "max_offload_tokens": 109})
@@ -338,7 +340,7 @@ def test_requests_that_are_aborted(pair: StartPair, asked: Prompts, kind: str) -
             one.scheduler.finish_requests(names[::2], RequestStatus.FINISHED_ABORTED)
             one.generate([])
             kept = one.scheduler.connector._handoff
-            assert not (kept._prompts or kept._computing or kept._computed or kept._loading)
+            assert not (kept._prompts or kept._computing or kept._computed or kept._stored or kept._loading)
     prefill.generate(asked, params=PREFILL)
     assert decode.generate(asked, params=DECODE) == ALL
     until(lambda: prefill.daemon.status()["leases"]["keys"] == 0, "nothing is pinned")

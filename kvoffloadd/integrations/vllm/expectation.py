@@ -6,15 +6,16 @@ answer therefore says when that was, and the request that carries it to the seco
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 COMPUTED_AT = "kvoffloadd.computed_at"
-"""In `kv_transfer_params`: when the first engine has given its answer out, in seconds since 1970."""
+"""The key in `kv_transfer_params` that says when the first engine has given its answer out, in seconds since 1970."""
 
 EXPECTED_S = 1.0
-"""How long after that the stores may begin: a step of an engine may take as long."""
+"""The stores may begin so long after that: a step of an engine may take as long."""
+
+_CLOCK_MAX_S = 1e12
 
 
 def expected_until(params: Mapping[str, Any] | None, clock_s: float, now_s: float) -> float:
@@ -24,7 +25,7 @@ def expected_until(params: Mapping[str, Any] | None, clock_s: float, now_s: floa
     wait for longer than `EXPECTED_S`. `clock_s`: seconds since 1970; `now_s`: of time.monotonic.
     """
     computed_s = (params or {}).get(COMPUTED_AT)
-    if isinstance(computed_s, bool) or not isinstance(computed_s, int | float) or not math.isfinite(computed_s):
-        return 0.0
+    if isinstance(computed_s, bool) or not isinstance(computed_s, int | float) or not abs(computed_s) < _CLOCK_MAX_S:
+        return 0.0  # nor a number that is none, nor an int that no float holds
     left_s = min(computed_s + EXPECTED_S - clock_s, EXPECTED_S)
     return now_s + left_s if left_s > 0 else 0.0

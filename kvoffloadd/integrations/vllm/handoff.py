@@ -63,6 +63,7 @@ class HandOff:
         self._prompts: dict[str, HandedPrompt] = {}
         self._computing: set[str] = set()  # prompts for other engines, until they are finished
         self._computed: set[str] = set()  # those of them whose last token a step has computed
+        self._stored: set[str] = set()  # and of which all stores of the prompt are planned
         self._loading: set[str] = set()  # who was promised a tail, until vLLM plans the load
 
     # --- the engine that computes --------------------------------------------------------------------
@@ -93,19 +94,21 @@ class HandOff:
             begin = status.req.num_computed_tokens
             if begin < status.req.num_prompt_tokens <= begin + output.num_scheduled_tokens[name]:
                 self._computed.add(name)
-                self._store(status, output.kv_connector_block_state.get_block_ids(name), metadata)
+                if self._store(status, output.kv_connector_block_state.get_block_ids(name), metadata):
+                    self._stored.add(name)
 
     def _store(
         self, status: RequestOffloadState, table: tuple[list[int], ...], metadata: OffloadingConnectorMetadata
-    ) -> None:
+    ) -> bool:
+        """Plan the store of a prompt's tail. Returns whether all that the other engine looks for will be stored."""
         prompt = self._prompt_of(status.req)
         if status.max_offload_tokens is not None and status.max_offload_tokens < prompt.loaded_tokens:
-            return
+            return False
         keys = {group.group_idx: self._tail(prompt, group) for group in self._groups}
         wanted = [key for key in keys.values() if key is not None]
         planned = self._scheduler.manager.prepare_store(wanted, status.req_context) if wanted else None
         if planned is None or not planned.keys_to_store:
-            return
+            return not wanted
         blocks: list[list[int]] = []
         fenced: list[int] = []
         deferred: list[int] = []
@@ -138,6 +141,7 @@ class HandOff:
         metadata.store_jobs[job] = TransferJob(
             req_id=status.req.request_id, src_spec=source, dst_spec=planned.store_spec
         )
+        return True
 
     def finished(self, request: Request) -> dict[str, Any] | None:
         """What the other engine's request is to carry, where this prompt was computed for one."""
@@ -145,10 +149,12 @@ class HandOff:
         self._prompts.pop(name, None)
         self._computing.discard(name)
         self._loading.discard(name)
-        if name not in self._computed:
-            return None
+        is_stored, is_computed = name in self._stored, name in self._computed
+        self._stored.discard(name)
         self._computed.discard(name)
-        return {REMOTE_PREFILL: True, REMOTE_DECODE: False, COMPUTED_AT: time()}
+        if not is_computed:
+            return None
+        return {REMOTE_PREFILL: True, REMOTE_DECODE: False} | ({COMPUTED_AT: time()} if is_stored else {})
 
     # --- the engine that answers ---------------------------------------------------------------------
 

@@ -150,6 +150,7 @@ class RequestState:
         states = {group: dict(zip(keys, pin.states[group], strict=True)) for group, keys in pin.groups.items()}
         tiers = {group: dict(zip(pin.groups[group], some, strict=True)) for group, some in pin.tiers.items()}
         hits: Counter[int] = Counter()
+        again_s = _ASK_AGAIN_S
         for key, known in self.answers.items():
             if known is LookupState.HIT:
                 continue
@@ -163,13 +164,15 @@ class RequestState:
                 if tier != Tier.MEMORY:
                     self.tiers[key] = tier
                 self.answers[key] = LookupState.HIT
-            elif state == KeyState.PENDING or (key in self.expected and now < self.expected_until):
+            elif state == KeyState.PENDING:
                 self.answers[key] = LookupState.PENDING
+            elif key in self.expected and now < self.expected_until:
+                self.answers[key], again_s = LookupState.PENDING, _ASK_EXPECTED_S
             else:
                 self.answers[key] = LookupState.MISS
         if self.asking is pin and not pin.promoting:
             self.asking = None
-            self.again_at = now + (_ASK_EXPECTED_S if now < self.expected_until else _ASK_AGAIN_S)
+            self.again_at = now + again_s
             if self.phase is RequestPhase.ASKING and not self.fresh:
                 self.phase = RequestPhase.IDLE
         return hits

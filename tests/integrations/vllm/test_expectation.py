@@ -22,14 +22,16 @@ def test_it_is_the_same_moment_on_both_clocks() -> None:
 
 
 def test_what_was_computed_long_ago_is_not_expected() -> None:
-    assert until(CLOCK_S - EXPECTED_S) == until(CLOCK_S - 1e6) == until(-1e300) == 0.0
+    assert until(CLOCK_S - EXPECTED_S) == until(CLOCK_S - 1e6) == until(-1e9) == 0.0
 
 
 def test_a_clock_that_is_fast_makes_nobody_wait_longer() -> None:
-    assert until(CLOCK_S + 1e6) == until(1e300) == NOW_S + EXPECTED_S
+    assert until(CLOCK_S + 1e6) == until(1e11) == NOW_S + EXPECTED_S
 
 
-@pytest.mark.parametrize("said", [None, True, "now", [CLOCK_S], math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "said", [None, True, "now", [CLOCK_S], math.nan, math.inf, -math.inf, 1e300, 10**400, -(10**400)]
+)
 def test_what_is_no_time_is_ignored(said: object) -> None:
     assert until(said) == 0.0
 
