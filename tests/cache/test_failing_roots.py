@@ -39,6 +39,11 @@ async def fill(tier: Tier, keyspace: Keyspace, count: int, *, first: int = 0) ->
     return list(range(first, first + count))
 
 
+async def offered_again(tier: Tier) -> None:
+    """Wait until what could not be written is: that takes the place of what is oldest, and of what is stored before."""
+    await tier.until(lambda: not tier.disk.demotion._again and tier.is_quiet)
+
+
 def states_of(tier: Tier) -> list[str]:
     """Those that its root gets from now on."""
     states = [tier.root.state]
@@ -76,6 +81,7 @@ async def test_a_root_that_can_not_be_written_is_full_and_keeps_what_it_has(open
     assert await tier.fetch(keyspace, *there[:10]) == there[:10]
     tier.files.plant("")
     await tier.until(lambda: tier.root.state == RootState.OK)
+    await offered_again(tier)
     await fill(tier, keyspace, 60, first=2000)
 
 
@@ -185,6 +191,7 @@ async def test_contents_stay_unless_all_can_be_written_that_comes_next(
     assert tier.root.pool.recycled == recycled
     monkeypatch.undo()
     await tier.until(lambda: tier.root.state == RootState.OK)
+    await offered_again(tier)
     await fill(tier, keyspace, 60, first=5000)
 
 
