@@ -25,8 +25,8 @@ TRAITS: Mapping[str, dict[str, Any]] = {
     "one-head": {},
     "hybrid": {},
     # vLLM's CPU kernels for MLA answer otherwise for several requests at once than for one, with and without connector;
-    # they want blocks of 16 tokens.
-    "mla": {"max_num_seqs": 1, "num_gpu_blocks_override": 160},
+    # they want blocks of 16 tokens. Where the processor has AMX, vLLM prefers others, which take no float32.
+    "mla": {"max_num_seqs": 1, "num_gpu_blocks_override": 160, "attention_backend": "CPU_MLA"},
     # bfloat16, as vLLM's CPU kernel wants it; and other batches, other last bits, as with MLA.
     "linear": {"dtype": "bfloat16", "max_num_seqs": 1},
     "packs": {"dtype": "bfloat16", "max_num_seqs": 1},

@@ -124,11 +124,13 @@ class Engine(EngineChild):
         self._answer(ANSWER_S)
 
     def await_connection(self) -> None:
-        """Until the scheduler knows that the daemon is there: what it computes before that, it does not have stored."""
+        """Until the scheduler knows that the daemon is there: what it computes before that, it does not have stored.
+        With vLLM's own offloading connector there is nothing to ask.
+        """
 
         def is_connected() -> bool:
             self.generate(prompts(0, 1, 5))
-            return self.metrics()[CONNECTED] == 1
+            return self.metrics().get(CONNECTED, 1) == 1
 
         until(is_connected, "the scheduler is connected", ANSWER_S)
 

@@ -95,7 +95,7 @@ def layers_of(folder: Path) -> list[list[Any]]:
     ModelRegistry.models[said["architectures"][0]].load_model_cls()  # its own error, if it can't be imported
     config = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, dtype="bfloat16",
-        enable_prefix_caching=True,
+        enable_prefix_caching=True, attention_backend="CPU_MLA",  # for MLA; else it depends on the processor
     ).create_engine_config()  # fmt: skip
     start_alone(config)
     with set_current_vllm_config(config), torch.device("meta"), set_default_torch_dtype(torch.bfloat16):

@@ -53,10 +53,28 @@ def test_three_rounds(
     """Rounds 2 and 3 compute what is left of a chunk, and answer as ever."""
     daemon = start_daemon(memory=MEMORY)
     engine = start_engine(kind, connector=ROUTES[route](daemon.socket, chunk, without_prefix_caching=kind == "mla"))
+    engine.await_connection()
     for hit in (0, served(chunk), served(chunk)):
         answer = engine.generate_anew(asked)
         assert cached(answer) == [hit] * COUNT
         assert tokens(answer) == reference(kind, asked)
+        settle(daemon, engine)
+
+
+@pytest.mark.skipif("amx_tile" not in Path("/proc/cpuinfo").read_text("utf-8"), reason="the processor has no AMX")
+@pytest.mark.parametrize("route", ROUTES)
+def test_three_rounds_of_mla_with_amx(
+    start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, route: str
+) -> None:
+    """Kernels of their own, with blocks of their own size."""
+    options = {"dtype": "bfloat16", "attention_backend": "AMX_MLA", "num_gpu_blocks_override": 80}
+    daemon = start_daemon(memory=MEMORY)
+    engine = start_engine("mla", connector=ROUTES[route](daemon.socket, 32), **options)
+    engine.await_connection()
+    for hit in (0, served(32), served(32)):
+        answer = engine.generate_anew(asked)
+        assert cached(answer) == [hit] * COUNT
+        assert tokens(answer) == reference("mla", asked, **options)
         settle(daemon, engine)
 
 
@@ -75,6 +93,7 @@ def test_states(
     asked = prompts(2, COUNT, whole + 4)
     daemon = start_daemon(memory=MEMORY)
     engine = start_engine(kind, connector=by_chunks(daemon.socket, blocks))
+    engine.await_connection()
     assert tokens(engine.generate_anew(asked)) == reference(kind, asked)
     settle(daemon, engine)
     for _ in range(2):
@@ -97,6 +116,7 @@ def test_a_state_at_any_block_hits(
     """
     daemon = start_daemon(memory=MEMORY)
     engine = start_engine("conv", connector=by_chunks(daemon.socket, blocks))
+    engine.await_connection()
     for hit in (0, 480):
         answer = engine.generate_anew(asked)
         assert cached(answer) == [hit] * COUNT
@@ -134,6 +154,7 @@ def test_fp8(
     """A quantised KV cache: half the bytes, the same hits."""
     daemon = start_daemon(memory=MEMORY)
     engine = start_engine(kind, connector=by_connector(daemon.socket), kv_cache_dtype=dtype)
+    engine.await_connection()
     for hit in (0, 480):
         answer = engine.generate_anew(asked)
         assert cached(answer) == [hit] * COUNT
@@ -163,6 +184,7 @@ def test_other_processes(
     """
     daemon = start_daemon(memory=MEMORY)
     engine = start_engine("dense", connector=ROUTES[route](daemon.socket), environment=environment, **options)
+    engine.await_connection()
     computed = engine.generate(asked)
     assert cached(computed) == [0] * COUNT
     if not options:
