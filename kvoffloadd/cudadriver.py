@@ -39,6 +39,16 @@ def holds_gil(bindings_version: str) -> bool:
     return tuple(int(number) for number in re.findall(r"\d+", bindings_version)[:3]) < _GIL_FREE
 
 
+def _unnamed_result(error: Exception) -> int | None:
+    """The CUresult for which cuda-bindings have no name: 13.5 raise ValueError("950 is not a valid CUresult"), 12.9 and
+    13.0 KeyError(950). None: the error is of another kind.
+    """
+    if isinstance(error, KeyError) and error.args and isinstance(error.args[0], int):
+        return error.args[0]
+    found = re.fullmatch(r"(\d+) is not a valid CUresult", str(error))
+    return int(found[1]) if found else None
+
+
 class PointerAttribute(IntEnum):
     """Of the driver API's CUpointer_attribute those that are asked for, each of at most 8 bytes."""
 
@@ -89,7 +99,9 @@ class CudaDriver:
         """
         try:
             status, *values = getattr(self.api, name)(*arguments)
-        except (AttributeError, RuntimeError, TypeError) as error:
+        except (AttributeError, RuntimeError, TypeError, ValueError, KeyError) as error:
+            if (number := _unnamed_result(error)) is not None:
+                raise CudaError(name, self.name_of(number)) from error
             raise DeviceError(f"{name} can't be called with cuda-bindings {self.bindings_version}: {error}") from error
         if int(status) != SUCCESS:
             raise CudaError(name, status.name)
@@ -97,13 +109,15 @@ class CudaDriver:
 
     def check(self, call: str, status: int) -> None:
         """Raises CudaError for the status of a call by pointer, unless it is success."""
-        if status == SUCCESS:
-            return
+        if status != SUCCESS:
+            raise CudaError(call, self.name_of(status))
+
+    def name_of(self, status: int) -> str:
+        """The name of a CUresult, or its number if it is newer than cuda-bindings."""
         try:
-            name = self.api.CUresult(status).name
-        except ValueError:  # newer than cuda-bindings
-            name = f"CUresult {status}"
-        raise CudaError(call, name)
+            return str(self.api.CUresult(status).name)
+        except ValueError:
+            return f"CUresult {status}"
 
     def entry(self, name: str, version: int, *arguments: Any) -> Any:
         """A driver function by pointer, as it was in that version of CUDA, for arguments of these ctypes; it returns a

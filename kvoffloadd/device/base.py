@@ -58,7 +58,6 @@ class Work(Protocol):
 
     total_bytes: int
     descriptors: int
-    payload_end: int  # the address behind its last payload; 0 if it has none
     small: bool  # the event loop may make all its copies
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
@@ -130,8 +129,8 @@ class Device(Protocol):
     def busy_s(self, now: float) -> float:
         """Seconds since the longest running chunk began; 0 if none runs. Chunks take milliseconds."""
 
-    def gauges(self) -> dict[str, int | float]:
-        """What it is doing now, by name, for metrics."""
+    def gauges(self) -> dict[str, int | float | str]:
+        """What it is doing now, by name, for `status` and metrics."""
 
     def lanes(self) -> list[Lane]:
         """The lanes that copy, for `status`."""

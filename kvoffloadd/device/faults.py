@@ -117,7 +117,7 @@ class FaultyDevice:
         """See `Device.busy_s`."""
         return self._inner.busy_s(now)
 
-    def gauges(self) -> dict[str, int | float]:
+    def gauges(self) -> dict[str, int | float | str]:
         """Those of the inner device, and `faults_planted`: bytes flipped and copies failed."""
         return {**self._inner.gauges(), "faults_planted": self.planted}
 

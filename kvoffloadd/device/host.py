@@ -194,9 +194,9 @@ class HostDevice:
         """See `Device.busy_s`."""
         return max(lane.oldest_running_s(now) for threads in self._threads for lane in threads.copying.values())
 
-    def gauges(self) -> dict[str, int | float]:
+    def gauges(self) -> dict[str, int | float | str]:
         """`{store,load}_{queued,running}`: threads' turns that copies wait for, and have; `copies`; `mapped_bytes`."""
-        gauges: dict[str, int | float] = {
+        gauges: dict[str, int | float | str] = {
             "copies": len(self._copies),
             "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
         }

@@ -128,15 +128,13 @@ class BlockWork:
         self._lists = [one for one in chosen if len(one.keys)]
         self.copied: BoolArray = np.concatenate([np.zeros(0, bool), *wanted])  # which of all payloads
         missing = np.count_nonzero(~self.copied)
-        self.total_bytes = self.descriptors = self.payload_end = 0
+        self.total_bytes = self.descriptors = 0
         for one in self._lists:
             blocks_of_plans = one.blocks_of_plans()
             missing += len(one.keys) * one.blocks.shape[1] - sum(blocks_of_plans)
             for plan, blocks in zip(one.plans, blocks_of_plans, strict=True):
                 self.total_bytes += blocks * (plan.payload_bytes // plan.blocks_per_key)
                 self.descriptors += blocks * (len(plan.size) // plan.blocks_per_key)
-            sizes = np.array([plan.payload_bytes for plan in one.plans], np.uint64)
-            self.payload_end = max(self.payload_end, int((one.addresses + sizes[one.columns]).max()))
         plans = [plan for one in self._lists for plan in one.plans]
         self._widest = max((len(plan.size) for plan in plans), default=0)
         self._largest_bytes = max((plan.payload_bytes for plan in plans), default=0)
@@ -182,7 +180,7 @@ class HashedWork:
     """
 
     def __init__(self, work: BlockWork, lists: list[BlockList]) -> None:
-        self.total_bytes, self.descriptors, self.payload_end = work.total_bytes, work.descriptors, work.payload_end
+        self.total_bytes, self.descriptors = work.total_bytes, work.descriptors
         self.small = work.small
         self.digests: U64Array = np.zeros((np.count_nonzero(work.copied), 2), np.uint64)
         self.pieces = work.pieces

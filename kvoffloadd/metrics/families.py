@@ -254,6 +254,8 @@ def _devices(devices: Mapping[str, Status]) -> Iterator[Metric]:
     yield _gauge("mapped_bytes", "Workers' memory that is mapped.", of("mapped_bytes"), "device")
     yield _gauge("device_copies", "Copies under way.", of("copies"), "device")
     yield _gauge("pinned_bytes", "Bytes of the memory tier that are pinned for a GPU.", of("pinned_bytes"), "device")
+    unpinned = of("unpinned_copies")
+    yield _counter("unpinned_copies", "Copies from or to memory that is not pinned.", unpinned, "device")
     yield _counter("pitched_copies", "Pitched copies, each of a run of small rows.", of("pitched_copies"), "device")
     yield _counter("kernel_chunks", "Chunks of small rows that the kernel moved.", of("kernel_chunks"), "device")
     yield _counter("batch_failures", "Batched copies that the driver refused.", of("batch_failures"), "device")

@@ -86,6 +86,13 @@ class Daemon(OwnDaemon):
         """What it says of the GPUs in use."""
         return [device for kind, device in self.status()["devices"].items() if kind.startswith("cuda:")]
 
+    def await_pinned(self) -> None:
+        """Until all of the memory tier is pinned, which the first registration of a GPU's memory has begun."""
+        until(lambda: self._pinned_bytes() == self.status()["memory"]["capacity_bytes"], "all is pinned")
+
+    def _pinned_bytes(self) -> int:
+        return max((int(gpu["pinned_bytes"]) for gpu in self.gpus()), default=0)
+
     # --- what the kernel says ---
 
     def mapped(self, name: str) -> int:

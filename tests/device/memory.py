@@ -19,7 +19,6 @@ class Made:
     """Work whose copies are made already: a `base.Work`."""
 
     small = True
-    payload_end = 0
 
     def __init__(self, copies: Copies) -> None:
         self.total_bytes = copies.total_bytes

@@ -60,8 +60,6 @@ def test_pieces_are_the_whole(work: BlockWork, descriptors: int, size: int, dire
     assert sum(copies.descriptors for copies in made) == work.descriptors
     # A key's parts stay together, so that a piece may have one key's more than was asked for.
     assert all(copies.descriptors <= max(descriptors, 2 * 12) for copies in made)
-    payload = whole.dst if direction is Direction.STORE else whole.src
-    assert int((payload + whole.size).max(initial=0)) <= work.payload_end
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ def roundtrip(daemon: Daemon, groups: Sequence[Group], seed: int, kind: str = "o
     rng = np.random.default_rng(seed)
     where = Where("cuda", kind=kind)
     rank: Rank = daemon.welcome(Rank(daemon.socket, groups=groups, where=where, num_blocks=8 * keys))
+    daemon.await_pinned()  # else rows go one by one
     wanted = {one.group: (new_keys(rng, keys), rank.blocks_of(one.group, 2 * keys * one.group, keys)) for one in groups}
     assert rank.store(wanted).outcome is Outcome.DONE
     rank.wipe()
@@ -33,6 +34,7 @@ def roundtrips_that_may_fail(daemon: Daemon, groups: Sequence[Group], seed: int)
     """The driver refuses submissions now and then: they are made in another way, or fail. What is loaded is right."""
     rng = np.random.default_rng(seed)
     rank: Rank = daemon.welcome(Rank(daemon.socket, groups=groups, where=Where("cuda")))
+    daemon.await_pinned()
     done = 0
     for _ in range(12):
         wanted = {one.group: (new_keys(rng, 3), rank.blocks_of(one.group, 20 * one.group, 3)) for one in groups}

@@ -93,6 +93,7 @@ def test_submissions_that_fail(start_daemon: Start, seed: int, every: int) -> No
     rng = np.random.default_rng(seed)
     daemon = start_daemon(driver={"faults": f"fail_submit_every={every}"})
     rank = rank_of(daemon)
+    daemon.await_pinned()  # until then there are no batches
     outcomes = []
     for _ in range(20):
         keys = new_keys(rng, 4)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from tests import softcuda
 from tests.e2e import gpu_rank
 from tests.e2e.daemons import Hold, gpu_mappings
 from tests.e2e.gpu_rank import HOST, Where
-from tests.e2e.rank import NAMESPACE, Rank, new_keys
+from tests.e2e.rank import HYBRID, NAMESPACE, Rank, new_keys
 
 pytestmark = pytest.mark.slow
 
@@ -327,43 +328,73 @@ def test_a_daemon_that_does_without_cuda(start_daemon: Start, seed: int) -> None
 def test_pieces_below_the_drivers_limit(start_daemon: Start, seed: int) -> None:
     daemon = start_daemon("cuda.pin_bytes=4MiB", driver={"register_max_bytes": 8 * MIB})
     rank = rank_of(daemon)
-    until(lambda: daemon.gpus()[0]["pinned_bytes"] == 32 * MIB, "all is pinned")
+    daemon.await_pinned()
     roundtrip(rank, seed)
 
 
-def test_an_arena_that_can_not_be_pinned_fails_jobs_of_gpus_alone(start_daemon: Start, seed: int) -> None:
-    daemon = start_daemon(driver={"register_max_bytes": 8 * MIB})
-    daemon.expected_in_log = "ERROR.*can't be pinned"
-    rank = rank_of(daemon)
-    keys = new_keys(np.random.default_rng(seed), 8)
-    result = rank.store_keys(keys)
-    assert result.outcome is Outcome.FAILED
-    assert "can't be pinned" in result.reason
-    assert "CUDA_ERROR_OUT_OF_MEMORY" in result.reason
-    assert rank.states(keys) == [0] * 8
-    roundtrip(rank_of(daemon, where=HOST), seed)
+NOTHING = {"register_max_bytes": 1}
+REFUSED = [NOTHING, {"faults": f"register_error_after={9 * MIB}"}, {"faults": "register_fails_every=3"}]
 
 
-def test_jobs_on_pinned_pieces_while_others_are_being_pinned(start_daemon: Start, seed: int) -> None:
-    pace = {"register_ns_per_gib": round(UNREGISTERED_PIECE_S * 256 * 1e9)}
-    daemon = start_daemon("cuda.pin_bytes=4MiB", driver=pace)
+@pytest.mark.parametrize("kind", ["one", "each", "chunks"])
+@pytest.mark.parametrize("refused", REFUSED, ids=["all", "behind the first", "each third"])
+def test_what_can_not_be_pinned_is_copied_all_the_same(
+    start_daemon: Start, seed: int, refused: dict[str, Any], kind: str
+) -> None:
+    """The reason is told once in the log, and in `status`. All of memory can be used."""
+    daemon = start_daemon("cuda.pin_bytes=4MiB", driver=refused)
     rng = np.random.default_rng(seed)
+    rank = rank_of(daemon, groups=HYBRID, where=Where("cuda", kind=kind), num_blocks=1024)
+    until(lambda: "CUDA_ERROR_OUT_OF_MEMORY" in daemon.gpus()[0]["pinning_failure"], "it is told")
+    for _ in range(3):
+        keys = {one.group: (new_keys(rng, 300), rank.blocks_of(one.group, 0, 300)) for one in HYBRID}
+        assert rank.store(keys).outcome is Outcome.DONE
+        rank.wipe()
+        assert rank.load(keys).outcome is Outcome.DONE
+        assert [rank.wrong(group, *those) for group, those in keys.items()] == [0] * len(HYBRID)
+    gpu = daemon.gpus()[0]
+    assert gpu["unpinned_copies"] > 0
+    assert gpu["pinned_bytes"] < 32 * MIB
+    assert (gpu["pinned_bytes"] == 0) == (refused is NOTHING)
+    assert len([line for line in daemon.log().splitlines() if "can't be pinned" in line]) == 1
+    roundtrip(rank_of(daemon, groups=HYBRID, where=HOST), seed)
+
+
+SLOWLY = {"register_ns_per_gib": round(UNREGISTERED_PIECE_S * 256 * 1e9)}
+
+
+def test_jobs_do_not_wait_for_pinning(start_daemon: Start, seed: int) -> None:
+    daemon = start_daemon("cuda.pin_bytes=4MiB", driver=SLOWLY)
+    rng, rank = np.random.default_rng(seed), rank_of(daemon, num_blocks=1024)
+    for _ in range(6):  # all of memory
+        keys = new_keys(rng, 1024)
+        assert rank.store_keys(keys).outcome is Outcome.DONE
+        assert rank.loads_right(keys)
+    assert daemon.gpus()[0]["unpinned_copies"] > 0
+    daemon.await_pinned()
+    before = daemon.gpus()[0]["unpinned_copies"]
+    assert rank.loads_right(keys)
+    assert daemon.gpus()[0]["unpinned_copies"] == before
+
+
+def test_after_a_warm_restart_hits_do_not_wait_for_pinning(start_daemon: Start, tmp_path: Path, seed: int) -> None:
+    """All of it would take a minute."""
+    pool = f"memory.pool_file={tmp_path / 'pool'}"
+    daemon = start_daemon(pool, "cuda.pin_bytes=1MiB", driver={"register_ns_per_gib": 2 * 1024 * 10**9})
+    keys = new_keys(np.random.default_rng(seed), 1024)
     rank = rank_of(daemon, num_blocks=1024)
-    first, second = new_keys(rng, 8), new_keys(rng, 1024)
-    assert rank.store_keys(first).outcome is Outcome.DONE
+    assert rank.store_keys(keys).outcome is Outcome.DONE
+    daemon.leave_guests()
+    assert daemon.stop() == 0
+    daemon.start()
+    again = rank_of(daemon, num_blocks=1024)
+    assert again.loads_right(keys)
     assert daemon.gpus()[0]["pinned_bytes"] < 32 * MIB
-    assert rank.loads_right(first)
-    pinned = daemon.gpus()[0]["pinned_bytes"]
-    for _ in range(5):  # more than is pinned so far: these wait for their piece
-        second = new_keys(rng, 1024)
-        assert rank.store_keys(second).outcome is Outcome.DONE
-    assert rank.loads_right(second)
-    assert daemon.gpus()[0]["pinned_bytes"] > pinned
 
 
 def test_pieces_that_hold_the_drivers_lock_let_others_in_between(start_daemon: Start, seed: int) -> None:
     """As page-locking does: all of it takes longer than a call may, but no call waits for more than a piece or two."""
-    pace = {"register_ns_per_gib": round(UNREGISTERED_PIECE_S * 256 * 1e9), "faults": "register_holds_lock"}
+    pace = {**SLOWLY, "faults": "register_holds_lock"}
     daemon = start_daemon("cuda.pin_bytes=4MiB", f"cuda.stuck_s={4 * UNREGISTERED_PIECE_S}", driver=pace)
     rank, other = rank_of(daemon, where=ONE), rank_of(daemon, where=HOST)
     while daemon.gpus()[0]["pinned_bytes"] < 32 * MIB:
@@ -385,14 +416,4 @@ def test_a_context_that_takes_long_keeps_host_workers_from_nothing(start_daemon:
         roundtrip(other, seed)
         trips += 1
     assert trips > 1
-    roundtrip(rank, seed)
-
-
-def test_a_job_that_waits_for_its_piece_ends_at_its_deadline(start_daemon: Start, seed: int) -> None:
-    daemon = start_daemon(driver={"register_ns_per_gib": 32 * 8 * 10**9})  # 8 s
-    rank = rank_of(daemon)
-    result = rank.store_keys(new_keys(np.random.default_rng(seed), 8), deadline_s=0.2)
-    assert result.outcome is Outcome.EXPIRED
-    assert daemon.gpus()[0]["pinned_bytes"] < 32 * MIB, "it has not waited for that"
-    until(lambda: daemon.gpus()[0]["pinned_bytes"] == 32 * MIB, "all is pinned")
     roundtrip(rank, seed)

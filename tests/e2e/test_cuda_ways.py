@@ -47,7 +47,9 @@ def start(start_daemon: Start, way: str, faults: str, *settings: str) -> Daemon:
 
 
 def rank_of(daemon: Daemon) -> Rank:
+    """Rows go one by one until all is pinned."""
     found: Rank = daemon.welcome(Rank(daemon.socket, ROWS, reconnect=False))
+    daemon.await_pinned()
     return found
 
 

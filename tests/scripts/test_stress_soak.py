@@ -24,6 +24,9 @@ FAULTS = {
     "delay_copies_ns=2000000": False,
     "jitter_ns=1000000": False,
     "fail_submit_every=50": False,
+    "query_error=806,query_fails_every=200": False,
+    "record_error=2,record_fails_every=50": False,
+    "register_fails_every=5": False,
     "no_batch": False,
     "close_delay_ns=50000000": False,
 }

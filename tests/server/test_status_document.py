@@ -34,9 +34,14 @@ REASONS = {
 }  # fmt: skip
 """Maps that are explained where they are named."""
 
-ONLY_SOMETIMES = {"pinned_bytes", "batch_failures", "pitched_copies", "kernel_chunks"} | {
-    f"{direction}_{way}_row_bytes" for direction in ("load", "store") for way in ("pitched", "kernel")
-}
+ONLY_SOMETIMES = {
+    "pinned_bytes",
+    "pinning_failure",
+    "unpinned_copies",
+    "batch_failures",
+    "pitched_copies",
+    "kernel_chunks",
+} | {f"{direction}_{way}_row_bytes" for direction in ("load", "store") for way in ("pitched", "kernel")}
 
 
 def keys_of(status: dict[str, Any]) -> Iterator[str]:

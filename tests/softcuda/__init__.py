@@ -48,6 +48,8 @@ class Counters(ctypes.Structure):
     live_streams: int
     live_events: int
     misuses: int
+    staged_copies: int
+    engine_batches: int
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in __annotations__)
 

@@ -39,7 +39,7 @@ CUresult device_touch(Op *op, const Context *context, CUdeviceptr start, size_t 
     }
 }
 
-/* `staged`: the driver takes the bytes along within the call, so that memory need not be registered. */
+/* `staged`: the driver moves the bytes by way of its own buffers, so that memory need not be registered. */
 CUresult host_touch(Op *op, CUdeviceptr start, size_t size, bool staged, const char *call)
 {
     Range *range = range_at(&driver.host, start);
@@ -83,18 +83,37 @@ bool submit_fails(void)
     return ++driver.submits, every && driver.submits % every == 0;
 }
 
-static CUresult copy_queue(Context *context, Stream *stream, const Copy *copy, bool staged, const char *call)
+/* The source of a staged copy is read within the call; its destination is written by its end. */
+static void read_now(Op *op)
+{
+    Copy *copy = op->copies;
+    op->early = malloc(copy->size);
+    if (!op->early)
+        abort();
+    memcpy(op->early, (const void *)(uintptr_t)copy->from, copy->size);
+    copy->from = (uintptr_t)op->early;
+}
+
+static CUresult copy_queue(Context *context, Stream *stream, const Copy *copy, const char *call)
 {
     if (!copy->size)
         return CUDA_SUCCESS;
     Op *op = op_new(COPIES, 1);
     op->copies[0] = *copy;
-    CUresult code = copy_check(op, context, op->copies, staged, call);
-    if (code)
+    CUresult code = copy_check(op, context, op->copies, true, call);
+    if (code) {
         op_delete(op);
-    else
-        op_queue(stream, op);
-    return code;
+        return code;
+    }
+    Direction direction = op->copies[0].direction;
+    bool staged = direction != WITHIN_DEVICE && !range_at(&driver.host, direction == TO_HOST ? copy->to : copy->from);
+    if (staged && direction == TO_DEVICE)
+        read_now(op);
+    op_queue(stream, op);
+    if (!staged)
+        return CUDA_SUCCESS;
+    driver.counters.staged_copies++;
+    return direction == TO_HOST ? stream_wait(stream) : CUDA_SUCCESS;
 }
 
 static CUresult copy_async(Copy copy, CUstream handle, const char *call)
@@ -106,7 +125,7 @@ static CUresult copy_async(Copy copy, CUstream handle, const char *call)
     if (code)
         return code;
     if (!(code = stream_find(context, handle, &stream)))
-        code = submit_fails() ? CUDA_ERROR_INVALID_VALUE : copy_queue(context, stream, &copy, false, call);
+        code = submit_fails() ? CUDA_ERROR_INVALID_VALUE : copy_queue(context, stream, &copy, call);
     return leave(code);
 }
 
@@ -117,7 +136,7 @@ static CUresult copy_now(Copy copy, const char *call)
     CUresult code = enter(&context);
     if (code)
         return code;
-    if (!(code = stream_find(context, NULL, &stream)) && !(code = copy_queue(context, stream, &copy, true, call)))
+    if (!(code = stream_find(context, NULL, &stream)) && !(code = copy_queue(context, stream, &copy, call)))
         code = stream_wait(stream);
     return leave(code);
 }
@@ -178,6 +197,12 @@ CUresult order_check(int order, const char *call)
     return CUDA_SUCCESS;
 }
 
+/* 1: not with the processors (PREFER_OVERLAP_WITH_COMPUTE). */
+CUresult flags_check(unsigned int flags, const char *call)
+{
+    return flags > 1 ? misuse(CUDA_ERROR_INVALID_VALUE, "%s: flags %u", call, flags) : CUDA_SUCCESS;
+}
+
 static CUresult attributes_check(const Batch *batch)
 {
     if (!batch->attributes || !batch->first || !batch->attribute_count || batch->attribute_count > batch->count)
@@ -186,7 +211,7 @@ static CUresult attributes_check(const Batch *batch)
         if (i ? batch->first[i] <= batch->first[i - 1] || batch->first[i] >= batch->count : batch->first[i])
             return CUDA_ERROR_INVALID_VALUE;
         CUresult code = order_check(batch->attributes[i].srcAccessOrder, "cuMemcpyBatchAsync");
-        if (code)
+        if (code || (code = flags_check(batch->attributes[i].flags, "cuMemcpyBatchAsync")))
             return code;
     }
     return CUDA_SUCCESS;
@@ -268,6 +293,7 @@ static CUresult batch_queue(Context *context, const Batch *batch, CUstream handl
     }
     op_queue(stream, op);
     driver.counters.batches++;
+    driver.counters.engine_batches += batch->attribute_count == 1 && batch->attributes[0].flags;
     return CUDA_SUCCESS;
 }
 

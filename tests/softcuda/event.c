@@ -77,11 +77,27 @@ static CUresult record(Context *context, CUevent handle, CUstream stream_handle)
     return CUDA_SUCCESS;
 }
 
+static CUresult record_fault(void)
+{
+    bool due = ++driver.records % settings()->record_fails_every == 0;
+    return due ? (CUresult)settings()->record_error : CUDA_SUCCESS;
+}
+
 API CUresult cuEventRecord(CUevent event, CUstream stream)
 {
     Context *context;
     CUresult code = enter(&context);
-    return code ? code : leave(record(context, event, stream));
+    if (code)
+        return code;
+    if (!(code = record_fault()))
+        code = record(context, event, stream);
+    return leave(code);
+}
+
+CUresult query_fault(void)
+{
+    bool due = ++driver.queries % settings()->query_fails_every == 0;
+    return due ? (CUresult)settings()->query_error : CUDA_SUCCESS;
 }
 
 API CUresult cuEventQuery(CUevent handle)
@@ -91,7 +107,7 @@ API CUresult cuEventQuery(CUevent handle)
     CUresult code = enter(&context);
     if (code)
         return code;
-    if (!(code = event_find(handle, &event)) && event->done < event->recorded)
+    if (!(code = event_find(handle, &event)) && !(code = query_fault()) && event->done < event->recorded)
         code = CUDA_ERROR_NOT_READY;
     return leave(code);
 }

@@ -70,6 +70,38 @@ def sticky() -> None:
     ok(driver.cuDevicePrimaryCtxRelease(0))
 
 
+def event_codes() -> str:
+    """Of recording an event and asking for it, and for its stream, by turns: query_error=N, record_error=N."""
+    _, _, stream = _buffers()
+    event, codes = ok(driver.cuEventCreate(0)), []
+    for _ in range(2):
+        codes.append(code(driver.cuEventRecord(event, stream)))
+        ok(driver.cuStreamSynchronize(stream))
+        codes += [code(driver.cuEventQuery(event)), code(driver.cuStreamQuery(stream))]
+    return str(codes)
+
+
+def registrations() -> str:
+    """Of a mebibyte each, three of them: register_error_after=X, register_fails_every=N."""
+    start()
+    memory = [np.zeros(SIZE, np.uint8) for _ in range(3)]
+    return str([code(driver.cuMemHostRegister(address(one), SIZE, 0)) for one in memory])
+
+
+def unregistered() -> str:
+    """A copy's source is read, and its destination written, when its call returns: not so where they are registered."""
+    device, _, stream = _buffers()
+    plain, fast = np.full(SIZE, 7, np.uint8), np.zeros(SIZE, np.uint8)
+    ok(driver.cuMemHostRegister(address(fast), SIZE, 0))
+    extras().delay(stream, 0.2)
+    assert _to_device(device, plain, stream) == 0
+    plain[:] = 1
+    assert _to_host(device, fast, stream) == 0
+    early = int(fast[0])
+    assert _to_host(device, plain, stream) == 0
+    return str([early, int(fast[0]), int(plain[0]), extras().counters().staged_copies])
+
+
 def _hang(hung: Callable[[int, U8Array, int], int], others: Callable[[int, U8Array, int], int]) -> None:
     device, host, stream = _buffers()
     other = new_stream()

@@ -1,11 +1,21 @@
 /* Registered host memory: only what is registered may be copied to and from behind a program's back. */
 #include "internal.h"
 
+/* Page tables that run out, and a driver that is short of something for a while. */
+static bool register_fails(size_t size)
+{
+    uint64_t most = settings()->register_error_after, every = settings()->register_fails_every;
+    if ((most && driver.registered_bytes + size > most) || (every && ++driver.registrations % every == 0))
+        return true;
+    driver.registered_bytes += size;
+    return false;
+}
+
 static CUresult host_register(Context *context, CUdeviceptr start, size_t size, unsigned int flags)
 {
     if (!size || flags > 15)
         return CUDA_ERROR_INVALID_VALUE;
-    if (size >= settings()->register_max_bytes)
+    if (size >= settings()->register_max_bytes || register_fails(size))
         return CUDA_ERROR_OUT_OF_MEMORY;
     if (range_overlaps(&driver.host, start, size))
         return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;

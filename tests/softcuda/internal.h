@@ -49,6 +49,8 @@ typedef struct {
     uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;
     uint64_t init_error, context_error, open_error, import_error, register_holds_lock, no_batch, dead_exporter;
     uint64_t pitched_error, pitched_batch_error, no_pitched_batch, read_early, launch_error;
+    uint64_t query_error, query_fails_every, record_error, record_fails_every;
+    uint64_t register_error_after, register_fails_every;
     uint64_t packed, poison, launch_after;
 } Settings;
 
@@ -188,8 +190,10 @@ void sleep_ns(uint64_t ns);
 CUresult device_touch(Op *op, const Context *context, CUdeviceptr start, size_t size, const char *call);
 CUresult host_touch(Op *op, CUdeviceptr start, size_t size, bool staged, const char *call);
 CUresult order_check(int order, const char *call);
+CUresult flags_check(unsigned int flags, const char *call);
 CUresult overlap_check(Op *op, const char *call);
 bool submit_fails(void);
+CUresult query_fault(void); /* what a query answers instead, or CUDA_SUCCESS */
 void read_early(Op *op);
 void copies_run(Stream *stream, Op *op);
 void poison(CUdeviceptr start, size_t size); /* if it is asked for, and this process's own allocation; takes the lock */
@@ -217,6 +221,7 @@ typedef struct {
     Table device, reserved, host; /* of Range: usable device addresses, reserved ones, registrations */
     Table chunks, streams, events;
     uint64_t copies_begun, begun[DIRECTIONS], submits, launches; /* for faults */
+    uint64_t queries, records, registrations, registered_bytes;
     uint64_t link_free_ns[DIRECTIONS];
     struct softcuda_counters counters;
 } Driver;

@@ -110,7 +110,7 @@ def copy_with_access_of_another_device() -> int:
 
 def copy_unregistered() -> int:
     start()
-    return to_device(allocate(SIZE), address(np.zeros(SIZE, np.uint8)))
+    return code(batch([allocate(SIZE)], [address(np.zeros(SIZE, np.uint8))], [SIZE], new_stream()))
 
 
 def copy_across_registrations() -> int:

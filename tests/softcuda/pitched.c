@@ -117,6 +117,8 @@ static CUresult batched_run(Op *op, size_t first, const Context *context, const 
                .any_order = asked->srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_ANY};
     CUresult code = order_check(asked->srcAccessOrder, MANY);
     if (!code)
+        code = flags_check(asked->flags, MANY);
+    if (!code)
         code = operand_side(&run.to, &asked->dst, asked, &run);
     if (!code)
         code = operand_side(&run.from, &asked->src, asked, &run);
@@ -168,6 +170,10 @@ static CUresult many_queue(Context *context, const CUDA_MEMCPY3D_BATCH_OP *asked
     op_queue(stream, op);
     driver.counters.pitched += count;
     driver.counters.pitched_batches++;
+    bool engines = true;
+    for (at = 0; at < count; at++)
+        engines &= asked[at].flags == 1;
+    driver.counters.engine_batches += engines;
     return CUDA_SUCCESS;
 }
 

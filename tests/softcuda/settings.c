@@ -17,6 +17,8 @@ static Settings read_settings = {
     .driver_version = 13000,
     .seed = 1,
     .register_max_bytes = (uint64_t)512 << 30,
+    .query_fails_every = 1,
+    .record_fails_every = 1,
 };
 
 typedef struct {
@@ -48,6 +50,12 @@ static const Name FAULTS[] = {
     {"fail_submit_every", &read_settings.fail_submit_every, false},
     {"corrupt_every", &read_settings.corrupt_every, false},
     {"close_delay_ns", &read_settings.close_delay_ns, false},
+    {"query_error", &read_settings.query_error, false},
+    {"query_fails_every", &read_settings.query_fails_every, false},
+    {"record_error", &read_settings.record_error, false},
+    {"record_fails_every", &read_settings.record_fails_every, false},
+    {"register_error_after", &read_settings.register_error_after, false},
+    {"register_fails_every", &read_settings.register_fails_every, false},
     {"submit_ns", &read_settings.submit_ns, false},
     {"init_error", &read_settings.init_error, false},
     {"context_error", &read_settings.context_error, false},

@@ -167,7 +167,7 @@ struct softcuda_counters {
     uint64_t copies, batches, pitched, pitched_batches, kernels, bytes_to_device, bytes_to_host, bytes_within_device;
     uint64_t handles_opened, handles_closed;
     uint64_t live_allocations, live_opened, live_mappings, live_reservations, live_registrations;
-    uint64_t live_streams, live_events, misuses;
+    uint64_t live_streams, live_events, misuses, staged_copies, engine_batches;
 };
 
 /* The stream is busy for so long, as with a kernel: its later operations wait. */

@@ -87,7 +87,7 @@ API CUresult cuStreamQuery(CUstream handle)
     CUresult code = enter(&context);
     if (code)
         return code;
-    if (!(code = stream_find_any(context, handle, &stream)) && stream->done < stream->queued)
+    if (!(code = stream_find_any(context, handle, &stream)) && !(code = query_fault()) && stream->done < stream->queued)
         code = CUDA_ERROR_NOT_READY;
     return leave(code);
 }

@@ -94,6 +94,15 @@ def test_a_root_that_is_off_has_its_reason() -> None:
     assert "not mounted" in text or "…" in text
 
 
+def test_memory_that_cannot_be_pinned_is_said_with_the_reason() -> None:
+    said = "memory can't be pinned, copies are slower: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+    device = {"pinning_failure": "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY\x1b[2J"}
+    text = words(picture(160, devices={"host": {"copies": 0}, "cuda:0123456789abcdef": device}))
+    assert f"GPU-01234567: {said}" in text
+    assert "\x1b[2J" not in text
+    assert "pinned" not in words(picture(160, devices={"cuda:01": {"pinning_failure": ""}}))
+
+
 def cells(shape: Bar | Spark, width: int, colours: bool = True) -> list[Segment]:
     console = Console(width=width, force_terminal=True, color_system="truecolor" if colours else None)
     return [segment for segment in console.render(shape) if segment.text.strip("\n")]

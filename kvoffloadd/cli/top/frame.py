@@ -93,6 +93,7 @@ def figures(history: History) -> Figures:
         },
         "namespaces": status["lookups"],
         "instances": _instances(status["sessions"]),
+        "pinning_failures": _pinning_failures(status.get("devices", {})),
         "jobs": status["running"]["jobs"],
         "leases": dict(status["leases"]),
         "slow_jobs": list(status["slow_jobs"]),
@@ -186,6 +187,10 @@ def _instances(sessions: Iterable[Status]) -> list[Figures]:
         one["mapped_bytes"] += session["mapped_bytes"]
         one["jobs"] += session["jobs"]
     return sorted(found.values(), key=lambda one: (-one["mapped_bytes"], one["instance"]))
+
+
+def _pinning_failures(devices: Mapping[str, Status]) -> dict[str, str]:
+    return {kind: why for kind, gauges in devices.items() if (why := gauges.get("pinning_failure"))}
 
 
 def _lanes(first: Status, last: Status, seconds: float) -> list[Figures]:

@@ -68,7 +68,7 @@ def render(
         right.insert(1, _roots(figures))
     if figures["remote"]:
         right.insert(1, _remote(figures["remote"]))
-    top = [_head(figures, waiting), _loop(figures)]
+    top = [_head(figures, waiting), _loop(figures), *map(_pinning, figures["pinning_failures"].items())]
     if waiting:
         top.insert(1, _waiting_line(waiting))
     lanes = [_lanes(figures["lanes"], wide=width >= WIDE)] if figures["lanes"] else []  # nobody but root is told
@@ -103,6 +103,12 @@ def _waiting_line(why: str) -> RenderableType:
     return Text.assemble(
         (" waiting ", f"bold black on {FAIR}"), " ", (printable(why), FAIR), no_wrap=True, overflow="ellipsis"
     )
+
+
+def _pinning(failure: tuple[str, str]) -> RenderableType:
+    kind, why = failure
+    said = f" {_device(kind)}: memory can't be pinned, copies are slower: {printable(why)}"
+    return Text(said, FAIR, no_wrap=True, overflow="ellipsis")
 
 
 def _loop(figures: Figures) -> RenderableType:

@@ -7,11 +7,12 @@ else needs the driver; both with the GPU's context current.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -243,32 +244,31 @@ class CudaDevice:
         done: Callable[[CopyResult], None],
         flow: Flow = DAEMON,
     ) -> ChunkedCopy:
-        """See `Device.submit`. Copies to and from memory that is not yet pinned wait until it is."""
+        """See `Device.submit`."""
         if self._closed:
             raise UsageError(f"{self.kind}: closed")
         copier = self._copiers[direction]
         chunks = Chunks(work, direction, copier.cut, self._chunk_bytes, at_once=copier.cuts_quickly(work))
         turn = Turn(self._loop, self._lanes[direction], THREADS, urgent, flow)
         copy = ChunkedCopy(chunks, copier.move, turn, deadline_s, done, self._copies)
-        if self._pinning.covers(work.payload_end):
-            copy.start()
-        else:
-            self._pinning.when(work.payload_end, copy.start)
+        copy.start()
         return copy
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
         return max(lane.oldest_running_s(now) for lane in self._lanes.values())
 
-    def gauges(self) -> dict[str, int | float]:
-        """As the host device's, and `pinned_bytes`, `batch_failures`, `pitched_copies`, `kernel_chunks`, and of each
-        direction `pitched_row_bytes` and `kernel_row_bytes`.
+    def gauges(self) -> dict[str, int | float | str]:
+        """As the host device's, and `pinned_bytes`, `pinning_failure`, `unpinned_copies`, `batch_failures`,
+        `pitched_copies`, `kernel_chunks`, and of each direction `pitched_row_bytes` and `kernel_row_bytes`.
         """
         copiers = self._copiers.values()
-        gauges: dict[str, int | float] = {
+        gauges: dict[str, int | float | str] = {
             "copies": len(self._copies),
             "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
             "pinned_bytes": self._pinning.pinned_bytes,
+            "pinning_failure": self._pinning.failure,
+            "unpinned_copies": sum(copier.stream.unpinned_copies for copier in copiers),
             "batch_failures": sum(copier.stream.batch_failures for copier in copiers),
             "pitched_copies": sum(copier.stream.pitched_copies for copier in copiers),
             "kernel_chunks": sum(copier.stages.chunks for copier in copiers),
@@ -298,8 +298,12 @@ class CudaDevice:
             self._broken(f"a call to the driver has not ended after {patience_s:g} s")
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
 
-    def _report_broken(self, reason: str) -> None:
-        self._loop.call_soon_threadsafe(self._broken, reason)
+    def _report_broken(self, reason: str) -> NoReturn:
+        """The thread that calls this keeps the memory that it copies: it never returns to say that it has ended."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+            self._loop.call_soon_threadsafe(self._broken, reason)
+        while True:
+            time.sleep(WATCH_S)
 
     def _broken(self, reason: str) -> None:
         self._fatal(f"{self.kind} can't be used any more: {reason}")

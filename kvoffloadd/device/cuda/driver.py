@@ -21,6 +21,11 @@ of each does for all.
 """
 
 _STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder: the source is read in the stream's order, or before
+_BY_COPY_ENGINES = 1
+"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE. Without it, drivers from CUDA 13.1 on may copy with the GPU's processors,
+and the engine waits meanwhile (release notes of CUDA 13.1). On CUDA 13.0 it makes no difference
+(docs/benchmarks/gpu.md).
+"""
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address tells which memory it is
 _POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 
@@ -71,13 +76,17 @@ class Driver(CudaDriver):
         self.set_current = self._needed("cuCtxSetCurrent", 4000, pointer)
         self.record = self._needed("cuEventRecord", 2000, pointer, pointer)
         self.query = self._needed("cuEventQuery", 2000, pointer)
+        self.query_stream = self._needed("cuStreamQuery", 2000, pointer)
         self._copy = self._needed("cuMemcpyAsync", 4000, word, word, size, pointer)
         batch = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         self._batch = self.entry("cuMemcpyBatchAsync", _BATCH_VERSION, *batch)
         self._pitched = self.entry("cuMemcpy2DAsync", 3020, pointer, pointer)
         runs = (size, pointer, pointer, ctypes.c_ulonglong, pointer)
         self._pitched_batch = self.entry("cuMemcpy3DBatchAsync", _BATCH_VERSION, *runs)
-        self._attributes = {final: _Attributes(order=_ANY_ORDER if final else _STREAM_ORDER) for final in (True, False)}
+        self._attributes = {
+            final: _Attributes(order=_ANY_ORDER if final else _STREAM_ORDER, flags=_BY_COPY_ENGINES)
+            for final in (True, False)
+        }
         self._attribute_starts = ctypes.c_size_t(0)
 
     @property
@@ -152,6 +161,7 @@ class Driver(CudaDriver):
         asked["src_row_length"], asked["dst_row_length"] = runs.src_pitch, runs.dst_pitch
         asked["width"], asked["height"], asked["depth"] = runs.width, runs.height, 1
         asked["order"] = _ANY_ORDER if sources_final else _STREAM_ORDER
+        asked["flags"] = _BY_COPY_ENGINES
         for begin in range(0, len(asked), most):
             some = asked[begin : begin + most]
             status: int = self._pitched_batch(len(some), some.ctypes.data, ctypes.byref(failed_at), 0, stream)

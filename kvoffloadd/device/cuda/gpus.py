@@ -118,7 +118,7 @@ class CudaGpus:
 
     def _pin(self, driver: Driver) -> Pinning:
         if self._pinning is None:
-            self._pinning = Pinning(self._loop, driver, self._arena, self._config.pin_bytes)
+            self._pinning = Pinning(driver, self._arena, self._config.pin_bytes)
         return self._pinning
 
     async def close(self, deadline_s: float) -> bool:

@@ -1,4 +1,8 @@
-"""Pinning the arena: it is registered with CUDA piece by piece, so that copies begin before all of it is.
+"""Pinning the arena: it is registered with CUDA piece by piece, beside the copies.
+
+What is not pinned, yet or ever, is copied all the same, by way of the driver's own buffers: that is legal and slower.
+So nothing waits for a piece. One that a copy has missed is pinned before the others; one that the driver refuses is
+tried again later, for what it lacks may come back.
 
 A call takes some 0.05 s a GiB (docs/benchmarks/gpu.md), and as long as it does the driver keeps copies and other
 processes of this host waiting, and the kernel every thread of this one that maps memory. So pieces are small, their
@@ -9,25 +13,22 @@ reach over an end: the driver knows each piece alone.
 
 Nothing is unpinned: the process's end does that, and no deadline holds for it.
 
-Ownership: the event loop, but for `_work`, which runs in the thread that pins.
+Ownership: the thread that pins, but for `start` and `stop`, which are the event loop's. Any thread may ask what is
+pinned, and `want` more: `_pinned` and `_wanted` change by single operations.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver, host_side
 from kvoffloadd.device.plan import Copies
-from kvoffloadd.errors import ResourceError
-from kvoffloadd.model import PAGE_BYTES, Direction, U64Array
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.model import PAGE_BYTES, BoolArray, Direction, I64Array, U64Array
 from kvoffloadd.sharedmem import populate
 from kvoffloadd.units import format_bytes
 
@@ -36,6 +37,10 @@ log = logging.getLogger(__name__)
 FIRST_BYTES = 128 << 20
 PAUSE_S = 0.01
 """A pause between two pieces, so that others that wait for the driver get it."""
+RETRY_S = 60.0
+"""When what was refused is tried again."""
+REFUSALS_MAX = 4
+"""After so many in a row, the others are left for later, too: each try takes the driver's lock."""
 _MAP_S_PER_GIB = 0.1
 """How long a driver may take to give a new context what is pinned, on top of the context itself."""
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for the contexts of all GPUs
@@ -88,23 +93,24 @@ def _pieces(copies: Copies, at: int, side: U64Array, ends: U64Array) -> tuple[U6
 
 
 class Pinning:
-    """What is pinned so far. `on_piece(number, of)` may be None."""
+    """What is pinned so far. `failure`: why some of it is not, in the driver's words; empty if nothing was refused."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, driver: Driver, arena: Arena, piece_bytes: int) -> None:
+    def __init__(self, driver: Driver, arena: Arena, piece_bytes: int) -> None:
         self.ends = piece_ends(arena, piece_bytes)
-        self.pinned_to = arena.address
         self.failure = ""
-        self._arena = arena
-        self._loop = loop
         self._driver = driver
-        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._begins = np.concatenate([np.array([arena.address], np.uint64), self.ends[:-1]])
+        self._sizes = (self.ends - self._begins).astype(np.int64)
+        self._pinned: BoolArray = np.zeros(len(self.ends), bool)
+        self._wanted: I64Array = np.zeros(len(self.ends), np.int64)  # how many bytes were copied past the driver
+        self._complete = False
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes registered so far."""
-        return self.pinned_to - self._arena.address
+        return int(self._sizes[self._pinned].sum())
 
     @property
     def mapping_s(self) -> float:
@@ -113,17 +119,26 @@ class Pinning:
 
     def start(self, context: int) -> None:
         """Begins, in a thread of its own, with this context current; later calls change nothing."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, args=(context,), name="kvo-pin", daemon=True)
-            self._thread.start()
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._work, args=(context,), name="kvo-pin", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the kernel grants none: the next GPU's start tries again
+            self._fail(error)
+        else:
+            self._thread = thread
 
-    def covers(self, end: int) -> bool:
-        """Whether everything below this address is pinned, or never will be."""
-        return end <= self.pinned_to or bool(self.failure)
-
-    def when(self, end: int, do: Callable[[], None]) -> None:
-        """Calls `do` on the loop once `covers(end)`."""
-        self._waiting.append((end, do))
+    def covers(self, copies: Copies, direction: Direction) -> bool:
+        """Whether all that these copies touch of the arena is pinned. None of them reaches over one of `ends`. What is
+        not is wanted from now on.
+        """
+        if self._complete or not len(copies):
+            return True
+        pieces = np.searchsorted(self.ends, host_side(direction, copies.src, copies.dst), side="right")
+        missing = ~self._pinned[pieces]
+        np.add.at(self._wanted, pieces[missing], copies.size[missing].astype(np.int64))
+        return not missing.any()
 
     def stop(self) -> None:
         """Begins no further piece, and blocks until the one under way has ended."""
@@ -131,36 +146,43 @@ class Pinning:
         if self._thread is not None:
             self._thread.join()
 
+    # --- the thread that pins -------------------------------------------------------------------------
+
     def _work(self, context: int) -> None:
-        at = self._arena.address
-        try:
+        """Ends when all is pinned, or at `stop`; whatever else fails is told, and tried again."""
+        while not self._stopping.is_set() and not self._complete:
+            self._pin_all(context)
+            self._complete = bool(self._pinned.all())
+            if self._complete:
+                self.failure = ""
+                log.info("all of the arena is pinned, %s", format_bytes(self.pinned_bytes))
+            else:
+                self._stopping.wait(RETRY_S)
+
+    def _pin_all(self, context: int) -> None:
+        """Tries each piece once, until too many in a row were refused."""
+        left, refused = ~self._pinned, 0
+        while left.any() and refused < REFUSALS_MAX and not self._stopping.is_set():
+            piece = int(np.argmax(np.where(left, self._wanted + 1, 0)))  # of equals, the first
+            left[piece] = False
+            try:
+                self._pin(piece, context)
+                refused = 0
+            except Exception as error:  # noqa: BLE001  nothing may end this thread: it is told, and tried again
+                self._fail(error)
+                refused += 1
+
+    def _pin(self, piece: int, context: int) -> None:
+        at, size_bytes = int(self._begins[piece]), int(self._sizes[piece])
+        populate(at, size_bytes, 1, self._stopping)
+        if not self._stopping.wait(PAUSE_S):
             self._driver.check("cuCtxSetCurrent", self._driver.set_current(context))
-            for end in self.ends.tolist():
-                populate(at, end - at, 1, self._stopping)
-                if self._stopping.wait(PAUSE_S):
-                    return
-                self._driver.call("cuMemHostRegister", at, end - at, _PORTABLE)
-                self._loop.call_soon_threadsafe(self._pinned, end)
-                at = end
-        except (CudaError, ResourceError) as error:
-            reason = f"the arena can't be pinned beyond {format_bytes(at - self._arena.address)}: {error}"
-            self._loop.call_soon_threadsafe(partial(self._fail, reason))
-        except RuntimeError:  # the loop is closed: the process ends
-            return
+            self._driver.call("cuMemHostRegister", at, size_bytes, _PORTABLE)
+            self._pinned[piece] = True
 
-    def _pinned(self, end: int) -> None:
-        self.pinned_to = end
-        if self.pinned_bytes == self._arena.size_bytes:
-            log.info("all of the arena is pinned, %s", format_bytes(self.pinned_bytes))
-        self._release()
-
-    def _fail(self, reason: str) -> None:
-        log.error("%s", reason)
+    def _fail(self, error: Exception) -> None:
+        """Says it once."""
+        reason = str(error) if isinstance(error, KvOffloadError) else f"{type(error).__name__}: {error}"
+        if not self.failure:
+            log.warning("some of the memory tier can't be pinned, and copies of it are slower: %s", reason)
         self.failure = reason
-        self._release()
-
-    def _release(self) -> None:
-        ready = [do for end, do in self._waiting if self.covers(end)]
-        self._waiting = [(end, do) for end, do in self._waiting if not self.covers(end)]
-        for do in ready:
-            do()

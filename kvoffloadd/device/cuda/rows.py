@@ -12,13 +12,12 @@ from typing import NamedTuple
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.device.base import Work
 from kvoffloadd.device.chunked import PIECE_DESCRIPTORS
-from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, device_side, host_side
+from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, device_side
 from kvoffloadd.device.cuda.pinning import Pinning, cut, cut_at
 from kvoffloadd.device.cuda.staging import ROWS_MAX, SLACK_BYTES, Stages
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.pitched import Pitched, pitch
 from kvoffloadd.device.plan import Copies, split
-from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, U64Array
 
 
@@ -77,11 +76,12 @@ class RowCopier:
         """Makes the copies of one chunk, in a lane's thread: returns when they have ended. Blocks.
 
         Raises:
-            DeviceError: memory that is not pinned, or as `CopyStream.move`.
+            CudaError: as `CopyStream.move`.
         """
         src, dst, size = copies.src, copies.dst, copies.size
-        if self._pinning.failure and (host_side(self._direction, src, dst) + size).max() > self._pinning.pinned_to:
-            raise DeviceError(self._pinning.failure)
+        if not self._pinning.covers(copies, self._direction):
+            self.stream.move_each(src, dst, size)
+            return
         if self._takes_kernel(copies):
             fits = len(size) <= ROWS_MAX and copies.total_bytes <= self._config.staging_bytes + SLACK_BYTES
             if fits and self.stages.move(self._direction, src, dst, size):

@@ -150,8 +150,8 @@ class Stages:
         self._idle: list[Stage] = []
 
     def move(self, direction: Direction, src: U64Array, dst: U64Array, size: U64Array) -> bool:
-        """As `Stage.move`, without errors. False: it did not work, and is not tried again; what it has copied may be
-        copied anew. After an error that lasts that fails as well, and ends the process.
+        """As `Stage.move`, without errors. False: it did not work, and is not tried again; its copies have ended, and
+        may be made anew.
         """
         with self._lock:
             stage = self._idle.pop() if self._idle else None

@@ -5,6 +5,9 @@ are polled for, since a call that waits for them could not be given up. What is 
 what has passed, not by what the chunk should take: so a wrong estimate costs looks or a part of a chunk's time, and is
 never confirmed by a sleep that it caused.
 
+No error tells by itself that DMA has stopped. Whatever goes wrong once something may have been submitted, the driver is
+asked whether the stream has drained, before anybody is told that the copies have ended.
+
 Ownership: `_lock` guards submission, so that an event follows its own chunk alone, and what is known of how long
 chunks take (`_rate`, `_in_flight_bytes`, `_last_end_s`). `_idle_events` changes by single operations.
 """
@@ -15,10 +18,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 import numpy as np
 
-from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
+from kvoffloadd.cudadriver import NOT_READY, SUCCESS
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.pitched import Pitched
 from kvoffloadd.device.plan import CHUNK_DESCRIPTORS
@@ -32,6 +36,8 @@ STEP_S, STEP_SHARE = 250e-6, 1 / 8
 """Between two looks before that: at most this long, or this share of the time since the chunk began."""
 _EARLY = 0.8
 """How much of the time that a chunk should take is slept through; the rest is polled."""
+_ASKS = 8
+"""How often in a row the driver may refuse to say whether a stream has drained."""
 _DISABLE_EVENT_TIMING, _NON_BLOCKING = 2, 1
 
 
@@ -62,8 +68,8 @@ class Rate:
 
 
 class CopyStream:
-    """`move` is for its lane's threads; the rest for its owner. `on_broken(reason)`: the GPU can't be used any
-    more; called from a lane's thread.
+    """`move` and `run` are for its lane's threads; the rest for its owner. `on_broken(reason)`: whether copies have
+    ended can't be known, so that their memory can't be used any more; called from a lane's thread, and never returns.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class CopyStream:
         priority: int,
         *,
         batch: bool,
-        on_broken: Callable[[str], None],
+        on_broken: Callable[[str], NoReturn],
         batch_descriptors: int = CHUNK_DESCRIPTORS,
         sources_final: bool = False,
     ) -> None:
@@ -87,6 +93,7 @@ class CopyStream:
         self.pitched = driver.pitches
         self.pitched_copies = 0
         self.batch_failures = 0
+        self.unpinned_copies = 0
         self._driver = driver
         self._context = context
         self._on_broken = on_broken
@@ -102,22 +109,29 @@ class CopyStream:
         GIL. `runs`: the same bytes, which are moved so as long as the driver takes that.
 
         Raises:
-            CudaError: it could not be submitted whole; what was submitted has ended. After one that is sticky
-                `on_broken` has been called.
+            CudaError: a call failed; what was submitted has ended.
         """
         self.run(int(size.sum()), lambda stream: self.submit(src, dst, size, stream, runs))
 
+    def move_each(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
+        """As `move`, for memory that is not pinned: in single copies, which the driver may take by way of its own
+        buffers, slowly. Other submissions to this stream wait meanwhile.
+        """
+        self.unpinned_copies += len(size)
+        self.run(int(size.sum()), lambda stream: self._driver.copy_each(src, dst, size, stream))
+
     def run(self, total_bytes: int, submit: Callable[[int], int]) -> None:
         """Has `submit` submit work that moves so many bytes to the stream that it is given, and waits for the end of
-        what it has submitted, however long that takes. It returns a CUresult. Blocks, without the GIL.
+        what it has submitted, however long that takes and whatever it raises. It returns a CUresult. Blocks, without
+        the GIL.
 
         Raises:
             CudaError: as `move`.
         """
         driver = self._driver
+        driver.check("cuCtxSetCurrent", driver.set_current(self._context))
+        event = self._idle_events.pop() if self._idle_events else self._new_event()
         try:
-            driver.check("cuCtxSetCurrent", driver.set_current(self._context))
-            event = self._idle_events.pop() if self._idle_events else self._new_event()
             with self._lock:
                 began_s = time.monotonic()
                 status = submit(self._stream)
@@ -125,13 +139,13 @@ class CopyStream:
                 self._in_flight_bytes += total_bytes
                 due_s = began_s + _EARLY * self._in_flight_bytes / self._rate.bytes_per_s
             self._await(event, began_s, due_s)
-            self._measure(total_bytes, began_s)
-            self._idle_events.append(event)
-            driver.check("cuMemcpyAsync", status)
-        except CudaError as error:
-            if error.sticky:
-                self._on_broken(str(error))
+        except BaseException as error:
+            self._drain(error)
             raise
+        finally:
+            self._idle_events.append(event)
+        self._measure(total_bytes, began_s)
+        driver.check("cuMemcpyAsync", status)
 
     def submit(self, src: U64Array, dst: U64Array, size: U64Array, stream: int, runs: Pitched | None = None) -> int:
         """Submits copies, as `move`, to the stream that `run` gives. Returns the CUresult of the last way tried: what
@@ -196,11 +210,23 @@ class CopyStream:
             time.sleep(max(pause_s, POLL_MIN_S))
         self._driver.check("cuEventQuery", status)
 
+    def _drain(self, error: BaseException) -> None:
+        """Returns when the stream has drained, with nobody submitting to it meanwhile."""
+        refused = 0
+        with self._lock:
+            while (status := self._driver.query_stream(self._stream)) != SUCCESS:
+                refused = 0 if status == NOT_READY else refused + 1
+                if refused == _ASKS:
+                    why = f"{type(error).__name__}: {error}; then cuStreamQuery: {self._driver.name_of(status)}"
+                    self._on_broken(f"copies may still be running ({why})")
+                time.sleep(POLL_MAX_S)
+            self._in_flight_bytes = 0
+
     def _measure(self, total_bytes: int, began_s: float) -> None:
         now = time.monotonic()
         with self._lock:
             took_s = now - max(began_s, self._last_end_s)
-            self._in_flight_bytes -= total_bytes
+            self._in_flight_bytes = max(self._in_flight_bytes - total_bytes, 0)  # a drained stream has none
             self._last_end_s = now
             self._rate.add_sample(total_bytes, took_s)
 

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -85,12 +85,16 @@ class Kernel:
         assert self._move(stream, rows_address, count, -(-longest_bytes // 4096)) == 0
 
 
+def end_process(reason: str) -> NoReturn:
+    raise AssertionError(reason)
+
+
 def streams(driver: Driver) -> Callable[[Direction], CopyStream]:
     context = int(driver.call("cuCtxGetCurrent"))
 
     def make(direction: Direction) -> CopyStream:
         final = direction is Direction.LOAD
-        return CopyStream(driver, context, 0, batch=True, on_broken=lambda _: None, sources_final=final)
+        return CopyStream(driver, context, 0, batch=True, on_broken=end_process, sources_final=final)
 
     return make
 

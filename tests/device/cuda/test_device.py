@@ -50,7 +50,7 @@ class Pinned:
     def start(self, context: int) -> None:
         self.started = True
 
-    def covers(self, end: int) -> bool:
+    def covers(self, copies: Copies, direction: Direction) -> bool:
         return True
 
 

@@ -1,13 +1,12 @@
-"""Pieces of the arena: where they end, that no copy reaches over an end, and who waits for which."""
+"""Pieces of the arena: where they end, that no copy reaches over an end, which come first, and what is refused."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -15,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd.cudadriver import CudaError
-from kvoffloadd.device.cuda.pinning import FIRST_BYTES, Arena, Pinning, cut, piece_ends
+from kvoffloadd.device.cuda.pinning import FIRST_BYTES, REFUSALS_MAX, Arena, Pinning, cut, piece_ends
 from kvoffloadd.device.plan import Copies
+from kvoffloadd.errors import ResourceError
 from kvoffloadd.model import Direction, U64Array
 from kvoffloadd.sharedmem import Mapping, create_memfd
+from kvoffloadd.trial.wait import HANG_S, until
 
 GIB = 1 << 30
 BASE = 1 << 40
@@ -77,19 +78,22 @@ def moved(copies: Copies) -> list[tuple[int, int]]:
 
 
 class FakeDriver:
-    """Registers what it is let to: each piece waits for a `release`. `refuse`: the number of the piece that fails.
+    """Registers what it is let to: each piece waits for a `release`. `refused`: raised for these pieces, by number.
     `resident`: how many bytes of the arena the kernel had provided at each registration.
     """
 
     fd = -1  # the arena's
 
-    def __init__(self, refuse: int = -1) -> None:
+    def __init__(self, refused: dict[int, Exception] | None = None) -> None:
         self.allowed = threading.Semaphore(0)
-        self.registered: list[tuple[int, int]] = []
+        self.registered: list[int] = []
+        self.tried: list[int] = []
         self.resident: list[int] = []
-        self._refuse = refuse
+        self.refused = refused or {}
+        self.base = 0
 
     def set_current(self, context: int) -> int:
+        assert context == 1
         return 0
 
     def check(self, call: str, status: int) -> None:
@@ -97,28 +101,33 @@ class FakeDriver:
 
     def call(self, name: str, *arguments: Any) -> None:
         assert name == "cuMemHostRegister"
-        assert self.allowed.acquire(timeout=10)
-        if len(self.registered) == self._refuse:
-            raise CudaError(name, "CUDA_ERROR_OUT_OF_MEMORY")
+        address, size, flags = arguments
+        assert (size, flags) == (SLAB, 1)
+        piece = (address - self.base) // SLAB
+        assert self.allowed.acquire(timeout=HANG_S)
+        self.tried.append(piece)
+        if piece in self.refused:
+            raise self.refused[piece]
         self.resident.append(os.fstat(self.fd).st_blocks * 512)
-        self.registered.append((arguments[0], arguments[1]))
+        self.registered.append(piece)
 
 
-SLAB = 1 << 20
-Start = Callable[[FakeDriver], Pinning]
+SLAB, PIECES = 1 << 20, 8
+Start = Callable[..., Pinning]
+NO_MEMORY = CudaError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY")
 
 
 @pytest.fixture
-async def pinning() -> AsyncIterator[Start]:
-    """Pins four slabs of memory that nobody has touched."""
-    fd = create_memfd("arena", 4 * SLAB)
-    mapping = Mapping.map_fd(fd, 4 * SLAB)
+def pinning() -> Iterator[Start]:
+    """Pins eight slabs of memory that nobody has touched."""
+    fd = create_memfd("arena", PIECES * SLAB)
+    mapping = Mapping.map_fd(fd, PIECES * SLAB)
     started: list[tuple[Pinning, FakeDriver]] = []
 
-    def start(driver: FakeDriver) -> Pinning:
-        driver.fd = fd
-        arena = Arena(mapping.address, 4 * SLAB, SLAB)
-        made = Pinning(asyncio.get_running_loop(), driver, arena, SLAB)  # type: ignore[arg-type]  # a fake
+    def start(driver: FakeDriver, before: Callable[[Pinning], object] = lambda made: None) -> Pinning:
+        driver.fd, driver.base = fd, mapping.address
+        made = Pinning(driver, Arena(mapping.address, PIECES * SLAB, SLAB), SLAB)  # type: ignore[arg-type]  # a fake
+        before(made)
         made.start(1)
         made.start(1)  # a second GPU changes nothing
         started.append((made, driver))
@@ -126,104 +135,152 @@ async def pinning() -> AsyncIterator[Start]:
 
     yield start
     for made, driver in started:
-        driver.allowed.release(8)
+        driver.allowed.release(1000)
         made.stop()
+        assert made._thread is None or not made._thread.is_alive()
     mapping.close()
     os.close(fd)
 
 
-async def until(done: asyncio.Event) -> None:
-    async with asyncio.timeout(10):
-        await done.wait()
+def store_to(made: Pinning, *pieces: int) -> bool:
+    """Whether the memory for a store of a page to each of these pieces is pinned."""
+    begins = np.concatenate([made.ends[:1] - np.uint64(SLAB), made.ends[:-1]])
+    dst = begins[list(pieces)] + np.uint64(4096)
+    return made.covers(Copies(dst * 0, dst, dst * 0 + np.uint64(4096), len(dst)), Direction.STORE)
 
 
-async def test_who_needs_the_first_piece_waits_for_no_other(pinning: Start) -> None:
+def pinned(made: Pinning, count: int) -> None:
+    until(lambda: made.pinned_bytes == count * SLAB, f"{count} pieces are pinned")
+
+
+def test_pieces_are_pinned_one_after_another(pinning: Start) -> None:
     driver = FakeDriver()
     made = pinning(driver)
-    base = made.pinned_to
-    first, last = asyncio.Event(), asyncio.Event()
-    assert not made.covers(base + 1)
-    made.when(base + SLAB, first.set)
-    made.when(base + 4 * SLAB, last.set)
+    assert not store_to(made, 0)
     driver.allowed.release()
-    await until(first)
-    assert made.covers(base + SLAB)
-    assert not made.covers(base + SLAB + 1)
-    assert not last.is_set()
-    driver.allowed.release(3)
-    await until(last)
-    assert driver.registered == [(base + at * SLAB, SLAB) for at in range(4)]
+    pinned(made, 1)
+    assert store_to(made, 0)
+    assert not store_to(made, 1)
+    assert not store_to(made, 0, 1)
+    driver.allowed.release(PIECES)
+    pinned(made, PIECES)
+    assert store_to(made, *range(PIECES))
+    assert driver.registered == list(range(PIECES))
+    assert made.failure == ""
 
 
-async def test_pages_are_there_before_the_driver_is_asked_for_them(pinning: Start) -> None:
+def test_a_piece_that_a_copy_has_missed_comes_first(pinning: Start) -> None:
+    driver = FakeDriver()
+
+    def want(made: Pinning) -> None:
+        assert not store_to(made, 5, 6)
+        assert not store_to(made, 6)
+
+    made = pinning(driver, before=want)
+    driver.allowed.release(4)
+    pinned(made, 4)
+    assert driver.registered == [6, 5, 0, 1]
+
+
+def test_pages_are_there_before_the_driver_is_asked_for_them(pinning: Start) -> None:
     """Or its call would make them, under its lock: a second a GiB."""
     driver = FakeDriver()
     made = pinning(driver)
-    last = asyncio.Event()
-    made.when(made.pinned_to + 4 * SLAB, last.set)
-    driver.allowed.release(4)
-    await until(last)
-    assert driver.resident == [SLAB, 2 * SLAB, 3 * SLAB, 4 * SLAB]
+    driver.allowed.release(PIECES)
+    pinned(made, PIECES)
+    assert driver.resident == [SLAB * (1 + piece) for piece in range(PIECES)]
 
 
-async def test_there_is_a_pause_after_each_piece(pinning: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_a_pause_after_each_piece(pinning: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffloadd.device.cuda.pinning.PAUSE_S", 0.05)
     driver = FakeDriver()
-    driver.allowed.release(4)
+    driver.allowed.release(PIECES)
     began = time.monotonic()
+    pinned(pinning(driver), PIECES)
+    assert time.monotonic() - began >= (PIECES - 1) * 0.05
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NO_MEMORY, "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"),
+        (CudaError("cuMemHostRegister", "CUresult 950"), "cuMemHostRegister: CUresult 950"),
+        (ResourceError("no memory for it"), "no memory for it"),
+        (RuntimeError("can't start new thread"), "RuntimeError: can't start new thread"),
+        (ValueError("what nobody thought of"), "ValueError: what nobody thought of"),
+    ],
+)
+def test_what_is_refused_is_told_once_and_tried_again(
+    pinning: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception, reason: str
+) -> None:
+    """Whatever the reason: the others are pinned meanwhile, and what comes back is used."""
+    monkeypatch.setattr("kvoffloadd.device.cuda.pinning.RETRY_S", 0.05)
+    driver = FakeDriver({1: error, 4: error})
     made = pinning(driver)
-    last = asyncio.Event()
-    made.when(made.pinned_to + 4 * SLAB, last.set)
-    await until(last)
-    assert time.monotonic() - began >= 3 * 0.05
+    driver.allowed.release(100)
+    until(lambda: driver.tried.count(4) >= 3, "it is tried again")
+    assert made.pinned_bytes == (PIECES - 2) * SLAB
+    assert made.failure == reason
+    assert (store_to(made, 0), store_to(made, 1)) == (True, False)
+    driver.refused.clear()
+    driver.allowed.release(100)
+    pinned(made, PIECES)
+    until(lambda: not made.failure, "nothing is missing any more")
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"some of the memory tier can't be pinned, and copies of it are slower: {reason}"
+    ]
 
 
-async def test_a_piece_that_cannot_be_pinned_keeps_nobody_waiting(pinning: Start) -> None:
-    driver = FakeDriver(refuse=1)
+def test_a_driver_that_pins_nothing_is_asked_some_times_only(pinning: Start) -> None:
+    """Confidential computing: each try takes a lock that other processes of the host wait for."""
+    driver = FakeDriver(dict.fromkeys(range(PIECES), NO_MEMORY))
     made = pinning(driver)
-    last = asyncio.Event()
-    made.when(made.pinned_to + 4 * SLAB, last.set)
-    driver.allowed.release(4)
-    await until(last)
-    assert "OUT_OF_MEMORY" in made.failure
-    assert made.pinned_bytes == SLAB
+    driver.allowed.release(100)
+    until(lambda: len(driver.tried) == REFUSALS_MAX, "it has been asked")
+    time.sleep(0.1)
+    assert driver.tried == list(range(REFUSALS_MAX))
+    assert made.pinned_bytes == 0
+    assert made.failure
 
 
-async def test_memory_that_is_not_there_keeps_nobody_waiting() -> None:
+def test_memory_that_is_not_there_ends_nothing() -> None:
     driver = FakeDriver()
-    arena = Arena(BASE, 4 * SLAB, SLAB)  # nothing is mapped
-    made = Pinning(asyncio.get_running_loop(), driver, arena, SLAB)  # type: ignore[arg-type]  # a fake
-    last = asyncio.Event()
-    made.when(BASE + 4 * SLAB, last.set)
+    made = Pinning(driver, Arena(BASE, 4 * SLAB, SLAB), SLAB)  # type: ignore[arg-type]  # a fake; nothing is mapped
     made.start(1)
-    await until(last)
-    assert "can't be pinned beyond 0 B" in made.failure
-    assert driver.registered == []
+    until(lambda: made.failure, "it has failed")
+    made.stop()
+    assert driver.tried == []
 
 
-async def test_stop_ends_between_pieces(pinning: Start) -> None:
+def test_without_a_thread_nothing_is_pinned_until_there_is_one(pinning: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU can be used."""
+    driver = FakeDriver()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: no_thread())
+        made = pinning(driver)
+    assert made.failure == "RuntimeError: can't start new thread"
+    assert not store_to(made, 0)
+    driver.allowed.release(PIECES)
+    made.start(1)
+    pinned(made, PIECES)
+
+
+def no_thread() -> NoReturn:
+    raise RuntimeError("can't start new thread")
+
+
+def test_stop_ends_between_pieces(pinning: Start) -> None:
     driver = FakeDriver()
     made = pinning(driver)
-    first = asyncio.Event()
-    made.when(made.pinned_to + SLAB, first.set)
     driver.allowed.release()
-    await until(first)
+    pinned(made, 1)
     threading.Timer(0.05, driver.allowed.release).start()
-    await asyncio.get_running_loop().run_in_executor(None, made.stop)
-    await asyncio.sleep(0)
+    made.stop()
     assert len(driver.registered) <= 2
 
 
-@pytest.mark.parametrize("end", [BASE, BASE - 1, 0])
-async def test_nothing_below_the_arena_is_waited_for(end: int) -> None:
-    arena = Arena(BASE, 4 * SLAB, SLAB)
-    made = Pinning(asyncio.get_running_loop(), FakeDriver(), arena, SLAB)  # type: ignore[arg-type]  # a fake
-    assert made.covers(end)
-
-
-async def test_a_new_context_may_take_longer_the_more_is_pinned() -> None:
-    arena = Arena(BASE, 512 * GIB, 64 << 20)
-    made = Pinning(asyncio.get_running_loop(), FakeDriver(), arena, GIB)  # type: ignore[arg-type]  # a fake
+def test_a_new_context_may_take_longer_the_more_is_pinned() -> None:
+    made = Pinning(FakeDriver(), Arena(BASE, 512 * GIB, 64 << 20), GIB)  # type: ignore[arg-type]  # a fake
     assert made.mapping_s == 0
-    made.pinned_to = BASE + 512 * GIB
+    made._pinned[:] = True
     assert made.mapping_s >= 30

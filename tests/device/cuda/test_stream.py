@@ -1,14 +1,18 @@
-"""Chunks on a stream: every byte arrives, refused calls are made good, and an error that lasts is told."""
+"""Chunks on a stream: every byte arrives, refused calls are made good, and nobody is told of an end that the driver
+can't tell.
+"""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 import pytest
 
-from kvoffloadd.cudadriver import CudaError
+from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
 from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.pitched import Pitched, pitch
@@ -21,7 +25,17 @@ from tests import softcuda
 
 SIZE = 8 << 20
 ROW = 4096
-ILLEGAL_ADDRESS = 700
+OUT_OF_MEMORY, ILLEGAL_ADDRESS, MPS_RPC_FAILURE = 2, 700, 806
+UNKNOWN_TO_BINDINGS = 4711
+
+
+class ProcessEnds(Exception):
+    """In place of the end of the process."""
+
+
+def end_process(reason: str) -> NoReturn:
+    """As the daemon, whose thread never returns."""
+    raise ProcessEnds(reason)
 
 
 class Memory:
@@ -59,10 +73,10 @@ def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def stream(gpu: Gpu, driver: Driver, *, batch: bool = True, told: list[str] | None = None) -> CopyStream:
+def stream(gpu: Gpu, driver: Driver, *, batch: bool = True, batch_descriptors: int = 4096) -> CopyStream:
     gpu.use()
     context = int(driver.call("cuCtxGetCurrent"))
-    return CopyStream(driver, context, 0, batch=batch, on_broken=(told if told is not None else []).append)
+    return CopyStream(driver, context, 0, batch=batch, on_broken=end_process, batch_descriptors=batch_descriptors)
 
 
 def runs(copies: Copies) -> tuple[U64Array, U64Array, U64Array]:
@@ -133,6 +147,24 @@ def test_move_returns_when_the_bytes_are_there(
     made.destroy()
 
 
+def test_batches_leave_the_processors_to_the_engine(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda
+) -> None:
+    """Of both kinds, in both orders."""
+    before, ends = extras.counters(), np.zeros(0, np.uint64)
+    at = np.arange(0, 16 * ROW, ROW, dtype=np.uint64)
+    host, device = at + np.uint64(memory.mapping.address), at * np.uint64(2) + np.uint64(memory.buffer.address)
+    copies, context = Copies(host, device, np.full(16, ROW, np.uint64), 16), int(driver.call("cuCtxGetCurrent"))
+    for final in (True, False):
+        made = CopyStream(driver, context, 0, batch=True, on_broken=end_process, sources_final=final)
+        made.move(*runs(copies))
+        made.move(*runs(copies), pitch(copies, ends, ends, pitch_max_bytes=PITCH_MAX_BYTES))
+        made.destroy()
+    after = extras.counters()
+    assert (after.batches - before.batches, after.pitched_batches - before.pitched_batches) == (2, 2)
+    assert after.engine_batches - before.engine_batches == 4
+
+
 class Refusing(Driver):
     """Refuses batches, as some drivers do some of them."""
 
@@ -171,7 +203,7 @@ def test_a_batch_has_no_more_copies_than_it_may(
     memory.host[:] = 5
     memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
     context, counting = int(driver.call("cuCtxGetCurrent")), Counting()
-    made = CopyStream(counting, context, 0, batch=True, on_broken=lambda _: None, batch_descriptors=64)
+    made = CopyStream(counting, context, 0, batch=True, on_broken=end_process, batch_descriptors=64)
     made.move(*runs(memory.copies(rng, 1000, to_gpu=True)))
     assert int((memory.buffer.download(0, SIZE) == 5).sum()) == 1000 * ROW
     assert counting.largest == 64
@@ -191,7 +223,7 @@ def test_a_refused_order_leaves_batches(gpu: Gpu, driver: Driver, memory: Memory
     memory.host[:] = 5
     memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
     context = int(driver.call("cuCtxGetCurrent"))
-    made = CopyStream(Ordering(), context, 0, batch=True, on_broken=lambda _: None, sources_final=True)
+    made = CopyStream(Ordering(), context, 0, batch=True, on_broken=end_process, sources_final=True)
     for _ in range(3):
         made.move(*runs(memory.copies(rng, 100, to_gpu=True)))
     assert int((memory.buffer.download(0, SIZE) == 5).sum()) >= 100 * ROW
@@ -245,7 +277,7 @@ def test_runs_go_in_the_first_way_that_the_driver_takes(
     paired = pitch(copies, ends, ends, pitch_max_bytes=PITCH_MAX_BYTES)
     assert (len(paired), len(paired.rest)) == (half // ROW // columns, 1)
     taking, context = Taking(*takes), int(driver.call("cuCtxGetCurrent"))
-    made = CopyStream(taking, context, 0, batch=True, on_broken=lambda _: None, sources_final=True, batch_descriptors=9)
+    made = CopyStream(taking, context, 0, batch=True, on_broken=end_process, sources_final=True, batch_descriptors=9)
     for ways in (first, then):
         memory.buffer.upload(0, np.zeros(SIZE, np.uint8))
         taking.asked.clear()
@@ -272,7 +304,7 @@ def test_runs_go_one_by_one_where_batches_are_off(
         np.full(16, ROW, np.uint64),
         16,
     )
-    made = CopyStream(taking, int(driver.call("cuCtxGetCurrent")), 0, batch=False, on_broken=lambda _: None)
+    made = CopyStream(taking, int(driver.call("cuCtxGetCurrent")), 0, batch=False, on_broken=end_process)
     made.move(*runs(copies), pitch(copies, ends, ends, pitch_max_bytes=PITCH_MAX_BYTES))
     assert taking.asked == [("one by one", 1)]
     made.destroy()
@@ -286,40 +318,191 @@ class RefusingAll(Refusing):
 
 
 def test_what_is_refused_altogether_fails(gpu: Gpu, memory: Memory, rng: np.random.Generator) -> None:
-    told: list[str] = []
-    made = stream(gpu, RefusingAll(), told=told)
+    made = stream(gpu, RefusingAll())
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
         made.move(*runs(memory.copies(rng, 10, to_gpu=True)))
-    assert told == []
     made.destroy()
 
 
-class Broken(Driver):
-    """Every event tells of an illegal address."""
+# --- what goes wrong while copies run ---
 
-    def __init__(self) -> None:
+
+class Failing(Driver):
+    """Does `fault` while it is `planted`."""
+
+    def __init__(self, fault: str) -> None:
         super().__init__()
-        self.query = lambda _event: ILLEGAL_ADDRESS
+        self._fault, self.planted = fault, True
+        self.begun: list[int] = []
+        record, query = self.record, self.query
+        if fault in ("record", "record unknown"):
+            code = OUT_OF_MEMORY if fault == "record" else UNKNOWN_TO_BINDINGS
+            self.record = lambda *to: code if self.planted else record(*to)
+        if fault in ("query", "query lasting", "query unknown"):
+            code = {"query": MPS_RPC_FAILURE, "query lasting": ILLEGAL_ADDRESS}.get(fault, UNKNOWN_TO_BINDINGS)
+            self.query = lambda event: code if self.planted else query(event)
+        if fault == "query raises":
+            self.query = lambda event: self._raise() if self.planted else query(event)
+
+    def copy_batch(self, src: U64Array, dst: U64Array, size: U64Array, stream: int, **order: bool) -> int:
+        if self._fault == "submit raises" and len(self.begun) and self.planted:
+            self._raise()
+        self.begun.append(len(size))
+        return super().copy_batch(src, dst, size, stream, **order)
+
+    def _raise(self) -> NoReturn:
+        raise MemoryError("planted")
 
 
-def test_an_error_that_lasts_is_told(gpu: Gpu, memory: Memory, rng: np.random.Generator) -> None:
-    told: list[str] = []
-    made = stream(gpu, Broken(), told=told)
-    with pytest.raises(CudaError) as caught:
+FAULTS = ["record", "record unknown", "query", "query lasting", "query unknown", "query raises", "submit raises"]
+
+
+@pytest.mark.parametrize("to_gpu", [True, False])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_no_error_comes_before_the_end_of_what_was_submitted(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda, fault: str,
+    to_gpu: bool,
+) -> None:  # fmt: skip
+    """Whatever fails: the memory belongs to somebody else once `move` has raised. The GPU can be used on."""
+    memory.host[:] = 5
+    memory.buffer.upload(0, np.full(SIZE, 5, np.uint8))
+    failing = Failing(fault)
+    made = stream(gpu, failing, batch_descriptors=32)
+    extras.delay(made._stream, 0.1)
+    with pytest.raises((CudaError, MemoryError)):
+        made.move(*runs(memory.copies(rng, 64, to_gpu=to_gpu)))
+    memory.host[:] = 7  # the next owner's
+    memory.buffer.upload(0, np.full(SIZE, 7, np.uint8))
+    time.sleep(0.2)
+    driver.call("cuStreamSynchronize", made._stream)
+    assert (memory.host == 7).all()
+    assert (memory.buffer.download(0, SIZE) == 7).all()
+    failing.planted = False
+    made.move(*runs(memory.copies(rng, 64, to_gpu=to_gpu)))
+    made.destroy()
+
+
+class Silent(Failing):
+    """And does not say either whether its stream has drained, for so many times."""
+
+    def __init__(self, fault: str, code: int, times: int) -> None:
+        super().__init__(fault)
+        ask, self.asked = self.query_stream, 0
+
+        def query_stream(stream: int) -> int:
+            self.asked += 1
+            return code if self.asked <= times else int(ask(stream))
+
+        self.query_stream = query_stream
+
+
+@pytest.mark.parametrize("code", [ILLEGAL_ADDRESS, MPS_RPC_FAILURE, UNKNOWN_TO_BINDINGS])
+def test_an_end_that_cannot_be_told_ends_the_process(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, code: int
+) -> None:
+    made = stream(gpu, Silent("query", code, 1000))
+    with pytest.raises(ProcessEnds, match=r"^copies may still be running \(CudaError: cuEventQuery: .*cuStreamQuery: "):
         made.move(*runs(memory.copies(rng, 1, to_gpu=True)))
-    assert caught.value.sticky
-    assert told == ["cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS"]
-    gpu.synchronize()
-    driver_of(made).call("cuStreamSynchronize", made._stream)  # its copy has not ended because nobody waited for it
+    driver.call("cuStreamSynchronize", made._stream)
 
 
-def driver_of(made: CopyStream) -> Driver:
-    return made._driver
+@pytest.mark.parametrize("code", [NOT_READY, MPS_RPC_FAILURE])
+def test_a_driver_that_answers_in_the_end_is_believed(
+    gpu: Gpu, memory: Memory, rng: np.random.Generator, code: int
+) -> None:
+    """It is asked some times, if it refuses; for ever, if it says that the copies run."""
+    silent = Silent("query", code, 100 if code == NOT_READY else 5)
+    made = stream(gpu, silent)
+    with pytest.raises(CudaError, match="CUDA_ERROR_MPS_RPC_FAILURE"):
+        made.move(*runs(memory.copies(rng, 1, to_gpu=True)))
+    assert silent.asked > 5
+    made.destroy()
+
+
+def test_a_stream_that_others_keep_busy_drains(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda
+) -> None:
+    """Whoever waits for that keeps them from submitting more."""
+    made, record = stream(gpu, driver), driver.record
+    ended = threading.Event()
+
+    def submit(handle: int) -> int:
+        extras.delay(handle, 0.02)
+        return SUCCESS
+
+    def keep_busy() -> None:
+        while not ended.is_set():
+            made.run(1, submit)
+
+    def fail() -> None:
+        with pytest.raises(CudaError, match="OUT_OF_MEMORY"):
+            made.move(*runs(memory.copies(rng, 1, to_gpu=True)))
+        ended.set()
+
+    first = threading.Thread(target=fail)
+    driver.record = lambda *to: OUT_OF_MEMORY if threading.current_thread() is first else record(*to)
+    others = [threading.Thread(target=keep_busy) for _ in range(3)]
+    for thread in (*others, first):
+        thread.start()
+    first.join(30)
+    drained = ended.is_set()
+    ended.set()
+    for thread in (first, *others):
+        thread.join(30)
+    assert drained
+    made.destroy()
+
+
+def test_memory_that_is_not_pinned_is_copied(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda
+) -> None:
+    made, plain = stream(gpu, driver), rng.integers(0, 256, SIZE, dtype=np.uint8)
+    at = np.arange(0, SIZE, ROW, dtype=np.uint64)
+    host, device = at + np.uint64(plain.ctypes.data), at + np.uint64(memory.buffer.address)
+    size, staged = np.full(len(at), ROW, np.uint64), extras.counters().staged_copies
+    made.move_each(host, device, size)
+    assert (memory.buffer.download(0, SIZE) == plain).all()
+    memory.buffer.upload(0, plain[::-1].copy())
+    made.move_each(device, host, size)
+    assert (memory.buffer.download(0, SIZE) == plain).all()
+    assert made.unpinned_copies == 2 * len(at)
+    assert extras.counters().staged_copies >= staged + 2 * len(at)
+    made.destroy()
+
+
+# --- the driver's words ---
 
 
 def test_an_unknown_error_has_its_number(driver: Driver) -> None:
     with pytest.raises(CudaError, match="CUresult 4711"):
         driver.check("cuSomething", 4711)
+
+
+class Raising:
+    """cuda-bindings of a version that has no name for what the driver answers."""
+
+    def __init__(self, driver: Driver, error: Exception) -> None:
+        self.CUresult = driver.api.CUresult
+        self._error = error
+
+    def cuCtxSynchronize(self) -> NoReturn:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("4711 is not a valid CUresult"), "cuCtxSynchronize: CUresult 4711$"),
+        (KeyError(4711), "cuCtxSynchronize: CUresult 4711$"),
+        (KeyError("4711"), "can't be called"),
+        (ValueError("bad argument 4711"), "can't be called"),
+    ],
+)
+def test_a_result_that_cuda_bindings_do_not_know_is_a_cuda_error(driver: Driver, error: Exception, reason: str) -> None:
+    driver.api = Raising(driver, error)
+    with pytest.raises(DeviceError, match=reason) as caught:
+        driver.call("cuCtxSynchronize")
+    assert isinstance(caught.value, CudaError) == reason.endswith("$")
 
 
 @pytest.mark.parametrize(("name", "arguments"), [("cuNoSuchCall", ()), ("cuDeviceGet", ("first",))])

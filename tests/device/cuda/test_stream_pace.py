@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -78,9 +78,13 @@ def rows(total_bytes: int, row_bytes: int) -> U64Array:
 LARGE, SMALL = rows(64 * MIB, 2 * MIB), rows(4 * MIB, 4096)
 
 
+def end_process(reason: str) -> NoReturn:
+    raise AssertionError(reason)
+
+
 def start(link: Link, monkeypatch: pytest.MonkeyPatch) -> CopyStream:
     monkeypatch.setattr(stream, "time", link)
-    return CopyStream(link, 1, 0, batch=True, on_broken=lambda _: None)  # type: ignore[arg-type]  # a fake
+    return CopyStream(link, 1, 0, batch=True, on_broken=end_process)  # type: ignore[arg-type]  # a fake
 
 
 def late_s(link: Link, made: CopyStream, chunk: U64Array) -> float:
