@@ -370,7 +370,6 @@ def test_jobs_do_not_wait_for_pinning(start_daemon: Start, seed: int) -> None:
         keys = new_keys(rng, 1024)
         assert rank.store_keys(keys).outcome is Outcome.DONE
         assert rank.loads_right(keys)
-    assert daemon.gpus()[0]["unpinned_copies"] > 0
     daemon.await_pinned()
     before = daemon.gpus()[0]["unpinned_copies"]
     assert rank.loads_right(keys)
@@ -378,9 +377,8 @@ def test_jobs_do_not_wait_for_pinning(start_daemon: Start, seed: int) -> None:
 
 
 def test_after_a_warm_restart_hits_do_not_wait_for_pinning(start_daemon: Start, tmp_path: Path, seed: int) -> None:
-    """All of it would take a minute."""
-    pool = f"memory.pool_file={tmp_path / 'pool'}"
-    daemon = start_daemon(pool, "cuda.pin_bytes=1MiB", driver={"register_ns_per_gib": 2 * 1024 * 10**9})
+    """Nothing is ever pinned here, so that whoever waits for it waits for good."""
+    daemon = start_daemon(f"memory.pool_file={tmp_path / 'pool'}", driver=NOTHING)
     keys = new_keys(np.random.default_rng(seed), 1024)
     rank = rank_of(daemon, num_blocks=1024)
     assert rank.store_keys(keys).outcome is Outcome.DONE
@@ -389,7 +387,7 @@ def test_after_a_warm_restart_hits_do_not_wait_for_pinning(start_daemon: Start, 
     daemon.start()
     again = rank_of(daemon, num_blocks=1024)
     assert again.loads_right(keys)
-    assert daemon.gpus()[0]["pinned_bytes"] < 32 * MIB
+    assert daemon.gpus()[0]["pinned_bytes"] == 0
 
 
 def test_pieces_that_hold_the_drivers_lock_let_others_in_between(start_daemon: Start, seed: int) -> None:

@@ -291,6 +291,7 @@ class CudaDevice:
         """A chunk and a call to the driver take milliseconds. One that has not ended long after never will, and its
         blocks, or its mapping, can't be released.
         """
+        self._pinning.start(self._context)  # again, if there was no thread for it
         now, stuck_s, patience_s = time.monotonic(), self._config.stuck_s, self._patience_s
         if self._copying.is_over(self.busy_s(now), now, stuck_s):
             self._broken(f"a copy has not ended after {stuck_s} s")
@@ -300,7 +301,7 @@ class CudaDevice:
 
     def _report_broken(self, reason: str) -> NoReturn:
         """The thread that calls this keeps the memory that it copies: it never returns to say that it has ended."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
+        with contextlib.suppress(Exception):  # the loop is closed: the process ends; else `_check_stuck` ends it
             self._loop.call_soon_threadsafe(self._broken, reason)
         while True:
             time.sleep(WATCH_S)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver, host_side
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import KvOffloadError
@@ -43,6 +44,7 @@ REFUSALS_MAX = 4
 """After so many in a row, the others are left for later, too: each try takes the driver's lock."""
 _MAP_S_PER_GIB = 0.1
 """How long a driver may take to give a new context what is pinned, on top of the context itself."""
+_ALREADY = "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for the contexts of all GPUs
 
 
@@ -103,6 +105,7 @@ class Pinning:
         self._sizes = (self.ends - self._begins).astype(np.int64)
         self._pinned: BoolArray = np.zeros(len(self.ends), bool)
         self._wanted: I64Array = np.zeros(len(self.ends), np.int64)  # how many bytes were copied past the driver
+        self._left: BoolArray = np.ones(len(self.ends), bool)  # not tried since all were
         self._complete = False
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
@@ -118,13 +121,13 @@ class Pinning:
         return self.pinned_bytes / (1 << 30) * _MAP_S_PER_GIB
 
     def start(self, context: int) -> None:
-        """Begins, in a thread of its own, with this context current; later calls change nothing."""
+        """Begins, in a thread of its own, with this context current. Once there is one, later calls change nothing."""
         if self._thread is not None:
             return
         thread = threading.Thread(target=self._work, args=(context,), name="kvo-pin", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the kernel grants none: the next GPU's start tries again
+        except RuntimeError as error:  # the kernel grants none: the next call tries again
             self._fail(error)
         else:
             self._thread = thread
@@ -160,24 +163,30 @@ class Pinning:
                 self._stopping.wait(RETRY_S)
 
     def _pin_all(self, context: int) -> None:
-        """Tries each piece once, until too many in a row were refused."""
-        left, refused = ~self._pinned, 0
-        while left.any() and refused < REFUSALS_MAX and not self._stopping.is_set():
-            piece = int(np.argmax(np.where(left, self._wanted + 1, 0)))  # of equals, the first
-            left[piece] = False
+        """Tries each piece once, until too many in a row were refused: the next call goes on with the others."""
+        refused = 0
+        while self._left.any() and refused < REFUSALS_MAX and not self._stopping.is_set():
+            piece = int(np.argmax(np.where(self._left, self._wanted + 1, 0)))  # of equals, the first
+            self._left[piece] = False
             try:
                 self._pin(piece, context)
                 refused = 0
             except Exception as error:  # noqa: BLE001  nothing may end this thread: it is told, and tried again
                 self._fail(error)
                 refused += 1
+        if not self._left.any():
+            self._left = ~self._pinned
 
     def _pin(self, piece: int, context: int) -> None:
         at, size_bytes = int(self._begins[piece]), int(self._sizes[piece])
         populate(at, size_bytes, 1, self._stopping)
         if not self._stopping.wait(PAUSE_S):
             self._driver.check("cuCtxSetCurrent", self._driver.set_current(context))
-            self._driver.call("cuMemHostRegister", at, size_bytes, _PORTABLE)
+            try:
+                self._driver.call("cuMemHostRegister", at, size_bytes, _PORTABLE)
+            except CudaError as error:
+                if error.name != _ALREADY:  # a call that failed may have registered it all the same
+                    raise
             self._pinned[piece] = True
 
     def _fail(self, error: Exception) -> None:

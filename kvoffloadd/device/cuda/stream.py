@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from kvoffloadd.cudadriver import NOT_READY, SUCCESS
+from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.pitched import Pitched
 from kvoffloadd.device.plan import CHUNK_DESCRIPTORS
@@ -129,8 +129,13 @@ class CopyStream:
             CudaError: as `move`.
         """
         driver = self._driver
-        driver.check("cuCtxSetCurrent", driver.set_current(self._context))
-        event = self._idle_events.pop() if self._idle_events else self._new_event()
+        try:
+            driver.check("cuCtxSetCurrent", driver.set_current(self._context))
+            event = self._idle_events.pop() if self._idle_events else self._new_event()
+        except CudaError as error:  # nothing is submitted; but a GPU that is lost would fail every job from now on
+            if error.sticky:
+                self._drain(error)
+            raise
         try:
             with self._lock:
                 began_s = time.monotonic()
@@ -217,10 +222,15 @@ class CopyStream:
             while (status := self._driver.query_stream(self._stream)) != SUCCESS:
                 refused = 0 if status == NOT_READY else refused + 1
                 if refused == _ASKS:
-                    why = f"{type(error).__name__}: {error}; then cuStreamQuery: {self._driver.name_of(status)}"
-                    self._on_broken(f"copies may still be running ({why})")
+                    self._on_broken(f"copies may still be running ({self._why(error, status)})")
                 time.sleep(POLL_MAX_S)
             self._in_flight_bytes = 0
+
+    def _why(self, error: BaseException, status: int) -> str:
+        try:
+            return f"{type(error).__name__}: {error}; then cuStreamQuery: {self._driver.name_of(status)}"
+        except MemoryError:
+            return "no memory to say why"
 
     def _measure(self, total_bytes: int, began_s: float) -> None:
         now = time.monotonic()

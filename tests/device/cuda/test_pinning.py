@@ -243,6 +243,17 @@ def test_a_driver_that_pins_nothing_is_asked_some_times_only(pinning: Start) -> 
     assert made.failure
 
 
+def test_pieces_that_are_refused_for_good_keep_no_other_from_its_turn(
+    pinning: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that a call which failed has registered all the same."""
+    monkeypatch.setattr("kvoffloadd.device.cuda.pinning.RETRY_S", 0.02)
+    already = CudaError("cuMemHostRegister", "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED")
+    driver = FakeDriver({**dict.fromkeys(range(REFUSALS_MAX), NO_MEMORY), PIECES - 1: already})
+    driver.allowed.release(100)
+    pinned(pinning(driver), PIECES - REFUSALS_MAX)
+
+
 def test_memory_that_is_not_there_ends_nothing() -> None:
     driver = FakeDriver()
     made = Pinning(driver, Arena(BASE, 4 * SLAB, SLAB), SLAB)  # type: ignore[arg-type]  # a fake; nothing is mapped

@@ -406,6 +406,21 @@ def test_an_end_that_cannot_be_told_ends_the_process(
     driver.call("cuStreamSynchronize", made._stream)
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_gpu_that_is_lost_before_anything_is_submitted_ends_the_process(
+    gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """Else each job on it would fail, for good. A stream that has drained is not lost."""
+    made = stream(gpu, driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "set_current", lambda _: ILLEGAL_ADDRESS)
+        if lost:
+            patch.setattr(driver, "query_stream", lambda _: ILLEGAL_ADDRESS)
+        with pytest.raises(ProcessEnds if lost else CudaError, match="cuCtxSetCurrent: CUDA_ERROR_ILLEGAL_ADDRESS"):
+            made.move(*runs(memory.copies(rng, 1, to_gpu=True)))
+    made.destroy()
+
+
 @pytest.mark.parametrize("code", [NOT_READY, MPS_RPC_FAILURE])
 def test_a_driver_that_answers_in_the_end_is_believed(
     gpu: Gpu, memory: Memory, rng: np.random.Generator, code: int
