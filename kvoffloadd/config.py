@@ -200,6 +200,7 @@ class CudaConfig:
     kernel_row_bytes: int | str = _key(0, checks.size_or_auto(0, GIB))
     kernel_chunk_bytes: int = _key(8 * MIB, checks.size(1, GIB))
     staging_bytes: int = _key(32 * MIB, checks.size(64 * KIB, GIB))
+    ipc_uids: tuple[int, ...] = _key((), checks.uids, live=True)
     pin_bytes: int = _key(128 * MIB, checks.size(PAGE_BYTES, 2 * GIB))
     stuck_s: float = _key(30.0, checks.seconds(0.1, 3600))
 

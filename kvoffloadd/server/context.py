@@ -110,7 +110,7 @@ class Context:
     def __post_init__(self) -> None:
         self.clearings = Clearings(self.cache, self.disk, self.remote, self.spawn)
         self.requested_clears = RequestedClears(self.clearings)
-        self.quarantine = Quarantine(self.jobs, {0, self.own_uid}, self.fatal)
+        self.quarantine = Quarantine(self.jobs, self.trusted_uids, self.fatal)
 
         self.events = EventFeeds(self.cache.entries.events, self.turns)
         # Not at once behind the reply: the next request of a peer that waits for its replies is there before that.
@@ -157,6 +157,11 @@ class Context:
         error = about.get("exception")
         if error is not None:
             self.end_if_unsure(error)
+
+    @property
+    def trusted_uids(self) -> frozenset[int]:
+        """Users who may do everything: root, and the daemon's own."""
+        return frozenset((0, self.own_uid))
 
     @property
     def disk(self) -> DiskTier | None:

@@ -117,7 +117,7 @@ class Listener:
         self._context.closer.close_socket(uid, sock)
 
     def _is_allowed(self, uid: int) -> bool:
-        return uid in (0, self._context.own_uid) or uid in self._context.config.server.allowed_uids
+        return uid in self._context.trusted_uids or uid in self._context.config.server.allowed_uids
 
     def _check_uid(self, uid: int) -> None:
         if not self._is_allowed(uid):

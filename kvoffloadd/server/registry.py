@@ -18,7 +18,15 @@ import numpy as np
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.device.base import Allocation, Device, GpuMemory
-from kvoffloadd.errors import BusyError, ExtentError, LimitError, MessageError, StateError, UnknownNameError
+from kvoffloadd.errors import (
+    BusyError,
+    ExtentError,
+    ForbiddenError,
+    LimitError,
+    MessageError,
+    StateError,
+    UnknownNameError,
+)
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES, AttachIpc, AttachVmm, Register
 from kvoffloadd.server.account import Account
@@ -153,13 +161,26 @@ class Registry:
     def attach_ipc(self, message: AttachIpc) -> asyncio.Task[list[int]]:
         """Open all handles or none; the task's result: allocation ids. It raises PeerErrors, LimitError, DeviceError.
 
-        Raises MessageError.
+        Raises ForbiddenError, MessageError.
         """
+        self._check_may_name_handles()
         whole, rest = divmod(len(message.handles), IPC_HANDLE_BYTES)
         if rest:
             raise MessageError(f"{len(message.handles)} bytes of handles; each has {IPC_HANDLE_BYTES}")
         handles = [message.handles[at * IPC_HANDLE_BYTES :][:IPC_HANDLE_BYTES] for at in range(whole)]
         return self._to_the_end(self._open_handles(message.device, handles))
+
+    def _check_may_name_handles(self) -> None:
+        """A handle proves nothing: the driver opens any process's for the daemon, whoever names it. The descriptors of
+        `attach_vmm` prove that the peer has the memory.
+        """
+        uid, context = self.account.uid, self.context
+        if uid not in context.trusted_uids and uid not in context.config.cuda.ipc_uids:
+            raise ForbiddenError(
+                f"uid {uid} may not name CUDA IPC handles, which do not prove whose memory it is: run the engine as "
+                f"uid {context.own_uid}, as the daemon, or list uid {uid} in cuda.ipc_uids if all users in that list "
+                "may read and write each other's GPU memory"
+            )
 
     async def _open_handles(self, uuid: bytes, handles: list[bytes]) -> list[int]:
         device = await self.context.gpus.device(uuid)

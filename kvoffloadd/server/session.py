@@ -132,7 +132,7 @@ class Session:
     @property
     def privileged(self) -> bool:
         """Root, or the daemon's own user."""
-        return self.peer.uid in (0, self._context.own_uid)
+        return self.peer.uid in self._context.trusted_uids
 
     @property
     def instance_id(self) -> int:

@@ -391,6 +391,23 @@ def test_users_who_are_not_allowed_any_more_have_to_go(configured: Configured) -
         stranger.close()
 
 
+@needs_root
+def test_users_whose_handles_of_gpu_memory_are_opened(configured: Configured) -> None:
+    allowed, named = f"[server]\nallowed_uids = [{OTHER_UID}]\n", {"device": bytes(16), "handles": bytes(64)}
+    configured.reload(allowed)
+    socket = configured.service.socket
+    os.chmod(socket.parent, 0o755)
+    os.chmod(socket, 0o666)
+    stranger = Stranger.connect(socket, OTHER_UID)
+    stranger.peer.hello()
+    stranger.peer.refused("forbidden", "attach_ipc", **named)
+    configured.reload(f"{allowed}[cuda]\nipc_uids = [{OTHER_UID}]\n")
+    stranger.peer.refused("bad_memory", "attach_ipc", **named)  # there is no such GPU
+    configured.reload(allowed)
+    stranger.peer.refused("forbidden", "attach_ipc", **named)
+    stranger.close()
+
+
 def test_caps_hold_for_all_and_limits_for_new_sessions(configured: Configured) -> None:
     with RawPeer(configured.service.socket) as old:
         assert old.hello()["limits"]["keys_per_request"] == 16_384

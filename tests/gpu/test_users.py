@@ -26,6 +26,7 @@ def daemon_of(folder: Path, uid: int) -> Iterator[Path]:
     folder.chmod(0o755)
     settings = {
         "server.allowed_uids": f"[0,{NOBODY},{OTHER}]",
+        "cuda.ipc_uids": f"[{NOBODY},{OTHER}]",
         "server.socket_mode": "0o666",
         "memory.slab_bytes": "4MiB",
     }
