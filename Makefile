@@ -14,15 +14,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # What the daemon and its clients need, and nothing else: neither torch nor the tools of tests and linters.
 DEMO_VENV := build/demo-venv
 DEMO_READY := $(DEMO_VENV)/.ready
-KERNELS_VENV := build/kernels-venv
 PYTHON_IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
 C_SOURCES := $(wildcard kvoffloadd/device/*.c kvoffloadd/cache/memory/*.c kvoffloadd/storage/*.c)
 # Those of vLLM, SGLang and remote stores want a venv of their own: see docs/benchmarks/vllm.md, sglang.md and remote.md.
 BENCHMARKS := copy disk engines layouts lookup recovery rpc submit
-# The Python of the GPU machine, and what is given to the scripts: `make gpu-bundle GPU_BUNDLE=--cupy`,
-# `make gpu-check GPU_CHECK="--soft --quick"`.
+# The Python of the GPU machine, and what is given to the script: `make gpu-check GPU_CHECK="--soft --quick"`.
 GPU_PYTHON ?= 3.12
-GPU_BUNDLE ?=
 GPU_CHECK ?=
 GPU_VENV := build/gpu-venv
 # Each in a folder of its own, for tests that put one before what the venv has.
@@ -56,7 +53,7 @@ PEERS_MOONCAKE := build/peers-mooncake-venv
 PEERS ?= --write docs/benchmarks/peers.md
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-threads soak-remote mutants lint shape bench bench-peers kernels gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-threads soak-remote mutants lint shape bench bench-peers gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -166,11 +163,6 @@ soak-threads: $(READY) ## the tests of what threads drain, 20 times beside busy 
 soak-remote: $(REMOTE_READY) ## two hosts that share a real store, everything on them killed at random, for 20 minutes; see SOAK_REMOTE
 	@$(REMOTE_VENV)/bin/python -m scripts soak $(SOAK_REMOTE)
 
-kernels: ## compile the CUDA kernel for each architecture, after a change of its source; needs no GPU
-	@$(PYTHON) -m venv --clear $(KERNELS_VENV)
-	@$(KERNELS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps --requirement requirements-kernels.lock
-	@PYTHONPATH=$(CURDIR) $(KERNELS_VENV)/bin/python -m scripts kernels
-
 mutants: $(READY) ## break the core on purpose, place by place, and see that tests notice (half an hour)
 	@$(BIN)/python -m scripts mutants
 
@@ -209,7 +201,7 @@ $(PEERS_MOONCAKE)/.ready: requirements-peers-mooncake.lock
 	@touch $@
 
 gpu-bundle: ## download what gpu-check needs on a machine without a network, to gpu-bundle/
-	@$(PYTHON) -m scripts gpu_bundle gpu-bundle --python-version $(GPU_PYTHON) $(GPU_BUNDLE)
+	@$(PYTHON) -m scripts gpu_bundle gpu-bundle --python-version $(GPU_PYTHON)
 
 gpu-check: ## on a machine with a GPU, without a network: GPU tests and benchmarks; results go to OUT or build/gpu-check
 	@$(PYTHON) -m scripts.gpu.environment $(GPU_VENV) gpu-bundle

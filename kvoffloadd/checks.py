@@ -49,12 +49,6 @@ def size(low: int, high: int = BYTES_MAX, multiple: int = 1) -> Check[int]:
     return check
 
 
-def size_or_auto(low: int, high: int) -> Check[int | str]:
-    """As `size`, or "auto"."""
-    check_size = size(low, high)
-    return lambda value: "auto" if value == "auto" else check_size(value)
-
-
 def seconds(low: float, high: float) -> Check[float]:
     """Seconds from `low` to `high`."""
 

@@ -196,10 +196,7 @@ class CudaConfig:
     enabled: bool = _key(True, checks.flag)
     batch: bool = _key(True, checks.flag)
     batch_descriptors: int = _key(1024, checks.count(1, 1 << 20))
-    pitched_row_bytes: int | str = _key(27 * KIB, checks.size_or_auto(0, GIB))
-    kernel_row_bytes: int | str = _key(0, checks.size_or_auto(0, GIB))
-    kernel_chunk_bytes: int = _key(8 * MIB, checks.size(1, GIB))
-    staging_bytes: int = _key(32 * MIB, checks.size(64 * KIB, GIB))
+    pitched_row_bytes: int = _key(27 * KIB, checks.size(0, GIB))
     ipc_uids: tuple[int, ...] = _key((), checks.uids, live=True)
     pin_bytes: int = _key(128 * MIB, checks.size(PAGE_BYTES, 2 * GIB))
     stuck_s: float = _key(30.0, checks.seconds(0.1, 3600))
@@ -430,12 +427,6 @@ def _contradictions(config: Config) -> Iterator[str]:
         yield (
             f'memory.huge_pages = "{memory.huge_pages}": memory.pool_file has the pages of its file system; for huge '
             "pages, use hugetlbfs, or a tmpfs that is mounted with huge=always"
-        )
-    cuda, chunk_bytes = config.cuda, min(config.cuda.staging_bytes, config.copy.chunk_bytes)
-    if cuda.kernel_row_bytes and 2 * cuda.kernel_chunk_bytes > chunk_bytes:  # copies are cut into equal chunks
-        yield (
-            f"cuda.kernel_chunk_bytes = {cuda.kernel_chunk_bytes}: must be at most {chunk_bytes // 2}, "
-            "half of cuda.staging_bytes or of copy.chunk_bytes; otherwise the kernel would hardly ever run"
         )
     yield from _remote_contradictions(config)
     # As written, without asking the file system: a link between roots shows when the second one finds the first's lock.

@@ -349,21 +349,6 @@ def test_the_agent_is_not_killed_before_its_calls_can_end(
     config.load(write(tmp_path, text.replace('"valkey"', '"memory"\ndirectory = "/x"')))
 
 
-@pytest.mark.parametrize("key", ["pitched_row_bytes", "kernel_row_bytes"])
-def test_sizes_of_rows_that_the_daemon_is_to_find_out(tmp_path: Path, key: str) -> None:
-    for text, expected in (('"auto"', "auto"), ('"28KiB"', 28 << 10), ("0", 0)):
-        assert getattr(config.load(write(tmp_path, f"[cuda]\n{key} = {text}\n")).cuda, key) == expected
-    assert "must be a number of bytes" in problems(write(tmp_path, f"[cuda]\n{key} = true\n"))[1]
-
-
-@pytest.mark.parametrize("limit", ["[cuda]\nstaging_bytes = 65536", "[copy]\nchunk_bytes = 65536\n[cuda]"])
-def test_a_kernel_that_would_hardly_run_is_refused(tmp_path: Path, limit: str) -> None:
-    path = write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\n")
-    assert "cuda.kernel_chunk_bytes = 8388608: must be at most 32768" in problems(path)[1]
-    config.load(write(tmp_path, f"{limit}\nkernel_row_bytes = 4096\nkernel_chunk_bytes = 32768\n"))
-    config.load(write(tmp_path, f"{limit}\n"))
-
-
 def test_a_long_value_is_cut_in_the_message(tmp_path: Path) -> None:
     assert len(problems(write(tmp_path, f'[log]\nlevel = "{"x" * 500}"\n'))[1]) < 200
 

@@ -122,7 +122,7 @@ class AsyncClient(BaseClient):
 
     async def register(self, caches: KvCache) -> Registration:
         """As `Client.register`."""
-        return await self._run(self._core.register(caches, self._until()))
+        return await self._run(self._core.register(caches, self._until(self._register_s(caches))))
 
     async def unregister(self, registration: Registration) -> None:
         """As `Client.unregister`."""

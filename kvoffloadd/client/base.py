@@ -6,12 +6,20 @@ import os
 import weakref
 from typing import Literal
 
+from kvoffloadd.client.arguments import instance_of
 from kvoffloadd.client.connector import Settings
 from kvoffloadd.client.core import ClientCore
 from kvoffloadd.client.jobs import Job
+from kvoffloadd.client.memory.kvcache import KvCache
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol.messages import Limits, NamespaceSpec
+
+GPU_OPEN_S = 120.0
+"""How long a daemon may take to register memory of a GPU that it does not use yet. It makes a context, which is given
+all memory that is pinned, by a driver that works for other GPUs meanwhile. The daemon itself gives up sooner: after 30 s
+and 0.1 s for each GiB that is pinned, by default.
+"""
 
 
 class BaseClient:
@@ -36,7 +44,7 @@ class BaseClient:
             namespace: who may share; None for an observer only.
             role: what this session may ask.
             instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: an instance of its own.
-            deadline_s: bound of every call.
+            deadline_s: bound of every call; `register` may take `GPU_OPEN_S` where memory is on a GPU.
             connect_deadline_s: how long attempts to connect are repeated; 0: a single one.
             reconnect: make a new connection when the old one was lost; if False, only `connect` does.
             retry_busy: ask again when the daemon is busy.
@@ -56,6 +64,11 @@ class BaseClient:
         self._made_in = os.getpid()
         self._is_forked = False
         _clients.add(self)
+
+    def _register_s(self, caches: KvCache) -> float:
+        """The bound of a registration. Raises UsageError."""
+        on_gpu = instance_of(KvCache, caches, "caches").is_on_gpu
+        return max(self._deadline_s, GPU_OPEN_S) if on_gpu else self._deadline_s
 
     def _make_poller(self) -> Poller:
         """What the client waits with. Called once, before anything else."""

@@ -85,11 +85,12 @@ class Client(BaseClient):
     # --- registration ----------------------------------------------------------------------------
 
     def register(self, caches: KvCache) -> Registration:
-        """Attach the memory and register tensors and groups; repeated after every reconnect.
+        """Attach the memory and register tensors and groups; repeated after every reconnect. The first time, a daemon
+        may take seconds to open a GPU, and this call waits for that whatever the client's `deadline_s` is.
 
         The registration, and the client until `unregister`, hold the tensors and so keep the memory.
         """
-        return self._run(self._deadline_s, lambda until: self._core.register(caches, until))
+        return self._run(self._register_s(caches), lambda until: self._core.register(caches, until))
 
     def unregister(self, registration: Registration) -> None:
         """End a registration; returns when the daemon has unmapped the memory.

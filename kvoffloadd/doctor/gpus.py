@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +37,6 @@ def check_gpus(cuda: CudaConfig, host: Host, make_driver: MakeDriver = CudaDrive
         )
     else:
         yield ok("GPUs", found)
-    yield from _check_kernel_package(cuda)
     yield from _check_namespaces(host)
 
 
@@ -47,12 +45,6 @@ def _describe(driver: Any) -> str:
     if not count:
         raise DeviceError("the driver sees no GPU")
     return f"{count} found, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {driver.bindings_version}"
-
-
-def _check_kernel_package(cuda: CudaConfig) -> Iterator[Diagnosis]:
-    if cuda.kernel_row_bytes != 0 and importlib.util.find_spec("cupy") is None:
-        remedy = f"{_INSTALL}, or '.[cuda12]'; or set cuda.kernel_row_bytes = 0"
-        yield note("CuPy", "is not installed, so small rows are copied without the kernel", remedy)
 
 
 def _check_namespaces(host: Host) -> Iterator[Diagnosis]:

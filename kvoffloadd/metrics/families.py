@@ -257,7 +257,6 @@ def _devices(devices: Mapping[str, Status]) -> Iterator[Metric]:
     unpinned = of("unpinned_copies")
     yield _counter("unpinned_copies", "Copies from or to memory that is not pinned.", unpinned, "device")
     yield _counter("pitched_copies", "Pitched copies, each of a run of small rows.", of("pitched_copies"), "device")
-    yield _counter("kernel_chunks", "Chunks of small rows that the kernel moved.", of("kernel_chunks"), "device")
     yield _counter("batch_failures", "Batched copies that the driver refused.", of("batch_failures"), "device")
 
 

@@ -7,7 +7,6 @@ the daemon's on any driver. Times are the thread's own, medians over rounds. Not
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +62,5 @@ def main() -> int:
     if min(arguments.rounds, arguments.bytes) < 1:
         parser.error("--bytes and --rounds are at least 1")
     softcuda.load()
-    sys.path.insert(0, str(softcuda.WITH_CUPY))
     costs = Costs(Gpu(), arguments.bytes)
     return show_result(summary(measured(costs, arguments.rounds), costs), arguments, show)

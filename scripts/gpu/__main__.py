@@ -15,7 +15,6 @@ makes the environment.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import time
@@ -30,7 +29,6 @@ from scripts.gpu.report import write
 from scripts.gpu.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
-WITHOUT_CUPY = ROOT / "scripts" / "gpu" / "withoutcupy"
 BUDGET_S = 520.0
 GPU_TESTS_MIN, SOFT_TESTS_MIN = 30, 24
 """Fewer that ran and passed prove nothing. The software driver can't do those of torch."""
@@ -111,13 +109,9 @@ def _e2e(arguments: argparse.Namespace) -> Part:
 
 
 def environment_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """Of the parts: the repository and its scripts can be imported, and the driver is the one that was asked for.
-    Where CuPy is missing, or not wanted, the driver alone launches the kernel.
-    """
+    """Of the parts: the repository and its scripts can be imported, and the driver is the one that was asked for."""
     found = dict(os.environ)
-    by_driver = arguments.without_cupy or arguments.soft or not importlib.util.find_spec("cupy")
-    search = [str(ROOT), *([str(WITHOUT_CUPY)] if by_driver else []), found.get("PYTHONPATH", "")]
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, search))
+    found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH", "")]))
     found[SOFT_VARIABLE] = "1" if arguments.soft else "0"
     if arguments.soft:
         from tests import softcuda
@@ -196,7 +190,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", metavar="PART", help="these parts alone")
     parser.add_argument("--quick", action="store_true", help="small sizes, which show only that it runs")
     parser.add_argument("--soft", action="store_true", help="on the software driver of tests/softcuda, without a GPU")
-    parser.add_argument("--without-cupy", action="store_true", help="the driver alone launches the kernel")
     return parser.parse_args()
 
 

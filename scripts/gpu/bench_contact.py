@@ -7,8 +7,6 @@ it gives or refuses memory of other processes. A step that fails is a line with 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -90,20 +88,9 @@ def versions(_quick: bool) -> dict[str, Any]:
         "systemd": output_of("systemctl", "--version").partition("\n")[0],
         "python": sys.version.partition(" ")[0],
         "cuda-bindings": f"{bindings.__version__}, {Path(bindings.__path__[0])}",
-        "CuPy": _cupy_version(),
         "driver of the kernel": kernel_module.read_text().partition("\n")[0] if kernel_module.exists() else "-",
         "CUDA of the driver": int(driver().call("cuDriverGetVersion")),
     }
-
-
-def _cupy_version() -> str:
-    found = importlib.util.find_spec("cupy")
-    if found is None or found.origin is None:
-        return "not installed"
-    if Path(found.origin).parent.name == "withoutcupy":
-        return "in its place the driver alone launches the kernel"
-    names = importlib.metadata.packages_distributions().get("cupy", [])
-    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
 def attributes(_quick: bool) -> dict[str, Any]:

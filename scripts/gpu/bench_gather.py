@@ -1,4 +1,4 @@
-"""Small rows: the ways of the daemon, and a fifth way, in which the worker gathers them itself; beside a decode loop.
+"""Small rows: the ways of the daemon, and another, in which the worker gathers them itself; beside a decode loop.
 
 `gather`: the worker gathers the rows of a chunk on a stream of its own (`torch.index_select`) into a staging buffer
 that it has registered, signals, and the daemon moves the chunk as one large row; a load comes the same way back
@@ -45,7 +45,7 @@ LAYERS = 32
 ROW_BYTES = tuple(size * KIB for size in (4, 16, 64, 2, 8, 32))
 QUICK_ROW_BYTES = (2 * KIB,)
 CHUNK_BYTES, QUICK_CHUNK_BYTES = 32 * MIB, MIB
-DAEMON_WAYS = ("batches of 1,024", "pitched", "kernel")
+DAEMON_WAYS = ("batches of 1,024", "pitched")
 GATHER = "gather"
 SLICE_S, QUICK_SLICE_S = 0.15, 0.02
 WORD_BYTES = 8

@@ -1,8 +1,8 @@
-"""Stores and loads by each path of the daemon: in batches, one by one, pitched, by way of the kernel; and mixed sizes.
+"""Stores and loads by each path of the daemon: in batches, one by one, pitched; and mixed sizes.
 
 Each path is a daemon of its own, whose settings allow no other, in a layout of one allocation whose layers are evenly
 apart. Times are the client's; ratios are to one plain copy of as many bytes in the same rounds. `by`: how many pitched
-copies and chunks for the kernel the daemon counts. `mixed`: jobs of 2 MiB rows, each behind one of small rows, beside
+copies the daemon counts. `mixed`: jobs of 2 MiB rows, each behind one of small rows, beside
 the same without; `upwards` and `downwards`: jobs of each size, one behind the other.
 """
 
@@ -36,17 +36,16 @@ NO_RUNS = {"cuda.pitched_row_bytes": "0"}
 PATHS: dict[str, dict[str, str]] = {
     "batches of 1,024": NO_RUNS,
     "pitched": {"cuda.pitched_row_bytes": ALWAYS},
-    "kernel": {**NO_RUNS, "cuda.kernel_row_bytes": ALWAYS, "cuda.kernel_chunk_bytes": "1"},
     "one by one": {**NO_RUNS, "cuda.batch": "false"},
     "batches of 256": {**NO_RUNS, "cuda.batch_descriptors": "256"},
     "batches of 4,096": {**NO_RUNS, "cuda.batch_descriptors": "4096"},
 }
-QUICK_PATHS = 4
+QUICK_PATHS = 3
 KINDS = ("store", "load")
 LARGE, SMALL = Shape(2 * MIB, layers=2), Shape(4 * KIB)
 SMALL_PART = 16
 """The job of small rows has so small a part of the large one's bytes."""
-COUNTED = ("pitched_copies", "kernel_chunks", "batch_failures")
+COUNTED = ("pitched_copies", "batch_failures")
 
 
 def counters(socket: Path) -> dict[str, int]:

@@ -33,7 +33,7 @@ from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, Run, cut_short, gb_per_s, parser, table
 from scripts.gpu.machine import available_bytes
-from scripts.harness.gpu import Gpu, GpuBuffer
+from scripts.harness.gpu import Gpu, GpuBuffer, one_copy
 
 PORTABLE_AND_MAPPED = 3
 PIECES = (1, 16, 128)
@@ -82,9 +82,10 @@ def copies_and_maps(gpu: Gpu, mapping: Mapping) -> dict[str, Callable[[], object
     """What goes on in the process that registers. `mapping`: registered, a page at least."""
     device, event = GpuBuffer(gpu, 4 * KIB), driver().call("cuEventCreate", 2)
     stream, entry = int(driver().call("cuStreamCreate", 1)), Driver()
+    a_page = one_copy(mapping.address, device.address, 4 * KIB)
 
     def copy() -> None:
-        entry.copy(mapping.address, device.address, 4 * KIB, stream)
+        entry.copy_each(*a_page, stream)
         entry.record(int(event), stream)
         while entry.query(int(event)):
             pass

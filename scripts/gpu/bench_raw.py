@@ -3,9 +3,8 @@
 A block has one row in each of 32 layers, evenly apart in the GPU's memory and side by side in registered memory;
 blocks are scattered. `one by one`: cuMemcpyAsync. `batch`: cuMemcpyBatchAsync with flags 0 or 1 (prefer overlap with
 compute) and sources read in the stream's order or in any. `2D`: one cuMemcpy2DAsync a block. `3D batch`: the same
-copies in calls of cuMemcpy3DBatchAsync. `staged`: one copy to or from a buffer in the GPU's memory, and the kernel.
-Times are from the first call to the end of the stream; `submit` is the time within the calls, which wait when the
-GPU's queue is full. All bytes are compared.
+copies in calls of cuMemcpy3DBatchAsync. Times are from the first call to the end of the stream; `submit` is the time
+within the calls, which wait when the GPU's queue is full. All bytes are compared.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
-from kvoffloadd.device.cuda.kernel import RowKernel
 from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
@@ -27,7 +25,7 @@ from kvoffloadd.model import Direction, U8Array, U64Array
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import KIB, LAYERS, MIB, Run, Shape, against_ceiling, cut_short, daemon, gb_per_s, parser, table
-from scripts.harness.gpu import Gpu, GpuBuffer
+from scripts.harness.gpu import Gpu, GpuBuffer, one_copy
 
 Submit = Callable[[], int]
 
@@ -36,7 +34,7 @@ ROWS_MAX = 1 << 14
 BATCH = 1024
 STREAM_ORDER, ANY_ORDER = 1, 3
 BATCHES = {"batch": (0, STREAM_ORDER), "batch, flag 1": (1, STREAM_ORDER), "batch, any order": (0, ANY_ORDER)}
-METHODS = ("plain", "one by one", *BATCHES, "2D", "3D batch", "staged")
+METHODS = ("plain", "one by one", *BATCHES, "2D", "3D batch")
 DAEMON = "daemon"
 
 
@@ -47,13 +45,13 @@ class _Attributes(ctypes.Structure):
 
 
 class Rows:
-    """Blocks in the GPU's memory and in registered memory, and a buffer in the GPU's memory beside them."""
+    """Blocks in the GPU's memory and in registered memory."""
 
     def __init__(self, gpu: Gpu, row_bytes: int, total_bytes: int) -> None:
         blocks = max(1, min(total_bytes // row_bytes, ROWS_MAX) // LAYERS)
         self.bytes = blocks * LAYERS * row_bytes
         self.row_bytes, self.gpu = row_bytes, gpu
-        self.host, self.device, self.buffer = Pinned(self.bytes), GpuBuffer(gpu, self.bytes), GpuBuffer(gpu, self.bytes)
+        self.host, self.device = Pinned(self.bytes), GpuBuffer(gpu, self.bytes)
         rng = np.random.default_rng(row_bytes)
         order = rng.permutation(blocks)
         self._noise: U8Array = rng.integers(0, 256, self.bytes, np.uint8)
@@ -63,9 +61,8 @@ class Rows:
         ids = order.astype(np.uint64)[:, None] * np.uint64(row_bytes)
         self.of_device: U64Array = (np.uint64(self.device.address) + ids + layers).reshape(-1)
         at = np.arange(blocks * LAYERS, dtype=np.uint64) * np.uint64(row_bytes)
-        self.of_host, self.of_buffer = at + np.uint64(self.host.address), at + np.uint64(self.buffer.address)
+        self.of_host = at + np.uint64(self.host.address)
         self.sizes = np.full(len(at), row_bytes, np.uint64)
-        self.listed, self.listed_on_gpu = Pinned(24 * len(at)), GpuBuffer(gpu, 24 * len(at))
 
     def sides(self, direction: Direction) -> tuple[U64Array, U64Array]:
         """Where rows are copied from, and to."""
@@ -88,10 +85,8 @@ class Rows:
         return int((self.device.download(0, self.bytes) != self._noise).sum())
 
     def close(self) -> None:
-        for registered in (self.host, self.listed):
-            registered.close()
-        for memory in (self.device, self.buffer, self.listed_on_gpu):
-            memory.free()
+        self.host.close()
+        self.device.free()
 
 
 class Ways:
@@ -103,11 +98,6 @@ class Ways:
         batch = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         self._batch = driver.entry("cuMemcpyBatchAsync", 12080, *batch)
         self.missing: dict[str, str] = {}
-        self._kernel: RowKernel | None = None
-        try:
-            self._kernel = RowKernel(driver, 0)
-        except DeviceError as error:
-            self.missing["staged"] = str(error)
         if self._batch is None:
             self.missing |= dict.fromkeys(BATCHES, "this driver has no cuMemcpyBatchAsync")
         if not driver.pitches:
@@ -122,7 +112,8 @@ class Ways:
         if method == "plain":  # as many bytes as one copy: only the time matters
             ends = rows.device.address, rows.host.address
             begin, end = ends if direction is Direction.STORE else ends[::-1]
-            return lambda: driver.copy(begin, end, rows.bytes, stream)
+            whole = one_copy(begin, end, rows.bytes)
+            return lambda: driver.copy_each(*whole, stream)
         if method == "one by one":
             return lambda: driver.copy_each(src, dst, rows.sizes, stream)
         if method in ("2D", "3D batch"):
@@ -132,8 +123,6 @@ class Ways:
             if method == "2D":
                 return lambda: driver.copy_pitched(runs, stream)
             return lambda: driver.copy_pitched_batch(runs, BATCH, stream)
-        if method == "staged":
-            return self._staged(rows, direction)
         return self._batches(rows, direction, *BATCHES[method])
 
     def _batches(self, rows: Rows, direction: Direction, flags: int, order: int) -> Submit:
@@ -150,26 +139,6 @@ class Ways:
                 if status:
                     return status
             return 0
-
-        return submit
-
-    def _staged(self, rows: Rows, direction: Direction) -> Submit:
-        kernel, stream, driver = self._kernel, self._stream, self._driver
-        assert kernel is not None
-        load = direction is Direction.LOAD
-        between = np.stack((rows.of_buffer, rows.of_device) if load else (rows.of_device, rows.of_buffer), 1)
-        listed, on_gpu = rows.listed, rows.listed_on_gpu
-        listed.array[:] = np.ascontiguousarray(np.column_stack((between, rows.sizes))).reshape(-1).view(np.uint8)
-
-        def move() -> int:
-            status = driver.copy(listed.address, on_gpu.address, on_gpu.size_bytes, stream)
-            kernel.launch(on_gpu.address, len(rows.sizes), rows.row_bytes, stream)
-            return status
-
-        def submit() -> int:
-            if load:
-                return driver.copy(rows.host.address, rows.buffer.address, rows.bytes, stream) or move()
-            return move() or driver.copy(rows.buffer.address, rows.host.address, rows.bytes, stream)
 
         return submit
 

@@ -1,9 +1,9 @@
 """The processor's cost of a row by each way of copying, in this process, with the daemon's own code.
 
 `plan` is from block ids to chunks, on one row of 4 KiB in each layer for each block; `build` is what a thread makes of
-a chunk before it calls the driver: runs of rows, lists for the kernel; `calls` is within the driver's calls, CuPy's
-among them. Waiting is not counted. Times are the thread's own, so that other programs add little. Each layer's rows lie
-together, the layers evenly apart. The bound holds batches alone.
+a chunk before it calls the driver: runs of rows; `calls` is within the driver's calls. Waiting is not counted. Times
+are the thread's own, so that other programs add little. Each layer's rows lie together, the layers evenly apart. The
+bound holds batches alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ import numpy as np
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.device.chunked import PIECE_DESCRIPTORS
 from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
-from kvoffloadd.device.cuda.kernel import RowKernel
 from kvoffloadd.device.cuda.pinning import Arena, cut, piece_ends
-from kvoffloadd.device.cuda.staging import ROWS_MAX, Stage
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.pitched import Pitched, pitch
 from kvoffloadd.device.plan import Copies, GroupPlan, make_copies, split
-from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, Ref, U64Array
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.figures import p50
@@ -37,7 +34,7 @@ from scripts.harness.gpu import Gpu, GpuBuffer
 ROW_BYTES = 4096
 CHUNK_BYTES = 64 * MIB
 COST_MAX_US = 0.7
-SINGLE, BATCH, PITCHED, KERNEL = "one by one", "batch", "runs", "kernel"
+SINGLE, BATCH, PITCHED = "one by one", "batch", "runs"
 PARTS = ("plan", "build", "calls")
 COLUMNS = ("way", "direction", *PARTS, "in all")
 TITLE = f"microseconds of processor time for each row of {ROW_BYTES:,} bytes"
@@ -75,10 +72,6 @@ class TimedDriver(Driver):
         with self.calls:
             return super().copy_batch(src, dst, size, stream, sources_final=sources_final)
 
-    def copy(self, src: int, dst: int, size_bytes: int, stream: int) -> int:
-        with self.calls:
-            return super().copy(src, dst, size_bytes, stream)
-
     def copy_each(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
         with self.calls:
             return super().copy_each(src, dst, size, stream)
@@ -105,19 +98,6 @@ class TimedStream(CopyStream):
     def _submit(self, submit: Callable[[int], int], stream: int) -> int:
         with self.submitted:
             return submit(stream)
-
-
-@dataclass(frozen=True, slots=True)
-class TimedKernel:
-    """As `RowKernel`, its launches counted with the driver's calls."""
-
-    kernel: RowKernel
-    calls: Timer
-
-    def launch(self, rows_address: int, count: int, longest_bytes: int, stream: int) -> None:
-        """See `RowKernel.launch`."""
-        with self.calls:
-            self.kernel.launch(rows_address, count, longest_bytes, stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +133,9 @@ class Costs:
         self._driver = TimedDriver()
         self._context = int(self._driver.call("cuCtxGetCurrent"))
         self._ran, self._submitted = Timer(), Timer()
-        self.ways = list(self._all_ways(gpu))
+        self.ways = list(self._all_ways())
 
-    def _all_ways(self, gpu: Gpu) -> Iterator[Way]:
+    def _all_ways(self) -> Iterator[Way]:
         yield Way(SINGLE, self._cut, self._mover(self._stream(batch=False)))
         batched = self._stream(batch=True)
         if batched.batch:
@@ -166,14 +146,6 @@ class Costs:
             yield Way(PITCHED, self._cut_runs, self._run_mover(batched))
         else:
             self.skipped.append(f"{PITCHED}: this driver has no cuMemcpy2DAsync")
-        try:
-            kernel = TimedKernel(RowKernel(self._driver, gpu.ordinal), self._driver.calls)
-            make_stream = partial(self._stream, batch=True)
-            stage = Stage(self._driver, make_stream, kernel, self._config.staging_bytes, self._ends)
-        except DeviceError as error:
-            self.skipped.append(f"{KERNEL}: {error}")
-            return
-        yield Way(KERNEL, self._cut_staged, lambda way, chunk: stage.move(way, chunk.src, chunk.dst, chunk.size))
 
     def _stream(self, *, batch: bool) -> TimedStream:
         stream = TimedStream(self._driver, self._context, 0, batch=batch, on_broken=sys.exit)
@@ -201,9 +173,6 @@ class Costs:
         runs = pitch(copies, self._ends[-1:], self._ends[-1:], pitch_max_bytes=PITCH_MAX_BYTES)
         most = self._config.batch_descriptors * len(copies) // max(len(runs) + len(runs.rest), 1)
         return split(copies, 1, 1, chunk_bytes=CHUNK_BYTES, chunk_descriptors=min(most, PIECE_DESCRIPTORS))
-
-    def _cut_staged(self, copies: Copies) -> list[Copies]:
-        return split(copies, 1, 1, chunk_bytes=self._config.staging_bytes, chunk_descriptors=ROWS_MAX)
 
     def measure(self, way: Way, direction: Direction) -> dict[str, float]:
         """Of one job, in microseconds for each row, by PARTS and "in all"."""

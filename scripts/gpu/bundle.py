@@ -1,8 +1,6 @@
 """Downloads the wheels that a GPU machine lacks for `make gpu-check`, in the versions of requirements-dev.lock.
 
-Nothing but Python and a driver is expected there; torch is used where it is. CuPy does not come along: its wheel for
-CUDA 13 has 66 MiB, and the check launches the kernel by the driver where CuPy is missing. `--cupy` takes it along; the
-one for CUDA 13 is right for drivers from R580 on, `--cupy 12` for older ones.
+Nothing but Python and a driver is expected there; torch is used where it is.
 """
 
 from __future__ import annotations
@@ -19,17 +17,14 @@ PACKAGES = (
     "pytest-asyncio", "pytest-timeout", "rich", "uvloop", "xxhash",
 )  # fmt: skip
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
-CUPY = {"12": "cupy-cuda12x>=13.3,<15", "13": "cupy-cuda13x>=14.0,<15"}
-"""As the package's extras have them."""
 BYTES_MAX = 64 << 20
-"""Without CuPy: more would mean that something crept in."""
+"""More would mean that something crept in."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="is made anew")
     parser.add_argument("--python-version", default="3.12", help="of the GPU machine (default: %(default)s)")
-    parser.add_argument("--cupy", nargs="?", choices=CUPY, const="13", help="with CuPy for this CUDA (13 if not said)")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.folder, ignore_errors=True)
     command = [
@@ -37,7 +32,6 @@ def main() -> int:
         *("--only-binary=:all:", "--implementation", "cp", "--python-version", arguments.python_version),
         *(word for platform in PLATFORMS for word in ("--platform", platform)),
         *("--constraint", str(ROOT / "requirements-dev.lock"), "--dest", str(arguments.folder), *PACKAGES),
-        *([CUPY[arguments.cupy]] if arguments.cupy else []),
     ]
     status = subprocess.run(command, check=False).returncode
     if status:
@@ -45,7 +39,7 @@ def main() -> int:
     wheels = sorted(arguments.folder.glob("*.whl"))
     total = sum(wheel.stat().st_size for wheel in wheels)
     print(f"gpu-bundle: {len(wheels)} wheels for Python {arguments.python_version}, {total / (1 << 20):.1f} MiB")
-    if total > BYTES_MAX and not arguments.cupy:
+    if total > BYTES_MAX:
         print(f"gpu-bundle: more than {BYTES_MAX >> 20} MiB", file=sys.stderr)
         return 1
     return 0

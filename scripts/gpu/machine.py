@@ -12,7 +12,7 @@ import re
 import subprocess
 from pathlib import Path
 
-PACKAGES = ("torch", "cupy-cuda13x", "cupy-cuda12x", "cuda-bindings", "cuda-pathfinder", "numpy", "msgspec", "msgpack",
+PACKAGES = ("torch", "cuda-bindings", "cuda-pathfinder", "numpy", "msgspec", "msgpack",
             "uvloop", "pytest")  # fmt: skip
 _ASKED = ("name", "driver_version", "compute_mode", "mig.mode.current", "pcie.link.gen.max", "pcie.link.gen.current",
           "pcie.link.width.current", "memory.total", "memory.used")  # fmt: skip

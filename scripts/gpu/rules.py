@@ -26,7 +26,7 @@ from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.wait import until
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB
-from scripts.harness.gpu import POSIX_FD, Gpu, GpuBuffer, software_driver
+from scripts.harness.gpu import POSIX_FD, Gpu, GpuBuffer, one_copy, software_driver
 
 UNREGISTERED_BYTES, QUICK_UNREGISTERED_BYTES = 256 * MIB, 4 * MIB
 BATCH = 1024
@@ -100,7 +100,7 @@ class _Copies:
     def _submit(self, store: bool, row_bytes: int) -> int:
         ends = (self._device.address, self._host.address) if store else (self._host.address, self._device.address)
         if not row_bytes:
-            return self._driver.copy(*ends, self._host.size_bytes, self._gpu.stream)
+            return self._driver.copy_each(*one_copy(*ends, self._host.size_bytes), self._gpu.stream)
         at = np.arange(0, self._host.size_bytes, row_bytes, dtype=np.uint64)
         src, dst = at + np.uint64(ends[0]), at + np.uint64(ends[1])
         sizes = np.full(len(at), row_bytes, np.uint64)

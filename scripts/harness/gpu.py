@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.client.memory.gpu import driver
-from kvoffloadd.model import U8Array
+from kvoffloadd.model import U8Array, U64Array
 
 CHUNK_BYTES = 2 << 20
 _BUSY_BYTES, _BUSY_SAMPLE, _BUSY_SAMPLES = 64 << 20, 64, 3
@@ -190,6 +190,11 @@ class GpuRows:
             "strides": (stride_bytes, 1),
             "version": 3,
         }
+
+
+def one_copy(src: int, dst: int, size_bytes: int) -> tuple[U64Array, U64Array, U64Array]:
+    """What `Driver.copy_each` is given for a single copy."""
+    return np.array([src], np.uint64), np.array([dst], np.uint64), np.array([size_bytes], np.uint64)
 
 
 def count_gpus() -> int:

@@ -32,7 +32,6 @@ class DaemonCounters:
     peers_killed: int = 0
     faults_planted: int = 0
     pitched_copies: int = 0
-    kernel_chunks: int = 0
 
     @classmethod
     def of(cls, status: dict[str, Any]) -> DaemonCounters:

@@ -11,7 +11,7 @@ from scripts.stress.options import Options
 
 _ENDS_THE_DAEMON = {"sticky_after", "hang_after", "hang_device_to_host", "hang_host_to_device"}
 _FAILS_JOBS = {"fail_submit_every", "sticky_after", "query_error", "record_error"}
-_REFUSES = {"fail_submit_every", "no_batch", "pitched_error", "launch_error"}
+_REFUSES = {"fail_submit_every", "no_batch", "pitched_error"}
 CORRUPT_EVERY_COPIES = 2000
 STUCK_S = 2
 
@@ -65,7 +65,7 @@ def driver_of(options: Options) -> Driver:
         from tests import softcuda  # which builds it: not for a run on a GPU
 
         try:
-            daemon = softcuda.environment(",".join(faults), cupy=True)
+            daemon = softcuda.environment(",".join(faults))
             return Driver(daemon, softcuda.environment(), faults, options.copies)
         except softcuda.SoftCudaError as error:
             raise NoDriverError(f"--software-driver: {error}") from None

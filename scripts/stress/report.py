@@ -119,7 +119,6 @@ class Report:
             "faults_planted": self.daemon.faults_planted,
             "copies": self.copies,
             "pitched_copies": self.daemon.pitched_copies,
-            "kernel_chunks": self.daemon.kernel_chunks,
             "kills": self.kills,
             "kills_with_jobs": self.kills_with_jobs,
             "daemon_kills": self.daemon_kills,
@@ -189,7 +188,7 @@ def _ways(report: Report) -> list[tuple[str, str, str]]:
     daemon = report.daemon
     if report.device != "cuda":
         return []
-    return [("pitched, kernel", f"{daemon.pitched_copies:,}, {daemon.kernel_chunks:,}", "copies of runs, chunks")]
+    return [("pitched copies", f"{daemon.pitched_copies:,}", "of runs of small rows")]
 
 
 def _on_disk(report: Report) -> list[list[tuple[str, str, str]]]:

@@ -22,7 +22,6 @@ from kvoffloadd.trial.output import Live, ratio
 from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail, unmapped_within
 from kvoffloadd.trial.wait import within
 from scripts.gpu.workerprocess import GpuWorker
-from scripts.harness.copies import staging_descriptors
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.gpumemory import Rows
@@ -221,9 +220,6 @@ class Run:
         drained = observer.drain(30.0, everything=True)
         if drained.jobs or drained.unsealed:
             report.errors.append(f"after a drain {drained.jobs} jobs run, {drained.unsealed} slots are unsealed")
-        if self._options.software_driver and "descriptors" in before:
-            kept = staging_descriptors(observer.status(), self._options.copies)
-            before = before | {"descriptors": before["descriptors"] + kept}
         report.leaks += leaks(observer, self._pid(observer), self._memory_prefix, before)
         report.findings += observer.verify(payloads=True, deadline_s=VERIFY_S).findings
         if self._daemon is not None:

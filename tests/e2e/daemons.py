@@ -91,7 +91,7 @@ def _way() -> str:
 def _driver(faults: str, driver: Mapping[str, Any] | None) -> dict[str, str]:
     if driver is None and gpu_rank.device() == "host":
         return {}
-    asked = {"cupy": True, **(driver or {})} if _way() else dict(driver or {})
+    asked = dict(driver or {})
     planted = [one for one in [asked.pop("faults", "")] if one]
     planted += [f"delay_copies_ns={round(float(delay) * 1e9)}" for delay in re.findall(r"delay_s=([\d.]+)", faults)]
     if held := re.search(r"hold=([^,]+)", faults):

@@ -164,11 +164,11 @@ def _ids(blocks: I64Array) -> I64Array:
     return blocks[:, 0] if blocks.shape[1] == 1 else blocks
 
 
-@pytest.fixture(scope="module", params=["dma", "pitched", "kernel"])
+@pytest.fixture(scope="module", params=list(WAYS))
 def forced(request: pytest.FixtureRequest) -> Iterator[tuple[str, Daemon]]:
     """A way of copying, and a daemon that has no other."""
     way: str = request.param
-    driver = {"faults": "packed,read_early,poison,jitter_ns=20000", "cupy": True}
+    driver = {"faults": "packed,read_early,poison,jitter_ns=20000"}
     gpu_rank.extras()
     folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
     settings = ["memory.slab_bytes=2MiB", *(f"{name}={value}" for name, value in WAYS[way].items())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, Outcome, Ref
 from kvoffloadd.client.memory.gpu import IpcMemory, gpu_allocation
-from kvoffloadd.errors import RemoteError, UsageError
+from kvoffloadd.errors import DeadlineError, RemoteError, UsageError
 from kvoffloadd.sharedmem import create_memfd
 from kvoffloadd.trial.process import ROOT
 from kvoffloadd.trial.wait import HANG_S, until
@@ -415,3 +416,24 @@ def test_a_context_that_takes_long_keeps_host_workers_from_nothing(start_daemon:
         trips += 1
     assert trips > 1
     roundtrip(rank, seed)
+
+
+def test_a_registration_waits_for_a_context_that_takes_longer_than_other_calls_may(
+    start_daemon: Start, seed: int
+) -> None:
+    daemon = start_daemon(driver={"context_ns": 15 * 10**8})
+    rank = rank_of(daemon, register=False, deadline_s=0.5)
+    rank.registration = rank.client.register(rank.cache)
+    rank.close()
+    roundtrip(rank_of(daemon), seed)
+
+
+def test_a_registration_in_shared_memory_waits_no_longer_than_told(start_daemon: Start) -> None:
+    daemon = start_daemon()
+    rank = rank_of(daemon, register=False, where=HOST, deadline_s=0.5)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(DeadlineError):
+            rank.client.register(rank.cache)
+    finally:
+        os.kill(daemon.pid, signal.SIGCONT)

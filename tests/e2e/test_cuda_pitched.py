@@ -24,6 +24,11 @@ MIXED = (
     Group(1, GroupKind.SLIDING, 32, refs=(Ref(1, 4001, 13, 9, 14), Ref(0, 4900, 40)), window_keys=2),
 )
 """Two runs of rows of unequal length, and rows that belong to none."""
+ODD = (
+    Group(0, GroupKind.FULL, 16, refs=(Ref(0, 3, 257, 16, 300), Ref(1, 1, 4001)), blocks_per_key=2),
+    Group(1, GroupKind.SLIDING, 32, refs=(Ref(1, 4003, 13, 9, 14), Ref(0, 4900, 41)), window_keys=2),
+)
+"""Rows of odd sizes at odd places."""
 
 
 def pitched_copies(daemon: Daemon) -> int:
@@ -38,7 +43,7 @@ def test_a_block_takes_one_copy(start_daemon: Start, seed: int, kind: str) -> No
 
 
 @pytest.mark.parametrize("driver", [{}, {"faults": "packed"}], ids=["apart", "packed"])
-@pytest.mark.parametrize("groups", [MIXED, HYBRID], ids=["mixed", "hybrid"])
+@pytest.mark.parametrize("groups", [MIXED, ODD, HYBRID], ids=["mixed", "odd", "hybrid"])
 @pytest.mark.parametrize("kind", ["one", "each", "chunks"])
 def test_every_layout(
     start_daemon: Start, seed: int, groups: tuple[Group, ...], kind: str, driver: dict[str, str]
@@ -46,6 +51,13 @@ def test_every_layout(
     """The driver ends the process of who copies beyond the end of an allocation."""
     daemon = start_daemon(PITCHED, "copy.chunk_bytes=64KiB", driver=driver)
     roundtrip(daemon, groups, seed, kind)
+    assert pitched_copies(daemon) > 0
+
+
+def test_runs_that_lie_over_the_end_of_a_pinned_piece(start_daemon: Start, seed: int) -> None:
+    """No copy reaches over one."""
+    daemon = start_daemon(PITCHED, "cuda.pin_bytes=84KiB", memory="4MiB")
+    roundtrip(daemon, ODD, seed, keys=16)
     assert pitched_copies(daemon) > 0
 
 

@@ -1,5 +1,5 @@
-"""Workers that are killed, and drivers that fail, while rows are moved in runs or by the kernel. test_cuda_ends and
-test_cuda_faults have the same of single copies.
+"""Workers that are killed, and drivers that fail, while rows are copied in runs. The same of single copies is in
+test_cuda_ends and test_cuda_faults.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def keys(seed: int) -> Keys:
     return new_keys(np.random.default_rng(seed), KEYS)
 
 
-def start(start_daemon: Start, way: str, faults: str, *settings: str) -> Daemon:
-    forced = [f"{name}={value}" for name, value in WAYS[way].items()]
-    return start_daemon(*forced, *settings, driver={"faults": f"poison,{faults}", "cupy": True})
+def start(start_daemon: Start, faults: str, *settings: str) -> Daemon:
+    forced = [f"{name}={value}" for name, value in WAYS["pitched"].items()]
+    return start_daemon(*forced, *settings, driver={"faults": f"poison,{faults}"})
 
 
 def rank_of(daemon: Daemon) -> Rank:
@@ -61,10 +61,9 @@ def moved(daemon: Daemon) -> set[str]:
     return {name for name, count in counted(daemon.status()).items() if count}
 
 
-@pytest.mark.parametrize("way", ["pitched", "kernel"])
-def test_killed_workers(start_daemon: Start, spawn: Spawn, keys: Keys, way: str) -> None:
+def test_killed_workers(start_daemon: Start, spawn: Spawn, keys: Keys) -> None:
     """Their memory goes when their last copy has ended: softcuda ends the process of who lets go of it before."""
-    daemon = start(start_daemon, way, "link_bytes_per_s=400000", "copy.chunk_bytes=64KiB")
+    daemon = start(start_daemon, "link_bytes_per_s=400000", "copy.chunk_bytes=64KiB")
     theirs = new_keys(np.random.default_rng(1), CHUNKS * KEYS)
     for what in ("store", "load"):
         victim = spawn(daemon, what, theirs if what == "store" else keys, "rows")
@@ -76,19 +75,18 @@ def test_killed_workers(start_daemon: Start, spawn: Spawn, keys: Keys, way: str)
         assert rank.store_keys(keys).outcome is Outcome.DONE
         assert rank.loads_right(keys)
         daemon.leave_guests()
-    assert moved(daemon) == {*COUNTERS[way]}
+    assert moved(daemon) == {*COUNTERS["pitched"]}
 
 
-@pytest.mark.parametrize("way", ["pitched", "kernel"])
-def test_an_error_that_lasts(start_daemon: Start, seed: int, way: str) -> None:
+def test_an_error_that_lasts(start_daemon: Start, seed: int) -> None:
     """It exits with status 70, and the next one starts anew."""
     rng = np.random.default_rng(seed)
-    copies = 10 * KEYS * (1 if way == "kernel" else ROWS[0].refs[0].count)
-    daemon = start(start_daemon, way, f"sticky_after={copies}")
+    copies = 10 * KEYS * ROWS[0].refs[0].count
+    daemon = start(start_daemon, f"sticky_after={copies}")
     daemon.expected_in_log = "CRITICAL.*exiting: cuda:"
     rank = rank_of(daemon)
     assert rank.store_keys(new_keys(rng, KEYS)).outcome is Outcome.DONE
-    assert moved(daemon) == {*COUNTERS[way]}
+    assert moved(daemon) == {*COUNTERS["pitched"]}
     with suppress(ClientError):
         while rank.store_keys(new_keys(rng, KEYS)).outcome is Outcome.DONE:
             pass
@@ -99,26 +97,11 @@ def test_an_error_that_lasts(start_daemon: Start, seed: int, way: str) -> None:
     assert again.loads_right(keys)
 
 
-@pytest.mark.parametrize("way", ["pitched", "kernel"])
-def test_a_load_of_no_block(start_daemon: Start, keys: Keys, way: str) -> None:
+def test_a_load_of_no_block(start_daemon: Start, keys: Keys) -> None:
     """Of keys that hit, none of whose blocks is wanted."""
-    daemon = start(start_daemon, way, "packed")
+    daemon = start(start_daemon, "packed")
     rank = rank_of(daemon)
     rank.store_keys(keys)
     rank.wipe()
     result = rank.load({0: (keys, np.full(KEYS, NO_BLOCK, np.uint32))})
     assert (result.outcome, result.bytes, rank.clean()) == (Outcome.DONE, 0, True)
-
-
-def test_a_kernel_that_is_refused_later(start_daemon: Start, seed: int) -> None:
-    """What it was to move goes without it, in the same job; so does all that comes after."""
-    rng = np.random.default_rng(seed)
-    daemon = start(start_daemon, "kernel", "launch_error=719,launch_after=6")
-    rank = rank_of(daemon)
-    for _ in range(6):
-        keys = new_keys(rng, KEYS)
-        assert rank.store_keys(keys).outcome is Outcome.DONE
-        assert rank.loads_right(keys)
-    assert counted(daemon.status())["kernel_chunks"] == 5
-    until(lambda: daemon.log().count("the kernel for small rows does not work") >= 2, "it is told")  # each way
-    assert daemon.log().count("the kernel for small rows does not work") == 2

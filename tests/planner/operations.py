@@ -15,9 +15,8 @@ import numpy as np
 from kvoffloadd.config import Config
 from kvoffloadd.device.chunked import PIECE_DESCRIPTORS, Chunks
 from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES
-from kvoffloadd.device.cuda.staging import ROWS_MAX
 from kvoffloadd.device.pitched import Pitched, pitch
-from kvoffloadd.device.plan import Copies, GroupPlan, Tensor, Tensors, coalesce, split
+from kvoffloadd.device.plan import Copies, GroupPlan, Tensor, Tensors, split
 from kvoffloadd.device.work import BlockList, BlockWork
 from kvoffloadd.model import Direction, I64Array, slot_bytes
 from kvoffloadd.planner.layouts import Layout
@@ -35,8 +34,7 @@ _Cut = Callable[[Copies], list[Copies]]
 @dataclass(frozen=True, slots=True)
 class Operations:
     """Of a load. `copies`: one by one, that is, descriptors after neighbours are merged; `batches`: calls, if they are
-    submitted so. `runs`: pitched copies, and `rest`: copies in no run. `payload_copies`, `launches`: of the kernel's
-    way, which has as many copies of its lists of rows as launches.
+    submitted so. `runs`: pitched copies, and `rest`: copies in no run.
     """
 
     descriptors: int
@@ -44,8 +42,6 @@ class Operations:
     batches: int
     runs: int
     rest: int
-    payload_copies: int
-    launches: int
 
 
 def load_operations(layout: Layout, tokens: int, config: Config | None = None) -> Operations:
@@ -56,7 +52,6 @@ def load_operations(layout: Layout, tokens: int, config: Config | None = None) -
     work = _work(layout, layout.needed_blocks(tokens))
     single = _chunks(work, config, partial(_cut_single, config))
     pitched = [_runs(chunk) for chunk in _chunks(work, config, partial(_cut_pitched, config), at_once=False)]
-    staged = list(_chunks(work, config, partial(_cut_staged, config)))
     sizes = [len(chunk) for chunk in single]
     return Operations(
         descriptors=work.descriptors,
@@ -64,8 +59,6 @@ def load_operations(layout: Layout, tokens: int, config: Config | None = None) -
         batches=len(sizes),
         runs=sum(map(len, pitched)),
         rest=sum(len(runs.rest) for runs in pitched),
-        payload_copies=sum(map(_payload_copies, staged)),
-        launches=len(staged),
     )
 
 
@@ -128,16 +121,5 @@ def _cut_pitched(config: Config, copies: Copies) -> list[Copies]:
     return split(copies, 1, 1, chunk_bytes=config.copy.chunk_bytes, chunk_descriptors=most)
 
 
-def _cut_staged(config: Config, copies: Copies) -> list[Copies]:
-    chunk_bytes = min(config.copy.chunk_bytes, config.cuda.staging_bytes)
-    return split(copies, 1, 1, chunk_bytes=chunk_bytes, chunk_descriptors=ROWS_MAX)
-
-
 def _runs(copies: Copies) -> Pitched:
     return pitch(copies, _END, _END, pitch_max_bytes=PITCH_MAX_BYTES)
-
-
-def _payload_copies(chunk: Copies) -> int:
-    """From the daemon's memory to the staging buffer."""
-    staged = np.cumsum(chunk.size, dtype=np.uint64) - chunk.size
-    return len(coalesce(chunk.src, staged, chunk.size)[2])

@@ -36,22 +36,20 @@ def test_llama_3_1_70b_on_8_ranks() -> None:
     """80 rows of 16*2*128*2 = 8,192 bytes a block, 2,048 blocks: 163,840 rows of 80*8,192 = 655,360 bytes a block.
 
     They are planned 102 blocks at a time, which is what 64 MiB hold: 2,048 = 20*102 + 8. 102*80 = 8,160 rows take 8
-    batches of 1,024, 8*80 take 1: 20*8 + 1. A block's rows are one run. 102 blocks, 63.75 MiB, take two buffers of
-    32 MiB, of 51 each; the last 8 take one: 20*2 + 1.
+    batches of 1,024, 8*80 take 1: 20*8 + 1. A block's rows are one run.
     """
     assert load_operations(layout_of("llama-3.3-70b", 8), TOKENS) == Operations(
-        descriptors=163_840, copies=163_840, batches=161, runs=2048, rest=0, payload_copies=2048, launches=41
+        descriptors=163_840, copies=163_840, batches=161, runs=2048, rest=0
     )
 
 
 def test_deepseek_v3() -> None:
     """61 latents of 16*576*2 = 18,432 bytes a block, 1,124,352 in all, 2,048 blocks: 124,928 rows.
 
-    64 MiB hold 59 blocks: 2,048 = 34*59 + 42. 59*61 = 3,599 rows take 4 batches, 42*61 = 2,562 take 3: 34*4 + 3. 59
-    blocks take two buffers, the middle is within the 30th block; 42 take two, of 21 each: 35*2, and 34 blocks in two.
+    64 MiB hold 59 blocks: 2,048 = 34*59 + 42. 59*61 = 3,599 rows take 4 batches, 42*61 = 2,562 take 3: 34*4 + 3.
     """
     assert load_operations(layout_of("deepseek-r1", 8), TOKENS) == Operations(
-        descriptors=124_928, copies=124_928, batches=139, runs=2048, rest=0, payload_copies=2048 + 34, launches=70
+        descriptors=124_928, copies=124_928, batches=139, runs=2048, rest=0
     )
 
 
@@ -59,11 +57,10 @@ def test_gpt_oss_120b_on_8_ranks() -> None:
     """18 rows of 16*2*64*2 = 4,096 bytes a block in each of two groups. All 2,048 blocks of the full one, and the last
     8 of windows of 128 tokens: 2,056*18 = 37,008 rows, 144.56 MiB, which are planned at once.
 
-    Three chunks of 12,336 rows take 13 batches each. Runs are sought in pieces of whole blocks. In five buffers of at
-    most 32 MiB, 7,401 to 7,402 rows each, which is no multiple of 18: 4 blocks in two.
+    Three chunks of 12,336 rows take 13 batches each. Runs are sought in pieces of whole blocks.
     """
     assert load_operations(layout_of("gpt-oss-120b", 8), TOKENS) == Operations(
-        descriptors=37_008, copies=37_008, batches=39, runs=2056, rest=0, payload_copies=2060, launches=5
+        descriptors=37_008, copies=37_008, batches=39, runs=2056, rest=0
     )
 
 
@@ -72,17 +69,17 @@ def test_qwen_3_next_on_2_ranks() -> None:
     (3*4,096 + 16*128*128)*2 = 548,864 bytes, 12 each. 63*12 = 756 rows, 420,839,424 bytes, 401.3 MiB, planned at once.
 
     Seven chunks of 60,119,918 bytes, one batch each, are cut within six rows. Runs are sought in pieces of whole
-    blocks. 13 buffers of at most 32 MiB are cut within 12 payloads.
+    blocks.
     """
     assert load_operations(layout_of("qwen3-next-80b-a3b", 2), TOKENS) == Operations(
-        descriptors=756, copies=756 + 6, batches=7, runs=63, rest=0, payload_copies=63 + 12, launches=13
+        descriptors=756, copies=756 + 6, batches=7, runs=63, rest=0
     )
 
 
 def test_k_and_v_apart() -> None:
     """Twice as many rows of half the size, 160 to a block; they are as evenly apart. 102*160 rows take 16 batches."""
     assert load_operations(layout_of("llama-3.3-70b", 8, KV_APART), TOKENS) == Operations(
-        descriptors=327_680, copies=327_680, batches=20 * 16 + 2, runs=2048, rest=0, payload_copies=2048, launches=41
+        descriptors=327_680, copies=327_680, batches=20 * 16 + 2, runs=2048, rest=0
     )
 
 
@@ -93,7 +90,7 @@ def test_one_row_a_block() -> None:
 
 
 def test_less_than_a_block() -> None:
-    nothing = Operations(descriptors=0, copies=0, batches=0, runs=0, rest=0, payload_copies=0, launches=0)
+    nothing = Operations(descriptors=0, copies=0, batches=0, runs=0, rest=0)
     assert load_operations(layout_of("llama-3.3-70b", 8), 15) == nothing
 
 
@@ -110,10 +107,7 @@ DOCUMENTED = {
 def test_the_document_has_these(label: str) -> None:
     """Models under the names of others that are built alike."""
     found, row_bytes = operations_and_row(*DOCUMENTED[label])
-    line = (
-        f"| {label} | {row_bytes:,} | {found.copies:,} | {found.batches:,} | {found.runs:,} + {found.rest:,} "
-        f"| {found.payload_copies:,} + {found.launches:,} |"
-    )
+    line = f"| {label} | {row_bytes:,} | {found.copies:,} | {found.batches:,} | {found.runs:,} + {found.rest:,} |"
     assert line in DOCUMENT.read_text(encoding="utf-8").splitlines()
 
 
@@ -125,13 +119,13 @@ def operations_and_row(name: str, tp: int) -> tuple[Operations, int]:
 
 # --- as a daemon counts ---
 
-SMALL = Config(copy=CopyConfig(chunk_bytes=2 * MIB), cuda=CudaConfig(batch_descriptors=300, staging_bytes=MIB))
+SMALL = Config(copy=CopyConfig(chunk_bytes=2 * MIB), cuda=CudaConfig(batch_descriptors=300))
 """So that less than 32k tokens are many chunks."""
 CASES = [("llama-3.3-70b", PER_LAYER, 400), ("gpt-oss-120b", PER_LAYER, 1600), ("deepseek-r1", CROSS_LAYER, 200)]
 """Of each: its tokens."""
 
 
-@pytest.fixture(scope="module", params=["dma", "pitched", "kernel"])
+@pytest.fixture(scope="module", params=list(WAYS))
 def forced(request: pytest.FixtureRequest) -> Iterator[tuple[str, Daemon]]:
     """A way of copying, and a daemon that has no other."""
     if why := gpu_rank.why_no_cuda():
@@ -141,11 +135,10 @@ def forced(request: pytest.FixtureRequest) -> Iterator[tuple[str, Daemon]]:
         "memory.slab_bytes": "4MiB",
         "copy.chunk_bytes": str(SMALL.copy.chunk_bytes),
         "cuda.batch_descriptors": str(SMALL.cuda.batch_descriptors),
-        "cuda.staging_bytes": str(SMALL.cuda.staging_bytes),
     }
     gpu_rank.extras()
     settings = [f"{name}={value}" for name, value in {**WAYS[way], **sizes}.items()]
-    daemon = make_daemon(Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp")), *settings, driver={"cupy": True})
+    daemon = make_daemon(Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp")), *settings, driver={})
     yield way, daemon
     daemon.finish()
 
@@ -174,7 +167,6 @@ def test_a_daemon_counts_as_many(forced: tuple[str, Daemon], name: str, which: s
     moved = {count: after[count] - before[count] for count in after if isinstance(after[count], int)}
     assert moved["descriptors"] == planned.descriptors
     assert moved["pitched_copies"] == (planned.runs if way == "pitched" else 0)
-    assert moved["kernel_chunks"] == (planned.launches if way == "kernel" else 0)
     if way == "dma":
         assert moved["copies"] == planned.copies
 

@@ -78,14 +78,13 @@ def test_every_part_reports(checked: tuple[Path, str]) -> None:
 def test_every_path_of_the_daemon_is_taken_and_right(checked: tuple[Path, str]) -> None:
     paths = {case["path"]: case for case in cases_of(checked[0], "paths") if "path" in case}
     assert paths["pitched"]["by"].keys() == {"pitched_copies"}
-    assert paths["kernel"]["by"].keys() == {"kernel_chunks"}
     assert paths["batches of 1,024"]["by"] == {}
     assert all(case["wrong_bytes"] == 0 for case in paths.values())
 
 
 def test_every_way_of_the_driver_is_measured_both_ways(checked: tuple[Path, str]) -> None:
     cases = cases_of(checked[0], "raw")
-    ways = ("one by one", "batch", "batch, flag 1", "batch, any order", "2D", "3D batch", "staged")
+    ways = ("one by one", "batch", "batch, flag 1", "batch, any order", "2D", "3D batch")
     for direction in ("store", "load"):
         for rows in ("4 KiB", "24 KiB"):
             found = [one for one in cases if one["direction"] == direction and one["rows"] == rows]

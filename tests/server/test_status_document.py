@@ -40,8 +40,7 @@ ONLY_SOMETIMES = {
     "unpinned_copies",
     "batch_failures",
     "pitched_copies",
-    "kernel_chunks",
-} | {f"{direction}_{way}_row_bytes" for direction in ("load", "store") for way in ("pitched", "kernel")}
+}
 
 
 def keys_of(status: dict[str, Any]) -> Iterator[str]:

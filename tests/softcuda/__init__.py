@@ -16,9 +16,6 @@ FLAGS = (
 )  # fmt: skip
 
 _FOLDER = Path(__file__).parent
-KERNEL = _FOLDER.parents[1] / "kvoffloadd" / "device" / "cuda" / "kernels" / "move_rows.cu"
-WITH_CUPY = _FOLDER / "withcupy"
-"""A folder for PYTHONPATH: what the daemon uses of CuPy, on this driver."""
 
 _COMPILER = "cc"
 
@@ -34,7 +31,6 @@ class Counters(ctypes.Structure):
     batches: int
     pitched: int
     pitched_batches: int
-    kernels: int
     bytes_to_device: int
     bytes_to_host: int
     bytes_within_device: int
@@ -99,10 +95,8 @@ def build() -> Path:
     return path
 
 
-def environment(faults: str = "", *, cupy: bool = False, **settings: int | str) -> dict[str, str]:
+def environment(faults: str = "", **settings: int | str) -> dict[str, str]:
     """The variables to start a process with, so that it runs on softcuda: `environment("jitter_ns=5", devices=1)`.
-
-    `cupy`: it finds what the daemon uses of CuPy, too, in place of a CuPy that is installed.
 
     Raises:
         SoftCudaError: see `build`.
@@ -110,8 +104,6 @@ def environment(faults: str = "", *, cupy: bool = False, **settings: int | str) 
     folder = str(build().parent)
     before = os.environ.get("LD_LIBRARY_PATH")
     variables = {"LD_LIBRARY_PATH": f"{folder}:{before}" if before else folder}
-    if cupy:
-        variables["PYTHONPATH"] = os.pathsep.join([str(WITH_CUPY), *filter(None, [os.environ.get("PYTHONPATH")])])
     if faults:
         variables["SOFTCUDA_FAULTS"] = faults
     return variables | {f"SOFTCUDA_{name.upper()}": str(value) for name, value in settings.items()}
@@ -150,7 +142,7 @@ def _sources() -> list[Path]:
 def _cache_folder() -> Path:
     """Named after all that the library is made from: a changed source is a new folder."""
     digest = hashlib.sha256(repr((_COMPILER, FLAGS)).encode())
-    for source in [*_sources(), KERNEL]:
+    for source in _sources():
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     name = f"kvoffloadd-softcuda-{os.getuid()}-{digest.hexdigest()[:16]}"
     folder = Path(tempfile.gettempdir()) / name

@@ -63,9 +63,6 @@
     X(cuMemcpy3DBatchAsync, 13000, cuMemcpy3DBatchAsync_v2)                                          \
     X(cuMemcpyBatchAsync, 12080, cuMemcpyBatchAsync)                                                 \
     X(cuMemcpyBatchAsync, 13000, cuMemcpyBatchAsync_v2)                                              \
-    X(cuModuleLoadData, 2000, cuModuleLoadData)                                                      \
-    X(cuModuleGetFunction, 2000, cuModuleGetFunction)                                                \
-    X(cuLaunchKernel, 4000, cuLaunchKernel)                                                          \
     X(cuMemsetD8, 3020, cuMemsetD8_v2)                                                               \
     X(cuMemsetD8Async, 3020, cuMemsetD8Async)                                                        \
     X(cuMemGetAllocationGranularity, 10020, cuMemGetAllocationGranularity)                           \

@@ -48,10 +48,10 @@ typedef struct {
     uint64_t sticky_after, hang_after, hang_device_to_host, hang_host_to_device, link_bytes_per_s, delay_copies_ns;
     uint64_t jitter_ns, fail_submit_every, corrupt_every, close_delay_ns, submit_ns;
     uint64_t init_error, context_error, open_error, import_error, register_holds_lock, no_batch, dead_exporter;
-    uint64_t pitched_error, pitched_batch_error, no_pitched_batch, read_early, launch_error;
+    uint64_t pitched_error, pitched_batch_error, no_pitched_batch, read_early;
     uint64_t query_error, query_fails_every, record_error, record_fails_every;
     uint64_t register_error_after, register_fails_every;
-    uint64_t packed, poison, launch_after;
+    uint64_t packed, poison;
 } Settings;
 
 const Settings *settings(void);
@@ -145,7 +145,7 @@ typedef struct Event {
     bool destroyed;
 } Event;
 
-typedef enum { COPIES, FILL, WRITE, RECORD, DELAY, SPIN, KERNEL } OpKind;
+typedef enum { COPIES, FILL, WRITE, RECORD, DELAY, SPIN } OpKind;
 typedef struct Op {
     struct Op *next;
     OpKind kind;
@@ -198,9 +198,6 @@ void read_early(Op *op);
 void copies_run(Stream *stream, Op *op);
 void poison(CUdeviceptr start, size_t size); /* if it is asked for, and this process's own allocation; takes the lock */
 
-/* kernel.c */
-void kernel_run(const Op *op);
-
 /* functions.c: a name may stand there twice, its oldest form first. */
 typedef struct {
     const char *name;
@@ -220,7 +217,7 @@ typedef struct {
     CUdeviceptr next_address;
     Table device, reserved, host; /* of Range: usable device addresses, reserved ones, registrations */
     Table chunks, streams, events;
-    uint64_t copies_begun, begun[DIRECTIONS], submits, launches; /* for faults */
+    uint64_t copies_begun, begun[DIRECTIONS], submits; /* for faults */
     uint64_t queries, records, registrations, registered_bytes;
     uint64_t link_free_ns[DIRECTIONS];
     struct softcuda_counters counters;

@@ -113,9 +113,6 @@ static void op_run(Stream *stream, Op *op)
     case SPIN:
         spin(op);
         break;
-    case KERNEL:
-        kernel_run(op);
-        break;
     case RECORD: /* op_end */
         break;
     }

@@ -67,8 +67,6 @@ static const Name FAULTS[] = {
     {"pitched_error", &read_settings.pitched_error, false},
     {"pitched_batch_error", &read_settings.pitched_batch_error, false},
     {"no_pitched_batch", &read_settings.no_pitched_batch, true},
-    {"launch_error", &read_settings.launch_error, false},
-    {"launch_after", &read_settings.launch_after, false},
     {"read_early", &read_settings.read_early, true},
     {"poison", &read_settings.poison, true},
     {"dead_exporter", &read_settings.dead_exporter, true},

@@ -164,7 +164,7 @@ _Static_assert(sizeof(CUmemcpyAttributes) == 24, "as in cuda.h");
 
 /* What the process has done so far, and what it holds now. tests/softcuda/__init__.py has the same list. */
 struct softcuda_counters {
-    uint64_t copies, batches, pitched, pitched_batches, kernels, bytes_to_device, bytes_to_host, bytes_within_device;
+    uint64_t copies, batches, pitched, pitched_batches, bytes_to_device, bytes_to_host, bytes_within_device;
     uint64_t handles_opened, handles_closed;
     uint64_t live_allocations, live_opened, live_mappings, live_reservations, live_registrations;
     uint64_t live_streams, live_events, misuses, staged_copies, engine_batches;
@@ -174,8 +174,6 @@ struct softcuda_counters {
 API CUresult softcuda_delay(CUstream stream, uint64_t ns);
 /* The stream waits until the word is at least `value`. */
 API CUresult softcuda_spin_until(CUstream stream, const uint64_t *word, uint64_t value);
-/* Queues the daemon's kernel. `rows`: in device memory, `count` times (from, to, bytes). */
-API CUresult softcuda_move_rows(CUstream stream, CUdeviceptr rows, uint64_t count, uint32_t pieces);
 API void softcuda_counters(struct softcuda_counters *counters);
 
 #endif

@@ -139,6 +139,11 @@ class KvCache:
             raise UsageError("`ready` belongs to a timeline that was not registered with the KV cache")
         return ReadySpec(signal=self.timelines.index(ready.timeline), offset=0, value=ready.value)
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the tensors are in memory of a GPU."""
+        return any(not isinstance(tensor.allocation, Allocation) for tensor in self.tensors)
+
     def allocations(self) -> list[Allocation | GpuAllocation]:
         """The memory behind the tensors and the timelines, each one once."""
         every: list[Allocation | GpuAllocation] = [tensor.allocation for tensor in self.tensors]

@@ -4,11 +4,7 @@ gpus      which GPUs there are; each is made usable when a worker first names it
 device    one GPU: its context, its memory lane, its copies
 memory    what workers share of it: IPC handles, chunks of virtual memory
 stream    one stream and its chunks in flight
-rows      which way one direction's copies are made: row by row, in runs, by the kernel
-staging   small rows by way of a buffer and the kernel
-kernel    the kernel, through CuPy
-calibration  which way is fastest on this GPU, measured with known bytes (sample)
-pinned    memory of this process's own, registered with CUDA
+rows      which way one direction's copies are made: row by row, or in runs
 pinning   the arena, registered with CUDA piece by piece
 driver    the driver API: calls by name, the hot ones by pointer
 """

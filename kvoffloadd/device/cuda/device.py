@@ -11,7 +11,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -20,13 +19,10 @@ from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.base import Allocation, CopyResult, Work
 from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
-from kvoffloadd.device.cuda.calibration import Calibrations, find_limits
 from kvoffloadd.device.cuda.driver import Driver
-from kvoffloadd.device.cuda.kernel import RowKernel
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
 from kvoffloadd.device.cuda.pinning import Pinning
 from kvoffloadd.device.cuda.rows import RowCopier
-from kvoffloadd.device.cuda.staging import Stage, Stages
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.lanes import DAEMON, Flow, Lane
@@ -42,12 +38,6 @@ THREADS = 2
 
 WATCH_S = 0.5
 
-PREPARE_S = 3.0
-"""How long the first who registers waits for what small rows need: CuPy alone may take seconds to import. A client
-waits 10 s for its answer, which takes a context, too.
-"""
-_LATE_S = 0.2
-"""The same, while another GPU's is late: GPUs are opened one after the other, and a host may have eight."""
 _PRIORITIES = {Direction.STORE: 0, Direction.LOAD: -1}
 """Of the streams; lower goes first. A load is waited for, a store is not."""
 
@@ -79,8 +69,6 @@ class CudaDevice:
         self._memory: SharedMemory
         self._pinning: Pinning
         self._copiers: dict[Direction, RowCopier] = {}
-        self._kernel: RowKernel | None = None
-        self._prepare_lane: Lane | None = None
         self._memory_lane = Lane("gpu-memory", 1, loop)
         self._lanes = {direction: Lane(f"gpu-{direction.value}", THREADS, loop, cpus) for direction in Direction}
         self._copies: set[ChunkedCopy] = set()
@@ -90,11 +78,8 @@ class CudaDevice:
         self._copying, self._calling = Patience(WATCH_S), Patience(WATCH_S)
         self._watch: asyncio.TimerHandle | None = None
 
-    async def open(
-        self, pinning: Pinning, calibrations: Calibrations | None = None, *, others_late: bool = False
-    ) -> None:
-        """Makes the context and the streams, and sees how small rows are best copied. `pinning`: the arena's, begun
-        after that. `calibrations`: what is known of this daemon's GPUs. `others_late`: one of these `is_late`.
+    async def open(self, pinning: Pinning) -> None:
+        """Makes the context and the streams. `pinning`: the arena's, begun after that.
 
         Raises:
             DeviceError: the GPU can't be used.
@@ -106,14 +91,8 @@ class CudaDevice:
                 await self._memory_lane.perform(self._make)
         except TimeoutError:
             raise DeviceError(f"its context was not created within {deadline_s:g} s") from None
-        await self._prepare({} if calibrations is None else calibrations, _LATE_S if others_late else PREPARE_S)
         self._pinning.start(self._context)
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
-
-    @property
-    def is_late(self) -> bool:
-        """Whether what small rows need is still under way, though nobody waits for it any more."""
-        return self._prepare_lane is not None and self._prepare_lane.running > 0
 
     @property
     def _patience_s(self) -> float:
@@ -131,9 +110,8 @@ class CudaDevice:
         self._copiers = {direction: self._make_copier(direction) for direction in Direction}
 
     def _make_copier(self, direction: Direction) -> RowCopier:
-        stream, stages = self._make_stream(direction), Stages(partial(self._make_stage, direction))
-        ends, config, chunk_bytes = lambda: self._mapped_ends, self._config, self._chunk_bytes
-        return RowCopier(direction, stream, stages, self._pinning, ends, config, chunk_bytes)
+        stream, ends = self._make_stream(direction), lambda: self._mapped_ends
+        return RowCopier(direction, stream, self._pinning, ends, self._config, self._chunk_bytes)
 
     def _make_stream(self, direction: Direction) -> CopyStream:
         return CopyStream(
@@ -146,48 +124,6 @@ class CudaDevice:
             # A slot is complete before it is loaded. What a store copies may be a kernel's that runs before it.
             sources_final=direction is Direction.LOAD,
         )
-
-    def _make_stage(self, direction: Direction) -> Stage:
-        """In a lane's thread, when the first small rows come."""
-        driver, config = self._driver, self._config
-        if self._kernel is None:
-            raise DeviceError("the kernel is not loaded")
-        driver.check("cuCtxSetCurrent", driver.set_current(self._context))
-        make_stream, ends = partial(self._make_stream, direction), self._pinning.ends
-        return Stage(driver, make_stream, self._kernel, config.staging_bytes, ends)
-
-    async def _prepare(self, calibrations: Calibrations, wait_s: float) -> None:
-        """In a thread of its own, so that nothing else waits for it. What it finds is used once it is there."""
-        if not (self._config.pitched_row_bytes or self._config.kernel_row_bytes):
-            return
-        self._prepare_lane = Lane("gpu-prepare", 1, self._loop)
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._prepare_lane.perform(partial(self._find_limits, calibrations))
-        except TimeoutError:
-            log.warning("small rows are copied one by one for now: CuPy or the GPU took more than %g s", wait_s)
-        finally:
-            await self._prepare_lane.close(0.0)  # its thread ends with its work
-
-    def _find_limits(self, calibrations: Calibrations) -> None:
-        """Whatever fails here fails no registration: then small rows are copied one by one."""
-        driver, config = self._driver, self._config
-        try:
-            driver.check("cuCtxSetCurrent", driver.set_current(self._context))
-            if config.kernel_row_bytes:
-                self._load_kernel()
-            found = find_limits(driver, self._ordinal, self._make_stream, self._kernel, config, calibrations)
-        except Exception:
-            log.exception("small rows are copied one by one: no other way could be prepared")
-            return
-        for direction, copier in self._copiers.items():
-            copier.limits = found[direction]
-
-    def _load_kernel(self) -> None:
-        try:
-            self._kernel = RowKernel(self._driver, self._ordinal)
-        except DeviceError as error:
-            log.warning("the kernel for small rows does not work: copying without it: %s", error)
 
     # --- memory ---
 
@@ -259,8 +195,8 @@ class CudaDevice:
         return max(lane.oldest_running_s(now) for lane in self._lanes.values())
 
     def gauges(self) -> dict[str, int | float | str]:
-        """As the host device's, and `pinned_bytes`, `pinning_failure`, `unpinned_copies`, `batch_failures`,
-        `pitched_copies`, `kernel_chunks`, and of each direction `pitched_row_bytes` and `kernel_row_bytes`.
+        """As the host device's, and `pinned_bytes`, `pinning_failure`, `unpinned_copies`, `batch_failures` and
+        `pitched_copies`.
         """
         copiers = self._copiers.values()
         gauges: dict[str, int | float | str] = {
@@ -271,10 +207,7 @@ class CudaDevice:
             "unpinned_copies": sum(copier.stream.unpinned_copies for copier in copiers),
             "batch_failures": sum(copier.stream.batch_failures for copier in copiers),
             "pitched_copies": sum(copier.stream.pitched_copies for copier in copiers),
-            "kernel_chunks": sum(copier.stages.chunks for copier in copiers),
         }
-        for direction, copier in self._copiers.items():
-            gauges |= {f"{direction.value}_{name}": value for name, value in copier.limits._asdict().items()}
         return gauges | lane_gauges([self._lanes])
 
     def lanes(self) -> list[Lane]:
@@ -314,12 +247,8 @@ class CudaDevice:
         self._closed = True
         for copy in self._copies:
             copy.cancel()
-        preparing = [] if self._prepare_lane is None else [self._prepare_lane.close(deadline_s)]
-        ended = await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values()), *preparing)
-        if not all(ended[: len(self._lanes)]):
+        if not all(await asyncio.gather(*(lane.close(deadline_s) for lane in self._lanes.values()))):
             return False
-        if not all(ended):  # it uses no memory but its own
-            log.warning("the measurement of small rows has not ended yet; not waiting any longer")
         if self._copiers:
             await self._perform(self._destroy)
         if self._watch is not None:
@@ -328,6 +257,5 @@ class CudaDevice:
 
     def _destroy(self) -> None:
         for copier in self._copiers.values():
-            copier.stages.destroy()
             copier.stream.destroy()
         self._memory.close()

@@ -110,11 +110,6 @@ class Driver(CudaDriver):
         )  # fmt: skip
         return status
 
-    def copy(self, src: int, dst: int, size_bytes: int, stream: int) -> int:
-        """Submits one copy. Returns the CUresult."""
-        status: int = self._copy(dst, src, size_bytes, stream)
-        return status
-
     def copy_each(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
         """Submits copies in one call each, until one is refused. Returns the last CUresult."""
         for one_src, one_dst, one_size in zip(src.tolist(), dst.tolist(), size.tolist(), strict=True):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError, holds_gil
 from kvoffloadd.device.base import Device
-from kvoffloadd.device.cuda.calibration import Calibrations
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, Pinning
@@ -56,47 +56,53 @@ class CudaGpus:
         self._config = config
         self._fatal = fatal
         self._near = near
-        self._lock = asyncio.Lock()
+        self._loading = asyncio.Lock()
+        self._opening: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._driver: Driver | None = None
         self._gpus: dict[bytes, _Gpu] = {}
         self._pinning: Pinning | None = None
-        self._calibrations: Calibrations = {}
         self._devices: dict[bytes, CudaDevice] = {}
 
     async def device(self, uuid: bytes) -> CudaDevice:
-        """See `Gpus.device`. The first call for a GPU takes as long as its context does."""
+        """See `Gpus.device`. The first call for a GPU takes as long as its context does. GPUs do not wait for each
+        other: the ranks of an engine name them at the same time.
+        """
         if not self._config.enabled:
             raise MemoryKindError("CUDA is disabled in this daemon: its config has cuda.enabled = false")
-        async with self._lock:
-            found = self._devices.get(uuid)
-            return found if found is not None else await self._open(uuid)
+        try:
+            driver, gpu = await self._find(uuid)
+            async with self._opening[uuid]:
+                found = self._devices.get(uuid)
+                return found if found is not None else await self._open(uuid, driver, gpu)
+        except DeviceError as error:
+            hint = _HINTS.get(error.name, "") if isinstance(error, CudaError) else ""
+            log.warning("a GPU can't be used: %s%s", error, hint)
+            raise MemoryKindError(f"the daemon can't use this GPU: {error}{hint}") from error
 
     def devices(self) -> list[Device]:
         """See `Gpus.devices`."""
         return list(self._devices.values())
 
-    async def _open(self, uuid: bytes) -> CudaDevice:
-        try:
+    async def _find(self, uuid: bytes) -> tuple[Driver, _Gpu]:
+        async with self._loading:
             driver = self._driver or await self._load()
-            gpu = self._gpus.get(uuid)
-            if gpu is None:
-                raise MemoryKindError(
-                    f"the daemon sees no GPU with UUID {uuid.hex()}, but {len(self._gpus)} others: start it with "
-                    "all GPUs visible; parts of a GPU (MIG) can't be shared between processes"
-                )
-            device = CudaDevice(
-                self._loop, driver, uuid, gpu.ordinal, self._chunk_bytes, self._config, self._fatal, gpu.cpus
+        gpu = self._gpus.get(uuid)
+        if gpu is None:
+            raise MemoryKindError(
+                f"the daemon sees no GPU with UUID {uuid.hex()}, but {len(self._gpus)} others: start it with "
+                "all GPUs visible; parts of a GPU (MIG) can't be shared between processes"
             )
-            try:
-                late = any(other.is_late for other in self._devices.values())
-                await device.open(self._pin(driver), self._calibrations, others_late=late)
-            except BaseException:
-                await device.close(self._config.stuck_s)
-                raise
-        except DeviceError as error:
-            hint = _HINTS.get(error.name, "") if isinstance(error, CudaError) else ""
-            log.warning("a GPU can't be used: %s%s", error, hint)
-            raise MemoryKindError(f"the daemon can't use this GPU: {error}{hint}") from error
+        return driver, gpu
+
+    async def _open(self, uuid: bytes, driver: Driver, gpu: _Gpu) -> CudaDevice:
+        device = CudaDevice(
+            self._loop, driver, uuid, gpu.ordinal, self._chunk_bytes, self._config, self._fatal, gpu.cpus
+        )
+        try:
+            await device.open(self._pin(driver))
+        except BaseException:
+            await device.close(self._config.stuck_s)
+            raise
         self._devices[uuid] = device
         near = f", with copy threads on the {len(gpu.cpus)} CPUs of its NUMA node" if gpu.cpus else ""
         log.info("using GPU %d, %s%s", gpu.ordinal, uuid.hex(), near)

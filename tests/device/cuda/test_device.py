@@ -12,7 +12,6 @@ import pytest
 
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.device.base import CopyResult
-from kvoffloadd.device.cuda import device as device_module
 from kvoffloadd.device.cuda import rows as rows_module
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
@@ -21,7 +20,6 @@ from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, BlockWork
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, Outcome, Ref
-from kvoffloadd.trial.wait import until
 from scripts.harness.gpu import Gpu
 from tests.device.cuda.test_stream import SIZE, Memory
 
@@ -109,49 +107,6 @@ async def test_a_chunk_has_as_many_runs_as_a_batch_has_copies(gpu: Gpu, rows: in
     assert [len(chunk) for chunk in chunks[:-1]] == [chunk_rows] * (len(number) // chunk_rows)
     nothing = np.zeros(0, np.uint64)
     assert device._copiers[Direction.LOAD].cut(Copies(nothing, nothing, nothing, 0)) == []
-    await device.close(10.0)
-
-
-LIMITS = [f"{direction.value}_{way}_row_bytes" for direction in Direction for way in ("pitched", "kernel")]
-
-
-async def test_a_kernel_that_takes_long_to_load_keeps_nobody_waiting(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Small rows are copied one by one until it is there."""
-    go_on = threading.Event()
-
-    def load(_driver: Driver, _ordinal: int) -> object:
-        assert go_on.wait(60)
-        return object()
-
-    monkeypatch.setattr(device_module, "RowKernel", load)
-    monkeypatch.setattr(device_module, "PREPARE_S", 0.05)
-    loop, config = asyncio.get_running_loop(), CudaConfig(pitched_row_bytes=5, kernel_row_bytes=7)
-    device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 20, config, print)
-    await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
-    assert [device.gauges()[name] for name in LIMITS] == [0] * 4
-    assert "one by one for now" in caplog.text
-    go_on.set()
-    await asyncio.to_thread(until, lambda: device.gauges()[LIMITS[-1]] != 0, "the kernel is there")
-    assert [device.gauges()[name] for name in LIMITS] == [5, 7] * 2
-    await device.close(10.0)
-
-
-async def test_what_fails_before_the_first_copy_costs_no_registration(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Other packages fail in ways of their own when they are imported."""
-
-    def load(_driver: Driver, _ordinal: int) -> object:
-        raise AttributeError("a package that does not fit another")
-
-    monkeypatch.setattr(device_module, "RowKernel", load)
-    loop, config = asyncio.get_running_loop(), CudaConfig(kernel_row_bytes=7)
-    device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 20, config, print)
-    await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
-    assert [device.gauges()[name] for name in LIMITS] == [0] * 4
-    assert "does not fit another" in caplog.text
     await device.close(10.0)
 
 

@@ -1,4 +1,4 @@
-"""Which CPUs a GPU's threads run on."""
+"""GPUs as they are opened: side by side, and with threads near them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from kvoffloadd.config import CudaConfig
-from kvoffloadd.cudadriver import CudaError
-from kvoffloadd.device.cuda import device as device_module
+from kvoffloadd.cudadriver import CudaDriver, CudaError
+from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
+from kvoffloadd.errors import MemoryKindError
 from kvoffloadd.sharedmem import Mapping, create_memfd
+from kvoffloadd.trial.wait import HANG_S
 
 MIB = 1 << 20
 MINE = frozenset(os.sched_getaffinity(0))
@@ -67,27 +70,49 @@ async def test_a_gpu_that_does_not_say_where_it_is(
     assert await cpus_of_copies(driver, arena, lambda _: ONE) == [MINE, MINE]
 
 
-async def test_what_keeps_one_gpu_waiting_does_not_keep_each_of_them_waiting(
-    driver: Driver, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks register together, and their GPUs are opened one after the other: each within its client's deadline."""
-    go_on = threading.Event()
+async def test_gpus_are_opened_side_by_side(driver: Driver, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of an engine register together. Contexts take their time, and none of them is made twice."""
+    together, call, made = threading.Barrier(2), CudaDriver.call, list[object]()
 
-    def load(_driver: Driver, _ordinal: int) -> object:
-        assert go_on.wait(60)
-        return object()
+    def meet(self: Driver, name: str, *arguments: Any) -> Any:
+        if name == "cuDevicePrimaryCtxRetain":
+            together.wait(HANG_S)
+            made.append(arguments)
+        return call(self, name, *arguments)
 
-    monkeypatch.setattr(device_module, "RowKernel", load)
-    monkeypatch.setattr(device_module, "PREPARE_S", 0.05)
-    gpus = CudaGpus(asyncio.get_running_loop(), arena, MIB, CudaConfig(kernel_row_bytes=7), print)
-    first = await gpus.device(driver.uuid(0))
-    assert first.is_late
-    monkeypatch.setattr(device_module, "PREPARE_S", 3600.0)
-    async with asyncio.timeout(30):
-        second = await gpus.device(driver.uuid(1))
-    go_on.set()
+    monkeypatch.setattr(Driver, "call", meet)
+    gpus = CudaGpus(asyncio.get_running_loop(), arena, MIB, CudaConfig(), print)
+    uuids = [driver.uuid(0), driver.uuid(1)]
+    first, second, again, once_more = await asyncio.gather(*(gpus.device(uuid) for uuid in (*uuids, *uuids)))
+    assert (again, once_more) == (first, second)
+    assert len(made) == 2
+    assert gpus.devices() == [first, second] or gpus.devices() == [second, first]
     for device in (first, second):
         assert await device.close(10.0)
-        assert not device.is_late
-        assert device.gauges()["load_kernel_row_bytes"] == 7, "as soon as it is there"
+    assert await gpus.close(10.0)
+
+
+async def test_a_gpu_that_can_not_be_opened_keeps_no_other_from_it(
+    driver: Driver, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again when it is named again."""
+    call, refused = CudaDriver.call, [True]
+
+    def refuse(self: Driver, name: str, *arguments: Any) -> Any:
+        if name == "cuDevicePrimaryCtxRetain" and int(arguments[0]) == 0 and refused[0]:
+            raise CudaError(name, "CUDA_ERROR_DEVICE_UNAVAILABLE")
+        return call(self, name, *arguments)
+
+    monkeypatch.setattr(Driver, "call", refuse)
+    gpus = CudaGpus(asyncio.get_running_loop(), arena, MIB, CudaConfig(), print)
+    failed, second = await asyncio.gather(
+        gpus.device(driver.uuid(0)), gpus.device(driver.uuid(1)), return_exceptions=True
+    )
+    assert isinstance(failed, MemoryKindError)
+    assert "EXCLUSIVE_PROCESS" in str(failed)
+    refused[0] = False
+    first = await gpus.device(driver.uuid(0))
+    assert isinstance(second, CudaDevice)
+    for device in (first, second):
+        assert await device.close(10.0)
     assert await gpus.close(10.0)
