@@ -67,6 +67,11 @@ class ServerConfig:
     drain_s: float = _key(10.0, checks.seconds(0, 3600), live=True)
     use_uvloop: bool | str = _key("auto", checks.flag_or_auto)
 
+    @property
+    def trials(self) -> Path:
+        """The file of what is tried with GPUs, beside the socket's lock; see `kvoffloadd.device.cuda.trials`."""
+        return Path(f"{self.socket}.trials")
+
 
 def suitable_slab_bytes(capacity_bytes: int) -> int:
     """Bytes of a slab of a memory tier of this capacity: 64 slabs where that makes them neither small nor large."""

@@ -369,7 +369,9 @@ class Daemon:
             cache=cache,
             jobs=Jobs(cache, lower, hash_lane, signals, config.memory.verify_loads),
             host=device,
-            gpus=CudaGpus(loop, arena, config.copy.chunk_bytes, config.cuda, self._fatal, self._near(config)),
+            gpus=CudaGpus(
+                loop, arena, copy.chunk_bytes, config.cuda, self._fatal, self._near(config), config.server.trials
+            ),
             signals=signals,
             hash_lane=hash_lane,
             fatal=self._fatal,

@@ -29,7 +29,6 @@ MODULES = {
     "gpu_bundle": "gpu.bundle",
     "gpu_check": "gpu.__main__",
     "hostile": "fuzz.hostile",
-    "kernels": "kernels.__main__",
     "legal_extremes": "extremes.__main__",
     "metric_tables": "metric_tables",
     "mutants": "mutants.__main__",

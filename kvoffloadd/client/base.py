@@ -17,8 +17,8 @@ from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 GPU_OPEN_S = 120.0
 """How long a daemon may take to register memory of a GPU that it does not use yet. It makes a context, which is given
-all memory that is pinned, by a driver that works for other GPUs meanwhile. The daemon itself gives up sooner: after 30 s
-and 0.1 s for each GiB that is pinned, by default.
+all memory that is pinned, by a driver that works for other GPUs meanwhile. The daemon itself gives up sooner: after 30
+seconds and 0.1 s for each GiB that is pinned, by default.
 """
 
 

@@ -46,7 +46,7 @@ def examine(config: Config, host: Host, make_driver: MakeDriver | None = None) -
         check_pool(config.memory, host, is_running=running),
         check_holes(config.copy, host, _has_userfaultfd()),
         check_shm(host),
-        check_gpus(config.cuda, host, *([make_driver] if make_driver else [])),
+        check_gpus(config, host, *([make_driver] if make_driver else [])),
         check_disks(config.disk, host),
         check_remote(config, host),
         check_metrics(config.metrics.listen, is_running=running),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from kvoffloadd.config import CudaConfig
+from kvoffloadd.config import Config
 from kvoffloadd.cudadriver import CudaDriver
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
@@ -16,9 +17,9 @@ MakeDriver = Callable[[], Any]
 _INSTALL = "in a checkout: pip install '.[cuda13]'"
 
 
-def check_gpus(cuda: CudaConfig, host: Host, make_driver: MakeDriver = CudaDriver) -> Iterator[Diagnosis]:
+def check_gpus(config: Config, host: Host, make_driver: MakeDriver = CudaDriver) -> Iterator[Diagnosis]:
     """Makes no context: no GPU is touched."""
-    if not cuda.enabled:
+    if not config.cuda.enabled:
         yield ok("GPUs", "cuda.enabled = false")
         return
     if not host.has_gpus:
@@ -37,6 +38,7 @@ def check_gpus(cuda: CudaConfig, host: Host, make_driver: MakeDriver = CudaDrive
         )
     else:
         yield ok("GPUs", found)
+    yield from _check_trials(config.server.trials)
     yield from _check_namespaces(host)
 
 
@@ -45,6 +47,18 @@ def _describe(driver: Any) -> str:
     if not count:
         raise DeviceError("the driver sees no GPU")
     return f"{count} found, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {driver.bindings_version}"
+
+
+def _check_trials(path: Path) -> Iterator[Diagnosis]:
+    try:
+        ways = ", ".join(line.partition("\t")[0] for line in path.read_text(errors="replace").splitlines())
+    except OSError:
+        return
+    if ways:
+        yield note(
+            "ways of copying", f"{path} names {ways}: a daemon did not survive it, or tries it now for the first time",
+            f"to try it again, remove {path} and restart the daemon; a new driver is tried without that",
+        )  # fmt: skip
 
 
 def _check_namespaces(host: Host) -> Iterator[Diagnosis]:

@@ -48,7 +48,7 @@ COMPUTE_MODES: dict[int, int | str] = {0: "0, default", 2: "2, prohibited", 3: "
 ENTRIES = (
     ("cuMemcpyAsync", 4000), ("cuMemcpy2DAsync", 3020), ("cuMemcpyBatchAsync", 12080), ("cuMemcpyBatchAsync", 13000),
     ("cuMemcpy3DBatchAsync", 12080), ("cuMemcpy3DBatchAsync", 13000), ("cuStreamWriteValue64", 11070),
-    ("cuStreamWaitValue64", 11070), ("cuLaunchKernel", 4000),
+    ("cuStreamWaitValue64", 11070),
 )  # fmt: skip
 
 # Another process, without CUDA: looks at the memory until a 1 is there.

@@ -82,10 +82,9 @@ def copies_and_maps(gpu: Gpu, mapping: Mapping) -> dict[str, Callable[[], object
     """What goes on in the process that registers. `mapping`: registered, a page at least."""
     device, event = GpuBuffer(gpu, 4 * KIB), driver().call("cuEventCreate", 2)
     stream, entry = int(driver().call("cuStreamCreate", 1)), Driver()
-    a_page = one_copy(mapping.address, device.address, 4 * KIB)
 
     def copy() -> None:
-        entry.copy_each(*a_page, stream)
+        entry.copy_each(*one_copy(mapping.address, device.address, 4 * KIB), stream)
         entry.record(int(event), stream)
         while entry.query(int(event)):
             pass

@@ -93,9 +93,9 @@ class TimedStream(CopyStream):
 
     def run(self, total_bytes: int, submit: Callable[[int], int]) -> None:
         with self.ran:
-            super().run(total_bytes, partial(self._submit, submit))
+            super().run(total_bytes, partial(self._timed, submit))
 
-    def _submit(self, submit: Callable[[int], int], stream: int) -> int:
+    def _timed(self, submit: Callable[[int], int], stream: int) -> int:
         with self.submitted:
             return submit(stream)
 

@@ -244,31 +244,41 @@ def gpu_host(host: Host) -> Host:
 
 
 def test_gpus(gpu_host: Host) -> None:
-    cuda = chosen().cuda
-    found = list(check_gpus(cuda, gpu_host, FakeDriver))
+    config = chosen()
+    found = list(check_gpus(config, gpu_host, FakeDriver))
     assert all(one.verdict == Verdict.OK for one in found), found
     assert found[0].found == "2 found, CUDA 13.1, cuda-bindings 13.5.0"
-    missing = only(check_gpus(cuda, gpu_host, no_driver), "GPUs")
+    missing = only(check_gpus(config, gpu_host, no_driver), "GPUs")
     assert (missing.verdict, "cuda13" in missing.remedy) == (Verdict.PROBLEM, True)
-    assert only(check_gpus(cuda, gpu_host, lambda: FakeDriver(0)), "GPUs").verdict == Verdict.PROBLEM
+    assert only(check_gpus(config, gpu_host, lambda: FakeDriver(0)), "GPUs").verdict == Verdict.PROBLEM
     hidden = replace(gpu_host, environment={"CUDA_VISIBLE_DEVICES": "0"})
-    assert only(check_gpus(cuda, hidden, FakeDriver), "GPUs").verdict == Verdict.NOTE
-    assert only(check_gpus(chosen(cuda__enabled="false").cuda, gpu_host, no_driver), "GPUs").verdict == Verdict.OK
+    assert only(check_gpus(config, hidden, FakeDriver), "GPUs").verdict == Verdict.NOTE
+    assert only(check_gpus(chosen(cuda__enabled="false"), gpu_host, no_driver), "GPUs").verdict == Verdict.OK
 
 
 def test_no_gpu_is_no_problem(host: Host) -> None:
-    assert only(check_gpus(chosen().cuda, host, no_driver), "GPUs").verdict == Verdict.OK
+    assert only(check_gpus(chosen(), host, no_driver), "GPUs").verdict == Verdict.OK
 
 
 def test_namespaces_of_a_container(gpu_host: Host) -> None:
     contained = replace(gpu_host, namespaces={**NAMESPACES_OF_THE_HOST, "pid": 4026532281})
-    found = only(check_gpus(chosen().cuda, contained, FakeDriver), "namespaces")
+    found = only(check_gpus(chosen(), contained, FakeDriver), "namespaces")
     assert (found.verdict, "--pid=host" in found.remedy) == (Verdict.NOTE, True)
 
 
 def test_a_module_that_is_not_loaded(gpu_host: Host) -> None:
     (gpu_host.root / "dev/nvidia-uvm").unlink()
-    assert "modules-load.d" in only(check_gpus(chosen().cuda, gpu_host, FakeDriver), "nvidia-uvm").remedy
+    assert "modules-load.d" in only(check_gpus(chosen(), gpu_host, FakeDriver), "nvidia-uvm").remedy
+
+
+def test_ways_of_copying_that_are_left_out(gpu_host: Host, tmp_path: Path) -> None:
+    config = chosen(server__socket=str(tmp_path / "kvo.sock"))
+    config.server.trials.write_text("batch\tNVRM version: 580.1\nruns\t\n")
+    found = only(check_gpus(config, gpu_host, FakeDriver), "ways of copying")
+    assert (found.verdict, "names batch, runs" in found.found) == (Verdict.NOTE, True)
+    assert f"remove {config.server.trials}" in found.remedy
+    config.server.trials.write_text("")
+    assert all(one.verdict == Verdict.OK for one in check_gpus(config, gpu_host, FakeDriver))
 
 
 # --- places ------------------------------------------------------------------------------------------------

@@ -163,6 +163,7 @@ def test_a_chunk_that_the_driver_does_not_import(start_daemon: Start, seed: int,
         ("init_error=999", "CUDA_ERROR_UNKNOWN"),
         ("context_error=46", "compute mode"),
         ("context_error=2", "CUDA_ERROR_OUT_OF_MEMORY"),
+        ("no_host_pointers", "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"),
     ],
 )
 def test_a_gpu_that_can_not_be_used(start_daemon: Start, seed: int, fault: str, hint: str) -> None:

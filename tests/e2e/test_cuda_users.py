@@ -28,6 +28,13 @@ ALLOWED = (f"server.allowed_uids=[{OTHER_UID}, {OTHER_UID - 1}]", "server.socket
 ONE, CHUNKS = Where("cuda", kind="one"), Where("cuda", kind="chunks")
 
 
+def started(start_daemon: Start, *settings: str) -> Daemon:
+    """A daemon that others may reach, too."""
+    daemon = start_daemon(*ALLOWED, *settings)
+    os.chmod(daemon.socket.parent, 0o755)
+    return daemon
+
+
 def rank_of(daemon: Daemon, uid: int, **options: Any) -> Rank:
     """A rank of that user, which has registered nothing. Closed at the end."""
     gpu_rank.gpu()  # the driver is loaded by who may read it
@@ -48,7 +55,7 @@ def works(rank: Rank, seed: int) -> bool:
 @pytest.fixture(params=[False, True], ids=["never named", "registered"])
 def victim(request: pytest.FixtureRequest, start_daemon: Start) -> tuple[Daemon, Rank]:
     """An engine of root's, whose memory the daemon has or has not opened."""
-    daemon = start_daemon(*ALLOWED)
+    daemon = started(start_daemon)
     rank = rank_of(daemon, 0, where=ONE)
     if request.param:
         rank.registration = rank.client.register(rank.cache)
@@ -74,7 +81,7 @@ def test_a_handle_of_another_users_memory(victim: tuple[Daemon, Rank], seed: int
 
 def test_a_worker_of_another_user_is_told_what_to_change(start_daemon: Start) -> None:
     """Through the client: its own memory, which it can't prove to have. The connection stays usable."""
-    daemon = start_daemon(*ALLOWED)
+    daemon = started(start_daemon)
     rank = rank_of(daemon, OTHER_UID, where=ONE)
     with pytest.raises(RemoteError, match=r"run the engine as uid .* cuda\.ipc_uids") as caught:
         rank.client.register(rank.cache)
@@ -83,13 +90,13 @@ def test_a_worker_of_another_user_is_told_what_to_change(start_daemon: Start) ->
 
 
 def test_descriptors_prove_whose_memory_it_is(start_daemon: Start, seed: int) -> None:
-    rank = rank_of(start_daemon(*ALLOWED), OTHER_UID, where=CHUNKS)
+    rank = rank_of(started(start_daemon), OTHER_UID, where=CHUNKS)
     rank.registration = rank.client.register(rank.cache)
     assert works(rank, seed)
 
 
 def test_users_whose_handles_are_opened(start_daemon: Start, seed: int) -> None:
-    daemon = start_daemon(*ALLOWED, f"cuda.ipc_uids=[{OTHER_UID}]")
+    daemon = started(start_daemon, f"cuda.ipc_uids=[{OTHER_UID}]")
     rank, other = rank_of(daemon, OTHER_UID, where=ONE), rank_of(daemon, OTHER_UID - 1, where=ONE)
     rank.registration = rank.client.register(rank.cache)
     assert works(rank, seed)

@@ -100,7 +100,7 @@ def test_bench_layouts() -> None:
 def test_bench_submit() -> None:
     found = result_of("bench_submit", "--bytes", "1MiB", "--rounds", "1")
     cases = {(one["way"], one["direction"]) for one in found["costs"]}
-    assert cases == {(way, to) for way in ("one by one", "batch", "runs", "kernel") for to in ("store", "load")}
+    assert cases == {(way, to) for way in ("one by one", "batch", "runs") for to in ("store", "load")}
     assert (found["rows"], found["row_bytes"], found["skipped"]) == (256, 4096, [])
     for one in found["costs"]:
         parts = one["us"]

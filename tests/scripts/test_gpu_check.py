@@ -130,4 +130,4 @@ def test_kernels_run_beside_copies_by_each_path(tmp_path: Path, kinds: tuple[str
     assert states_of(tmp_path) == {"interference": "ran"}
     paths = {(case["path"], case["kernels"], case["jobs"]) for case in cases_of(tmp_path, "interference")}
     jobs = ("store", "load", "both")
-    assert paths == {(path, kind, job) for path in ("pitched", "kernel") for kind in kinds for job in jobs}
+    assert paths == {(path, kind, job) for path in ("batches of 1,024", "pitched") for kind in kinds for job in jobs}

@@ -157,7 +157,7 @@ def test_workers_outlive_daemons_that_their_gpus_end() -> None:
     [
         (("--software-driver",), "--device cuda"),
         (("--driver-faults", "no_batch"), "--device cuda"),
-        (("--copies", "kernel"), "--device cuda"),
+        (("--copies", "pitched"), "--device cuda"),
         (("--copies", "backwards", "--device", "cuda"), "--copies"),
         (("--socket", "/nowhere/kvo.sock", "--kill-daemon"), "--socket"),
         (("--socket", "/nowhere/kvo.sock", "--disk", "/tmp"), "--socket"),

@@ -40,6 +40,7 @@ ONLY_SOMETIMES = {
     "unpinned_copies",
     "batch_failures",
     "pitched_copies",
+    "left_out",
 }
 
 

@@ -291,8 +291,9 @@ static CUresult batch_queue(Context *context, const Batch *batch, CUstream handl
         op_delete(op);
         return code;
     }
-    op_queue(stream, op);
     driver.counters.batches++;
+    op->hangs = settings()->batch_hangs_after && driver.counters.batches >= settings()->batch_hangs_after;
+    op_queue(stream, op);
     driver.counters.engine_batches += batch->attribute_count == 1 && batch->attributes[0].flags;
     return CUDA_SUCCESS;
 }

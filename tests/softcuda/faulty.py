@@ -129,6 +129,40 @@ def hang_other_way() -> None:
     _hang(_to_device, _to_host)
 
 
+def _that_end(submit: Callable[[int, U8Array, int], object]) -> list[bool]:
+    """Which of two calls ends, each in a stream of its own."""
+    device, host, _ = _buffers()
+    streams = [new_stream(), new_stream()]
+    for stream in streams:
+        submit(device, host, stream)
+    until_s = time.monotonic() + 2.0
+    while (codes := [code(driver.cuStreamQuery(stream)) for stream in streams]) != [0, 0]:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(0.01)
+    return [one == 0 for one in codes]
+
+
+def batches_that_end() -> list[bool]:
+    """batch_hangs_after=2"""
+    return _that_end(lambda device, host, stream: ok(batch([device], [address(host)], [SIZE], stream)))
+
+
+def pitched_batches_that_end() -> list[bool]:
+    """pitched_batch_hangs_after=2"""
+    run = 1024, SIZE // 1024
+    return _that_end(
+        lambda device, host, stream: ok(pitched_batch([((device, 1024), (address(host), 1024), *run)], stream))
+    )
+
+
+def host_pointers() -> int:
+    """no_host_pointers"""
+    start()
+    which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+    return int(ok(driver.cuDeviceGetAttribute(which, 0)))
+
+
 def link() -> None:
     """link_bytes_per_s=5 MiB: streams share one direction, not both."""
     device, host, stream = _buffers()

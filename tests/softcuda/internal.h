@@ -51,7 +51,8 @@ typedef struct {
     uint64_t pitched_error, pitched_batch_error, no_pitched_batch, read_early;
     uint64_t query_error, query_fails_every, record_error, record_fails_every;
     uint64_t register_error_after, register_fails_every;
-    uint64_t packed, poison;
+    uint64_t batch_hangs_after, pitched_batch_hangs_after;
+    uint64_t packed, poison, no_host_pointers;
 } Settings;
 
 const Settings *settings(void);
@@ -155,6 +156,7 @@ typedef struct Op {
     uint64_t value;
     size_t size;
     Event *event;
+    bool hangs;
     unsigned char *early; /* sources that were read when they were submitted */
     size_t count;
     Copy copies[];

@@ -167,9 +167,11 @@ static CUresult many_queue(Context *context, const CUDA_MEMCPY3D_BATCH_OP *asked
         op_delete(op);
         return code;
     }
-    op_queue(stream, op);
     driver.counters.pitched += count;
     driver.counters.pitched_batches++;
+    uint64_t after = settings()->pitched_batch_hangs_after;
+    op->hangs = after && driver.counters.pitched_batches >= after;
+    op_queue(stream, op);
     bool engines = true;
     for (at = 0; at < count; at++)
         engines &= asked[at].flags == 1;

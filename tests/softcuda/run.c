@@ -128,6 +128,8 @@ void copies_run(Stream *stream, Op *op)
     link_wait(op);
     if (!host_is_there(op))
         return;
+    if (op->hangs)
+        hang();
     shuffle(op, &stream->random);
     for (size_t i = 0; i < op->count; i++)
         if (!copy_run(stream, &op->copies[i]))

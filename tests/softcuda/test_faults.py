@@ -18,6 +18,12 @@ from tests.softcuda.running import result, run
     ("program", "faults", "returned"),
     [
         (faulty.sticky, "sticky_after=3", "None"),
+        (faulty.host_pointers, "no_host_pointers", "0"),
+        (faulty.host_pointers, "", "1"),
+        (faulty.batches_that_end, "batch_hangs_after=2", "[True, False]"),
+        (faulty.batches_that_end, "pitched_batch_hangs_after=1", "[True, True]"),
+        (faulty.pitched_batches_that_end, "pitched_batch_hangs_after=2", "[True, False]"),
+        (faulty.pitched_batches_that_end, "batch_hangs_after=1", "[True, True]"),
         (faulty.hang, "hang_after=2", "None"),
         (faulty.hang_one_way, "hang_device_to_host=2", "None"),
         (faulty.hang_other_way, "hang_host_to_device=2", "None"),

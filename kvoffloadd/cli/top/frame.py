@@ -93,7 +93,8 @@ def figures(history: History) -> Figures:
         },
         "namespaces": status["lookups"],
         "instances": _instances(status["sessions"]),
-        "pinning_failures": _pinning_failures(status.get("devices", {})),
+        "pinning_failures": _said_by(status.get("devices", {}), "pinning_failure"),
+        "left_out": _said_by(status.get("devices", {}), "left_out"),
         "jobs": status["running"]["jobs"],
         "leases": dict(status["leases"]),
         "slow_jobs": list(status["slow_jobs"]),
@@ -189,8 +190,9 @@ def _instances(sessions: Iterable[Status]) -> list[Figures]:
     return sorted(found.values(), key=lambda one: (-one["mapped_bytes"], one["instance"]))
 
 
-def _pinning_failures(devices: Mapping[str, Status]) -> dict[str, str]:
-    return {kind: why for kind, gauges in devices.items() if (why := gauges.get("pinning_failure"))}
+def _said_by(devices: Mapping[str, Status], gauge: str) -> dict[str, str]:
+    """Of the devices that have something to say."""
+    return {kind: text for kind, gauges in devices.items() if (text := gauges.get(gauge))}
 
 
 def _lanes(first: Status, last: Status, seconds: float) -> list[Figures]:

@@ -68,7 +68,12 @@ def render(
         right.insert(1, _roots(figures))
     if figures["remote"]:
         right.insert(1, _remote(figures["remote"]))
-    top = [_head(figures, waiting), _loop(figures), *map(_pinning, figures["pinning_failures"].items())]
+    top = [_head(figures, waiting), _loop(figures)]
+    top += [_remark(kind, "memory can't be pinned", why) for kind, why in figures["pinning_failures"].items()]
+    top += [
+        _remark(kind, "an earlier daemon did not survive a way of copying", ways)
+        for kind, ways in figures["left_out"].items()
+    ]
     if waiting:
         top.insert(1, _waiting_line(waiting))
     lanes = [_lanes(figures["lanes"], wide=width >= WIDE)] if figures["lanes"] else []  # nobody but root is told
@@ -105,9 +110,8 @@ def _waiting_line(why: str) -> RenderableType:
     )
 
 
-def _pinning(failure: tuple[str, str]) -> RenderableType:
-    kind, why = failure
-    said = f" {_device(kind)}: memory can't be pinned, copies are slower: {printable(why)}"
+def _remark(kind: str, what: str, text: str) -> RenderableType:
+    said = f" {_device(kind)}: {what}, and copies are slower: {printable(text)}"
     return Text(said, FAIR, no_wrap=True, overflow="ellipsis")
 
 

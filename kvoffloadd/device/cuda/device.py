@@ -24,6 +24,7 @@ from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
 from kvoffloadd.device.cuda.pinning import Pinning
 from kvoffloadd.device.cuda.rows import RowCopier
 from kvoffloadd.device.cuda.stream import CopyStream
+from kvoffloadd.device.cuda.trials import Trials
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import Direction
@@ -38,6 +39,11 @@ THREADS = 2
 
 WATCH_S = 0.5
 
+_NEEDED = {
+    "UNIFIED_ADDRESSING": "one address space with the host",
+    "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": "registered memory has the same address for the GPU as for the host",
+}
+"""Attributes of a GPU. Batched copies name the host's memory by its own address."""
 _PRIORITIES = {Direction.STORE: 0, Direction.LOAD: -1}
 """Of the streams; lower goes first. A load is waited for, a store is not."""
 
@@ -65,6 +71,7 @@ class CudaDevice:
         self._chunk_bytes = chunk_bytes
         self._config = config
         self._fatal = fatal
+        self._trials = Trials()
         self._context = 0
         self._memory: SharedMemory
         self._pinning: Pinning
@@ -78,13 +85,15 @@ class CudaDevice:
         self._copying, self._calling = Patience(WATCH_S), Patience(WATCH_S)
         self._watch: asyncio.TimerHandle | None = None
 
-    async def open(self, pinning: Pinning) -> None:
-        """Makes the context and the streams. `pinning`: the arena's, begun after that.
+    async def open(self, pinning: Pinning, trials: Trials | None = None) -> None:
+        """Makes the context and the streams. `pinning`: the arena's, begun after that. `trials`: None: none is written
+        down.
 
         Raises:
             DeviceError: the GPU can't be used.
         """
         self._pinning = pinning
+        self._trials = trials or self._trials
         deadline_s = self._patience_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -104,10 +113,19 @@ class CudaDevice:
     def _make(self) -> None:
         driver = self._driver
         device = driver.call("cuDeviceGet", self._ordinal)
+        self._check_attributes(device)
         self._context = int(driver.call("cuDevicePrimaryCtxRetain", device))
         driver.check("cuCtxSetCurrent", driver.set_current(self._context))
         self._memory = SharedMemory(driver, self._ordinal)
         self._copiers = {direction: self._make_copier(direction) for direction in Direction}
+
+    def _check_attributes(self, device: object) -> None:
+        """Raises DeviceError: what all copies rely on is missing. A driver may then take them and do nothing."""
+        names = self._driver.api.CUdevice_attribute
+        for name, meaning in _NEEDED.items():
+            which = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
+            if not int(self._driver.call("cuDeviceGetAttribute", which, device)):
+                raise DeviceError(f"it has not {name} ({meaning}), as under WSL2 and some virtual machines")
 
     def _make_copier(self, direction: Direction) -> RowCopier:
         stream, ends = self._make_stream(direction), lambda: self._mapped_ends
@@ -123,6 +141,7 @@ class CudaDevice:
             batch_descriptors=self._config.batch_descriptors,
             # A slot is complete before it is loaded. What a store copies may be a kernel's that runs before it.
             sources_final=direction is Direction.LOAD,
+            trials=self._trials,
         )
 
     # --- memory ---
@@ -195,8 +214,8 @@ class CudaDevice:
         return max(lane.oldest_running_s(now) for lane in self._lanes.values())
 
     def gauges(self) -> dict[str, int | float | str]:
-        """As the host device's, and `pinned_bytes`, `pinning_failure`, `unpinned_copies`, `batch_failures` and
-        `pitched_copies`.
+        """As the host device's, and `pinned_bytes`, `pinning_failure`, `unpinned_copies`, `batch_failures`,
+        `pitched_copies` and `left_out`.
         """
         copiers = self._copiers.values()
         gauges: dict[str, int | float | str] = {
@@ -207,6 +226,7 @@ class CudaDevice:
             "unpinned_copies": sum(copier.stream.unpinned_copies for copier in copiers),
             "batch_failures": sum(copier.stream.batch_failures for copier in copiers),
             "pitched_copies": sum(copier.stream.pitched_copies for copier in copiers),
+            "left_out": ", ".join(sorted(self._trials.left_out)),
         }
         return gauges | lane_gauges([self._lanes])
 
@@ -227,10 +247,17 @@ class CudaDevice:
         self._pinning.start(self._context)  # again, if there was no thread for it
         now, stuck_s, patience_s = time.monotonic(), self._config.stuck_s, self._patience_s
         if self._copying.is_over(self.busy_s(now), now, stuck_s):
+            self._blame(now - stuck_s / 2)
             self._broken(f"a copy has not ended after {stuck_s} s")
         if self._calling.is_over(self._memory_lane.oldest_running_s(now), now, patience_s):
             self._broken(f"a call to the driver has not ended after {patience_s:g} s")
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
+
+    def _blame(self, since_s: float) -> None:
+        """Write down how the directions copy whose oldest chunk has been under way since before `since_s`."""
+        now = time.monotonic()
+        stuck = [self._copiers[way] for way, lane in self._lanes.items() if lane.oldest_running_s(now) > now - since_s]
+        self._trials.blame({way for copier in stuck for way in copier.stream.ways})
 
     def _report_broken(self, reason: str) -> NoReturn:
         """The thread that calls this keeps the memory that it copies: it never returns to say that it has ended."""

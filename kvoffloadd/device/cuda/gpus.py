@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from kvoffloadd.config import CudaConfig
@@ -14,6 +15,7 @@ from kvoffloadd.device.base import Device
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, Pinning
+from kvoffloadd.device.cuda.trials import Trials
 from kvoffloadd.errors import DeviceError, MemoryKindError
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,8 @@ class _Gpu(NamedTuple):
 
 class CudaGpus:
     """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. `near`: the CPUs on the NUMA
-    node of a GPU, by its PCI address; none: any. Event loop only.
+    node of a GPU, by its PCI address; none: any. `trials`: the path of the file of `Trials`; None: there is none.
+    Event loop only.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class CudaGpus:
         config: CudaConfig,
         fatal: Callable[[str], None],
         near: Callable[[str], frozenset[int]] = lambda _: frozenset(),
+        trials: Path | None = None,
     ) -> None:
         self._loop = loop
         self._arena = arena
@@ -56,6 +60,8 @@ class CudaGpus:
         self._config = config
         self._fatal = fatal
         self._near = near
+        self._trials_path = trials
+        self._trials: Trials | None = None
         self._loading = asyncio.Lock()
         self._opening: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._driver: Driver | None = None
@@ -99,7 +105,7 @@ class CudaGpus:
             self._loop, driver, uuid, gpu.ordinal, self._chunk_bytes, self._config, self._fatal, gpu.cpus
         )
         try:
-            await device.open(self._pin(driver))
+            await device.open(self._pin(driver), self._trials)
         except BaseException:
             await device.close(self._config.stuck_s)
             raise
@@ -112,6 +118,7 @@ class CudaGpus:
         try:
             async with asyncio.timeout(self._config.stuck_s):
                 driver, self._gpus = await self._loop.run_in_executor(None, _load, self._near)
+                self._trials = await self._loop.run_in_executor(None, Trials, self._trials_path)
         except TimeoutError:
             raise DeviceError(f"the driver did not answer within {self._config.stuck_s} s") from None
         if holds_gil(driver.bindings_version):

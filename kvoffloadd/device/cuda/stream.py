@@ -9,7 +9,7 @@ No error tells by itself that DMA has stopped. Whatever goes wrong once somethin
 asked whether the stream has drained, before anybody is told that the copies have ended.
 
 Ownership: `_lock` guards submission, so that an event follows its own chunk alone, and what is known of how long
-chunks take (`_rate`, `_in_flight_bytes`, `_last_end_s`). `_idle_events` changes by single operations.
+chunks take (`_rate`, `_in_flight_bytes`, `_last_end_s`), and `_ways`. `_idle_events` changes by single operations.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 
 from kvoffloadd.cudadriver import NOT_READY, SUCCESS, CudaError
 from kvoffloadd.device.cuda.driver import Driver
+from kvoffloadd.device.cuda.trials import Trials, Way
 from kvoffloadd.device.pitched import Pitched
 from kvoffloadd.device.plan import CHUNK_DESCRIPTORS
 from kvoffloadd.model import U64Array
@@ -82,15 +83,19 @@ class CopyStream:
         on_broken: Callable[[str], NoReturn],
         batch_descriptors: int = CHUNK_DESCRIPTORS,
         sources_final: bool = False,
+        trials: Trials | None = None,
     ) -> None:
         """Blocks for a moment; the context must be current. `batch_descriptors`: how many copies a batch has at most.
-        `sources_final`: nothing writes a source any more when its copy is asked for.
+        `sources_final`: nothing writes a source any more when its copy is asked for. `trials`: None: none is written
+        down.
         """
         self._sources_final = sources_final
-        self.batch = batch and driver.batches
+        self._trials = trials or Trials()
+        self.batch = batch and driver.batches and Way.BATCH not in self._trials.left_out
         self.pitched_batch = batch and driver.pitched_batches
         self._batch_descriptors = batch_descriptors
-        self.pitched = driver.pitches
+        self.pitched = driver.pitches and Way.RUNS not in self._trials.left_out
+        self._ways: list[Way] = []
         self.pitched_copies = 0
         self.batch_failures = 0
         self.unpinned_copies = 0
@@ -111,7 +116,11 @@ class CopyStream:
         Raises:
             CudaError: a call failed; what was submitted has ended.
         """
-        self.run(int(size.sum()), lambda stream: self.submit(src, dst, size, stream, runs))
+        used: list[Way] = []
+        try:
+            self.run(int(size.sum()), lambda stream: self._submit(src, dst, size, stream, runs, used))
+        finally:
+            self._leave(used)
 
     def move_each(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
         """As `move`, for memory that is not pinned: in single copies, which the driver may take by way of its own
@@ -152,18 +161,41 @@ class CopyStream:
         self._measure(total_bytes, began_s)
         driver.check("cuMemcpyAsync", status)
 
-    def submit(self, src: U64Array, dst: U64Array, size: U64Array, stream: int, runs: Pitched | None = None) -> int:
+    @property
+    def ways(self) -> set[Way]:
+        """In which ways copies are being made now, beside one by one."""
+        return set(self._ways.copy())
+
+    def _use(self, way: Way, used: list[Way]) -> None:
+        self._trials.begin(way)
+        used.append(way)
+        self._ways.append(way)
+
+    def _leave(self, used: list[Way]) -> None:
+        """What was copied in these ways has ended."""
+        with self._lock:
+            for way in used:
+                self._ways.remove(way)
+        for way in used:
+            self._trials.end(way)
+
+    def _submit(
+        self, src: U64Array, dst: U64Array, size: U64Array, stream: int, runs: Pitched | None, used: list[Way]
+    ) -> int:
         """Submits copies, as `move`, to the stream that `run` gives. Returns the CUresult of the last way tried: what
-        the driver refuses in one way is submitted in the next, since copying twice does no harm.
+        the driver refuses in one way is submitted in the next, since copying twice does no harm. `used`: gets the ways.
         """
         driver = self._driver
-        if runs is not None and self.pitched and self._submit_runs(runs, stream):
-            self.pitched_copies += len(runs)
-            src, dst, size = runs.rest.src, runs.rest.dst, runs.rest.size
+        if runs is not None and self.pitched and len(runs):
+            self._use(Way.RUNS, used)
+            if self._submit_runs(runs, stream):
+                self.pitched_copies += len(runs)
+                src, dst, size = runs.rest.src, runs.rest.dst, runs.rest.size
         if not len(size):
             return SUCCESS
         src, dst, size = np.ascontiguousarray(src), np.ascontiguousarray(dst), np.ascontiguousarray(size)
         if self.batch:
+            self._use(Way.BATCH, used)
             status = self._submit_batches(src, dst, size, stream)
             if status != SUCCESS and self._sources_final:
                 self._sources_final = False
