@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, Outcome, Ref
+from kvoffloadd.client.base import GPU_OPEN_S
 from kvoffloadd.client.memory.gpu import IpcMemory, gpu_allocation
 from kvoffloadd.errors import DeadlineError, RemoteError, UsageError
 from kvoffloadd.sharedmem import create_memfd
@@ -432,8 +433,10 @@ def test_a_registration_in_shared_memory_waits_no_longer_than_told(start_daemon:
     daemon = start_daemon()
     rank = rank_of(daemon, register=False, where=HOST, deadline_s=0.5)
     os.kill(daemon.pid, signal.SIGSTOP)
+    began_s = time.monotonic()
     try:
         with pytest.raises(DeadlineError):
             rank.client.register(rank.cache)
     finally:
         os.kill(daemon.pid, signal.SIGCONT)
+    assert time.monotonic() - began_s < GPU_OPEN_S
