@@ -59,6 +59,7 @@ def victim(request: pytest.FixtureRequest, start_daemon: Start) -> tuple[Daemon,
     rank = rank_of(daemon, 0, where=ONE)
     if request.param:
         rank.registration = rank.client.register(rank.cache)
+        daemon.await_pinned()  # else what it says of its devices changes by itself
     return daemon, rank
 
 
@@ -80,7 +81,7 @@ def test_a_handle_of_another_users_memory(victim: tuple[Daemon, Rank], seed: int
 
 
 def test_a_worker_of_another_user_is_told_what_to_change(start_daemon: Start) -> None:
-    """Through the client: its own memory, which it can't prove to have. The connection stays usable."""
+    """Its own memory, which it can't prove to have, registered by the client. The connection stays usable."""
     daemon = started(start_daemon)
     rank = rank_of(daemon, OTHER_UID, where=ONE)
     with pytest.raises(RemoteError, match=r"run the engine as uid .* cuda\.ipc_uids") as caught:

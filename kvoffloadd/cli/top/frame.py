@@ -191,7 +191,7 @@ def _instances(sessions: Iterable[Status]) -> list[Figures]:
 
 
 def _said_by(devices: Mapping[str, Status], gauge: str) -> dict[str, str]:
-    """Of the devices that have something to say."""
+    """Returns what each device says there; devices that say nothing are left out."""
     return {kind: text for kind, gauges in devices.items() if (text := gauges.get(gauge))}
 
 

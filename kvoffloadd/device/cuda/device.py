@@ -125,7 +125,7 @@ class CudaDevice:
         for name, meaning in _NEEDED.items():
             which = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
             if not int(self._driver.call("cuDeviceGetAttribute", which, device)):
-                raise DeviceError(f"it has not {name} ({meaning}), as under WSL2 and some virtual machines")
+                raise DeviceError(f"it lacks {name} ({meaning}), as under WSL2 and some virtual machines")
 
     def _make_copier(self, direction: Direction) -> RowCopier:
         stream, ends = self._make_stream(direction), lambda: self._mapped_ends
@@ -247,16 +247,15 @@ class CudaDevice:
         self._pinning.start(self._context)  # again, if there was no thread for it
         now, stuck_s, patience_s = time.monotonic(), self._config.stuck_s, self._patience_s
         if self._copying.is_over(self.busy_s(now), now, stuck_s):
-            self._blame(now - stuck_s / 2)
+            self._blame(now, stuck_s / 2)
             self._broken(f"a copy has not ended after {stuck_s} s")
         if self._calling.is_over(self._memory_lane.oldest_running_s(now), now, patience_s):
             self._broken(f"a call to the driver has not ended after {patience_s:g} s")
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
 
-    def _blame(self, since_s: float) -> None:
-        """Write down how the directions copy whose oldest chunk has been under way since before `since_s`."""
-        now = time.monotonic()
-        stuck = [self._copiers[way] for way, lane in self._lanes.items() if lane.oldest_running_s(now) > now - since_s]
+    def _blame(self, now: float, least_s: float) -> None:
+        """Write down how the directions copy whose oldest chunk has been under way for more than `least_s`."""
+        stuck = [self._copiers[way] for way, lane in self._lanes.items() if lane.oldest_running_s(now) > least_s]
         self._trials.blame({way for copier in stuck for way in copier.stream.ways})
 
     def _report_broken(self, reason: str) -> NoReturn:

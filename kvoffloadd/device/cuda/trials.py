@@ -3,9 +3,9 @@
 A call for many copies at once is something that the daemon can do without. Drivers are known in which one never ends
 (vLLM issue 49276), and one that breaks the process would do so at each start. So a file beside the socket's lock
 names each way of copying from before its first use until that has ended, and again if the process has to end because
-copies that were made so never do. (An error that breaks a context later is not held against them: GPUs have many.) A
-start that finds a way there copies without it. It is tried again when the file is
-removed, the driver is replaced, or the host is booted (the file is then gone, in /run).
+copies that were made so never do. (An error that breaks a context later is not held against them: GPUs have many.)
+A start that finds a way there copies without it. It is tried again when the file is removed, the driver is replaced,
+or the host is booted (the file is then gone, in /run).
 
 Ownership: `begin` and `end` are for any thread, and write; `blame` is for the event loop, at the process's end.
 """
