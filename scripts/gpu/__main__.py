@@ -9,13 +9,18 @@ not fit into the budget is reported as not run. The output folder (--out, else $
     log.txt          what the parts and their daemons printed
 
 Exit status 1 if a part failed, bytes were wrong, a bound was missed, or too few GPU tests passed. `make gpu-check`
-makes the environment.
+makes the environment; without make, `python3 -m scripts.gpu.environment VENV BUNDLE` does.
+
+On a machine that is lent for minutes: `--plan first`, then `--plan second`, then `--again FOLDER...`, which runs what
+those have not brought to its end.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,15 +28,21 @@ from pathlib import Path
 
 from scripts.gpu import SOFT_VARIABLE
 from scripts.gpu.environment import MACHINES_BINDINGS
-from scripts.gpu.machine import machine, said_at_the_end
+from scripts.gpu.machine import hold_open, machine, said_at_the_end
 from scripts.gpu.parts import TERM_S, Ended, Part, adopt_orphans, run
-from scripts.gpu.report import write
+from scripts.gpu.report import all_bounds, write
 from scripts.gpu.screen import Screen
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET_S = 520.0
 GPU_TESTS_MIN, SOFT_TESTS_MIN = 30, 24
 """Fewer that ran and passed prove nothing. The software driver can't do those of torch."""
+
+PLANS = {
+    "first": ("contact", "raw", "copy", "tests", "pinning", "paths", "life"),
+    "second": ("interference", "gather", "stress", "e2e", "submit", "hunt", "bindings"),
+}
+"""Each fits into the budget."""
 
 CASES_SHARE = 0.7
 """Of a benchmark's time: it begins no case later, so that what it has measured comes out."""
@@ -67,21 +78,21 @@ def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
     yield bench("copy", "Stores and loads by size of rows", 70)
     yield _tests()
     yield bench("pinning", "Pinned memory: what stands still meanwhile, and kinds of it", 45)
-    yield bench("gather", "Small rows gathered by the worker, beside a decode loop", 75)
     yield bench("paths", "The daemon by each of its paths", 70)
-    yield bench("interference", "Kernels beside copies", 60)
     yield bench("life", "Deaths, small jobs", 40)
+    yield bench("interference", "Kernels beside copies", 60)
+    yield bench("gather", "Small rows gathered by the worker, beside a decode loop", 75)
+    yield _stress(arguments)
+    yield _e2e(arguments)
     yield bench("submit", "The processor's cost of a descriptor", 25)
     yield bench("hunt", "Batches that never end", 60)
-    yield _stress(arguments)
     yield _bindings()
-    yield _e2e(arguments)
 
 
 def _tests() -> Part:
     first = [f"tests/gpu/test_{name}.py" for name in FIRST_TESTS]
     command = (*_PYTEST, "-m", "gpu", *first, "tests/gpu")
-    return Part("tests", "Tests on the GPU", command, 150, tests=True, may_be_cut=True, variables=_NO_PLUGINS)
+    return Part("tests", "Tests on the GPU", command, 140, tests=True, may_be_cut=True, variables=_NO_PLUGINS)
 
 
 def _stress(arguments: argparse.Namespace) -> Part:
@@ -120,22 +131,43 @@ def environment_of(arguments: argparse.Namespace) -> dict[str, str]:
     return found
 
 
+def names_of(arguments: argparse.Namespace) -> set[str] | None:
+    """Of the parts that were asked for; None: all."""
+    if arguments.again:
+        return {name for folder in arguments.again for name in unfinished(folder)}
+    if arguments.plan:
+        return set(PLANS[arguments.plan])
+    return set(arguments.only) if arguments.only else None
+
+
+def unfinished(folder: Path) -> list[str]:
+    """The parts that an earlier check has not brought to a good end. Raises SystemExit: it has left no results."""
+    try:
+        lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SystemExit(f"gpu-check: {error}") from None
+    rows = [json.loads(line) for line in lines]
+    return [row["part"] for row in rows if row.get("state") not in (None, "ran", "skipped")]
+
+
 def verdict_of(ended: list[Ended], arguments: argparse.Namespace, *, complete: bool) -> tuple[str, bool]:
     """In words, and whether all is well so far."""
     problems = [f"{one.part.name}: {one.state}, {one.remark}" for one in ended if not one.is_good]
-    passed = sum(one.count("passed") for one in ended if one.part.name == "tests")
     least = SOFT_TESTS_MIN if arguments.soft else GPU_TESTS_MIN
-    if passed < least and any(one.part.name == "tests" for one in ended):
-        problems.append(f"only {passed} GPU tests ran and passed, of at least {least}")
+    problems += [
+        f"only {one.count('passed')} GPU tests ran and passed, of at least {least}"
+        for one in ended
+        if one.part.name == "tests" and one.state != "cut short" and one.count("passed") < least
+    ]
     problems += [f"{one.part.name}: {one.wrong_bytes()} wrong bytes" for one in ended if one.wrong_bytes()]
     if not (arguments.soft or arguments.quick):  # bounds are for a GPU and for full sizes
         problems += [
-            f"{one.part.name}: bound missed: {bound['what']}: {bound['value']}, not {bound['kind']} {bound['bound']}"
-            for one in ended
-            for bound in one.figures.get("bounds", ())
+            f"{name}: bound missed: {bound['what']}: {bound['value']}, not {bound['kind']} {bound['bound']}"
+            for name, bound in all_bounds(ended)
             if not bound["kept"]
         ]
-    skipped = [f"{one.part.name} {one.state}: {one.remark}" for one in ended if one.state in ("not run", "skipped")]
+    partial = ("not run", "skipped", "cut short")
+    skipped = [f"{one.part.name} {one.state}: {one.remark}" for one in ended if one.state in partial]
     state = "All is well." if not problems else f"{len(problems)} problems:"
     lines = [state if complete else f"Under way. {state}", *(f"- {line}" for line in (*problems, *skipped))]
     if arguments.soft:
@@ -151,35 +183,48 @@ def main() -> int:
     log.write_bytes(b"")
     began = time.monotonic()
     adopt_orphans()
+    holder = None if arguments.soft else hold_open()
     os.chdir(ROOT)
     environment = environment_of(arguments)
     heading = "GPU check" + (", software driver" if arguments.soft else "") + (", quick" if arguments.quick else "")
     facts = machine()
     ended: list[Ended] = []
-    wanted = [part for part in parts_of(arguments) if not arguments.only or part.name in arguments.only]
+    chosen = names_of(arguments)
+    wanted = [part for part in parts_of(arguments) if chosen is None or part.name in chosen]
     screen = Screen(heading, facts, len(wanted))
     for number, part in enumerate(wanted):
         # Each has its turn, also where this one has to be ended.
         later_s = sum(later.min_s + TERM_S for later in wanted[number + 1 :] if not later.missing)
         left_s = arguments.budget - (time.monotonic() - began) - later_s
         screen.begin(part, min(part.limit_s, left_s), left_s)
-        ended.append(_one(part, left_s, environment, log, screen))
+        ended.append(_one(part, left_s, environment, log, screen, holder))
         screen.end(ended[-1])
         verdict, _ = verdict_of(ended, arguments, complete=False)
         write(out, heading, facts, ended, verdict, [])
     verdict, good = verdict_of(ended, arguments, complete=True)
     facts.append(("seconds, in all", f"{time.monotonic() - began:.0f}"))
     write(out, heading, facts, ended, verdict, said_at_the_end())
+    if holder is not None:
+        holder.kill()
+        holder.wait()
     screen.close(verdict, out / "report.md")
     return 0 if good else 1
 
 
-def _one(part: Part, left_s: float, environment: dict[str, str], log: Path, screen: Screen) -> Ended:
+def _one(
+    part: Part,
+    left_s: float,
+    environment: dict[str, str],
+    log: Path,
+    screen: Screen,
+    holder: subprocess.Popen[bytes] | None,
+) -> Ended:
     if part.missing:
         return Ended(part, "skipped", remark=f"because {part.missing}")
     if left_s < part.min_s:
         return Ended(part, "not run", remark=f"only {max(left_s, 0):.0f} s of the budget were left")
-    return run(part, min(part.limit_s, left_s), environment, log, screen.row)
+    spared = frozenset() if holder is None else frozenset([holder.pid])
+    return run(part, min(part.limit_s, left_s), environment, log, screen.row, spared)
 
 
 def _arguments() -> argparse.Namespace:
@@ -187,7 +232,12 @@ def _arguments() -> argparse.Namespace:
     default = Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check")
     parser.add_argument("--out", type=Path, default=default, help="the output folder (default: %(default)s)")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds in all (default: %(default).0f)")
-    parser.add_argument("--only", nargs="*", metavar="PART", help="these parts alone")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", nargs="*", metavar="PART", help="these parts alone")
+    which.add_argument("--plan", choices=PLANS, help="the parts of one of several commands of nine minutes")
+    which.add_argument(
+        "--again", nargs="+", type=Path, metavar="FOLDER", help="what earlier checks with these output folders lack"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, which show only that it runs")
     parser.add_argument("--soft", action="store_true", help="on the software driver of tests/softcuda, without a GPU")
     return parser.parse_args()

@@ -4,7 +4,8 @@ A block has one row in each of 32 layers, evenly apart in the GPU's memory and s
 blocks are scattered. `one by one`: cuMemcpyAsync. `batch`: cuMemcpyBatchAsync with flags 0 or 1 (prefer overlap with
 compute) and sources read in the stream's order or in any. `2D`: one cuMemcpy2DAsync a block. `3D batch`: the same
 copies in calls of cuMemcpy3DBatchAsync. Times are from the first call to the end of the stream; `submit` is the time
-within the calls, which wait when the GPU's queue is full. All bytes are compared.
+within the calls, which wait when the GPU's queue is full. All bytes are compared. `both`: stores and loads at once, by
+a thread each, in the ways that the daemon chooses from; both directions' bytes together.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,6 +37,10 @@ BATCH = 1024
 STREAM_ORDER, ANY_ORDER = 1, 3
 BATCHES = {"batch": (0, STREAM_ORDER), "batch, flag 1": (1, STREAM_ORDER), "batch, any order": (0, ANY_ORDER)}
 METHODS = ("plain", "one by one", *BATCHES, "2D", "3D batch")
+CHOICE = ("batch", "3D batch")
+"""The daemon's, by size of rows."""
+
+BOTH = "both"
 DAEMON = "daemon"
 
 
@@ -93,7 +99,7 @@ class Ways:
     """What each method submits: everything is planned before the clock starts."""
 
     def __init__(self, gpu: Gpu, driver: Driver) -> None:
-        self._stream, self._driver = gpu.stream, driver
+        self.gpu, self._stream, self._driver = gpu, gpu.stream, driver
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         batch = (pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)
         self._batch = driver.entry("cuMemcpyBatchAsync", 12080, *batch)
@@ -169,9 +175,35 @@ def measure(ways: Ways, rows: Rows, direction: Direction, method: str, rounds: i
     return {**case, "gb_per_s": gb_per_s(rows.bytes, total), "submit_us_per_row": us, "wrong_bytes": wrong}
 
 
+def measure_both(sides: list[tuple[Ways, Rows, Direction]], method: str, rounds: int) -> dict[str, Any]:
+    """A case, as of `measure`: each side by a thread and a stream of its own."""
+    submits = [ways.submit(method, rows, direction) for ways, rows, direction in sides]
+    for _, rows, direction in sides:
+        rows.reset(direction)
+
+    def copy(number: int) -> int:
+        rows = sides[number][1]
+        rows.gpu.use()
+        status = submits[number]()
+        rows.gpu.synchronize()
+        return status
+
+    seconds: list[float] = []
+    with ThreadPoolExecutor(len(sides)) as pool:
+        for _ in range(rounds + 1):
+            begun = time.perf_counter()
+            statuses = list(pool.map(copy, range(len(sides))))
+            seconds.append(time.perf_counter() - begun)
+            if any(statuses):
+                return {"method": method, "refused": f"CUresult {max(statuses)}"}
+    wrong = sum(rows.wrong_bytes(direction) for _, rows, direction in sides)
+    total = sum(rows.bytes for _, rows, _ in sides)
+    return {"method": method, "gb_per_s": gb_per_s(total, seconds[1:]), "wrong_bytes": wrong}
+
+
 def by_driver(run: Run, gpu: Gpu) -> None:
     """All sizes, both ways, each method that there is."""
-    ways = Ways(gpu, Driver())
+    ways, others = Ways(gpu, Driver()), Ways(Gpu(gpu.ordinal), Driver())
     run.skipped += [f"{method}: {why}" for method, why in ways.missing.items()]
     for row_bytes in run.in_time(ROW_BYTES[:2] if run.given.quick else ROW_BYTES, 0.5):
         rows = Rows(gpu, row_bytes, run.given.bytes)
@@ -179,6 +211,13 @@ def by_driver(run: Run, gpu: Gpu) -> None:
             for method in METHODS:
                 if method not in ways.missing:
                     run.done(measure(ways, rows, direction, method, run.given.rounds))
+        beside = Rows(others.gpu, row_bytes, run.given.bytes)
+        sides = [(ways, rows, Direction.STORE), (others, beside, Direction.LOAD)]
+        for method in CHOICE:
+            if method not in ways.missing:
+                case = {"rows": f"{row_bytes // KIB} KiB", "direction": BOTH}
+                run.done({**case, **measure_both(sides, method, run.given.rounds)})
+        beside.close()
         rows.close()
 
 
@@ -207,7 +246,9 @@ def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ):
             lines = [[size, *(by.get((size, method), {}).get(figure, "-") for method in methods)] for size in sizes]
             found.append(table(f"{direction.value}, {unit}", ("rows", *methods), lines))
-    return found
+    both = {(one["rows"], one["method"]): one for one in cases if one["direction"] == BOTH}
+    lines = [[size, *(both.get((size, method), {}).get("gb_per_s", "-") for method in CHOICE)] for size in sizes]
+    return [*found, table("stores and loads at once, GB/s together", ("rows", *CHOICE), lines)]
 
 
 def main() -> int:

@@ -3,7 +3,7 @@
 `plan` is from block ids to chunks, on one row of 4 KiB in each layer for each block; `build` is what a thread makes of
 a chunk before it calls the driver: runs of rows; `calls` is within the driver's calls. Waiting is not counted. Times
 are the thread's own, so that other programs add little. Each layer's rows lie together, the layers evenly apart. The
-bound holds batches alone.
+bound is for batches alone: what we add to the driver's calls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from scripts.harness.gpu import Gpu, GpuBuffer
 
 ROW_BYTES = 4096
 CHUNK_BYTES = 64 * MIB
-COST_MAX_US = 0.7
+COST_MAX = 1.5
 SINGLE, BATCH, PITCHED = "one by one", "batch", "runs"
 PARTS = ("plan", "build", "calls")
 COLUMNS = ("way", "direction", *PARTS, "in all")
@@ -210,6 +210,10 @@ def rows_of(cases: list[dict[str, Any]]) -> list[list[str]]:
     return [[one["way"], one["direction"], *(f"{us:.3f}" for us in one["us"].values())] for one in cases]
 
 
+def _ratio(us: dict[str, float]) -> float:
+    return us["in all"] / max(us["calls"], 0.001)
+
+
 def main() -> int:
     run = Run(parser(__doc__ or "", "64MiB"), 8 * MIB)
     costs = Costs(Gpu(), run.given.bytes)
@@ -217,7 +221,7 @@ def main() -> int:
     for case in measured(costs, run.given.rounds):
         run.done(case)
     bounds = [
-        at_most(f"{one['direction']}: a row of a batch, us", one["us"]["in all"], COST_MAX_US)
+        at_most(f"{one['direction']}: a row of a batch, in all to calls", _ratio(one["us"]), COST_MAX)
         for one in run.cases
         if one["way"] == BATCH
     ]

@@ -1,4 +1,5 @@
-"""Makes the venv of `make gpu-check`, without a network: this Python's packages, and on top the bundle's wheels.
+"""Makes the venv of `make gpu-check`, without a network: this Python's packages, and on top the bundle's wheels. The
+compiled helpers that the bundle has are put into the checkout, where it has none.
 
     python3 -m scripts.gpu.environment VENV BUNDLE
 
@@ -9,11 +10,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import shutil
 import site
 import sys
 import venv
 import zipfile
 from pathlib import Path
+
+from scripts.gpu.bundle import HELPERS, ROOT
 
 MACHINES_BINDINGS = "machines-bindings"
 """A folder of the venv with the cuda-bindings that this Python has already: the tests of sharing run with them, too."""
@@ -46,6 +50,7 @@ def main() -> int:
         name = wheel.name.partition("-")[0]
         if name not in _KEPT or importlib.util.find_spec(name) is None:
             _unpack(wheel, packages)
+    _put_helpers(bundle)
     bundled = {wheel.name.split("-")[1] for wheel in wheels if wheel.name.startswith("cuda_bindings-")}
     _keep_bindings(folder / MACHINES_BINDINGS, bundled)
     return 0
@@ -58,6 +63,14 @@ def _unpack(wheel: Path, packages: Path) -> None:
         if misplaced:
             raise SystemExit(f"gpu-check: {wheel.name} can't be unpacked as it is: {misplaced[0]}")
         archive.extractall(packages)
+
+
+def _put_helpers(bundle: Path) -> None:
+    folder = bundle / HELPERS
+    for helper in folder.rglob("*.abi3.so"):
+        place = ROOT / helper.relative_to(folder)
+        if not place.exists():
+            shutil.copy(helper, place)
 
 
 def _keep_bindings(folder: Path, bundled: set[str]) -> None:

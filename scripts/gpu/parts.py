@@ -92,8 +92,17 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path, tell: Tell = lambda _: None) -> Ended:
-    """Runs it, for `limit_s` at most. What it prints goes to the end of `log`. `tell` gets each row as it comes."""
+def run(
+    part: Part,
+    limit_s: float,
+    environment: Mapping[str, str],
+    log: Path,
+    tell: Tell = lambda _: None,
+    spared: frozenset[int] = frozenset(),
+) -> Ended:
+    """Runs it, for `limit_s` at most. What it prints goes to the end of `log`. `tell` gets each row as it comes. All
+    children that this process has afterwards are ended but those `spared`, by their ids.
+    """
     with tempfile.TemporaryDirectory(prefix="kvo-gpu-") as name:
         out, rows = Path(name, "out"), Path(name, "rows")
         began = time.monotonic()
@@ -109,7 +118,7 @@ def run(part: Part, limit_s: float, environment: Mapping[str, str], log: Path, t
                 stderr=stderr,
                 start_new_session=True,
             )
-            status = _await(child, limit_s, _Reader(rows, tell))
+            status = _await(child, limit_s, _Reader(rows, tell), spared)
         ended = Ended(part, "ran", time.monotonic() - began)
         kept = [row for line in _text(rows).splitlines() if (row := _object(line))]
         ended.tests = [row for row in kept if "test" in row]
@@ -141,7 +150,9 @@ class _Reader:
             self._tell(json.loads(line))
 
 
-def _await(child: subprocess.Popen[bytes], limit_s: float, rows: _Reader) -> int | None:
+def _await(
+    child: subprocess.Popen[bytes], limit_s: float, rows: _Reader, spared: frozenset[int] = frozenset()
+) -> int | None:
     """Its exit status; None: it was ended at the limit. Nothing of it is left that SIGKILL ends."""
     until = time.monotonic() + limit_s
     status = None
@@ -152,7 +163,7 @@ def _await(child: subprocess.Popen[bytes], limit_s: float, rows: _Reader) -> int
     _end_group(child.pid)
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process that the driver does not let go
         child.wait(TERM_S)
-    _end_orphans()
+    _end_orphans(spared)
     rows.read()
     return status
 
@@ -170,14 +181,17 @@ def _end_group(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
-def _end_orphans() -> None:
+def _end_orphans(spared: frozenset[int]) -> None:
     """What made sessions of its own, such as daemons: they are this process's children now."""
     until = time.monotonic() + TERM_S
     with contextlib.suppress(ChildProcessError):
         while True:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-            for pid in _children():
+            left = set(_children()) - spared
+            if not left:
+                return
+            for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM if time.monotonic() < until else signal.SIGKILL)
             if time.monotonic() > until + TERM_S:  # a process that the driver does not let go

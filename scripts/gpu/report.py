@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.gpu.decisions import bounds_of, decisions_of
 from scripts.gpu.parts import Ended
 from scripts.gpu.plot import bandwidth
 
@@ -42,7 +43,7 @@ def _report(
         ("part", "state", "seconds", ""),
         [(ended.part.name, ended.state, f"{ended.seconds:.1f}", ended.remark) for ended in parts],
     )
-    bounds = [(ended.part.name, bound) for ended in parts for bound in ended.figures.get("bounds", ())]
+    bounds = all_bounds(parts)
     if bounds:
         yield "## Bounds\n"
         yield grid(
@@ -62,11 +63,21 @@ def _report(
         yield from _part(ended)
         if ended.part.name == "copy" and plotted:
             yield "![bandwidth](bandwidth.svg)\n"
+    decided = decisions_of(parts)
+    if decided:
+        yield "## What this decides\n"
+        yield grid(("what", "so", "because"), decided)
     yield "## Machine\n"
     yield grid(("what", ""), facts)
     for title, lines in end:
         yield f"## {title}\n"
         yield _block(lines)
+
+
+def all_bounds(parts: Sequence[Ended]) -> list[tuple[str, dict[str, Any]]]:
+    """Those of each part, and those that hold one part against another, with the part's name."""
+    own = [(ended.part.name, bound) for ended in parts for bound in ended.figures.get("bounds", ())]
+    return [*own, *(("copy", bound) for bound in bounds_of(parts))]
 
 
 def _part(ended: Ended) -> Iterable[str]:

@@ -9,7 +9,7 @@ from scripts.harness.copies import COUNTERS, WAYS
 from scripts.harness.gpu import gpu_is_usable, software_driver
 from scripts.stress.options import Options
 
-_ENDS_THE_DAEMON = {"sticky_after", "hang_after", "hang_device_to_host", "hang_host_to_device"}
+_ENDS_THE_DAEMON = {"sticky_after", "hang_after", "hang_device_to_host", "hang_host_to_device", "batch_hangs_after"}
 _FAILS_JOBS = {"fail_submit_every", "sticky_after", "query_error", "record_error"}
 _REFUSES = {"fail_submit_every", "no_batch", "pitched_error"}
 CORRUPT_EVERY_COPIES = 2000

@@ -83,6 +83,26 @@ def test_a_copy_that_never_ends_is_the_daemon_s_end(start_daemon: Start, keys: K
     assert daemon.welcome(Rank(daemon.socket)).store_keys(keys).outcome is Outcome.DONE
 
 
+def test_a_copy_that_never_ends_behind_which_all_calls_wait_is_the_daemon_s_end(
+    start_daemon: Start, keys: Keys
+) -> None:
+    """The stream's queue is full, so that no call to the driver comes back any more: the loop lives, and ends it."""
+    daemon = start_daemon(f"cuda.stuck_s={STUCK_S}", driver={"faults": "hang_device_to_host=40,queue_depth=3"})
+    daemon.expected_in_log = "CRITICAL.*exiting: cuda:"
+    rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
+    rank.store_keys(keys)
+    rng = np.random.default_rng(1)
+    jobs = [rank.begin_store({0: (new_keys(rng, 12), rank.blocks_of(0, 16 + at, 12))}) for at in range(0, 48, 12)]
+    assert daemon.ping_s() < HANG_S
+    assert daemon.wait() == EXIT_FATAL
+    assert daemon.says(f"has not ended after {STUCK_S}")
+    outcomes = [rank.wait(job).outcome for job in jobs]
+    assert outcomes[-1] is Outcome.LOST
+    daemon.start()
+    again = daemon.welcome(Rank(daemon.socket))
+    assert again.store_keys(keys).outcome is Outcome.DONE
+
+
 def test_a_killed_worker_s_copy_that_never_ends_is_the_daemon_s_end(
     start_daemon: Start, spawn: Spawn, keys: Keys
 ) -> None:

@@ -208,9 +208,13 @@ def test_planted_corruption_is_seen_by_those_who_compare(start_daemon: Start, se
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_memory_on_a_driver_that_takes_its_time(start_daemon: Start, seed: int, kind: str) -> None:
+@pytest.mark.parametrize("faults", ["jitter_ns=1000000", "jitter_ns=100000,queue_depth=2"])
+def test_every_kind_of_memory_on_a_driver_that_takes_its_time(
+    start_daemon: Start, seed: int, faults: str, kind: str
+) -> None:
+    """Also in the calls that submit copies, behind which all others wait."""
     rng = np.random.default_rng(seed)
-    rank = rank_of(start_daemon(driver={"faults": "jitter_ns=1000000"}), groups=HYBRID, where=Where(kind=kind))
+    rank = rank_of(start_daemon(driver={"faults": faults}), groups=HYBRID, where=Where(kind=kind))
     wanted = {group: (new_keys(rng, 6), rank.blocks_of(group, 20 * group, 6)) for group in range(3)}
     assert rank.store(wanted).outcome is Outcome.DONE
     rank.wipe()

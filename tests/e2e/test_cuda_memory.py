@@ -405,8 +405,11 @@ def test_pieces_that_hold_the_drivers_lock_let_others_in_between(start_daemon: S
         assert daemon.alive
 
 
-def test_a_context_that_takes_long_keeps_host_workers_from_nothing(start_daemon: Start, seed: int) -> None:
-    daemon = start_daemon(driver={"context_ns": 10**9, "context_bytes": 512 * MIB})
+@pytest.mark.parametrize("pace", [{"context_ns": 10**9, "context_bytes": 512 * MIB}, {"init_ns": 10**9}])
+def test_a_driver_that_takes_long_to_begin_keeps_host_workers_from_nothing(
+    start_daemon: Start, seed: int, pace: dict[str, int]
+) -> None:
+    daemon = start_daemon(driver=pace)
     other = rank_of(daemon, where=HOST)
     rank = rank_of(daemon, register=False)
     call = threading.Thread(target=lambda: setattr(rank, "registration", rank.client.register(rank.cache)))
@@ -419,10 +422,11 @@ def test_a_context_that_takes_long_keeps_host_workers_from_nothing(start_daemon:
     roundtrip(rank, seed)
 
 
-def test_a_registration_waits_for_a_context_that_takes_longer_than_other_calls_may(
-    start_daemon: Start, seed: int
+@pytest.mark.parametrize("pace", [{"context_ns": 15 * 10**8}, {"init_ns": 15 * 10**8}])
+def test_a_registration_waits_for_a_driver_that_takes_longer_than_other_calls_may(
+    start_daemon: Start, seed: int, pace: dict[str, int]
 ) -> None:
-    daemon = start_daemon(driver={"context_ns": 15 * 10**8})
+    daemon = start_daemon(driver=pace)
     rank = rank_of(daemon, register=False, deadline_s=0.5)
     rank.registration = rank.client.register(rank.cache)
     rank.close()

@@ -7,6 +7,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,7 +93,7 @@ _KEPT = """
 import subprocess, sys
 from pathlib import Path
 from scripts.gpu import parts
-parts.TERM_S, parts._end_group, parts._end_orphans = 0.2, lambda _: None, lambda: None
+parts.TERM_S, parts._end_group, parts._end_orphans = 0.2, lambda _: None, lambda _: None
 with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as child:
     print(parts._await(child, 0.2, parts._Reader(Path(sys.argv[1]), print)), child.returncode)
     child.kill()
@@ -271,7 +272,7 @@ def test_a_wheel_that_is_not_just_unpacked_is_refused(tmp_path: Path) -> None:
 
 def case(row_kib: int, speed: float) -> dict[str, Any]:
     kinds = ("store", "stores", "load", "both", "plain store", "plain load", "plain both")
-    return {"name": f"{row_kib} KiB", "gb_per_s": dict.fromkeys(kinds, speed)}
+    return {"name": f"{row_kib} KiB", "row_bytes": row_kib << 10, "gb_per_s": dict.fromkeys(kinds, speed)}
 
 
 @pytest.mark.parametrize("speeds", [(0.02, 0.3), (12.5, 50.0), (99.0, 101.0)])
@@ -318,3 +319,36 @@ def test_too_few_tests_are_a_failure(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "only 0 GPU tests ran and passed" in done.stdout
     assert "of the budget were left" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.slow
+def test_helpers_that_the_bundle_has_are_put_where_there_are_none(tmp_path: Path) -> None:
+    """As on a machine without a compiler: a checkout of its own, since this one may have them."""
+    checkout = tmp_path / "checkout"
+    for name in (
+        "scripts/__init__.py",
+        "scripts/gpu/__init__.py",
+        "scripts/gpu/bundle.py",
+        "scripts/gpu/environment.py",
+    ):
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, checkout / name)
+    folder, place = checkout / "kvoffloadd" / "device", Path("kvoffloadd", "device", "_copy.abi3.so")
+    folder.mkdir(parents=True)
+    (folder / "_copy.abi3.so").write_bytes(b"as built")
+    program = "import pathlib; from scripts.gpu.bundle import add_helpers; print(add_helpers(pathlib.Path('bundle')))"
+    variables = {**os.environ, "PYTHONPATH": str(checkout)}
+
+    def run_there(*command: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *command], env=variables, cwd=checkout, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    assert run_there("-c", program) == "1"
+    for content in (None, b"built here"):
+        (checkout / place).unlink()
+        if content is not None:
+            (checkout / place).write_bytes(content)
+        run_there("-m", "scripts.gpu.environment", "venv", "bundle")
+        assert (checkout / place).read_bytes() == (content or b"as built")

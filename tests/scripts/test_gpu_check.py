@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from kvoffloadd.trial.process import ROOT
+from scripts.gpu import SOFT_VARIABLE
+from scripts.gpu.__main__ import SOFT_TESTS_MIN
 from tests import softcuda
 
 pytestmark = pytest.mark.slow
@@ -131,3 +134,21 @@ def test_kernels_run_beside_copies_by_each_path(tmp_path: Path, kinds: tuple[str
     paths = {(case["path"], case["kernels"], case["jobs"]) for case in cases_of(tmp_path, "interference")}
     jobs = ("store", "load", "both")
     assert paths == {(path, kind, job) for path in ("batches of 1,024", "pitched") for kind in kinds for job in jobs}
+
+
+def test_the_gpu_tests_run_as_on_a_gpu() -> None:
+    """Nothing says that the driver is one in software: it is found as a real one is."""
+    pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+    try:
+        found = softcuda.environment()
+    except softcuda.SoftCudaError as error:
+        pytest.skip(str(error))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"]
+    variables = {**os.environ, **found, SOFT_VARIABLE: "0"}
+    done = subprocess.run(
+        command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= (SOFT_TESTS_MIN if os.getuid() == 0 else SOFT_TESTS_MIN // 2)

@@ -33,7 +33,8 @@ CUresult enter_any(void)
     CUresult code = enter_process();
     if (code)
         return code;
-    return driver.broken ? leave(driver.broken) : CUDA_SUCCESS;
+    const Context *context = current();
+    return context && context->broken ? leave(context->broken) : CUDA_SUCCESS;
 }
 
 CUresult enter(Context **context)
@@ -44,6 +45,10 @@ CUresult enter(Context **context)
     *context = current();
     if (!*context)
         return leave(CUDA_ERROR_INVALID_CONTEXT);
+    while ((*context)->submitting && !(*context)->broken)
+        pthread_cond_wait(&driver.changed, &driver.lock);
+    if ((*context)->broken)
+        return leave((*context)->broken);
     return (*context)->retained ? CUDA_SUCCESS : leave(CUDA_ERROR_CONTEXT_IS_DESTROYED);
 }
 
@@ -69,8 +74,10 @@ static void after_fork_in_child(void)
     driver.forked = driver.initialised;
     for (size_t i = 0; i < driver.device.count; i++) {
         Range *range = (Range *)driver.device.items[i];
-        if (range->kind == ALLOCATED)
-            close(range->fd);
+        if (range->kind == ALLOCATED && range->block->fd >= 0) {
+            close(range->block->fd);
+            range->block->fd = -1;
+        }
     }
     pthread_mutex_unlock(&driver.lock);
 }
@@ -94,8 +101,10 @@ API CUresult cuInit(unsigned int flags)
     if (settings()->init_error)
         return (CUresult)settings()->init_error;
     pthread_mutex_lock(&driver.lock);
-    if (!driver.initialised)
+    if (!driver.initialised) {
+        sleep_ns(settings()->init_ns);
         initialise();
+    }
     return leave(CUDA_SUCCESS);
 }
 
@@ -121,11 +130,13 @@ static CUresult context_make(Context *context)
 
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
-    CUresult code = enter_any();
+    CUresult code = enter_process();
     if (code)
         return code;
     if (device < 0 || device >= settings()->visible_count)
         return leave(CUDA_ERROR_INVALID_DEVICE);
+    if (driver.contexts[device].broken)
+        return leave(driver.contexts[device].broken);
     if (!driver.contexts[device].retained && (code = context_make(&driver.contexts[device])))
         return leave(code);
     driver.contexts[device].retained++;
@@ -190,7 +201,7 @@ API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
     Context *context = &driver.contexts[device];
     if (!context->retained)
         return leave(misuse(CUDA_ERROR_INVALID_CONTEXT, "device %d: primary context released too often", device));
-    if (context->retained == 1 && !driver.broken) {
+    if (context->retained == 1 && !context->broken) {
         if (!is_idle(context))
             return leave(misuse(CUDA_ERROR_ILLEGAL_STATE, "device %d: context released under running work", device));
         context_destroy(context);

@@ -27,7 +27,7 @@ static const struct {
     {134, -1},      /* HOST_NUMA_ID */
 };
 
-enum { PCI_BUS_ID = 33, HOST_POINTERS = 91, ATTRIBUTE_MAX = 162 };
+enum { PCI_BUS_ID = 33, HOST_POINTERS = 91, STREAM_WRITES = 122, ATTRIBUTE_MAX = 162 };
 
 static CUresult enter_device(CUdevice device)
 {
@@ -94,7 +94,8 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     for (size_t i = 0; i < sizeof ATTRIBUTES / sizeof *ATTRIBUTES; i++)
         if (ATTRIBUTES[i].attribute == attribute)
             *value = ATTRIBUTES[i].value;
-    if (attribute == HOST_POINTERS && settings()->no_host_pointers)
+    if ((attribute == HOST_POINTERS && settings()->no_host_pointers) ||
+        (attribute == STREAM_WRITES && settings()->no_stream_writes))
         *value = 0;
     return CUDA_SUCCESS;
 }

@@ -53,9 +53,9 @@ CUresult misuse(CUresult code, const char *format, ...)
     return code;
 }
 
-CUresult break_context(CUresult code)
+CUresult break_context(Context *context, CUresult code)
 {
-    __atomic_store_n(&driver.broken, code, __ATOMIC_RELEASE);
+    __atomic_store_n(&context->broken, code, __ATOMIC_RELEASE);
     pthread_cond_broadcast(&driver.changed);
     return code;
 }

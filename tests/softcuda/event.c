@@ -123,8 +123,9 @@ API CUresult cuEventSynchronize(CUevent handle)
         return leave(code);
     uint64_t wanted = event->recorded;
     event->users++;
-    while (event->done < wanted && !driver.broken)
+    const Context *home = event->context;
+    while (event->done < wanted && !home->broken)
         pthread_cond_wait(&driver.changed, &driver.lock);
     event_unuse(event);
-    return leave(driver.broken);
+    return leave(home->broken);
 }

@@ -18,6 +18,7 @@ from tests.softcuda.gpu import (
     address,
     allocate,
     batch,
+    bytes_at,
     code,
     export_noise,
     extras,
@@ -27,6 +28,7 @@ from tests.softcuda.gpu import (
     open_raw,
     peer,
     pitched_batch,
+    raw_handle,
     registered,
     start,
 )
@@ -55,7 +57,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def sticky() -> None:
-    """sticky_after=3"""
+    """sticky_after=3: the other device goes on."""
     device, host, stream = _buffers()
     for _ in range(2):
         assert _to_device(device, host, stream) == 0
@@ -67,6 +69,10 @@ def sticky() -> None:
         driver.cuMemHostUnregister(address(host)), driver.cuDevicePrimaryCtxRetain(0), driver.cuStreamCreate(0),
     ):  # fmt: skip
         assert code(result) == ILLEGAL_ADDRESS
+    start(1)
+    other, memory, works = allocate(SIZE), registered(SIZE), new_stream()
+    assert _to_device(other, memory, works) == 0
+    ok(driver.cuStreamSynchronize(works))
     ok(driver.cuDevicePrimaryCtxRelease(0))
 
 
@@ -156,11 +162,99 @@ def pitched_batches_that_end() -> list[bool]:
     )
 
 
+def offset_pointers() -> str:
+    """host_offset=1 GiB, misuse=error: a stream writes registered memory by the device's address alone."""
+    start()
+    memory, stream = registered(SIZE), new_stream()
+    device = int(ok(driver.cuMemHostGetDevicePointer(address(memory), 0)))
+    codes = [code(driver.cuStreamWriteValue64(stream, where, 7, 0)) for where in (address(memory), device + 8)]
+    ok(driver.cuStreamSynchronize(stream))
+    return str([device - address(memory), *codes, *memory[:16:8].tolist()])
+
+
+def full_queue() -> None:
+    """queue_depth=3: the call behind waits for the first to end, and all else in its context waits with it."""
+    device, host, stream = _buffers()
+    context = ok(driver.cuCtxGetCurrent())
+    extras().delay(stream, 0.3)
+    for _ in range(2):
+        assert _to_device(device, host, stream) == 0
+    waited: list[float] = []
+
+    def beside() -> None:
+        ok(driver.cuCtxSetCurrent(context))
+        waited.append(seconds_of(lambda: driver.cuStreamQuery(stream)))
+
+    thread = threading.Thread(target=beside)
+    timer = threading.Timer(0.1, thread.start)
+    timer.start()
+    assert seconds_of(lambda: _to_device(device, host, stream)) >= 0.2
+    timer.join()
+    thread.join()
+    assert waited[0] >= 0.1
+    ok(driver.cuStreamSynchronize(stream))
+    assert extras().counters().copies == 3
+
+
+def _export_two(peer_in: int, peer_out: int) -> None:
+    """A peer: memory of 1,000 bytes full of 1, and of 3,000 full of 2. Frees the first when it hears something."""
+    start()
+    for size_bytes, value in ((1000, 1), (3000, 2)):
+        device = allocate(size_bytes)
+        ok(driver.cuMemsetD8(device, value, size_bytes))
+        os.write(peer_out, raw_handle(device))
+        if value == 1:
+            first = device
+    os.read(peer_in, 1)
+    ok(driver.cuMemFree(first))
+    os.write(peer_out, b"freed")
+    os.read(peer_in, 1)
+
+
+def shared_block() -> str:
+    """small_block: how far apart two small allocations are that another process opens, what the second's range is, and
+    what each holds when the other is closed, freed."""
+    with peer(_export_two) as (_, from_peer, to_peer):
+        start()
+        one, two = (int(ok(open_raw(os.read(from_peer, 64)))) for _ in range(2))
+        base, size = ok(driver.cuMemGetAddressRange(two))
+        found = [two - one, two - int(base), size, int(bytes_at(one, 1000).max())]
+        ok(driver.cuIpcCloseMemHandle(one))
+        os.write(to_peer, b"x")
+        assert os.read(from_peer, 5) == b"freed"
+        found.append(int(bytes_at(two, 3000).min()))
+        ok(driver.cuIpcCloseMemHandle(two))
+        assert extras().counters().live_opened == 0
+        return str(found)
+
+
+def small_allocations() -> str:
+    """small_block: what is free with one, with 3,000 more, and when all are freed, in MiB less than the device has."""
+    start()
+    used = []
+    first = allocate(1)
+    for count in (0, 3000):
+        more = [allocate(1024) for _ in range(count)]
+        used.append(ok(driver.cuMemGetInfo()))
+    for device in (first, *more):
+        ok(driver.cuMemFree(device))
+    used.append(ok(driver.cuMemGetInfo()))
+    return str([(total - free) >> 20 for free, total in used])
+
+
 def host_pointers() -> int:
     """no_host_pointers"""
     start()
     which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
     return int(ok(driver.cuDeviceGetAttribute(which, 0)))
+
+
+def stream_writes() -> str:
+    """no_stream_writes: what the GPU says, and what the call returns."""
+    _, host, stream = _buffers()
+    which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    said = int(ok(driver.cuDeviceGetAttribute(which, 0)))
+    return str([said, code(driver.cuStreamWriteValue64(stream, address(host), 7, 0))])
 
 
 def link() -> None:
@@ -255,6 +349,12 @@ def slow_close() -> None:
         start()
         device = ok(open_raw(os.read(from_peer, 64)))
         assert seconds_of(lambda: ok(driver.cuIpcCloseMemHandle(device))) >= 0.1
+
+
+def init_seconds() -> None:
+    """INIT_NS=0.2 s: the first time alone."""
+    assert seconds_of(lambda: ok(driver.cuInit(0))) >= 0.2
+    assert seconds_of(lambda: ok(driver.cuInit(0))) < 0.2
 
 
 def nothing() -> int:

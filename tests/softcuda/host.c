@@ -80,7 +80,7 @@ API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr *address, void *memory, un
         return code;
     if (flags || !range_at(&driver.host, (uintptr_t)memory))
         return leave(CUDA_ERROR_INVALID_VALUE);
-    *address = (uintptr_t)memory;
+    *address = (uintptr_t)memory + settings()->host_offset;
     return leave(CUDA_SUCCESS);
 }
 

@@ -41,7 +41,7 @@ uint64_t handle_new(void); /* never given twice, so that a stale handle is alway
 /* settings.c: the environment, read once. */
 typedef struct {
     uint64_t devices, memory_bytes, driver_version, seed, register_max_bytes, register_ns_per_gib;
-    uint64_t context_bytes, context_ns;
+    uint64_t context_bytes, context_ns, init_ns;
     bool misuse_is_error;
     const char *hold; /* a path; NULL: copies are not held */
     int visible_count, visible[DEVICES_MAX];
@@ -52,7 +52,7 @@ typedef struct {
     uint64_t query_error, query_fails_every, record_error, record_fails_every;
     uint64_t register_error_after, register_fails_every;
     uint64_t batch_hangs_after, pitched_batch_hangs_after;
-    uint64_t packed, poison, no_host_pointers;
+    uint64_t packed, poison, no_host_pointers, no_stream_writes, host_offset, small_block, queue_depth;
 } Settings;
 
 const Settings *settings(void);
@@ -65,6 +65,9 @@ typedef struct Context {
     unsigned retained;
     Stream *null_stream;
     uint64_t used_bytes;
+    struct Block *small; /* where the next small allocation goes, if they share */
+    CUresult broken;    /* what every call returns from now on */
+    unsigned submitting; /* calls that wait for room in a stream's queue; other calls wait behind them */
 } Context;
 
 CUresult enter_any(void);            /* for calls that need no context */
@@ -75,7 +78,7 @@ CUuuid uuid_of(int device);
 
 /* error.c */
 CUresult misuse(CUresult code, const char *format, ...) __attribute__((format(printf, 2, 3)));
-CUresult break_context(CUresult code); /* every call fails from now on; the lock is held */
+CUresult break_context(Context *context, CUresult code); /* every call in it fails from now on; the lock is held */
 
 /* memory.c: ranges of addresses. */
 typedef enum { ALLOCATED, OPENED, MAPPED, RESERVED, REGISTERED } Kind;
@@ -90,14 +93,22 @@ typedef struct Chunk {
     unsigned handles, mappings;
 } Chunk;
 
+typedef struct Block {
+    CUdeviceptr start;
+    size_t size, used; /* as allocated, in all and so far */
+    uint64_t nonce;    /* names the memory in all processes */
+    int fd;
+    unsigned allocations;
+} Block;
+
 typedef struct Range {
     Item item; /* the key is the first address */
     size_t size;
     Kind kind;
     Context *context; /* NULL: VMM memory belongs to none */
     Context *home;    /* OPENED: of the device that has the memory */
-    uint64_t nonce;   /* names the memory in all processes */
-    int fd;           /* ALLOCATED: the memory */
+    Block *block;     /* ALLOCATED: the memory */
+    uint64_t nonce;   /* OPENED: the block's */
     unsigned opens;   /* OPENED: how many closes it takes */
     uint32_t access;  /* MAPPED: a bit for each device that may use it */
     Chunk *chunk;     /* MAPPED: the memory */
@@ -176,7 +187,7 @@ struct Stream {
 Op *op_new(OpKind kind, size_t copies);
 void op_touches(Op *op, Range *range);
 void op_delete(Op *op);
-void op_queue(Stream *stream, Op *op);
+void op_queue(Stream *stream, Op *op); /* may let go of the lock, to wait for room */
 Stream *stream_new(Context *context);
 void stream_delete(Stream *stream);
 CUresult stream_wait(Stream *stream); /* for all that is queued now; lets go of the lock meanwhile */
@@ -212,9 +223,8 @@ extern const size_t FUNCTION_COUNT;
 
 typedef struct {
     pthread_mutex_t lock;
-    pthread_cond_t changed; /* an operation has ended, or the context is broken */
+    pthread_cond_t changed; /* an operation has ended, or a context is broken */
     bool initialised, forked;
-    CUresult broken;
     Context contexts[DEVICES_MAX];
     CUdeviceptr next_address;
     Table device, reserved, host; /* of Range: usable device addresses, reserved ones, registrations */

@@ -14,7 +14,7 @@ static const char MAGIC[8] = "softcuda";
 typedef struct {
     char magic[8];
     int pid, fd, device;
-    uint64_t size, nonce;
+    uint64_t size, offset, nonce; /* of the block, and where in it */
     CUuuid uuid;
 } Handle;
 
@@ -28,7 +28,9 @@ static CUresult export(CUipcMemHandle *handle, CUdeviceptr address)
     if (range->kind != ALLOCATED)
         return CUDA_ERROR_INVALID_VALUE;
     int device = range->context->device;
-    Handle made = {.pid = getpid(), .fd = range->fd, .device = device, .size = range->size, .nonce = range->nonce};
+    const Block *block = range->block;
+    Handle made = {.pid = getpid(), .fd = block->fd, .device = device, .size = block->size, .nonce = block->nonce,
+                   .offset = range->item.key - block->start};
     memcpy(made.magic, MAGIC, sizeof MAGIC);
     made.uuid = uuid_of(device);
     memset(handle, 0, sizeof *handle);
@@ -104,7 +106,7 @@ static CUresult import(Context *context, CUdeviceptr *address, const Handle *han
         return code;
     range->opens++;
     driver.counters.handles_opened++;
-    *address = range->item.key;
+    *address = range->item.key + handle->offset;
     return CUDA_SUCCESS;
 }
 
@@ -133,7 +135,8 @@ void opened_delete(Range *range)
 
 static CUresult close_handle(CUdeviceptr address)
 {
-    Range *range = table_find(&driver.device, address);
+    bool shared = settings()->small_block;
+    Range *range = shared ? range_at(&driver.device, address) : table_find(&driver.device, address);
     if (!range || range->kind != OPENED)
         return misuse(CUDA_ERROR_INVALID_VALUE,
                       "cuIpcCloseMemHandle: 0x%llx is not open: closed twice, or never opened", address);

@@ -10,6 +10,7 @@
 
 #include "internal.h"
 
+#define SMALL_ALIGNMENT 512
 /* Below where the kernel puts mappings of its own. Differs between processes, so that nobody takes an address for
  * good in another one. */
 #define FIRST_ADDRESS ((CUdeviceptr)0x7e9000000000 + ((CUdeviceptr)(getpid() & 31) << 33))
@@ -22,7 +23,6 @@ Range *range_new(Table *table, Kind kind, CUdeviceptr start, size_t size)
     range->item.key = start;
     range->size = size;
     range->kind = kind;
-    range->fd = -1;
     table_add(table, &range->item);
     return range;
 }
@@ -49,9 +49,11 @@ CUresult range_idle(const Range *range, const char *call)
 {
     if (!range->pending)
         return CUDA_SUCCESS;
-    return break_context(misuse(CUDA_ERROR_ILLEGAL_ADDRESS,
-                                "%s: closed under a running copy: 0x%llx (%zu bytes) has %zu operations under way",
-                                call, (CUdeviceptr)range->item.key, range->size, range->pending));
+    Context *context = range->kind == MAPPED ? range->chunk->home : range->context;
+    CUresult code = misuse(CUDA_ERROR_ILLEGAL_ADDRESS,
+                           "%s: closed under a running copy: 0x%llx (%zu bytes) has %zu operations under way", call,
+                           (CUdeviceptr)range->item.key, range->size, range->pending);
+    return break_context(context, code);
 }
 
 /* Flushing what needs no flushing is the quickest way to ask: it fails where nothing is mapped. */
@@ -106,10 +108,8 @@ int memfd_new(const char *name, size_t size)
     return fd;
 }
 
-static CUresult allocate(Context *context, CUdeviceptr *address, size_t size)
+static CUresult block_new(Context *context, size_t size, Block **made)
 {
-    if (!size)
-        return CUDA_ERROR_INVALID_VALUE;
     if (size > settings()->memory_bytes || context->used_bytes + rounded(size) > settings()->memory_bytes)
         return CUDA_ERROR_OUT_OF_MEMORY;
     char name[64];
@@ -126,11 +126,41 @@ static CUresult allocate(Context *context, CUdeviceptr *address, size_t size)
     madvise(memory, rounded(size), MADV_DONTFORK);
     if (settings()->poison)
         memset(memory, POISON, size);
-    Range *range = range_new(&driver.device, ALLOCATED, (uintptr_t)memory, size);
-    range->context = context;
-    range->nonce = nonce;
-    range->fd = fd;
+    Block *block = calloc(1, sizeof *block);
+    if (!block)
+        abort();
+    *block = (Block){.start = (uintptr_t)memory, .size = size, .nonce = nonce, .fd = fd};
     context->used_bytes += rounded(size);
+    *made = block;
+    return CUDA_SUCCESS;
+}
+
+/* Small ones share a block, if asked for, until it is full or all in it are freed. */
+static CUresult block_for(Context *context, size_t size, Block **block)
+{
+    if (!settings()->small_block || size >= GRANULE)
+        return block_new(context, size, block);
+    Block **shared = &context->small;
+    CUresult code = CUDA_SUCCESS;
+    if (!*shared || size > (*shared)->size - (*shared)->used)
+        code = block_new(context, GRANULE, shared);
+    *block = *shared;
+    return code;
+}
+
+static CUresult allocate(Context *context, CUdeviceptr *address, size_t size)
+{
+    Block *block;
+    if (!size)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult code = block_for(context, size, &block);
+    if (code)
+        return code;
+    Range *range = range_new(&driver.device, ALLOCATED, block->start + block->used, size);
+    range->context = context;
+    range->block = block;
+    block->allocations++;
+    block->used += (size + SMALL_ALIGNMENT - 1) & ~(size_t)(SMALL_ALIGNMENT - 1);
     driver.counters.live_allocations++;
     *address = range->item.key;
     return CUDA_SUCCESS;
@@ -147,9 +177,15 @@ API CUresult cuMemAlloc(CUdeviceptr *address, size_t size) __attribute__((alias(
 
 void allocation_delete(Range *range)
 {
-    munmap((void *)(uintptr_t)range->item.key, rounded(range->size));
-    close(range->fd);
-    range->context->used_bytes -= rounded(range->size);
+    Block *block = range->block;
+    if (!--block->allocations) {
+        munmap((void *)(uintptr_t)block->start, rounded(block->size));
+        close(block->fd);
+        range->context->used_bytes -= rounded(block->size);
+        if (range->context->small == block)
+            range->context->small = NULL;
+        free(block);
+    }
     driver.counters.live_allocations--;
     range_delete(&driver.device, range);
 }

@@ -71,8 +71,28 @@ void op_delete(Op *op)
     free(op);
 }
 
+static bool is_broken(const Stream *stream)
+{
+    return __atomic_load_n(&stream->context->broken, __ATOMIC_ACQUIRE);
+}
+
+/* As the real driver, whose lock the waiting call keeps: whoever else needs the context waits, too. */
+static void wait_for_room(Stream *stream)
+{
+    uint64_t depth = settings()->queue_depth;
+    stream->context->submitting++;
+    stream->waiting++;
+    while (depth && stream->queued - stream->done >= depth && !is_broken(stream))
+        pthread_cond_wait(&driver.changed, &driver.lock);
+    stream->waiting--;
+    stream->context->submitting--;
+    if (depth)
+        pthread_cond_broadcast(&driver.changed);
+}
+
 void op_queue(Stream *stream, Op *op)
 {
+    wait_for_room(stream);
     *stream->last = op;
     stream->last = &op->next;
     stream->queued++;
@@ -84,16 +104,16 @@ static void fill(const Op *op)
     memset((void *)(uintptr_t)op->address, (int)op->value, op->size);
 }
 
-static void spin(const Op *op)
+static void spin(const Stream *stream, const Op *op)
 {
     const uint64_t *word = (const uint64_t *)(uintptr_t)op->address;
-    while (__atomic_load_n(word, __ATOMIC_ACQUIRE) < op->value && !__atomic_load_n(&driver.broken, __ATOMIC_ACQUIRE))
+    while (__atomic_load_n(word, __ATOMIC_ACQUIRE) < op->value && !is_broken(stream))
         sleep_ns(LOOK_AGAIN_NS);
 }
 
 static void op_run(Stream *stream, Op *op)
 {
-    if (__atomic_load_n(&driver.broken, __ATOMIC_ACQUIRE))
+    if (is_broken(stream))
         return;
     if (settings()->jitter_ns)
         sleep_ns(random_next(&stream->random) % (settings()->jitter_ns + 1));
@@ -111,7 +131,7 @@ static void op_run(Stream *stream, Op *op)
         sleep_ns(op->value);
         break;
     case SPIN:
-        spin(op);
+        spin(stream, op);
         break;
     case RECORD: /* op_end */
         break;
@@ -196,10 +216,11 @@ CUresult stream_wait(Stream *stream)
 {
     uint64_t wanted = stream->queued;
     stream->waiting++;
-    while (stream->done < wanted && !driver.broken)
+    const Context *context = stream->context;
+    while (stream->done < wanted && !context->broken)
         pthread_cond_wait(&driver.changed, &driver.lock);
     stream->waiting--;
     if (stream->destroyed)
         pthread_cond_broadcast(&driver.changed);
-    return driver.broken;
+    return context->broken;
 }

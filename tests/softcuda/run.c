@@ -4,10 +4,10 @@
 
 #include "internal.h"
 
-static void break_down(void)
+static void break_down(const Stream *stream)
 {
     pthread_mutex_lock(&driver.lock);
-    break_context(CUDA_ERROR_ILLEGAL_ADDRESS);
+    break_context(stream->context, CUDA_ERROR_ILLEGAL_ADDRESS);
     pthread_mutex_unlock(&driver.lock);
 }
 
@@ -61,14 +61,15 @@ static void shuffle(Op *op, uint64_t *random)
 }
 
 /* A program that unmaps its memory too early would die of a signal: better of a message. */
-static bool host_is_there(const Op *op)
+static bool host_is_there(const Stream *stream, const Op *op)
 {
     for (size_t i = 0; i < op->range_count; i++) {
         const Range *range = op->ranges[i];
         if (range->kind != REGISTERED || is_mapped(range->item.key, range->size))
             continue;
         pthread_mutex_lock(&driver.lock);
-        break_context(misuse(CUDA_ERROR_ILLEGAL_ADDRESS, "a copy runs, but registered memory at 0x%llx is unmapped",
+        break_context(stream->context,
+                      misuse(CUDA_ERROR_ILLEGAL_ADDRESS, "a copy runs, but registered memory at 0x%llx is unmapped",
                              (CUdeviceptr)range->item.key));
         pthread_mutex_unlock(&driver.lock);
         return false;
@@ -99,8 +100,8 @@ static bool copy_run(Stream *stream, const Copy *copy)
         (copy->direction == TO_DEVICE && nth_of_kind == s->hang_host_to_device))
         hang();
     if (nth == s->sticky_after)
-        break_down();
-    if (__atomic_load_n(&driver.broken, __ATOMIC_ACQUIRE))
+        break_down(stream);
+    if (__atomic_load_n(&stream->context->broken, __ATOMIC_ACQUIRE))
         return false;
     memmove(to, (const void *)(uintptr_t)copy->from, copy->size);
     if (s->corrupt_every && nth % s->corrupt_every == 0)
@@ -126,7 +127,7 @@ void copies_run(Stream *stream, Op *op)
     sleep_ns(settings()->delay_copies_ns);
     hold_wait();
     link_wait(op);
-    if (!host_is_there(op))
+    if (!host_is_there(stream, op))
         return;
     if (op->hangs)
         hang();

@@ -36,6 +36,7 @@ static const Name VARIABLES[] = {
     {"REGISTER_NS_PER_GIB", &read_settings.register_ns_per_gib, false},
     {"CONTEXT_BYTES", &read_settings.context_bytes, false},
     {"CONTEXT_NS", &read_settings.context_ns, false},
+    {"INIT_NS", &read_settings.init_ns, false},
     {NULL, NULL, false},
 };
 
@@ -67,6 +68,10 @@ static const Name FAULTS[] = {
     {"packed", &read_settings.packed, true},
     {"no_batch", &read_settings.no_batch, true},
     {"no_host_pointers", &read_settings.no_host_pointers, true},
+    {"no_stream_writes", &read_settings.no_stream_writes, true},
+    {"host_offset", &read_settings.host_offset, false},
+    {"small_block", &read_settings.small_block, true},
+    {"queue_depth", &read_settings.queue_depth, false},
     {"pitched_error", &read_settings.pitched_error, false},
     {"pitched_batch_error", &read_settings.pitched_batch_error, false},
     {"no_pitched_batch", &read_settings.no_pitched_batch, true},

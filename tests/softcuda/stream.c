@@ -92,14 +92,17 @@ API CUresult cuStreamQuery(CUstream handle)
     return leave(code);
 }
 
+/* `op` writes where the device's address stands for. */
 static CUresult write_check(Op *op, const Context *context, CUdeviceptr address)
 {
-    Range *host = range_at(&driver.host, address);
+    CUdeviceptr at = address - settings()->host_offset;
+    Range *host = range_at(&driver.host, at);
     if (address % sizeof(uint64_t))
         return misuse(CUDA_ERROR_INVALID_VALUE, "cuStreamWriteValue64: 0x%llx is not aligned", address);
+    op->address = host ? at : address;
     if (!host)
         return device_touch(op, context, address, sizeof(uint64_t), "cuStreamWriteValue64");
-    if (range_end(host) - address < sizeof(uint64_t))
+    if (range_end(host) - at < sizeof(uint64_t))
         return misuse(CUDA_ERROR_INVALID_VALUE, "cuStreamWriteValue64: 0x%llx reaches beyond its registration",
                       address);
     op_touches(op, host);
@@ -115,10 +118,11 @@ API CUresult cuStreamWriteValue64_v2(CUstream handle, CUdeviceptr address, uint6
         return code;
     if (flags > 1)
         return leave(CUDA_ERROR_INVALID_VALUE);
+    if (settings()->no_stream_writes)
+        return leave(CUDA_ERROR_NOT_SUPPORTED);
     if ((code = stream_find(context, handle, &stream)))
         return leave(code);
     Op *op = op_new(WRITE, 0);
-    op->address = address;
     op->value = value;
     if ((code = write_check(op, context, address)))
         op_delete(op);

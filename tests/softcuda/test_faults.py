@@ -18,8 +18,14 @@ from tests.softcuda.running import result, run
     ("program", "faults", "returned"),
     [
         (faulty.sticky, "sticky_after=3", "None"),
+        (faulty.full_queue, "queue_depth=3", "None"),
+        (faulty.shared_block, "small_block", f"[1024, 1024, {2 << 20}, 1, 2]"),
+        (faulty.shared_block, "packed", f"[{2 << 20}, 0, 3000, 1, 2]"),
+        (faulty.small_allocations, "small_block", "[2, 4, 0]"),
         (faulty.host_pointers, "no_host_pointers", "0"),
         (faulty.host_pointers, "", "1"),
+        (faulty.stream_writes, "no_stream_writes", "[0, 801]"),
+        (faulty.stream_writes, "", "[1, 0]"),
         (faulty.batches_that_end, "batch_hangs_after=2", "[True, False]"),
         (faulty.batches_that_end, "pitched_batch_hangs_after=1", "[True, True]"),
         (faulty.pitched_batches_that_end, "pitched_batch_hangs_after=2", "[True, False]"),
@@ -80,6 +86,17 @@ def test_a_registration_may_hold_the_lock() -> None:
 
 def test_contexts_take_time_and_memory() -> None:
     result(faulty.context_seconds, "", {"context_ns": 200_000_000, "context_bytes": 1 << 30})
+
+
+def test_the_devices_address_of_host_memory_may_be_another() -> None:
+    ended = run(faulty.offset_pointers, "host_offset=1073741824", {"misuse": "error"})
+    assert ended.stdout == f"[{1 << 30}, 1, 0, 0, 7]\n"
+    assert "no device memory" in ended.stderr
+    assert result(faulty.offset_pointers) == "[0, 0, 0, 7, 7]"
+
+
+def test_the_driver_takes_time_to_begin() -> None:
+    result(faulty.init_seconds, "", {"init_ns": 200_000_000})
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,30 @@
 """How a worker says when the blocks of its jobs are final: a number in shared memory that only grows.
 
 Each job names a number; the daemon touches the job's blocks when the timeline has reached it. On a GPU the stream that
-computes the blocks writes the number behind its work, so that neither the worker nor the GPU waits for anything.
+computes the blocks writes the number behind its work, so that neither the worker nor the GPU waits for anything. Where
+it can't, a thread of the worker does (`streamwatch`), a moment later.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from dataclasses import dataclass
 from typing import Any
 
 from kvoffloadd.client.memory.allocation import Allocation
 from kvoffloadd.client.memory.gpu import driver
+from kvoffloadd.client.memory.streamwatch import StreamWatch
+from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import PAGE_BYTES
 
+log = logging.getLogger(__name__)
+
 _PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
-_registered: list[Timeline] = []
-"""Those that a driver knows: their memory may not go before it forgets them, which is at the end of the process."""
+_of_streams: list[Timeline] = []
+"""Their memory may not go before the driver forgets it, or a thread writes to it no more: at the process's end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,12 +65,22 @@ class Timeline:
         self._memory = memory
         self._lock = threading.Lock()
         self._last = 0
-        self._device_address = 0 if stream is None else self._register()
+        self._watch: StreamWatch | None = None
+        self._device_address = 0
+        if self.stream is not None:
+            self._connect(self.stream)
 
-    def _register(self) -> int:
-        driver().call("cuMemHostRegister", self.allocation.address, PAGE_BYTES, _PORTABLE_AND_MAPPED)
-        _registered.append(self)
-        return int(driver().call("cuMemHostGetDevicePointer", self.allocation.address, 0))
+    def _connect(self, stream: int) -> None:
+        """Let the stream write the cell, else a thread."""
+        device = driver().call("cuCtxGetDevice")
+        _of_streams.append(self)
+        try:
+            _check_writes(device)
+            driver().call("cuMemHostRegister", self.allocation.address, PAGE_BYTES, _PORTABLE_AND_MAPPED)
+            self._device_address = int(driver().call("cuMemHostGetDevicePointer", self.allocation.address, 0))
+        except CudaError as error:
+            log.warning("a thread waits for the stream and signals the daemon, since the stream can't: %s", error)
+            self._watch = StreamWatch(stream, self.cell)
 
     def signal(self) -> Ready:
         """The next point: of a stream, when all that was queued on it until now has been done. Returns at once.
@@ -73,9 +89,18 @@ class Timeline:
         """
         with self._lock:  # numbers reach the stream in order
             self._last += 1
-            if self.stream is not None:
+            if self._watch is not None:
+                self._watch.signal(self._last)
+            elif self.stream is not None:
                 driver().call("cuStreamWriteValue64", self.stream, self._device_address, self._last, 0)
             return Ready(self, self._last)
+
+
+def _check_writes(device: Any) -> None:
+    """Raises CudaError where the GPU's streams write no numbers of 64 bits."""
+    which = driver().api.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    if not driver().call("cuDeviceGetAttribute", which, device):
+        raise CudaError("cuStreamWriteValue64", "CUDA_ERROR_NOT_SUPPORTED")
 
 
 def _handle(stream: Any) -> int:

@@ -1,0 +1,70 @@
+"""A stream's points in time: written by the stream itself, or, where it can't, by a thread that waits for it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from kvoffloadd.client.memory.streamwatch import StreamWatch
+from kvoffloadd.errors import DeviceError
+from scripts.harness.gpu import Gpu
+from tests import softcuda
+from tests.client import streams
+from tests.softcuda.running import run
+
+BY_THREAD = "a thread waits for the stream and signals the daemon, since the stream can't: "
+WAYS = {
+    "jitter_ns=1": "",
+    "host_offset=1073741824": "",
+    "register_error_after=1": f"{BY_THREAD}cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY\n",
+    "no_stream_writes": f"{BY_THREAD}cuStreamWriteValue64: CUDA_ERROR_NOT_SUPPORTED\n",
+}
+"""Of the driver's, and what the worker's log says."""
+
+
+def ended_well(program: Callable[[], object], faults: str) -> tuple[str, str]:
+    """What it returned and what it said."""
+    ended = run(program, faults)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip(), ended.stderr
+
+
+@pytest.mark.parametrize("faults", WAYS)
+def test_points_are_reached_behind_the_streams_work(faults: str) -> None:
+    registrations = 0 if WAYS[faults] else 1
+    assert ended_well(streams.points, faults) == (f"[{registrations}, 0]", WAYS[faults])
+
+
+@pytest.mark.parametrize("faults", WAYS)
+def test_points_of_a_timeline_that_is_gone(faults: str) -> None:
+    assert ended_well(streams.points_of_a_timeline_that_is_gone, faults) == ("written", WAYS[faults])
+
+
+@pytest.mark.parametrize("faults", WAYS)
+def test_points_of_many_threads(faults: str) -> None:
+    assert ended_well(streams.points_of_threads, faults) == ("all", WAYS[faults])
+
+
+@pytest.mark.parametrize("faults", WAYS)
+def test_a_context_that_breaks(faults: str) -> None:
+    _, said = ended_well(streams.points_of_a_broken_context, f"sticky_after=1,{faults}")
+    ends = re.findall("a stream's signals have ended, .*: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS\n", said)
+    assert said == WAYS[faults] + "".join(ends)
+    assert len(ends) <= bool(WAYS[faults])
+
+
+def test_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    softcuda.load()
+    gpu = Gpu()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(DeviceError, match="no thread can be started for a stream's signals: can't start new thread"):
+        StreamWatch(gpu.stream, ctypes.c_uint64())
