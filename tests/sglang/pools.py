@@ -46,7 +46,9 @@ def configure(socket: str) -> None:
     server.set_global_server_args_for_scheduler(arguments)
     parallel = importlib.import_module("sglang.srt.runtime_context").get_parallel()
     alone = SimpleNamespace(world_size=1)
-    parallel.override_permanently(tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_tp_group=alone)
+    parallel.override_permanently(
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_tp_rank=0, attn_tp_size=1, attn_tp_group=alone
+    )
 
 
 # --- pools, as SGLang's assembler makes them --------------------------------------------------------
