@@ -51,7 +51,12 @@ def points() -> str:
     assert not rest[0].reached
     gate.open()
     seen = [1]
-    until(lambda: seen.append(timeline.cell.value) or rest[-1].reached, "the last point", every_s=0)
+
+    def look() -> bool:
+        seen.append(timeline.cell.value)
+        return rest[-1].reached
+
+    until(look, "the last point", every_s=0)
     assert seen == sorted(seen)
     until(lambda: softcuda.load().counters().live_events == 0, "no event is left")
     counters = softcuda.load().counters()
