@@ -149,6 +149,15 @@ class Described:
         self.__cuda_array_interface__ = {**interface, **changes}
 
 
+def test_a_driver_that_says_that_chunks_have_no_bytes(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not be asked for ever."""
+    memory = buffer(gpu, 4 * MIB, chunk_bytes=2 * MIB)
+    monkeypatch.setattr("kvoffloadd.client.memory.gpu._mapping", lambda address: (address, 0))
+    with pytest.raises(UsageError, match="not mapped in whole chunks"):
+        gpu_allocation(memory.address, 4 * MIB)
+    memory.free()
+
+
 def test_memory_of_no_gpu(gpu: Gpu) -> None:
     private = np.zeros(4096, np.uint8)
     with pytest.raises(UsageError, match="not memory of a GPU"):

@@ -131,7 +131,7 @@ def _vmm_memory(uuid: bytes, address: int, size_bytes: int) -> VmmMemory:
     chunks = []
     while at < address + size_bytes:
         start, chunk_bytes = _mapping(at)
-        if start != at:
+        if start != at or chunk_bytes < 1:  # a driver that says 0 would have this go on for ever
             raise UsageError(f"{size_bytes} bytes at {address:#x} are not mapped in whole chunks")
         chunks.append(chunk_bytes)
         at += chunk_bytes
