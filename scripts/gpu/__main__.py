@@ -189,7 +189,7 @@ def main() -> int:
     heading = "GPU check" + (", software driver" if arguments.soft else "") + (", quick" if arguments.quick else "")
     facts = machine()
     ended: list[Ended] = []
-    chosen = names_of(arguments)
+    chosen, decides = names_of(arguments), not (arguments.soft or arguments.quick)
     wanted = [part for part in parts_of(arguments) if chosen is None or part.name in chosen]
     screen = Screen(heading, facts, len(wanted))
     for number, part in enumerate(wanted):
@@ -200,10 +200,10 @@ def main() -> int:
         ended.append(_one(part, left_s, environment, log, screen, holder))
         screen.end(ended[-1])
         verdict, _ = verdict_of(ended, arguments, complete=False)
-        write(out, heading, facts, ended, verdict, [])
+        write(out, heading, facts, ended, verdict, [], decides=decides)
     verdict, good = verdict_of(ended, arguments, complete=True)
     facts.append(("seconds, in all", f"{time.monotonic() - began:.0f}"))
-    write(out, heading, facts, ended, verdict, said_at_the_end())
+    write(out, heading, facts, ended, verdict, said_at_the_end(), decides=decides)
     if holder is not None:
         holder.kill()
         holder.wait()

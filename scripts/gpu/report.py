@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.gpu.decisions import bounds_of, decisions_of
+from scripts.gpu.decisions import Decision, bounds_of, decisions_of
 from scripts.gpu.parts import Ended
 from scripts.gpu.plot import bandwidth
 
@@ -15,9 +15,16 @@ Sections = Sequence[tuple[str, Sequence[str]]]
 
 
 def write(
-    folder: Path, heading: str, facts: Sequence[tuple[str, str]], parts: Sequence[Ended], verdict: str, end: Sections
+    folder: Path,
+    heading: str,
+    facts: Sequence[tuple[str, str]],
+    parts: Sequence[Ended],
+    verdict: str,
+    end: Sections,
+    *,
+    decides: bool = True,
 ) -> None:
-    """`end`: lines by title, below everything else."""
+    """`end`: lines by title, below everything else. `decides`: the figures are a GPU's, and mean something."""
     rows = [row for ended in parts for row in ended.rows()]
     (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     cases: list[dict[str, Any]] = next(
@@ -25,7 +32,8 @@ def write(
     )
     if cases:
         (folder / "bandwidth.svg").write_text(bandwidth(cases), encoding="utf-8")
-    text = "\n".join(_report(heading, facts, parts, verdict, end, plotted=bool(cases)))
+    decided = decisions_of(parts) if decides else []
+    text = "\n".join(_report(heading, facts, parts, verdict, end, decided, plotted=bool(cases)))
     (folder / "report.md").write_text(text, encoding="utf-8")
 
 
@@ -35,6 +43,7 @@ def _report(
     parts: Sequence[Ended],
     verdict: str,
     end: Sections,
+    decided: Sequence[Decision],
     *,
     plotted: bool,
 ) -> Iterable[str]:
@@ -63,7 +72,6 @@ def _report(
         yield from _part(ended)
         if ended.part.name == "copy" and plotted:
             yield "![bandwidth](bandwidth.svg)\n"
-    decided = decisions_of(parts)
     if decided:
         yield "## What this decides\n"
         yield grid(("what", "so", "because"), decided)

@@ -115,6 +115,9 @@ def test_small_rows_are_held_against_the_drivers_own_way(speed: float, kept: boo
 
 
 def test_the_report_has_them(tmp_path: Path) -> None:
+    """Unless the figures mean nothing."""
+    write(tmp_path, "GPU check", [], [raw(H200)], "All is well.", [], decides=False)
+    assert "decides" not in (tmp_path / "report.md").read_text()
     write(tmp_path, "GPU check", [], [raw(H200)], "All is well.", [])
     report = (tmp_path / "report.md").read_text()
     assert "## What this decides" in report
