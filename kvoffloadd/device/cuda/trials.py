@@ -2,10 +2,11 @@
 
 A call for many copies at once is something that the daemon can do without. Drivers are known in which one never ends
 (vLLM issue 49276), and one that breaks the process would do so at each start. So a file beside the socket's lock
-names each way of copying from before its first use until that has ended, and again if the process has to end because
-copies that were made so never do. (An error that breaks a context later is not held against them: GPUs have many.)
-A start that finds a way there copies without it. It is tried again when the file is removed, the driver is replaced,
-or the host is booted (the file is then gone, in /run).
+names each way of copying: as trying from before its first use with this driver, as working once that has ended, and as
+failed if the process has to end because copies that were made so never do. (An error that breaks a context later is not
+held against them: GPUs have many.) A start that finds a way there that does not work copies without it. It is tried
+again when the file is removed, the driver is replaced, or the host is booted (the file is then gone, in /run). What
+has worked is no trial any more: a daemon that is killed for other reasons meanwhile costs no way.
 
 Ownership: `begin` and `end` are for any thread, and write; `blame` is for the event loop, at the process's end.
 """
@@ -34,20 +35,27 @@ class Way(StrEnum):
     RUNS = "runs"
 
 
+class _State(StrEnum):
+    """Of a way, with the driver's release that is there. It only goes on, in this order."""
+
+    TRYING = "trying"
+    WORKS = "works"
+    FAILED = "failed"
+
+
 CALLS = {Way.BATCH: "cuMemcpyBatchAsync", Way.RUNS: "cuMemcpy3DBatchAsync or cuMemcpy2DAsync"}
 
 
 class Trials:
-    """The file at `path`; None: nothing is written down. `left_out`: what it named at the start."""
+    """The file at `path`; None: nothing is written down. `left_out`: what an earlier process did not survive."""
 
     def __init__(self, path: Path | None = None, driver: Path = _DRIVER) -> None:
         """Blocks."""
         self._path = path
         self._release = _first_line(driver)
         self._lock = threading.Lock()
-        self._named: set[Way] = set() if path is None else set(_ways(path, self._release))
-        self._survived: set[Way] = set()
-        self.left_out = frozenset(self._named)
+        self._states: dict[Way, _State] = {} if path is None else dict(_states(path, self._release))
+        self.left_out = frozenset(way for way, state in self._states.items() if state is _State.FAILED)
         for way in sorted(self.left_out):
             log.warning(
                 "copying without %s: an earlier daemon did not survive it. To try it again, remove %s and restart",
@@ -56,14 +64,13 @@ class Trials:
 
     def begin(self, way: Way) -> None:
         """Call before each use of a way; the first one is written down. Blocks for a moment."""
-        if way not in self._survived:
-            self._name(way, named=True)
+        if self._states.get(way, _State.TRYING) is _State.TRYING:  # what another thread writes down is waited for
+            self._note(way, _State.TRYING)
 
     def end(self, way: Way) -> None:
         """Call when what was copied so has ended, well or not."""
-        if way not in self._survived:
-            self._survived.add(way)
-            self._name(way, named=False)
+        if self._states.get(way) is _State.TRYING:
+            self._note(way, _State.WORKS)
 
     def blame(self, ways: Iterable[Way]) -> None:
         """The process has to end because copies that were made so do not. Takes at most `WRITE_S`."""
@@ -74,13 +81,15 @@ class Trials:
 
     def _blame(self, ways: list[Way]) -> None:
         for way in ways:
-            self._name(way, named=True)
+            self._note(way, _State.FAILED)
 
-    def _name(self, way: Way, *, named: bool) -> None:
+    def _note(self, way: Way, state: _State) -> None:
         with self._lock:
-            before = set(self._named)
-            (self._named.add if named else self._named.discard)(way)
-            if self._path is None or self._named == before:
+            order, known = list(_State), self._states.get(way)
+            if known is not None and order.index(state) <= order.index(known):
+                return
+            self._states[way] = state
+            if self._path is None:
                 return
             try:
                 self._write(self._path)
@@ -88,26 +97,24 @@ class Trials:
                 log.warning("%s can't be written, so a way of copying may be tried again: %s", self._path, error)
 
     def _write(self, path: Path) -> None:
-        if not self._named:
-            path.unlink(missing_ok=True)
-            return
         new = path.with_name(f"{path.name}.new")
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with open(fd, "w", encoding="utf-8") as file:
-            file.writelines(f"{way.value}\t{self._release}\n" for way in sorted(self._named))
+            file.writelines(f"{way}\t{self._release}\t{state}\n" for way, state in sorted(self._states.items()))
         new.replace(path)
 
 
-def _ways(path: Path, release: str) -> Iterable[Way]:
-    """Those that a file names for this release of the driver."""
+def _states(path: Path, release: str) -> Iterable[tuple[Way, _State]]:
+    """What a file says for this release of the driver: what was tried and is not said to work has failed."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines:
-        name, _, by = line.partition("\t")
+        name, _, rest = line.partition("\t")
+        by, _, state = rest.partition("\t")
         if by == release and name in CALLS:
-            yield Way(name)
+            yield Way(name), _State.WORKS if state == _State.WORKS else _State.FAILED
 
 
 def _first_line(path: Path) -> str:

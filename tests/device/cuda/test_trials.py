@@ -22,26 +22,52 @@ def driver(tmp_path: Path) -> Path:
     return found
 
 
-def named(path: Path) -> list[str]:
-    return [line.partition("\t")[0] for line in path.read_text().splitlines()] if path.exists() else []
+def said(path: Path) -> dict[str, str]:
+    """Of each way."""
+    lines = [line.split("\t") for line in path.read_text().splitlines()]
+    return {way: state for way, _, state in lines}
 
 
-def test_a_way_is_written_down_until_it_has_ended_well(path: Path, driver: Path) -> None:
+def test_a_way_is_written_down_before_it_is_tried_and_when_it_has_ended_well(path: Path, driver: Path) -> None:
     trials = Trials(path, driver)
     trials.begin(Way.BATCH)
-    assert path.read_text() == "batch\tNVRM version: 580.159.04\n"
+    assert path.read_text() == "batch\tNVRM version: 580.159.04\ttrying\n"
     trials.begin(Way.RUNS)
     trials.begin(Way.RUNS)
-    assert named(path) == ["batch", "runs"]
+    assert said(path) == {"batch": "trying", "runs": "trying"}
     trials.end(Way.BATCH)
-    assert named(path) == ["runs"]
+    assert said(path) == {"batch": "works", "runs": "trying"}
     trials.end(Way.RUNS)
-    assert not path.exists()
+    assert said(path) == {"batch": "works", "runs": "works"}
+    path.unlink()
     for way in Way:  # no write for each of them
         trials.begin(way)
-        assert not path.exists()
         trials.end(way)
     assert sorted(path.parent.iterdir()) == [driver]
+
+
+def test_what_has_worked_with_this_driver_is_no_trial(path: Path, driver: Path) -> None:
+    """A later process that ends while it copies so has ended for another reason, unless it says that it was this."""
+    first = Trials(path, driver)
+    first.begin(Way.BATCH)
+    first.end(Way.BATCH)
+    Trials(path, driver).begin(Way.BATCH)
+    assert Trials(path, driver).left_out == frozenset()
+    Trials(path, driver).blame([Way.BATCH])
+    assert Trials(path, driver).left_out == {Way.BATCH}
+
+
+def test_two_threads_that_try_at_once(path: Path, driver: Path) -> None:
+    """Neither copies before it is written down; and what has failed for one does not work for the other."""
+    trials = Trials(path, driver)
+    trials.begin(Way.BATCH)
+    trials.begin(Way.BATCH)
+    trials.end(Way.BATCH)
+    trials.begin(Way.BATCH)
+    assert said(path) == {"batch": "works"}
+    trials.blame([Way.BATCH])
+    trials.end(Way.BATCH)
+    assert said(path) == {"batch": "failed"}
 
 
 def test_what_an_earlier_daemon_did_not_survive_is_left_out(
@@ -70,7 +96,7 @@ def test_a_new_driver_is_tried_anew(path: Path, driver: Path) -> None:
     assert trials.left_out == frozenset()
     trials.begin(Way.BATCH)
     trials.end(Way.BATCH)
-    assert not path.exists()
+    assert said(path) == {"batch": "works"}
 
 
 def test_a_way_that_went_well_before_may_be_the_end_all_the_same(path: Path, driver: Path) -> None:
@@ -78,7 +104,7 @@ def test_a_way_that_went_well_before_may_be_the_end_all_the_same(path: Path, dri
     trials.begin(Way.BATCH)
     trials.end(Way.BATCH)
     trials.blame([])
-    assert not path.exists()
+    assert said(path) == {"batch": "works"}
     trials.blame([Way.BATCH])
     assert Trials(path, driver).left_out == {Way.BATCH}
 
