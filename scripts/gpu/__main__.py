@@ -8,7 +8,8 @@ not fit into the budget is reported as not run. The output folder (--out, else $
     bandwidth.svg    bandwidth by size of rows
     log.txt          what the parts and their daemons printed
 
-Exit status 1 if a part failed, bytes were wrong, a bound was missed, or too few GPU tests passed. `make gpu-check`
+Exit status 1 if a part failed, bytes were wrong, a bound was missed, or too few GPU tests passed (unless their time was
+up: then the report says so, and `--again` runs them again). `make gpu-check`
 makes the environment; without make, `python3 -m scripts.gpu.environment VENV BUNDLE` does.
 
 On a machine that is lent for minutes: `--plan first`, then `--plan second`, then `--again FOLDER...`, which runs what
@@ -18,17 +19,18 @@ those have not brought to its end.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scripts.gpu import SOFT_VARIABLE
 from scripts.gpu.environment import MACHINES_BINDINGS
-from scripts.gpu.machine import hold_open, machine, said_at_the_end
+from scripts.gpu.machine import held_open, machine, said_at_the_end
 from scripts.gpu.parts import TERM_S, Ended, Part, adopt_orphans, run
 from scripts.gpu.report import all_bounds, write
 from scripts.gpu.screen import Screen
@@ -132,22 +134,26 @@ def environment_of(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def names_of(arguments: argparse.Namespace) -> set[str] | None:
-    """Of the parts that were asked for; None: all."""
+    """Returns the names of the parts that were asked for; None: all were. Raises SystemExit as `unfinished` does."""
     if arguments.again:
-        return {name for folder in arguments.again for name in unfinished(folder)}
+        return unfinished(arguments.again)
     if arguments.plan:
         return set(PLANS[arguments.plan])
     return set(arguments.only) if arguments.only else None
 
 
-def unfinished(folder: Path) -> list[str]:
-    """The parts that an earlier check has not brought to a good end. Raises SystemExit: it has left no results."""
-    try:
-        lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise SystemExit(f"gpu-check: {error}") from None
-    rows = [json.loads(line) for line in lines]
-    return [row["part"] for row in rows if row.get("state") not in (None, "ran", "skipped")]
+def unfinished(folders: Sequence[Path]) -> set[str]:
+    """Returns the parts that earlier checks, of which these are the output folders, have not brought to a good end. Of
+    a part in several of them the last one counts. Raises SystemExit: a folder has no results.
+    """
+    states: dict[str, str] = {}
+    for folder in folders:
+        try:
+            lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise SystemExit(f"gpu-check: {error}") from None
+        states.update((row["part"], row["state"]) for row in map(json.loads, lines) if "state" in row)
+    return {name for name, state in states.items() if state not in ("ran", "skipped")}
 
 
 def verdict_of(ended: list[Ended], arguments: argparse.Namespace, *, complete: bool) -> tuple[str, bool]:
@@ -177,21 +183,30 @@ def verdict_of(ended: list[Ended], arguments: argparse.Namespace, *, complete: b
 
 def main() -> int:
     arguments = _arguments()
-    out: Path = arguments.out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    chosen = names_of(arguments)
+    with contextlib.nullcontext() if arguments.soft else held_open() as holder:
+        return check(arguments, chosen, holder)
+
+
+def check(arguments: argparse.Namespace, chosen: set[str] | None, holder: int | None) -> int:
+    """Runs the chosen parts, and returns the exit status. `holder`: the id of a child to be left alone."""
+    out: Path = arguments.out.resolve()  # before the folder changes
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
     log.write_bytes(b"")
     began = time.monotonic()
     adopt_orphans()
-    holder = None if arguments.soft else hold_open()
     os.chdir(ROOT)
     environment = environment_of(arguments)
     heading = "GPU check" + (", software driver" if arguments.soft else "") + (", quick" if arguments.quick else "")
     facts = machine()
     ended: list[Ended] = []
-    chosen, decides = names_of(arguments), not (arguments.soft or arguments.quick)
+    decides = not (arguments.soft or arguments.quick)
     wanted = [part for part in parts_of(arguments) if chosen is None or part.name in chosen]
     screen = Screen(heading, facts, len(wanted))
+    unreached = [Ended(part, "not run", remark="not reached yet") for part in wanted]
+    write(out, heading, facts, unreached, "Under way.", [], decides=decides)
     for number, part in enumerate(wanted):
         # Each has its turn, also where this one has to be ended.
         later_s = sum(later.min_s + TERM_S for later in wanted[number + 1 :] if not later.missing)
@@ -200,13 +215,10 @@ def main() -> int:
         ended.append(_one(part, left_s, environment, log, screen, holder))
         screen.end(ended[-1])
         verdict, _ = verdict_of(ended, arguments, complete=False)
-        write(out, heading, facts, ended, verdict, [], decides=decides)
+        write(out, heading, facts, [*ended, *unreached[number + 1 :]], verdict, [], decides=decides)
     verdict, good = verdict_of(ended, arguments, complete=True)
     facts.append(("seconds, in all", f"{time.monotonic() - began:.0f}"))
     write(out, heading, facts, ended, verdict, said_at_the_end(), decides=decides)
-    if holder is not None:
-        holder.kill()
-        holder.wait()
     screen.close(verdict, out / "report.md")
     return 0 if good else 1
 
@@ -217,13 +229,13 @@ def _one(
     environment: dict[str, str],
     log: Path,
     screen: Screen,
-    holder: subprocess.Popen[bytes] | None,
+    holder: int | None,
 ) -> Ended:
     if part.missing:
         return Ended(part, "skipped", remark=f"because {part.missing}")
     if left_s < part.min_s:
         return Ended(part, "not run", remark=f"only {max(left_s, 0):.0f} s of the budget were left")
-    spared = frozenset() if holder is None else frozenset([holder.pid])
+    spared = frozenset() if holder is None else frozenset([holder])
     return run(part, min(part.limit_s, left_s), environment, log, screen.row, spared)
 
 

@@ -34,6 +34,9 @@ HUNT_S, QUICK_HUNT_S = 45.0, 1.0
 STEP = 512
 """Rows begin at multiples of it."""
 
+BATCHES, RUNS = "batches", "runs"
+"""Ways of copying, as `decisions.py` names them."""
+
 
 class Hunter:
     """One direction: its memory, its stream, and what it has seen."""
@@ -43,6 +46,7 @@ class Hunter:
         self.batches = self.runs = self.wrong_bytes = 0
         self.longest_s = 0.0
         self.stuck = ""
+        self.way = BATCHES
         self._rng = np.random.default_rng([seed, list(Direction).index(direction)])
         self._size_bytes = size_bytes
         self._gpu = Gpu()
@@ -68,7 +72,8 @@ class Hunter:
             self._driver.check("cuEventRecord", self._driver.record(self._event, self._gpu.stream))
             while self._driver.query(self._event) == NOT_READY:
                 if time.monotonic() - begun > STUCK_S:
-                    self.stuck = f"batch {self.batches}: {len(sizes)} copies of {sizes.min()} to {sizes.max()} bytes"
+                    what = f"{len(sizes)} copies of {sizes.min()} to {sizes.max()} bytes"
+                    self.stuck = f"{self.way} {self.batches}: {what}"
                     return
                 time.sleep(50e-6)
             self.longest_s = max(self.longest_s, time.monotonic() - begun)
@@ -99,7 +104,9 @@ class Hunter:
         runs = pitch(copies, none, none, rows_min=2, pitch_max_bytes=PITCH_MAX_BYTES)
         if len(runs) and not len(runs.rest) and self._rng.random() < 0.5 and self._driver.pitched_batches:
             self.runs += 1
+            self.way = RUNS
             return self._driver.copy_pitched_batch(runs, BATCH, self._gpu.stream, sources_final=final)
+        self.way = BATCHES
         return self._driver.copy_batch(copies.src, copies.dst, copies.size, self._gpu.stream, sources_final=final)
 
     def _fill(self) -> None:
@@ -134,7 +141,7 @@ def main() -> int:
         for one in hunters:
             found: dict[str, Any] = {"direction": one.direction.value, "batches": one.batches, "in runs": one.runs}
             found |= {"longest, ms": round(one.longest_s * 1e3, 1), "wrong_bytes": one.wrong_bytes}
-            run.done({**found, "stuck": one.stuck or "none", "seed": given.seed})
+            run.done({**found, "stuck": one.stuck or "none", "last way": one.way, "seed": given.seed})
     columns = list(run.cases[0]) if run.cases else []
     status = run.tell([table("batches", columns, [list(one.values()) for one in run.cases])])
     if any(one["stuck"] != "none" for one in run.cases):

@@ -31,7 +31,7 @@ from scripts.harness.gpu import Gpu, GpuBuffer, one_copy
 
 Submit = Callable[[], int]
 
-ROW_BYTES = tuple(size * KIB for size in (4, 24, 2, 8, 16, 28, 32, 64))
+ROW_BYTES = tuple(size * KIB for size in (4, 64, 24, 32, 28, 16, 8, 2))
 ROWS_MAX = 1 << 14
 BATCH = 1024
 STREAM_ORDER, ANY_ORDER = 1, 3
@@ -176,7 +176,7 @@ def measure(ways: Ways, rows: Rows, direction: Direction, method: str, rounds: i
 
 
 def measure_both(sides: list[tuple[Ways, Rows, Direction]], method: str, rounds: int) -> dict[str, Any]:
-    """A case, as of `measure`: each side by a thread and a stream of its own."""
+    """Returns a case, as `measure` does: each side has a thread and a stream of its own."""
     submits = [ways.submit(method, rows, direction) for ways, rows, direction in sides]
     for _, rows, direction in sides:
         rows.reset(direction)

@@ -25,13 +25,20 @@ BYTES_MAX = 64 << 20
 
 
 def add_helpers(folder: Path) -> int:
-    """How many there were. They are for any later Python on this kind of machine (the stable ABI)."""
-    found = list((ROOT / "kvoffloadd").rglob("*.abi3.so"))
+    """Returns how many there are: those that are not older than their sources. Any later Python on this kind of machine
+    can load them (the stable ABI).
+    """
+    found = [helper for helper in (ROOT / "kvoffloadd").rglob("*.abi3.so") if _is_new(helper)]
     for helper in found:
         place = folder / HELPERS / helper.relative_to(ROOT)
         place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(helper, place)
+        shutil.copy2(helper, place)
     return len(found)
+
+
+def _is_new(helper: Path) -> bool:
+    source = helper.with_name(helper.name.replace(".abi3.so", ".c"))
+    return source.exists() and helper.stat().st_mtime >= source.stat().st_mtime
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """What the parts of `gpu_check` decide together: the defaults of switches, and what may go.
 
-A rule is written down before the figures are: see docs/benchmarks/gpu.md. Needs nothing but Python's own library.
+What no figures were taken of decides nothing; wrong bytes are no figures. Needs nothing but Python's own library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Decision = tuple[str, str, str]
 WAYS, BOTH = ("store", "load"), "both"
 BATCH, RUNS, SINGLE = "batch", "3D batch", "one by one"
 DRIVERS_MIN = 0.95
-"""Of the driver's own speed with the same rows."""
+"""How much of the driver's own speed the daemon has to reach with the same rows."""
 
 RAW_ROW_BYTES = 64 << 10
 """Rows of this size have a bound, and are in both parts."""
@@ -33,12 +33,12 @@ _RUNS_FILES = "kvoffloadd/device/pitched.py, `Way.RUNS`, cuda.pitched_row_bytes"
 
 
 def cases_of(parts: Iterable[Ended], name: str) -> Sequence[Case]:
-    """Of a part, in whatever way it has ended."""
+    """Returns a part's cases, in whatever way it has ended."""
     return next((ended.figures.get("cases", ended.cases) for ended in parts if ended.part.name == name), ())
 
 
 def bounds_of(parts: Sequence[Ended]) -> Iterator[dict[str, Any]]:
-    """Those for which one part's figures are held against another's: small rows against the driver's own way."""
+    """Yields the bounds that hold one part against another: small rows against the driver's own batches of them."""
     speeds = _speeds(cases_of(parts, "raw"))
     for case in cases_of(parts, "copy"):
         for way in WAYS:
@@ -55,10 +55,10 @@ def bounds_of(parts: Sequence[Ended]) -> Iterator[dict[str, Any]]:
 
 
 def decisions_of(parts: Sequence[Ended]) -> list[Decision]:
-    """Those for which there are figures."""
+    """Returns what the figures that there are decide."""
     raw = cases_of(parts, "raw")
     return [
-        *_small_rows(_speeds(raw)),
+        *_small_rows(_speeds(raw), cases_of(parts, "hunt")),
         *_batches(_speeds(raw), cases_of(parts, "hunt")),
         *_gathering(cases_of(parts, "gather")),
         *_pieces(cases_of(parts, "pinning")),
@@ -66,22 +66,28 @@ def decisions_of(parts: Sequence[Ended]) -> list[Decision]:
 
 
 def _speeds(cases: Iterable[Case]) -> dict[tuple[int, str, str], float]:
-    """GB/s by bytes of rows, direction and method."""
+    """Maps bytes of rows, direction and method to GB/s."""
     return {
         (_bytes(case["rows"]), case["direction"], case["method"]): float(case["gb_per_s"])
         for case in cases
-        if "gb_per_s" in case
+        if "gb_per_s" in case and not case.get("wrong_bytes")
     }
 
 
 def _bytes(rows: str) -> int:
-    """Of "4 KiB"."""
+    """Returns 4096 for "4 KiB"."""
     return int(rows.split()[0]) << 10
 
 
-def _small_rows(speeds: Mapping[tuple[int, str, str], float]) -> Iterator[Decision]:
-    """Runs up to the largest rows with which they are at least as fast as batches, each way and both ways at once."""
-    sizes = sorted({size for size, _, method in speeds if method == RUNS})
+def _small_rows(speeds: Mapping[tuple[int, str, str], float], hunt: Sequence[Case]) -> Iterator[Decision]:
+    """Yields up to which rows runs are at least as fast as batches, each way and both ways at once."""
+    bad = _bad(hunt, "runs")
+    if bad:
+        yield "cuda.pitched_row_bytes", "0", bad
+        return
+    measured = sorted({size for size, _, _ in speeds})
+    wanted = [(way, method) for way in (*WAYS, BOTH) for method in (RUNS, BATCH)]
+    sizes = [size for size in measured if all((size, *one) in speeds for one in wanted)]
     if not sizes:
         return
     by = {
@@ -108,7 +114,7 @@ def _listed(speeds: Iterable[float]) -> str:
 
 
 def _unbroken(sizes: Sequence[int], won: Sequence[int]) -> int:
-    """The last size up to which all are among those; 0: not even the first."""
+    """Returns the last size up to which all are among those that won; 0: not even the first did."""
     last = 0
     for size in sizes:
         if size not in won:
@@ -123,17 +129,26 @@ def _batches(speeds: Mapping[tuple[int, str, str], float], hunt: Sequence[Case])
         for (size, way, method), speed in speeds.items()
         if method == BATCH and (single := speeds.get((size, way, SINGLE)))
     ]
-    stuck = [str(case["stuck"]) for case in hunt if case["stuck"] != "none"]
-    if stuck:
-        yield "cuda.batch", "false", f"a batch did not end: {stuck[0]}"
+    bad = _bad(hunt, "batches")
+    if bad:
+        yield "cuda.batch", "false", bad
     elif gains:
         said = "true" if min(gains) >= 1 else "false where rows are copied faster one by one"
         hunted = f"; none of {sum(int(case['batches']) for case in hunt)} hunted batches was stuck" if hunt else ""
         yield "cuda.batch", said, f"{min(gains):.1f} to {max(gains):.1f} times as fast as one by one{hunted}"
 
 
+def _bad(hunt: Sequence[Case], way: str) -> str:
+    """Says what was wrong with a way in a hunt; empty: nothing was. Wrong bytes may be either way's."""
+    stuck = [str(case["stuck"]) for case in hunt if case["stuck"] != "none" and case["last way"] == way]
+    wrong = sum(int(case["wrong_bytes"]) for case in hunt)
+    if stuck:
+        return f"it did not end: {stuck[0]}"
+    return f"{wrong} wrong bytes in the hunt: find out which way brought them" if wrong else ""
+
+
 def _gathering(cases: Sequence[Case]) -> Iterator[Decision]:
-    """Loads decide: an engine waits for them."""
+    """Lets loads decide: an engine waits for them."""
     loads: dict[str, dict[str, Case]] = {}
     for case in cases:
         if case["direction"] == "load":
@@ -154,7 +169,7 @@ def _gathering(cases: Sequence[Case]) -> Iterator[Decision]:
 
 
 def _pieces(cases: Sequence[Case]) -> Iterator[Decision]:
-    """The largest that keep others waiting for a moment only."""
+    """Yields the largest pieces that keep others waiting for a moment only."""
     waits = {
         str(case["registered"]): float(str(case["copy"]).split(" / ")[0])
         for case in cases

@@ -1,5 +1,5 @@
 """Makes the venv of `make gpu-check`, without a network: this Python's packages, and on top the bundle's wheels. The
-compiled helpers that the bundle has are put into the checkout, where it has none.
+compiled helpers that the bundle has are put into the checkout, where it has none or older ones.
 
     python3 -m scripts.gpu.environment VENV BUNDLE
 
@@ -66,11 +66,15 @@ def _unpack(wheel: Path, packages: Path) -> None:
 
 
 def _put_helpers(bundle: Path) -> None:
+    """Puts them where there are none, or older ones: those of an earlier bundle. The project works without."""
     folder = bundle / HELPERS
     for helper in folder.rglob("*.abi3.so"):
         place = ROOT / helper.relative_to(folder)
-        if not place.exists():
-            shutil.copy(helper, place)
+        try:
+            if not place.exists() or place.stat().st_mtime < helper.stat().st_mtime:
+                shutil.copy2(helper, place)
+        except OSError as error:
+            print(f"gpu-check: without a compiled helper, since it can't be put there: {error}", file=sys.stderr)
 
 
 def _keep_bindings(folder: Path, bundled: set[str]) -> None:

@@ -5,11 +5,13 @@ Needs nothing but Python's own library.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ("torch", "cuda-bindings", "cuda-pathfinder", "numpy", "msgspec", "msgpack",
@@ -45,17 +47,25 @@ def said_at_the_end() -> list[tuple[str, list[str]]]:
     ]
 
 
-def hold_open() -> subprocess.Popen[bytes] | None:
+@contextlib.contextmanager
+def held_open() -> Iterator[int | None]:
     """Keeps the GPU initialised, which a driver without persistence otherwise does anew for each process, in 1 to 3 s.
-    None: there is no nvidia-smi. The caller ends it.
+    Yields the id of the child that does; None: there is no nvidia-smi. It ends by itself, too, after a quarter of an
+    hour.
     """
     try:
-        return subprocess.Popen(
-            ("nvidia-smi", "dmon", "-d", "60"), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        child = subprocess.Popen(
+            ("nvidia-smi", "dmon", "-d", "60", "-c", "15"), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
     except OSError:
-        return None
+        yield None
+        return
+    try:
+        yield child.pid
+    finally:
+        child.kill()
+        child.wait()
 
 
 def meminfo() -> str:

@@ -83,7 +83,7 @@ def _report(
 
 
 def all_bounds(parts: Sequence[Ended]) -> list[tuple[str, dict[str, Any]]]:
-    """Those of each part, and those that hold one part against another, with the part's name."""
+    """Returns each part's own bounds, and those that hold one part against another, with the part's name."""
     own = [(ended.part.name, bound) for ended in parts for bound in ended.figures.get("bounds", ())]
     return [*own, *(("copy", bound) for bound in bounds_of(parts))]
 

@@ -238,7 +238,7 @@ def during_capture(_quick: bool) -> dict[str, Any]:
     memory = GpuBuffer(gpu, 2 * MIB)
     chunks = GpuBuffer(gpu, 4 * MIB, chunk_bytes=2 * MIB)
     page, later = Pinned(4096), _Host(4096)
-    mode_type = driver().api.CUstreamCaptureMode
+    mode_type, event = driver().api.CUstreamCaptureMode, _recorded(gpu)
     calls: dict[str, Callable[[], Any]] = {
         "address, export of an IPC handle": lambda: _silent(gpu_allocation(memory.address, memory.size_bytes)),
         "address, export of chunks": lambda: _silent(gpu_allocation(chunks.address, chunks.size_bytes)),
@@ -247,6 +247,9 @@ def during_capture(_quick: bool) -> dict[str, Any]:
         "cuStreamWriteValue64 on a stream of its own": lambda: driver().call(
             "cuStreamWriteValue64", gpu.stream, page.device_address, 1, 0
         ),
+        "an event made and recorded on a stream of its own": lambda: _silent(_recorded(gpu)),
+        "an event waited for": lambda: driver().call("cuEventSynchronize", event),
+        "an event waited for by a relaxed thread": lambda: _relaxed_wait(event),
     }
     found: dict[str, Any] = {}
     for name, mode in CAPTURE_MODES.items():
@@ -262,6 +265,18 @@ def during_capture(_quick: bool) -> dict[str, Any]:
             capture = "goes on" if ended == "CUDA_SUCCESS" else f"ends with {ended}"
             found[f"capture {name}: {call}"] = f"{answers[0] if answers else 'hangs'}; the capture {capture}"
     return found
+
+
+def _recorded(gpu: Gpu) -> Any:
+    event = driver().call("cuEventCreate", 3)
+    driver().call("cuEventRecord", event, gpu.stream)
+    return event
+
+
+def _relaxed_wait(event: Any) -> None:
+    relaxed = driver().api.CUstreamCaptureMode(CAPTURE_MODES["relaxed"])
+    driver().call("cuThreadExchangeStreamCaptureMode", relaxed)
+    driver().call("cuEventSynchronize", event)
 
 
 def _end_capture(stream: int) -> None:

@@ -27,18 +27,19 @@ class Gate:
         self._last = 0
 
     def shut(self) -> None:
-        """Once more, for what the stream is given from here on."""
+        """Shut it once more, for what the stream is given from here on."""
         self._last += 1
         softcuda.load().spin_until(self._gpu.stream, ctypes.addressof(self._word), self._last)
 
     def open(self) -> None:
-        """The first that is still shut."""
+        """Open the first that is still shut."""
         self._word.value += 1
 
 
 def points() -> str:
     """Points are reached behind the stream's work, in order, and all of them. Returns how many registrations there are,
-    and how many events were left."""
+    and how often the driver was misused.
+    """
     gpu = Gpu()
     timeline, gate = Timeline(gpu.stream), Gate(gpu)
     gate.shut()
@@ -78,7 +79,7 @@ def points_of_a_timeline_that_is_gone() -> str:
 
 
 def points_of_threads() -> str:
-    """In each of which the context is current."""
+    """Signal from many threads, in each of which the context is current."""
     gpu = Gpu()
     timeline = Timeline(gpu.stream)
 

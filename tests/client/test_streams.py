@@ -6,13 +6,18 @@ import ctypes
 import re
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from kvoffloadd.client import Timeline
+from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.client.memory.streamwatch import StreamWatch
+from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.errors import DeviceError
+from kvoffloadd.trial.wait import until
 from scripts.harness.gpu import Gpu
 from tests import softcuda
 from tests.client import streams
@@ -25,11 +30,11 @@ WAYS = {
     "register_error_after=1": f"{BY_THREAD}cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY\n",
     "no_stream_writes": f"{BY_THREAD}cuStreamWriteValue64: CUDA_ERROR_NOT_SUPPORTED\n",
 }
-"""Of the driver's, and what the worker's log says."""
+"""What the driver is like, and what the worker's log says then."""
 
 
 def ended_well(program: Callable[[], object], faults: str) -> tuple[str, str]:
-    """What it returned and what it said."""
+    """Runs the program, and returns what it returned and what it said."""
     ended = run(program, faults)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip(), ended.stderr
@@ -57,6 +62,39 @@ def test_a_context_that_breaks(faults: str) -> None:
     ends = re.findall("a stream's signals have ended, .*: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS\n", said)
     assert said == WAYS[faults] + "".join(ends)
     assert len(ends) <= bool(WAYS[faults])
+
+
+def test_signals_that_have_ended_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The driver refuses to wait once: nobody may wait for a point that never comes."""
+    softcuda.load()
+    gpu, cell, call = Gpu(), ctypes.c_uint64(), driver().call
+
+    def refuse(name: str, *arguments: object) -> Any:
+        if name == "cuEventSynchronize":
+            raise CudaError(name, "CUDA_ERROR_UNKNOWN")
+        return call(name, *arguments)
+
+    monkeypatch.setattr(driver(), "call", refuse)
+    watch = StreamWatch(gpu.stream, cell)
+    watch.signal(1)
+    until(lambda: "a stream's signals have ended" in caplog.text, "the log says so")
+    with pytest.raises(DeviceError, match="this stream's signals have ended: cuEventSynchronize: CUDA_ERROR_UNKNOWN"):
+        watch.signal(2)
+    assert cell.value == 0
+
+
+def test_a_broken_context_is_no_reason_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    softcuda.load()
+    gpu, call = Gpu(), driver().call
+
+    def refuse(name: str, *arguments: object) -> Any:
+        if name == "cuMemHostRegister":
+            raise CudaError(name, "CUDA_ERROR_ILLEGAL_ADDRESS")
+        return call(name, *arguments)
+
+    monkeypatch.setattr(driver(), "call", refuse)
+    with pytest.raises(DeviceError, match="cuMemHostRegister: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        Timeline(gpu.stream)
 
 
 def test_where_no_thread_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ def test_planted_corruption_is_seen_by_those_who_compare(start_daemon: Start, se
 def test_every_kind_of_memory_on_a_driver_that_takes_its_time(
     start_daemon: Start, seed: int, faults: str, kind: str
 ) -> None:
-    """Also in the calls that submit copies, behind which all others wait."""
+    """It does so in copies, and in the calls that submit them, behind which all others wait."""
     rng = np.random.default_rng(seed)
     rank = rank_of(start_daemon(driver={"faults": faults}), groups=HYBRID, where=Where(kind=kind))
     wanted = {group: (new_keys(rng, 6), rank.blocks_of(group, 20 * group, 6)) for group in range(3)}

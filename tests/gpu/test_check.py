@@ -323,7 +323,7 @@ def test_too_few_tests_are_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_helpers_that_the_bundle_has_are_put_where_there_are_none(tmp_path: Path) -> None:
-    """As on a machine without a compiler: a checkout of its own, since this one may have them."""
+    """A machine without a compiler is played by a checkout of its own, since this one may have them."""
     checkout = tmp_path / "checkout"
     for name in (
         "scripts/__init__.py",
@@ -335,7 +335,11 @@ def test_helpers_that_the_bundle_has_are_put_where_there_are_none(tmp_path: Path
         shutil.copy(ROOT / name, checkout / name)
     folder, place = checkout / "kvoffloadd" / "device", Path("kvoffloadd", "device", "_copy.abi3.so")
     folder.mkdir(parents=True)
+    (folder / "_copy.c").write_text("")
     (folder / "_copy.abi3.so").write_bytes(b"as built")
+    (folder / "_old.abi3.so").write_bytes(b"of a source that is newer")
+    (folder / "_old.c").write_text("")
+    os.utime(folder / "_old.abi3.so", (0, 0))
     program = "import pathlib; from scripts.gpu.bundle import add_helpers; print(add_helpers(pathlib.Path('bundle')))"
     variables = {**os.environ, "PYTHONPATH": str(checkout)}
 
@@ -346,9 +350,11 @@ def test_helpers_that_the_bundle_has_are_put_where_there_are_none(tmp_path: Path
         return done.stdout.strip()
 
     assert run_there("-c", program) == "1"
-    for content in (None, b"built here"):
+    built_s = (checkout / place).stat().st_mtime
+    for content, age_s, kept in ((b"", None, False), (b"built here", -1.0, True), (b"of an old bundle", 1.0, False)):
         (checkout / place).unlink()
-        if content is not None:
+        if age_s is not None:
             (checkout / place).write_bytes(content)
+            os.utime(checkout / place, (built_s - age_s,) * 2)
         run_there("-m", "scripts.gpu.environment", "venv", "bundle")
-        assert (checkout / place).read_bytes() == (content or b"as built")
+        assert (checkout / place).read_bytes() == (content if kept else b"as built")

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvoffloadd.trial.process import ROOT
+from kvoffloadd.trial.wait import until
 from scripts.gpu.__main__ import BUDGET_S, PLANS, names_of, parts_of, unfinished, verdict_of
 from scripts.gpu.decisions import bounds_of, decisions_of
 from scripts.gpu.parts import Ended, Part
@@ -41,7 +47,7 @@ def decided(*parts: Ended) -> dict[str, str]:
 
 
 def test_an_h200() -> None:
-    found = decided(raw(H200), ended("hunt", [{"stuck": "none", "batches": 3000}]))
+    found = decided(raw(H200), hunted(("none", "batches", 0), ("none", "runs", 0)))
     assert found == {"cuda.pitched_row_bytes": "from 24 KiB to below 32 KiB", "cuda.batch": "true"}
 
 
@@ -63,9 +69,38 @@ def test_runs_that_win_again_with_larger_rows_do_not_count() -> None:
     assert decided(raw(again))["cuda.pitched_row_bytes"] == "from 4 KiB to below 8 KiB"
 
 
+def hunted(*seen: tuple[str, str, int]) -> Ended:
+    return ended("hunt", [
+        {"stuck": stuck, "last way": way, "wrong_bytes": wrong, "batches": 100} for stuck, way, wrong in seen
+    ])  # fmt: skip
+
+
+def test_runs_that_hang() -> None:
+    """Batches are not to blame."""
+    found = decided(raw(H200), hunted(("runs 7: 32 copies", "runs", 0), ("none", "batches", 0)))
+    assert found == {"cuda.pitched_row_bytes": "0", "cuda.batch": "true"}
+
+
+def test_wrong_bytes_speak_against_both_ways() -> None:
+    found = decided(raw(H200), hunted(("none", "runs", 0), ("none", "batches", 3)))
+    assert found == {"cuda.pitched_row_bytes": "0", "cuda.batch": "false"}
+
+
+@pytest.mark.parametrize("way", ["store", "load", "both"])
+@pytest.mark.parametrize("method", [BATCH, RUNS])
+@pytest.mark.parametrize("how", [{"gb_per_s": 99.0, "wrong_bytes": 1}, {"refused": "CUresult 1"}])
+def test_a_size_of_which_a_figure_is_missing_decides_nothing(way: str, method: str, how: dict[str, Any]) -> None:
+    whole = raw(H200)
+    for case in whole.figures["cases"]:
+        if case["rows"] == "32 KiB" and (case["direction"], case["method"]) == (way, method):
+            del case["gb_per_s"]
+            case.update(how)
+    assert decided(whole)["cuda.pitched_row_bytes"] == "from 24 KiB to below 64 KiB"
+
+
 def test_batches_that_hang_or_are_slow() -> None:
-    stuck = ended("hunt", [{"stuck": "none", "batches": 1}, {"stuck": "load of 3 rows", "batches": 1}])
-    assert decided(raw(H200), stuck)["cuda.batch"] == "false"
+    stuck = hunted(("none", "runs", 0), ("batches 7: 3 copies", "batches", 0))
+    assert decided(raw(H200), stuck) == {**decided(raw(H200)), "cuda.batch": "false"}
     slow: Figures = {32: {**H200[32], ONE_BY_ONE: (50.0, 10.0)}}
     assert decided(raw(slow))["cuda.batch"] == "false where rows are copied faster one by one"
 
@@ -115,7 +150,7 @@ def test_small_rows_are_held_against_the_drivers_own_way(speed: float, kept: boo
 
 
 def test_the_report_has_them(tmp_path: Path) -> None:
-    """Unless the figures mean nothing."""
+    """They are left out where figures mean nothing."""
     write(tmp_path, "GPU check", [], [raw(H200)], "All is well.", [], decides=False)
     assert "decides" not in (tmp_path / "report.md").read_text()
     write(tmp_path, "GPU check", [], [raw(H200)], "All is well.", [])
@@ -149,10 +184,23 @@ def test_again_is_what_has_not_come_to_a_good_end(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     write(tmp_path / "a", "", [], parts, "", [])
     write(tmp_path / "b", "", [], [Ended(Part("life", "", ["true"], 1), "timed out")], "", [])
-    assert unfinished(tmp_path / "a") == ["raw", "copy", "tests"]
+    assert unfinished([tmp_path / "a"]) == {"raw", "copy", "tests"}
     assert names_of(arguments(again=[tmp_path / "a", tmp_path / "b"])) == {"raw", "copy", "tests", "life"}
+    write(tmp_path / "b", "", [], [Ended(Part("raw", "", ["true"], 1), "ran")], "", [])
+    assert unfinished([tmp_path / "a", tmp_path / "b"]) == {"copy", "tests"}
     with pytest.raises(SystemExit, match=r"results\.jsonl"):
-        unfinished(tmp_path)
+        unfinished([tmp_path])
+
+
+def test_a_check_that_is_killed_has_named_all_of_its_parts(tmp_path: Path) -> None:
+    """It is started elsewhere, with a folder that is named from there."""
+    command = [sys.executable, str(ROOT / "scripts"), "gpu_check", "--soft", "--plan", "first", "--out", "it"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True) as check:
+        try:
+            until((tmp_path / "it" / "results.jsonl").exists, "it has begun")
+        finally:
+            os.killpg(check.pid, signal.SIGKILL)
+    assert unfinished([tmp_path / "it"]) == set(PLANS["first"])
 
 
 def test_tests_that_were_cut_short_are_no_problem() -> None:

@@ -173,26 +173,39 @@ def offset_pointers() -> str:
 
 
 def full_queue() -> None:
-    """queue_depth=3: the call behind waits for the first to end, and all else in its context waits with it."""
+    """queue_depth=3: the fourth call waits for the first to end, and all else in its context waits with it."""
     device, host, stream = _buffers()
     context = ok(driver.cuCtxGetCurrent())
-    extras().delay(stream, 0.3)
+    gate = ctypes.c_uint64()
+    extras().spin_until(stream, ctypes.addressof(gate), 1)
     for _ in range(2):
         assert _to_device(device, host, stream) == 0
-    waited: list[float] = []
+    codes: list[int] = []
+    asked = [0]
 
-    def beside() -> None:
+    def submit() -> None:
         ok(driver.cuCtxSetCurrent(context))
-        waited.append(seconds_of(lambda: driver.cuStreamQuery(stream)))
+        codes.append(_to_device(device, host, stream))
 
-    thread = threading.Thread(target=beside)
-    timer = threading.Timer(0.1, thread.start)
-    timer.start()
-    assert seconds_of(lambda: _to_device(device, host, stream)) >= 0.2
-    timer.join()
-    thread.join()
-    assert waited[0] >= 0.1
+    def ask() -> None:
+        ok(driver.cuCtxSetCurrent(context))
+        while not codes:
+            driver.cuStreamQuery(stream)
+            asked[0] += 1
+
+    threads = [threading.Thread(target=work) for work in (submit, ask)]
+    for thread in threads:
+        thread.start()
+    before = -1
+    while before != asked[0]:  # for ever, if the queue is never full
+        before = asked[0]
+        time.sleep(0.1)
+    assert codes == []
+    gate.value = 1
+    for thread in threads:
+        thread.join()
     ok(driver.cuStreamSynchronize(stream))
+    assert codes == [0]
     assert extras().counters().copies == 3
 
 

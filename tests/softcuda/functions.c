@@ -39,6 +39,7 @@
     X(cuMemHostRegister, 4000, cuMemHostRegister)                                                    \
     X(cuMemHostRegister, 6050, cuMemHostRegister_v2)                                                 \
     X(cuMemHostUnregister, 4000, cuMemHostUnregister)                                                \
+    X(cuThreadExchangeStreamCaptureMode, 10010, cuThreadExchangeStreamCaptureMode)                   \
     X(cuMemHostGetDevicePointer, 3020, cuMemHostGetDevicePointer_v2)                                 \
     X(cuStreamCreate, 2000, cuStreamCreate)                                                          \
     X(cuStreamCreateWithPriority, 5050, cuStreamCreateWithPriority)                                  \

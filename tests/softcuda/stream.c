@@ -92,6 +92,18 @@ API CUresult cuStreamQuery(CUstream handle)
     return leave(code);
 }
 
+/* Nothing captures here: a thread's mode is kept, and matters for nothing. */
+API CUresult cuThreadExchangeStreamCaptureMode(int *mode)
+{
+    static _Thread_local int own;
+    int asked = *mode;
+    if (asked < 0 || asked > 2)
+        return CUDA_ERROR_INVALID_VALUE;
+    *mode = own;
+    own = asked;
+    return CUDA_SUCCESS;
+}
+
 /* `op` writes where the device's address stands for. */
 static CUresult write_check(Op *op, const Context *context, CUdeviceptr address)
 {

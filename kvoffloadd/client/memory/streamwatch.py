@@ -18,6 +18,7 @@ from kvoffloadd.errors import DeviceError
 
 log = logging.getLogger(__name__)
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _EVENT_FLAGS = 3  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: the thread sleeps, and looks at no clock
 
 
@@ -55,6 +56,7 @@ class StreamWatch:
     def _run(self) -> None:
         try:
             driver().call("cuCtxSetCurrent", self._context)
+            _ignore_captures()
             while True:
                 event, value = self._queue.get()
                 driver().call("cuEventSynchronize", event)
@@ -63,3 +65,9 @@ class StreamWatch:
         except DeviceError as error:
             self._failure = str(error)
             log.error("a stream's signals have ended, so what it computes is not stored any more: %s", error)
+
+
+def _ignore_captures() -> None:
+    """Another thread that captures a graph forbids some calls to all others, unless they say that they don't mind."""
+    with contextlib.suppress(DeviceError):  # it is a precaution
+        driver().call("cuThreadExchangeStreamCaptureMode", driver().api.CUstreamCaptureMode(_RELAXED))

@@ -79,6 +79,8 @@ class Timeline:
             driver().call("cuMemHostRegister", self.allocation.address, PAGE_BYTES, _PORTABLE_AND_MAPPED)
             self._device_address = int(driver().call("cuMemHostGetDevicePointer", self.allocation.address, 0))
         except CudaError as error:
+            if error.sticky:
+                raise
             log.warning("a thread waits for the stream and signals the daemon, since the stream can't: %s", error)
             self._watch = StreamWatch(stream, self.cell)
 
