@@ -91,9 +91,12 @@ def _arguments() -> tuple[Options, bool]:
         "--driver-faults", default="", metavar="FAULTS",
         help="what the software driver does wrong in the daemon, such as sticky_after=5000,jitter_ns=100000",
     )  # fmt: skip
-    add("--copies", choices=tuple(WAYS), default="",
-        help="how the daemon copies on a GPU: single copies, runs of rows, the kernel, or by the rows' "
-        "size in all of these ways (default: as its config says)")  # fmt: skip
+    add(
+        "--copies",
+        choices=tuple(WAYS),
+        default="",
+        help="how the daemon copies on a GPU: single copies, or runs of rows (default: as its config says)",
+    )
     add_seed(parser)
     add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")
     given = parser.parse_args()

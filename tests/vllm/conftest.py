@@ -27,9 +27,10 @@ TRAITS: Mapping[str, dict[str, Any]] = {
     # vLLM's CPU kernels for MLA answer otherwise for several requests at once than for one, with and without connector;
     # they want blocks of 16 tokens. Where the processor has AMX, vLLM prefers others, which take no float32.
     "mla": {"max_num_seqs": 1, "num_gpu_blocks_override": 160, "attention_backend": "CPU_MLA"},
-    # bfloat16, as vLLM's CPU kernel wants it; and other batches, other last bits, as with MLA.
-    "linear": {"dtype": "bfloat16", "max_num_seqs": 1},
-    "packs": {"dtype": "bfloat16", "max_num_seqs": 1},
+    # bfloat16, as vLLM's CPU kernel wants it; and other batches, other last bits, as with MLA. Only with AVX-512 BF16
+    # does vLLM keep states in float32 unasked, and the size of states decides that of blocks.
+    "linear": {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "max_num_seqs": 1},
+    "packs": {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32", "max_num_seqs": 1},
     "conv": {"max_num_seqs": 1},
 }
 """Options that a kind of model needs."""

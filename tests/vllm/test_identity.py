@@ -13,6 +13,7 @@ from kvoffloadd.integrations.vllm.versions import SUPPORTED
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import TWO_RANKS, Engine, Prompts, by_connector, cached, prompts, settle, tokens
 from tests.vllm.models import OTHER, write_adapter
+from tests.vllm.processor import needs_avx512
 from tests.vllm.releases import run_with
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -147,6 +148,7 @@ def test_engines_that_differ_in_what_is_harmless(
     assert tokens(answer) == reference("dense", asked)
 
 
+@needs_avx512
 def test_layers_of_other_dtypes(start_daemon: StartDaemon, start_engine: StartEngine, asked: Prompts) -> None:
     """Blocks have equal bytes: one engine leaves the first layer out of its fp8 cache, and one the second layer."""
     daemon = start_daemon(memory=MEMORY)

@@ -26,6 +26,7 @@ from tests.vllm.engine import (
     settle,
     tokens,
 )  # fmt: skip
+from tests.vllm.processor import needs_amx, needs_avx512
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -61,7 +62,7 @@ def test_three_rounds(
         settle(daemon, engine)
 
 
-@pytest.mark.skipif("amx_tile" not in Path("/proc/cpuinfo").read_text("utf-8"), reason="the processor has no AMX")
+@needs_amx
 @pytest.mark.parametrize("route", ROUTES)
 def test_three_rounds_of_mla_with_amx(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, route: str
@@ -141,6 +142,7 @@ def test_long_chunks_of_states_by_vllms_own_connector_are_warned_of(
     assert log.count("Leave blocks_per_chunk at 1 (it is 2), or block_size at one block") == 1
 
 
+@needs_avx512
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
 def test_fp8(
