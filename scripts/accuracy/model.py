@@ -20,7 +20,7 @@ from scripts.accuracy.task import (
     PROMPT_TOKENS,
     VOCABULARY,
     WINDOW,
-    Prompts,
+    TaskPrompts,
     make_prompts,
 )
 
@@ -182,7 +182,7 @@ def _trained(seed: int) -> tuple[Model, float]:
     return model, sum(losses[-LAST_STEPS:]) / LAST_STEPS
 
 
-def _loss(model: Model, positions: _Positions, prompts: Prompts) -> Any:
+def _loss(model: Model, positions: _Positions, prompts: TaskPrompts) -> Any:
     x = model.embed(torch.cat([prompts.tokens, prompts.taught().flatten(1)], 1))
     for kind, layer in zip(KINDS, model.layers, strict=True):
         y = normed(x)

@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Report:
+class AccuracyReport:
     """The first row is the reference: the first layout, all prompts computed."""
 
     seed: int

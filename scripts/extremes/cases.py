@@ -18,7 +18,7 @@ from scripts.extremes.scene import (
     MIB,
     PAGE,
     WAITING_JOBS,
-    Case,
+    ExtremeCase,
     Scene,
     asks,
     completed,
@@ -440,7 +440,7 @@ def subscribe_and_clear(scene: Scene) -> Iterator[None]:
     peer.ok("clear")
 
 
-CASES: tuple[Case, ...] = (
+CASES: tuple[ExtremeCase, ...] = (
     lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_of_held_keys_in_256_groups,
     touch_in_256_groups, pin_and_release, touch, keep, reserve_and_release, store_and_load,
     store_and_load_of_160_layers, jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups,

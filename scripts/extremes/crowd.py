@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scripts.extremes.scene import GROUPS, KEYS, PAGE, Case, Scene, asks, group, jobs_of, register, run
+from scripts.extremes.scene import GROUPS, KEYS, PAGE, ExtremeCase, Scene, asks, group, jobs_of, register, run
 from scripts.harness.metrics import Scraped
 
 NAMESPACES = 1900
@@ -138,7 +138,7 @@ def clear_of_a_crowd(scene: Scene) -> Iterator[None]:
     peer.ok("clear", everything=True)
 
 
-CROWDED: tuple[Case, ...] = (
+CROWDED: tuple[ExtremeCase, ...] = (
     hellos_beside_a_crowd, byes_beside_a_crowd, ends_beside_a_crowd, first_store_beside_a_crowd, clear_beside_a_crowd,
     status_of_a_crowd, scrape_of_a_crowd, events_of_a_clear, clear_of_a_crowd_by_name,
     clear_of_a_crowd,

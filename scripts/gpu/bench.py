@@ -90,7 +90,7 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class KvShape:
     """A KV cache's shape: a key has `blocks_per_key` rows of `row_bytes` in each of `layers` tensors. `scattered`:
     block ids at random, else one behind the other, so that a key's rows in a tensor are copied as one.
     """
@@ -117,7 +117,7 @@ class Shape:
 class GpuWorkload(Workload):
     """A worker on a GPU: twice the blocks of a job, the first half to store from, the rest to load to."""
 
-    def __init__(self, gpu: Gpu, socket: Path, shape: Shape, job_bytes: int) -> None:
+    def __init__(self, gpu: Gpu, socket: Path, shape: KvShape, job_bytes: int) -> None:
         keys = shape.keys_in(job_bytes)
         blocks = 2 * keys * shape.blocks_per_key
         self._buffer = GpuBuffer(gpu, 2 * keys * shape.payload_bytes)
@@ -219,7 +219,7 @@ meanwhile.
 
 
 def against_ceiling(
-    gpu: Gpu, socket: Path, shape: Shape, job_bytes: int, rounds: int, kinds: Sequence[str]
+    gpu: Gpu, socket: Path, shape: KvShape, job_bytes: int, rounds: int, kinds: Sequence[str]
 ) -> dict[str, Any]:
     """Jobs of these KINDS beside plain copies of as many bytes."""
     worker = GpuWorkload(gpu, socket, shape, job_bytes)
@@ -285,7 +285,7 @@ def parser(description: str, job_bytes: str = "1GiB", rounds: int = 7) -> argpar
     return made
 
 
-class Run:
+class BenchRun:
     """One run of a benchmark: its options in `given`, where `--quick` takes everything down, and its `cases` so far;
     `left_out`: those for which there was no time; `skipped`: what can't be measured here, and why.
     """

@@ -26,7 +26,7 @@ from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
-from scripts.gpu.bench import GIB, KIB, MIB, Run, cut_short, parser, table
+from scripts.gpu.bench import GIB, KIB, MIB, BenchRun, cut_short, parser, table
 from scripts.gpu.machine import available_bytes, meminfo, output_of
 from scripts.gpu.rules import during_capture, large_chunks, null_streams, unregistered
 from scripts.gpu.sharing import opened
@@ -231,7 +231,7 @@ def main() -> int:
         return 0
     made = parser(__doc__ or "")
     made.add_argument("--steps", nargs="*", choices=STEPS, default=[*STEPS], help="these alone")
-    run = Run(made, needs_gpu=False)
+    run = BenchRun(made, needs_gpu=False)
     with cut_short():
         for name in run.given.steps:
             run.done({"step": name, **run_step(name, run.given.quick)})

@@ -36,7 +36,7 @@ from kvoffloadd.client import (
 )
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50
 from kvoffloadd.trial.workload import WAIT_S
-from scripts.gpu.bench import KIB, MIB, Run, await_pinned, cut_short, daemon, parser, table
+from scripts.gpu.bench import KIB, MIB, BenchRun, await_pinned, cut_short, daemon, parser, table
 from scripts.gpu.bench_paths import PATHS
 from scripts.gpu.decode import DecodeLoop
 from scripts.harness.gpu import gpu_is_usable, software_driver
@@ -266,7 +266,7 @@ def measure(cache: Cache, loop: DecodeLoop, worker: Direct | Gather, seconds: fl
 def main() -> int:
     made = parser(__doc__ or "", "128MiB")
     made.add_argument("--device", choices=("cuda", "host"), default="cuda")
-    run = Run(made, 4 * MIB, needs_gpu=False)
+    run = BenchRun(made, 4 * MIB, needs_gpu=False)
     given = run.given
     if importlib.util.find_spec("torch") is None:
         run.skipped.append("all: torch is not installed")

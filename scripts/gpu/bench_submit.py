@@ -27,7 +27,7 @@ from kvoffloadd.device.plan import Copies, GroupPlan, make_copies, split
 from kvoffloadd.model import Direction, Ref, U64Array
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.figures import p50
-from scripts.gpu.bench import LAYERS, MIB, Run, parser, table
+from scripts.gpu.bench import LAYERS, MIB, BenchRun, parser, table
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, GpuBuffer
 
@@ -215,7 +215,7 @@ def _ratio(us: dict[str, float]) -> float:
 
 
 def main() -> int:
-    run = Run(parser(__doc__ or "", "64MiB"), 8 * MIB)
+    run = BenchRun(parser(__doc__ or "", "64MiB"), 8 * MIB)
     costs = Costs(Gpu(), run.given.bytes)
     run.skipped += costs.skipped
     for case in measured(costs, run.given.rounds):

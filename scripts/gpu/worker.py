@@ -31,7 +31,7 @@ WAIT_S = 30.0
 _DUMPABLE = 4
 
 
-class Worker:
+class WorkerCommands:
     """What it can be told. Keys are numbers; key i of `keys` goes to, or comes from, block i of `blocks`."""
 
     def __init__(self, socket: str, ordinal: int = 0) -> None:
@@ -199,7 +199,7 @@ def main() -> None:
     os.environ.update(options.get("variables", {}))
     if options.get("uid"):
         become(options["uid"])
-    worker = Worker(options["socket"])
+    worker = WorkerCommands(options["socket"])
     print(json.dumps({"value": "ready"}), flush=True)
     for line in sys.stdin:
         question = json.loads(line)

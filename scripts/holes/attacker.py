@@ -14,7 +14,7 @@ import numpy as np
 from scripts.harness.beside import Beside
 from scripts.harness.counters import Counters
 from scripts.holes.memory import WatchedMemory
-from scripts.holes.options import WorkerOptions
+from scripts.holes.options import HolesWorkerOptions
 from scripts.holes.shapes import SHAPES
 from scripts.holes.texts import STRIDE_BYTES
 from scripts.holes.worker import HolesWorker, live
@@ -99,7 +99,7 @@ class HolesAttacker(HolesWorker):
 
 
 def main() -> int:
-    return live(lambda: HolesAttacker(WorkerOptions(**json.loads(sys.argv[1]))))
+    return live(lambda: HolesAttacker(HolesWorkerOptions(**json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":

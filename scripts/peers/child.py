@@ -21,11 +21,11 @@ import numpy as np
 from scripts.harness.damage import flip_in_files, flip_in_memory
 from scripts.peers import pagecache
 from scripts.peers.content import Content
-from scripts.peers.system import Geometry, I64Array, NotOfferedError, Prompt, Setting, System
+from scripts.peers.system import I64Array, ModelGeometry, NotOfferedError, Prompt, System, SystemSetting
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedPrompt:
     """Of a prompt. `found`: tokens that the lookup has found. `told`: tokens that the system says it has loaded.
     `wrong`: blocks of these that hold wrong bytes.
     """
@@ -40,7 +40,7 @@ class Loaded:
 class Child:
     """Its system, and the engine's blocks in an order that is new with each use."""
 
-    def __init__(self, module: str, factory: str, arguments: dict[str, str], setting: Setting) -> None:
+    def __init__(self, module: str, factory: str, arguments: dict[str, str], setting: SystemSetting) -> None:
         self._setting = setting
         made: System = getattr(importlib.import_module(module), factory)(setting, **arguments)
         self._system = made
@@ -85,7 +85,7 @@ class Child:
         self._system.release(prompt)
         return seconds, found
 
-    def load(self, number: int, tokens: int) -> Loaded:
+    def load(self, number: int, tokens: int) -> LoadedPrompt:
         """Into blocks that held something else, and every byte compared."""
         prompt, blocks = self._prompt(number, tokens), self._blocks(tokens)
         self._content.scramble(self._system.memory())
@@ -97,7 +97,7 @@ class Child:
         self._system.release(prompt)
         good = blocks[: told // self._setting.geometry.block_tokens]
         wrong = self._content.wrong(self._system.memory(), prompt, good)
-        return Loaded(looked - begun, ended - looked, found, told, wrong)
+        return LoadedPrompt(looked - begun, ended - looked, found, told, wrong)
 
     def write(self, numbers: list[int], tokens: int) -> tuple[float, bool]:
         """Store these prompts, one behind the other, until all of them is on disk. Their bytes are made before."""
@@ -175,7 +175,7 @@ def answer(child: Child, question: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the end of a question: whatever a peer raises is its answer
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"value": asdict(value) if isinstance(value, Loaded) else value}
+    return {"value": asdict(value) if isinstance(value, LoadedPrompt) else value}
 
 
 def main() -> int:
@@ -184,8 +184,8 @@ def main() -> int:
     with os.fdopen(os.dup(1), "w") as told:
         os.dup2(2, 1)
         disk = options["disk"]
-        setting = Setting(
-            Geometry(**options["geometry"]),
+        setting = SystemSetting(
+            ModelGeometry(**options["geometry"]),
             Path(options["folder"]),
             None if disk is None else Path(disk),
             **options["sizes"],

@@ -12,7 +12,7 @@ from typing import Any, Self
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.process import ROOT, private_folder
 from kvoffloadd.trial.worker import WorkerProcess
-from scripts.peers.system import Geometry, NotOfferedError
+from scripts.peers.system import ModelGeometry, NotOfferedError
 
 ANSWER_S = 300.0
 _SHARED_MEMORY = Path("/dev/shm")
@@ -77,12 +77,12 @@ class Sizes:
     verified: bool = False
 
 
-class Session:
+class PeerSession:
     """One system with folders of its own, from its start to its end. Calls raise NotOfferedError, PeerError, and
     DaemonError where its process has ended or does not answer.
     """
 
-    def __init__(self, peer: Peer, geometry: Geometry, sizes: Sizes, *, disk: Path | None, on_disk: bool) -> None:
+    def __init__(self, peer: Peer, geometry: ModelGeometry, sizes: Sizes, *, disk: Path | None, on_disk: bool) -> None:
         self._folder = private_folder()
         self._disk: tempfile.TemporaryDirectory[str] | None = disk_folder(disk) if on_disk else None
         options = {

@@ -29,7 +29,7 @@ class NotOfferedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class ModelGeometry:
     """A model's KV cache as an engine keeps it: in each layer `blocks` blocks, each K and V of `block_tokens`, bf16."""
 
     layers: int
@@ -59,13 +59,13 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SystemSetting:
     """One system. `folder`: for sockets and logs, with a short path. `disk`: an empty folder on a disk; None: memory
     alone. `threads`: wherever a system can be told how many. `verified`: checksums wherever the system has them, also
     those that are off by default.
     """
 
-    geometry: Geometry
+    geometry: ModelGeometry
     folder: Path
     disk: Path | None
     memory_bytes: int

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from scripts.peers.system import I64Array, NotOfferedError, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, SystemSetting, U8Array
 from scripts.vllm.tiering import TieringOnCpu
 
 CALL_S = 120.0
@@ -43,7 +43,7 @@ STEP = ScheduleEndContext((), ())
 class VLLM:
     """One rank."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SystemSetting) -> None:
         self._setting = setting
         geometry = setting.geometry
         self._layers = [

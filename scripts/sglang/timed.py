@@ -54,7 +54,7 @@ HOOKS = ("match_prefix", "prefetch_from_storage", "check_prefetch_progress", "in
 """What SGLang's scheduler calls of its tree for a request, our methods included where it calls them."""
 
 
-class Clock:
+class StorageTimer:
     """`calls`: by thread and method, (seconds, seconds on the processor) of each. `waits`: of each request, from when
     the storage was asked to when it might be computed.
     """
@@ -146,7 +146,7 @@ def __getattr__(name: str) -> Any:
 
     def timed(self: Any, first: Any, *arguments: Any, **named: Any) -> None:
         extra = named.get("extra_config") or getattr(first, "extra_config", None) or {}
-        clock = Clock(Path(extra["timings"]))
+        clock = StorageTimer(Path(extra["timings"]))
         for method in methods:
             clock.time(made, method)
         cache = getattr(importlib.import_module(CACHE[0]), CACHE[1])

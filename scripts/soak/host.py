@@ -25,7 +25,7 @@ from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.geometry import Geometry
 from scripts.harness.watch import Watch
-from scripts.soak.options import Options
+from scripts.soak.options import SoakOptions
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOTS
 
@@ -62,7 +62,7 @@ class HostReport:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class HostWorker:
     """A process. `row`: of the counters; `operations`: what those before it had done."""
 
     row: int
@@ -79,7 +79,7 @@ class SoakHost:
         self,
         number: int,
         rows: range,
-        options: Options,
+        options: SoakOptions,
         folder: Path,
         settings: dict[str, str],
         geometries: list[Geometry],
@@ -95,7 +95,7 @@ class SoakHost:
         self._counters = counters
         self._rng = rng
         self._prefix = f"kvo-k{os.getpid()}-{number}-"
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, HostWorker] = {}
         self._runs: dict[str, Counter[str]] = {}
         self._agents: set[int] = set()
         self._moved = 0, time.monotonic()
@@ -176,7 +176,7 @@ class SoakHost:
         )
         command = module("scripts.stress.worker", json.dumps(asdict(options)))
         child = spawn(command, self._log(row), environment={MARK: str(os.getpid())})
-        self._workers[row] = Worker(row, generation, self._counters.get(row, "operations"), memory_name, child)
+        self._workers[row] = HostWorker(row, generation, self._counters.get(row, "operations"), memory_name, child)
 
     def _log(self, row: int) -> Path:
         return self._folder / f"worker-{row}.log"
@@ -193,7 +193,7 @@ class SoakHost:
             self.report.errors.append(f"a killed worker's session or memory was there for more than {GONE_S:.0f} s")
         self._spawn(worker.row, worker.generation + 1)
 
-    def _has(self, worker: Worker) -> bool:
+    def _has(self, worker: HostWorker) -> bool:
         with suppress(ClientError):
             sessions = {session["pid"] for session in self.observer.status()["sessions"]}
             return worker.child.pid in sessions or bool(mapped_memfds(self.daemon.pid, worker.memory_name))

@@ -10,7 +10,7 @@ from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, 
 from kvoffloadd.units import format_bytes
 from scripts.harness.counters import Counters
 from scripts.soak.host import HostReport
-from scripts.soak.options import Options
+from scripts.soak.options import SoakOptions
 from scripts.soak.sentinels import SentinelReport
 from scripts.soak.vandal import ENDED
 
@@ -19,10 +19,10 @@ GROWTH_MAX_PERCENT, GROWTH_MAX_BYTES = 50.0, 32 << 20
 
 
 @dataclass(slots=True)
-class Report:
+class SoakReport:
     """All figures of one run."""
 
-    options: Options
+    options: SoakOptions
     counters: Counters
     isolated: bool
     seconds: float = 0.0

@@ -68,7 +68,7 @@ class Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrialPlan:
     """A trial. `clearing` and `other`: hosts. `down`: the other one is, during the clear; `closed`: it was before, and
     no engine has come back yet; `forgets`: it comes back without its memory; `spoilt`: the disk can't record anything.
     """
@@ -216,7 +216,7 @@ class Sentinels:
 
     # --- trials ---
 
-    def _plan(self, now_s: float) -> Plan:
+    def _plan(self, now_s: float) -> TrialPlan:
         def chance(share: float) -> bool:
             return bool(self._rng.random() < share)
 
@@ -226,9 +226,9 @@ class Sentinels:
         closed = chance(CLOSED_SHARE) and may_end and not down
         spoilt = chance(SPOILT_SHARE) and may_end
         clears = chance(CLEARED_SHARE) or not down
-        return Plan(clearing, clears, down, closed, chance(KILLED_SHARE), chance(FORGETFUL_SHARE), spoilt)
+        return TrialPlan(clearing, clears, down, closed, chance(KILLED_SHARE), chance(FORGETFUL_SHARE), spoilt)
 
-    def _trial(self, plan: Plan) -> None:
+    def _trial(self, plan: TrialPlan) -> None:
         """Raises DaemonError: a daemon does not start or stop."""
         self._calm()
         self.report.trials[plan.name] += 1
@@ -284,7 +284,7 @@ class Sentinels:
         if forgets and number == KEEPS:
             self._pool.unlink(missing_ok=True)
 
-    def _clear(self, plan: Plan, number: int) -> bool:
+    def _clear(self, plan: TrialPlan, number: int) -> bool:
         """Whether the store has recorded it."""
         watched, token = self.watched[number], secrets.token_bytes(16)
         client = self._engine(plan.clearing, number).client
@@ -299,7 +299,7 @@ class Sentinels:
             self._wrong(f"a clear of {watched.name} is not recorded in the store after {limit_s:.0f} s")
         return took_s is not None
 
-    def _ask_at_once(self, plan: Plan, recorded: list[bool]) -> None:
+    def _ask_at_once(self, plan: TrialPlan, recorded: list[bool]) -> None:
         """The host that was down, as soon as it answers."""
         for number in self._spared(recorded):
             self.watched[number].floors[plan.other] = self.watched[number].version
@@ -319,7 +319,7 @@ class Sentinels:
     def _spared(self, recorded: list[bool]) -> Iterator[int]:
         return (number for number, is_so in enumerate(recorded) if is_so and self.watched[number].is_spared)
 
-    def _await_heard(self, plan: Plan, recorded: list[bool]) -> None:
+    def _await_heard(self, plan: TrialPlan, recorded: list[bool]) -> None:
         """The other host serves nothing any more of what was cleared, and nothing again."""
         for number, is_recorded in enumerate(recorded):
             if not is_recorded:

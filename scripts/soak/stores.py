@@ -8,7 +8,7 @@ from pathlib import Path
 from kvoffloadd.trial.process import DaemonError
 from scripts.harness.lab import Host, Lab
 from scripts.harness.stores import Master, MooncakeStore, StoreProcess, Valkey
-from scripts.soak.options import Options
+from scripts.soak.options import SoakOptions
 
 NOTICED_S = 3
 """When Mooncake's master takes a store for dead."""
@@ -21,7 +21,7 @@ READY_S = 60.0
 class Stores:
     """Processes by name. One that is dead is started again, unless it is to be down for a while."""
 
-    def __init__(self, options: Options, lab: Lab, folder: Path) -> None:
+    def __init__(self, options: SoakOptions, lab: Lab, folder: Path) -> None:
         self.starts = 0
         self.by_name: dict[str, StoreProcess] = {}
         self._down_until_s: dict[str, float] = {}

@@ -30,9 +30,9 @@ from scripts.harness.watch import Watch
 from scripts.stress.disk import StressDisk
 from scripts.stress.driver import Driver
 from scripts.stress.namespaces import geometries
-from scripts.stress.options import Options, WorkerOptions
+from scripts.stress.options import StressOptions, WorkerOptions
 from scripts.stress.prompts import ROOTS
-from scripts.stress.report import Report
+from scripts.stress.report import StressReport
 
 MIB = 1 << 20
 TICK_S = 0.05
@@ -74,10 +74,12 @@ class Slot:
     child: subprocess.Popen[bytes]
 
 
-class Run:
+class StressRun:
     """One run, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
 
-    def __init__(self, options: Options, folder: Path, disk_folder: Path, memory_folder: Path, driver: Driver) -> None:
+    def __init__(
+        self, options: StressOptions, folder: Path, disk_folder: Path, memory_folder: Path, driver: Driver
+    ) -> None:
         self._options = options
         self._memory_folder = memory_folder
         self._before: tuple[int, int] | None = None
@@ -86,7 +88,7 @@ class Run:
         self._metrics = folder / "metrics.sock"
         self._rng = np.random.default_rng([options.seed, 1 << 20])
         self._counters = Counters(folder / "counters", options.workers)
-        self._report = Report(
+        self._report = StressReport(
             options.seed,
             options.device,
             options.workers,
@@ -135,7 +137,7 @@ class Run:
         """On a GPU its driver does."""
         return self._options.plant_corruption == "loads" and self._options.device == "host"
 
-    def run(self) -> Report:
+    def run(self) -> StressReport:
         """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
         try:
             if self._daemon is not None:

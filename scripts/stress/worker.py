@@ -40,7 +40,7 @@ CLEAR_WAIT_S = 2.0
 """How long a clear waits until the remote store has recorded it."""
 
 
-class Worker:
+class StressWorker:
     """Runs operations until it is told to stop."""
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -393,7 +393,7 @@ def _name(operation: Callable[[], None]) -> str:
 def main() -> int:
     """The whole life of a worker process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    Worker(WorkerOptions(**json.loads(sys.argv[1]))).run()
+    StressWorker(WorkerOptions(**json.loads(sys.argv[1]))).run()
     return 0
 
 

@@ -19,9 +19,9 @@ from scripts.harness.promises import Findings
 from scripts.holes.evidence import Journal
 from scripts.holes.memory import WatchedMemory
 from scripts.holes.run import can_forbid_holes
-from scripts.holes.session import Session
+from scripts.holes.session import TextSession
 from scripts.holes.shapes import SHAPES, cut, fill, forget, page_out, punch, punch_all
-from scripts.holes.texts import KEYS, PAYLOAD_BYTES, STRIDE_BYTES, Prompt, Texts
+from scripts.holes.texts import KEYS, PAYLOAD_BYTES, STRIDE_BYTES, Text, Texts
 from tests.scripts.running import run_script
 
 BLOCKS = 2 * KEYS
@@ -51,17 +51,17 @@ class Scene:
         self.counters = Counters(folder / f"counters-{punched}", 1, 0)
         self.texts = Texts(0, 1, 10)
         self.memory = memory_of(punched=punched)
-        self.session = Session(
+        self.session = TextSession(
             str(daemon.socket), self.texts, self.memory, self.counters, Findings(self.counters),
             Journal(self.folder, "worker"), punched=punched,
         )  # fmt: skip
         daemon.welcome(self.session.client)
 
-    def prompt(self, *, holed: bool = False) -> Prompt:
+    def prompt(self, *, holed: bool = False) -> Text:
         rng = np.random.default_rng(0)
         return self.texts.holed(rng) if holed else self.texts.clean(rng)
 
-    def stored(self, *, holed: bool = False) -> Prompt:
+    def stored(self, *, holed: bool = False) -> Text:
         prompt = self.prompt(holed=holed)
         self.session.store(prompt, ALL)
         self.session.wait()

@@ -44,7 +44,7 @@ LOAD_FIGURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RequestSample:
     """A request. `ttft_s`: from its submission to the decode engine to its first token; `whole_s`: from that to the
     first engine that got it. `prefill_s`: until the prefill engine answered; 0: there is none. `token_s`: for each
     further token. `cached`: prompt tokens that the decode engine did not compute.
@@ -59,7 +59,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class TransferTotals:
     """Of a daemon's stores or loads; `seconds`: durations of the jobs, summed."""
 
     jobs: float
@@ -81,18 +81,18 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ServingRound:
     """One of a case. `single`: one request at a time; `own`: the same prompts once more, which the decode engine's own
     prefix cache has; `busy`: several clients at once, all of which took `busy_s`. `memcpy_s`: of as many bytes as a
     request loads.
     """
 
-    single: Sequence[Sample]
-    own: Sequence[Sample]
-    busy: Sequence[Sample]
+    single: Sequence[RequestSample]
+    own: Sequence[RequestSample]
+    busy: Sequence[RequestSample]
     busy_s: float
-    store: Moved
-    load: Moved
+    store: TransferTotals
+    load: TransferTotals
     memcpy_s: float
 
     @property
@@ -130,7 +130,7 @@ class Round:
         }
 
 
-def figures_of(rounds: Sequence[Round]) -> dict[str, float]:
+def figures_of(rounds: Sequence[ServingRound]) -> dict[str, float]:
     """Medians over the rounds; p99s, and how many were computed, are of the requests of all rounds together."""
     each = [one.figures() for one in rounds]
     found = {name: statistics.median(one[name] for one in each) for name in each[0]}
@@ -157,6 +157,6 @@ def _text(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def differing(reference: Sequence[Sample], samples: Sequence[Sample]) -> int:
+def differing(reference: Sequence[RequestSample], samples: Sequence[RequestSample]) -> int:
     """How many answers are not those of the reference."""
     return sum(one.answer != other.answer for one, other in zip(reference, samples, strict=True))
