@@ -1,6 +1,6 @@
 """A worker with a KV cache on a GPU, as a child process that does one thing after the other as it is told.
 
-    python -m scripts.gpu.worker OPTIONS    (see `Options`; then a line of JSON with "call" and its arguments each)
+    python -m scripts.gpu.worker OPTIONS    (a JSON object; then a line of JSON with "call" and its arguments each)
 
 It answers {"value": ...} or {"error": "Class: message"}, with a traceback where the error is none of ours, and goes on;
 the first line, {"value": "ready"}, comes unasked.

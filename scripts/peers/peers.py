@@ -27,8 +27,8 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`module` and `factory`: of its `System`, called with a `Setting` and `arguments`. `venv`: below the repository;
-    none: this Python. `environment`: more variables. `verifiable`: it has checksums that are off by default.
+    """`module` and `factory` name what makes its `System` from a `SystemSetting` and `arguments`. `venv`: below the
+    repository; none: this Python. `environment`: more variables. `verifiable`: it has checksums, off by default.
     """
 
     name: str
@@ -69,7 +69,7 @@ def clean_up(pid: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """As `Setting` has them."""
+    """Has the fields of `SystemSetting` that are the same for all systems of a run."""
 
     memory_bytes: int
     disk_bytes: int

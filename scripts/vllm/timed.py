@@ -1,7 +1,8 @@
 """An engine of `bench_vllm`, in a process of its own: prompts one after the other, and the time that its scheduler
 spends in the connector for each.
 
-Usage: `-m scripts.vllm.timed OPTIONS RESULT`, JSON of `TimedOptions` and the file that a list of `ConnectorSample` goes to.
+Usage: `-m scripts.vllm.timed OPTIONS RESULT`, JSON of `TimedOptions` and the file that a list of `ConnectorSample` goes
+to.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Sums:
     digests: U64Array
 
 
-class Gate:
+class DiskGate:
     """Open at first. `entered` is set by whoever has come to it."""
 
     def __init__(self) -> None:
@@ -97,12 +97,12 @@ class SteeredFiles(FaultyFiles):
     def __init__(self, switch: Path) -> None:
         super().__init__(switch)
         self.switch = switch
-        self.reading, self.writing = Gate(), Gate()
+        self.reading, self.writing = DiskGate(), DiskGate()
         self.reads: list[int] = []
         self.writes: list[int] = []
         self.failing_writes = 0
         self.unreadable: set[str] = set()
-        self._hanging: dict[tuple[str, Path], Gate] = {}
+        self._hanging: dict[tuple[str, Path], DiskGate] = {}
 
     def plant(self, text: str) -> None:
         """Faults from now on, as in FaultyFiles; none: no text."""
@@ -110,11 +110,11 @@ class SteeredFiles(FaultyFiles):
         fresh.write_text(text)
         fresh.replace(self.switch)
 
-    def hang(self, operation: str, path: Path) -> Gate:
+    def hang(self, operation: str, path: Path) -> DiskGate:
         """From now on this root does not answer: "enter" when it is taken, "manifest" when that is opened, "names" when
         its segments are listed.
         """
-        gate = self._hanging[operation, path] = Gate()
+        gate = self._hanging[operation, path] = DiskGate()
         gate.close()
         return gate
 

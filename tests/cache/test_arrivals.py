@@ -28,12 +28,12 @@ from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.probe import NO_ANSWER
 
 from .conftest import Open
-from .disktier import HIT, MISS, PENDING, Gate, Shape, Tier
+from .disktier import HIT, MISS, PENDING, DiskGate, Shape, Tier
 
 A, B = (bytes([n]) * 16 for n in (1, 2))
 STEPS = ["enter", "manifest", "names"]
 
-Hang = Callable[[Tier, str, Path], Gate]
+Hang = Callable[[Tier, str, Path], DiskGate]
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ async def test_several_roots_that_hang_cost_one_wait(open_tier: Open, tmp_path: 
     """Their directories are taken at the same time: each is at its gate before the first is given up."""
     paths = [tmp_path / f"root{n}" for n in range(4)]
     seen: list[list[bool]] = []
-    gates: list[Gate] = []
+    gates: list[DiskGate] = []
 
     def before(tier: Tier) -> None:
         gates.extend(hang(tier, "enter", path) for path in paths[:3])

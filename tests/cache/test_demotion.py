@@ -247,7 +247,7 @@ def test_a_budget_of_nothing_is_no_limit() -> None:
     assert only_ops.delay_s(1.0) == pytest.approx(0.5)
 
 
-class Clock:
+class SleepClock:
     """Demotion's time: whoever sleeps moves it on, and wakes up at once."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ async def test_writing_keeps_to_its_budget(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, budget: dict[str, int]
 ) -> None:
     tier = await open_tier(Shape(segment_pages=64), **budget)  # no segment ends within a batch
-    clock, keyspace, append = Clock(), tier.keyspace(), tier.root.writer.append
+    clock, keyspace, append = SleepClock(), tier.keyspace(), tier.root.writer.append
     begun: list[tuple[float, int]] = []
 
     def note(batch: WriteBatch, done: OnWritten) -> int:

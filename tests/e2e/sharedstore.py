@@ -26,7 +26,7 @@ def patient(engine: str, more: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in ({"remote.engine": engine} | _PATIENT | dict(more)).items()]
 
 
-class Store:
+class SharedStore:
     """The directory of engine "memory", and the faults of each daemon's agent."""
 
     def __init__(self, folder: Path) -> None:

@@ -91,7 +91,7 @@ class Share(NamedTuple):
         return Share(self.keys[order], self.contents[order], self.loaded, self.stored[rng.permutation(len(order))])
 
 
-class Worker:
+class GpuRank:
     """A rank of a model, on a GPU."""
 
     def __init__(
@@ -189,7 +189,7 @@ def test_bytes_are_right(forced: tuple[str, Daemon], model: str, layout: str, ki
     rng = np.random.default_rng(seed)
     geometry = odd() if model == ODD else geometries(model)[layout]
     workers = [
-        daemon.welcome(Worker(daemon.socket, geometry, number, layout, kind, rng)) for number in range(geometry.ranks)
+        daemon.welcome(GpuRank(daemon.socket, geometry, number, layout, kind, rng)) for number in range(geometry.ranks)
     ]
     before = counted(daemon.status())
     assert [worker.store() for worker in workers] == [Outcome.DONE] * geometry.ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.client import Group, GroupKind, Outcome, Ref
 from kvoffloadd.trial.wait import HANG_S, until
@@ -13,9 +13,7 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.stores import remote_python
 from tests.e2e.rank import Keys, Rank
 from tests.e2e.sharedstore import patient
-
-if TYPE_CHECKING:
-    from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 
 FULL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 96 << 10),)),)
 """Keys of 96 KiB: all of them take some seconds over a slow link."""

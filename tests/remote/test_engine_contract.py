@@ -11,7 +11,7 @@ import pytest
 from kvoffloadd.agentframes import HEADER_BYTES, Code, Presence
 from kvoffloadd.trial.wait import until
 from scripts.harness.enginehost import EngineHost
-from tests.remote.conftest import MEMORY_BYTES, Cluster
+from tests.remote.cluster import MEMORY_BYTES, Cluster
 from tests.remote.objects import KIB, MIB, Object, Places, get, put
 
 YES, NO = Presence.YES, Presence.NO

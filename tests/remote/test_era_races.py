@@ -23,7 +23,7 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.harness.stores import Etcd, Master, MooncakeStore, why_no_etcd, why_no_mooncake
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 from tests.remote.site import Site, Start, await_era, era, remote, states
 
 pytestmark = pytest.mark.remote
@@ -37,7 +37,7 @@ KEYS, EACH = 24, 8
 SMALL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 4096),)),)
 
 
-class Host:
+class VersionedHost:
     """A daemon, and a worker of it whose weights have a version."""
 
     def __init__(self, daemon: Daemon) -> None:
@@ -118,7 +118,7 @@ class Traffic:
     daemon has heard of the clear.
     """
 
-    def __init__(self, host: Host, keys: Keys, version: int) -> None:
+    def __init__(self, host: VersionedHost, keys: Keys, version: int) -> None:
         self._host, self._keys, self._version = host, keys, version
         self._stop = threading.Event()
         self.began = threading.Event()
@@ -146,7 +146,7 @@ class Traffic:
 @pytest.mark.parametrize("kind", ["mooncake", "valkey"])
 def test_clears_while_the_other_host_is_busy(site: Callable[[str], Site], seed: int, kind: str) -> None:
     made, rng = site(kind), np.random.default_rng(seed)
-    hosts = [Host(made.daemon(number, "remote.era_poll_s=0.1")) for number in (0, 1)]
+    hosts = [VersionedHost(made.daemon(number, "remote.era_poll_s=0.1")) for number in (0, 1)]
     keys = new_keys(rng, KEYS)
     for version in range(ROUNDS):
         one, other = hosts if rng.random() < 0.5 else hosts[::-1]
@@ -185,8 +185,8 @@ def test_clears_while_the_other_host_is_busy(site: Callable[[str], Site], seed: 
 class Seen:
     """What two hosts see after a clear (`cleared`: its generation) by the first one, behind which the master died."""
 
-    one: Host
-    other: Host
+    one: VersionedHost
+    other: VersionedHost
     keys: Keys
     version: int
     cleared: int
@@ -231,7 +231,7 @@ def test_the_master_fails_over_behind_a_clear(failing_over: tuple[Site, list[Mas
     """
     made, masters = failing_over
     rng = np.random.default_rng(seed)
-    one, other = (Host(made.daemon(number, "remote.era_poll_s=0.2", "remote.lookup_s=1")) for number in (0, 1))
+    one, other = (VersionedHost(made.daemon(number, "remote.era_poll_s=0.2", "remote.lookup_s=1")) for number in (0, 1))
     keys = new_keys(rng, KEYS)
     for version in range(FAILOVERS):
         one.store(keys, version)

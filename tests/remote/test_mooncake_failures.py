@@ -20,7 +20,7 @@ from scripts.harness.enginehost import BASE, EngineHost, Pending
 from scripts.harness.lab import Host
 from scripts.harness.stores import MooncakeStore
 from scripts.harness.wait import throughout
-from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 from tests.remote.objects import MIB, Object, Places, get, put
 from tests.remote.stranger import stranger
 

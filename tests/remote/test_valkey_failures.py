@@ -19,7 +19,7 @@ from kvoffloadd.objectnames import KEPT_NAME
 from kvoffloadd.trial.process import DaemonError
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.wait import throughout
-from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 from tests.remote.objects import MIB, Object, Places, get, put
 
 pytestmark = pytest.mark.remote

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-from scripts.peers.system import NotOfferedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from scripts.peers.system import I64Array, Prompt, SystemSetting, U8Array
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, SystemSetting, U8Array
 
 
 class Fake:

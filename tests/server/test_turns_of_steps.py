@@ -21,7 +21,7 @@ from tests.server.test_ends import UID, connect, connection
 STEPS = 10
 
 
-class Crowd:
+class LongSessions:
     """Sessions with a long request each, whose steps take a turn by a clock that nothing else moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ async def test_the_steps_of_many_requests_delay_another_s_by_one_of_theirs(
     uid: int, instance: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of another user, or of another engine of the same user."""
-    crowd = Crowd(monkeypatch)
+    crowd = LongSessions(monkeypatch)
     first, theirs, context = connection()
     crowd.add("loud", first, theirs, 1)
     for _ in range(29):

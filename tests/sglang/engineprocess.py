@@ -11,7 +11,7 @@ from typing import Any
 from tests.enginecommands import Answer, main
 
 
-class Served:
+class ServedSglang:
     """The engine and what may be asked of it: the public methods, by name and keyword arguments."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -153,4 +153,4 @@ def _request(found: dict[str, Any]) -> Answer:
 
 
 if __name__ == "__main__":
-    main(Served)
+    main(ServedSglang)

@@ -146,7 +146,7 @@ RESTORABLE = {"windows": [5], "states": [4, 5], "latent_and_states": [4, 5], "co
 # --- a rank, as SGLang's controller starts one ------------------------------------------------------
 
 
-class Rank:
+class PoolsRank:
     """Its pools hold noise."""
 
     def __init__(self, pools: Pools, seed: int, *, is_mla: bool = False, **config: Any) -> None:
@@ -227,7 +227,7 @@ def names(count: int) -> list[str]:
 def check(kind: str) -> None:
     make = KINDS[kind]
     is_mla = kind in ("latent", "sparse")
-    storing, loading = Rank(make(), 1, is_mla=is_mla), Rank(make(), 2, is_mla=is_mla)
+    storing, loading = PoolsRank(make(), 1, is_mla=is_mla), PoolsRank(make(), 2, is_mla=is_mla)
     expected = make()
     fill(expected, 2)
     keys, more = names(len(STORED)), names(8)[len(STORED) :]
@@ -263,8 +263,8 @@ def check(kind: str) -> None:
 def check_formats() -> None:
     """States of two types of one size are not each other's."""
     keys = names(len(STORED) + 1)[-1:]
-    one = Rank({"kv": of_keys_and_values(), "mamba": of_states("bfloat16")}, 1)
-    other = Rank({"kv": of_keys_and_values(), "mamba": of_states("float16")}, 2)
+    one = PoolsRank({"kv": of_keys_and_values(), "mamba": of_states("bfloat16")}, 1)
+    other = PoolsRank({"kv": of_keys_and_values(), "mamba": of_states("float16")}, 2)
     assert one.storage.batch_set_v1(keys, slots(one.pools["kv"], [3])) == [True]
     assert one.storage.batch_exists(keys) == 1
     assert other.storage.batch_exists(keys) == 0
@@ -296,7 +296,7 @@ def check_refusals() -> None:
 
 def refused(words: str, pools: Pools, **config: Any) -> None:
     try:
-        Rank(pools, 1, **config)
+        PoolsRank(pools, 1, **config)
     except UsageError as error:
         assert words in str(error), error
     else:

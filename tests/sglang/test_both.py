@@ -45,7 +45,7 @@ MANY = 12
 QUIET_ROUNDS = 10
 """After the last kill, at most, until each engine gets something back: stress workers evict much of it."""
 
-StartVllm = Callable[..., vllm.Engine]
+StartVllm = Callable[..., vllm.VllmEngine]
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +60,7 @@ def start_vllm(start_daemon: StartDaemon, tmp_path: Path, vllm_model: Path) -> I
     logs = (tmp_path / f"vllm-{number}.log" for number in count())
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(
-            vllm.Engine(vllm_model, next(logs), python=str(VLLM_PYTHON), **options)
+            vllm.VllmEngine(vllm_model, next(logs), python=str(VLLM_PYTHON), **options)
         )
 
 
@@ -77,7 +77,7 @@ def jobs_of(daemon: Daemon, engine: EngineChild) -> int:
 class Both:
     """The two engines, asked the same questions round by round. `got`: tokens that each had from the daemon."""
 
-    def __init__(self, one: sglang.Engine, other: vllm.Engine, asked: Sequence[sglang.Prompts]) -> None:
+    def __init__(self, one: sglang.SglangEngine, other: vllm.VllmEngine, asked: Sequence[sglang.Prompts]) -> None:
         self.one, self.other = one, other
         self.got = [0, 0]
         self._asked = asked

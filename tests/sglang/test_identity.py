@@ -13,7 +13,18 @@ import pytest
 
 from tests.sglang import lora
 from tests.sglang.conftest import StartDaemon, StartEngine
-from tests.sglang.engine import ALL, REWRITE, Engine, Prompts, cached, linked, linked_to, settle, stored_at, tokens
+from tests.sglang.engine import (
+    ALL,
+    REWRITE,
+    Prompts,
+    SglangEngine,
+    cached,
+    linked,
+    linked_to,
+    settle,
+    stored_at,
+    tokens,
+)
 from tests.vllm.models import OTHER
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3600)]
@@ -31,14 +42,14 @@ def few(asked: Prompts) -> Prompts:
     return asked[:FEW]
 
 
-def computed(engine: Engine, prompts: Prompts, **fields: Any) -> list[list[int]]:
+def computed(engine: SglangEngine, prompts: Prompts, **fields: Any) -> list[list[int]]:
     """What this engine answers where it finds nothing: nobody has used that salt."""
     found = engine.ask(prompts, cache_salt=f"nobody's {next(_salts)}", **fields)
     assert [one.cached for one in found] == [0] * len(prompts)
     return tokens(found)
 
 
-def is_alone(engine: Engine, prompts: Prompts) -> bool:
+def is_alone(engine: SglangEngine, prompts: Prompts) -> bool:
     """Whether it is served nothing that others have stored, and answers as it computes."""
     found = engine.ask(prompts)
     return (tokens(found), cached(found)) == (computed(engine, prompts), [0] * len(prompts))

@@ -46,7 +46,7 @@ class Request(NamedTuple):
     reason: str
 
 
-class Engine(EngineChild):
+class VllmEngine(EngineChild):
     """Started by the constructor, which returns when it can be asked.
 
     `options`: of `vllm.LLM`, beside those that all have. `connector`: a `KVTransferConfig` as a map. `python`: of a
@@ -149,7 +149,7 @@ def _requests(answer: dict[str, Any]) -> list[Request]:
     return [Request(**request) for request in answer["requests"]]
 
 
-def settle(daemon: Daemon, engine: Engine) -> None:
+def settle(daemon: Daemon, engine: VllmEngine) -> None:
     """What was stored last is sent with the next step; wait until it has arrived. Ranks may not even have begun while
     the daemon has no job.
     """

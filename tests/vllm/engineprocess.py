@@ -10,7 +10,7 @@ from typing import Any
 from tests.enginecommands import Answer, main
 
 
-class Served:
+class ServedVllm:
     """The engine and what may be asked of it: the public methods, by name and keyword arguments."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -170,4 +170,4 @@ def _request(tokens: Any, cached: int | None, reason: str) -> Answer:
 
 
 if __name__ == "__main__":
-    main(Served)
+    main(ServedVllm)

@@ -37,7 +37,7 @@ ABORT, PREEMPT, RESET = 0.02, 0.01, 0.004
 
 
 @dataclass(frozen=True)
-class Case:
+class StepsCase:
     """`damage`: loads find keys damaged. `resets`: engines reset their caches, and the connector's."""
 
     damage: bool = False
@@ -46,16 +46,16 @@ class Case:
 
 
 CASES = {
-    "damage": Case(damage=True),
-    "resets": Case(resets=True),
-    "by heads": Case(resets=True, canonical=True),
+    "damage": StepsCase(damage=True),
+    "resets": StepsCase(resets=True),
+    "by heads": StepsCase(resets=True, canonical=True),
 }
 
 
 class Steps:
     """What is done to the engines. `rng`: of the case; each round has one of its own."""
 
-    def __init__(self, case: Case, rng: random.Random) -> None:
+    def __init__(self, case: StepsCase, rng: random.Random) -> None:
         self._case = case
         bases = [[rng.randrange(3, 500) for _ in range(600)] for _ in range(4)]
         self._prompts = [base[: rng.choice(LENGTHS)] for base in bases for _ in range(5)]

@@ -20,10 +20,10 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.harness.stores import remote_python, why_no_mooncake, why_no_valkey
-from tests.remote.conftest import make_cluster
+from tests.remote.cluster import make_cluster
 from tests.remote.site import Site, remote
 from tests.vllm.conftest import TRAITS, Reference, StartDaemon
-from tests.vllm.engine import Engine, Prompts, Request, by_chunks, cached, prompts, settle, tokens
+from tests.vllm.engine import Prompts, Request, VllmEngine, by_chunks, cached, prompts, settle, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -47,7 +47,7 @@ class Pair:
         self.daemons = [site.daemon(at, f"memory.pool_file={folder / f'pool-{at}'}") for at in (HERE, THERE)]
         self.engines = [
             stack.enter_context(
-                Engine(
+                VllmEngine(
                     model,
                     folder / f"engine-{at}.log",
                     connector=by_chunks(daemon.socket, 1),

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffloadd.integrations.vllm.versions import SUPPORTED
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
-from tests.vllm.engine import TWO_RANKS, Engine, Prompts, by_connector, cached, prompts, settle, tokens
+from tests.vllm.engine import TWO_RANKS, Prompts, VllmEngine, by_connector, cached, prompts, settle, tokens
 from tests.vllm.models import OTHER, write_adapter
 from tests.vllm.releases import run_with
 
@@ -100,8 +100,8 @@ def test_weights_that_are_written_again(
     shutil.copytree(model("dense"), folder)
     connector = by_connector(daemon.socket)
 
-    def started(name: str, **options: Any) -> Engine:
-        engine = Engine(folder, tmp_path / f"{name}.log", connector=connector, **options)
+    def started(name: str, **options: Any) -> VllmEngine:
+        engine = VllmEngine(folder, tmp_path / f"{name}.log", connector=connector, **options)
         engine.await_connection()
         return engine
 

@@ -1,7 +1,7 @@
-"""An engine of `bench_serving`, in a process of its own, which serves requests as they come.
+"""An engine of `bench_serving`, in a separate process, which serves requests as they come.
 
-Usage: `-m scripts.vllm.serving.engine OPTIONS`, JSON of `EngineOptions`. It reads one `Asked` a line from standard input,
-until its end, and writes one `Answered` a line to standard output, after an empty line when it can be asked.
+Usage: `-m scripts.vllm.serving.engine OPTIONS`, JSON of `EngineOptions`. It reads one `Asked` a line from standard
+input, until its end, and writes one `Answered` a line to standard output, after an empty line when it can be asked.
 """
 
 from __future__ import annotations

@@ -327,7 +327,7 @@ def test_what_is_refused_altogether_fails(gpu: Gpu, memory: Memory, rng: np.rand
 # --- what goes wrong while copies run ---
 
 
-class Failing(Driver):
+class FailingDriver(Driver):
     """Does `fault` while it is `planted`."""
 
     def __init__(self, fault: str) -> None:
@@ -366,7 +366,7 @@ def test_no_error_comes_before_the_end_of_what_was_submitted(
     """Whatever fails: the memory belongs to somebody else once `move` has raised. The GPU can be used on."""
     memory.host[:] = 5
     memory.buffer.upload(0, np.full(SIZE, 5, np.uint8))
-    failing = Failing(fault)
+    failing = FailingDriver(fault)
     made = stream(gpu, failing, batch_descriptors=32)
     extras.delay(made._stream, 0.1)
     with pytest.raises((CudaError, MemoryError)):
@@ -382,7 +382,7 @@ def test_no_error_comes_before_the_end_of_what_was_submitted(
     made.destroy()
 
 
-class Silent(Failing):
+class Silent(FailingDriver):
     """And does not say either whether its stream has drained, for so many times."""
 
     def __init__(self, fault: str, code: int, times: int) -> None:

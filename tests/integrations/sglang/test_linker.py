@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 PAGE, PAGES = 4, 32
 
 
-class Rank:
+class LinkerRank:
     """An engine's linker, started as SGLang starts it."""
 
     def __init__(self, socket: Path, kvcache: Any = None, *parts: str, **options: Any) -> None:
@@ -85,7 +85,7 @@ def kv(keys: list[str], at: int, pool: str = "kv") -> PoolTransfer:
     return PoolTransfer(pool, keys=keys, device_indices=slots(range(at, at + len(keys)), PAGE))
 
 
-StartRank = Callable[..., Rank]
+StartRank = Callable[..., LinkerRank]
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def start_rank(sglang: SimpleNamespace) -> Iterator[StartRank]:
     """`start_rank(daemon, ...)`, closed at the end."""
     with ExitStack() as stack:
 
-        def start(daemon: Daemon, *arguments: Any, **options: Any) -> Rank:
-            rank = Rank(daemon.socket, *arguments, **options)
+        def start(daemon: Daemon, *arguments: Any, **options: Any) -> LinkerRank:
+            rank = LinkerRank(daemon.socket, *arguments, **options)
             stack.callback(rank.linker.close)
             return rank
 
@@ -400,7 +400,7 @@ def test_what_was_not_tried_is_refused(sglang: Any, start_daemon: StartDaemon) -
         ({"sockets": "/x"}, "sockets: not an option"),
     ):
         with pytest.raises(UsageError, match=told):
-            Rank(socket, **options)
+            LinkerRank(socket, **options)
     for owner, name, told in (
         (sglang.features, "enable_memory_saver", "--enable-memory-saver"),
         (sglang.memory, "enable_unified_memory", "--enable-unified-memory"),
@@ -410,5 +410,5 @@ def test_what_was_not_tried_is_refused(sglang: Any, start_daemon: StartDaemon) -
         was = getattr(owner, name)
         setattr(owner, name, 2 if isinstance(was, int) and not isinstance(was, bool) else True)
         with pytest.raises(UsageError, match=told):
-            Rank(socket)
+            LinkerRank(socket)
         setattr(owner, name, was)

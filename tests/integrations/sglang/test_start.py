@@ -211,7 +211,7 @@ def test_engines_that_differ_in_the_draft_share(name: str, sglang: SimpleNamespa
 # --- ranks that can't start ---
 
 
-class Rank:
+class AgreeingRank:
     """One of two, with what it asks of the other one, in order. The other one fails at the call `fails_at`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, socket: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_rank_that_can_not_start_leaves_no_other_waiting(
     begin(sglang)
     module, name = where.split(".")
     with monkeypatch.context() as patched:
-        bad = Rank(patched, tmp_path / "none.sock")
+        bad = AgreeingRank(patched, tmp_path / "none.sock")
         with patched.context() as broken:
 
             def no_memory(*_: Any, **__: Any) -> None:
@@ -267,7 +267,7 @@ def test_a_rank_that_can_not_start_leaves_no_other_waiting(
             with pytest.raises(MemoryError):
                 bad.attach()
         asked_first, asked_then = bad.asked, bad.attach()
-    good = Rank(monkeypatch, tmp_path / "none.sock")
+    good = AgreeingRank(monkeypatch, tmp_path / "none.sock")
     good.fails_at = len(asked_first) - 1
     with pytest.raises(UsageError, match="another rank"):
         good.attach()

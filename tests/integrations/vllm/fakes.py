@@ -16,7 +16,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheSettings:
     tokens_per_hash: int = 16
     blocks_per_chunk: int = 2
 
@@ -55,7 +55,7 @@ class Config:
     extra_config: dict[str, Any] = field(default_factory=identified)
     engine_id: str = "engine"
     model: Model = Model()
-    cache: Cache = Cache()
+    cache: CacheSettings = CacheSettings()
     parallel: Parallel = Parallel()
     replicated_layout: bool = False
     canonical_layout: bool = False

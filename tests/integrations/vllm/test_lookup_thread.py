@@ -20,7 +20,7 @@ from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import disk_settings, only_on_disk, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.e2e.unrecordable import WAYS, Unrecordable, epoch, requests
 from tests.integrations.vllm.conftest import Lines
 
@@ -101,7 +101,7 @@ def test_all_that_a_prompt_needs_comes_from_another_host(
     start_daemon: Start, lines: Make, keys: Keys, tmp_path: Path
 ) -> None:
     """Of one group all of its keys, of the other one those at its end."""
-    shared = Store(tmp_path)
+    shared = SharedStore(tmp_path)
     here, there = (start_daemon(*shared.settings()) for _ in range(2))
     rank, line = lines(here).rank(), lines(there)
     line.rank()

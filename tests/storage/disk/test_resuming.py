@@ -129,7 +129,7 @@ def test_a_file_of_another_length_stays_as_it_is(folder: Folder, change: int) ->
     assert (folder.path / NAME).read_bytes() == before
 
 
-class Failing(Files):
+class FailingFiles(Files):
     """The disk fails from its `after`th write or sync on."""
 
     after = 0
@@ -154,7 +154,7 @@ def test_a_disk_that_fails_keeps_what_is_there(folder: Folder, sealed: bool, aft
     entries = entries_of([100, 5000])
     folder.build(entries, sealed=sealed)
     found = folder.recover()
-    folder.files = Failing()
+    folder.files = FailingFiles()
     folder.files.after = after
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="the disk fails"):
