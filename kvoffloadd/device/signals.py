@@ -78,7 +78,7 @@ class _Words:
         self._numbers = itertools.count()
 
     def add(self, wait: SignalWait) -> None:
-        """From now on it is looked at."""
+        """Adds a wait, whose word is read from now on."""
         word = self._by_address.get(wait.ready.address)
         if word is None:
             if self._count == len(self._addresses):

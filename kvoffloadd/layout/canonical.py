@@ -1,4 +1,4 @@
-"""From an engine's views to what the daemon sees: canonical tensors, each listed once, and the groups' refs."""
+"""Converts an engine's views to what the daemon sees: canonical tensors, each listed once, and the groups' refs."""
 
 from __future__ import annotations
 

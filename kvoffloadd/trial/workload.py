@@ -61,11 +61,11 @@ class Workload:
         return time.perf_counter() - begun, result.seconds
 
     def begin_store(self, ready: Ready | None = None) -> Job:
-        """Of new keys."""
+        """Begins a store of new keys."""
         return self.client.store(self.registration, self._new_wanted(), deadline_s=WAIT_S, ready=ready)
 
     def begin_load(self) -> Job:
-        """Of the keys that were stored last."""
+        """Begins a load of the keys that were stored last."""
         return self.client.load(self.registration, self._wanted(self._load_to), deadline_s=WAIT_S)
 
     def finish(self, job: Job) -> JobResult:

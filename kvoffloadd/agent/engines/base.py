@@ -46,7 +46,7 @@ class ObjectTransfer:
 
     @property
     def size_bytes(self) -> int:
-        """Of the object."""
+        """Returns the size of the object."""
         return sum(size for _, size in self.pieces)
 
 

@@ -346,7 +346,7 @@ def _sweep(connection: RespConnection, prefix: str, after: str) -> tuple[int, st
 
 
 def _views(transfer: ObjectTransfer) -> list[memoryview]:
-    """Of the memory of its pieces."""
+    """Returns views of the memory of its pieces."""
     return [memoryview((ctypes.c_char * size).from_address(address)).cast("B") for address, size in transfer.pieces]
 
 

@@ -134,7 +134,7 @@ class Pushing:
             await asyncio.sleep(0)
 
     async def _push_next(self) -> None:
-        """In a frame of its own: while nothing is to be put no keyspace may be referred to."""
+        """Runs in a separate frame, so that nothing refers to a keyspace while there is nothing to put."""
         if (batch := await self.backlog.next()) is not None:
             await self._push(batch)
 

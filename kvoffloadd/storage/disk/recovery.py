@@ -95,7 +95,7 @@ def recover_segment(
 
 
 def recover_open_segment(files: Files, fd: int, name: str, on_progress: Callable[[], None] = lambda: None) -> Recovered:
-    """As `recover_segment`, of an open file."""
+    """Does what `recover_segment` does, for an open file."""
     size = files.size_bytes(fd)
     unknown = Recovered(name, Kind.DAMAGED, size_bytes=size)
     header = decode_segment_header(_read(files, fd, 0, 1)[0])

@@ -25,7 +25,7 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """Of one kind of call. Seconds are those of any one clock."""
+    """Guards one kind of call. Seconds are those of any one clock."""
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
