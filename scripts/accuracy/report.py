@@ -49,7 +49,7 @@ class AccuracyReport:
     errors: list[str] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
-        """In the order in which they came."""
+        """Adds a row; rows stay in the order in which they came."""
         self.rows.append(row)
 
     def verdict(self, row: Row) -> str:

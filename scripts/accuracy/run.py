@@ -74,7 +74,7 @@ class AccuracyRun:
             daemon.kill()
 
     def _end_run(self, report: AccuracyReport, workers: list[AccuracyWorker]) -> None:
-        """Of the daemon: in order, with all that it says of itself."""
+        """Ends the daemon's run in order, with all that it reports about itself."""
         for worker in workers:
             worker.disconnect()
         report.errors += self._daemon.verify(payloads=True)

@@ -66,13 +66,13 @@ class LayoutCase:
         return max(1, job_bytes // sum(self.planned.payloads))
 
     def arrangement(self, keys: int) -> Arrangement:
-        """With blocks for so many keys of each group."""
+        """Arranges blocks for this many keys of each group."""
         (geometry,) = planned_geometries(self.model, named(self.model), 0, layouts=(self.layout,))
         return geometry.arrange_blocks(0, keys * self.planned.num_groups, self.layout)
 
 
 def cases_of(model: str) -> list[LayoutCase]:
-    """In those that the model can have."""
+    """Returns a case for each layout that the model can have."""
     geometries = planned_geometries(model, named(model), 0)
     possible_names = {layout for geometry in geometries for layout in geometry.layouts}
     return [LayoutCase(model, layout) for layout in COMPARED if layout in possible_names]
@@ -101,7 +101,7 @@ class LayoutWorkload(Workload):
         )
 
     def counted(self, daemon: Daemon, direction: str) -> dict[str, int]:
-        """Of one more job: what the daemon counts."""
+        """Runs one more job, and returns what the daemon counts of it."""
         before = daemon.status()["transfers"][direction]
         self.store() if direction == "store" else self.load()
         after = daemon.status()["transfers"][direction]
@@ -109,7 +109,7 @@ class LayoutWorkload(Workload):
 
 
 def in_order(tensors: Sequence[CanonicalTensor], arrangement: Arrangement) -> list[CanonicalTensor]:
-    """As they are registered."""
+    """Returns the tensors in the order in which they are registered."""
     return [tensors[at] for at in arrangement.order]
 
 

@@ -81,7 +81,7 @@ class RemoteRound:
 
 
 def cpu_s(pid: int) -> float:
-    """Of all its threads, those that have ended too."""
+    """Sums the CPU seconds of all its threads, those that have ended too."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -103,7 +103,7 @@ def serve_plain(address: str) -> None:
 
 
 class PlainSocket:
-    """From another host, into memory of ours."""
+    """Receives bytes from another host into memory of this process."""
 
     def __init__(self, address: str) -> None:
         until(lambda: self._connect(address), "the plain server listens", HANG_S, every_s=0.05)
@@ -284,7 +284,7 @@ def plain_server(host: Host, folder: Path) -> Iterator[int]:
 
 
 def run_there(given: argparse.Namespace) -> dict[str, Any]:
-    """In this process, which is on the first host already."""
+    """Runs in this process, which is on the first host already."""
     folder = Path(given.folder)
     isolated = not why_not_isolated()
     result: dict[str, Any] = {"network": "hosts with a wire" if isolated else "loopback", "engines": {}}

@@ -101,7 +101,7 @@ def await_sharing(daemon: Daemon) -> None:
 
 
 def settings_of(engine: str, engine_settings: dict[str, Any], host: Host, folder: Path) -> dict[str, str]:
-    """Of a daemon whose agent is on this host. Its deadlines are the defaults."""
+    """Returns the settings of a daemon whose agent is on this host. Its deadlines are the defaults."""
     named = {f"{engine}.{name}": str(value) for name, value in engine_settings.items()}
     return {"log.level": "error", "remote.engine": engine, "remote.python": str(host.python(folder)), **named}
 

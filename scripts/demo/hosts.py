@@ -275,7 +275,7 @@ class HostsRun:
             self._report.corrupt += corrupt
 
     def _end(self) -> None:
-        """In order: what is left is audited."""
+        """Ends the daemons in order, and audits what is left."""
         report, daemon = self._report, self._daemons[1]
         for row, worker in self._workers.items():
             if (status := worker.end()) != 0:

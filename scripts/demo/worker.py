@@ -100,7 +100,7 @@ class DemoWorker:
         return Answer(tokens, hits, hits - count(pinned.states, KeyState.HIT) if pinned.promoting else 0)
 
     def _keys(self, conversation: int, tokens: int) -> dict[int, U8Array]:
-        """Of the whole blocks of so many tokens, by group."""
+        """Returns the keys of the whole blocks of this many tokens, by group."""
         return {
             group.number: self._oracle.keys(conversation, group.tokens_per_key, tokens // group.tokens_per_key)
             for group in self._engine.geometry.groups

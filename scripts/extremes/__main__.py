@@ -185,7 +185,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def show_markdown(result: dict[str, Any]) -> None:
-    """Of each request, or group of them, the case with the longest turn."""
+    """Prints, for each request or group of requests, the case with the longest turn."""
     worst: dict[str, dict[str, Any]] = {}
     for case in sorted(result["cases"].values(), key=lambda case: float(case["turn_s"])):
         worst[case["requests"]] = case

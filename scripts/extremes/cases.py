@@ -262,7 +262,7 @@ def drains_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
 
 @asks("drain", "256 of 256 sessions, 1,000 jobs")
 def drains_of_many_sessions(scene: Scene) -> Iterator[None]:
-    """As many as a user may have."""
+    """Begins as many drains as a user may have."""
     peer, raise_signal = waiting(scene)
     peers = [scene.session() for _ in range(DRAINS // 64)]
     yield
@@ -344,7 +344,7 @@ def register_interleaved_refs(scene: Scene) -> Iterator[None]:
 
 @asks("register", "15,360 refs in 256 groups")
 def register_the_most_refs(scene: Scene) -> Iterator[None]:
-    """As many refs as a frame has maps for, in 256 groups that lie in each other's tensors."""
+    """Registers as many refs as a frame has maps for, in 256 groups that lie in each other's tensors."""
     peer = scene.session(scene.new_model())
     per_group = 60
     groups = [group(n, [(0, 64 * (per_group * n + r), 64, 1) for r in range(per_group)]) for n in range(GROUPS)]

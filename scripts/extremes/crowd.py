@@ -20,12 +20,12 @@ FLOCK = 200
 
 
 def crowded(scene: Scene) -> None:
-    """As many namespaces, with a key each and nobody there."""
+    """Adds namespaces up to the most that there may be, with a key each and no session."""
     add_namespaces(scene, NAMESPACES - scene.models)
 
 
 def add_namespaces(scene: Scene, count: int) -> None:
-    """With a key each and nobody there."""
+    """Adds namespaces with a key each and no session."""
     for _ in range(count):
         peer = scene.session(scene.new_model())
         registration = register(peer, [(PAGE, 1)], [group(0, [(0, 0, PAGE, 1)])])

@@ -66,7 +66,7 @@ def other_types_of_4_mib(scene: Scene) -> Iterator[None]:
 
 @asks("register", "16,000 tensors, 8,000 groups, 128,000 signals; refused")
 def a_frame_of_the_most_items(scene: Scene) -> Iterator[None]:
-    """As many small maps and values as a frame may hold."""
+    """Sends as many small maps and values as a frame may hold."""
     peer, _ = scene.worker()
     spec: dict[str, Any] = {"allocation": 9, "offset": 0, "num_blocks": 64, "page_bytes": 64, "stride_bytes": 64}
     wide = [[n] * 16_000 for n in range(8)]

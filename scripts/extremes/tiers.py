@@ -37,7 +37,7 @@ PARTS = 1024
 
 
 def on_disk(scene: Scene) -> bytes:
-    """As many keys as a request may have, which memory has not any more; others are brought by other cases."""
+    """Takes as many keys as a request may have that memory no longer holds; other cases take others."""
     begin = scene.taken
     scene.taken += KEYS
     return keys_of(np.arange(begin, begin + KEYS)).tobytes()
@@ -212,7 +212,7 @@ def of_parts(scene: Scene, parts: int) -> RawPeer:
 
 
 def most_reserved(scene: Scene, peer: RawPeer, **fields: Any) -> None:
-    """As many keys as the daemon takes in one `reserve`, and back."""
+    """Reserves as many keys as the daemon takes in one `reserve`, and gives them back."""
     for count in (KEYS >> halved for halved in range(KEYS.bit_length())):
         groups = [{"group": 0, "keys": scene.keys(count, new=True)}]
         reply = peer.ask("reserve", groups=groups, **fields)

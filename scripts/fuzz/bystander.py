@@ -321,7 +321,7 @@ class Cost(Beside):
 
     @property
     def rss_growth(self) -> int:
-        """Of the highest over the first."""
+        """Returns the growth of the highest over the first."""
         return self.rss_max - self.rss_before
 
     def run(self) -> None:

@@ -83,7 +83,7 @@ class Flood:
             return True
 
     def total(self, name: str) -> Counter[str]:
-        """Of a counter of all flooders."""
+        """Sums a counter of all flooders."""
         return sum((getattr(flooder, name) for flooder in self.flooders), Counter())
 
 

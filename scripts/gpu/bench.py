@@ -102,7 +102,7 @@ class KvShape:
 
     @property
     def payload_bytes(self) -> int:
-        """Of a key."""
+        """Returns the payload bytes of a key."""
         return self.row_bytes * self.layers * self.blocks_per_key
 
     @property
@@ -270,7 +270,7 @@ def gb_per_s(size_bytes: int, seconds: Sequence[float]) -> float:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, Any]:
-    """As it goes into a result."""
+    """Makes a table as it goes into a result."""
     return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
 
 

@@ -63,7 +63,9 @@ print(time.perf_counter())
 
 
 def memory(quick: bool) -> dict[str, Any]:
-    """Of the host. A virtual machine may begin with little and get more as it is used: so some is used first."""
+    """Measures the memory of the host. A virtual machine may begin with little and get more as it is used: so some is
+    used first.
+    """
     found: dict[str, Any] = {"at first": meminfo()}
     if quick:
         return {**found, "touched": "skipped: sizes are small"}
@@ -80,7 +82,7 @@ def memory(quick: bool) -> dict[str, Any]:
 
 
 def versions(_quick: bool) -> dict[str, Any]:
-    """Of what the rest depends on."""
+    """Returns the versions of what the rest depends on."""
     bindings = __import__("cuda.bindings", fromlist=["bindings"])
     kernel_module = Path("/proc/driver/nvidia/version")
     return {
@@ -94,7 +96,7 @@ def versions(_quick: bool) -> dict[str, Any]:
 
 
 def attributes(_quick: bool) -> dict[str, Any]:
-    """Of the GPU."""
+    """Returns the attributes of the GPU."""
     return {name.lower(): _attribute(name) for name in ATTRIBUTES}
 
 
@@ -207,7 +209,7 @@ STEPS: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 
 def run_step(name: str, quick: bool) -> dict[str, Any]:
-    """In a process of its own; what it found, or how it failed."""
+    """Runs a step in a separate process. Returns what it found, or how it failed."""
     command = module("scripts.gpu.bench_contact", "step", name, *(["quick"] if quick else []))
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=STEP_S, check=False)

@@ -86,7 +86,9 @@ class Cache:
         return self._order[first : first + count]
 
     def indices(self, first: int, count: int) -> Any:
-        """Of all layers' rows of these keys in the flat tensor of rows, a key's rows side by side."""
+        """Returns the indices of all layers' rows of these keys in the flat tensor of rows, a key's
+        rows side by side.
+        """
         blocks = self.blocks_of(first, count).astype(np.int64)
         flat = (blocks[:, None] + np.arange(LAYERS, dtype=np.int64) * self.blocks).reshape(-1)
         return self.torch.from_numpy(flat).to(self.rows.device)
@@ -107,7 +109,7 @@ class Cache:
             self.torch.cuda.synchronize()
 
     def wrong_bytes(self, direct: bool) -> int:
-        """Of the first half of the blocks, which jobs store and load."""
+        """Counts the wrong bytes of the first half of the blocks, which jobs store and load."""
         self.settle()
         if direct and not self.cuda:
             found = np.stack([shared.array for shared in self._shared])[:, : self.keys]

@@ -56,7 +56,7 @@ class Hunter:
         self._noise = self._rng.integers(0, 256, size_bytes, np.uint8)
 
     def hunt(self, seconds: float) -> None:
-        """In a thread of its own."""
+        """Hunts in a separate thread."""
         self._gpu.use()
         self._fill()
         until = time.monotonic() + seconds

@@ -49,7 +49,7 @@ COUNTED = ("pitched_copies", "batch_failures")
 
 
 def counters(socket: Path) -> dict[str, int]:
-    """Of the daemon's GPU."""
+    """Returns the counters of the daemon's GPU."""
     with Client(socket, namespace=None, role="observer") as observer:
         devices = observer.status()["devices"]
     gpu: dict[str, Any] = next((found for name, found in devices.items() if name.startswith("cuda:")), {})

@@ -193,7 +193,7 @@ def allocated(size_bytes: int) -> Iterator[int]:
 
 
 def kinds(size_bytes: int) -> dict[str, contextlib.AbstractContextManager[int]]:
-    """Of memory that an arena could be."""
+    """Returns the kinds of memory that an arena could be."""
     return {
         "memfd": registered(size_bytes),
         "memfd, no page there before": registered(size_bytes, fresh=True),
@@ -245,7 +245,7 @@ def _scattered(gpu: Gpu, way: str, host: int, size_bytes: int, window: GpuBuffer
 
 
 def _huge_mib() -> int | str:
-    """Of this process's memory that is shared, in huge pages."""
+    """Returns the shared memory of this process that is in huge pages."""
     if not ROLLUP.exists():
         return "not known"
     found = re.findall(

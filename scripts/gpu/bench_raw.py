@@ -97,7 +97,7 @@ class RawRows:
             self.gpu.synchronize()
 
     def wrong_bytes(self, direction: Direction) -> int:
-        """Of the destination."""
+        """Counts the wrong bytes of the destination."""
         if direction is Direction.STORE:
             return int((self.host.array != self._payloads).sum())
         return int((self.device.download(0, self.bytes) != self._noise).sum())

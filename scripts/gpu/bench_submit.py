@@ -175,7 +175,7 @@ class Costs:
         return split(copies, 1, 1, chunk_bytes=CHUNK_BYTES, chunk_descriptors=min(most, PIECE_DESCRIPTORS))
 
     def measure(self, way: Way, direction: Direction) -> dict[str, float]:
-        """Of one job, in microseconds for each row, by PARTS and "in all"."""
+        """Measures one job, in microseconds for each row, by PARTS and "in all"."""
         planned, moved = Timer(), Timer()
         with planned:
             memory, payload, size = self._plan.expand(self._ids, self._slots)
@@ -206,7 +206,7 @@ def measured(costs: Costs, rounds: int) -> list[dict[str, Any]]:
 
 
 def rows_of(cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Under COLUMNS."""
+    """Returns rows under COLUMNS."""
     return [[one["way"], one["direction"], *(f"{us:.3f}" for us in one["us"].values())] for one in cases]
 
 

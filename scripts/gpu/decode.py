@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class DecodeSizes:
-    """Of the model and its batch."""
+    """Describes the model and its batch."""
 
     layers: int = 8
     requests: int = 64

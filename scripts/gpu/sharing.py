@@ -170,7 +170,7 @@ def _right(address: int, value: int) -> str:
 
 
 def _name(error: KvOffloadError) -> str:
-    """Of the driver's result, where it was the driver's."""
+    """Names the driver's result, where the error was the driver's."""
     cause = error if isinstance(error, CudaError) else error.__cause__
     return cause.name if isinstance(cause, CudaError) else str(error)
 

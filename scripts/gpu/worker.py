@@ -75,7 +75,7 @@ class WorkerCommands:
             self.unshare()
 
     def free_bytes(self) -> int:
-        """Of the GPU."""
+        """Returns the free bytes of the GPU."""
         return self._gpu.free_bytes()
 
     def fill(self, keys: list[int], blocks: list[int]) -> None:
@@ -93,7 +93,7 @@ class WorkerCommands:
         self._memory.expect(keys, blocks)
 
     def wrong_bytes(self) -> int:
-        """In all of the memory."""
+        """Counts the wrong bytes in all of the memory."""
         return self._memory.wrong_bytes()
 
     # --- jobs ---

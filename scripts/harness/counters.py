@@ -111,7 +111,7 @@ class Counters:
         return int(self._all[:, self._at[name]].sum())
 
     def percentile_s(self, what: str, percent: float) -> float | None:
-        """To about 3 %; None: it never happened."""
+        """Returns a percentile to about 3 %; None: it never happened."""
         start = 1 + len(NAMES) + LATENCIES.index(what) * _BUCKETS
         counts = self._all[:, start : start + _BUCKETS].sum(axis=0)
         total = int(counts.sum())

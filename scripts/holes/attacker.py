@@ -48,7 +48,7 @@ class HolePuncher(Beside):
 
 
 def punch_once(memory: WatchedMemory, rng: np.random.Generator, counters: Counters) -> None:
-    """In one of the ways there are, of a few bytes or many blocks."""
+    """Punches one hole in one of the ways there are, of a few bytes or many blocks."""
     at = int(rng.integers(0, memory.size_bytes))
     size = min(int(np.exp(rng.uniform(0.0, np.log(8 * STRIDE_BYTES)))), memory.size_bytes - at)
     SHAPES[int(rng.integers(0, len(SHAPES)))](memory, at, size)

@@ -49,7 +49,7 @@ class HolesReport:
         return not (bad or self.findings or self.leaks or self.errors) and bool(checked or self.interrupted)
 
     def figures(self) -> str:
-        """Behind the bar."""
+        """Returns the figures behind the bar."""
         total = self.counters.total
         return (
             f"{self.of_bystanders('verified_loads'):,} loads verified {total('holes'):,} holes "

@@ -116,7 +116,9 @@ class HolesRun:
     # --- while it runs ---
 
     def _start_daemon(self) -> None:
-        """In every second run of it, where the kernel can, holes are not filled: jobs that meet one fail."""
+        """Starts the daemon. In every second run, where the kernel can, it does not fill holes: jobs that meet one
+        fail.
+        """
         forbid = self._can_forbid and self._report.daemon_runs % 2 == 0
         self._daemon.settings["copy.fill_holes"] = "false" if forbid else "true"
         self._daemon.start()

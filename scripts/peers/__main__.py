@@ -27,7 +27,7 @@ from scripts.peers.system import NotOfferedError
 
 
 def order(peers: Sequence[Peer], number: int) -> list[Peer]:
-    """Of a round: another one first each time."""
+    """Returns the order of a round: another peer is first each time."""
     at = number % len(peers)
     return [*peers[at:], *peers[:at]]
 
@@ -56,7 +56,7 @@ def run(peers: Sequence[Peer], plan: RunPlan, rounds: int, live: Live) -> dict[s
 
 
 def versions(peer: Peer, plan: RunPlan) -> dict[str, str]:
-    """As its own Python has them."""
+    """Returns the versions as its own Python has them."""
     try:
         with PeerSession(peer, plan.thin, plan.sizes(1), disk=None, on_disk=False) as session:
             found: dict[str, str] = session.ask("versions")

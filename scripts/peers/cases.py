@@ -34,8 +34,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """Of a run. `tokens`: of a prompt that is stored and loaded; `jobs`: so many of each in a round; `asks`: pings and
-    lookups. `disk`: where folders are made.
+    """Describes a run. `tokens`: of a prompt that is stored and loaded; `jobs`: the number of each in a round; `asks`:
+    pings and lookups. `disk`: where folders are made.
     """
 
     tokens: int

@@ -26,8 +26,8 @@ from scripts.peers.system import I64Array, ModelGeometry, NotOfferedError, Promp
 
 @dataclass(frozen=True, slots=True)
 class LoadedPrompt:
-    """Of a prompt. `found`: tokens that the lookup has found. `told`: tokens that the system says it has loaded.
-    `wrong`: blocks of these that hold wrong bytes.
+    """Describes the load of a prompt. `found`: tokens that the lookup found. `told`: tokens that the system reports as
+    loaded. `wrong`: blocks of these that hold wrong bytes.
     """
 
     lookup_s: float
@@ -119,7 +119,7 @@ class Child:
         pagecache.drop(self._disk)
 
     def cached_share(self) -> float:
-        """Of the system's files, in the kernel's page cache."""
+        """Returns the share of the system's files that is in the kernel's page cache."""
         return pagecache.cached_share(self._disk)
 
     @property
@@ -129,7 +129,7 @@ class Child:
         return self._setting.disk
 
     def restart(self, *, kill: bool) -> float:
-        """From the order to end it on, until it can be asked."""
+        """Restarts the system. Returns the seconds from the order to end it until it can be asked."""
         begun = time.perf_counter()
         self._system.restart(kill=kill)
         return time.perf_counter() - begun
@@ -150,7 +150,7 @@ class Child:
         self._system.stop()
 
     def _prompt(self, number: int, tokens: int) -> Prompt:
-        """With its tokens and names made."""
+        """Makes a prompt with its tokens and names."""
         prompt = self._prompts.setdefault((number, tokens), Prompt(number, tokens, self._setting.geometry.chunk_tokens))
         assert prompt.token_ids and prompt.names
         return prompt

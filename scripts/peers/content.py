@@ -14,7 +14,9 @@ _WORD = 8
 
 
 class Content:
-    """Of blocks: a row of random words of this geometry, each combined with a number of prompt, block and layer."""
+    """Makes the content of blocks: a row of random words of this geometry, each combined with a number of prompt, block
+    and layer.
+    """
 
     def __init__(self, geometry: ModelGeometry) -> None:
         self._geometry = geometry

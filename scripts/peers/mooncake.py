@@ -185,7 +185,7 @@ class Mooncake:
             time.sleep(0.002)
 
     def _places(self, blocks: I64Array) -> list[list[int]]:
-        """Of each chunk: addresses, block by block of each layer."""
+        """Returns the addresses of each chunk, block by block of each layer."""
         geometry = self._setting.geometry
         layers = np.arange(geometry.layers, dtype=np.int64) * geometry.blocks
         rows = layers[None, :, None] + blocks.reshape(-1, 1, geometry.chunk_blocks)

@@ -114,7 +114,7 @@ class PeerSession:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Returns the pid of its process."""
         return self._child.pid
 
     def ask(self, what: str, **given: Any) -> Any:

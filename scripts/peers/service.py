@@ -26,7 +26,7 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """Of the run that was started last."""
+        """Returns the pid of the run that was started last."""
         if self._child is None:
             raise DaemonError("it was never started")
         return self._child.pid

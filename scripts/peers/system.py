@@ -41,12 +41,12 @@ class ModelGeometry:
 
     @property
     def block_bytes(self) -> int:
-        """Of one layer."""
+        """Returns the bytes of a block in one layer."""
         return 2 * 2 * self.block_tokens * self.kv_heads * self.head_size
 
     @property
     def token_bytes(self) -> int:
-        """Of all layers."""
+        """Returns the bytes of a token in all layers."""
         return self.layers * self.block_bytes // self.block_tokens
 
     @property
@@ -120,7 +120,7 @@ class System(Protocol):
         """Until it can be asked: its processes are up, the engine's memory is known to it."""
 
     def versions(self) -> dict[str, str]:
-        """Of its packages."""
+        """Returns the versions of its packages."""
 
     def memory(self) -> Sequence[U8Array]:
         """The engine's KV cache: u8 (blocks, `block_bytes`) of each layer. Another one after a restart."""

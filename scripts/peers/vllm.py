@@ -141,7 +141,9 @@ class VLLM:
         return stored
 
     def lookup(self, prompt: Prompt) -> int:
-        """As the connector does: key by key up to the first miss, and again in the next step while one is open."""
+        """Looks up as the connector does: key by key up to the first miss, and again in the next step while one is
+        open.
+        """
         keys = _keys(prompt)
         self._request = self._begin(prompt)
         until = time.monotonic() + CALL_S

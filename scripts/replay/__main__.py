@@ -56,7 +56,7 @@ CORRUPT_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of the memory tier, in bytes, and in blocks of the trace. `unbounded`: all of them fit."""
+    """Describes the capacity of the memory tier, in bytes, and in blocks of the trace. `unbounded`: all of them fit."""
 
     name: str
     bytes: int
@@ -91,7 +91,7 @@ class Replay:
         self._is_of_one_size = len({tenant.slot_bytes for tenant in trace.tenants}) == 1
 
     def capacity(self, text: str) -> Capacity:
-        """Of "unbounded", a fraction of the unique blocks, or a size. Raises ValueError."""
+        """Reads a capacity from "unbounded", a fraction of the unique blocks, or a size. Raises ValueError."""
         if text == "unbounded":
             slab_bytes = self._slab_bytes(self._bytes_of(1.0))
             return self._capacity(text, self._room(slab_bytes), slab_bytes)
@@ -275,7 +275,9 @@ RATES = (
 
 
 def summary(results: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of one capacity its own figures; of several the sums of counts and the means of rates. All under `capacities`."""
+    """Returns the figures of one capacity, or of several the sums of counts and the means of rates. All are under
+    `capacities`.
+    """
     chosen = {name: getattr(arguments, name) for name in ("workers", "model", "policy", "seed")}
     if len(results) == 1:
         top = results[0]

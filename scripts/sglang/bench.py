@@ -114,7 +114,7 @@ def options_of(who: str, seat: str, socket: Path, folder: Path) -> dict[str, Any
 
 
 def figures_of(said: dict[str, Any], requests: int) -> dict[str, float]:
-    """Of one round: milliseconds for each request."""
+    """Returns the figures of one round: milliseconds for each request."""
     calls: list[tuple[str, str, list[list[float]]]] = [(one[0], one[1], one[2]) for one in said["calls"]]
     ours = {*STORAGE_METHODS, *LINKER_METHODS}
 

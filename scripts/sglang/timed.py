@@ -106,7 +106,7 @@ class StorageTimer:
         return wrapper
 
     def _tell(self) -> None:
-        """In the scheduler's thread, between two of its instructions."""
+        """Runs in the scheduler's thread, between two of its instructions."""
         before, self._processor = self._processor, _processor_s()
         calls, self._calls = self._calls, defaultdict(list)
         waits, self._waits = self._waits, []
@@ -128,7 +128,7 @@ def _name_of(thread: threading.Thread) -> str:
 
 
 def _processor_s() -> dict[str, float]:
-    """Of each of Python's threads, by its name."""
+    """Returns the processor time of each of Python's threads, by its name."""
     found: dict[str, float] = defaultdict(float)
     for thread in threading.enumerate():
         path = Path(f"/proc/self/task/{thread.native_id}/schedstat")

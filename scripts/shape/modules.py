@@ -10,8 +10,8 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class PackageShape:
-    """Of one package. `circles`: groups of modules that import each other, for types as well, each sorted; `twice`: the
-    modules of each class name that is defined more than once.
+    """Describes one package. `circles`: groups of modules that import each other, for types as well, each sorted;
+    `twice`: the modules of each class name that is defined more than once.
     """
 
     files: int
@@ -45,7 +45,7 @@ def shape_of(tree: Path, package: str) -> PackageShape:
 
 
 def lines_of(folder: Path) -> int:
-    """Of all Python files below."""
+    """Counts the lines of all Python files below."""
     return sum(path.read_text(encoding="utf-8").count("\n") for path in folder.rglob("*.py"))
 
 

@@ -65,7 +65,7 @@ def counts(calls: Calls, client: int) -> tuple[int, int, int]:
 
 
 def least(trials: Sequence[tuple[int, int, int]]) -> dict[str, int]:
-    """Of the trial with the fewest changes: what else happens in a process only adds."""
+    """Returns the trial with the fewest changes: what else happens in a process only adds."""
     calls, files, changes = min(trials, key=lambda one: one[2])
     return {"calls": calls, "files": files, "changes": changes}
 

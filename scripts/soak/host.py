@@ -202,7 +202,7 @@ class SoakHost:
     # --- daemon and agent ---
 
     def kill_daemon(self, _seconds: float) -> None:
-        """In the middle of everything, now and then in its start; the agent must go with it."""
+        """Kills the daemon in the middle of everything, now and then in its start; the agent must go with it."""
         self.note(now_due=True)
         self.daemon.kill()
         if self._rng.random() < KILLED_IN_START:
@@ -336,7 +336,7 @@ class SoakHost:
         self.report.findings += self.observer.verify().findings
 
     def stop(self) -> None:
-        """In order."""
+        """Stops the host in order."""
         self.observer.close(1.0, force=True)
         status = self.daemon.stop()
         if status != 0:

@@ -171,7 +171,7 @@ class SoakRun:
     # --- the end ---
 
     def _end(self, mishaps: Mishaps) -> None:
-        """In order. The workers stop while things are still wrong."""
+        """Ends the run in order. The workers stop while things are still wrong."""
         self._counters.stop()
         self._sentinels.close()
         self._vandal.close()

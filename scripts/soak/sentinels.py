@@ -339,7 +339,7 @@ class Sentinels:
                 self.report.heard_s.append(took_s)
 
     def _epoch(self, host: int, number: int) -> int:
-        """Of the last clear that the host has obeyed. What does not hit may be in doubt alone."""
+        """Returns the epoch of the last clear that the host has obeyed. What does not hit may be merely in doubt."""
         label = f"{self.watched[number].name}#"
         namespaces = self._hosts[host].daemon.status()["namespaces"]
         return max((int(one["epoch"]) for one in namespaces if one["label"].startswith(label)), default=0)
@@ -361,5 +361,5 @@ class Sentinels:
 
 
 def fingerprint_of(spec: NamespaceSpec) -> bytes:
-    """As daemons of this user name the namespace."""
+    """Returns the fingerprint that daemons of this user give the namespace."""
     return fingerprint(spec, os.getuid())

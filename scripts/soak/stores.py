@@ -37,13 +37,13 @@ class Stores:
             self.by_name[f"store {number}"] = MooncakeStore(host, folder, self._master, each)
 
     def settings(self, host: Host) -> dict[str, str]:
-        """Of a daemon on this host."""
+        """Returns the settings of a daemon on this host."""
         if "valkey" in self.by_name:
             return {"remote.engine": "valkey", "valkey.url": f"redis://{self._valkey.place}"}
         return {"remote.engine": "mooncake", "mooncake.master": self._master.place, "mooncake.host": host.address}
 
     def engine_settings(self, host: Host) -> dict[str, str]:
-        """Of an engine of the agent's on this host."""
+        """Returns the settings of an engine of the agent's on this host."""
         named = self.settings(host).items()
         return {name.partition(".")[2]: value for name, value in named if name != "remote.engine"}
 

@@ -42,7 +42,7 @@ class Driver:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Of the daemon: it is to notice soon, and to copy as it is told."""
+        """Returns settings of the daemon that make it notice soon, and copy as it was asked to."""
         stuck = {"cuda.stuck_s": str(STUCK_S)} if self.ends_daemon else {}
         return {**stuck, **(WAYS[self.copies] if self.copies else {})}
 

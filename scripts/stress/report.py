@@ -62,14 +62,14 @@ class StressReport:
 
     @property
     def rss_growth_percent(self) -> float | None:
-        """Of the daemon's private memory, from the first minute's end to the end."""
+        """Returns the growth of the daemon's private memory from the first minute's end to the end."""
         if self.private_bytes is None:
             return None
         warm, last = self.private_bytes
         return 100 * (last / warm - 1)
 
     def unmap_percentile_s(self, percent: float) -> float | None:
-        """From a worker's SIGKILL until the daemon had unmapped its memory."""
+        """Returns a percentile of the time from a worker's SIGKILL until the daemon had unmapped its memory."""
         ordered = sorted(self.unmap_s)
         return ordered[min(int(percent / 100 * len(ordered)), len(ordered) - 1)] if ordered else None
 

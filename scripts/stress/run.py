@@ -134,7 +134,7 @@ class StressRun:
 
     @property
     def _plants_in_daemon(self) -> bool:
-        """On a GPU its driver does."""
+        """Returns whether the daemon plants the faults; on a GPU its driver does."""
         return self._options.plant_corruption == "loads" and self._options.device == "host"
 
     def run(self) -> StressReport:
@@ -190,7 +190,9 @@ class StressRun:
         within(lambda: len(observer.status()["sessions"]) <= sessions, UNMAP_LIMIT_S, every_s=TICK_S)
 
     def _compare_metrics(self, observer: Client) -> None:
-        """With what the workers counted, which have left; a daemon that was killed took its counters along."""
+        """Compares the metrics with what the workers counted, which have left; a killed daemon took
+        its counters along.
+        """
         report = self._report
         if self._daemon is None or report.daemon_kills or report.fatal_ends:
             return
@@ -436,7 +438,9 @@ class StressRun:
                 raise
 
     def _note_taken_over(self, status: dict[str, Any]) -> None:
-        """Of the complete keys in memory before the last kill, unless some were cleared since."""
+        """Notes the share of the complete keys in memory before the last kill that was taken over, unless some were
+        cleared since.
+        """
         before, self._before = self._before, None
         if self._options.warm and before and before[0] and before[1] == self._counters.total("clears"):
             self._report.taken_over.append(int(status["cache"]["keys_adopted"]) / before[0])

@@ -151,7 +151,9 @@ class StressWorker:
     def shares(
         self, rank: Rank, keys: dict[int, U8Array], chosen: Callable[[GroupShape, int], I64Array]
     ) -> list[Share]:
-        """Of all groups that the rank has a part of: the keys whose indices `chosen(group, keys)` names."""
+        """Returns shares of all groups that the rank has a part of: the keys whose indices
+        `chosen(group, keys)` names.
+        """
         found = []
         for group, part in self.engine.groups_of(rank):
             mine = keys[group.number]

@@ -117,7 +117,7 @@ def connector_of(who: str, chunk: int, place: str, memory_bytes: int) -> dict[st
 
 
 def run_engine(options: dict[str, Any], folder: Path, name: str) -> Samples:
-    """In a process of its own, to its end. Raises DaemonError if it does not come to one."""
+    """Runs an engine in a separate process, to its end. Raises DaemonError if it does not come to one."""
     log, result = folder / f"{name}.log", folder / f"{name}.json"
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     child = spawn(module("scripts.vllm.timed", json.dumps(options), str(result)), log, environment=environment)
@@ -185,7 +185,7 @@ def cases_of(name: str, setting: PromptCounts, samples: Samples, who: str) -> di
 
 
 def figures_of(samples: Samples) -> dict[str, float]:
-    """Of one run: mean and p99 in milliseconds, and how often a request was asked for."""
+    """Returns the figures of one run: mean and p99 in milliseconds, and how often a request was asked for."""
     found = {"lookups": statistics.mean(sample["lookups"] for sample in samples)}
     for figure in FIGURES:
         values = [sample[figure] * 1e3 for sample in samples]

@@ -58,7 +58,7 @@ class TimedOptions:
 
 @dataclass(slots=True)
 class ConnectorSample:
-    """Of one request, in seconds; `answer_s`: from the first lookup to the answer.
+    """Holds the times of one request, in seconds; `answer_s`: from the first lookup to the answer.
 
     `connector_s` is all of the connector's scheduler side, the four before it included; `processor_s` what that took of
     the processor: without waits for the interpreter's lock, or for a processor that others use.
@@ -86,7 +86,7 @@ class ConnectorTimer:
     _depth: int = 0
 
     def begin(self, name: str, sample: ConnectorSample) -> None:
-        """From now on."""
+        """Begins to measure."""
         self.name, self.sample, self._asked_at = name, sample, 0.0
 
     def add(self, owner: Any, method: str, figure: str) -> None:
@@ -105,7 +105,7 @@ class ConnectorTimer:
         setattr(owner, method, call)
 
     def add_whole(self, owner: Any, method: str) -> None:
-        """As `add`, for calls that may call one another: the outermost counts."""
+        """Does what `add` does, for calls that may call one another: the outermost counts."""
         inner = getattr(owner, method)
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -122,7 +122,7 @@ class ConnectorTimer:
         setattr(owner, method, call)
 
     def add_lookups(self, owner: Any) -> None:
-        """Of the measured request alone."""
+        """Adds the lookups of the measured request alone."""
         inner = owner.get_num_new_matched_tokens
 
         def call(request: Any, num_computed_tokens: int) -> Any:
@@ -176,7 +176,7 @@ class Timed:
         return [self._rng.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(self._options.tokens)]
 
     def ask(self, prompt: list[int], *, fresh: bool) -> ConnectorSample:
-        """To its end, and until the connector is done with it."""
+        """Asks a prompt to its end, and until the connector is done with it."""
         beside = self._add([self._rng.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(_BESIDE_TOKENS)], 20_000)
         self._steps_until(lambda ended: True)
         sample = ConnectorSample(fresh)

@@ -100,7 +100,7 @@ class ServingBench:
 
 
 def options_of(case: str, model: Path, socket: Path, given: argparse.Namespace) -> EngineOptions:
-    """Of an engine; those of a pair have the same."""
+    """Returns the options of an engine; those of a pair have the same."""
     engine = {
         "model": str(model),
         "skip_tokenizer_init": True,

@@ -60,7 +60,7 @@ class RequestSample:
 
 @dataclass(frozen=True, slots=True)
 class TransferTotals:
-    """Of a daemon's stores or loads; `seconds`: durations of the jobs, summed."""
+    """Sums up a daemon's stores or loads; `seconds`: durations of the jobs, summed."""
 
     jobs: float
     keys: float
@@ -105,7 +105,7 @@ class ServingRound:
         return p50(one.ttft_s for one in self.single) / self.limit_s
 
     def figures(self) -> dict[str, float]:
-        """By name, without those of rare requests."""
+        """Returns the figures by name, without those of rare requests."""
         return {
             "ttft_p50_ms": p50(one.ttft_s for one in self.single) * 1e3,
             "prefill_p50_ms": p50(one.prefill_s for one in self.single) * 1e3,
@@ -142,7 +142,9 @@ def figures_of(rounds: Sequence[ServingRound]) -> dict[str, float]:
 
 
 def rows(cases: Mapping[str, Mapping[str, float]], figures: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Of a table, a column for each case. A figure that no case has is left out; one that a case does not have is -."""
+    """Returns the rows of a table, which has a column for each case. A figure that no case has is left out; one that a
+    case does not have is -.
+    """
     return [
         (text, *(_text(case[name]) for case in cases.values()))
         for name, text in figures.items()

@@ -87,7 +87,7 @@ class EngineProcess:
         return [Answered(**json.loads(line)) for line in self._lines()]
 
     def failed(self, what: str) -> DaemonError:
-        """To be raised."""
+        """Makes an error for the caller to raise."""
         return DaemonError(f"the engine {self._name} {what}:\n{tail(self._log)}")
 
     def _lines(self) -> list[bytes]:
