@@ -211,7 +211,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Answers a call. `codes`: packed i64, as the call says."""
+    """Answers a call. `codes`: packed i64, as the call specifies."""
 
     id: int
     codes: bytes

@@ -54,9 +54,7 @@ class Fields:
         return ConfigError(f"{self.source}: {self._prefix if key in self._inner else ''}{key} {problem}")
 
     def unknown(self, key: str, problem: str) -> NoPlanError:
-        """Makes an error for the caller to raise: what this key says decides the cache, in a way that is not known
-        here.
-        """
+        """Makes an error for the caller to raise: this key decides the cache in a way that is not known here."""
         return NoPlanError(f"{self.error(key, problem)}, {INSTEAD}")
 
     def get(self, key: str) -> object | None:

@@ -66,7 +66,7 @@ _NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
-    """Yields the parts in the order of what tells most in least time: the later ones may not be reached."""
+    """Yields the parts in the order of what reveals most in least time: the later ones may not be reached."""
 
     def bench(name: str, title: str, limit_s: float) -> Part:
         options = ["--seconds", f"{CASES_SHARE * limit_s:.0f}", *(SOFT_SIZES if arguments.soft else ())]

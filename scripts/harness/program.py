@@ -13,7 +13,7 @@ from kvoffloadd.trial.program import EXIT_BAD
 
 
 def command_line(documentation: str | None) -> argparse.ArgumentParser:
-    """Makes the parser of a run that is good or not. The first line of the script's documentation says what it is."""
+    """Makes the parser of a run that is good or not. The first line of the script's documentation describes it."""
     what, _, more = (documentation or "").partition("\n")
     parser = argparse.ArgumentParser(description=what, epilog=more)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output in place of the table")

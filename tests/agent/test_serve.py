@@ -231,7 +231,7 @@ def test_memory_that_can_not_be_mapped_is_told(daemon: Daemon) -> None:
 
 
 def test_it_dies_when_its_parent_does_not_start_it(tmp_path: Path) -> None:
-    """As behind a script that does not become Python: the daemon would hear of the script's end alone."""
+    """This happens behind a script that does not become Python: the daemon would hear of the script's end alone."""
     spawned = spawn_agent(
         ["/bin/sh", "-c", '"$@"; exit 5', "sh", *agent_command("")], agent_environment("", os.environ)
     )

@@ -324,7 +324,7 @@ async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
 
 
 class Walks:
-    """Of `drop_older`: when all is dropped, the n-th walk goes on until it is let go."""
+    """Steers the walks of `drop_older`: when all is dropped, the n-th walk goes on until it is let go."""
 
     def __init__(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0

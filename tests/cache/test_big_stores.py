@@ -162,7 +162,7 @@ async def test_a_clear_between_two_steps(scene: BigStore) -> None:
     "begun_before", [True, False], ids=["begun before the store's end", "begun behind its first step"]
 )
 async def test_a_clear_that_becomes_known_between_two_steps(scene: BigStore, *, begun_before: bool) -> None:
-    """By another daemon, on a disk that came late: all that was stored in this run goes."""
+    """Another daemon recorded it on a disk that came late: all that was stored in this run goes."""
     dropping = scene.cache.drop_older(scene.namespace, scene.cache.epochs.began + 1)
     if begun_before:
         next(dropping)

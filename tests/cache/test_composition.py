@@ -134,7 +134,7 @@ def test_unlike_ones_are_refused_and_change_nothing(unlike: Composition) -> None
 
 
 def test_parts_are_compared_by_their_numbers() -> None:
-    """As ranks of a pipeline have: other layers in each part."""
+    """Ranks of a pipeline have other layers in each part."""
     cache = make_cache()
     keyspace = declare(cache, BF16, OTHER_LAYERS)
     assert declare(cache, BF16, UNKNOWN) is keyspace

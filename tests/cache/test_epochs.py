@@ -21,7 +21,7 @@ NOBODY = b"?" * 16
 
 
 class TickingClock:
-    """Of the whole world: it goes on with each look, and may be set."""
+    """Is the clock of the whole world: it goes on with each look, and may be set."""
 
     def __init__(self) -> None:
         self.now = 1000
@@ -33,7 +33,7 @@ class TickingClock:
 
 @dataclass(frozen=True)
 class Clear:
-    """Of one namespace, or with None of all."""
+    """Represents a clear of one namespace, or with None of all."""
 
     name: bytes | None
 

@@ -56,7 +56,7 @@ class SealingScene:
         return self.sealing.seal_hashed(flow, parts, self.cache.entries.parts.generation[parts], digests)
 
     def digests(self, *numbers: int) -> list[list[int]]:
-        """Of keys that are sealed."""
+        """Returns the digests of keys that are sealed."""
         entries = self.cache.entries
         rows = self.cache.find(self.keyspace, keys_of(*numbers)).hit_rows
         parts = entries.parts.run(entries.first[rows], 1).ravel()
@@ -293,7 +293,7 @@ async def test_what_the_copy_hashed_needs_no_lane(scene: SealingScene) -> None:
 async def test_much_that_the_copy_hashed_is_sealed_in_steps(
     scene: SealingScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With each part's own checksum; whatever lost its slot meanwhile is not sealed, and nothing waits for it."""
+    """Each part gets its own checksum; whatever lost its slot meanwhile is not sealed, and nothing waits for it."""
     monkeypatch.setattr(sealing, "BATCH_PARTS", 10)
     first, other = scene.store_hashed(*range(35)), scene.store_hashed(100, 101, flow=OTHER)
     cache = scene.cache

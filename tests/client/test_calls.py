@@ -229,7 +229,7 @@ def test_what_bytes_are_is_told_to_daemons_that_take_it_alone(
 
 
 def test_the_composition_is_told_again_after_a_reconnect(client: Any, fake: FakeDaemon, caches: KvCache) -> None:
-    """As far as the daemon that is there by then takes it."""
+    """It is sent as far as the daemon that is there by then accepts it."""
     told = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16")])])
     client.register(told)
     assert fake.last("register").groups[0].refs[0].dtype == ""

@@ -57,7 +57,7 @@ class RestartCase:
         self.stage = Stage(self.client, caches, registration, keys, job, HANG_S)
 
     def call(self) -> None:
-        """To its end, which is an answer or an error in words."""
+        """Makes a call to its end, which is an answer or an error in words."""
         with suppress(KvOffloadError):
             EVERY[self.name](self.stage)
 

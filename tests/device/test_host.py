@@ -772,7 +772,7 @@ async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_w
 async def test_a_mapping_that_takes_long_is_no_reason_to_refuse(
     monkeypatch: pytest.MonkeyPatch, uid: int, slow: int
 ) -> None:
-    """To end one of hundreds of GiB does, while the engine that had it comes back."""
+    """Ending one of hundreds of GiB takes long, while the engine that had it comes back."""
     monkeypatch.setattr(host, "MAP_STUCK_S", 0.0)
     holes = SlowHoles(8192)
     device = HostDevice(asyncio.get_running_loop(), 1, MIB, holes=holes)
@@ -815,7 +815,7 @@ async def test_what_waits_to_be_mapped_or_unmapped_when_the_device_is_closed() -
 
 
 async def test_a_user_without_threads_is_not_half_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the threads that were made none is left."""
+    """None of the threads that were made is left."""
     device = HostDevice(asyncio.get_running_loop(), 2, MIB)
     start, left = threading.Thread.start, [3]
 

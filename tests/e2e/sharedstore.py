@@ -20,8 +20,8 @@ _PATIENT = {
 
 
 def patient(engine: str, more: Mapping[str, str]) -> list[str]:
-    """Of a daemon that uses a store through this engine, as "section.key=value": the machine may be busy, so that no
-    deadline is near unless `more` says otherwise.
+    """Returns the settings of a daemon that uses a store through this engine, as "section.key=value": the machine may
+    be busy, so that no deadline is near unless `more` says otherwise.
     """
     return [f"{name}={value}" for name, value in ({"remote.engine": engine} | _PATIENT | dict(more)).items()]
 
@@ -34,7 +34,7 @@ class SharedStore:
         self.folder = folder
 
     def settings(self, *more: str) -> list[str]:
-        """Of a daemon that uses it. Generous deadlines: the machine may be busy."""
+        """Returns the settings of a daemon that uses it. Generous deadlines: the machine may be busy."""
         here = {"remote.directory": str(self.path)} | dict(setting.split("=", 1) for setting in more)
         return patient("memory", here)
 

@@ -82,7 +82,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 class HeldSteps:
-    """Within `with held:` what is meant waits between two of its turns."""
+    """Makes requests wait between two of their turns while it is entered."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

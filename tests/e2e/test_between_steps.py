@@ -114,7 +114,7 @@ class Sender:
 
 
 def count(daemon: Daemon, name: str) -> int:
-    """Of what the cache counts since its start."""
+    """Returns a counter of the cache since its start."""
     return int(daemon.status()["cache"][name])
 
 
@@ -132,7 +132,7 @@ def begun(daemon: Daemon, name: str) -> None:
 
 
 def nothing_left(daemon: Daemon) -> bool:
-    """Of the victim: no job, no lease, no memory, no session."""
+    """Returns whether nothing is left of the victim: no job, no lease, no memory, no session."""
     status = daemon.status()
     leases = sum(used.get("leases", 0) for used in status["accounts"].values())
     return not (status["running"]["jobs"] or leases or daemon.mapped("victim"))
@@ -200,7 +200,7 @@ def test_a_goodbye_while_a_store_is_committed(make: Make, ends: HeldSteps) -> No
 
 
 def test_a_clear_while_a_store_is_committed(make: Make, ends: HeldSteps) -> None:
-    """To the worker the store was still running: what was committed before the clear is not there either."""
+    """The worker saw the store as running: what was committed before the clear is not there either."""
     daemon = make()
     scene = Scene(daemon, "clear")
     before, job = count(daemon, "parts_committed"), scene.new_job()

@@ -97,7 +97,7 @@ def test_a_load_after_waking_up(daemon: Daemon, cache: SleepingCache, seed: int,
 
 @pytest.mark.soak
 def test_a_daemon_that_hangs_keeps_no_engine_from_sleeping_for_ever(daemon: Daemon, cache: SleepingCache) -> None:
-    """With nothing under way: what it keeps is memory that nobody uses. When it is back, so is the cache."""
+    """Nothing is under way: what it keeps is unused memory. When it is back, so is the cache."""
     cache.memory.upload(0, np.ones(2 * COUNT * PAGE, np.uint8))
     assert cache.move(Direction.STORE, 0).bytes == COUNT * PAGE
     daemon.signal(signal.SIGSTOP)

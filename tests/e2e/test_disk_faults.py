@@ -149,7 +149,7 @@ def test_no_space_from_the_start(start_daemon: Start, switch: Switch, tmp_path: 
 def test_a_probe_that_was_left_behind_is_no_obstacle(
     start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
 ) -> None:
-    """As by a daemon that was killed while it looked whether a disk works again."""
+    """A daemon leaves one if it is killed while it checks whether a disk works again."""
     daemon = launch(start_daemon, switch, tmp_path)
     rank = worker(daemon)
     store_on_disk(daemon, rank, lots[0])

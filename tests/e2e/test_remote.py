@@ -69,7 +69,7 @@ def pin(rank: Rank, keys: Keys, group: int = 0) -> Found:
 
 
 def states(rank: Rank, keys: Keys, group: int = 0) -> list[int]:
-    """As a pin finds them in the end; it is released."""
+    """Returns states as a pin finds them in the end; it is released."""
     found = pin(rank, keys, group)
     if found.lease:
         rank.client.release(found.lease)
@@ -456,7 +456,7 @@ def test_one_request_brings_keys_from_disk_and_from_the_store(
 def test_what_is_local_waits_for_no_store(
     start_daemon: Start, store: SharedStore, switch: Switch, tmp_path: Path, seed: int
 ) -> None:
-    """Of what does not hit, keys on this host's disks are pending alone, and a load brings these and no others."""
+    """Only keys on this host's disks are pending; a load brings these and no others."""
     rng = np.random.default_rng(seed)
     keys, pressure, stored = new_keys(rng, 48), new_keys(rng, 512), new_keys(rng, 8)
     here = start_daemon(*store.settings())

@@ -38,7 +38,7 @@ def pool_file(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def start(start_daemon: Start, pool_file: Path) -> Start:
-    """As `start_daemon`, with a pool file."""
+    """Does what `start_daemon` does, with a pool file."""
     return lambda *settings, **options: start_daemon(f"memory.pool_file={pool_file}", *settings, **options)
 
 
@@ -118,7 +118,9 @@ def test_killed_while_it_stores(start: Start, seed: int, kills: int) -> None:
 
 @pytest.mark.parametrize("when", ["load", "start"])
 def test_a_flipped_bit(start: Start, pool_file: Path, seed: int, when: str) -> None:
-    """In a payload: that key is lost, counted, and a miss; at its load, or at the start if all is verified there."""
+    """The bit is in a payload: that key is lost, counted, and a miss; at its load, or at the start if all is verified
+    there.
+    """
     rng = np.random.default_rng(seed)
     daemon = start(f"memory.verify_adopted={when}")
     keys = new_keys(rng, 40)

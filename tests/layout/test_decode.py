@@ -79,7 +79,7 @@ def crossed(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> Lay
 
 
 def in_torch(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> LayerMemory:
-    """As `crossed`, in memory that is moved to shared memory when it is registered."""
+    """Does what `crossed` does, in memory that is moved to shared memory when it is registered."""
     return allocated(cross_layers(specs, groups, NUM_BLOCKS), "cpu")
 
 

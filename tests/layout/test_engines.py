@@ -107,7 +107,7 @@ class ShardedEngine:
         return [tensor.view(-1).view(torch.uint8) for rank in self.ranks for tensor in rank.made.tensors]
 
     def store(self, keys: Names, ids: list[int]) -> list[int]:
-        """By each rank; returns the bytes that it moved."""
+        """Stores by each rank; returns the bytes that each moved."""
         wanted = {group: (names, np.array(ids)) for group, names in keys.items()}
         told = [rank.client.wait(rank.client.store(rank.registration, wanted), 15) for rank in self.ranks]
         assert {one.outcome for one in told} == {Outcome.DONE}
@@ -119,7 +119,7 @@ class ShardedEngine:
         assert {one.outcome for one in told} == {Outcome.DONE}
 
     def states(self, keys: Names) -> list[list[int]]:
-        """Of each group's keys."""
+        """Returns the states of each group's keys."""
         return [one.tolist() for one in self.ranks[0].client.lookup(keys).states]
 
 

@@ -27,7 +27,7 @@ Wanted = Mapping[int, int]
 
 @pytest.fixture
 def large(start_daemon: Callable[..., Daemon]) -> Daemon:
-    """With room for a prompt."""
+    """Starts a daemon with room for a prompt."""
     return start_daemon("memory.slab_bytes=64MiB", memory="704MiB")
 
 

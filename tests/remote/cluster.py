@@ -27,7 +27,9 @@ class Cluster:
     _engines: ExitStack = field(default_factory=ExitStack)
 
     def engine(self, host: int = 0, settings: dict[str, Any] | None = None) -> EngineHost:
-        """On one of the lab's hosts; ended with the test. `settings`: in place of some of the cluster's."""
+        """Starts an engine on one of the lab's hosts, which ends with the test. `settings`: in place of some of the
+        cluster's.
+        """
         where = self.lab.hosts[host]
         made = EngineHost(where, self.kind, {**self.settings(where), **(settings or {})}, self.folder)
         return self._engines.enter_context(made)

@@ -35,7 +35,7 @@ def remote_folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def standing_clusters(remote_folder: Path) -> Iterator[dict[str, Cluster]]:
-    """On the loopback device, one of each kind."""
+    """Makes clusters on the loopback device, one of each kind."""
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(remote_folder, HOSTS, isolated=False))
         made: dict[str, Cluster] = {}
@@ -52,7 +52,7 @@ def standing_clusters(remote_folder: Path) -> Iterator[dict[str, Cluster]]:
 
 @pytest.fixture(params=ENGINES)
 def cluster(request: pytest.FixtureRequest, standing_clusters: dict[str, Cluster]) -> Iterator[Cluster]:
-    """Of each kind of engine, shared with other tests: use names that begin with `prefix`."""
+    """Returns a cluster of each kind of engine, shared with other tests: use names that begin with `prefix`."""
     if reason := _WHY_NOT[request.param]():
         pytest.skip(reason)
     cluster = standing_clusters[request.param]
@@ -62,7 +62,7 @@ def cluster(request: pytest.FixtureRequest, standing_clusters: dict[str, Cluster
 
 @pytest.fixture
 def prefix() -> str:
-    """Of names that no other test has."""
+    """Returns a prefix of names that no other test has."""
     return f"kvo1/test{next(_NUMBERS)}/"
 
 

@@ -29,7 +29,7 @@ class Site:
     folder: Path
 
     def daemon(self, number: int, *settings: str) -> Daemon:
-        """With deadlines for a busy machine, unless `settings` say otherwise."""
+        """Starts a daemon with deadlines for a busy machine, unless `settings` say otherwise."""
         where = self.cluster.lab.hosts[number]
         here = {f"{self.cluster.kind}.{name}": str(value) for name, value in self.cluster.settings(where).items()}
         here |= {"remote.python": str(where.python(self.folder, remote_python()))}
@@ -46,7 +46,7 @@ def remote(daemon: Daemon) -> dict[str, Any]:
 
 
 def era(daemon: Daemon) -> str:
-    """Of its only namespace, generation first; empty: it is not known."""
+    """Returns the era of its only namespace, generation first; empty: it is not known."""
     return next(iter(remote(daemon)["eras"].values()), "")
 
 
@@ -63,7 +63,7 @@ def push(daemon: Daemon, rank: Rank, keys: Keys) -> None:
 
 
 def states(rank: Rank, keys: Keys) -> list[int]:
-    """As a pin finds them in the end; it is released."""
+    """Returns states as a pin finds them in the end; it is released."""
     found = rank.client.pin({0: keys})
     if found.promoting:
         found = rank.client.wait_ready(found, HANG_S)

@@ -46,14 +46,14 @@ class VersionedHost:
         self.eras = [await_era(daemon)]
 
     def store(self, keys: Keys, version: int) -> None:
-        """Of this version; nobody waits for its push."""
+        """Stores keys of this version, and does not wait for their push."""
         blocks = self.rank.blocks_of(0, 0, len(keys))
         self.rank.fill(0, stamped(keys, version), blocks)
         job = self.rank.client.store(self.rank.registration, {0: (keys, blocks)})
         assert self.rank.wait(job).outcome is Outcome.DONE
 
     def versions(self, keys: Keys, upto: int) -> set[int]:
-        """Of all that a pin finds and a load brings. -1: the bytes are of none."""
+        """Returns the versions of all that a pin finds and a load brings. -1: the bytes are of none."""
         rank, client = self.rank, self.rank.client
         found = client.pin({0: keys})
         try:

@@ -42,7 +42,7 @@ MARKER = marker_name(SPACE.fingerprint, SPACE.generation, SPACE.era)
 
 @dataclass
 class Settings:
-    """In the place of the engine for tests."""
+    """Takes the place of the engine for tests."""
 
     of_engine: dict[str, Any]
 
@@ -214,7 +214,7 @@ async def test_what_others_write_into_a_store_is_noticed(open_hosts: Open, seed:
 
 @each_engine
 async def test_another_objects_bytes_and_another_size(open_hosts: Open, kind: str, seed: int) -> None:
-    """Under our names: one as large as ours, one larger, one smaller."""
+    """Objects of others have our names: one as large as ours, one larger, one smaller."""
     hosts = open_hosts(kind)
     host = await hosts.open(0)
     names = key_names(SPACE, names_of(3).packed())

@@ -17,7 +17,7 @@ from scripts.sglang.timed import CLASSES, SCHEDULER, StorageTimer
 
 
 class Storage:
-    """Of which calls are timed."""
+    """Has calls that are timed."""
 
     def batch_exists(self, keys: int) -> int:
         """Takes time, not the processor's."""

@@ -167,7 +167,7 @@ def test_what_is_said_of_a_flipped_bit(loaded: dict[str, Any], begin: str) -> No
 
 
 def test_what_is_in_the_page_cache() -> None:
-    """On a real disk: files that are memory are always in it."""
+    """The files are on a real disk: files that are memory are always in it."""
     with disk_folder(None) as name:
         folder, size = Path(name), 64 * mmap.PAGESIZE
         assert pagecache.cached_share(folder) == 0

@@ -88,7 +88,7 @@ def test_what_is_served_after_a_clear_is_counted(daemon: Daemon, tmp_path: Path)
     ids=lambda plan: plan.name,
 )
 def test_trials(store: SharedStore, start_daemon: Any, tmp_path: Path, plan: TrialPlan) -> None:
-    """Of two hosts with nothing but memory: the one that was down finds what the other one has put into the store."""
+    """Two hosts have nothing but memory: the one that was down finds what the other one has put into the store."""
     with sentinels(tmp_path, *(start_daemon(*store.settings()) for _ in range(2))) as made:
         made._trial(plan)
         report = made.report

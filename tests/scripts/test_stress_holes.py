@@ -128,7 +128,7 @@ def test_a_wrong_byte_of_a_hit_is_found_and_written_down(scene: HolesScene) -> N
 
 
 def test_a_byte_that_changes_where_no_load_writes_is_stray(scene: HolesScene) -> None:
-    """In the block of a key that misses, behind a payload, and in a block that nobody names."""
+    """It is in the block of a key that misses, behind a payload, or in a block that no key names."""
     scene.session.load(scene.prompt(), ALL[:4])
     (opened,) = scene.session.open
     scene.session.client.wait(opened.job, 60.0)

@@ -347,7 +347,7 @@ def none(count: int, first: int = 0) -> list[Fields]:
 
 @pytest.mark.slow
 def test_groups_of_a_user(start_daemon: Start) -> None:
-    """In all namespaces; those of a namespace without sessions and keys are given back."""
+    """All namespaces count; the groups of a namespace without sessions and keys are given back."""
     daemon = start_daemon("limits.groups=8")
     peers = [daemon.peer() for _ in range(3)]
     for number, peer in enumerate(peers):

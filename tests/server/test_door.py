@@ -51,7 +51,7 @@ def test_what_comes_back_by_itself_is_a_user_s_own() -> None:
 
 
 class Threads:
-    """As much of a device, and of signals, as who connects needs."""
+    """Has as much of a device, and of signals, as a peer that connects needs."""
 
     def __init__(self) -> None:
         self.short = False
@@ -214,7 +214,7 @@ async def test_accepts_are_life(socket_dir: Path, monkeypatch: pytest.MonkeyPatc
 async def test_a_path_that_hangs_stops_neither_the_loop_nor_the_watchdog(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a directory on a server that is gone: connected peers are served."""
+    """A directory on a server that is gone does this: connected peers are served."""
     answers, begun = threading.Event(), threading.Event()
 
     class Hanging(socket.socket):

@@ -105,7 +105,7 @@ async def test_an_event_that_no_frame_could_hold_is_told_in_pieces() -> None:
 
 
 async def test_each_offer_is_a_step_of_a_turn() -> None:
-    """Of many events and subscribers, whose delivery the loop's other work interrupts."""
+    """There are many events and subscribers, whose delivery the loop's other work interrupts."""
     scene, mine = FeedScene(), namespace()
     told: list[int] = []
 

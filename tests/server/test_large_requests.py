@@ -354,7 +354,7 @@ async def test_a_status_of_many(room: Room, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_keys_of_many_parts_count_as_more(room: Room) -> None:
-    """In a reservation each part that is asked for; anywhere a sixteenth of all parts."""
+    """A reservation counts each part that is asked for; anything else counts a sixteenth of all parts."""
     for group, parts in ((0, 1), (1, 8), (2, 64)):
         specs = [
             m.GroupSpec(

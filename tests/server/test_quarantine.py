@@ -46,7 +46,7 @@ class QuarantineScene:
         return Job(self.jobs, Direction.LOAD, self._options, lambda _: None, parts, copy=Stuck())
 
     async def put_aside(self, *jobs: Job) -> asyncio.Task[None]:
-        """As the end of their session does."""
+        """Puts copies aside as the end of their session does."""
         assert not await self.quarantine.end(UID, set(jobs), STUCK_S, "session 1")
         return asyncio.ensure_future(self.quarantine.until_ended(set(jobs)))
 

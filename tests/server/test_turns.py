@@ -10,7 +10,7 @@ from kvoffloadd.turns import ROUND_S, Turns
 
 
 def arrive(turns: Turns, peer: QueuedPeer) -> None:
-    """As a connection does when something has come."""
+    """Arrives as a connection does when something has come."""
     if not turns.begin(peer):
         turns.queue(peer)
 

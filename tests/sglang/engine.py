@@ -96,12 +96,12 @@ class SglangEngine(EngineChild):
         return self.finish()
 
     def ask(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> list[StoredRequest]:
-        """As `generate`, with any other fields of SGLang's requests."""
+        """Does what `generate` does, with any other fields of SGLang's requests."""
         self._say(do="ask", prompts=prompts, max_tokens=max_tokens, **fields)
         return self.finish()
 
     def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> None:
-        """As `generate`, without waiting: `finish` does."""
+        """Does what `generate` does, without waiting: `finish` does."""
         self._say(do="generate", prompts=prompts, max_tokens=max_tokens, **given)
 
     def busy(self) -> bool:
@@ -130,7 +130,7 @@ class SglangEngine(EngineChild):
         return self._answer(ANSWER_S)
 
     def begin_flush(self) -> None:
-        """As `flush`, without waiting: `finish_flush` does."""
+        """Does what `flush` does, without waiting: `finish_flush` does."""
         self._say(do="flush", patience_s=ANSWER_S)
 
     def finish_flush(self) -> bool:

@@ -33,7 +33,7 @@ Pools = dict[str, Any]
 
 
 def configure(socket: str) -> None:
-    """As an engine's command line would. SGLang's plug-in for CPUs is installed."""
+    """Configures SGLang as an engine's command line would. SGLang's plug-in for CPUs is installed."""
     importlib.import_module("sglang_on_cpu").install()
     server = importlib.import_module("sglang.srt.server_args")
     arguments = server.ServerArgs(
@@ -126,7 +126,7 @@ def states() -> Pools:
 
 
 def latent_and_states() -> Pools:
-    """As Kimi Linear has them."""
+    """Makes the pools that Kimi Linear has."""
     return {**latent(), "mamba": of_states(ssm="float32")}
 
 
@@ -175,7 +175,7 @@ class PoolsRank:
         return self.transfer(name, ["?"] * trailing.get(name, 8), [])
 
     def transfer(self, name: str, keys: list[str], pages: list[int]) -> Any:
-        """As SGLang names pages of a side pool."""
+        """Makes a transfer that names pages of a side pool as SGLang does."""
         interface = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
         policy = interface.PoolHitPolicy.ALL_PAGES if name == "indexer" else interface.PoolHitPolicy.TRAILING_PAGES
         pool = interface.PoolName(name)
@@ -208,7 +208,9 @@ def mapped(pools: Pools) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
 
 
 def copy_page(source: Any, page: int, target: Any, to: int) -> None:
-    """By SGLang's own account of where a page lies. It can't flatten pages whose keys and values differ in size."""
+    """Copies a page by SGLang's account of where it lies. It can't flatten pages whose keys and
+    values differ in size.
+    """
     if isinstance(getattr(source, "kv_buffer", None), tuple):
         target.k_buffer[to], target.v_buffer[to] = source.k_buffer[page], source.v_buffer[page]
     else:

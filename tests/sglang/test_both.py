@@ -50,7 +50,7 @@ StartVllm = Callable[..., vllm.VllmEngine]
 
 @pytest.fixture(scope="session")
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As vLLM's own libraries write it."""
+    """Writes a model as vLLM's libraries do."""
     return models.write(KIND, tmp_path_factory.mktemp("vllm"), str(VLLM_PYTHON))
 
 
@@ -65,12 +65,12 @@ def start_vllm(start_daemon: StartDaemon, tmp_path: Path, vllm_model: Path) -> I
 
 
 def sessions_of(daemon: Daemon, engine: EngineChild) -> list[dict[str, Any]]:
-    """Of all its processes, which share its session with the terminal."""
+    """Returns the sessions of all its processes, which share its session with the terminal."""
     return [one for one in daemon.sessions() if os.getsid(one["pid"]) == engine.child.pid]
 
 
 def jobs_of(daemon: Daemon, engine: EngineChild) -> int:
-    """Under way."""
+    """Counts its jobs under way."""
     return sum(session["jobs"] for session in sessions_of(daemon, engine))
 
 
@@ -171,9 +171,9 @@ def test_under_stress_and_kills(
 def test_neither_starves_the_other(
     start_daemon: StartDaemon, start_engine: StartEngine, start_vllm: StartVllm, hold: Hold
 ) -> None:
-    """With one thread for copies and small turns. Many loads of vLLM go before a longer one of SGLang: by turns of jobs
-    they would all end first, by turns of engines most of them are under way when SGLang's ends. And a load of SGLang
-    goes before a short one of vLLM.
+    """There is one thread for copies and small turns. Many loads of vLLM go before a longer one of SGLang: by turns of
+    jobs they would all end first, by turns of engines most of them are under way when SGLang's ends. And a load of
+    SGLang goes before a short one of vLLM.
     """
     long = vllm.prompts(5, 1, 1000)
     many, few = vllm.prompts(7, MANY, 261), vllm.prompts(8, 1, 70)

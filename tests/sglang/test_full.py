@@ -54,7 +54,9 @@ def test_no_room(
 
 
 def two_rounds(engine: SglangEngine, daemon: Daemon, asked: Prompts, expected: Prompts) -> None:
-    """Of all prompts, the second with those last that came first: the coldest keys have gone for them."""
+    """Asks all prompts in two rounds, the second with those last that came first: the coldest keys
+    have gone for them.
+    """
     for order in (1, -1):
         found = engine.generate(asked[::order])
         assert tokens(found) == expected[::order]

@@ -38,7 +38,7 @@ _salts = count()
 
 @pytest.fixture
 def few(asked: Prompts) -> Prompts:
-    """As many as SGLang's own levels hold."""
+    """Returns as many prompts as SGLang's own levels hold."""
     return asked[:FEW]
 
 

@@ -137,7 +137,7 @@ def test_what_is_of_another_salt_or_before_a_reset_is_not_touched(engine: StartE
 
 
 def test_what_the_engine_uses_twice_is_pushed(engine: StartEngine, tmp_path: Path) -> None:
-    """By the default of `remote.push`: what one request alone has used stays here."""
+    """This is the default of `remote.push`: what one request alone has used stays here."""
     store = SharedStore(tmp_path)
     one = engine("dense", *store.settings("remote.push=second-use"))
     until(lambda: any(one.daemon.status()["remote"]["eras"].values()), "it may use the store")

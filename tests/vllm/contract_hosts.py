@@ -165,7 +165,7 @@ def test_a_prompt_that_goes_on_where_layers_are_a_draft_models(
 def test_a_prompt_of_draft_layers_that_was_stored_at_once(
     make_hosts: Callable[[str], ContractHosts], prompt: list[int], kind: str
 ) -> None:
-    """Of a window there is the end alone. What one daemon would serve its own engine, the other one serves, too."""
+    """Only the end of a window is there. What one daemon would serve its own engine, the other one serves, too."""
     hosts = make_hosts(kind)
     hosts.share(prompt[: 10 * BLOCK + 1])
     one, other = (prompt[: 10 * BLOCK] + prompt[at : at + 5 * BLOCK] for at in (0, 1))
@@ -176,7 +176,7 @@ def test_a_prompt_of_draft_layers_that_was_stored_at_once(
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_handed_over_prompt(make_hosts: Callable[[str], ContractHosts], prompt: list[int], kind: str) -> None:
-    """With its tail: the last token alone is computed."""
+    """Its tail comes with it: the last token alone is computed."""
     hosts = make_hosts(kind)
     hosts.share(prompt, max_tokens=1, params=PREFILL)
     assert hosts.loads.generate([prompt], params=DECODE) == [LENGTH - 1]

@@ -87,12 +87,14 @@ class VllmEngine(EngineChild):
         return self.finish()
 
     def generate_anew(self, prompts: Prompts, **given: Any) -> list[Request]:
-        """As `generate`, the engine's own prefix cache emptied before: what is cached then, the daemon had."""
+        """Does what `generate` does, after emptying the engine's own prefix cache: what is cached
+        then, the daemon had.
+        """
         self.reset(connector=False)
         return self.generate(prompts, **given)
 
     def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> None:
-        """As `generate`, without waiting: `finish` does."""
+        """Does what `generate` does, without waiting: `finish` does."""
         self._say(do="generate", prompts=prompts, max_tokens=max_tokens, **given)
 
     def busy(self) -> bool:
@@ -104,7 +106,7 @@ class VllmEngine(EngineChild):
         return _requests(self._answer(ANSWER_S))
 
     def abort(self, prompts: Prompts, after_steps: int, max_tokens: int = OUTPUT_TOKENS) -> list[Request]:
-        """As `generate`, every second request aborted after so many steps."""
+        """Does what `generate` does, but aborts every second request after `after_steps` steps."""
         self._say(do="abort", prompts=prompts, max_tokens=max_tokens, after_steps=after_steps)
         return _requests(self._answer(ANSWER_S))
 
@@ -140,7 +142,7 @@ class VllmEngine(EngineChild):
         self._answer(ANSWER_S)
 
     def damage_loads(self, pid: int, which: str) -> None:
-        """From now on the first load of each prompt finds one of its keys damaged in the memory of that daemon."""
+        """Makes the first load of each prompt from now on find one of its keys damaged in the memory of that daemon."""
         self._say(do="damage_loads", pid=pid, which=which)
         self._answer(ANSWER_S)
 
@@ -186,7 +188,7 @@ def by_connector(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
 
 
 def by_chunks(socket: Path, blocks: int) -> dict[str, Any]:
-    """As `by_connector`, with chunks of so many blocks, whatever tokens these hold in each group."""
+    """Does what `by_connector` does, with chunks of `blocks` blocks, whatever tokens these hold in each group."""
     config = by_connector(socket, blocks_per_chunk=blocks)
     del config["kv_connector_extra_config"]["block_size"]
     return config

@@ -46,7 +46,7 @@ class ServedVllm:
         return {"requests": self._collect(names)}
 
     def abort(self, prompts: list[list[int]], max_tokens: int, after_steps: int) -> Answer:
-        """As `generate`, but every second request is aborted after so many steps."""
+        """Does what `generate` does, but aborts every second request after `after_steps` steps."""
         names = self._add(prompts, max_tokens, None)
         begun = self._collect(names, steps=after_steps)
         left = [name for name, request in zip(names, begun, strict=True) if not request["reason"]]
@@ -90,7 +90,7 @@ class ServedVllm:
         return {}
 
     def damage_loads(self, pid: int, which: str) -> Answer:
-        """From now on the first load of each prompt finds one of its keys damaged in the memory of that daemon."""
+        """Makes the first load of each prompt from now on find one of its keys damaged in the memory of that daemon."""
         from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
         from tests.vllm.damage import CHOICES, damaging
 
@@ -156,7 +156,7 @@ def _touch_while_loading(file: str) -> None:
 
 
 def _await_transfers(_worker: Any) -> None:
-    """In each rank's process."""
+    """Runs in each rank's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     group = get_kv_transfer_group()

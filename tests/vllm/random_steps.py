@@ -100,7 +100,7 @@ class Steps:
 
 
 def check_nothing_is_left(one: Modelless) -> None:
-    """Of requests that have ended, anywhere."""
+    """Checks that nothing is left anywhere of requests that have ended."""
     connector = one.scheduler.connector
     handoff, scheduler = connector._handoff, connector.scheduler
     assert not (handoff._prompts or handoff._computing or handoff._computed or handoff._loading)

@@ -15,7 +15,7 @@ class SecondMetadata(KVConnectorHandshakeMetadata):
 
 
 class SecondConnector(ExampleConnector, SupportsHMA):
-    """Of models with a single group. It answers prompts that are to be handed over with words of vLLM's, as ours does,
+    """Serves models with a single group. It answers prompts that are handed over with words of vLLM's, as ours does,
     and needs what its own ranks tell.
     """
 

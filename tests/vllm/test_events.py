@@ -103,7 +103,9 @@ def start(start_engine: StartEngine, daemon: Daemon, router: ReplayingRouter, **
 def test_stored_and_removed(
     start_daemon: StartDaemon, start_engine: StartEngine, router: ReplayingRouter, asked: Prompts
 ) -> None:
-    """With all that a router wants to know of blocks; told without another request; and again after a reset."""
+    """Events have all that a router wants to know of blocks; they come without another request, and again after a
+    reset.
+    """
     daemon = start_daemon(memory="256MiB")
     engine = start(start_engine, daemon, router, self_describing_kv_events=True)
     every = COUNT * WHOLE * CHUNK // BLOCK

@@ -61,7 +61,7 @@ class Pair:
             until(partial(_knows_era, daemon), "an era is known")
 
     def compute(self, asked: Prompts, **given: Any) -> list[Request]:
-        """On the first host; the store has all of it then."""
+        """Computes prompts on the first host; the store has all of it then."""
         answer = self.engines[HERE].generate(asked, max_tokens=1, **given)
         settle(self.daemons[HERE], self.engines[HERE])
         until(lambda: _is_pushed(self.daemons[HERE]), "the store has all of it", 60.0)
@@ -135,7 +135,7 @@ def make_pair(
 def test_prefill_here_and_decode_there(
     make_pair: Callable[[str, str], Pair], reference: Reference, kind: str, store: str
 ) -> None:
-    """Of 501 tokens 480 are loaded, and 500 of prompts that are handed over."""
+    """480 of 501 tokens are loaded, and 500 of prompts that are handed over."""
     asked, others = prompts(2, COUNT), prompts(3, COUNT)
     whole = reference(kind, asked)
     handed = reference(kind, others, **AS_LATE.get(kind, {}))

@@ -125,7 +125,7 @@ def test_at_random_moments(
     kind: str,
     rng: random.Random,
 ) -> None:
-    """Under load, with every second round's prompts stored just before."""
+    """The daemon is under load, and every second round's prompts are stored just before."""
     daemon = start_daemon(memory=MEMORY, faults="delay_s=0.005")
     engine = start_engine(kind, connector=by_connector(daemon.socket))
     expected = reference(kind, asked)

@@ -17,7 +17,7 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Describes one part of a group. Both are empty where a ref of the part does not tell.
+    """Describes one part of a group. Both are empty where a ref of the part does not name them.
 
     `dtypes`: the dtype, or the names of several and a digest of what has which. `layers`: a digest of the layers.
     """

@@ -108,7 +108,9 @@ class FakeStore:
         await self._turns()
 
     async def sweep(self, prefix: str, until_s: float, after: str = "") -> tuple[int, str]:
-        """In order of the names. `sweep_most`: time is over when so many were looked at, whatever their names."""
+        """Sweeps in the order of the names. `sweep_most`: time is over when this many were looked at, whatever their
+        names.
+        """
         self.swept.append(prefix)
         await self._turns()
         names = sorted(name for name in self.objects.values if name > after)
@@ -146,7 +148,7 @@ class EraHost:
         return namespace
 
     def doubt(self, name: bytes = NAME) -> Doubt:
-        """Of an open namespace, as lookups see it."""
+        """Returns the doubt of an open namespace, as lookups see it."""
         return cast(Doubt, self.cache.namespaces[name].doubt)
 
     async def _clear_here(self, name: bytes, epoch: int | None) -> None:

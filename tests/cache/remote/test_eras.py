@@ -83,7 +83,7 @@ class ClearChaos:
 async def test_after_a_clear_no_host_hits_what_was_there_before(
     seed: int, number: int, ahead: int, loses: bool
 ) -> None:
-    """With small objects that are lost in the same moments, what is promised holds once all have looked again."""
+    """If small objects are lost in the same moments, what is promised holds once all have looked again."""
     lab = Lab(seed + number, 3)
     chaos = ClearChaos(lab, loses, ahead)
     for host in lab.hosts:

@@ -68,7 +68,7 @@ def store(scene: RemoteScene, *numbers: int) -> None:
 
 
 def use(scene: RemoteScene, *numbers: int) -> None:
-    """As a pin does."""
+    """Uses keys as a pin does."""
     found = scene.cache.find(scene.keyspace, keys_of(*numbers))
     scene.cache.uses.add([(scene.keyspace, found, 0)])
     scene.cache.uses.settle()

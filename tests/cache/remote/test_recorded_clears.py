@@ -20,7 +20,7 @@ LATER = b"z" * 16
 
 @pytest.mark.parametrize("unreadable", [NAME, LATER])
 async def test_a_namespace_that_fails_delays_no_other(unreadable: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a clear of everything. The failing one is repeated by the tier, with the same epoch."""
+    """Everything is cleared. The failing namespace is repeated by the tier, with the same epoch."""
     scene = await RemoteScene().start()
     try:
         scene.cache.open_namespace(LATER, 0, "test", 32)

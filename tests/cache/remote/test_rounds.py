@@ -193,7 +193,7 @@ async def test_nothing_of_an_earlier_run_hits_before_the_first_look(seed: int) -
 
 @pytest.mark.parametrize("how", ["breaker", "silence"])
 async def test_a_store_that_is_away_puts_nothing_in_doubt(seed: int, how: str) -> None:
-    """As BEHAVIOR says: the local tiers serve. When it is back, what was never looked at is in doubt again."""
+    """The local tiers serve, as BEHAVIOR says. When it is back, what was never looked at is in doubt again."""
     lab = Lab(seed, 1)
     (host,) = lab.hosts
     if how == "breaker":

@@ -30,11 +30,11 @@ UNKNOWN_TO_BINDINGS = 4711
 
 
 class ProcessEnds(Exception):
-    """In place of the end of the process."""
+    """Stands for the end of the process."""
 
 
 def end_process(reason: str) -> NoReturn:
-    """As the daemon, whose thread never returns."""
+    """Ends the process as the daemon does, whose thread never returns."""
     raise ProcessEnds(reason)
 
 
@@ -150,7 +150,7 @@ def test_move_returns_when_the_bytes_are_there(
 def test_batches_leave_the_processors_to_the_engine(
     gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda
 ) -> None:
-    """Of both kinds, in both orders."""
+    """The batches are of both kinds, in both orders."""
     before, ends = extras.counters(), np.zeros(0, np.uint64)
     at = np.arange(0, 16 * ROW, ROW, dtype=np.uint64)
     host, device = at + np.uint64(memory.mapping.address), at * np.uint64(2) + np.uint64(memory.buffer.address)

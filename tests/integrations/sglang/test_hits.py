@@ -93,7 +93,7 @@ def test_every_user_of_a_system_prompt_gets_it(start_daemon: StartDaemon, start:
 
 
 def test_what_only_sglang_serves_is_pushed(start_daemon: StartDaemon, start: Start, tmp_path: Path) -> None:
-    """By the default of `remote.push`, when SGLang has used it again, without a lookup, a load or a store."""
+    """The default of `remote.push` pushes it when SGLang has used it again, without a lookup, a load or a store."""
     store, prompt = SharedStore(tmp_path), Node(names(9))
     here, there = (start_daemon(*store.settings("remote.push=second-use"), memory="64MiB") for _ in range(2))
     one, other = start(here), start(there)
@@ -130,7 +130,7 @@ def test_it_is_told_of_what_sglang_had_itself(start_daemon: StartDaemon, start: 
 
 
 def test_of_other_pools_what_a_prefix_needs_is_used(start_daemon: StartDaemon, start: Start) -> None:
-    """As far as SGLang has asked for it: the state at the end, the last pages of a window."""
+    """SGLang has asked for this much: the state at the end, the last pages of a window."""
     engine, prompt = start(start_daemon(memory="64MiB"), windows=True), Node(names(6))
     rank, keys = engine.rank, prompt.keys
     rank.store.store([rank.fill(keys), rank.fill(keys, 10, "mamba"), rank.fill(keys, 20, "swa")])
@@ -159,7 +159,7 @@ def test_an_engine_without_a_daemon_keeps_nothing(start_daemon: StartDaemon, sta
 
 
 def test_what_waits_to_be_told_of_ends_with_the_weights(start_daemon: StartDaemon, start: Start) -> None:
-    """By their new names nobody used these pages."""
+    """These pages have not been used by their new names."""
     engine = start(start_daemon(memory="64MiB"))
     engine.admit(Node(names(4)))
     engine.store.suspend()

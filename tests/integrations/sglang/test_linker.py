@@ -59,7 +59,7 @@ class LinkerRank:
         return bool(self.linker._pages.available)
 
     def fill(self, pages: range, value: float) -> None:
-        """As a model would."""
+        """Fills pages as a model would."""
         for buffer in [*self.kvcache.k_buffer, *self.kvcache.v_buffer]:
             buffer[pages.start * PAGE : pages.stop * PAGE] = value
 
@@ -69,7 +69,7 @@ class LinkerRank:
         return {float(one) for buffer in buffers for one in buffer[pages.start * PAGE : pages.stop * PAGE].unique()}
 
     def store(self, keys: list[str], at: int = 0) -> bool:
-        """To its end."""
+        """Stores to its end."""
         assert self.linker.offload([kv(keys, at)])
         until(lambda: self.linker.num_completed_offloads() == 1, "it is stored", PATIENCE_S)
         return bool(self.linker.pop_completed_offload())
@@ -273,7 +273,7 @@ def test_a_load_has_ended_when_it_says_so(start_daemon: StartDaemon, start_rank:
 def test_pages_are_free_when_their_load_has_ended(
     ends: str, start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a request that is gone, and of one that another rank can't load."""
+    """One request is gone, another one can't be loaded by another rank."""
     rank, keys = start_rank(start_daemon(memory="64MiB"), overlap=True), names(2)
     rank.fill(range(2), 3.0)
     assert rank.store(keys)

@@ -41,7 +41,7 @@ PATIENCE_S = 100.0
 
 
 def names(count: int, of: str = "") -> list[str]:
-    """As SGLang names pages."""
+    """Names pages as SGLang does."""
     return [hashlib.sha256(f"{of} {at}".encode()).hexdigest() for at in range(count)]
 
 
@@ -71,7 +71,7 @@ class PagestoreRank:
         return Pages(pool, keys, self.pools[pool].slots(range(at, at + len(keys))))
 
     def fill(self, keys: list[str], at: int = 0, pool: str = "kv", salt: int = 0) -> Pages:
-        """As a model would: bytes that the key tells."""
+        """Fills pages as a model would, with bytes that follow from the key."""
         for nth, key in enumerate(keys):
             for run, rows in enumerate(self.pools[pool].rows):
                 rows[at + nth] = content(key, run, rows.shape[1], salt)
@@ -444,7 +444,7 @@ def test_a_clear_that_is_answered_late_is_one_clear(
 def test_a_clear_that_is_wanted_while_another_is_answered(
     start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another thread: one after the other."""
+    """Another thread wants it: one comes after the other."""
     daemon = start_daemon(memory="64MiB")
     rank = start_rank(daemon)
     until(lambda: rank.store.connected, "it is connected", PATIENCE_S)

@@ -91,7 +91,7 @@ def test_as_sglang_calls_it(sglang: SimpleNamespace, start_daemon: StartDaemon) 
 def test_what_another_host_has_stored_is_found(
     sglang: SimpleNamespace, start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
-    """As a whole: SGLang asks once, and loads what it was told of."""
+    """It is found as a whole: SGLang asks once, and loads what was found."""
     store, keys = SharedStore(tmp_path), names(6)
     daemons = [start_daemon(*store.settings(), memory="64MiB") for _ in range(2)]
     here, there = (StorageRank(daemon, wait_s=PATIENCE_S).start() for daemon in daemons)

@@ -67,7 +67,7 @@ def test_what_differs_has_another(changed: Config) -> None:
     ],
 )
 def test_what_computes_is_named(changed: Platform) -> None:
-    """By its whole version: what a patch release mends must not be found again."""
+    """It is named by its whole version: what a patch release mends must not be found again."""
     assert namespace_of(BASE, changed, None) != named(BASE)
 
 

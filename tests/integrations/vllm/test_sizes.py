@@ -49,7 +49,7 @@ class SizedEngine:
         self.ranks = [self._rank(self._config(rank, options)) for rank in range(ranks)]
 
     def store(self, keys: U8Array, group: int, ids: list[int], wholes: Wholes, ranks: Sequence[int] = ()) -> None:
-        """As vLLM computes them, and its worker stores them. `ranks`: these alone; none: all."""
+        """Stores keys as vLLM computes them, and as its worker stores them. `ranks`: these alone; none: all."""
         owns = self._owns()
         for at in ranks or range(len(owns)):
             rank, own = owns[at]
@@ -113,7 +113,7 @@ class SizedEngine:
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
 def test_every_size_loads_what_another_stored(daemon: Daemon, order: str, seed: int) -> None:
-    """With 8 ranks, pairs have a head's replica."""
+    """Pairs have a head's replica where there are 8 ranks."""
     rng = np.random.default_rng(seed)
     engines = [SizedEngine(daemon, order, ranks) for ranks in (1, 2, 8)]
     for storing in engines:

@@ -169,7 +169,7 @@ def test_a_disk_that_fails_keeps_what_is_there(folder: Folder, sealed: bool, aft
 def test_whatever_was_there_and_wherever_it_ends(
     sizes: list[int], sealed: bool, spoiled: bool, new_sizes: list[int], kept_pages: int
 ) -> None:
-    """Of what is new as many pages are there at the end as may be: the rest has what was there before."""
+    """The end has as many new pages as may be: the rest has what was there before."""
     with tempfile.TemporaryDirectory() as path:
         folder = Folder(Path(path) / "segments")
         entries = entries_of(sizes)

@@ -36,7 +36,7 @@ async def nothing_is_left() -> AsyncIterator[None]:
 
 
 def children() -> list[int]:
-    """Of this process, zombies included."""
+    """Returns the children of this process, zombies included."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended

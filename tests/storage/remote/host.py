@@ -122,7 +122,7 @@ class StoreHost:
             self.pool.close()
 
     def set_stuck_s(self, stuck_s: float) -> None:
-        """From now on. Only while a call is to get stuck is this short: a busy machine is slow."""
+        """Sets the time from now on. It is short only while a call shall get stuck: a busy machine is slow."""
         self.store._calls._stop_looking()
         self.store._calls._stuck_s = stuck_s
 
