@@ -301,7 +301,7 @@ class Lane:
         return max(now - began, 0.0)
 
     def figures(self) -> dict[str, int | float]:
-        """For `status`. `busy_s`: what the threads have spent on work since the start, together."""
+        """Returns the figures for `status`. `busy_s`: what the threads have spent on work since the start, together."""
         with self._lock:
             now = time.monotonic()
             first = next(iter(self._queue), None)

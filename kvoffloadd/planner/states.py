@@ -202,7 +202,9 @@ def _state_dtype(fields: Fields, dtype: str) -> str:
 
 
 def read_dtype(fields: Fields, key: str) -> str:
-    """Without "torch."; "" where it is absent. Raises ConfigError for one that no model is computed in."""
+    """Reads a dtype without "torch."; "" where it is absent. Raises ConfigError for one that no
+    model is computed in.
+    """
     found = fields.text(key, "").removeprefix("torch.")
     if found and found not in DTYPES:
         raise fields.error(key, f"= {found!r} is not known; these are: {', '.join(DTYPES)}")

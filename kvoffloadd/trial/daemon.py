@@ -72,7 +72,7 @@ class OwnDaemon:
         self.await_answer()
 
     def await_answer(self) -> None:
-        """Until it answers. Raises DaemonError."""
+        """Waits until it answers. Raises DaemonError."""
         limit = time.monotonic() + START_S
         while True:
             observer = Client(self.socket, namespace=None, role="observer", deadline_s=CALL_S, connect_deadline_s=0.0)

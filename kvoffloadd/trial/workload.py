@@ -80,7 +80,7 @@ class Workload:
         return keys_of(np.arange(self._stored - jobs * self.keys, self._stored))
 
     def drain(self) -> None:
-        """Until nothing is copied and nothing waits to be hashed."""
+        """Waits until nothing is copied and nothing waits to be hashed."""
         self.client.drain(WAIT_S)
 
     def _new_wanted(self) -> Wanted:

@@ -93,7 +93,7 @@ class RespConnection:
         return plain
 
     def close(self) -> None:
-        """At once, whatever is on its way. Idempotent."""
+        """Closes at once, whatever is on its way. Idempotent."""
         self._sock.close()
         self._plain.close()
 

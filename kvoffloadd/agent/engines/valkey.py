@@ -105,7 +105,7 @@ class ValkeyEngine:
 
     @contextmanager
     def _connection(self, until_s: float) -> Iterator[RespConnection]:
-        """For one call. It is kept for the next one, unless the call fails."""
+        """Yields a connection for one call. It is kept for the next one, unless the call fails."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:

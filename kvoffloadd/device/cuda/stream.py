@@ -227,7 +227,7 @@ class CopyStream:
         return False
 
     def _submit_batches(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
-        """Until one is refused. The last CUresult."""
+        """Submits batches until one is refused. Returns the last CUresult."""
         for begin in range(0, len(size), self._batch_descriptors):
             some = slice(begin, begin + self._batch_descriptors)
             status = self._driver.copy_batch(

@@ -190,7 +190,7 @@ class Flight:
         self._on_breaker()
 
     def figures(self) -> dict[str, int | str]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         return {
             "calls": len(self.transfers),
             "bytes": self.used_bytes,

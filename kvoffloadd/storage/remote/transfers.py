@@ -90,7 +90,7 @@ class ObjectBatch:
         return len(self.names.keys) * self.object_bytes
 
     def frame(self, cls: type[Get] | type[Put], arena_address: int, call_id: int) -> Get | Put:
-        """For the agent."""
+        """Makes the frame for the agent."""
         return cls(
             call_id,
             self.names.space,

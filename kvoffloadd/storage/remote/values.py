@@ -40,7 +40,7 @@ class NotRead:
 
     @property
     def reason(self) -> str:
-        """For people."""
+        """Returns the reason for people to read."""
         return _spelled(self.code)
 
 
