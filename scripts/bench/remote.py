@@ -142,7 +142,7 @@ class RemoteBench:
         self._fetched: U8Array = self._pool.arena[ROUND_BYTES : 2 * ROUND_BYTES]
 
     async def start(self) -> None:
-        """Until the agent is ready."""
+        """Starts the store, and waits until the agent is ready."""
         self._remote.start()
         while self._remote.state is not RemoteState.OK:
             if self._remote.reason:

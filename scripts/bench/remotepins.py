@@ -89,14 +89,14 @@ class PinningWorker:
 
 @contextlib.contextmanager
 def daemon_of(folder: Path, settings: dict[str, str]) -> Iterator[Daemon]:
-    """Without settings: one that has no remote tier."""
+    """Starts a daemon; without settings, it has no remote tier."""
     folder.mkdir()
     with Daemon(folder, MEMORY, settings) as daemon:
         yield daemon
 
 
 def await_sharing(daemon: Daemon) -> None:
-    """Until the store is asked for the keys of all namespaces that are open."""
+    """Waits until the store is asked for the keys of all namespaces that are open."""
     until(lambda: all((eras := daemon.status()["remote"]["eras"]).values()) and eras, "an era is known", every_s=0.02)
 
 

@@ -197,7 +197,7 @@ def daemon(job_bytes: int, settings: Mapping[str, str] | None = None) -> Iterato
 
 
 def await_pinned(socket: Path) -> None:
-    """Until the daemon has pinned its whole arena, which the first registration began."""
+    """Waits until the daemon has pinned its whole arena, which the first registration began."""
     with Client(socket, namespace=None, role="observer") as observer:
         until(lambda: _is_pinned(observer.status()), "the arena is pinned", WAIT_S, every_s=0.01)
 

@@ -120,7 +120,7 @@ def ladder(run: BenchRun, gpu: Gpu) -> None:
 
 
 def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For people."""
+    """Makes tables for people to read."""
     paths, mixes, ladders = ([case for case in cases if key in case] for key in ("path", "mixed", "loads"))
     lines = [
         [f"{case['row_bytes'] // KIB} KiB", case["path"]]

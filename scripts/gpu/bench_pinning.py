@@ -113,7 +113,7 @@ def other() -> None:
 
 
 def stalls(gpu: Gpu, total_bytes: int, run: BenchRun) -> None:
-    """For nothing registered, and for each size of pieces."""
+    """Measures stalls with nothing registered, and for each size of pieces."""
     with _mapped(MIB) as small, _mapped(total_bytes) as large:
         populate(large.address, total_bytes, 8, nice=0)
         driver().call("cuMemHostRegister", small.address, MIB, PORTABLE_AND_MAPPED)

@@ -37,7 +37,7 @@ _MESSAGE_BYTES, _START_S = 4096, 20.0
 
 
 def export(uid: int) -> None:
-    """Until the other end of the socket is closed: then it dies, as if it were killed."""
+    """Exports memory until the other end of the socket is closed: then it dies, as if it were killed."""
     if uid:
         become(uid)
     link = socket.socket(fileno=0)

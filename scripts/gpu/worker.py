@@ -117,7 +117,7 @@ class WorkerCommands:
         return [str(result.outcome.value), result.reason]
 
     def is_done(self, job: int) -> bool:
-        """Without waiting."""
+        """Returns whether the job is done, without waiting."""
         self._client.ping()  # what the daemon has said before is read
         return self._jobs[job].done
 

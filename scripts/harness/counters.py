@@ -83,7 +83,7 @@ class Counters:
         self._mine[self._at[name]] += amount
 
     def set(self, name: str, value: int) -> None:
-        """For what is a state, not a count."""
+        """Sets what is a state, not a count."""
         self._mine[self._at[name]] = value
 
     def took(self, what: str, seconds: float) -> None:

@@ -295,7 +295,7 @@ class Lines:
         self._lines: dict[tuple[int, int], Line] = {}
 
     def of(self, rank: int, rng: np.random.Generator) -> Line:
-        """For a rank, on any of the GPUs. Raises DeviceError."""
+        """Makes a line for a rank, on any of the GPUs. Raises DeviceError."""
         ordinal = int(rng.integers(0, self.gpus)) if self.gpus else 0
         name = rank, ordinal
         if name not in self._lines:

@@ -141,7 +141,7 @@ class TextSession:
         self._note(direction.value, prompt, job=job.id, lease=int(lease), blocks=blocks.tolist(), keys=_hex(keys))
 
     def wait(self) -> None:
-        """Until all jobs have ended. Raises JobDeadlineError."""
+        """Waits until all jobs have ended. Raises JobDeadlineError."""
         while self.open:
             self.client.wait(self.open[0].job, HANG_S)
             self.settle()

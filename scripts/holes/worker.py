@@ -50,7 +50,7 @@ class HolesWorker:
         raise NotImplementedError
 
     def run(self) -> None:
-        """Until told to stop. Raises what only a bug of this script, or of the client, can cause."""
+        """Runs until asked to stop. Raises what only a bug of this script, or of the client, can cause."""
         if not self.engage():
             return
         weights = np.array([weight for weight, _ in self.operations])
@@ -137,7 +137,7 @@ class HolesWorker:
         self.engage()
 
     def wait(self) -> None:
-        """For all jobs."""
+        """Waits for all jobs."""
         for session in self.sessions:
             session.wait()
 

@@ -252,7 +252,7 @@ def _verdict(wrong: int) -> str:
 
 
 def _restarted(peer: Peer, plan: RunPlan) -> str:
-    """Without a disk: what memory keeps."""
+    """Restarts without a disk: what memory keeps."""
     parts = []
     with PeerSession(peer, plan.model, plan.sizes(4), disk=None, on_disk=False) as session:
         session.ask("start")

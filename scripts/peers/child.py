@@ -74,7 +74,7 @@ class Child:
         return found
 
     def lookup(self, number: int, tokens: int, count: int) -> list[tuple[float, int]]:
-        """Without a load; tokens found."""
+        """Looks up without a load. Returns the tokens found."""
         prompt = self._prompt(number, tokens)
         return [self._lookup(prompt) for _ in range(count)]
 
@@ -86,7 +86,7 @@ class Child:
         return seconds, found
 
     def load(self, number: int, tokens: int) -> LoadedPrompt:
-        """Into blocks that held something else, and every byte compared."""
+        """Loads into blocks that held something else, and compares every byte."""
         prompt, blocks = self._prompt(number, tokens), self._blocks(tokens)
         self._content.scramble(self._system.memory())
         begun = time.perf_counter()

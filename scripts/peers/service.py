@@ -32,11 +32,13 @@ class Service:
         return self._child.pid
 
     def start(self) -> None:
-        """Without waiting for anything."""
+        """Starts the service without waiting for anything."""
         self._child = spawn(self._command, self._log, environment=self._environment)
 
     def await_answer(self, ask: Callable[[], object], refused: tuple[type[Exception], ...], deadline_s: float) -> None:
-        """Until `ask()` raises none of `refused` any more. Raises DaemonError: it has ended, or at the deadline."""
+        """Waits until `ask()` raises none of `refused` any more. Raises DaemonError: it has ended,
+        or at the deadline.
+        """
         until = time.monotonic() + deadline_s
         while True:
             try:

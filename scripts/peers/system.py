@@ -117,7 +117,9 @@ class System(Protocol):
     """
 
     def start(self) -> None:
-        """Until it can be asked: its processes are up, the engine's memory is known to it."""
+        """Starts the system, and waits until it can be asked: its processes are up, the engine's
+        memory is known to it.
+        """
 
     def versions(self) -> dict[str, str]:
         """Returns the versions of its packages."""
@@ -145,7 +147,7 @@ class System(Protocol):
         """Nothing of it is wanted any more."""
 
     def settle(self) -> None:
-        """Until all that was stored is on disk."""
+        """Waits until all that was stored is on disk."""
 
     def forget(self) -> None:
         """Nothing in memory any more: what is found then is on disk."""

@@ -194,7 +194,7 @@ class ReplayWorker:
 
 
 def work(task: Task, number: int, turn: Turn, report: Connection, done: Any) -> None:
-    """A worker's process: registers when it is asked to and reports so, replays its requests, sends its `ReplayTally`."""
+    """Runs a worker: registers when it is asked to and reports so, replays its requests, sends its `ReplayTally`."""
     turn.take()
     worker = ReplayWorker(task, number)
     report.send(None)

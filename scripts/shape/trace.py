@@ -47,7 +47,7 @@ class Recorder:
         return calls or []
 
     def hook(self, frame: FrameType, event: str, _argument: object) -> None:
-        """For sys.setprofile."""
+        """Is the hook for sys.setprofile."""
         calls = self._calls
         if event == "call" and calls is not None and frame.f_code.co_filename.startswith(self._package):
             calls.append((threading.get_ident(), frame.f_code.co_filename.removeprefix(self._package)))

@@ -135,7 +135,7 @@ class SoakHost:
         self._moved = 0, time.monotonic()
 
     def await_agent(self) -> None:
-        """Until the store answers."""
+        """Waits until the store answers."""
         until(lambda: self._remote()["state"] == "ok", f"the daemon of host {self._number} has its store", every_s=0.05)
 
     def _remote(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class SoakHost:
         self._agents.clear()
 
     def go_down(self, *, killed: bool) -> None:
-        """For a while: see that what it had ends with it."""
+        """Takes the host down for a while, and checks that what it had ends with it."""
         self.note(now_due=True)
         status = 0
         if killed:
@@ -241,8 +241,8 @@ class SoakHost:
         self._signal_agent(signal.SIGKILL)
 
     def stop_agent(self, _seconds: float) -> None:
-        """For ever: the daemon has to notice. Not in its start: before it has asked to end with its daemon, the kernel
-        does not see to that, and one that is stopped does not either.
+        """Stops the agent for ever: the daemon has to notice. It does not do so during the agent's start: before the
+        agent has asked to end with its daemon, the kernel does not end it, and a stopped agent does not ask.
         """
         if self._remote()["state"] == "ok":
             self._signal_agent(signal.SIGSTOP)

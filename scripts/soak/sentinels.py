@@ -63,7 +63,7 @@ class Watched:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Returns the name for people to read."""
         return self.spec.model
 
 
@@ -111,7 +111,7 @@ class SentinelReport:
     errors: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, object]:
-        """But for the errors, which are among those of the run."""
+        """Returns all but the errors, which are among those of the run."""
         figures = ("clears", "served", "wrong", "fresh", "kept", "looks", "heard_s")
         return {"trials": dict(self.trials), **{name: getattr(self, name) for name in figures}}
 
@@ -268,7 +268,9 @@ class Sentinels:
             self._load_all(host)
 
     def _await_eras(self, host: int) -> None:
-        """Until the daemon knows the eras of what nobody vandalises: nothing is put into the store before."""
+        """Waits until the daemon knows the eras of what the vandal leaves alone: nothing is put
+        into the store before.
+        """
         spared = {f"{watched.name}#" for watched in self.watched if watched.is_spared}
 
         def known() -> bool:

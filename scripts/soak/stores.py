@@ -67,7 +67,7 @@ class Stores:
         self._down_until_s[name] = time.monotonic() + seconds
 
     def await_all(self) -> None:
-        """Until all of them answer. Raises DaemonError."""
+        """Waits until all of them answer. Raises DaemonError."""
         until = time.monotonic() + READY_S
         while not all(process.alive and process.is_ready() for process in self.by_name.values()):
             if time.monotonic() > until:

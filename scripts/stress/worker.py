@@ -74,7 +74,7 @@ class StressWorker:
         ]
 
     def run(self) -> None:
-        """Until told to stop. Raises what only a bug of this script can cause."""
+        """Runs until asked to stop. Raises what only a bug of this script can cause."""
         if not self.engage():
             return
         weights = np.array([weight for weight, _ in self.operations])

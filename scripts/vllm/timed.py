@@ -232,7 +232,7 @@ def _without_attention() -> None:
 
 
 def _settled(socket: str) -> None:
-    """Until the daemon has written to disk all that it will."""
+    """Waits until the daemon has written to disk all that it will."""
     from kvoffloadd.client import Client
 
     with Client(socket, namespace=None, role="observer") as observer:

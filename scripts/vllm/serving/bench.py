@@ -94,7 +94,7 @@ class ServingBench:
         return ServingRound(single, own, busy, busy_s, store, load, memcpy_s)
 
     def _settled(self) -> dict[str, Any]:
-        """Until no job runs; the status then."""
+        """Waits until no job runs. Returns the status then."""
         until(lambda: not self.daemon.status()["running"]["jobs"], "all is stored")
         return self.daemon.status()
 

@@ -72,7 +72,7 @@ class Served:
         threading.Thread(target=self._read, name="asked", daemon=True).start()
 
     def run(self) -> None:
-        """Until nobody asks any more."""
+        """Runs until no more requests come."""
         self._answers.write("\n")
         self._answers.flush()
         while True:

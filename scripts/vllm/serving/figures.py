@@ -75,7 +75,7 @@ class TransferTotals:
 
     @classmethod
     def between(cls, before: Mapping[str, Any], after: Mapping[str, Any], way: str, requests: int) -> Self:
-        """For each request, from two answers to `status`. `way`: "store" or "load"."""
+        """Computes the totals for each request from two answers to `status`. `way`: "store" or "load"."""
         first, last = before["transfers"][way], after["transfers"][way]
         return cls(**{one.name: (last[one.name] - first[one.name]) / requests for one in fields(cls)})
 

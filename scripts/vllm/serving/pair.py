@@ -67,7 +67,7 @@ class EngineProcess:
         return self._answers
 
     def await_start(self) -> None:
-        """Until it can be asked. Raises DaemonError."""
+        """Waits until it can be asked. Raises DaemonError."""
         await_any([self], START_S)
         self._lines()
 
