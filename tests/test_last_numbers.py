@@ -1,4 +1,4 @@
-"""After the largest number that is accepted from outside comes a next one, which is written, and accepted, too."""
+"""The largest number that is accepted from outside has a next one, which is written, and accepted, too."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ def test_no_modules_import_each_other(package: str) -> None:
 
 
 def test_one_name_is_one_class() -> None:
-    """But for the two ends of the wire: what a peer sends or asks for, what the client makes of it, and its other
-    half in the daemon.
+    """Only the two ends of the wire share names: what a peer sends or asks for, what the client makes of it, and its
+    other half in the daemon.
     """
     places: dict[str, list[str]] = {}
     for path in FILES:
@@ -192,7 +192,7 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
 
 
 def test_importing_everything_loads_neither_torch_nor_cuda() -> None:
-    """But for what subclasses an engine's classes, which only that engine imports."""
+    """This excludes what subclasses an engine's classes, which only that engine imports."""
     everything = """
 import importlib, pkgutil, kvoffloadd
 for module in pkgutil.walk_packages(kvoffloadd.__path__, "kvoffloadd."):

@@ -268,7 +268,7 @@ async def test_a_clear_after_the_segments_were_looked_at(open_tier: Open, paths:
 async def test_a_segment_comes_in_in_steps_and_a_clear_between_two_of_them_holds(
     open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For what came before the clear, and for what comes after it."""
+    """This holds for what came before the clear, and for what comes after it."""
     tier = await open_tier(paths=[paths[0]])
     names = [bytes([number]) * 16 for number in range(1, 11)]  # far less than the root has room for
     for name in names:

@@ -16,7 +16,7 @@ FAR_S = 60.0
 
 
 def test_an_end_tells_those_alone_for_whom_it_was_the_last(rng: Random) -> None:
-    """Against a model: each waiter is told once, in the step in which the last of its numbers ends."""
+    """A model shows that each waiter is notified once, in the step in which the last of its numbers ends."""
     progress = Progress()
     under_way: set[int] = set()
     waiting: dict[int, int] = {}

@@ -233,7 +233,7 @@ def test_names_that_are_too_many_are_left_out_by_user(monkeypatch: pytest.Monkey
 
 
 def test_clears_that_are_too_many_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Without them nothing may be found again."""
+    """Nothing may be found again without them."""
     monkeypatch.setattr(pool_module, "NAMES_BYTES", 4000)
     cache = make_cache(PAGES, SLAB_PAGES)
     store(cache, make_keyspace(cache, NAME)[1], keys_of(1))

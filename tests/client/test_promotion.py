@@ -183,7 +183,7 @@ def test_a_lost_connection(client: Any, fake: FakeDaemon, keys: U8Array) -> None
 
 
 def test_a_seq_is_its_own_connections(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
-    """After a reconnect the same seq may name another request: the first one stays lost."""
+    """The same seq may name another request after a reconnect: the first one stays lost."""
     old = client.pin({0: keys})
     eof(fake)
     fake_is_idle(fake)

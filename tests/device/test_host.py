@@ -460,7 +460,7 @@ async def test_a_copy_that_can_not_be_queued_whole_is_not_begun(
 
 
 async def test_a_copy_that_has_ended_is_let_go_at_once(device: HostDevice) -> None:
-    """Without a collection: its job, its work and its chunks go with it."""
+    """No collection is needed: its job, its work and its chunks go with it."""
     src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
     jobs: list[Copy] = []
 

@@ -193,7 +193,7 @@ async def test_the_end_during_a_look(gate: GatedReader, scene: SignalScene) -> N
 async def test_a_cancelled_wait_says_nothing_and_reads_nothing(
     gate: GatedReader, scene: SignalScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two looks."""
+    """It is cancelled between two looks."""
     monkeypatch.setattr(signals, "_pause_s", lambda *_: SOON_S)
     gate.open.set()
     wait = scene.wait(0, 1)

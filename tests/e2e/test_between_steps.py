@@ -90,7 +90,7 @@ class Sender:
         return self._tell(f"ask {kind}")
 
     def begin(self, kind: str, lease: int = 0) -> None:
-        """Without waiting for the reply."""
+        """Begins a request without waiting for the reply."""
         self._tell(f"begin {kind} {lease}")
 
     def kill(self) -> None:
@@ -277,7 +277,7 @@ def test_a_daemon_that_is_killed_while_a_store_is_committed(make: Make, ends: He
 
 
 def charged(daemon: Daemon) -> int:
-    """For leases."""
+    """Returns what leases are charged."""
     return in_use(daemon).get("leases", 0)
 
 

@@ -34,7 +34,7 @@ def flip_a_bit(
     place: int | None = None,
     mask: int = 0x10,
 ) -> None:
-    """At this place of a payload, or in its middle, in the daemon's own memory."""
+    """Flips a bit at this place of a payload, or in its middle, in the daemon's own memory."""
     payload = content(key, group, part, 0, 0, size).tobytes()
     for entry in Path(f"/proc/{daemon.pid}/fd").iterdir():
         if "kvoffloadd-arena" in os.readlink(entry):

@@ -82,7 +82,9 @@ def test_an_orderly_stop_loses_nothing(start: Start, seed: int) -> None:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_killed_while_it_stores(start: Start, seed: int, kills: int) -> None:
-    """At random instants: what is served is right, and it is at least 95 % of what had been sealed before."""
+    """It is killed at random instants: what is served is right, and it is at least 95 % of what had
+    been sealed before.
+    """
     rng = np.random.default_rng(seed)
     size = SIZES[seed % len(SIZES)]
     daemon = start(memory="48MiB")

@@ -199,7 +199,7 @@ def swapped(keys: range, ids: list[int]) -> tuple[range, list[int]]:
 
 
 def short(keys: range, ids: list[int]) -> tuple[range, list[int]]:
-    """Without the first."""
+    """Drops the first."""
     return keys[1:], ids[1:]
 
 

@@ -28,7 +28,7 @@ _WHY_NOT: dict[str, Callable[[], str]] = {"memory": str, "mooncake": why_no_moon
 
 @pytest.fixture(scope="session")
 def remote_folder() -> Iterator[Path]:
-    """For logs."""
+    """Makes a folder for logs."""
     with tempfile.TemporaryDirectory(prefix="kvo-remote-", dir="/tmp") as folder:
         yield Path(folder)
 

@@ -51,7 +51,7 @@ def era(daemon: Daemon) -> str:
 
 
 def await_era(daemon: Daemon) -> str:
-    """Until one is known."""
+    """Waits until one is known."""
     return until(lambda: era(daemon), "an era is known")
 
 

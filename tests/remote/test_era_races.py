@@ -84,7 +84,7 @@ class VersionedHost:
         return -1
 
     def clear(self) -> None:
-        """Until it holds everywhere."""
+        """Clears, and waits until that holds everywhere."""
         token = os.urandom(16)
         clear = partial(self.rank.client.clear, wait_s=1.0, token=token)
         until(lambda: not clear().unrecorded, "the clear holds everywhere", every_s=0.1)
@@ -98,7 +98,7 @@ class VersionedHost:
         return now
 
     def await_generation(self, least: int) -> None:
-        """Until it has heard of a clear."""
+        """Waits until it has heard of a clear."""
         until(lambda: (now := self.look()) and generation(now) >= least, "the host has heard of the clear")
 
 

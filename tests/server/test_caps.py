@@ -257,7 +257,7 @@ def test_descriptors_of_plans(daemon: Daemon) -> None:
 
 
 def test_allocations_that_a_registration_names(daemon: Daemon) -> None:
-    """Without a group, too, it goes on naming them."""
+    """It goes on naming them without a group, too."""
     scene = Scene(daemon, "named")
     scene.settle()
     before = used(daemon)["descriptors"]

@@ -64,7 +64,7 @@ class FeedScene:
         self.feeds.join(of, subscription)
 
     async def tell(self, events: Iterable[Event] = ()) -> None:
-        """Until all are delivered."""
+        """Emits events until all are delivered."""
         for event in events:
             self.waiting.put(event)
         self.feeds.deliver()

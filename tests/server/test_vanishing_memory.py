@@ -186,7 +186,7 @@ def test_a_file_that_is_cut_off_and_grown_in_the_middle_of_copies(copying: Daemo
 
 @each_way
 def test_a_signal_that_is_gone(copying: Daemon) -> None:
-    """At once, and while a job waits for it."""
+    """It is gone at once, or while a job waits for it."""
     still_served = bystander(copying)
     with vanishing.cut_off() as (fd, vanish):
         worker = RawWorker(copying, fd)

@@ -29,7 +29,7 @@ def needs_sglang() -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For models and logs."""
+    """Makes a folder for models and logs."""
     return tmp_path_factory.mktemp("sglang")
 
 

@@ -160,7 +160,7 @@ def linked_to(socket: Path, name: str = "KVOffloaddLinker", module: str = "", **
 
 
 def settle(daemon: Daemon) -> None:
-    """Until what was stored last has arrived: SGLang stores a prompt's pages some time after its answer."""
+    """Waits until what was stored last has arrived: SGLang stores a prompt's pages some time after its answer."""
     seen: list[int] = []
 
     def is_quiet() -> bool:
@@ -178,12 +178,12 @@ def tokens(requests: Sequence[StoredRequest]) -> list[list[int]]:
 
 
 def cached(requests: Sequence[StoredRequest]) -> list[int]:
-    """Per request, tokens that came from the storage."""
+    """Returns, for each request, tokens that came from the storage."""
     return [request.stored for request in requests]
 
 
 def linked(requests: Sequence[StoredRequest]) -> list[int]:
-    """Per request, tokens that were not computed: SGLang does not tell a linker's from its own."""
+    """Returns, for each request, tokens that were not computed: SGLang does not distinguish a linker's from its own."""
     return [request.cached for request in requests]
 
 

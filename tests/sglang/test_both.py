@@ -101,7 +101,7 @@ class Both:
         return [sglang.tokens(found), vllm.tokens(others)]
 
     def await_lines(self, daemon: Daemon) -> None:
-        """Until both have found the daemon again."""
+        """Waits until both have found the daemon again."""
         self.other.await_connection()
         until(lambda: len(sessions_of(daemon, self.one)) == sglang.SESSIONS, "SGLang's lines are up", 60.0)
 

@@ -58,8 +58,8 @@ def is_alone(engine: SglangEngine, prompts: Prompts) -> bool:
 def test_files_written_again(
     start_daemon: StartDaemon, start_engine: StartEngine, few: Prompts, model: Model, tmp_path: Path
 ) -> None:
-    """Between the load of the weights and the storage, at the start and later: what such an engine has computed is of
-    neither version, as far as anybody knows.
+    """They change between the load of the weights and the storage, at the start and later: what such an engine has
+    computed is of no known version.
     """
     daemon = start_daemon(memory="256MiB")
     storage = stored_at(daemon.socket)
@@ -98,7 +98,9 @@ def test_files_written_again(
 def test_adapters_trained_again(
     start_daemon: StartDaemon, start_engine: StartEngine, few: Prompts, tmp_path: Path
 ) -> None:
-    """Between two starts, and while an engine serves. And nobody is served an adapter's pages without it."""
+    """They are trained between two starts, and while an engine serves. No request gets an adapter's
+    pages without it.
+    """
     daemon = start_daemon(memory="256MiB")
     adapter = tmp_path / "adapter"
     options = {"storage": stored_at(daemon.socket), "lora_paths": [f"mine={adapter}"], **lora.OPTIONS}

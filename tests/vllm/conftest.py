@@ -44,7 +44,7 @@ def needs_vllm() -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For models and logs."""
+    """Makes a folder for models and logs."""
     return tmp_path_factory.mktemp("vllm")
 
 

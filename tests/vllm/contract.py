@@ -478,7 +478,7 @@ def test_nobody_loads_for_ever(engine: StartEngine, asked: list[list[int]], monk
 def test_an_abort_after_a_failed_load_leaves_nothing(
     engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch, loads: int
 ) -> None:
-    """Before the request asks again, or while it loads the second time."""
+    """The abort comes before the request asks again, or while it loads the second time."""
     one = engine()
     one.generate(asked)
     one.forget()

@@ -330,7 +330,7 @@ def test_what_is_computed_anew_after_a_reset_is_stored_anew(pair: StartPair, ask
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_are_aborted(pair: StartPair, asked: Prompts, kind: str) -> None:
-    """At any step of either engine. Nothing stays behind."""
+    """They are aborted at any step of either engine. Nothing stays behind."""
     prefill, decode = pair(kind)
     for steps in range(6):
         for one, params in ((prefill, PREFILL), (decode, DECODE)):

@@ -121,13 +121,13 @@ class VllmEngine(EngineChild):
         return self._answer(ANSWER_S)
 
     def await_transfers(self) -> None:
-        """Until each rank has heard the end of all that it was told to store and load."""
+        """Waits until each rank has heard the end of all that it was asked to store and load."""
         self._say(do="await_transfers")
         self._answer(ANSWER_S)
 
     def await_connection(self) -> None:
-        """Until the scheduler knows that the daemon is there: what it computes before that, it does not have stored.
-        With vLLM's own offloading connector there is nothing to ask.
+        """Waits until the scheduler knows that the daemon is there: what it computes before that, it does not have
+        stored. With vLLM's own offloading connector there is nothing to ask.
         """
 
         def is_connected() -> bool:
@@ -173,7 +173,7 @@ def tokens(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def cached(requests: Sequence[Request]) -> list[int | None]:
-    """Per request, tokens that were not computed."""
+    """Returns, for each request, tokens that were not computed."""
     return [request.cached for request in requests]
 
 

@@ -71,7 +71,7 @@ class ServedVllm:
         return sums
 
     def await_transfers(self) -> Answer:
-        """Until each rank has heard the end of all that it was told to store and load."""
+        """Waits until each rank has heard the end of all that it was asked to store and load."""
         self._llm.collective_rpc(_await_transfers)
         return {}
 

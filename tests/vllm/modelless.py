@@ -216,7 +216,7 @@ def is_connected(engine: Modelless) -> bool:
 
 
 def _told(tokens: list[int]) -> list[int]:
-    """For each token a number that names it and all before it."""
+    """Returns for each token a number that names it and all before it."""
     digest = hashlib.blake2b(digest_size=7)
     numbers = []
     for token in tokens:

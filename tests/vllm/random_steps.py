@@ -110,7 +110,7 @@ def check_nothing_is_left(one: Modelless) -> None:
 
 
 def damage_at_random(daemon: Daemon, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before some loads one of their keys, each key once: what was damaged before may be gone."""
+    """Damages a key before some loads, each key once: what was damaged before may be gone."""
     submit = KVOffloaddWorker.submit_load
     damaged: set[tuple[int, bytes]] = set()
 

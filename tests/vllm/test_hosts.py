@@ -92,7 +92,7 @@ class Pair:
             self._process(what).kill()
 
     def revive(self, victim: str) -> None:
-        """After `kill`. A daemon starts its agent by itself."""
+        """Revives a daemon after `kill`. A daemon starts its agent by itself."""
         what, _, number = victim.partition(" ")
         if what == "daemon":
             self.daemons[int(number)].start()

@@ -43,8 +43,8 @@ def test_an_adapter_that_is_trained_again(
     environment: dict[str, str],
     ranks: int,
 ) -> None:
-    """At its place, under its name, while it is served: until it is loaded, requests are those of the old one, and what
-    spans the load is nobody's. vLLM's own prefix cache is never emptied.
+    """It is trained in place, under its name, while it is served: until it is loaded, requests are those of the old
+    one, and what spans the load belongs to neither. vLLM's own prefix cache is never emptied.
     """
     daemon, spanning = start_daemon(memory=MEMORY), prompts(4, COUNT)
     folder = write_adapter(tmp_path / "adapter", 1)

@@ -37,7 +37,7 @@ def come_back(daemon: Daemon) -> None:
 
 
 def check_works_again(daemon: Daemon, engine: VllmEngine, asked: Prompts, expected: list[list[int]]) -> None:
-    """After a restart: what is computed now is stored, and loaded in the next round."""
+    """Checks after a restart that what is computed now is stored, and loaded in the next round."""
     come_back(daemon)
     engine.await_connection()
     assert tokens(engine.generate(asked)) == expected

@@ -104,7 +104,7 @@ def test_preemption(
 def test_reset(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, route: str
 ) -> None:
-    """After an update of weights nothing old hits, and the cache works on."""
+    """Nothing old hits after an update of weights, and the cache works on."""
     daemon = start_daemon(memory="256MiB")
     engine = start_engine("dense", connector=ROUTES[route](daemon.socket))
     expected = reference("dense", asked)

@@ -374,7 +374,7 @@ def test_a_rank_tells_what_it_has_replaced_by_itself(folder: Path, engine: Any) 
 
 
 def test_what_a_rank_loads_by_itself_others_may_load_a_moment_later(folder: Path, engine: Any) -> None:
-    """Until the scheduler has asked them all."""
+    """This lasts until the scheduler has asked them all."""
     old = engine.ask(lora(folder))
     engine.rank.loaded.clear()
     engine.rank.add_adapter(lora(folder))

@@ -53,7 +53,7 @@ def test_answers_are_kept() -> None:
 
 
 def test_it_knows_from_where_a_hit_came() -> None:
-    """Until it is loaded, or starts anew."""
+    """It knows this until the request is loaded, or starts anew."""
     state = RequestState("r")
     pin = asked(state)
     pin.states, pin.tiers = {0: bytes([KeyState.HIT, KeyState.PENDING, KeyState.PENDING])}, {0: bytes([0, 1, 2])}

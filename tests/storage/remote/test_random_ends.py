@@ -98,7 +98,7 @@ class User:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After many failures they are up to a minute."""
+    """Shortens waits, which are up to a minute after many failures."""
     monkeypatch.setattr(agent_module, "BACKOFF_S_MAX", 0.5)
     monkeypatch.setattr(breaker_module, "DELAY_S_MAX", 1.0)
 

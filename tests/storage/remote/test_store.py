@@ -369,7 +369,7 @@ async def test_nothing_waits_for_a_sweep_that_hangs_and_the_agent_lives(
 async def test_a_failed_get_gives_its_memory_back_beside_a_sweep_that_hangs(
     open_host: Open, engine: FaultyEngine, seed: int
 ) -> None:
-    """For that the agent has to end, and it does."""
+    """The agent has to end for that, and it does."""
     host = await open_host()
     await stored(host, 1, seed)
     engine.plant("sweep=hang", "get=FAILED")
