@@ -35,6 +35,13 @@ TWINS = {
     "Promotion": "cache",
 }
 """Classes of the client that have the name of their other half, and the room where that is."""
+PREPOSITIONS = {
+    "Of", "As", "From", "In", "To", "With", "Within", "By", "On", "Behind", "Through", "Under", "For", "Until", "At",
+    "After", "Before", "Without", "Between", "Into", "Over", "Per", "Like", "Against", "Beside", "But", "Among",
+    "Above", "Below", "Inside", "Outside",
+}  # fmt: skip
+LEFT = ("integrations/", "cache/sealing.py", "cache/memory/index.py", "server/jobs.py", "server/sessionjob.py")
+"""Files of the package whose docstrings are still to be rewritten."""
 
 
 @functools.cache
@@ -96,6 +103,17 @@ def without_docstring(path: Path) -> Iterator[str]:
         yield "evaluates annotations"
 
 
+def fragments(path: Path) -> Iterator[str]:
+    """Finds docstrings that begin with a preposition: they lack a subject or a verb, or hide it."""
+    if path.is_relative_to(PACKAGE) and str(path.relative_to(PACKAGE)).startswith(LEFT):
+        return
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "").split()
+            if words and words[0].strip("`,.:;") in PREPOSITIONS:
+                yield f"{getattr(node, 'name', 'module')}: {' '.join(words[:8])}"
+
+
 def guarded(path: Path) -> Iterator[str]:
     for node in tree(path).body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -122,6 +140,7 @@ RULES: dict[str, tuple[Rule, list[Path]]] = {
     "files and classes stay small": (large, FILES),
     "no assert, which `python -O` strips: what must hold is checked with an explicit raise": (asserts, FILES),
     "modules say what they are": (without_docstring, FILES),
+    "docstrings are sentences: none begins with a preposition": (fragments, [*FILES, *SCRIPTS, *TESTS]),
     "TYPE_CHECKING guards third parties alone: what is imported plainly can't go in a circle": (
         guarded,
         [*FILES, *SCRIPTS, *TESTS],
@@ -156,6 +175,35 @@ def test_one_name_is_one_class() -> None:
                 places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     twice = {name: sorted(path.split("/")[0] for path in paths) for name, paths in places.items() if len(paths) > 1}
     assert twice == {name: sorted(["client", room]) for name, room in TWINS.items()}
+
+
+def test_fragments_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "made.py"
+    path.write_text(
+        '''"""From a status to metrics."""
+
+class A:
+    """Returns nothing."""
+
+    def f(self):
+        """Of a parser."""
+
+    async def g(self):
+        """`As`, quoted, is found, too."""
+
+def h():
+    """Often a word only begins like one: Offers, Tokens."""
+
+def i():
+    """Offers nothing."""
+''',
+        encoding="utf-8",
+    )
+    assert sorted(fragments(path)) == [
+        "f: Of a parser.",
+        "g: `As`, quoted, is found, too.",
+        "module: From a status to metrics.",
+    ]
 
 
 def test_imports_when_loaded_sees_what_it_must() -> None:
