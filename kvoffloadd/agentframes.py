@@ -91,7 +91,7 @@ CODE_MIN: Final = min(Code)
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """With two descriptors: the arena's file, of which `arena_bytes` from `arena_offset` on are the agent's to map, and
+    """Comes with two descriptors: the arena's file, of which the agent maps `arena_bytes` from `arena_offset` on, and
     the header pages, `header_bytes` of them. `settings`: the engine's own.
     """
 
@@ -127,7 +127,9 @@ class Get(msgspec.Struct, frozen=True, tag="get"):
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """As `Get`; answer: for each key bytes that are there now, whoever has put them, or a `Code`."""
+    """Has the fields of `Get`; answer: for each key the bytes that are there now, whichever client put them, or a
+    `Code`.
+    """
 
     id: int
     space: Space
@@ -209,15 +211,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """To a call. `codes`: packed i64, as the call says."""
+    """Answers a call. `codes`: packed i64, as the call specifies."""
 
     id: int
     codes: bytes
 
 
 class Values(msgspec.Struct, frozen=True, tag="values"):
-    """To a `Read`: for each name the object, None (there is none) or a `Code`. At least one, and not all if they don't
-    fit: the other names are to be asked for again.
+    """Answers a `Read`: for each name the object, None (there is none) or a `Code`. It has at least one, and not all if
+    they don't fit: the caller asks for the other names again.
     """
 
     id: int
@@ -225,7 +227,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
 
 
 class Swept(msgspec.Struct, frozen=True, tag="swept"):
-    """To a `Sweep`. `removed`: how many objects, or a `Code`. `after`: where to go on; empty: this was all."""
+    """Answers a `Sweep`. `removed`: a number of objects, or a `Code`. `after`: where to go on; empty: this was all."""
 
     id: int
     removed: int

@@ -21,7 +21,7 @@ class Changes:
         self._changed.clear()
 
     async def wait(self, deadline_s: float | None = None) -> bool:
-        """Until the next change; False: there was none by the deadline, in seconds from now."""
+        """Waits until the next change; False: there was none by the deadline, in seconds from now."""
         try:
             async with asyncio.timeout(deadline_s):
                 await self._changed.wait()
@@ -30,7 +30,9 @@ class Changes:
         return True
 
     async def wait_for(self, predicate: Callable[[], bool], deadline_s: float | None = None) -> bool:
-        """Until the predicate holds; at once if it does. False: it did not by the deadline, in seconds from now."""
+        """Waits until the predicate holds; at once if it does. False: it did not by the deadline,
+        in seconds from now.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 while not predicate():

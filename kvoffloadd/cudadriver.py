@@ -50,7 +50,7 @@ def _unnamed_result(error: Exception) -> int | None:
 
 
 class PointerAttribute(IntEnum):
-    """Of the driver API's CUpointer_attribute those that are asked for, each of at most 8 bytes."""
+    """Names the members of the driver API's CUpointer_attribute that are queried, each of at most 8 bytes."""
 
     MEMORY_TYPE = 2
     DEVICE_ORDINAL = 9
@@ -144,7 +144,7 @@ class CudaDriver:
 
     @property
     def bindings_version(self) -> str:
-        """Of cuda-bindings."""
+        """Returns the version of cuda-bindings."""
         return str(importlib.import_module("cuda.bindings").__version__)
 
     def context_works(self) -> bool:

@@ -413,7 +413,7 @@ class Daemon:
         return partial(cpus_near, allowed=os.sched_getaffinity(0))
 
     def _prefault(self, loop: asyncio.AbstractEventLoop, tier: MemoryTier) -> None:
-        """In a thread of its own. A thread that touched a page that the kernel can't provide would end the process."""
+        """Runs in a separate thread. Touching a page that the kernel can't provide would end the process."""
         try:
             tier.prefault(self._config.memory.prefault_threads)
         except ResourceError as error:

@@ -63,7 +63,7 @@ class FairQueue(Generic[Item]):
         return len(self._places)
 
     def __iter__(self) -> Iterator[Item]:
-        """In order of their `push`."""
+        """Yields items in the order of their `push`."""
         return iter(self._places)
 
     def __contains__(self, item: Item) -> bool:

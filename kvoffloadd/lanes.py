@@ -220,8 +220,8 @@ class Lane:
         urgent: int = 0,
         cost_bytes: int = 0,
     ) -> list[Ticket]:
-        """As `submit`, for work that up to `count` threads share: so many tickets, each of which runs `work` and calls
-        `done`. If this raises, none of them is queued.
+        """Submits work that up to `count` threads share, as `submit` does: `count` tickets, each of which runs `work`
+        and calls `done`. If this raises, none of them is queued.
         """
         path = path_of(flow, urgent)
         tickets = [Ticket(self, work, done, path, cost_bytes) for _ in range(count)]
@@ -293,13 +293,15 @@ class Lane:
         return max(now - began, 0.0)  # uvloop's time() is that of the loop's last turn, and may lie before
 
     def newest_running_s(self, now: float) -> float:
-        """As `oldest_running_s`, since the last of what runs began: a thread that ends one thing begins the next."""
+        """Does what `oldest_running_s` does, but counts since the last of what runs began: a thread that ends one thing
+        begins the next.
+        """
         with self._lock:
             began = max(self._running.values(), default=now)
         return max(now - began, 0.0)
 
     def figures(self) -> dict[str, int | float]:
-        """For `status`. `busy_s`: what the threads have spent on work since the start, together."""
+        """Returns the figures for `status`. `busy_s`: what the threads have spent on work since the start, together."""
         with self._lock:
             now = time.monotonic()
             first = next(iter(self._queue), None)
@@ -415,6 +417,6 @@ class LaneExecutor(Executor):
 
 
 def path_of(flow: Flow, urgent: int) -> _Path:
-    """Of work of this flow and urgency (lower goes first), as `FairQueue` names it."""
+    """Returns the path of work of this flow and urgency (lower goes first), as `FairQueue` names it."""
     level = min(max(urgent, MOST_URGENT), LEAST_URGENT) - MOST_URGENT
     return (flow.uid, flow.divisor), (flow.instance, 1), (level, URGENCY_RATIO**level)

@@ -25,7 +25,7 @@ def file_system(fd: int, mounts: str | None = None) -> str:
 
 
 def file_system_of(path: Path) -> str:
-    """As `file_system`, of what has this path."""
+    """Returns the file system of what has this path, as `file_system` does."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         return file_system(fd)

@@ -93,8 +93,8 @@ def cpus_near(pci_address: str, allowed: Iterable[int], root: Path = Path("/")) 
 
 
 def interleave(chosen: Iterable[int]) -> None:
-    """From now on the kernel takes pages from these nodes in turn, for whatever this thread, and threads that it makes
-    later, touch first.
+    """Makes the kernel take pages from these nodes in turn from now on, for whatever this thread, and threads that it
+    makes later, touch first.
 
     Raises:
         ResourceError: the kernel refuses.

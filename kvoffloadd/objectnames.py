@@ -41,32 +41,34 @@ class Space(msgspec.Struct, frozen=True):
 
 
 def pointer_name(fingerprint: bytes) -> str:
-    """Of the small object that names an era of the namespace, from which successors lead to the current one."""
+    """Returns the name of the small object that names an era of the namespace, from which successors lead to the
+    current one.
+    """
     return f"{PREFIX}/{fingerprint.hex()}/era"
 
 
 def marker_name(fingerprint: bytes, generation: int, era: bytes) -> str:
-    """Of the small object without which no key of the era counts."""
+    """Returns the name of the small object without which no key of the era counts."""
     return f"{PREFIX}/{fingerprint.hex()}/era/{generation:08x}.{era.hex()}"
 
 
 def successor_name(fingerprint: bytes, generation: int, era: bytes) -> str:
-    """Of the small object that names the era after this one, which is over."""
+    """Returns the name of the small object that names the era after this one, which is over."""
     return f"{PREFIX}/{fingerprint.hex()}/after/{generation:08x}.{era.hex()}"
 
 
 def markers_prefix(fingerprint: bytes) -> str:
-    """Of the names of the markers of all eras of a namespace."""
+    """Returns the prefix of the names of the markers of all eras of a namespace."""
     return f"{pointer_name(fingerprint)}/"
 
 
 def era_prefix(fingerprint: bytes, generation: int, era: bytes) -> str:
-    """Of the names of all keys of an era."""
+    """Returns the prefix of the names of all keys of an era."""
     return f"{PREFIX}/{fingerprint.hex()}/{generation:08x}.{era.hex()}/"
 
 
 def key_names(space: Space, keys: bytes | memoryview) -> list[str]:
-    """Of each key. `keys`: packed, 32 bytes each."""
+    """Returns the name of each key. `keys`: packed, 32 bytes each."""
     shape = space.shape[:_SHAPE_NAME_BYTES].hex()
     before = f"{era_prefix(space.fingerprint, space.generation, space.era)}{shape}/{space.group}/"
     digits, step, width = keys.hex(), 2 * KEY_BYTES, 2 * space.key_bytes

@@ -192,7 +192,7 @@ def populate(
 
 
 def _stand_back(nice: int) -> None:
-    """For this thread alone: threads that serve meanwhile go first."""
+    """Lowers the priority of this thread alone: threads that serve meanwhile go first."""
     if nice:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)

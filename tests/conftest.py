@@ -162,8 +162,8 @@ def standing_daemons() -> Iterator[dict[tuple[str, ...], Daemon]]:
 
 @pytest.fixture
 def standing(standing_daemons: dict[tuple[str, ...], Daemon], device: str) -> Iterator[Callable[..., Daemon]]:
-    """As `start_daemon`, but the daemon is shared with other tests that ask for the same; audited and emptied at the
-    end of each.
+    """Does what `start_daemon` does, but the daemon is shared with other tests that ask for the same; audited and
+    emptied at the end of each.
     """
     lent: dict[tuple[str, ...], Daemon] = {}
 

@@ -430,7 +430,7 @@ def test_a_root_that_cant_be_checked_does_not_hide_the_others(run: Run, roots: R
     assert second["findings"] == ["bad"]
 
 
-class Terminal(io.StringIO):
+class TerminalText(io.StringIO):
     """Keyboard or screen, where a person sits."""
 
     def isatty(self) -> bool:
@@ -440,7 +440,7 @@ class Terminal(io.StringIO):
 def test_progress_is_shown_while_work_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.ProgressLine, "FIRST_S", 0.01)
     monkeypatch.setattr(report.ProgressLine, "NEXT_S", 0.02)
-    screen = Terminal()
+    screen = TerminalText()
     monkeypatch.setattr("sys.stderr", screen)
     until = time.monotonic() + 20
     with report.ProgressLine("/nvme0\x07") as line:
@@ -452,7 +452,7 @@ def test_progress_is_shown_while_work_lasts(monkeypatch: pytest.MonkeyPatch) -> 
     assert said.endswith("\r\x1b[K")
 
 
-@pytest.mark.parametrize("screen", [Terminal(), io.StringIO()])
+@pytest.mark.parametrize("screen", [TerminalText(), io.StringIO()])
 def test_short_work_and_pipes_show_no_progress(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO) -> None:
     monkeypatch.setattr(report.ProgressLine, "FIRST_S", 30 if screen.isatty() else 0)
     monkeypatch.setattr("sys.stderr", screen)
@@ -484,14 +484,14 @@ def test_clear_says_where_it_is_not_recorded_yet(run: Run, fake: type[FakeClient
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("answer", "code"), [("y\n", 0), ("YES\n", 0), ("\n", 2), ("no\n", 2), ("", 2)])
 def test_clear_takes_a_yes_from_a_terminal(run: Run, monkeypatch: pytest.MonkeyPatch, answer: str, code: int) -> None:
-    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    monkeypatch.setattr("sys.stdin", TerminalText(answer))
     got, _, err = run("clear", "--socket", "/tmp/x.sock")
     assert got == code
     assert err.startswith("Drop every key of every namespace from the daemon at /tmp/x.sock? [y/N] ")
 
 
 def test_clear_of_some_namespaces(run: Run, fake: type[FakeClient], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", Terminal("no\n"))
+    monkeypatch.setattr("sys.stdin", TerminalText("no\n"))
     code, _, err = run("clear", "--namespace", "llama*")
     assert code == 2
     assert err.startswith("Drop every key of the namespaces that match 'llama*' from the daemon at ")

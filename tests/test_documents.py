@@ -44,7 +44,9 @@ def without_code(text: str) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """As the sites that show Markdown make them of headings; a second one of the same name gets a number."""
+    """Returns the anchors that sites that show Markdown make of headings; a second one of the same
+    name gets a number.
+    """
     found: dict[str, int] = {}
     names = set()
     for heading in re.findall(r"^#{1,6} +(.+?) *$", re.sub(r"^```.*?^```", "", text_of(path), flags=re.S | re.M), re.M):
@@ -101,7 +103,7 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 
 def code_lines(path: Path) -> Iterator[str]:
-    """Of fenced and indented blocks, with continued lines joined, and without comments."""
+    """Yields the lines of fenced and indented blocks, with continued lines joined, and without comments."""
     text = text_of(path)
     blocks = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     blocks += re.findall(r"(?:^ {4,}\S.*\n?)+", text, flags=re.MULTILINE)
@@ -179,6 +181,6 @@ def test_variables_of_make_exist() -> None:
 
 @pytest.mark.parametrize("name", NARROW)
 def test_lines_are_narrow(name: str) -> None:
-    """In what is read in the source, too. A row of a table is one line, whatever is in it."""
+    """This holds for what is read in the source, too. A row of a table is one line, whatever is in it."""
     lines = text_of(ROOT / name).splitlines()
     assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []

@@ -7,8 +7,9 @@ import os
 import random
 import threading
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import uvloop
@@ -28,9 +29,6 @@ from kvoffloadd.lanes import (
     LaneExecutor,
     Ticket,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
 
 LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
     "asyncio": asyncio.new_event_loop,
@@ -58,7 +56,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.0005)
 
 
-class Gate:
+class GatedWork:
     """Work that begins, says so, and ends when it is let through."""
 
     def __init__(self) -> None:
@@ -141,7 +139,7 @@ def test_a_lane_runs_on_the_cpus_it_is_given(run: Any) -> None:
 def test_a_lane_as_an_executor(run: Any) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        lane, gate = Lane("test", 1, loop), Gate()
+        lane, gate = Lane("test", 1, loop), GatedWork()
         executor = LaneExecutor(lane, -1)
         assert await loop.run_in_executor(executor, divmod, 7, 2) == (3, 1)
         with pytest.raises(ZeroDivisionError):
@@ -161,7 +159,7 @@ def test_a_lane_as_an_executor(run: Any) -> None:
 
 def test_who_runs_longest_and_who_began_last(run: Any) -> None:
     async def main() -> None:
-        lane, gates, log = Lane("test", 2, asyncio.get_running_loop()), [Gate(), Gate()], Log()
+        lane, gates, log = Lane("test", 2, asyncio.get_running_loop()), [GatedWork(), GatedWork()], Log()
         assert (lane.oldest_running_s(time.monotonic()), lane.newest_running_s(time.monotonic())) == (0.0, 0.0)
         for gate in gates:
             lane.submit(gate, log)
@@ -180,7 +178,7 @@ def test_who_runs_longest_and_who_began_last(run: Any) -> None:
 
 def test_fifo_within_urgency(run: Any) -> None:
     async def main() -> None:
-        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log()
         lane.submit(gate, log)
         await gate.wait_entered()
         for number, urgent in enumerate([0, 1, 0, -5, 1, -5]):
@@ -197,7 +195,7 @@ def test_fifo_within_urgency(run: Any) -> None:
 
 def test_cancel_before_during_after(run: Any) -> None:
     async def main() -> None:
-        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log()
         ran: list[int] = []
         running = lane.submit(gate, log)
         await gate.wait_entered()
@@ -221,7 +219,7 @@ def test_cancel_before_during_after(run: Any) -> None:
 
 def test_again_gives_others_their_turn(run: Any) -> None:
     async def main() -> None:
-        lane, gate, order = Lane("test", 1, asyncio.get_running_loop()), Gate(), list[str]()
+        lane, gate, order = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), list[str]()
 
         def turns(name: str, count: int) -> Callable[[], Again | str]:
             left = iter(range(count - 1, -1, -1))
@@ -270,7 +268,7 @@ def test_work_that_comes_again_can_be_cancelled_and_closed(run: Any) -> None:
 
 def test_close_cancels_the_queued_and_waits_for_the_running(run: Any) -> None:
     async def main() -> None:
-        lane, gate, log = Lane("test", 2, asyncio.get_running_loop()), Gate(), Log()
+        lane, gate, log = Lane("test", 2, asyncio.get_running_loop()), GatedWork(), Log()
         lane.submit(gate, log)
         lane.submit(gate, log)
         await gate.wait_entered()
@@ -292,7 +290,7 @@ def test_close_cancels_the_queued_and_waits_for_the_running(run: Any) -> None:
 def test_gauges_of_age(run: Any) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        lane, gate = Lane("test", 1, loop), Gate()
+        lane, gate = Lane("test", 1, loop), GatedWork()
         assert lane.oldest_running_s(loop.time()) == 0
         lane.submit(gate, lambda _: None)
         await gate.wait_entered()
@@ -308,7 +306,7 @@ def test_gauges_of_age(run: Any) -> None:
 def test_a_failing_callback_costs_the_others_nothing(run: Any) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        lane, gate, log, heard = Lane("test", 1, loop), Gate(), Log(), list[dict[str, Any]]()
+        lane, gate, log, heard = Lane("test", 1, loop), GatedWork(), Log(), list[dict[str, Any]]()
         loop.set_exception_handler(lambda _, context: heard.append(context))
 
         def fail(_: object) -> None:
@@ -369,7 +367,7 @@ def test_perform_returns_and_raises_what_the_work_does(run: Any) -> None:
 def test_whoever_gives_up_waiting_leaves_the_work_running(run: Any) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        lane, gate, ended, heard = Lane("test", 1, loop), Gate(), list[str](), list[dict[str, Any]]()
+        lane, gate, ended, heard = Lane("test", 1, loop), GatedWork(), list[str](), list[dict[str, Any]]()
         loop.set_exception_handler(lambda _, context: heard.append(context))
 
         def work() -> None:
@@ -401,7 +399,7 @@ def test_whoever_gives_up_waiting_leaves_the_work_running(run: Any) -> None:
 
 def test_perform_on_a_lane_that_closes(run: Any) -> None:
     async def main() -> None:
-        lane, gate = Lane("test", 1, asyncio.get_running_loop()), Gate()
+        lane, gate = Lane("test", 1, asyncio.get_running_loop()), GatedWork()
         running = asyncio.ensure_future(lane.perform(gate))
         await asyncio.sleep(0)
         await gate.wait_entered()
@@ -421,7 +419,7 @@ def test_perform_on_a_lane_that_closes(run: Any) -> None:
 
 def test_hasten_gives_what_waits_another_chance_and_moves_nothing_else(run: Any) -> None:
     async def main() -> None:
-        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log()
         running = lane.submit(gate, log, urgent=3)
         await gate.wait_entered()
         tickets = [lane.submit(partial(int, n), log, urgent=urgent) for n, urgent in enumerate([2, 2, 1, 0, 2, 2])]
@@ -443,7 +441,7 @@ def test_hasten_gives_what_waits_another_chance_and_moves_nothing_else(run: Any)
 
 def test_what_two_wait_for_goes_with_the_turn_that_comes_first(run: Any) -> None:
     async def main() -> None:
-        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log()
         lane.submit(gate, log)
         await gate.wait_entered()
         tickets = [lane.submit(partial(int, n), log, flow=Flow(1001, 1)) for n in range(100)]
@@ -459,7 +457,7 @@ def test_what_two_wait_for_goes_with_the_turn_that_comes_first(run: Any) -> None
 
 def test_what_was_hastened_can_be_cancelled(run: Any) -> None:
     async def main() -> None:
-        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log()
         lane.submit(gate, log)
         await gate.wait_entered()
         ticket = lane.submit(lambda: "ran", log, urgent=3)
@@ -496,7 +494,7 @@ def test_nobody_waits_for_all_that_another_has_queued(
     run: Any, flood: Flow, mine: Flow, urgent: tuple[int, int], most: int
 ) -> None:
     async def main() -> None:
-        lane, gate, log, order = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log(), list[str]()
+        lane, gate, log, order = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log(), list[str]()
         lane.submit(gate, log)
         await gate.wait_entered()
         for _ in range(512):
@@ -513,7 +511,7 @@ def test_nobody_waits_for_all_that_another_has_queued(
 
 def test_users_share_before_their_engines_do(run: Any) -> None:
     async def main() -> None:
-        lane, gate, log, order = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log(), list[str]()
+        lane, gate, log, order = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log(), list[str]()
         lane.submit(gate, log)
         await gate.wait_entered()
         for engine in range(256):
@@ -530,7 +528,7 @@ def test_users_share_before_their_engines_do(run: Any) -> None:
 
 def test_how_long_a_thread_has_been_at_a_ticket(run: Any) -> None:
     async def main() -> None:
-        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane, gate, log = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log()
         running = lane.submit(gate, log)
         await gate.wait_entered()
         queued = lane.submit(lambda: None, log)
@@ -549,7 +547,7 @@ def test_how_long_a_thread_has_been_at_a_ticket(run: Any) -> None:
 @pytest.mark.parametrize("kind", LOOPS)
 def test_threads_outlive_a_closed_loop_quietly(kind: str) -> None:
     loop = LOOPS[kind]()
-    gate = Gate()
+    gate = GatedWork()
     raised: list[threading.ExceptHookArgs] = []
     hook, threading.excepthook = threading.excepthook, raised.append
     try:
@@ -576,7 +574,7 @@ def test_a_lane_is_closed_when_all_are_told(run: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(lanes, "TURN_S", 0.0)  # one in each turn of the loop
 
     async def main() -> None:
-        lane, gate, log = Lane("closing", 1, asyncio.get_running_loop()), Gate(), Log()
+        lane, gate, log = Lane("closing", 1, asyncio.get_running_loop()), GatedWork(), Log()
         (thread,) = [one for one in threading.enumerate() if one.name == "kvo-closing-0" and one.is_alive()]
         lane.submit(gate, log)
         await gate.wait_entered()

@@ -1,4 +1,4 @@
-"""After the largest number that is accepted from outside comes a next one, which is written, and accepted, too."""
+"""The largest number that is accepted from outside has a next one, which is written, and accepted, too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_after_the_last_place_on_a_disk_comes_one_that_is_read(folder: Folder) -
 
 @pytest.mark.parametrize("ahead_us", [AHEAD_MAX_US, RECALLED_MAX_US])
 def test_after_the_last_clear_that_is_believed_comes_one_that_is_recalled(ahead_us: int) -> None:
-    """From the manifest that this host writes, as soon as the clock has moved by one step of numbers."""
+    """It comes from the manifest that this host writes, as soon as the clock has moved by one step of numbers."""
     now = 1_800_000_000 * 10**6
     epochs = Epochs(clock=lambda: now)
     taken = epochs.believes if ahead_us == AHEAD_MAX_US else epochs.recalls

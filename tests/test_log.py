@@ -129,7 +129,7 @@ def test_default_stream_is_standard_error() -> None:
     assert handler.stream is sys.stderr
 
 
-class Clock:
+class SetClock:
     now = 1000.0
 
     def __call__(self) -> float:
@@ -141,7 +141,7 @@ def record(message: str, *args: object, level: int = logging.WARNING) -> logging
 
 
 def test_repeats_are_held_back_and_counted() -> None:
-    clock = Clock()
+    clock = SetClock()
     repeats = log.RepeatFilter(window_s=60, most=3, clock=clock)
     passed = [repeats.filter(record("peer %d: bad frame", number)) for number in range(234)]
     assert passed == [True] * 3 + [False] * 231
@@ -180,7 +180,7 @@ def test_bugs_in_two_places_are_two_origins() -> None:
 
 def test_the_end_of_a_storm_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = logged("json")
-    clock = Clock()
+    clock = SetClock()
     (handler,) = logging.getLogger(log.ROOT).handlers
     handler.filters[:] = [log.RepeatFilter(window_s=60, most=3, clock=clock)]
     for number in range(1000):
@@ -210,7 +210,7 @@ def test_what_a_message_names_is_a_field() -> None:
 
 
 def test_fields_survive_the_count_of_those_held_back() -> None:
-    clock = Clock()
+    clock = SetClock()
     repeats = log.RepeatFilter(window_s=60, most=1, clock=clock)
     for _ in range(3):
         repeats.filter(record("pid %(pid)d", {"pid": 7}))

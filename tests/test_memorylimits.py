@@ -116,7 +116,7 @@ def test_no_limit_is_none(tmp_path: Path) -> None:
 
 
 def test_what_the_kernel_gives_back_on_demand_is_free(tmp_path: Path) -> None:
-    """As MemAvailable has it; shared memory is no such file, nor are anonymous pages."""
+    """MemAvailable counts it; shared memory is no such file, nor are anonymous pages."""
     stat = f"anon {MIB}\nfile {9 * MIB}\nshmem {MIB}\ninactive_file {2 * MIB}\nactive_file {5 * MIB}\n"
     files = {"memory.max": f"{16 * MIB}\n", "memory.current": f"{12 * MIB}\n"}
     root = limited(tmp_path, {**files, "memory.stat": f"{stat}slab_reclaimable {MIB}\nslab {3 * MIB}\n"}, {})

@@ -17,7 +17,7 @@ ALL_CPUS = range(1 << 12)
 
 
 @dataclass(frozen=True)
-class Machine:
+class NumaFiles:
     """Writes one's files below `root`."""
 
     root: Path
@@ -46,8 +46,8 @@ class Machine:
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine(tmp_path)
+def machine(tmp_path: Path) -> NumaFiles:
+    return NumaFiles(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_kernel_without_numa(tmp_path: Path) -> None:
     assert cpus_near(GPU, ALL_CPUS, tmp_path) == frozenset()
 
 
-def test_nodes_have_cpus_and_memory(machine: Machine) -> None:
+def test_nodes_have_cpus_and_memory(machine: NumaFiles) -> None:
     root = machine.has({0: "0-1", 2: ""}, without_memory=(0,))
     assert nodes(root) == (Node(0, frozenset({0, 1}), 0), Node(2, frozenset(), 1 << 30))
 
@@ -71,42 +71,42 @@ def test_nodes_have_cpus_and_memory(machine: Machine) -> None:
 # --- memory ---
 
 
-def test_one_node_is_left_alone(machine: Machine) -> None:
+def test_one_node_is_left_alone(machine: NumaFiles) -> None:
     root = machine.has({0: "0-15"})
     assert memory_nodes("auto", root) == ()
     assert memory_nodes((0,), root) == (0,), "but as one asks for it"
 
 
-def test_two_sockets(machine: Machine) -> None:
+def test_two_sockets(machine: NumaFiles) -> None:
     root = machine.has(SOCKETS)
     assert memory_nodes("auto", root) == (0, 1)
     assert memory_nodes("off", root) == ()
     assert memory_nodes((1,), root) == (1,)
 
 
-def test_eight_nodes(machine: Machine) -> None:
+def test_eight_nodes(machine: NumaFiles) -> None:
     assert memory_nodes("auto", machine.has({n: f"{8 * n}-{8 * n + 7}" for n in range(8)})) == tuple(range(8))
 
 
-def test_memory_of_gpus_and_of_cxl_is_not_taken_unless_it_is_asked_for(machine: Machine) -> None:
+def test_memory_of_gpus_and_of_cxl_is_not_taken_unless_it_is_asked_for(machine: NumaFiles) -> None:
     """Their nodes have no CPUs."""
     root = machine.has({**SOCKETS, 2: "", 10: ""})
     assert memory_nodes("auto", root) == (0, 1)
     assert memory_nodes((0, 2), root) == (0, 2)
 
 
-def test_one_socket_and_slow_memory_are_left_alone(machine: Machine) -> None:
+def test_one_socket_and_slow_memory_are_left_alone(machine: NumaFiles) -> None:
     assert memory_nodes("auto", machine.has({0: "0-15", 1: ""})) == ()
 
 
-def test_a_socket_whose_memory_slots_are_empty(machine: Machine) -> None:
+def test_a_socket_whose_memory_slots_are_empty(machine: NumaFiles) -> None:
     root = machine.has({**SOCKETS, 2: "16-19"}, without_memory=(1,))
     assert memory_nodes("auto", root) == (0, 2)
     with pytest.raises(ConfigError, match=r"memory\.numa = \[1\]: node 1 has no memory .*; these have: 0, 2"):
         memory_nodes((1,), root)
 
 
-def test_a_cpuset_keeps_nodes_from_this_process(machine: Machine) -> None:
+def test_a_cpuset_keeps_nodes_from_this_process(machine: NumaFiles) -> None:
     root = machine.has({n: str(n) for n in range(4)}, allowed="1-2")
     assert memory_nodes("auto", root) == (1, 2)
     with pytest.raises(ConfigError, match="node 3 has no memory that this process may use; these have: 1, 2"):
@@ -116,7 +116,7 @@ def test_a_cpuset_keeps_nodes_from_this_process(machine: Machine) -> None:
 # --- CPUs ---
 
 
-def test_cpus_of_a_gpus_node(machine: Machine) -> None:
+def test_cpus_of_a_gpus_node(machine: NumaFiles) -> None:
     root = machine.has(SOCKETS)
     machine.gpu_on(1)
     assert cpus_near(GPU, ALL_CPUS, root) == {4, 5, 6, 7, 12, 13, 14, 15}
@@ -124,19 +124,19 @@ def test_cpus_of_a_gpus_node(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("node", [-1, 7])
-def test_a_gpu_on_no_node(machine: Machine, node: int) -> None:
+def test_a_gpu_on_no_node(machine: NumaFiles, node: int) -> None:
     root = machine.has(SOCKETS)
     machine.gpu_on(node)
     assert cpus_near(GPU, ALL_CPUS, root) == frozenset()
 
 
-def test_a_gpu_of_a_machine_with_one_node(machine: Machine) -> None:
+def test_a_gpu_of_a_machine_with_one_node(machine: NumaFiles) -> None:
     root = machine.has({0: "0-15", 1: ""})
     machine.gpu_on(0)
     assert cpus_near(GPU, ALL_CPUS, root) == frozenset()
 
 
-def test_a_cpuset_that_is_smaller_than_the_node(machine: Machine) -> None:
+def test_a_cpuset_that_is_smaller_than_the_node(machine: NumaFiles) -> None:
     root = machine.has(SOCKETS)
     machine.gpu_on(0)
     assert cpus_near(GPU, {1, 2, 4}, root) == {1, 2}

@@ -71,7 +71,7 @@ def test_what_segments_say_is_within_bounds_or_refused(folder: Folder, seed: int
 
 
 async def test_a_start_takes_whatever_segments_say(open_tier: Open, seed: int) -> None:  # noqa: F811
-    """Into the catalog, and through lookups, reads, a clear and an end."""
+    """They go into the catalog, and through lookups, reads, a clear and an end."""
     tier = await open_tier()
     keyspace = tier.keyspace(FINGERPRINT, sizes=(1, 4096))
     await tier.store_away(keyspace, *range(8))

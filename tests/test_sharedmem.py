@@ -7,7 +7,8 @@ import errno
 import fcntl
 import os
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +18,6 @@ from kvoffloadd.errors import MemoryKindError, ResourceError, UsageError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.sharedmem import Mapping, create_memfd, is_sealed_against_shrinking, populate, reserve_array
 from tests.server.vanishing import HALF, SIZE, full_tmpfs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 MIB = 1 << 20
 

@@ -80,7 +80,7 @@ def test_a_reader_that_comes_back_is_told_what_is_missing(pipe: Pipe, blocking: 
 
 
 def test_lines_that_can_t_be_written_are_told_once_they_can(pipe: Pipe) -> None:
-    """As on a disk that is full, and has room again."""
+    """This happens on a disk that is full, and has room again."""
     reader, writer = pipe
     lines = LineQueue(writer)
     lines.describe_lost = "<{}>\n".format

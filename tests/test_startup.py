@@ -98,7 +98,7 @@ def start(socket_dir: Path, limits: str = "", memory: str = "8MiB") -> subproces
 
 
 def peak_kib(status: str) -> int:
-    """Of a process's address space."""
+    """Returns the peak of a process's address space."""
     return int(re.findall(r"^VmPeak:\s+(\d+) kB$", status, re.MULTILINE)[0])
 
 
@@ -173,7 +173,7 @@ def test_populating_without_threads_is_done_by_the_caller(monkeypatch: pytest.Mo
 
 
 def resident_bytes(address: int) -> int:
-    """Of the mapping that begins there."""
+    """Returns the resident bytes of the mapping that begins there."""
     maps = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace")
     entry = re.search(rf"^{address:08x}-.*?^Rss: +(\d+) kB", maps, re.MULTILINE | re.DOTALL)
     return int(entry[1]) << 10 if entry else 0

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvoffloadd"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 Rule = Callable[[Path], Iterator[str]]
 """What of a file breaks it."""
@@ -34,6 +35,11 @@ TWINS = {
     "Promotion": "cache",
 }
 """Classes of the client that have the name of their other half, and the room where that is."""
+PREPOSITIONS = {
+    "Of", "As", "From", "In", "To", "With", "Within", "By", "On", "Behind", "Through", "Under", "For", "Until", "At",
+    "After", "Before", "Without", "Between", "Into", "Over", "Per", "Like", "Against", "Beside", "But", "Among",
+    "Above", "Below", "Inside", "Outside",
+}  # fmt: skip
 
 
 @functools.cache
@@ -95,10 +101,21 @@ def without_docstring(path: Path) -> Iterator[str]:
         yield "evaluates annotations"
 
 
+def fragments(path: Path) -> Iterator[str]:
+    """Finds docstrings that begin with a preposition: they lack a subject or a verb, or hide it."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "").split()
+            if words and words[0].strip("`,.:;") in PREPOSITIONS:
+                yield f"{getattr(node, 'name', 'module')}: {' '.join(words[:8])}"
+
+
 def guarded(path: Path) -> Iterator[str]:
     for node in tree(path).body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            yield from {"kvoffloadd", "scripts", *sys.stdlib_module_names}.intersection(imports_when_loaded(node.body))
+            yield from {"kvoffloadd", "scripts", "tests", *sys.stdlib_module_names}.intersection(
+                imports_when_loaded(node.body)
+            )
 
 
 def heavy(path: Path) -> Iterator[str]:
@@ -119,9 +136,10 @@ RULES: dict[str, tuple[Rule, list[Path]]] = {
     "files and classes stay small": (large, FILES),
     "no assert, which `python -O` strips: what must hold is checked with an explicit raise": (asserts, FILES),
     "modules say what they are": (without_docstring, FILES),
+    "docstrings are sentences: none begins with a preposition": (fragments, [*FILES, *SCRIPTS, *TESTS]),
     "TYPE_CHECKING guards third parties alone: what is imported plainly can't go in a circle": (
         guarded,
-        [*FILES, *SCRIPTS],
+        [*FILES, *SCRIPTS, *TESTS],
     ),
     "nothing heavy is imported at module level": (heavy, FILES),
     "nothing unfinished, and no private paths": (unfinished, [*FILES, *SCRIPTS]),
@@ -143,8 +161,8 @@ def test_no_modules_import_each_other(package: str) -> None:
 
 
 def test_one_name_is_one_class() -> None:
-    """But for the two ends of the wire: what a peer sends or asks for, what the client makes of it, and its other
-    half in the daemon.
+    """Only the two ends of the wire share names: what a peer sends or asks for, what the client makes of it, and its
+    other half in the daemon.
     """
     places: dict[str, list[str]] = {}
     for path in FILES:
@@ -153,6 +171,35 @@ def test_one_name_is_one_class() -> None:
                 places.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     twice = {name: sorted(path.split("/")[0] for path in paths) for name, paths in places.items() if len(paths) > 1}
     assert twice == {name: sorted(["client", room]) for name, room in TWINS.items()}
+
+
+def test_fragments_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "made.py"
+    path.write_text(
+        '''"""From a status to metrics."""
+
+class A:
+    """Returns nothing."""
+
+    def f(self):
+        """Of a parser."""
+
+    async def g(self):
+        """`As`, quoted, is found, too."""
+
+def h():
+    """Often a word only begins like one: Offers, Tokens."""
+
+def i():
+    """Offers nothing."""
+''',
+        encoding="utf-8",
+    )
+    assert sorted(fragments(path)) == [
+        "f: Of a parser.",
+        "g: `As`, quoted, is found, too.",
+        "module: From a status to metrics.",
+    ]
 
 
 def test_imports_when_loaded_sees_what_it_must() -> None:
@@ -189,7 +236,7 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
 
 
 def test_importing_everything_loads_neither_torch_nor_cuda() -> None:
-    """But for what subclasses an engine's classes, which only that engine imports."""
+    """This excludes what subclasses an engine's classes, which only that engine imports."""
     everything = """
 import importlib, pkgutil, kvoffloadd
 for module in pkgutil.walk_packages(kvoffloadd.__path__, "kvoffloadd."):

@@ -174,7 +174,7 @@ def test_names_that_systemd_would_not_take(name: str, manager: Manager, told: Te
 
 
 def test_inherited_descriptors(manager: Manager, tmp_path: Path, socket_dir: Path) -> None:
-    """In a process of its own, which inherits as systemd has it: from 3 on, in the order of their names."""
+    """A separate process inherits them as from systemd: from 3 on, in the order of their names."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(socket_dir / "s"))
     listener.listen()

@@ -88,7 +88,7 @@ def calls_of(group: str) -> set[str]:
 
 
 def test_the_unit_runs_only_what_every_system_has() -> None:
-    """Beside our own program. Debian has /bin/kill in a package that a small one lacks."""
+    """It also runs our own program. Debian has /bin/kill in a package that a small one lacks."""
     programs = {line.split()[0] for line in re.findall(r"^Exec\w+=(.+)$", text(SERVICE), re.MULTILINE)}
     assert programs == {"/usr/local/bin/kvoffloadd", "/bin/sh"}
 

@@ -79,7 +79,9 @@ class Agent:
         self._memory: Memory | None = None
 
     def run(self) -> int:
-        """Until the daemon is gone, or has had enough. The exit status; threads of the engine may still run."""
+        """Runs until the daemon is gone or ends the connection. Returns the exit status; threads of the engine
+        may still run.
+        """
         self._send(Greeting(VERSION, os.getpid()))
         try:
             start = self._receive()

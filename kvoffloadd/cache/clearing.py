@@ -196,7 +196,7 @@ class Clearings:
                     await asyncio.wait(self._running)
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         places: set[str] = set()
         for clearing in list(self._open.values()):
             places.update(self.unrecorded(clearing))
@@ -292,6 +292,6 @@ def _sweep(walks: _Walks) -> Steps[tuple[int, int]]:
 
 
 async def _finish_on_disk(disk: DiskTier, swept: asyncio.Task[Any], disk_keyspaces: list[DiskKeyspace]) -> None:
-    """After memory: of keys that are in both, the one that drops them last emits the event."""
+    """Clears disks after memory: of keys that are in both, the tier that drops them last emits the event."""
     await asyncio.wait([swept])
     await disk.clears.finish(disk_keyspaces)

@@ -94,7 +94,9 @@ class Sealing:
         return [SealBatch(number, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]) for at in starts]
 
     def _submit(self, flow: Flow) -> None:
-        """As many tickets of the flow as may be in the lane at a time; none if it is closing: what waits is lost."""
+        """Submits as many tickets of the flow as may be in the lane at a time, or none if the lane is closing: what
+        waits is then lost.
+        """
         if self.lane.closing:
             return
         while flow in self._waiting and self._tickets.get(flow, 0) < TICKETS_PER_THREAD * self.lane.threads:

@@ -48,7 +48,7 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Of every command; what it parses has `command`, the function that runs it, and this `parser`."""
+    """Makes the parser of every command; what it parses has `command`, the function that runs it, and this `parser`."""
     parser = CommandLine(
         prog="kvoffloadd",
         usage="%(prog)s [--version] COMMAND ...",

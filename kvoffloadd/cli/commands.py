@@ -208,7 +208,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _verify_roots(arguments: argparse.Namespace) -> int:
-    """Without a daemon. A root that can't be checked is no reason to leave out the others."""
+    """Verifies roots without a daemon. A root that can't be checked is no reason to leave out the others."""
     from kvoffloadd.cli.report import ProgressLine
     from kvoffloadd.log import printable
     from kvoffloadd.storage.disk.repair import check_root

@@ -22,7 +22,7 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of a parser and of its commands'."""
+    """Yields the actions of a parser and of its commands."""
     for action in parser._actions:
         yield action
         for child in (action.choices or {}).values() if isinstance(action, argparse._SubParsersAction) else ():

@@ -20,7 +20,7 @@ STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "bold re
 
 
 def diagnoses(read_config: Callable[[], config.Config], host: Host) -> list[Diagnosis]:
-    """With the problems of the config first; the rest is then of the default one."""
+    """Lists the problems of the config first; the other diagnoses then use the default config."""
     try:
         chosen, wrong = read_config(), []
     except errors.ConfigError as error:

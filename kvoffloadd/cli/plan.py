@@ -60,7 +60,7 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
 
 
 def _page_bytes(plan: CapacityPlan) -> int:
-    """Of one block in one slot of the engine's memory."""
+    """Returns the bytes of one block in one slot of the engine's memory."""
     specs = plan.layout.plan.specs.values()
     return max(spec.page_bytes for spec in specs if isinstance(spec, Attention)) * plan.layout.pack_size
 
@@ -210,7 +210,7 @@ def _layouts(plan: CapacityPlan) -> Section:
 
 
 def _spread(numbers: Sequence[int]) -> str:
-    """Of all groups: one number, or from the least to the most."""
+    """Formats the numbers of all groups: one number, or a range from the least to the most."""
     least, most = min(numbers), max(numbers)
     return f"{most:,}" if least == most else f"{least:,} to {most:,}"
 

@@ -24,7 +24,7 @@ PIPE_COLUMNS = 200
 
 
 def open_console(pipe_columns: int = PIPE_COLUMNS) -> Console:
-    """On standard output, as wide as the terminal, or as `pipe_columns` where there is none."""
+    """Opens a console on standard output, as wide as the terminal, or `pipe_columns` wide where there is none."""
     # Imported here: a terminal library is no business of the daemon, which shares this package.
     from rich.console import Console
 

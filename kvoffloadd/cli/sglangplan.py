@@ -120,7 +120,7 @@ def _host(plan: SglangPlan) -> Section:
 
 
 def _commands(console: Console, plan: SglangPlan) -> None:
-    """To be copied: no line is broken but where a shell takes it."""
+    """Prints commands to copy: a line is broken only where a shell accepts it."""
     from rich.text import Text
 
     console.print(Text("\nto start", "bold"))
@@ -160,6 +160,6 @@ def _inside(items: list[tuple[str, object]]) -> str:
 
 
 def _size(size: int) -> str:
-    """As the command line takes it, to the byte."""
+    """Formats a size as the command line takes it, to the byte."""
     text = format_bytes(size).replace(" ", "").replace(",", "")
     return text if "." not in text else str(size)

@@ -108,56 +108,56 @@ class AsyncClient(BaseClient):
         await self.close()
 
     async def connect(self) -> None:
-        """As `Client.connect`."""
+        """See `Client.connect`."""
         await self._run(self._core.connect(self._until()))
 
     async def close(self, deadline_s: float | None = None, *, force: bool = False) -> None:
-        """As `Client.close`."""
+        """See `Client.close`."""
         if not self._is_forked:
             await self._run(self._core.close(self._until(deadline_s), force=force))
 
     async def ping(self) -> None:
-        """As `Client.ping`."""
+        """See `Client.ping`."""
         await self._call(calls.ping())
 
     async def register(self, caches: KvCache) -> Registration:
-        """As `Client.register`."""
+        """See `Client.register`."""
         return await self._run(self._core.register(caches, self._until(self._register_s(caches))))
 
     async def unregister(self, registration: Registration) -> None:
-        """As `Client.unregister`."""
+        """See `Client.unregister`."""
         await self._run(self._core.unregister(registration, self._until()))
 
     async def lookup(self, groups: Groups, first: First = 0, *, local: bool = False) -> Found:
-        """As `Client.lookup`."""
+        """See `Client.lookup`."""
         return await self._call(calls.lookup(groups, first, self._core.key_bytes, self._core.asks("local", local)))
 
     async def pin(self, groups: Groups, first: First = 0) -> Found:
-        """As `Client.pin`."""
+        """See `Client.pin`."""
         return await self._call(calls.pin(groups, first, self._core.key_bytes, self._core.asks("tiers")))
 
     async def prefetch(self, groups: Groups, first: First = 0, *, local: bool = False) -> Found:
-        """As `Client.prefetch`."""
+        """See `Client.prefetch`."""
         return await self._call(calls.prefetch(groups, first, self._core.key_bytes, self._core.asks("local", local)))
 
     async def wait_ready(self, found: Found, deadline_s: float) -> Found:
-        """As `Client.wait_ready`."""
+        """See `Client.wait_ready`."""
         return await self._run(self._core.wait_ready(found, self._after(deadline_s)))
 
     async def touch(self, groups: Groups, first: First = 0) -> None:
-        """As `Client.touch`."""
+        """See `Client.touch`."""
         await self._call(calls.touch(groups, first, self._core.key_bytes))
 
     async def keep(self, groups: Groups, how: KeepHow, first: First = 0) -> None:
-        """As `Client.keep`."""
+        """See `Client.keep`."""
         await self._run(self._core.keep(groups, how, first, self._until()))
 
     async def release(self, lease: int) -> None:
-        """As `Client.release`."""
+        """See `Client.release`."""
         await self._run(self._core.release(lease, self._until()))
 
     async def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
-        """As `Client.reserve`."""
+        """See `Client.reserve`."""
         return await self._call(calls.reserve(groups, first, parts, self._core.key_bytes))
 
     async def clear(
@@ -168,17 +168,17 @@ class AsyncClient(BaseClient):
         wait_s: float = 10.0,
         token: bytes | None = None,
     ) -> Cleared:
-        """As `Client.clear`."""
+        """See `Client.clear`."""
         limit_s = seconds(wait_s, "wait_s")
         until = self._until(limit_s + self._deadline_s)
         return await self._run(self._core.clear(everything, namespaces, limit_s, token, until))
 
     async def snapshot(self, group: int) -> U8Array:
-        """As `Client.snapshot`."""
+        """See `Client.snapshot`."""
         return await self._run(self._core.snapshot(group, self._until()))
 
     async def snapshot_page(self, group: int, cursor: int = 0) -> tuple[U8Array, int]:
-        """As `Client.snapshot_page`."""
+        """See `Client.snapshot_page`."""
         return await self._call(calls.snapshot(group, cursor, self._core.key_bytes))
 
     async def store(
@@ -191,7 +191,7 @@ class AsyncClient(BaseClient):
         deadline_s: float = 60.0,
         ready: Ready | None = None,
     ) -> Job:
-        """As `Client.store`."""
+        """See `Client.store`."""
         options = calls.JobOptions(first, lease, deadline_s, ready)
         spec = calls.transfer(Direction.STORE, registration, groups, self._core.key_bytes, options)
         return await self._run(self._core.submit(spec, self._until()))
@@ -208,45 +208,45 @@ class AsyncClient(BaseClient):
         expedited: bool = False,
         local: bool = False,
     ) -> Job:
-        """As `Client.load`."""
+        """See `Client.load`."""
         options = calls.JobOptions(first, lease, deadline_s, ready, expedited, local)
         spec = calls.transfer(Direction.LOAD, registration, groups, self._core.key_bytes, options)
         return await self._run(self._core.submit(spec, self._until()))
 
     async def wait(self, job: Job, deadline_s: float) -> JobResult:
-        """As `Client.wait`."""
+        """See `Client.wait`."""
         return await self._run(self._core.wait(job, self._after(deadline_s)))
 
     async def wait_any(self, jobs: Sequence[Job], deadline_s: float) -> list[Job]:
-        """As `Client.wait_any`."""
+        """See `Client.wait_any`."""
         return await self._run(self._core.wait_any(jobs, self._after(deadline_s)))
 
     async def cancel(self, job: Job) -> None:
-        """As `Client.cancel`."""
+        """See `Client.cancel`."""
         await self._run(self._core.cancel(job, self._until()))
 
     async def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
-        """As `Client.drain`."""
+        """See `Client.drain`."""
         call = calls.drain(everything, deadline_s)
         return await self._run(self._core.call(call, self._until(deadline_s + self._deadline_s)))
 
     async def status(self) -> dict[str, Any]:
-        """As `Client.status`."""
+        """See `Client.status`."""
         return await self._call(calls.status())
 
     async def verify(
         self, *, payloads: bool = False, disk: bool = False, repair: bool = False, deadline_s: float | None = None
     ) -> Audit:
-        """As `Client.verify`."""
+        """See `Client.verify`."""
         call = calls.verify(payloads, disk, repair)
         return await self._run(self._core.call(call, self._until(deadline_s)))
 
     async def subscribe(self) -> None:
-        """As `Client.subscribe`."""
+        """See `Client.subscribe`."""
         await self._run(self._core.subscribe(self._until()))
 
     async def events(self, deadline_s: float = 0.0) -> list[Event]:
-        """As `Client.events`."""
+        """See `Client.events`."""
         return await self._run(self._core.events(self._after(deadline_s)))
 
     # --- helpers ---------------------------------------------------------------------------------

@@ -277,7 +277,9 @@ class Client(BaseClient):
         return self._run(self._or_default(deadline_s), lambda until: self._core.call(call, until))
 
     def subscribe(self) -> None:
-        """From now on keys that become complete or go are told, see `events`; repeated after every reconnect."""
+        """Subscribes to keys that become complete or go, see `events`. The subscription is repeated after every
+        reconnect.
+        """
         self._run(self._deadline_s, self._core.subscribe)
 
     def events(self, deadline_s: float = 0.0) -> list[Event]:

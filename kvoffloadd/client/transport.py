@@ -93,7 +93,7 @@ class Transport:
             raise
 
     def watch_daemon(self, connection: ConnectionState) -> None:
-        """From now on learn of the daemon's death."""
+        """Starts to watch for the daemon's death."""
         self._poller.watch(connection.pidfd, partial(self._daemon_ended, connection))
 
     def ask(self, connection: ConnectionState, call: Call[Any]) -> None:

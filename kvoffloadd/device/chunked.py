@@ -134,8 +134,8 @@ class Chunks:
 
 
 class ChunkedCopy:
-    """From its making to `done`, which comes after `start`, or after what stops it before. It is in `under_way` for as
-    long. `mover` performs a chunk's copies, in a lane's thread.
+    """Represents a copy from its creation to `done`, which comes after `start`, or after what stops it before. It is in
+    `under_way` until then. `mover` performs a chunk's copies, in a lane's thread.
     """
 
     def __init__(

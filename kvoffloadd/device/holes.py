@@ -45,7 +45,9 @@ class Holes:
             raise
 
     def forbid(self, mapping: Mapping) -> None:
-        """From now on no page of this mapping is made by this process. Raises LimitError where the kernel refuses."""
+        """Keeps this process from making any page of this mapping from now on. Raises LimitError where the kernel
+        refuses.
+        """
         size_bytes = mapping.size_bytes + -mapping.size_bytes % PAGE_BYTES
         try:
             fcntl.ioctl(self._fd, _UFFDIO_REGISTER, _REGISTER.pack(mapping.address, size_bytes, _MODE_MISSING, 0))

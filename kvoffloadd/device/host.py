@@ -142,7 +142,7 @@ class HostDevice:
         return allocation
 
     def _map(self, fd: int, size_bytes: int) -> Mapping:
-        """In a thread."""
+        """Maps the file; runs in a thread."""
         mapping = Mapping.map_fd(fd, size_bytes)
         if self._holes is not None:
             try:

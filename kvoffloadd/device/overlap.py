@@ -157,7 +157,7 @@ def _repeated(blocks: U32Array) -> U32Array:
 
 
 def _check_descriptors(targets: Sequence[Target], chosen: Callable[[U32Array], np.ndarray]) -> None:
-    """Of the chosen block ids."""
+    """Checks the descriptors of the chosen block ids."""
     wanted = [np.where(chosen(target.blocks), target.blocks, np.uint32(NO_BLOCK)) for target in targets]
     rows = [blocks[(blocks != NO_BLOCK).any(axis=1)] for blocks in wanted]
     count = sum(len(blocks) * len(plan.size) for blocks, t in zip(rows, targets, strict=True) for plan in t.plans)

@@ -304,7 +304,7 @@ def coalesce_payloads(
 
 
 def _ascending(src: U64Array, dst: U64Array, size: U64Array) -> BoolArray:
-    """Of each but the last: it ends where the next one begins, on both sides."""
+    """Returns, for each copy but the last, whether it ends where the next one begins, on both sides."""
     joined: BoolArray = (src[:-1] + size[:-1] == src[1:]) & (dst[:-1] + size[:-1] == dst[1:])
     return joined
 

@@ -78,7 +78,7 @@ class _Words:
         self._numbers = itertools.count()
 
     def add(self, wait: SignalWait) -> None:
-        """From now on it is looked at."""
+        """Adds a wait, whose word is read from now on."""
         word = self._by_address.get(wait.ready.address)
         if word is None:
             if self._count == len(self._addresses):
@@ -123,7 +123,7 @@ class _Words:
 
 
 class _Snapshot(NamedTuple):
-    """For one look, which needs no lock. `least`: of each word the least value that was waited for."""
+    """Serves one look, which needs no lock. `least`: of each word the least value that was waited for."""
 
     words: list[_Word]
     addresses: U64Array
@@ -298,6 +298,8 @@ class Signals:
 
 
 def _pause_s(lasted_s: float, look_s: float) -> float:
-    """Until the next look, if the youngest wait has lasted so long, and the last look took so long."""
+    """Returns the pause until the next look, if the youngest wait has lasted `lasted_s`, and the last look took
+    `look_s`.
+    """
     pause_s = max(min(lasted_s * _PATIENCE, POLL_MAX_S), min(lasted_s * _LONG_PATIENCE, _LONG_POLL_MAX_S), POLL_MIN_S)
     return max(pause_s, min(_LOOK_SHARE * look_s, POLL_MAX_S))

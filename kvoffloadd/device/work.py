@@ -56,12 +56,12 @@ class BlockList:
     addresses: U64Array
 
     def wanted(self) -> BoolArray:
-        """Of which payloads some block is wanted."""
+        """Marks the payloads of which some block is wanted."""
         some: BoolArray = (self.blocks != NO_BLOCK).any(axis=1)[self.keys]
         return some
 
     def whole(self) -> BoolArray:
-        """Of which payloads all blocks are wanted."""
+        """Marks the payloads of which all blocks are wanted."""
         every: BoolArray = (self.blocks != NO_BLOCK).all(axis=1)[self.keys]
         return every
 
@@ -222,8 +222,8 @@ class HashedWork:
 
 
 def hashable(lists: Sequence[BlockList], most_bytes: int) -> BoolArray:
-    """Of which payloads `BlockWork.hashing` finds the checksums: those that are copied whole. It divides no payload, so
-    none at all if one of them has more than so many bytes, or than HASHED_DESCRIPTORS.
+    """Marks the payloads of which `BlockWork.hashing` finds the checksums: those that are copied whole. It divides no
+    payload, so it marks none at all if one of them has more than `most_bytes`, or than HASHED_DESCRIPTORS.
     """
     plans = [plan for one in lists for plan in one.plans]
     if any(len(plan.size) > HASHED_DESCRIPTORS or plan.payload_bytes > most_bytes for plan in plans):

@@ -1,4 +1,4 @@
-"""From an engine's views to what the daemon sees: canonical tensors, each listed once, and the groups' refs."""
+"""Converts an engine's views to what the daemon sees: canonical tensors, each listed once, and the groups' refs."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _whole_rows(clusters: Sequence[Sequence[RowSegment]], memory_bytes: Mapping[
 
 
 def _runs_by_layer(found: Sequence[RowSegment], rows: Sequence[Rows]) -> dict[str, dict[int, list[Run]]]:
-    """For each layer: its runs in each tensor."""
+    """Returns for each layer its runs in each tensor."""
     runs: dict[str, dict[int, list[Run]]] = {}
     for segment in found:
         tensor = _tensor_of(segment, rows)

@@ -21,7 +21,8 @@ class Share:
 
 
 def share_of(kind: LayerKind, total_heads: int, rank: int, ranks: int, parts: int = 0) -> Share:
-    """Of a tensor-parallel rank. With more ranks than heads several have the same head, as they all have MLA's latent.
+    """Returns the share of a tensor-parallel rank. With more ranks than heads several have the same head, as they all
+    have MLA's latent.
 
     `parts`: as many as the largest engine has ranks, if engines of several sizes share a namespace: each part is an
     equal range of heads, and a rank of a smaller engine holds several. 0: as many as there are ranks here.

@@ -24,7 +24,9 @@ class Sharing:
 
 
 def sharing(layer: str, spec: LayerSpec) -> Sharing | None:
-    """With what the layer can share a tensor; None: it is isolated. Raises UsageError where padding does not divide."""
+    """Returns what the layer can share a tensor with; None: it is isolated. Raises UsageError where padding does not
+    divide.
+    """
     if isinstance(spec, Mamba):
         return Sharing((), spec.page_bytes)
     backend = spec.backend if isinstance(spec, Attention) else None

@@ -26,7 +26,7 @@ class TensorPlan:
 
     @property
     def bytes(self) -> int:
-        """Of the whole tensor."""
+        """Returns the bytes of the whole tensor."""
         size = 1
         for one in self.shape:
             size *= one

@@ -120,7 +120,7 @@ class Attention:
 
     @property
     def payload_bytes(self) -> int:
-        """Of one block, without padding."""
+        """Returns the bytes of one block, without padding."""
         vectors = 1 if self.kind == LayerKind.MLA else 2
         return (
             vectors
@@ -132,7 +132,7 @@ class Attention:
 
     @property
     def page_bytes(self) -> int:
-        """Of one block, with padding."""
+        """Returns the bytes of one block, with padding."""
         return self.padded_bytes or self.payload_bytes
 
     @property
@@ -159,7 +159,7 @@ class Attention:
         }
 
     def shape(self, num_blocks: int) -> tuple[int, ...] | None:
-        """Of the layer's tensor; None if the backend is not known."""
+        """Returns the shape of the layer's tensor; None if the backend is not known."""
         if not isinstance(self.backend, Backend):
             return None
         sizes = self.axes(num_blocks)
@@ -180,7 +180,7 @@ class State:
 
     @property
     def bytes(self) -> int:
-        """Of one block."""
+        """Returns the bytes of one block."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
 
@@ -206,12 +206,12 @@ class Mamba:
 
     @property
     def payload_bytes(self) -> int:
-        """Of one block, without padding."""
+        """Returns the bytes of one block, without padding."""
         return sum(state.bytes for state in self.states)
 
     @property
     def page_bytes(self) -> int:
-        """Of one block, with padding."""
+        """Returns the bytes of one block, with padding."""
         return self.padded_bytes or self.payload_bytes
 
     @property
@@ -256,12 +256,12 @@ class Opaque:
 
     @property
     def payload_bytes(self) -> int:
-        """Of one block."""
+        """Returns the bytes of one block."""
         return self.block_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Of one block: in a tensor of its own it needs no padding."""
+        """Returns the bytes of one block, which needs no padding in a separate tensor."""
         return self.block_bytes
 
     @property

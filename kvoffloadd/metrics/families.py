@@ -1,4 +1,5 @@
-"""From a status to metrics. Pure: nothing is counted here. docs/STATUS.md lists them; a test compares the two.
+"""Converts a status to metrics. It is pure: nothing is counted here. docs/STATUS.md lists them; a test compares the
+two.
 
 Every metric is there from the start, with or without samples. Labels are bounded: namespaces, directions, reasons,
 lanes, devices and disk roots; never anything of a key.

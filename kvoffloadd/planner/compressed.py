@@ -33,7 +33,7 @@ INDEX_SCALE = 128
 
 
 def read_ratios(fields: Fields) -> tuple[int, ...]:
-    """Of each layer; entries behind the last are of layers that guess ahead. Raises ConfigError."""
+    """Reads the ratio of each layer; entries behind the last are of layers that guess ahead. Raises ConfigError."""
     count = fields.integer("num_hidden_layers")
     listed = fields.items("compress_ratios") or []
     ratios = tuple(ratio for ratio in listed[:count] if isinstance(ratio, int) and ratio in (0, 1, SPARSE, HEAVY))
@@ -45,7 +45,7 @@ def read_ratios(fields: Fields) -> tuple[int, ...]:
 
 
 def index_bytes(index_size: int) -> int:
-    """Of a key in the index: fp8 elements, and their scales."""
+    """Returns the bytes of a key in the index: fp8 elements, and their scales."""
     return index_size + index_size // INDEX_SCALE * 4
 
 

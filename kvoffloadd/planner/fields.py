@@ -50,11 +50,11 @@ class Fields:
         self._defaults = CLASS_DEFAULTS.get(self.model_type, {})
 
     def error(self, key: str, problem: str) -> ConfigError:
-        """To be raised: this key of this file, and what is wrong with it."""
+        """Makes an error for the caller to raise. It names the key, its file and the problem."""
         return ConfigError(f"{self.source}: {self._prefix if key in self._inner else ''}{key} {problem}")
 
     def unknown(self, key: str, problem: str) -> NoPlanError:
-        """To be raised: what this key says decides the cache, in a way that is not known here."""
+        """Makes an error for the caller to raise: this key decides the cache in a way that is not known here."""
         return NoPlanError(f"{self.error(key, problem)}, {INSTEAD}")
 
     def get(self, key: str) -> object | None:

@@ -65,7 +65,9 @@ def _repeats(pages: dict[int, list[str]]) -> int:
 
 
 def _least_waste(counts: list[int], least: int) -> int:
-    """Of sizes from `least` on that by which the counts need the fewest slots more; of equal ones the largest."""
+    """Returns the size, from `least` on, by which the counts need the fewest additional slots; of equal ones the
+    largest.
+    """
     sizes = range(least, max(counts) + 1)
     return min(sizes, key=lambda size: (sum(-count % size for count in counts), -size))
 

@@ -28,14 +28,16 @@ OTHER_KV_HEADS = (
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Of K and V in an attention layer. `size`: elements of a head; with MLA of the latent, the one head."""
+    """Describes the heads of K and V in an attention layer. `size`: elements of a head, or with MLA of the latent, the
+    one head.
+    """
 
     count: int
     size: int
 
 
 def kv_heads(fields: Fields, query_heads: int) -> int:
-    """As many as heads, unless the file says otherwise."""
+    """Returns the number of KV heads: as many as query heads, unless the file says otherwise."""
     if fields.model_type == "falcon":  # the older ones have one head of K and V, whatever `num_kv_heads` says
         if fields.get("new_decoder_architecture"):
             return fields.integer("num_kv_heads", query_heads)
@@ -79,8 +81,8 @@ def head_size(fields: Fields, query_heads: int) -> int:
 
 
 def full_heads(fields: Fields, others: int) -> Heads | None:
-    """Of full layers, where theirs are not those of the `others`: of other size, and fewer where K is V as well, which
-    are kept both all the same.
+    """Returns the heads of full layers, where they differ from the `others`: in size, and in number where K is V as
+    well. Such layers keep both all the same.
     """
     if fields.model_type != TWO_HEADS:
         return None

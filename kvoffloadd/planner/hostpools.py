@@ -67,12 +67,14 @@ class HostPool:
         return self.kind == STATES
 
     def stored_keys(self, tokens: int, page_tokens: int) -> int:
-        """Of a prompt: one for each whole page; of states one, at the end of the last whole page."""
+        """Counts the keys that are stored of a prompt: one for each whole page; of states one, at the end of the last
+        whole page.
+        """
         pages = tokens // page_tokens
         return min(pages, 1) if self.is_state else pages
 
     def needed_keys(self, tokens: int, page_tokens: int) -> int:
-        """Of these, what a restore of all whole pages needs."""
+        """Counts the stored keys that a restore of all whole pages needs."""
         stored = self.stored_keys(tokens, page_tokens)
         return min(stored, -(-self.needed_tokens // page_tokens)) if self.needed_tokens else stored
 
@@ -83,8 +85,8 @@ def page_tokens_of(model: ModelConfig, asked: int) -> int:
 
 
 def host_pools(rank: Rank) -> tuple[HostPool, ...]:
-    """In the order of their groups. `rank.block_size`: tokens of a page; its `hybrid` False: SGLang is started with
-    `--disable-hybrid-swa-memory`. The model is none of `REFUSED`.
+    """Returns the host pools in the order of their groups. `rank.block_size`: tokens of a page; its `hybrid` False:
+    SGLang is started with `--disable-hybrid-swa-memory`. The model is none of `REFUSED`.
     """
     model, page = rank.model, rank.block_size
     kinds = (*model.kinds, *model.sharing)
@@ -110,7 +112,7 @@ def host_pools(rank: Rank) -> tuple[HostPool, ...]:
 
 
 def _token_bytes(rank: Rank, kind: LayerKind) -> int:
-    """Of a token in one layer: keys and values."""
+    """Returns the bytes of a token in one layer: keys and values."""
     heads = rank.heads(kind)
     return 2 * heads.count * heads.size * item_bytes(rank.dtype)
 
@@ -120,7 +122,7 @@ def _latent_bytes(rank: Rank) -> int:
 
 
 def _state_bytes(rank: Rank) -> int:
-    """Of one layer's convolution and recurrent state."""
+    """Returns the bytes of one layer's convolution and recurrent state."""
     model = rank.model
     said = "" if model.model_type in SAYS_NO_STATE_DTYPE else model.state_dtype
     dtypes = (CONV_DTYPE, said or STATE_DTYPE)

@@ -98,7 +98,9 @@ def _sharing(fields: Fields, count: int) -> int:
 
 
 def sharing_kinds(fields: Fields) -> tuple[LayerKind, ...]:
-    """Of the layers at the end that `layer_kinds` leaves out, since they use the cache of earlier ones."""
+    """Returns the kinds of the layers at the end that `layer_kinds` leaves out, since they use the cache of earlier
+    ones.
+    """
     if not fields.get("num_kv_shared_layers"):
         return ()
     count = fields.integer("num_hidden_layers")

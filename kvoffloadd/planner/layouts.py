@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """Of a block of each group, before any are merged."""
+        """Counts the descriptors of a block of each group, before any are merged."""
         return tuple(sum(ref.count for ref in group.refs) for group in self.plan.canonical.groups)
 
     @property
@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def token_bytes(self) -> float:
-        """Of a token in all groups, everything stored."""
+        """Returns the bytes of a token in all groups, everything stored."""
         sizes = (self.spec(group).block_size for group in range(self.num_groups))
         return float(sum(Fraction(payload, size) for payload, size in zip(self.payloads, sizes, strict=True)))
 

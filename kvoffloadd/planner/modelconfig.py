@@ -108,7 +108,7 @@ class ModelConfig:
         return tuple(kind for kind in dict.fromkeys(self.kinds) if kind is not LayerKind.MAMBA)
 
     def heads(self, kind: LayerKind) -> Heads:
-        """Of attention layers of this kind."""
+        """Returns the heads of attention layers of this kind."""
         if kind is LayerKind.FULL and self.full_heads is not None:
             return self.full_heads
         return Heads(self.kv_heads, self.head_size)
@@ -119,8 +119,8 @@ class ModelConfig:
 
 
 def read_model(path: Path) -> ModelConfig:
-    """From a config.json. Raises NoPlanError for a model that is not known, or keeps nothing, and ConfigError for what
-    is missing or no value; both name the key and what would work.
+    """Reads a model from a config.json. Raises NoPlanError for a model that is not known, or keeps nothing, and
+    ConfigError for what is missing or no value; both name the key and what would work.
     """
     fields = read_fields(path)
     _check_known(fields)

@@ -1,4 +1,4 @@
-"""From a model and the terms it is to run under to a plan: layouts compared, and what the tiers hold."""
+"""Derives a plan from a model and the terms that it runs under: layouts compared, and what the tiers hold."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
 
 
 def prompt_lengths(terms: PlanInputs, trace: Trace | None) -> dict[str, int]:
-    """In tokens, by what they are called; the first is the one that counts."""
+    """Returns lengths in tokens, by what they are called; the first is the one that counts."""
     return {"median": trace.median_tokens, "p90": trace.p90_tokens} if trace else {"typical": terms.prompt_tokens}
 
 

@@ -98,7 +98,7 @@ class Rank:
 
     @property
     def dtype(self) -> str:
-        """Of keys and values, as torch calls it."""
+        """Returns the dtype of keys and values, as torch calls it."""
         return KV_DTYPES[self.kv_dtype] or self.model.dtype
 
     @property
@@ -110,11 +110,11 @@ class Rank:
 
     @property
     def kept_dtype(self) -> str:
-        """Of the tensors that hold keys and values, or latents."""
+        """Returns the dtype of the tensors that hold keys and values, or latents."""
         return "uint8" if self.is_packed else self.dtype
 
     def heads(self, kind: LayerKind) -> Heads:
-        """Of attention layers of this kind; with more ranks than heads several have the same one."""
+        """Returns the heads of attention layers of this kind; with more ranks than heads several have the same one."""
         heads = self.model.heads(kind)
         return Heads(1 if self.model.is_mla else max(1, heads.count // self.tp), heads.size)
 
@@ -125,8 +125,8 @@ class Rank:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in one attention layer, beside its index; with compressed tokens of an entry. Where full layers
-        have heads of their own: in one of those that keep the most.
+        """Returns the bytes of a token in one attention layer, without its index; with compressed tokens, the bytes of
+        an entry. Where full layers have other heads, it is a layer of those that keep the most.
         """
         if self.model.ratios:
             return next(iter(self._compressed("", 0).values())).payload_bytes // WINDOW_TOKENS
@@ -134,17 +134,19 @@ class Rank:
 
     @property
     def states(self) -> tuple[State, ...]:
-        """Of each layer that keeps states: convolution, recurrent state if it has one; () if there is no such layer."""
+        """Returns the states of each layer that keeps any: convolution, recurrent state if it has one; () if there is
+        no such layer.
+        """
         linear = self.model.linear
         return () if linear is None else linear.states(self.tp, self.model.dtype)
 
     @property
     def state_bytes(self) -> int:
-        """Of one layer that keeps states; 0 if there is none."""
+        """Returns the bytes of one layer that keeps states; 0 if there is none."""
         return sum(state.bytes for state in self.states)
 
     def block_tokens(self, pack_size: int = 1) -> int:
-        """As asked for, in multiples that kernels can read.
+        """Returns the block size as asked for, in multiples that kernels can read.
 
         Larger where `pack_size` attention layers would not fill the page that a state needs: a multiple of the asked.
         """
@@ -173,7 +175,7 @@ class Rank:
         return found
 
     def parts(self, kind: LayerKind) -> int:
-        """Of a key of a group of this kind."""
+        """Returns the number of parts of a key of a group of this kind."""
         if kind is LayerKind.MAMBA:
             return self.tp
         return share_of(kind, self.model.heads(kind).count, 0, self.tp).parts

@@ -1,4 +1,4 @@
-"""From a model to what SGLang and the daemon are to be started with, and what the tiers hold of SGLang's pages."""
+"""Derives from a model what SGLang and the daemon are started with, and what the tiers hold of SGLang's pages."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class SglangPlan:
 
     @property
     def page_tokens(self) -> int:
-        """Of a page, and so of a key."""
+        """Returns the tokens of a page, and so of a key."""
         return self.rank.block_size
 
     @property
@@ -194,8 +194,8 @@ def _size(size: int) -> str:
 
 
 def _needed(pools: Sequence[HostPool], terms: PlanInputs) -> PlanInputs:
-    """With slabs and segments as they suit the memory, unless the largest payload does not fit, or leaves a quarter of
-    a slab and more unused.
+    """Chooses slabs and segments as they suit the memory, unless the largest payload does not fit, or leaves a quarter
+    of a slab and more unused.
     """
     slab, segment = memory_space(terms).slab_bytes, terms.segment_bytes
     largest = max(slot_bytes(pool.payload_bytes) for pool in pools)

@@ -21,7 +21,9 @@ SSM_DTYPES = {"nemotron_h": "float32"}
 
 @dataclass(frozen=True, slots=True)
 class LinearHeads:
-    """Of layers with linear attention (Gated DeltaNet), over all ranks. `dtype`: of the recurrent state."""
+    """Describes the heads of layers with linear attention (Gated DeltaNet), over all ranks. `dtype`: of the recurrent
+    state.
+    """
 
     key_heads: int
     value_heads: int
@@ -41,14 +43,16 @@ class LinearHeads:
         return {"linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
-        """Of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's."""
+        """Returns the states of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's."""
         conv = State((self.conv_kernel - 1, self.conv_channels // tp), dtype)
         return conv, State((self.value_heads // tp, self.value_size, self.key_size), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class MambaHeads:
-    """Of Mamba-2 layers, over all ranks. `inner`: channels of all heads; `dtype`: of the recurrent state."""
+    """Describes the heads of Mamba-2 layers, over all ranks. `inner`: channels of all heads; `dtype`: of the recurrent
+    state.
+    """
 
     heads: int
     head_size: int
@@ -65,7 +69,7 @@ class MambaHeads:
         return {"Mamba heads": self.heads, "channels of Mamba heads": self.inner, **groups}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
-        """Of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's.
+        """Returns the states of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's.
 
         A single group is on each rank; engines split several, and have no other way.
         """
@@ -76,7 +80,7 @@ class MambaHeads:
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """Of layers that are a short convolution (LFM2), over all ranks."""
+    """Describes the states of layers that are a short convolution (LFM2), over all ranks."""
 
     channels: int
     conv_kernel: int
@@ -87,13 +91,15 @@ class ShortConv:
         return {"channels of the convolution": self.channels}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
-        """Of a layer on one of `tp` ranks: the convolution. `dtype`: the model's."""
+        """Returns the state of a layer on one of `tp` ranks: the convolution. `dtype`: the model's."""
         return (State((self.conv_kernel - 1, self.channels // tp), dtype),)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaHeads:
-    """Of layers with Kimi's delta attention, over all ranks. Queries, keys and values have heads of one size."""
+    """Describes the heads of layers with Kimi's delta attention, over all ranks. Queries, keys and values have heads of
+    one size.
+    """
 
     heads: int
     head_size: int
@@ -105,7 +111,9 @@ class DeltaHeads:
         return {"linear_attn_config.num_heads": self.heads}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
-        """Of a layer on one of `tp` ranks: convolution in the model's `dtype`, recurrent state in float32."""
+        """Returns the states of a layer on one of `tp` ranks: convolution in the model's `dtype`, recurrent state in
+        float32.
+        """
         heads = self.heads // tp
         conv = State((self.conv_kernel - 1, 3 * heads * self.head_size), dtype)
         return conv, State((heads, self.head_size, self.head_size), "float32")
@@ -113,7 +121,9 @@ class DeltaHeads:
 
 @dataclass(frozen=True, slots=True)
 class LightningHeads:
-    """Of layers with lightning attention (Ring), over all ranks. Queries, keys and values have heads of one size."""
+    """Describes the heads of layers with lightning attention (Ring), over all ranks. Queries, keys and values have
+    heads of one size.
+    """
 
     heads: int
     head_size: int
@@ -124,7 +134,7 @@ class LightningHeads:
         return {"num_attention_heads": self.heads}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
-        """Of a layer on one of `tp` ranks: the recurrent state. `dtype`: the model's."""
+        """Returns the state of a layer on one of `tp` ranks: the recurrent state. `dtype`: the model's."""
         return (State((self.heads // tp, self.head_size, self.head_size), dtype),)
 
 
@@ -132,7 +142,7 @@ Recurrent = DeltaHeads | LightningHeads | LinearHeads | MambaHeads | ShortConv
 
 
 def read_states(fields: Fields, dtype: str) -> Recurrent:
-    """Of the layers that keep states. `dtype`: the model's. Raises ConfigError for a key that is missing."""
+    """Reads the states of the layers that keep any. `dtype`: the model's. Raises ConfigError for a missing key."""
     if fields.model_type == LIGHTNING:
         fields.assumed.append("states of lightning attention are taken to be in the model's dtype, as vLLM has them")
         return LightningHeads(fields.integer("num_attention_heads"), fields.integer("head_dim"))
@@ -161,7 +171,7 @@ def read_states(fields: Fields, dtype: str) -> Recurrent:
 
 
 def _mamba_2(fields: Fields, dtype: str) -> MambaHeads:
-    """As Granite 4 and Falcon-H1 name it."""
+    """Reads the fields as Granite 4 and Falcon-H1 name them."""
     heads = fields.integer("mamba_n_heads")
     if fields.get("mamba_d_ssm") is not None:
         inner = fields.integer("mamba_d_ssm")
@@ -192,7 +202,9 @@ def _state_dtype(fields: Fields, dtype: str) -> str:
 
 
 def read_dtype(fields: Fields, key: str) -> str:
-    """Without "torch."; "" where it is absent. Raises ConfigError for one that no model is computed in."""
+    """Reads a dtype without "torch."; "" where it is absent. Raises ConfigError for one that no
+    model is computed in.
+    """
     found = fields.text(key, "").removeprefix("torch.")
     if found and found not in DTYPES:
         raise fields.error(key, f"= {found!r} is not known; these are: {', '.join(DTYPES)}")

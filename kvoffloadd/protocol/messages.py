@@ -388,7 +388,7 @@ class Verify(Request, frozen=True, tag="verify"):
 
 
 class Subscribe(Request, frozen=True, tag="subscribe"):
-    """From now on, `events` of the session's namespace are pushed."""
+    """Starts to push `events` of the session's namespace."""
 
 
 class Snapshot(Request, frozen=True, tag="snapshot"):

@@ -97,7 +97,7 @@ class SessionClears:
             self._account.refund(clears=1)
 
     async def _answer_durable(self, seq: int, clearing: Clearing) -> m.Reply:
-        """For clients that know no tokens: when every place has tried. Raises NotDurableError."""
+        """Answers clients that know no tokens when every place has tried. Raises NotDurableError."""
         await asyncio.shield(clearing.tried)
         if unrecorded := self._clearings.unrecorded(clearing):
             raise NotDurableError(

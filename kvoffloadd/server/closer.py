@@ -67,7 +67,7 @@ class Closer:
             self._start(uid)
 
     def admit(self, uid: int) -> None:
-        """From now on this user's descriptors are closed by a thread of their own.
+        """Makes a separate thread for this user, which closes the user's descriptors from now on.
 
         Raises:
             LimitError: the user's thread is stuck.

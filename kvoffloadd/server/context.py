@@ -66,10 +66,10 @@ class OpenSession(Protocol):
     requests: int
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
 
     def slow_jobs(self, least_s: float) -> list[dict[str, Any]]:
-        """For `status`: its jobs that have been under way for at least `least_s`."""
+        """Returns for `status` its jobs that have been under way for at least `least_s`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -198,7 +198,7 @@ class SessionJobs:
                 return result
 
     def slow(self, least_s: float) -> list[dict[str, Any]]:
-        """For `status`: jobs that have been under way for at least `least_s`, and what each waits for."""
+        """Returns for `status` the jobs that have been under way for at least `least_s`, and what each waits for."""
         now = self.context.loop.time()
         return [
             {

@@ -50,7 +50,7 @@ class Lag:
         return max(self._cpu_windows)
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         names = [*(f"{bound:g}" for bound in LATE_S), "inf"]
         return {
             "worst_lag_s": round(self.worst_s, 6),

@@ -201,8 +201,8 @@ class PendingPins:
         self.push(m.Ready(seq=waiting.seq, states=states, boundaries=boundaries, lease=lease.id if lease else 0))
 
     def _leave_out(self, groups: list[GroupLookup], joining: list[BoolArray]) -> None:
-        """Of keys that are to join a lease (`joining`, of each group) what its user may not hold is a miss: from the
-        prompt's end on, in all groups alike, so that what is left can be restored.
+        """Turns keys that would join a lease (`joining`, of each group), but that its user may not hold, into misses:
+        from the prompt's end on, in all groups alike, so that what is left can be restored.
         """
         cache, uid = self.context.cache, self.instance.uid
         if not groups or not cache.entries.held.bounds(uid):

@@ -80,7 +80,7 @@ class RegisteredGroup:
 
     @cached_property
     def plans(self) -> tuple[GroupPlan, ...]:
-        """Of the same parts."""
+        """Returns the plans of the same parts."""
         return tuple(held.plan for held in self.held)
 
     @cached_property

@@ -295,9 +295,9 @@ class Registry:
             return self._build(namespace, message, draft(message, attached), descriptors)
 
     async def register_large(self, namespace: Namespace, message: Register) -> int:
-        """As `register`, but a thread makes the plans. Everything may have changed meanwhile, and is checked again by
-        `build`; but the memory it names stays mapped, even if other registrations of it end. It is charged until the
-        thread is done, even if the request is cancelled.
+        """Does what `register` does, but a thread makes the plans. Everything may have changed meanwhile, and is
+        checked again by `build`; but the memory it names stays mapped, even if other registrations of it end. It is
+        charged until the thread is done, even if the request is cancelled.
         """
         descriptors = self._descriptors(message)
         attached = named(message, self.attached)
@@ -355,8 +355,9 @@ class Registry:
         return registration
 
     def unregister(self, number: int) -> asyncio.Task[None]:
-        """From now on no job can name this registration. The task waits for the jobs that do, then unmaps memory that
-        no other registration names. A second call meanwhile returns the same task. Raises UnknownNameError.
+        """Ends a registration, which no job can name from now on. The task waits for the jobs that name it, then
+        unmaps memory that no other registration names. A second call meanwhile returns the same task. Raises
+        UnknownNameError.
         """
         ending = self._ending.get(number)
         if ending is None:

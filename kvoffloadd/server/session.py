@@ -391,7 +391,7 @@ class Session:
             self._context.cache.close_namespace(self._namespace)
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         return {
             "session": self.id,
             "instance": self.instance_id,
@@ -407,7 +407,7 @@ class Session:
         }
 
     def slow_jobs(self, least_s: float) -> list[dict[str, Any]]:
-        """For `status`: its jobs that have been under way for longer."""
+        """Returns for `status` its jobs that have been under way for longer."""
         slow = self._jobs.slow(least_s) if self._jobs else []
         return [{"session": self.id, "pid": self.peer.pid, **job} for job in slow]
 

@@ -57,7 +57,7 @@ class SessionJob:
     counted: list[tuple[Progress, int]] = field(default_factory=list)  # its number in each `Progress` it is counted in
 
     def failed(self, result: Completion) -> list[I64Array]:
-        """By group, the indices of the keys that were not stored or loaded."""
+        """Returns, by group, the indices of the keys that were not stored or loaded."""
         if result.outcome not in (Outcome.DONE, Outcome.PARTIAL):
             return [np.union1d(chosen, lost) for chosen, lost in zip(self.chosen, self.lost, strict=True)]
         if not len(result.bad):

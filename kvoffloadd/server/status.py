@@ -140,7 +140,7 @@ def slowest(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _lanes(context: Context) -> dict[str, Lane]:
-    """By what they work on: a device, the arena's payloads, a disk root. Each user has some."""
+    """Returns lanes by what they work on: a device, the arena's payloads, a disk root. Each user has some."""
     lanes = {
         f"{device.kind} {lane.name.removeprefix('gpu-')}": lane for device in context.devices for lane in device.lanes()
     }

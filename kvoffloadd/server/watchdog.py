@@ -80,7 +80,7 @@ class Watchdog:
                 task.cancel()
 
     async def _pass(self, lane: Lane) -> None:
-        """Through the lane. Raises RuntimeError if one of its threads does not come back, though others do."""
+        """Waits for its turn in the lane. Raises RuntimeError if a thread does not come back, though others do."""
         await lane.perform(_nothing, urgent=FIRST)
         seconds = lane.oldest_running_s(self._context.loop.time())
         if seconds > self._patience_s:

@@ -304,7 +304,7 @@ def arena_offset(capacity_bytes: int, slab_bytes: int) -> int:
 
 
 def block_bytes(fd: int) -> int:
-    """Of the file's file system: on hugetlbfs a page of it, of which a file has whole ones."""
+    """Returns the block size of the file's file system: on hugetlbfs one of its pages, since files have whole ones."""
     return max(os.fstatvfs(fd).f_bsize, PAGE_BYTES)
 
 

@@ -62,7 +62,7 @@ def await_end(owner: bytes, patience_s: float, *, kill: bool = False) -> int:
 
 
 def _boot() -> bytes:
-    """Of the kernel, new at each boot."""
+    """Returns the kernel's boot id, which is new at each boot."""
     return bytes.fromhex(BOOT_ID.read_text().strip().replace("-", ""))
 
 

@@ -127,7 +127,7 @@ class SlotRecords:
     # --- inside ---
 
     def _slots(self, slabs: range) -> tuple[I64Array, U32Array, I64Array]:
-        """Of every slot of these slabs as they are: place of its record, first page, pages."""
+        """Returns every slot of these slabs as they are: place of its record, first page, pages."""
         places, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for slab in (slabs.start + np.flatnonzero(self._slabs[slabs.start : slabs.stop])).tolist():
             size, first = int(self._slabs[slab]), slab * self._slab_pages

@@ -72,7 +72,7 @@ class OwnDaemon:
         self.await_answer()
 
     def await_answer(self) -> None:
-        """Until it answers. Raises DaemonError."""
+        """Waits until it answers. Raises DaemonError."""
         limit = time.monotonic() + START_S
         while True:
             observer = Client(self.socket, namespace=None, role="observer", deadline_s=CALL_S, connect_deadline_s=0.0)
@@ -102,14 +102,14 @@ class OwnDaemon:
 
     @property
     def child(self) -> subprocess.Popen[bytes]:
-        """Of the run that was started last."""
+        """Returns the process of the run that was started last."""
         if self._child is None:
             raise DaemonError("the daemon was never started")
         return self._child
 
     @property
     def pid(self) -> int:
-        """Of the run that was started last."""
+        """Returns the pid of the run that was started last."""
         return self.child.pid
 
     @property
@@ -170,7 +170,7 @@ class OwnDaemon:
         return tail(self.log_path)
 
     def status(self) -> dict[str, Any]:
-        """As the observer gets it."""
+        """Returns the status as the observer gets it."""
         return self.observer.status()
 
     def verify(self, *, payloads: bool = False) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class Judged(Protocol):
 
     @property
     def findings(self) -> list[str]:
-        """Of self-audits."""
+        """Returns the findings of self-audits."""
 
     @property
     def leaks(self) -> list[str]:
@@ -100,7 +100,7 @@ class Judged(Protocol):
 
     @property
     def said(self) -> list[str]:
-        """By workers."""
+        """Returns what workers wrote."""
 
 
 def print_wrong(report: Judged) -> None:

@@ -67,7 +67,7 @@ class WorkerProcess:
         self._child.kill()
 
     def reap(self) -> None:
-        """After `kill`."""
+        """Reaps the process after `kill`."""
         self._child.wait()
         self._close_pipes()
 

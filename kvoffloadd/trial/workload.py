@@ -61,11 +61,11 @@ class Workload:
         return time.perf_counter() - begun, result.seconds
 
     def begin_store(self, ready: Ready | None = None) -> Job:
-        """Of new keys."""
+        """Begins a store of new keys."""
         return self.client.store(self.registration, self._new_wanted(), deadline_s=WAIT_S, ready=ready)
 
     def begin_load(self) -> Job:
-        """Of the keys that were stored last."""
+        """Begins a load of the keys that were stored last."""
         return self.client.load(self.registration, self._wanted(self._load_to), deadline_s=WAIT_S)
 
     def finish(self, job: Job) -> JobResult:
@@ -80,7 +80,7 @@ class Workload:
         return keys_of(np.arange(self._stored - jobs * self.keys, self._stored))
 
     def drain(self) -> None:
-        """Until nothing is copied and nothing waits to be hashed."""
+        """Waits until nothing is copied and nothing waits to be hashed."""
         self.client.drain(WAIT_S)
 
     def _new_wanted(self) -> Wanted:

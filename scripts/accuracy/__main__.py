@@ -18,18 +18,18 @@ from pathlib import Path
 from kvoffloadd.errors import UsageError
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.program import carry_out
-from scripts.accuracy.report import Report
+from scripts.accuracy.report import AccuracyReport
 from scripts.harness.program import command_line
 
 
-def run(given: argparse.Namespace, folder: Path) -> Report:
+def run(given: argparse.Namespace, folder: Path) -> AccuracyReport:
     """Everything. Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
     if find_spec("torch") is None:
         raise UsageError("torch is not installed: the model needs it")
-    from scripts.accuracy.run import Run  # loads torch, which takes seconds
+    from scripts.accuracy.run import AccuracyRun  # loads torch, which takes seconds
 
     with disk_folder(None) as disk:
-        return Run(given, folder, Path(disk)).run()
+        return AccuracyRun(given, folder, Path(disk)).run()
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ from scripts.accuracy.task import (
     PROMPT_TOKENS,
     VOCABULARY,
     WINDOW,
-    Prompts,
+    TaskPrompts,
     make_prompts,
 )
 
@@ -46,7 +46,7 @@ NEVER = -1e30
 
 
 def layer_name(at: int) -> str:
-    """Of the layer at this index."""
+    """Returns the name of the layer at this index."""
     return f"{KINDS[at]}.{at}"
 
 
@@ -101,7 +101,7 @@ def new_model(generator: Any) -> Model:
 
 
 def _weights(kind: str, finds: bool, generator: Any) -> dict[str, Any]:
-    """Of a layer. `finds`: it begins with what finding takes; others begin with next to nothing."""
+    """Returns the weights of a layer. `finds`: it begins with what finding takes; others begin with next to nothing."""
 
     def small(*shape: int, scale: float = 0.02) -> Any:
         return scale * torch.randn(shape, generator=generator)
@@ -165,7 +165,7 @@ def train(seed: int) -> Model:
 
 
 def _trained(seed: int) -> tuple[Model, float]:
-    """In ever smaller steps; the model, and its loss at the end."""
+    """Trains in ever smaller steps. Returns the model, and its loss at the end."""
     generator = torch.Generator().manual_seed(seed)
     model, positions = new_model(generator), _Positions(FAR_KEYS)
     optimizer = torch.optim.Adam(model.parameters())
@@ -182,7 +182,7 @@ def _trained(seed: int) -> tuple[Model, float]:
     return model, sum(losses[-LAST_STEPS:]) / LAST_STEPS
 
 
-def _loss(model: Model, positions: _Positions, prompts: Prompts) -> Any:
+def _loss(model: Model, positions: _Positions, prompts: TaskPrompts) -> Any:
     x = model.embed(torch.cat([prompts.tokens, prompts.taught().flatten(1)], 1))
     for kind, layer in zip(KINDS, model.layers, strict=True):
         y = normed(x)

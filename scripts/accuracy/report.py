@@ -40,7 +40,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Report:
+class AccuracyReport:
     """The first row is the reference: the first layout, all prompts computed."""
 
     seed: int
@@ -49,7 +49,7 @@ class Report:
     errors: list[str] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
-        """In the order in which they came."""
+        """Adds a row; rows stay in the order in which they came."""
         self.rows.append(row)
 
     def verdict(self, row: Row) -> str:

@@ -13,9 +13,9 @@ from kvoffloadd.trial.process import bad_entries
 from kvoffloadd.trial.wait import until
 from scripts.accuracy.layouts import LAYOUTS
 from scripts.accuracy.model import train
-from scripts.accuracy.report import COMPUTED, DISK, MEMORY, Report, Row
+from scripts.accuracy.report import COMPUTED, DISK, MEMORY, AccuracyReport, Row
 from scripts.accuracy.task import make_prompts
-from scripts.accuracy.worker import Control, Worker
+from scripts.accuracy.worker import AccuracyWorker, Control
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import is_idle
 
@@ -28,7 +28,7 @@ THREADS = 1
 """More would only wait for each other: nothing here is large."""
 
 
-class Run:
+class AccuracyRun:
     """Nothing stays behind, however it ends."""
 
     def __init__(self, given: argparse.Namespace, folder: Path, disk_folder: Path) -> None:
@@ -40,15 +40,15 @@ class Run:
         }
         self._daemon = Daemon(folder, MEMORY_BYTES, settings)
 
-    def run(self) -> Report:
+    def run(self) -> AccuracyReport:
         """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
         torch.set_num_threads(THREADS)
         seed = self._given.seed
         began = time.monotonic()
         model = train(seed)
-        report = Report(seed, time.monotonic() - began)
+        report = AccuracyReport(seed, time.monotonic() - began)
         prompts = make_prompts(self._given.prompts, torch.Generator().manual_seed(seed + 1))
-        workers = [Worker(name, model, prompts, seed) for name in LAYOUTS]
+        workers = [AccuracyWorker(name, model, prompts, seed) for name in LAYOUTS]
         daemon = self._daemon
         try:
             daemon.start()
@@ -73,8 +73,8 @@ class Run:
         finally:
             daemon.kill()
 
-    def _end_run(self, report: Report, workers: list[Worker]) -> None:
-        """Of the daemon: in order, with all that it says of itself."""
+    def _end_run(self, report: AccuracyReport, workers: list[AccuracyWorker]) -> None:
+        """Ends the daemon's run in order, with all that it reports about itself."""
         for worker in workers:
             worker.disconnect()
         report.errors += self._daemon.verify(payloads=True)
@@ -86,7 +86,13 @@ class Run:
         return int(self._daemon.status()["disk"]["promoted"]["keys"])
 
     def _note(
-        self, report: Report, worker: Worker, source: str, said: Any, answers: Any, control: Control | None = None
+        self,
+        report: AccuracyReport,
+        worker: AccuracyWorker,
+        source: str,
+        said: Any,
+        answers: Any,
+        control: Control | None = None,
     ) -> None:
         right = (said == answers).all(-1)
         before = sum(row.recomputed_tokens for row in report.rows if row.layout == worker.layout)

@@ -33,7 +33,7 @@ ANSWER_TOKENS = 3
 
 
 @dataclass(frozen=True)
-class Prompts:
+class TaskPrompts:
     """`tokens`: i64 (prompts, PROMPT_TOKENS). `asked`: i64 (prompts, questions), far keys. `answers`: i64 (prompts,
     questions, ANSWER_TOKENS).
     """
@@ -48,7 +48,7 @@ class Prompts:
         return torch.cat([torch.stack([ask, self.asked], -1), self.answers[..., :-1]], -1)
 
 
-def make_prompts(count: int, generator: Any) -> Prompts:
+def make_prompts(count: int, generator: Any) -> TaskPrompts:
     """Random ones, each with a question about every far key."""
 
     def draw(most: int, *shape: int) -> Any:
@@ -80,7 +80,7 @@ def make_prompts(count: int, generator: Any) -> Prompts:
     last = torch.where(tokens >= FIRST_MODE, torch.arange(PROMPT_TOKENS), -1).max(1).values
     mode = tokens.gather(1, last[:, None]).expand(-1, FAR_KEYS)
     answers = torch.stack([near_of, value_of.gather(1, near_of - FIRST_NEAR), mode], -1)
-    return Prompts(tokens, _all(FIRST_FAR, FAR_KEYS, count), answers)
+    return TaskPrompts(tokens, _all(FIRST_FAR, FAR_KEYS, count), answers)
 
 
 def _all(first: int, number: int, count: int) -> Any:

@@ -18,7 +18,7 @@ from kvoffloadd.trial.process import DaemonError
 from scripts.accuracy.engine import PagedModel, Tables
 from scripts.accuracy.layouts import BLOCK, LAYOUTS
 from scripts.accuracy.model import Model
-from scripts.accuracy.task import FAR_KEYS, PROMPT_TOKENS, Prompts
+from scripts.accuracy.task import FAR_KEYS, PROMPT_TOKENS, TaskPrompts
 
 torch: Any = importlib.import_module("torch")
 
@@ -43,10 +43,10 @@ class Control:
     fall: float
 
 
-class Worker:
+class AccuracyWorker:
     """`layout`: a name of `LAYOUTS`. Prompts are restored to other blocks than those in which they were computed."""
 
-    def __init__(self, layout: str, model: Model, prompts: Prompts, seed: int) -> None:
+    def __init__(self, layout: str, model: Model, prompts: TaskPrompts, seed: int) -> None:
         self.layout = layout
         self._prompts = prompts
         self._rng = np.random.default_rng(seed)

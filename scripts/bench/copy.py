@@ -64,7 +64,7 @@ CASES = (
 
 def layout_case(model: str, layout: str) -> CopyCase:
     """A model's KV cache in a layout, at its true sizes. Raises NoSuchLayoutError for one that the model can't have."""
-    case = layouts.Case(model, layout)
+    case = layouts.LayoutCase(model, layout)
     planned = case.planned
 
     def memory(keys: int) -> KvMemory:

@@ -108,7 +108,7 @@ class Noise:
 
 
 async def beat() -> None:
-    """Until SIGTERM; then print the worst delay, ms."""
+    """Beats until SIGTERM; then prints the worst delay, ms."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     loop.add_signal_handler(15, stop.set)

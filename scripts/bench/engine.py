@@ -24,7 +24,7 @@ from kvoffloadd.trial.workload import WAIT_S
 NAMESPACE = NamespaceSpec(model="bench_engines")
 
 
-class Engine:
+class PinningEngine:
     """Two sessions, and one prompt that is held."""
 
     def __init__(self, socket: str, keys: int, page_bytes: int) -> None:
@@ -87,7 +87,7 @@ def repeat(until: float, calls: list[tuple[Callable[[], None], list[float]]]) ->
 def main() -> None:
     """Ends with its input."""
     options: dict[str, Any] = json.loads(sys.argv[1])
-    engine = Engine(options["socket"], options["keys"], options["page_bytes"])
+    engine = PinningEngine(options["socket"], options["keys"], options["page_bytes"])
     try:
         for line in sys.stdin:
             print(json.dumps(engine.run(json.loads(line)["seconds"])), flush=True)

@@ -49,7 +49,7 @@ DIRECTIONS = ("store", "load")
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class LayoutCase:
     """A model in one layout, at its true sizes, on one rank."""
 
     model: str
@@ -66,22 +66,22 @@ class Case:
         return max(1, job_bytes // sum(self.planned.payloads))
 
     def arrangement(self, keys: int) -> Arrangement:
-        """With blocks for so many keys of each group."""
+        """Arranges blocks for this many keys of each group."""
         (geometry,) = planned_geometries(self.model, named(self.model), 0, layouts=(self.layout,))
         return geometry.arrange_blocks(0, keys * self.planned.num_groups, self.layout)
 
 
-def cases_of(model: str) -> list[Case]:
-    """In those that the model can have."""
+def cases_of(model: str) -> list[LayoutCase]:
+    """Returns a case for each layout that the model can have."""
     geometries = planned_geometries(model, named(model), 0)
     possible_names = {layout for geometry in geometries for layout in geometry.layouts}
-    return [Case(model, layout) for layout in COMPARED if layout in possible_names]
+    return [LayoutCase(model, layout) for layout in COMPARED if layout in possible_names]
 
 
-class Bench(Workload):
+class LayoutWorkload(Workload):
     """A worker whose KV cache is that of a case."""
 
-    def __init__(self, socket: Path, case: Case, job_bytes: int, line: GpuLine | None) -> None:
+    def __init__(self, socket: Path, case: LayoutCase, job_bytes: int, line: GpuLine | None) -> None:
         self.case = case
         keys = case.keys_in(job_bytes)
         arrangement = case.arrangement(keys)
@@ -101,7 +101,7 @@ class Bench(Workload):
         )
 
     def counted(self, daemon: Daemon, direction: str) -> dict[str, int]:
-        """Of one more job: what the daemon counts."""
+        """Runs one more job, and returns what the daemon counts of it."""
         before = daemon.status()["transfers"][direction]
         self.store() if direction == "store" else self.load()
         after = daemon.status()["transfers"][direction]
@@ -109,11 +109,11 @@ class Bench(Workload):
 
 
 def in_order(tensors: Sequence[CanonicalTensor], arrangement: Arrangement) -> list[CanonicalTensor]:
-    """As they are registered."""
+    """Returns the tensors in the order in which they are registered."""
     return [tensors[at] for at in arrangement.order]
 
 
-def measure(benches: Sequence[Bench], rounds: int) -> list[Samples[float]]:
+def measure(benches: Sequence[LayoutWorkload], rounds: int) -> list[Samples[float]]:
     """Seconds of each layout's jobs, by round; layouts are interleaved."""
     memcpy = Memcpy(max(bench.bytes for bench in benches))
 
@@ -132,7 +132,9 @@ def measure(benches: Sequence[Bench], rounds: int) -> list[Samples[float]]:
 
 
 @contextlib.contextmanager
-def served(cases: Sequence[Case], given: argparse.Namespace, device: str) -> Iterator[tuple[Daemon, list[Bench]]]:
+def served(
+    cases: Sequence[LayoutCase], given: argparse.Namespace, device: str
+) -> Iterator[tuple[Daemon, list[LayoutWorkload]]]:
     """A daemon, and a worker for each case."""
     line = None
     environment: Mapping[str, str] = {}
@@ -146,7 +148,7 @@ def served(cases: Sequence[Case], given: argparse.Namespace, device: str) -> Ite
         Daemon(Path(folder), SLABS * SLAB_BYTES + SETS * given.bytes, settings, environment=environment) as daemon,
         contextlib.ExitStack() as stack,
     ):
-        benches = [Bench(daemon.socket, case, given.bytes, line) for case in cases]
+        benches = [LayoutWorkload(daemon.socket, case, given.bytes, line) for case in cases]
         for bench in benches:
             stack.callback(bench.client.close, WAIT_S)
         yield daemon, benches
@@ -170,7 +172,7 @@ def run_model(model: str, given: argparse.Namespace, devices: Sequence[str]) -> 
     return {"model": model, "layouts": layouts}
 
 
-def _described(case: Case) -> dict[str, Any]:
+def _described(case: LayoutCase) -> dict[str, Any]:
     planned = case.planned
     return {
         "layout": case.layout,
@@ -182,7 +184,7 @@ def _described(case: Case) -> dict[str, Any]:
 
 
 def _figures(
-    bench: Bench,
+    bench: LayoutWorkload,
     daemon: Daemon,
     direction: str,
     mine: Samples[float],

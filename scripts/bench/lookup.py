@@ -138,7 +138,7 @@ class Level:
         self.filled: dict[str, Any] = {}
 
     def wait(self) -> None:
-        """Until it is full and serves."""
+        """Waits until it is full and serves."""
         assert self._child.stdout is not None
         line = self._child.stdout.readline()
         if not line:

@@ -64,7 +64,7 @@ SIZE = struct.Struct("<Q")
 
 
 @dataclass(slots=True)
-class Round:
+class RemoteRound:
     """Seconds that passed, and CPU seconds by process, for ROUND_BYTES."""
 
     seconds: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Round:
 
 
 def cpu_s(pid: int) -> float:
-    """Of all its threads, those that have ended too."""
+    """Sums the CPU seconds of all its threads, those that have ended too."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -103,7 +103,7 @@ def serve_plain(address: str) -> None:
 
 
 class PlainSocket:
-    """From another host, into memory of ours."""
+    """Receives bytes from another host into memory of this process."""
 
     def __init__(self, address: str) -> None:
         until(lambda: self._connect(address), "the plain server listens", HANG_S, every_s=0.05)
@@ -128,7 +128,7 @@ class PlainSocket:
 # --- the remote tier ---
 
 
-class Bench:
+class RemoteBench:
     """A remote store with an arena of two halves: what is put, and where it is fetched to."""
 
     def __init__(self, config: RemoteConfig, engine_settings: Mapping[str, Any], store: StoreProcess) -> None:
@@ -142,7 +142,7 @@ class Bench:
         self._fetched: U8Array = self._pool.arena[ROUND_BYTES : 2 * ROUND_BYTES]
 
     async def start(self) -> None:
-        """Until the agent is ready."""
+        """Starts the store, and waits until the agent is ready."""
         self._remote.start()
         while self._remote.state is not RemoteState.OK:
             if self._remote.reason:
@@ -160,7 +160,7 @@ class Bench:
         agent = int(self._remote.figures()["agent"]["pid"])
         return {"daemon": cpu_s(os.getpid()), "agent": cpu_s(agent), "store": cpu_s(self._store.pid)}
 
-    async def measure(self, object_bytes: int, kept: dict[str, Round]) -> None:
+    async def measure(self, object_bytes: int, kept: dict[str, RemoteRound]) -> None:
         """A put and a get of ROUND_BYTES."""
         count = ROUND_BYTES // object_bytes
         payload_bytes = object_bytes - PAGE_BYTES  # what is moved has a header page more: together, a round
@@ -192,7 +192,7 @@ class Bench:
             before, began = self.cpu(), time.perf_counter()
             await move(verb, base)
             seconds, after = time.perf_counter() - began, self.cpu()
-            kept.setdefault(verb, Round()).seconds.append(seconds)
+            kept.setdefault(verb, RemoteRound()).seconds.append(seconds)
             kept[verb].cpu.append({name: after[name] - before[name] for name in after})
         shape = (count, object_bytes)
         if not np.array_equal(
@@ -225,10 +225,10 @@ def _soon() -> float:
     return time.monotonic() + HANG_S
 
 
-async def measure(bench: Bench, plain: PlainSocket, plain_pid: int, given: argparse.Namespace) -> dict[str, Any]:
+async def measure(bench: RemoteBench, plain: PlainSocket, plain_pid: int, given: argparse.Namespace) -> dict[str, Any]:
     """All of one engine."""
     await bench.start()
-    sizes: dict[str, dict[str, Round]] = {}
+    sizes: dict[str, dict[str, RemoteRound]] = {}
     try:
         with Live("bench_remote", given.rounds + 1) as live:
             for number in range(-1, given.rounds):
@@ -236,7 +236,7 @@ async def measure(bench: Bench, plain: PlainSocket, plain_pid: int, given: argpa
                     kept = sizes.setdefault(f"{size >> 10} KiB", {}) if number >= 0 else {}  # the first one warms up
                     before, began = {"receiver": cpu_s(os.getpid()), "sender": cpu_s(plain_pid)}, time.perf_counter()
                     plain.fetch(ROUND_BYTES)
-                    round_ = kept.setdefault("plain", Round())
+                    round_ = kept.setdefault("plain", RemoteRound())
                     round_.seconds.append(time.perf_counter() - began)
                     after = {"receiver": cpu_s(os.getpid()), "sender": cpu_s(plain_pid)}
                     round_.cpu.append({name: after[name] - before[name] for name in after})
@@ -284,7 +284,7 @@ def plain_server(host: Host, folder: Path) -> Iterator[int]:
 
 
 def run_there(given: argparse.Namespace) -> dict[str, Any]:
-    """In this process, which is on the first host already."""
+    """Runs in this process, which is on the first host already."""
     folder = Path(given.folder)
     isolated = not why_not_isolated()
     result: dict[str, Any] = {"network": "hosts with a wire" if isolated else "loopback", "engines": {}}
@@ -314,7 +314,7 @@ def measure_moves(name: str, lab: Lab, folder: Path, given: argparse.Namespace) 
         plain = PlainSocket(lab.hosts[1].address)
 
         async def run() -> dict[str, Any]:
-            return await measure(Bench(config, engine_settings, store), plain, plain_pid, given)
+            return await measure(RemoteBench(config, engine_settings, store), plain, plain_pid, given)
 
         return asyncio.run(run())
 

@@ -89,19 +89,19 @@ class PinningWorker:
 
 @contextlib.contextmanager
 def daemon_of(folder: Path, settings: dict[str, str]) -> Iterator[Daemon]:
-    """Without settings: one that has no remote tier."""
+    """Starts a daemon; without settings, it has no remote tier."""
     folder.mkdir()
     with Daemon(folder, MEMORY, settings) as daemon:
         yield daemon
 
 
 def await_sharing(daemon: Daemon) -> None:
-    """Until the store is asked for the keys of all namespaces that are open."""
+    """Waits until the store is asked for the keys of all namespaces that are open."""
     until(lambda: all((eras := daemon.status()["remote"]["eras"]).values()) and eras, "an era is known", every_s=0.02)
 
 
 def settings_of(engine: str, engine_settings: dict[str, Any], host: Host, folder: Path) -> dict[str, str]:
-    """Of a daemon whose agent is on this host. Its deadlines are the defaults."""
+    """Returns the settings of a daemon whose agent is on this host. Its deadlines are the defaults."""
     named = {f"{engine}.{name}": str(value) for name, value in engine_settings.items()}
     return {"log.level": "error", "remote.engine": engine, "remote.python": str(host.python(folder)), **named}
 

@@ -33,7 +33,7 @@ NOTICED_S = 2
 
 
 @dataclass(slots=True)
-class Part:
+class TurnTotals:
     """What came of some of the turns. `fetched_keys`: from the store, by the daemons that lived to the end of them."""
 
     turns: int = 0
@@ -60,9 +60,9 @@ class HostsReport:
     seed: int
     memory_bytes: int
     counters: Counters
-    shared: Part = field(default_factory=Part)
-    alone: Part = field(default_factory=Part)
-    anew: Part = field(default_factory=Part)
+    shared: TurnTotals = field(default_factory=TurnTotals)
+    alone: TurnTotals = field(default_factory=TurnTotals)
+    anew: TurnTotals = field(default_factory=TurnTotals)
     seconds: float = 0.0
     pushed_keys: int = 0
     corrupt: int = 0
@@ -123,7 +123,7 @@ class HostsReport:
         print_wrong(self)
 
 
-def _rows(what: str, part: Part, remark: str) -> list[tuple[str, str, str]]:
+def _rows(what: str, part: TurnTotals, remark: str) -> list[tuple[str, str, str]]:
     hit_rate, most = (100 * ratio(tokens, part.prompt_tokens) for tokens in (part.restored_tokens, part.known_tokens))
     return [
         (what, f"{part.turns} turns", remark),
@@ -261,7 +261,7 @@ class HostsRun:
         worker.ask({"turn": asdict(turn), "store": store})
         return Answer(**worker.answer(TURN_S))
 
-    def _end_part(self, part: Part, daemons: list[Daemon]) -> None:
+    def _end_part(self, part: TurnTotals, daemons: list[Daemon]) -> None:
         """Wait until what was stored is shared, and note what the daemons have counted since the last time."""
         for daemon in daemons:
             until(partial(_has_pushed_all, daemon), "all is pushed", START_S, every_s=0.05)
@@ -275,7 +275,7 @@ class HostsRun:
             self._report.corrupt += corrupt
 
     def _end(self) -> None:
-        """In order: what is left is audited."""
+        """Ends the daemons in order, and audits what is left."""
         report, daemon = self._report, self._daemons[1]
         for row, worker in self._workers.items():
             if (status := worker.end()) != 0:

@@ -47,7 +47,7 @@ def geometry_of(name: str, layout: str, kv_heads: int) -> PlannedGeometry:
     return planned_geometries(name, model, 0, layouts=(layout,))[0]
 
 
-class Worker:
+class DemoWorker:
     """Pins, loads, computes, stores; in this order for every turn."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Worker:
         return Answer(tokens, hits, hits - count(pinned.states, KeyState.HIT) if pinned.promoting else 0)
 
     def _keys(self, conversation: int, tokens: int) -> dict[int, U8Array]:
-        """Of the whole blocks of so many tokens, by group."""
+        """Returns the keys of the whole blocks of this many tokens, by group."""
         return {
             group.number: self._oracle.keys(conversation, group.tokens_per_key, tokens // group.tokens_per_key)
             for group in self._engine.geometry.groups
@@ -129,7 +129,7 @@ def _pending(pinned: Found, shares: list[Share]) -> tuple[list[np.ndarray], int]
 
 def main() -> int:
     """Answers until standard input ends."""
-    worker = Worker(**json.loads(sys.argv[1]))
+    worker = DemoWorker(**json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

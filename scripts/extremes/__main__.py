@@ -28,7 +28,7 @@ from kvoffloadd.trial.process import private_folder
 from scripts.extremes.cases import CASES
 from scripts.extremes.crowd import CROWDED
 from scripts.extremes.refusals import REFUSALS
-from scripts.extremes.scene import KEYS, MIB, PAGE, Case, Scene
+from scripts.extremes.scene import KEYS, MIB, PAGE, ExtremeCase, Scene
 from scripts.extremes.tiers import CAREFUL, DISK, FULL, WIDE
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds
@@ -46,7 +46,7 @@ class Stage:
     they begin, and what memory it has.
     """
 
-    cases: tuple[Case, ...]
+    cases: tuple[ExtremeCase, ...]
     held: Callable[[int], int]
     memory_bytes: Callable[[int], int]
     settings: dict[str, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ STAGES = (
 ALL = tuple(case for stage in STAGES for case in stage.cases)
 
 
-class Bystander:
+class Pinger:
     """Pings from a thread of its own."""
 
     def __init__(self, socket: Path) -> None:
@@ -96,7 +96,7 @@ class Bystander:
         self._client.close()
 
 
-def measure(scene: Scene, turns: Turns, bystander: Bystander, case: Case) -> dict[str, Any]:
+def measure(scene: Scene, turns: Turns, bystander: Pinger, case: ExtremeCase) -> dict[str, Any]:
     """One case: its longest turn and what took longest of it, the longest ping, and how long the answers took."""
     steps = case.steps(scene)
     next(steps)
@@ -115,7 +115,7 @@ def measure(scene: Scene, turns: Turns, bystander: Bystander, case: Case) -> dic
 
 
 def play(
-    stage: Stage, chosen: Sequence[Case], options: argparse.Namespace, shown: Callable[[str], None]
+    stage: Stage, chosen: Sequence[ExtremeCase], options: argparse.Namespace, shown: Callable[[str], None]
 ) -> dict[str, dict[str, Any]]:
     cases: dict[str, dict[str, Any]] = {}
     with private_folder() as folder, disk_folder(None) as roots:
@@ -130,7 +130,7 @@ def play(
         ) as daemon:
             scene = Scene(daemon.socket, metrics, np.random.default_rng(options.seed))
             scene.fill(stage.held(options.keys), has_disk=stage.has_disk)
-            bystander = Bystander(daemon.socket)
+            bystander = Pinger(daemon.socket)
             for case in chosen:
                 shown(case.name)
                 cases[case.name] = measure(scene, turns, bystander, case)
@@ -153,7 +153,7 @@ def arguments() -> argparse.Namespace:
     return found
 
 
-def median(case: Case, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def median(case: ExtremeCase, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The run whose longest turn is the median (of two, the longer), but the other figures' own medians."""
     middle = sorted(runs, key=lambda run: float(run["turn_s"]))[len(runs) // 2]
     clock = {name: statistics.median(run[name] for run in runs) for name in ("wait_s", "took_s")}
@@ -185,7 +185,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def show_markdown(result: dict[str, Any]) -> None:
-    """Of each request, or group of them, the case with the longest turn."""
+    """Prints, for each request or group of requests, the case with the longest turn."""
     worst: dict[str, dict[str, Any]] = {}
     for case in sorted(result["cases"].values(), key=lambda case: float(case["turn_s"])):
         worst[case["requests"]] = case

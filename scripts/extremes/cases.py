@@ -18,7 +18,7 @@ from scripts.extremes.scene import (
     MIB,
     PAGE,
     WAITING_JOBS,
-    Case,
+    ExtremeCase,
     Scene,
     asks,
     completed,
@@ -262,7 +262,7 @@ def drains_of_a_thousand_jobs(scene: Scene) -> Iterator[None]:
 
 @asks("drain", "256 of 256 sessions, 1,000 jobs")
 def drains_of_many_sessions(scene: Scene) -> Iterator[None]:
-    """As many as a user may have."""
+    """Begins as many drains as a user may have."""
     peer, raise_signal = waiting(scene)
     peers = [scene.session() for _ in range(DRAINS // 64)]
     yield
@@ -344,7 +344,7 @@ def register_interleaved_refs(scene: Scene) -> Iterator[None]:
 
 @asks("register", "15,360 refs in 256 groups")
 def register_the_most_refs(scene: Scene) -> Iterator[None]:
-    """As many refs as a frame has maps for, in 256 groups that lie in each other's tensors."""
+    """Registers as many refs as a frame has maps for, in 256 groups that lie in each other's tensors."""
     peer = scene.session(scene.new_model())
     per_group = 60
     groups = [group(n, [(0, 64 * (per_group * n + r), 64, 1) for r in range(per_group)]) for n in range(GROUPS)]
@@ -440,7 +440,7 @@ def subscribe_and_clear(scene: Scene) -> Iterator[None]:
     peer.ok("clear")
 
 
-CASES: tuple[Case, ...] = (
+CASES: tuple[ExtremeCase, ...] = (
     lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_of_held_keys_in_256_groups,
     touch_in_256_groups, pin_and_release, touch, keep, reserve_and_release, store_and_load,
     store_and_load_of_160_layers, jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scripts.extremes.scene import GROUPS, KEYS, PAGE, Case, Scene, asks, group, jobs_of, register, run
+from scripts.extremes.scene import GROUPS, KEYS, PAGE, ExtremeCase, Scene, asks, group, jobs_of, register, run
 from scripts.harness.metrics import Scraped
 
 NAMESPACES = 1900
@@ -20,12 +20,12 @@ FLOCK = 200
 
 
 def crowded(scene: Scene) -> None:
-    """As many namespaces, with a key each and nobody there."""
+    """Adds namespaces up to the most that there may be, with a key each and no session."""
     add_namespaces(scene, NAMESPACES - scene.models)
 
 
 def add_namespaces(scene: Scene, count: int) -> None:
-    """With a key each and nobody there."""
+    """Adds namespaces with a key each and no session."""
     for _ in range(count):
         peer = scene.session(scene.new_model())
         registration = register(peer, [(PAGE, 1)], [group(0, [(0, 0, PAGE, 1)])])
@@ -138,7 +138,7 @@ def clear_of_a_crowd(scene: Scene) -> Iterator[None]:
     peer.ok("clear", everything=True)
 
 
-CROWDED: tuple[Case, ...] = (
+CROWDED: tuple[ExtremeCase, ...] = (
     hellos_beside_a_crowd, byes_beside_a_crowd, ends_beside_a_crowd, first_store_beside_a_crowd, clear_beside_a_crowd,
     status_of_a_crowd, scrape_of_a_crowd, events_of_a_clear, clear_of_a_crowd_by_name,
     clear_of_a_crowd,

@@ -11,7 +11,19 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
-from scripts.extremes.scene import FRAME_IDS, KEYS, MIB, Case, Scene, asks, completed, group, refused, register, run
+from scripts.extremes.scene import (
+    FRAME_IDS,
+    KEYS,
+    MIB,
+    ExtremeCase,
+    Scene,
+    asks,
+    completed,
+    group,
+    refused,
+    register,
+    run,
+)
 
 FRAME_BYTES = (4 << 20) - 4096
 KEYED = ("lookup", "pin", "prefetch", "touch", "reserve")
@@ -54,7 +66,7 @@ def other_types_of_4_mib(scene: Scene) -> Iterator[None]:
 
 @asks("register", "16,000 tensors, 8,000 groups, 128,000 signals; refused")
 def a_frame_of_the_most_items(scene: Scene) -> Iterator[None]:
-    """As many small maps and values as a frame may hold."""
+    """Sends as many small maps and values as a frame may hold."""
     peer, _ = scene.worker()
     spec: dict[str, Any] = {"allocation": 9, "offset": 0, "num_blocks": 64, "page_bytes": 64, "stride_bytes": 64}
     wide = [[n] * 16_000 for n in range(8)]
@@ -141,7 +153,7 @@ def jobs_in_flocks(scene: Scene) -> Iterator[None]:
     completed(peer, 1000)
 
 
-REFUSALS: tuple[Case, ...] = (
+REFUSALS: tuple[ExtremeCase, ...] = (
     keys_of_4_mib, jobs_of_4_mib, other_types_of_4_mib, a_frame_of_the_most_items, duplicates_at_the_end,
     a_block_twice_among_a_million, destinations_that_overlap, refs_that_overlap_at_the_end, jobs_in_flocks,
 )  # fmt: skip

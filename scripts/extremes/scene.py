@@ -29,7 +29,7 @@ REPLY_S = 120.0
 
 
 @dataclass(frozen=True)
-class Case:
+class ExtremeCase:
     """The largest of some `requests`, or of what else a peer may do, and how large that is. `steps` yields once: what
     comes before is not measured.
     """
@@ -43,9 +43,9 @@ class Case:
         return self.steps.__name__
 
 
-def asks(requests: str, size: str) -> Callable[[Callable[[Scene], Iterator[None]]], Case]:
+def asks(requests: str, size: str) -> Callable[[Callable[[Scene], Iterator[None]]], ExtremeCase]:
     """What a case's steps ask for."""
-    return partial(Case, requests, size)
+    return partial(ExtremeCase, requests, size)
 
 
 class Scene:

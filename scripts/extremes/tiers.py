@@ -16,7 +16,7 @@ from scripts.extremes.scene import (
     KEYS,
     PAGE,
     REPLY_S,
-    Case,
+    ExtremeCase,
     Scene,
     asks,
     group,
@@ -37,7 +37,7 @@ PARTS = 1024
 
 
 def on_disk(scene: Scene) -> bytes:
-    """As many keys as a request may have, which memory has not any more; others are brought by other cases."""
+    """Takes as many keys as a request may have that memory no longer holds; other cases take others."""
     begin = scene.taken
     scene.taken += KEYS
     return keys_of(np.arange(begin, begin + KEYS)).tobytes()
@@ -130,7 +130,7 @@ def clear_beside_a_disk(scene: Scene) -> Iterator[None]:
     peer.ok("clear")
 
 
-DISK: tuple[Case, ...] = (
+DISK: tuple[ExtremeCase, ...] = (
     lookup_of_held_keys_beside_a_disk, pin_of_held_keys_beside_a_disk, lookup_of_unknown_keys_beside_a_disk,
     lookup_of_keys_on_disk, prefetch_of_keys_on_disk, pin_of_keys_on_disk, load_of_keys_on_disk,
     snapshot_beside_a_disk, clear_of_256_groups_beside_a_disk, clear_beside_a_disk,
@@ -194,7 +194,7 @@ def store_over_incomplete_keys_of_many_parts(scene: Scene) -> Iterator[None]:
     run(peer, "store", job + 1, registration, keys, np.zeros(KEYS), group=1)
 
 
-FULL: tuple[Case, ...] = (
+FULL: tuple[ExtremeCase, ...] = (
     reserve_with_eviction, store_with_eviction, store_with_eviction_in_256_groups, reserve_where_most_are_pinned,
     store_over_incomplete_keys_of_many_parts,
 )  # fmt: skip
@@ -212,7 +212,7 @@ def of_parts(scene: Scene, parts: int) -> RawPeer:
 
 
 def most_reserved(scene: Scene, peer: RawPeer, **fields: Any) -> None:
-    """As many keys as the daemon takes in one `reserve`, and back."""
+    """Reserves as many keys as the daemon takes in one `reserve`, and gives them back."""
     for count in (KEYS >> halved for halved in range(KEYS.bit_length())):
         groups = [{"group": 0, "keys": scene.keys(count, new=True)}]
         reply = peer.ask("reserve", groups=groups, **fields)
@@ -257,7 +257,7 @@ def lookups_of_reserved_keys_of_1024_parts(scene: Scene) -> Iterator[None]:
         packed = packed[: len(packed) // 64 * 32]
 
 
-WIDE: tuple[Case, ...] = (
+WIDE: tuple[ExtremeCase, ...] = (
     reserve_of_1024_parts, reserve_of_8_parts, reserve_of_one_part_of_1024, lookups_of_reserved_keys_of_1024_parts,
 )  # fmt: skip
 
@@ -283,4 +283,4 @@ def verified_load_in_256_groups(scene: Scene) -> Iterator[None]:
     run(peer, "load", 2, registration, b"", None, groups=jobs_of(packed, np.arange(KEYS // GROUPS)))
 
 
-CAREFUL: tuple[Case, ...] = (verified_load, verified_load_in_256_groups)
+CAREFUL: tuple[ExtremeCase, ...] = (verified_load, verified_load_in_256_groups)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvoffloadd.trial.output import Live
 from kvoffloadd.trial.program import carry_out
-from scripts.fuzz.sessions import Fuzzer, Tally
+from scripts.fuzz.sessions import FrameTally, Fuzzer
 from scripts.fuzz.trial import Trial, TrialReport
 from scripts.harness.program import add_seed, command_line, seed_of
 
@@ -29,10 +29,10 @@ SETTINGS = {"memory.slab_bytes": "1MiB", "copy.deadline_max_s": "5.0"}
 
 
 @dataclass(frozen=True)
-class Report(TrialReport):
+class FuzzReport(TrialReport):
     """How it went."""
 
-    tally: Tally
+    tally: FrameTally
     seconds: float
 
     @property
@@ -71,9 +71,9 @@ class Report(TrialReport):
         )
 
 
-def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
+def run(given: argparse.Namespace, seed: int, folder: Path) -> FuzzReport:
     """Everything. Raises DaemonError, KvOffloadError, OSError."""
-    tally = Tally()
+    tally = FrameTally()
     total = given.frames + TRUNCATIONS_ABOUT / given.truncations_every
     with Trial(folder, seed, SETTINGS, ["corrupt_every=1"] * given.plant_corruption) as trial:
         fuzzer = Fuzzer(trial.daemon.socket, seed, tally)
@@ -87,7 +87,7 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
             seconds = time.monotonic() - begun
         finally:
             fuzzer.close()
-    return Report(trial, tally.problems, RSS_GROWTH_MAX, tally, seconds)
+    return FuzzReport(trial, tally.problems, RSS_GROWTH_MAX, tally, seconds)
 
 
 def main() -> int:

@@ -146,7 +146,7 @@ class Bystander:
             self.experience.failures.append(f"the bystander said {said[:200]!r}; its log: {tail(self._log)}")
 
 
-class Worker:
+class BystanderWorker:
     """Stores and loads until it is stopped, and compares every byte; pings, and hears of its keys, in threads of their
     own.
 
@@ -292,7 +292,7 @@ class Worker:
 
 def main() -> None:
     path, seed, expedited, uid, samples = sys.argv[1:]
-    worker = Worker(Path(path), int(seed), expedited=bool(int(expedited)), uid=int(uid))
+    worker = BystanderWorker(Path(path), int(seed), expedited=bool(int(expedited)), uid=int(uid))
 
     def stop_at_the_end_of_input() -> None:
         sys.stdin.buffer.read()
@@ -321,7 +321,7 @@ class Cost(Beside):
 
     @property
     def rss_growth(self) -> int:
-        """Of the highest over the first."""
+        """Returns the growth of the highest over the first."""
         return self.rss_max - self.rss_before
 
     def run(self) -> None:

@@ -102,7 +102,7 @@ class Enemy:
             self._open.pop().close()
 
     def connect(self) -> RawPeer:
-        """As its user: the kernel notes who connects."""
+        """Connects as its user: the kernel notes who connects."""
         with become:
             self.be()
             try:
@@ -199,7 +199,7 @@ class Enemy:
     # --- connections from which nothing is expected ---
 
     def push(self, peer: RawPeer, data: bytes) -> bool:
-        """As much of it as the kernel takes now; False: the connection is at its end."""
+        """Sends as much of it as the kernel takes now. False: the connection is at its end."""
         self.deeds.asked += 1
         peer.socket.setblocking(False)
         try:
@@ -235,7 +235,7 @@ def _judge(reply: Fields) -> Fields:
 
 
 def named(keys: bytes, group: int = 0) -> list[Fields]:
-    """As requests name keys of one group."""
+    """Returns the keys as requests name keys of one group."""
     return [{"group": group, "keys": keys}]
 
 

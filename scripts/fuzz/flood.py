@@ -83,12 +83,12 @@ class Flood:
             return True
 
     def total(self, name: str) -> Counter[str]:
-        """Of a counter of all flooders."""
+        """Sums a counter of all flooders."""
         return sum((getattr(flooder, name) for flooder in self.flooders), Counter())
 
 
 @dataclass(frozen=True)
-class Report(TrialReport):
+class FloodReport(TrialReport):
     """How it went."""
 
     flood: Flood
@@ -133,7 +133,7 @@ class Report(TrialReport):
         self.print_sections("flood", asked, [growth])
 
 
-def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
+def run(given: argparse.Namespace, seed: int, folder: Path) -> FloodReport:
     """Everything. Raises DaemonError, KvOffloadError, OSError."""
     faults = [f"delay_s={given.slow_copies}"] if given.slow_copies else []
     faults += ["corrupt_every=1"] if given.plant_corruption else []
@@ -148,7 +148,7 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
             flood.run(given.seconds, live)
         with Live("reading", given.sessions) as live:
             flood.settle(live)
-    return Report(trial, flood.problems, given.sessions * RSS_GROWTH_PER_SESSION_MAX, flood)
+    return FloodReport(trial, flood.problems, given.sessions * RSS_GROWTH_PER_SESSION_MAX, flood)
 
 
 def main() -> int:

@@ -84,7 +84,7 @@ class Flooder:
         return bool(self._unsent) or self.kind != "greedy" or not self.busy
 
     def ask(self) -> None:
-        """As much as the kernel takes now."""
+        """Sends as much as the kernel takes now."""
         with contextlib.suppress(BlockingIOError):
             while self.wants_to_ask():
                 self._unsent = self._unsent or memoryview(self._next())

@@ -46,7 +46,7 @@ def pack(fields: object) -> bytes:
 
 
 def framed(body: bytes, fds: int = 0) -> Frame:
-    """With its right length. No bytes at all are no frame, but are answered just the same."""
+    """Puts the right length before the body. No bytes at all are no frame, but are answered just the same."""
     return Frame(PREFIX.pack(len(body)) + body, True, fds)
 
 

@@ -74,7 +74,7 @@ def page_tables(enemy: Enemy) -> None:
 
 
 def mappings(enemy: Enemy) -> None:
-    """As many small files as its user may attach, each with a page that is touched."""
+    """Attaches as many small files as its user may attach, each with a page that is touched."""
     peer = enemy.session()
     fds = [memory(PAGE) for _ in range(FDS)]
     try:
@@ -120,7 +120,9 @@ def reservations(enemy: Enemy) -> None:
 
 
 def drains(enemy: Enemy) -> None:
-    """As many as its user may have, behind jobs whose signal never comes; half of the sessions leave in the midst."""
+    """Begins as many drains as its user may have, behind jobs whose signal never comes; half of the sessions leave in
+    the midst.
+    """
     peer, registration = enemy.worker()
     for _ in range(16):
         waits = enemy.job(enemy.keys(4), registration, deadline_s=2.0)

@@ -157,7 +157,7 @@ class Siege:
 
 
 @dataclass(frozen=True)
-class Report(TrialReport):
+class SiegeReport(TrialReport):
     """How it went."""
 
     siege: Siege
@@ -231,7 +231,7 @@ def _pair(samples: np.ndarray) -> str:
     return f"{p50:.1f}/{p99:.0f}"
 
 
-def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
+def run(given: argparse.Namespace, seed: int, folder: Path) -> SiegeReport:
     """Everything. Raises DaemonError, KvOffloadError, OSError."""
     is_root = os.getuid() == 0
     port = _free_port()
@@ -252,7 +252,7 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> Report:
             siege.run(given.seconds, random.Random(seed), live)
         seconds = time.monotonic() - begun
     problems = [*siege.problems, *operator.problems, *(p for deeds in attackers.deeds.values() for p in deeds.problems)]
-    return Report(trial, problems, RSS_GROWTH_MAX, siege, operator, seconds)
+    return SiegeReport(trial, problems, RSS_GROWTH_MAX, siege, operator, seconds)
 
 
 def _settings(folder: Path, port: int) -> dict[str, str]:

@@ -26,7 +26,7 @@ PROBLEMS_KEPT = 20
 
 
 @dataclass(slots=True)
-class Tally:
+class FrameTally:
     """What was sent, and what became of it. `replies`: by type, errors by code."""
 
     frames: int = 0
@@ -72,7 +72,7 @@ class Fuzzer:
     Ownership: `tally` and `_next` under `_lock`.
     """
 
-    def __init__(self, path: Path, seed: int, tally: Tally) -> None:
+    def __init__(self, path: Path, seed: int, tally: FrameTally) -> None:
         self.tally = tally
         self._path = path
         self._seed = seed

@@ -82,7 +82,7 @@ def descriptors_of_no_frame(enemy: Enemy) -> None:
 
 
 def unknown_prefetches(enemy: Enemy) -> None:
-    """Of keys that nobody has, four at a time: the store of all hosts is asked for each."""
+    """Prefetches keys that no host has, four at a time: the store of all hosts is asked for each."""
     peer, _ = enemy.worker()
     while enemy.goes_on:
         begun = [peer.begin("prefetch", groups=named(enemy.keys(1024))) for _ in range(4)]
@@ -249,7 +249,7 @@ def killed_in_the_midst(enemy: Enemy) -> None:
 
 
 def _ask_for_all(enemy: Enemy) -> None:
-    """In a child, which takes no lock that another thread may have had when it was made."""
+    """Runs in a child, which takes no lock that another thread may have held when it was forked."""
     rng = enemy.rng
     rng.seed(os.getpid())
     peer = RawPeer(enemy.target.socket, HANG_S)

@@ -66,7 +66,7 @@ class TrialReport:
 
     @property
     def seen(self) -> Experience:
-        """By the bystander."""
+        """Returns what the bystander has seen."""
         return self.trial.experience
 
     @property

@@ -66,7 +66,7 @@ _NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 def parts_of(arguments: argparse.Namespace) -> Iterator[Part]:
-    """In the order of what tells most in least time: the later ones may not be reached."""
+    """Yields the parts in the order of what reveals most in least time: the later ones may not be reached."""
 
     def bench(name: str, title: str, limit_s: float) -> Part:
         options = ["--seconds", f"{CASES_SHARE * limit_s:.0f}", *(SOFT_SIZES if arguments.soft else ())]
@@ -122,7 +122,9 @@ def _e2e(arguments: argparse.Namespace) -> Part:
 
 
 def environment_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """Of the parts: the repository and its scripts can be imported, and the driver is the one that was asked for."""
+    """Returns the environment of the parts: they can import the repository and its scripts, and use
+    the chosen driver.
+    """
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), found.get("PYTHONPATH", "")]))
     found[SOFT_VARIABLE] = "1" if arguments.soft else "0"
@@ -157,7 +159,7 @@ def unfinished(folders: Sequence[Path]) -> set[str]:
 
 
 def verdict_of(ended: list[Ended], arguments: argparse.Namespace, *, complete: bool) -> tuple[str, bool]:
-    """In words, and whether all is well so far."""
+    """Returns the verdict in words, and whether all is well so far."""
     problems = [f"{one.part.name}: {one.state}, {one.remark}" for one in ended if not one.is_good]
     least = SOFT_TESTS_MIN if arguments.soft else GPU_TESTS_MIN
     problems += [

@@ -90,7 +90,7 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class KvShape:
     """A KV cache's shape: a key has `blocks_per_key` rows of `row_bytes` in each of `layers` tensors. `scattered`:
     block ids at random, else one behind the other, so that a key's rows in a tensor are copied as one.
     """
@@ -102,7 +102,7 @@ class Shape:
 
     @property
     def payload_bytes(self) -> int:
-        """Of a key."""
+        """Returns the payload bytes of a key."""
         return self.row_bytes * self.layers * self.blocks_per_key
 
     @property
@@ -117,7 +117,7 @@ class Shape:
 class GpuWorkload(Workload):
     """A worker on a GPU: twice the blocks of a job, the first half to store from, the rest to load to."""
 
-    def __init__(self, gpu: Gpu, socket: Path, shape: Shape, job_bytes: int) -> None:
+    def __init__(self, gpu: Gpu, socket: Path, shape: KvShape, job_bytes: int) -> None:
         keys = shape.keys_in(job_bytes)
         blocks = 2 * keys * shape.blocks_per_key
         self._buffer = GpuBuffer(gpu, 2 * keys * shape.payload_bytes)
@@ -197,7 +197,7 @@ def daemon(job_bytes: int, settings: Mapping[str, str] | None = None) -> Iterato
 
 
 def await_pinned(socket: Path) -> None:
-    """Until the daemon has pinned its whole arena, which the first registration began."""
+    """Waits until the daemon has pinned its whole arena, which the first registration began."""
     with Client(socket, namespace=None, role="observer") as observer:
         until(lambda: _is_pinned(observer.status()), "the arena is pinned", WAIT_S, every_s=0.01)
 
@@ -219,7 +219,7 @@ meanwhile.
 
 
 def against_ceiling(
-    gpu: Gpu, socket: Path, shape: Shape, job_bytes: int, rounds: int, kinds: Sequence[str]
+    gpu: Gpu, socket: Path, shape: KvShape, job_bytes: int, rounds: int, kinds: Sequence[str]
 ) -> dict[str, Any]:
     """Jobs of these KINDS beside plain copies of as many bytes."""
     worker = GpuWorkload(gpu, socket, shape, job_bytes)
@@ -270,7 +270,7 @@ def gb_per_s(size_bytes: int, seconds: Sequence[float]) -> float:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> dict[str, Any]:
-    """As it goes into a result."""
+    """Makes a table as it goes into a result."""
     return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
 
 
@@ -285,7 +285,7 @@ def parser(description: str, job_bytes: str = "1GiB", rounds: int = 7) -> argpar
     return made
 
 
-class Run:
+class BenchRun:
     """One run of a benchmark: its options in `given`, where `--quick` takes everything down, and its `cases` so far;
     `left_out`: those for which there was no time; `skipped`: what can't be measured here, and why.
     """

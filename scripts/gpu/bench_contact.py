@@ -26,7 +26,7 @@ from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
-from scripts.gpu.bench import GIB, KIB, MIB, Run, cut_short, parser, table
+from scripts.gpu.bench import GIB, KIB, MIB, BenchRun, cut_short, parser, table
 from scripts.gpu.machine import available_bytes, meminfo, output_of
 from scripts.gpu.rules import during_capture, large_chunks, null_streams, unregistered
 from scripts.gpu.sharing import opened
@@ -63,7 +63,9 @@ print(time.perf_counter())
 
 
 def memory(quick: bool) -> dict[str, Any]:
-    """Of the host. A virtual machine may begin with little and get more as it is used: so some is used first."""
+    """Measures the memory of the host. A virtual machine may begin with little and get more as it is used: so some is
+    used first.
+    """
     found: dict[str, Any] = {"at first": meminfo()}
     if quick:
         return {**found, "touched": "skipped: sizes are small"}
@@ -80,7 +82,7 @@ def memory(quick: bool) -> dict[str, Any]:
 
 
 def versions(_quick: bool) -> dict[str, Any]:
-    """Of what the rest depends on."""
+    """Returns the versions of what the rest depends on."""
     bindings = __import__("cuda.bindings", fromlist=["bindings"])
     kernel_module = Path("/proc/driver/nvidia/version")
     return {
@@ -94,7 +96,7 @@ def versions(_quick: bool) -> dict[str, Any]:
 
 
 def attributes(_quick: bool) -> dict[str, Any]:
-    """Of the GPU."""
+    """Returns the attributes of the GPU."""
     return {name.lower(): _attribute(name) for name in ATTRIBUTES}
 
 
@@ -207,7 +209,7 @@ STEPS: dict[str, Callable[[bool], dict[str, Any]]] = {
 
 
 def run_step(name: str, quick: bool) -> dict[str, Any]:
-    """In a process of its own; what it found, or how it failed."""
+    """Runs a step in a separate process. Returns what it found, or how it failed."""
     command = module("scripts.gpu.bench_contact", "step", name, *(["quick"] if quick else []))
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=STEP_S, check=False)
@@ -231,7 +233,7 @@ def main() -> int:
         return 0
     made = parser(__doc__ or "")
     made.add_argument("--steps", nargs="*", choices=STEPS, default=[*STEPS], help="these alone")
-    run = Run(made, needs_gpu=False)
+    run = BenchRun(made, needs_gpu=False)
     with cut_short():
         for name in run.given.steps:
             run.done({"step": name, **run_step(name, run.given.quick)})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from scripts.gpu.bench import KIB, KINDS, MIB, Run, Shape, against_ceiling, cut_short, daemon, parser, table
+from scripts.gpu.bench import KIB, KINDS, MIB, BenchRun, KvShape, against_ceiling, cut_short, daemon, parser, table
 from scripts.harness.figures import Bound, at_least, at_most
 from scripts.harness.gpu import Gpu
 
@@ -39,17 +39,17 @@ def bounds_of(cases: list[dict[str, Any]]) -> list[Bound]:
 def main() -> int:
     made = parser(__doc__ or "")
     made.add_argument("--rows", type=int, nargs="*", metavar="KIB", help="rows of so many KiB only")
-    run = Run(made, 32 * MIB)
+    run = BenchRun(made, 32 * MIB)
     given = run.given
     gpu = Gpu()
     rows = [size for size in ROW_BYTES if not given.rows or size // KIB in given.rows]
-    rows = [size for size in rows if 2 * Shape(size).payload_bytes <= given.bytes]  # jobs of several keys
+    rows = [size for size in rows if 2 * KvShape(size).payload_bytes <= given.bytes]  # jobs of several keys
     if given.quick:
         rows = rows[::3]
     with cut_short(), daemon(given.bytes) as socket:
         # The largest first: they have bounds.
         for row_bytes in run.in_time(rows[::-1]):
-            shape, job_bytes = Shape(row_bytes), min(given.bytes, ROWS_MAX * row_bytes)
+            shape, job_bytes = KvShape(row_bytes), min(given.bytes, ROWS_MAX * row_bytes)
             found = against_ceiling(gpu, socket, shape, job_bytes, given.rounds, tuple(KINDS))
             run.done({"name": shape.name, **found})
     run.cases.reverse()

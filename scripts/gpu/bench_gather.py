@@ -36,7 +36,7 @@ from kvoffloadd.client import (
 )
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50
 from kvoffloadd.trial.workload import WAIT_S
-from scripts.gpu.bench import KIB, MIB, Run, await_pinned, cut_short, daemon, parser, table
+from scripts.gpu.bench import KIB, MIB, BenchRun, await_pinned, cut_short, daemon, parser, table
 from scripts.gpu.bench_paths import PATHS
 from scripts.gpu.decode import DecodeLoop
 from scripts.harness.gpu import gpu_is_usable, software_driver
@@ -86,7 +86,9 @@ class Cache:
         return self._order[first : first + count]
 
     def indices(self, first: int, count: int) -> Any:
-        """Of all layers' rows of these keys in the flat tensor of rows, a key's rows side by side."""
+        """Returns the indices of all layers' rows of these keys in the flat tensor of rows, a key's
+        rows side by side.
+        """
         blocks = self.blocks_of(first, count).astype(np.int64)
         flat = (blocks[:, None] + np.arange(LAYERS, dtype=np.int64) * self.blocks).reshape(-1)
         return self.torch.from_numpy(flat).to(self.rows.device)
@@ -107,7 +109,7 @@ class Cache:
             self.torch.cuda.synchronize()
 
     def wrong_bytes(self, direct: bool) -> int:
-        """Of the first half of the blocks, which jobs store and load."""
+        """Counts the wrong bytes of the first half of the blocks, which jobs store and load."""
         self.settle()
         if direct and not self.cuda:
             found = np.stack([shared.array for shared in self._shared])[:, : self.keys]
@@ -266,7 +268,7 @@ def measure(cache: Cache, loop: DecodeLoop, worker: Direct | Gather, seconds: fl
 def main() -> int:
     made = parser(__doc__ or "", "128MiB")
     made.add_argument("--device", choices=("cuda", "host"), default="cuda")
-    run = Run(made, 4 * MIB, needs_gpu=False)
+    run = BenchRun(made, 4 * MIB, needs_gpu=False)
     given = run.given
     if importlib.util.find_spec("torch") is None:
         run.skipped.append("all: torch is not installed")

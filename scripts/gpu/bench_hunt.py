@@ -22,7 +22,7 @@ from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.model import Direction
 from kvoffloadd.trial.bench.gpu import Pinned
-from scripts.gpu.bench import KIB, MIB, Run, cut_short, parser, table
+from scripts.gpu.bench import KIB, MIB, BenchRun, cut_short, parser, table
 from scripts.harness.gpu import Gpu, GpuBuffer
 
 BATCH = 1024
@@ -56,7 +56,7 @@ class Hunter:
         self._noise = self._rng.integers(0, 256, size_bytes, np.uint8)
 
     def hunt(self, seconds: float) -> None:
-        """In a thread of its own."""
+        """Hunts in a separate thread."""
         self._gpu.use()
         self._fill()
         until = time.monotonic() + seconds
@@ -128,7 +128,7 @@ class Hunter:
 def main() -> int:
     made = parser(__doc__ or "", "64MiB")
     made.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4)), help="(default: a random one)")
-    run = Run(made, 8 * MIB)
+    run = BenchRun(made, 8 * MIB)
     given = run.given
     seconds = min(QUICK_HUNT_S if given.quick else HUNT_S, given.seconds)
     with cut_short():

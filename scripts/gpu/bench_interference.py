@@ -17,7 +17,18 @@ from typing import Any
 from kvoffloadd.trial.figures import median_ratio
 from kvoffloadd.trial.process import private_folder
 from kvoffloadd.trial.worker import WorkerProcess
-from scripts.gpu.bench import KIB, GpuWorkload, Run, Shape, await_pinned, cut_short, daemon, gb_per_s, parser, table
+from scripts.gpu.bench import (
+    KIB,
+    BenchRun,
+    GpuWorkload,
+    KvShape,
+    await_pinned,
+    cut_short,
+    daemon,
+    gb_per_s,
+    parser,
+    table,
+)
 from scripts.gpu.bench_paths import PATHS
 from scripts.harness.gpu import Gpu, software_driver
 
@@ -78,7 +89,7 @@ def measure(
 
 
 def main() -> int:
-    run = Run(parser(__doc__ or "", "256MiB", 3))
+    run = BenchRun(parser(__doc__ or "", "256MiB", 3))
     given = run.given
     seconds = QUICK_SLICE_S if given.quick else SLICE_S
     gpu = Gpu()
@@ -88,7 +99,7 @@ def main() -> int:
         kinds = kernels.answer(START_S)["kinds"]
         for row_bytes, path in run.in_time(CASES[:2] if given.quick else CASES):
             with daemon(given.bytes, PATHS[path]) as socket:
-                worker = GpuWorkload(gpu, socket, Shape(row_bytes), given.bytes)
+                worker = GpuWorkload(gpu, socket, KvShape(row_bytes), given.bytes)
                 await_pinned(socket)
                 worker.store()
                 for one in measure(kernels, kinds, worker, given.rounds, seconds):

@@ -14,7 +14,7 @@ from kvoffloadd.client import Client
 from kvoffloadd.trial.figures import p50, p99
 from kvoffloadd.trial.process import private_folder
 from kvoffloadd.trial.workload import WAIT_S
-from scripts.gpu.bench import KIB, MIB, GpuWorkload, Run, Shape, await_pinned, cut_short, daemon, parser, table
+from scripts.gpu.bench import KIB, MIB, BenchRun, GpuWorkload, KvShape, await_pinned, cut_short, daemon, parser, table
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, software_driver
@@ -74,7 +74,7 @@ class Deaths:
 
 def round_trips(gpu: Gpu, socket: Path, count: int) -> dict[str, list[float]]:
     """Seconds of stores and loads of one key of 64 KiB, without and with a signal of an idle stream."""
-    worker = GpuWorkload(gpu, socket, Shape(64 * KIB, layers=1), 64 * KIB)
+    worker = GpuWorkload(gpu, socket, KvShape(64 * KIB, layers=1), 64 * KIB)
     await_pinned(socket)
     found: dict[str, list[float]] = {"ping": [], "store": [], "load": [], "store, signalled": []}
     for _ in range(count):
@@ -96,7 +96,7 @@ def signalled(worker: GpuWorkload) -> float:
 
 
 def main() -> int:
-    run = Run(parser(__doc__ or "", "1GiB", 5), 16 * MIB)
+    run = BenchRun(parser(__doc__ or "", "1GiB", 5), 16 * MIB)
     given = run.given
     gpu = Gpu()
     trips: dict[str, list[float]] = {}

@@ -17,9 +17,9 @@ from kvoffloadd.trial.figures import p50
 from scripts.gpu.bench import (
     KIB,
     MIB,
+    BenchRun,
     GpuWorkload,
-    Run,
-    Shape,
+    KvShape,
     against_ceiling,
     await_pinned,
     cut_short,
@@ -42,21 +42,21 @@ PATHS: dict[str, dict[str, str]] = {
 }
 QUICK_PATHS = 3
 KINDS = ("store", "load")
-LARGE, SMALL = Shape(2 * MIB, layers=2), Shape(4 * KIB)
+LARGE, SMALL = KvShape(2 * MIB, layers=2), KvShape(4 * KIB)
 SMALL_PART = 16
 """The job of small rows has so small a part of the large one's bytes."""
 COUNTED = ("pitched_copies", "batch_failures")
 
 
 def counters(socket: Path) -> dict[str, int]:
-    """Of the daemon's GPU."""
+    """Returns the counters of the daemon's GPU."""
     with Client(socket, namespace=None, role="observer") as observer:
         devices = observer.status()["devices"]
     gpu: dict[str, Any] = next((found for name, found in devices.items() if name.startswith("cuda:")), {})
     return {name: int(gpu.get(name, 0)) for name in COUNTED}
 
 
-def by_path(run: Run, gpu: Gpu) -> None:
+def by_path(run: BenchRun, gpu: Gpu) -> None:
     """Every size by every path."""
     given = run.given
     names = list(PATHS)[: QUICK_PATHS if given.quick else None]
@@ -64,7 +64,7 @@ def by_path(run: Run, gpu: Gpu) -> None:
         with daemon(given.bytes, PATHS[name]) as socket:
             before = counters(socket)
             for row_bytes in ROW_BYTES[:1] if given.quick else ROW_BYTES:
-                found = against_ceiling(gpu, socket, Shape(row_bytes), given.bytes, given.rounds, KINDS)
+                found = against_ceiling(gpu, socket, KvShape(row_bytes), given.bytes, given.rounds, KINDS)
                 after = counters(socket)
                 by = {what: after[what] - before[what] for what in COUNTED if after[what] > before[what]}
                 run.done({"path": name, **found, "by": by})
@@ -76,7 +76,7 @@ def job_s(worker: GpuWorkload, kind: str) -> float:
     return worker.store_s() if kind == "store" else worker.load_s()
 
 
-def mixed(run: Run, gpu: Gpu) -> None:
+def mixed(run: BenchRun, gpu: Gpu) -> None:
     """Large jobs alone, and each behind a small one."""
     given = run.given
     with daemon(given.bytes) as socket:
@@ -100,10 +100,10 @@ def mixed(run: Run, gpu: Gpu) -> None:
         large.close()
 
 
-def ladder(run: Run, gpu: Gpu) -> None:
+def ladder(run: BenchRun, gpu: Gpu) -> None:
     """Loads of jobs of 64 KiB to `bytes`, upwards and downwards, by one daemon."""
     given = run.given
-    shape = Shape(64 * KIB, layers=1)
+    shape = KvShape(64 * KIB, layers=1)
     sizes = [64 * KIB]
     while sizes[-1] * 4 <= given.bytes:
         sizes.append(sizes[-1] * 4)
@@ -120,7 +120,7 @@ def ladder(run: Run, gpu: Gpu) -> None:
 
 
 def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For people."""
+    """Makes tables for people to read."""
     paths, mixes, ladders = ([case for case in cases if key in case] for key in ("path", "mixed", "loads"))
     lines = [
         [f"{case['row_bytes'] // KIB} KiB", case["path"]]
@@ -141,7 +141,7 @@ def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    run = Run(parser(__doc__ or "", "64MiB", 5), 8 * MIB)
+    run = BenchRun(parser(__doc__ or "", "64MiB", 5), 8 * MIB)
     gpu = Gpu()
     with cut_short():
         by_path(run, gpu)

@@ -31,7 +31,7 @@ from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.trial.figures import p50, p99
 from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes
-from scripts.gpu.bench import GIB, KIB, MIB, Run, cut_short, gb_per_s, parser, table
+from scripts.gpu.bench import GIB, KIB, MIB, BenchRun, cut_short, gb_per_s, parser, table
 from scripts.gpu.machine import available_bytes
 from scripts.harness.gpu import Gpu, GpuBuffer, one_copy
 
@@ -112,8 +112,8 @@ def other() -> None:
         print(json.dumps(loops.end()), flush=True)
 
 
-def stalls(gpu: Gpu, total_bytes: int, run: Run) -> None:
-    """For nothing registered, and for each size of pieces."""
+def stalls(gpu: Gpu, total_bytes: int, run: BenchRun) -> None:
+    """Measures stalls with nothing registered, and for each size of pieces."""
     with _mapped(MIB) as small, _mapped(total_bytes) as large:
         populate(large.address, total_bytes, 8, nice=0)
         driver().call("cuMemHostRegister", small.address, MIB, PORTABLE_AND_MAPPED)
@@ -193,7 +193,7 @@ def allocated(size_bytes: int) -> Iterator[int]:
 
 
 def kinds(size_bytes: int) -> dict[str, contextlib.AbstractContextManager[int]]:
-    """Of memory that an arena could be."""
+    """Returns the kinds of memory that an arena could be."""
     return {
         "memfd": registered(size_bytes),
         "memfd, no page there before": registered(size_bytes, fresh=True),
@@ -245,7 +245,7 @@ def _scattered(gpu: Gpu, way: str, host: int, size_bytes: int, window: GpuBuffer
 
 
 def _huge_mib() -> int | str:
-    """Of this process's memory that is shared, in huge pages."""
+    """Returns the shared memory of this process that is in huge pages."""
     if not ROLLUP.exists():
         return "not known"
     found = re.findall(
@@ -259,7 +259,7 @@ def main() -> int:
     if sys.argv[1:] == ["other"]:
         other()
         return 0
-    run = Run(parser(__doc__ or "", "16GiB", 1), 64 * MIB)
+    run = BenchRun(parser(__doc__ or "", "16GiB", 1), 64 * MIB)
     gpu = Gpu()
     total_bytes = min(run.given.bytes, available_bytes() // 3) // (PIECES[-1] * 4 * KIB) * PIECES[-1] * 4 * KIB
     pool_bytes = total_bytes // POOL_PART // SCATTERED_BYTES * SCATTERED_BYTES

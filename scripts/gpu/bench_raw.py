@@ -26,7 +26,19 @@ from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, U8Array, U64Array
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.figures import p50
-from scripts.gpu.bench import KIB, LAYERS, MIB, Run, Shape, against_ceiling, cut_short, daemon, gb_per_s, parser, table
+from scripts.gpu.bench import (
+    KIB,
+    LAYERS,
+    MIB,
+    BenchRun,
+    KvShape,
+    against_ceiling,
+    cut_short,
+    daemon,
+    gb_per_s,
+    parser,
+    table,
+)
 from scripts.harness.gpu import Gpu, GpuBuffer, one_copy
 
 Submit = Callable[[], int]
@@ -50,7 +62,7 @@ class _Attributes(ctypes.Structure):
     _fields_: ClassVar = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 
 
-class Rows:
+class RawRows:
     """Blocks in the GPU's memory and in registered memory."""
 
     def __init__(self, gpu: Gpu, row_bytes: int, total_bytes: int) -> None:
@@ -85,7 +97,7 @@ class Rows:
             self.gpu.synchronize()
 
     def wrong_bytes(self, direction: Direction) -> int:
-        """Of the destination."""
+        """Counts the wrong bytes of the destination."""
         if direction is Direction.STORE:
             return int((self.host.array != self._payloads).sum())
         return int((self.device.download(0, self.bytes) != self._noise).sum())
@@ -111,7 +123,7 @@ class Ways:
         if not driver.pitched_batches:
             self.missing["3D batch"] = "this driver has no cuMemcpy3DBatchAsync"
 
-    def submit(self, method: str, rows: Rows, direction: Direction) -> Submit:
+    def submit(self, method: str, rows: RawRows, direction: Direction) -> Submit:
         """A function that submits these rows so, and returns the last CUresult."""
         driver, stream = self._driver, self._stream
         src, dst = rows.sides(direction)
@@ -131,7 +143,7 @@ class Ways:
             return lambda: driver.copy_pitched_batch(runs, BATCH, stream)
         return self._batches(rows, direction, *BATCHES[method])
 
-    def _batches(self, rows: Rows, direction: Direction, flags: int, order: int) -> Submit:
+    def _batches(self, rows: RawRows, direction: Direction, flags: int, order: int) -> Submit:
         src, dst = rows.sides(direction)
         attributes, first, failed = _Attributes(order=order, flags=flags), ctypes.c_size_t(0), ctypes.c_size_t()
 
@@ -149,7 +161,7 @@ class Ways:
         return submit
 
 
-def measure(ways: Ways, rows: Rows, direction: Direction, method: str, rounds: int) -> dict[str, Any]:
+def measure(ways: Ways, rows: RawRows, direction: Direction, method: str, rounds: int) -> dict[str, Any]:
     """A case: GB/s, microseconds of submission for each row, wrong bytes; or the CUresult that refuses it."""
     case = {"rows": f"{rows.row_bytes // KIB} KiB", "direction": direction.value, "method": method}
     submit = ways.submit(method, rows, direction)
@@ -175,7 +187,7 @@ def measure(ways: Ways, rows: Rows, direction: Direction, method: str, rounds: i
     return {**case, "gb_per_s": gb_per_s(rows.bytes, total), "submit_us_per_row": us, "wrong_bytes": wrong}
 
 
-def measure_both(sides: list[tuple[Ways, Rows, Direction]], method: str, rounds: int) -> dict[str, Any]:
+def measure_both(sides: list[tuple[Ways, RawRows, Direction]], method: str, rounds: int) -> dict[str, Any]:
     """Returns a case, as `measure` does: each side has a thread and a stream of its own."""
     submits = [ways.submit(method, rows, direction) for ways, rows, direction in sides]
     for _, rows, direction in sides:
@@ -201,17 +213,17 @@ def measure_both(sides: list[tuple[Ways, Rows, Direction]], method: str, rounds:
     return {"method": method, "gb_per_s": gb_per_s(total, seconds[1:]), "wrong_bytes": wrong}
 
 
-def by_driver(run: Run, gpu: Gpu) -> None:
+def by_driver(run: BenchRun, gpu: Gpu) -> None:
     """All sizes, both ways, each method that there is."""
     ways, others = Ways(gpu, Driver()), Ways(Gpu(gpu.ordinal), Driver())
     run.skipped += [f"{method}: {why}" for method, why in ways.missing.items()]
     for row_bytes in run.in_time(ROW_BYTES[:2] if run.given.quick else ROW_BYTES, 0.5):
-        rows = Rows(gpu, row_bytes, run.given.bytes)
+        rows = RawRows(gpu, row_bytes, run.given.bytes)
         for direction in Direction:
             for method in METHODS:
                 if method not in ways.missing:
                     run.done(measure(ways, rows, direction, method, run.given.rounds))
-        beside = Rows(others.gpu, row_bytes, run.given.bytes)
+        beside = RawRows(others.gpu, row_bytes, run.given.bytes)
         sides = [(ways, rows, Direction.STORE), (others, beside, Direction.LOAD)]
         for method in CHOICE:
             if method not in ways.missing:
@@ -221,14 +233,14 @@ def by_driver(run: Run, gpu: Gpu) -> None:
         rows.close()
 
 
-def by_daemon(run: Run, gpu: Gpu) -> None:
+def by_daemon(run: BenchRun, gpu: Gpu) -> None:
     """The same sizes through the daemon as it is by default."""
     given = run.given
     with daemon(given.bytes) as socket:
         for row_bytes in run.in_time(ROW_BYTES[:2] if given.quick else ROW_BYTES, 0.5):
             job_bytes = min(given.bytes, ROWS_MAX * row_bytes)
             kinds = tuple(direction.value for direction in Direction)
-            found = against_ceiling(gpu, socket, Shape(row_bytes), job_bytes, given.rounds, kinds)
+            found = against_ceiling(gpu, socket, KvShape(row_bytes), job_bytes, given.rounds, kinds)
             for kind in kinds:
                 case = {"rows": f"{row_bytes // KIB} KiB", "direction": kind, "method": DAEMON}
                 run.done({**case, "gb_per_s": found["gb_per_s"][kind], "wrong_bytes": found["wrong_bytes"]})
@@ -252,7 +264,7 @@ def tables_of(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    run = Run(parser(__doc__ or "", "64MiB", 5), 2 * MIB)
+    run = BenchRun(parser(__doc__ or "", "64MiB", 5), 2 * MIB)
     gpu = Gpu()
     with cut_short():
         by_driver(run, gpu)

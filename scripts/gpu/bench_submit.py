@@ -27,7 +27,7 @@ from kvoffloadd.device.plan import Copies, GroupPlan, make_copies, split
 from kvoffloadd.model import Direction, Ref, U64Array
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.figures import p50
-from scripts.gpu.bench import LAYERS, MIB, Run, parser, table
+from scripts.gpu.bench import LAYERS, MIB, BenchRun, parser, table
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, GpuBuffer
 
@@ -175,7 +175,7 @@ class Costs:
         return split(copies, 1, 1, chunk_bytes=CHUNK_BYTES, chunk_descriptors=min(most, PIECE_DESCRIPTORS))
 
     def measure(self, way: Way, direction: Direction) -> dict[str, float]:
-        """Of one job, in microseconds for each row, by PARTS and "in all"."""
+        """Measures one job, in microseconds for each row, by PARTS and "in all"."""
         planned, moved = Timer(), Timer()
         with planned:
             memory, payload, size = self._plan.expand(self._ids, self._slots)
@@ -206,7 +206,7 @@ def measured(costs: Costs, rounds: int) -> list[dict[str, Any]]:
 
 
 def rows_of(cases: list[dict[str, Any]]) -> list[list[str]]:
-    """Under COLUMNS."""
+    """Returns rows under COLUMNS."""
     return [[one["way"], one["direction"], *(f"{us:.3f}" for us in one["us"].values())] for one in cases]
 
 
@@ -215,7 +215,7 @@ def _ratio(us: dict[str, float]) -> float:
 
 
 def main() -> int:
-    run = Run(parser(__doc__ or "", "64MiB"), 8 * MIB)
+    run = BenchRun(parser(__doc__ or "", "64MiB"), 8 * MIB)
     costs = Costs(Gpu(), run.given.bytes)
     run.skipped += costs.skipped
     for case in measured(costs, run.given.rounds):

@@ -14,8 +14,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
-    """Of the model and its batch."""
+class DecodeSizes:
+    """Describes the model and its batch."""
 
     layers: int = 8
     requests: int = 64
@@ -30,7 +30,7 @@ class Sizes:
         return self.heads * self.head_dim
 
 
-TINY = Sizes(layers=1, requests=2, context=16, heads=2, kv_heads=1, head_dim=8, inner=32)
+TINY = DecodeSizes(layers=1, requests=2, context=16, heads=2, kv_heads=1, head_dim=8, inner=32)
 REPLAYS = 4
 """Steps between two looks at the clock."""
 
@@ -41,7 +41,7 @@ class DecodeLoop:
     def __init__(self, device: str) -> None:
         self._torch: Any = importlib.import_module("torch")
         self._cuda = device == "cuda"
-        self._sizes = Sizes() if self._cuda else TINY
+        self._sizes = DecodeSizes() if self._cuda else TINY
         dtype = self._torch.bfloat16 if self._cuda else self._torch.float32
         sizes = self._sizes
 

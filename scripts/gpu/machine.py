@@ -78,7 +78,7 @@ def meminfo() -> str:
 
 
 def available_bytes() -> int:
-    """Of the host's memory, as the kernel estimates it; 0: it does not say."""
+    """Returns the available memory of the host as the kernel estimates it; 0: it does not report it."""
     found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 

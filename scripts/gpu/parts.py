@@ -76,11 +76,11 @@ class Ended:
         return sum(test["outcome"] == outcome for test in self.tests)
 
     def wrong_bytes(self) -> int:
-        """Of all cases: of what came and went as other bytes."""
+        """Counts the wrong bytes of all cases."""
         return sum(int(case.get("wrong_bytes", 0)) for case in self.cases)
 
     def rows(self) -> list[dict[str, Any]]:
-        """As lines of results.jsonl."""
+        """Returns rows as lines of results.jsonl."""
         state = {"part": self.part.name, "state": self.state, "seconds": round(self.seconds, 2), "remark": self.remark}
         name = {"part": self.part.name}
         figures = [{"figures": self.figures}] if self.figures else [{"case": case} for case in self.cases]
@@ -88,7 +88,7 @@ class Ended:
 
 
 def adopt_orphans() -> None:
-    """From now on what a part leaves behind becomes a child of this process, which ends it."""
+    """Makes what a part leaves behind a child of this process from now on, which ends it."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

@@ -69,7 +69,7 @@ class Screen:
 
 
 def _plain(value: object, after_name: str = " ") -> str:
-    """As people write it."""
+    """Formats a value as people write it."""
     if isinstance(value, dict):
         return ", ".join(f"{name}{after_name}{_plain(one)}" for name, one in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -37,7 +37,7 @@ _MESSAGE_BYTES, _START_S = 4096, 20.0
 
 
 def export(uid: int) -> None:
-    """Until the other end of the socket is closed: then it dies, as if it were killed."""
+    """Exports memory until the other end of the socket is closed: then it dies, as if it were killed."""
     if uid:
         become(uid)
     link = socket.socket(fileno=0)
@@ -170,7 +170,7 @@ def _right(address: int, value: int) -> str:
 
 
 def _name(error: KvOffloadError) -> str:
-    """Of the driver's result, where it was the driver's."""
+    """Names the driver's result, where the error was the driver's."""
     cause = error if isinstance(error, CudaError) else error.__cause__
     return cause.name if isinstance(cause, CudaError) else str(error)
 

@@ -1,6 +1,6 @@
 """A worker with a KV cache on a GPU, as a child process that does one thing after the other as it is told.
 
-    python -m scripts.gpu.worker OPTIONS    (see `Options`; then a line of JSON with "call" and its arguments each)
+    python -m scripts.gpu.worker OPTIONS    (a JSON object; then a line of JSON with "call" and its arguments each)
 
 It answers {"value": ...} or {"error": "Class: message"}, with a traceback where the error is none of ours, and goes on;
 the first line, {"value": "ready"}, comes unasked.
@@ -31,7 +31,7 @@ WAIT_S = 30.0
 _DUMPABLE = 4
 
 
-class Worker:
+class WorkerCommands:
     """What it can be told. Keys are numbers; key i of `keys` goes to, or comes from, block i of `blocks`."""
 
     def __init__(self, socket: str, ordinal: int = 0) -> None:
@@ -75,7 +75,7 @@ class Worker:
             self.unshare()
 
     def free_bytes(self) -> int:
-        """Of the GPU."""
+        """Returns the free bytes of the GPU."""
         return self._gpu.free_bytes()
 
     def fill(self, keys: list[int], blocks: list[int]) -> None:
@@ -93,7 +93,7 @@ class Worker:
         self._memory.expect(keys, blocks)
 
     def wrong_bytes(self) -> int:
-        """In all of the memory."""
+        """Counts the wrong bytes in all of the memory."""
         return self._memory.wrong_bytes()
 
     # --- jobs ---
@@ -117,7 +117,7 @@ class Worker:
         return [str(result.outcome.value), result.reason]
 
     def is_done(self, job: int) -> bool:
-        """Without waiting."""
+        """Returns whether the job is done, without waiting."""
         self._client.ping()  # what the daemon has said before is read
         return self._jobs[job].done
 
@@ -199,7 +199,7 @@ def main() -> None:
     os.environ.update(options.get("variables", {}))
     if options.get("uid"):
         become(options["uid"])
-    worker = Worker(options["socket"])
+    worker = WorkerCommands(options["socket"])
     print(json.dumps({"value": "ready"}), flush=True)
     for line in sys.stdin:
         question = json.loads(line)

@@ -44,5 +44,5 @@ class GpuWorker:
     close = kill
 
     def end(self) -> int:
-        """In order. Its exit status."""
+        """Ends the worker in order, and returns its exit status."""
         return self._child.end()

@@ -26,7 +26,7 @@ class Piece:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block."""
+        """Returns the bytes of one block."""
         return math.prod(self.shape[1:])
 
     def over(self, rows: U8Array) -> U8Array:
@@ -99,7 +99,7 @@ def scattered(
 
 
 def group_of(shape: GroupShape, refs: list[Ref], rank: int) -> Group:
-    """As a rank registers it."""
+    """Makes the group as a rank registers it."""
     part = shape.part_of_rank[rank]
     return Group(
         group=shape.number,

@@ -83,7 +83,7 @@ class Counters:
         self._mine[self._at[name]] += amount
 
     def set(self, name: str, value: int) -> None:
-        """For what is a state, not a count."""
+        """Sets what is a state, not a count."""
         self._mine[self._at[name]] = value
 
     def took(self, what: str, seconds: float) -> None:
@@ -111,7 +111,7 @@ class Counters:
         return int(self._all[:, self._at[name]].sum())
 
     def percentile_s(self, what: str, percent: float) -> float | None:
-        """To about 3 %; None: it never happened."""
+        """Returns a percentile to about 3 %; None: it never happened."""
         start = 1 + len(NAMES) + LATENCIES.index(what) * _BUCKETS
         counts = self._all[:, start : start + _BUCKETS].sum(axis=0)
         total = int(counts.sum())

@@ -87,7 +87,7 @@ class Daemon(OwnDaemon):
         return [device for kind, device in self.status()["devices"].items() if kind.startswith("cuda:")]
 
     def await_pinned(self) -> None:
-        """Until all of the memory tier is pinned, which the first registration of a GPU's memory has begun."""
+        """Waits until all of the memory tier is pinned, which the first registration of a GPU's memory has begun."""
         until(lambda: self._pinned_bytes() == self.status()["memory"]["capacity_bytes"], "all is pinned")
 
     def _pinned_bytes(self) -> int:

@@ -253,7 +253,7 @@ class Engine:
     # --- ends of jobs ----------------------------------------------------------------------------------
 
     def wait(self, opened: Sequence[OpenJob]) -> None:
-        """Until these have ended. Raises JobDeadlineError."""
+        """Waits until these have ended. Raises JobDeadlineError."""
         until = time.monotonic() + JOB_S
         for one in opened:
             one.rank.client.wait(one.job, max(until - time.monotonic(), 1.0))

@@ -108,7 +108,7 @@ class EngineHost:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
+        """Returns the pid of the engine's process."""
         return self._child.pid
 
     def log(self) -> str:

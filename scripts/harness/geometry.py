@@ -56,7 +56,7 @@ class Geometry:
         return scattered(self.groups, self.tensors, rank, num_blocks, Gaps(rng, padded), overlaid=self.overlaid)
 
     def namespace(self) -> NamespaceSpec:
-        """As sessions name it."""
+        """Names the namespace as sessions do."""
         return NamespaceSpec(model=self.name, layout=f"geometry-{self.number}", key_bytes=self.key_bytes)
 
     def blocks_of(self, tokens: int) -> int:

@@ -41,7 +41,7 @@ class Gate:
         self._value = 0
 
     def close(self) -> None:
-        """From here on the stream waits."""
+        """Makes the stream wait from here on."""
         self._gpu.use()
         self._value += 1
         library = ctypes.CDLL("libcuda.so.1")

@@ -17,7 +17,7 @@ class RefShape:
 
     @property
     def payload_bytes(self) -> int:
-        """Of one block."""
+        """Returns the bytes of one block."""
         return self.length * self.count
 
 
@@ -34,7 +34,7 @@ class GroupShape:
     part_of_rank: tuple[int | None, ...]
 
     def payload_bytes(self, part: int) -> int:
-        """Of one key."""
+        """Returns the bytes of one key."""
         return self.blocks_per_key * sum(ref.payload_bytes for ref in self.parts[part])
 
     def first_needed(self, length: int) -> int:

@@ -157,7 +157,7 @@ class KvMemory:
         return self._compared(near[~self._busy[near]], np.isin(near[~self._busy[near]], blocks))
 
     def compare_all(self) -> Wrong | None:
-        """As `compare`, all blocks that are not lent; whatever is wrong there is stray."""
+        """Compares all blocks that are not lent, as `compare` does; whatever is wrong there is stray."""
         rows = np.flatnonzero(~self._busy)
         return self._compared(rows, np.zeros(len(rows), bool))
 

@@ -22,7 +22,7 @@ class LayerMemory:
 
 
 def allocated(plan: Plan, device: str = HOST) -> LayerMemory:
-    """As planned."""
+    """Allocates the memory as planned."""
     made = plan.allocate(device)
     return LayerMemory(plan.specs, plan.groups, made.layers, made.cache, [one.view(-1) for one in made.tensors])
 
@@ -39,7 +39,7 @@ def apart(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_bloc
 
 
 def _tensors(spec: LayerSpec) -> Sequence[State]:
-    """Of a block."""
+    """Returns the tensors of a block."""
     match spec:
         case Attention():
             return 2 * (State((spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype),)

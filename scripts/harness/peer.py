@@ -59,7 +59,7 @@ class RawPeer:
         return self.socket.fileno()
 
     def close(self) -> None:
-        """Without a word."""
+        """Closes the connection without a message."""
         self.socket.close()
 
     # --- out ---

@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """With the gap behind the last row."""
+        """Returns the size with the gap behind the last row."""
         return self.num_blocks * self.stride_bytes
 
 
@@ -267,7 +267,7 @@ class GpuPlace:
 
 @functools.cache
 def _hot() -> Driver:
-    """With batched copies where there are any: one at a time they would be most of what a worker does."""
+    """Makes a driver with batched copies where there are any: single copies would be most of what a worker does."""
     return Driver()
 
 
@@ -295,7 +295,7 @@ class Lines:
         self._lines: dict[tuple[int, int], Line] = {}
 
     def of(self, rank: int, rng: np.random.Generator) -> Line:
-        """For a rank, on any of the GPUs. Raises DeviceError."""
+        """Makes a line for a rank, on any of the GPUs. Raises DeviceError."""
         ordinal = int(rng.integers(0, self.gpus)) if self.gpus else 0
         name = rank, ordinal
         if name not in self._lines:

@@ -83,7 +83,7 @@ class PlannedGeometry(Geometry):
     def arrange(
         self, rank: int, memory_bytes: int, rng: np.random.Generator, *, padded: bool = True, layout: str = ""
     ) -> Arrangement:
-        """In `layout`, or in the first there is. Nothing is padded but what the layout pads."""
+        """Arranges a rank in `layout`, or in the first there is. Nothing is padded but what the layout pads."""
         name = layout or self.layouts[0]
         return self.arrange_blocks(rank, blocks_in(memory_bytes, self.row_bytes(name)), name)
 
@@ -93,7 +93,7 @@ class PlannedGeometry(Geometry):
 
 
 def model_named(name: str, kv_heads: int = 0) -> ModelConfig:
-    """Of NAMES, scaled down."""
+    """Returns one of NAMES, scaled down."""
     return small(named(name), kv_heads) if kv_heads else small(named(name))
 
 

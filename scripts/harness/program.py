@@ -13,7 +13,7 @@ from kvoffloadd.trial.program import EXIT_BAD
 
 
 def command_line(documentation: str | None) -> argparse.ArgumentParser:
-    """Of a run that is good or not. The first line of the script's documentation says what it is."""
+    """Makes the parser of a run that is good or not. The first line of the script's documentation describes it."""
     what, _, more = (documentation or "").partition("\n")
     parser = argparse.ArgumentParser(description=what, epilog=more)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output in place of the table")
@@ -21,7 +21,7 @@ def command_line(documentation: str | None) -> argparse.ArgumentParser:
 
 
 def benchmark_line(documentation: str | None) -> argparse.ArgumentParser:
-    """Of a benchmark, which has bounds."""
+    """Makes the parser of a benchmark, which has bounds."""
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output in place of tables")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a bound is not kept")
@@ -41,7 +41,7 @@ def seed_of(given: argparse.Namespace, name: str) -> int:
 
 
 def show_result(result: dict[str, Any], given: argparse.Namespace, show: Callable[[dict[str, Any]], None]) -> int:
-    """Of a benchmark; returns the exit status."""
+    """Shows the result of a benchmark; returns the exit status."""
     if given.json:
         print_json(result)
     else:

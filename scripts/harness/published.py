@@ -29,7 +29,7 @@ def latent(model_type: str, heads: int, **more: object) -> Config:
 
 
 def text(model_type: str, config: Config) -> Config:
-    """As models have it that see: the text model's keys in a map of their own."""
+    """Puts the text model's keys into a separate map, as models with vision have them."""
     return {"model_type": model_type, "text_config": config, **BF16}
 
 

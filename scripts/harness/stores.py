@@ -45,7 +45,7 @@ class StoreProcess:
 
     @property
     def pid(self) -> int:
-        """Of the run that was started last."""
+        """Returns the pid of the run that was started last."""
         if self._child is None:
             raise DaemonError("the store was never started")
         return self._child.pid
@@ -123,7 +123,7 @@ class Etcd(StoreProcess):
 
     @property
     def place(self) -> str:
-        """As a client of Mooncake's takes it."""
+        """Returns the place as a client of Mooncake's takes it."""
         return f"etcd://{super().place}"
 
     def flags(self) -> tuple[str, ...]:
@@ -199,7 +199,7 @@ _PORTS = itertools.count(20001)
 
 
 def _free_ports(host: Host, count: int) -> list[int]:
-    """Of a namespace all are free but those that we have given."""
+    """Returns free ports: in a network namespace, all but those that were given before."""
     if host.enter:
         return list(itertools.islice(_PORTS, count))
     probes = [socket.create_server((host.address, 0)) for _ in range(count)]

@@ -82,7 +82,9 @@ class Watch:
         )
 
     def private_bytes(self) -> tuple[int, int] | None:
-        """Of the present run of the daemon: after its warm-up and now; None: it has not run for long enough."""
+        """Returns the private bytes of the present run of the daemon, after its warm-up and now; None: it has not run
+        for long enough.
+        """
         warm = [size for uptime_s, size in self._private if uptime_s >= self._warm_s]
         if len(warm) < 2 * SAMPLES:
             return None

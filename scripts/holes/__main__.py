@@ -21,7 +21,7 @@ from kvoffloadd.trial.process import memory_folder
 from kvoffloadd.trial.program import EXIT_INTERRUPTED, carry_out, seconds, size
 from kvoffloadd.units import format_bytes
 from scripts.harness.program import add_seed, command_line, seed_of
-from scripts.holes.options import Options
+from scripts.holes.options import HolesOptions
 from scripts.holes.report import HolesReport
 from scripts.holes.run import HolesRun
 
@@ -41,7 +41,7 @@ def main() -> int:
     return EXIT_INTERRUPTED if status == 0 and reports[0].interrupted else status
 
 
-def _arguments() -> tuple[Options, bool]:
+def _arguments() -> tuple[HolesOptions, bool]:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--seconds", type=seconds, default=60.0, help="how long (default: %(default).0f)")
@@ -66,7 +66,7 @@ def _arguments() -> tuple[Options, bool]:
     as_json = values.pop("json")
     seed = seed_of(given, "holes")
     evidence = given.evidence or Path(tempfile.gettempdir()) / f"kvo-holes-{seed}"
-    return Options(**{**values, "seed": seed, "evidence": evidence}), as_json
+    return HolesOptions(**{**values, "seed": seed, "evidence": evidence}), as_json
 
 
 if __name__ == "__main__":

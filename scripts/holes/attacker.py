@@ -14,7 +14,7 @@ import numpy as np
 from scripts.harness.beside import Beside
 from scripts.harness.counters import Counters
 from scripts.holes.memory import WatchedMemory
-from scripts.holes.options import WorkerOptions
+from scripts.holes.options import HolesWorkerOptions
 from scripts.holes.shapes import SHAPES
 from scripts.holes.texts import STRIDE_BYTES
 from scripts.holes.worker import HolesWorker, live
@@ -48,7 +48,7 @@ class HolePuncher(Beside):
 
 
 def punch_once(memory: WatchedMemory, rng: np.random.Generator, counters: Counters) -> None:
-    """In one of the ways there are, of a few bytes or many blocks."""
+    """Punches one hole in one of the ways there are, of a few bytes or many blocks."""
     at = int(rng.integers(0, memory.size_bytes))
     size = min(int(np.exp(rng.uniform(0.0, np.log(8 * STRIDE_BYTES)))), memory.size_bytes - at)
     SHAPES[int(rng.integers(0, len(SHAPES)))](memory, at, size)
@@ -99,7 +99,7 @@ class HolesAttacker(HolesWorker):
 
 
 def main() -> int:
-    return live(lambda: HolesAttacker(WorkerOptions(**json.loads(sys.argv[1]))))
+    return live(lambda: HolesAttacker(HolesWorkerOptions(**json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvoffloadd.client import KeyState
-from scripts.holes.options import WorkerOptions
+from scripts.holes.options import HolesWorkerOptions
 from scripts.holes.worker import HolesWorker, live
 
 PATIENT = 0.8
@@ -60,7 +60,7 @@ class HolesBystander(HolesWorker):
 
 
 def main() -> int:
-    return live(lambda: HolesBystander(WorkerOptions(**json.loads(sys.argv[1]))))
+    return live(lambda: HolesBystander(HolesWorkerOptions(**json.loads(sys.argv[1]))))
 
 
 if __name__ == "__main__":

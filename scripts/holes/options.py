@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class HolesOptions:
     """The command line. `plant_corruption`: the daemon flips bits in loads. `evidence`: where wrong bytes are written
     to. `pause_s`: how long a worker does nothing after each step.
     """
@@ -26,7 +26,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerOptions:
+class HolesWorkerOptions:
     """What a bystander or an attacker is told. `row`: its place among all workers; `generation` counts the processes
     that have had it. `prompts`: how many each namespace has.
     """

@@ -9,7 +9,7 @@ from kvoffloadd.trial.output import SHOWN, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
 from scripts.harness.counters import Counters
 from scripts.harness.watch import DaemonCounters
-from scripts.holes.options import Options
+from scripts.holes.options import HolesOptions
 
 COUNTED = (
     "operations", "stores", "loads", "verified_loads", "block_references", "block_hits", "missed_keys", "failed_jobs",
@@ -21,7 +21,7 @@ COUNTED = (
 class HolesReport:
     """All figures of one run. `said`: what workers wrote."""
 
-    options: Options
+    options: HolesOptions
     counters: Counters
     seconds: float = 0.0
     mishaps: Counter[str] = field(default_factory=Counter)
@@ -49,7 +49,7 @@ class HolesReport:
         return not (bad or self.findings or self.leaks or self.errors) and bool(checked or self.interrupted)
 
     def figures(self) -> str:
-        """Behind the bar."""
+        """Returns the figures behind the bar."""
         total = self.counters.total
         return (
             f"{self.of_bystanders('verified_loads'):,} loads verified {total('holes'):,} holes "

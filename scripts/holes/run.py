@@ -23,7 +23,7 @@ from kvoffloadd.trial.wait import HANG_S, within
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.watch import Watch
-from scripts.holes.options import Options, WorkerOptions
+from scripts.holes.options import HolesOptions, HolesWorkerOptions
 from scripts.holes.report import HolesReport
 from scripts.holes.texts import KEYS, PAYLOAD_BYTES
 from scripts.soak.mishaps import Mishap, Mishaps
@@ -39,7 +39,7 @@ VERIFY_S = 2 * HANG_S
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class RunningWorker:
     """A worker process; `generation` counts those that have had its row."""
 
     row: int
@@ -51,7 +51,7 @@ class Place:
 class HolesRun:
     """One run, in a folder of its own, beside those of the disk tier and of the memory that may outlive a daemon."""
 
-    def __init__(self, options: Options, folder: Path, disk_folder: Path, memory_folder: Path) -> None:
+    def __init__(self, options: HolesOptions, folder: Path, disk_folder: Path, memory_folder: Path) -> None:
         self._options = options
         self._folder = folder
         self._memory_folder = memory_folder
@@ -61,7 +61,7 @@ class HolesRun:
         self._report = HolesReport(options, self._counters)
         self._memory_prefix = f"kvo-h{os.getpid()}-"
         self._can_forbid = can_forbid_holes()
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, RunningWorker] = {}
         settings = disk_settings(disk_folder / "root", DISK_TIMES * options.memory_bytes) | {
             "log.level": "warning",
             "memory.slab_bytes": "1MiB",
@@ -116,7 +116,9 @@ class HolesRun:
     # --- while it runs ---
 
     def _start_daemon(self) -> None:
-        """In every second run of it, where the kernel can, holes are not filled: jobs that meet one fail."""
+        """Starts the daemon. In every second run, where the kernel can, it does not fill holes: jobs that meet one
+        fail.
+        """
         forbid = self._can_forbid and self._report.daemon_runs % 2 == 0
         self._daemon.settings["copy.fill_holes"] = "false" if forbid else "true"
         self._daemon.start()
@@ -166,7 +168,7 @@ class HolesRun:
         attacks = row >= self._options.bystanders
         prompt_bytes = KEYS * PAYLOAD_BYTES
         working_set_bytes = WORKING_SET_TIMES * self._options.memory_bytes
-        options = WorkerOptions(
+        options = HolesWorkerOptions(
             socket=str(self._daemon.socket),
             counters=str(self._folder / "counters"),
             rows=self._rows,
@@ -181,12 +183,12 @@ class HolesRun:
         )
         name = "scripts.holes.attacker" if attacks else "scripts.holes.bystander"
         child = spawn(module(name, json.dumps(asdict(options))), self._log(row))
-        self._places[row] = Place(row, generation, self._counters.get(row, "operations"), child)
+        self._places[row] = RunningWorker(row, generation, self._counters.get(row, "operations"), child)
 
     def _log(self, row: int) -> Path:
         return self._folder / f"worker-{row}.log"
 
-    def _busy(self, rows: Iterable[int]) -> list[Place]:
+    def _busy(self, rows: Iterable[int]) -> list[RunningWorker]:
         """Workers of these that have done something already."""
         places = [self._places[row] for row in rows]
         return [place for place in places if self._counters.get(place.row, "operations") > place.operations]
@@ -199,7 +201,7 @@ class HolesRun:
                 self._failed(place, f"ended with status {status}")
                 self._spawn(place.row, place.generation + 1)
 
-    def _failed(self, place: Place, what: str) -> None:
+    def _failed(self, place: RunningWorker, what: str) -> None:
         self._report.errors.append(f"worker {place.row}.{place.generation} {what}")
         if len(self._report.errors) > ERRORS_MAX:
             raise DaemonError(f"{len(self._report.errors)} errors, the last: {what}:\n{tail(self._log(place.row))}")

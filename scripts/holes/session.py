@@ -27,7 +27,7 @@ from scripts.harness.kvmemory import Wrong
 from scripts.harness.promises import Findings, broken_in_result, count
 from scripts.holes.evidence import Journal
 from scripts.holes.memory import WatchedMemory
-from scripts.holes.texts import GROUP, SHAPE, Prompt, Texts
+from scripts.holes.texts import GROUP, SHAPE, Text, Texts
 
 GONE = "is gone"
 """What a job says that met a hole."""
@@ -38,7 +38,7 @@ class HolesJob:
     """A job whose blocks are the daemon's. `boot_id`: of the daemon that was asked."""
 
     job: Job
-    prompt: Prompt
+    prompt: Text
     shares: list[Share]
     leased: bool
     boot_id: bytes
@@ -60,7 +60,7 @@ class HolesJob:
         return self.share.wanted
 
 
-class Session:
+class TextSession:
     """`punched`: holes are made in the memory, by its owner, so that jobs may fail. Used from one thread."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Session:
 
     # --- keys ---
 
-    def pin(self, prompt: Prompt, *, patient: bool) -> Found:
+    def pin(self, prompt: Text, *, patient: bool) -> Found:
         """`patient`: wait for what comes from disk."""
         began = time.monotonic()
         found = self.client.pin({0: prompt.keys})
@@ -106,24 +106,24 @@ class Session:
 
     # --- jobs ---
 
-    def store(self, prompt: Prompt, which: I64Array) -> None:
+    def store(self, prompt: Text, which: I64Array) -> None:
         """Compute some of the prompt's keys, and start to store them. Raises ClientError."""
         keys, blocks = self._taken(prompt, which)
         self.memory.write(blocks, self.texts.contents(keys))
         self._submit(Direction.STORE, prompt, keys, blocks, 0)
 
-    def load(self, prompt: Prompt, which: I64Array, *, lease: int = 0) -> None:
+    def load(self, prompt: Text, which: I64Array, *, lease: int = 0) -> None:
         """Start to load some of the prompt's keys. Raises ClientError."""
         keys, blocks = self._taken(prompt, which)
         self.memory.spoil(blocks)
         self.memory.lend(blocks)
         self._submit(Direction.LOAD, prompt, keys, blocks, lease)
 
-    def _taken(self, prompt: Prompt, which: I64Array) -> tuple[U8Array, I64Array]:
+    def _taken(self, prompt: Text, which: I64Array) -> tuple[U8Array, I64Array]:
         blocks = self.memory.free.take(min(len(which), len(self.memory.free)))
         return prompt.keys[which[: len(blocks)]], blocks
 
-    def _submit(self, direction: Direction, prompt: Prompt, keys: U8Array, blocks: I64Array, lease: int) -> None:
+    def _submit(self, direction: Direction, prompt: Text, keys: U8Array, blocks: I64Array, lease: int) -> None:
         share = Share(SHAPE, 0, keys, blocks[:, None], 0)
         call = self.client.store if direction is Direction.STORE else self.client.load
         boot_id, began = self.client.boot_id, time.monotonic()
@@ -141,7 +141,7 @@ class Session:
         self._note(direction.value, prompt, job=job.id, lease=int(lease), blocks=blocks.tolist(), keys=_hex(keys))
 
     def wait(self) -> None:
-        """Until all jobs have ended. Raises JobDeadlineError."""
+        """Waits until all jobs have ended. Raises JobDeadlineError."""
         while self.open:
             self.client.wait(self.open[0].job, HANG_S)
             self.settle()
@@ -239,7 +239,7 @@ class Session:
         """Drop the connection as a program would that ends in a hurry."""
         self.client.close(0.0, force=True)
 
-    def _note(self, call: str, prompt: Prompt, **details: Any) -> None:
+    def _note(self, call: str, prompt: Text, **details: Any) -> None:
         self._journal.note(call, namespace=self.texts.spec.model, prompt=prompt.number, **details)
 
 

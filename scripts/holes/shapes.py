@@ -45,7 +45,7 @@ def forget(memory: WatchedMemory, at: int, size: int) -> None:
 
 
 def page_out(memory: WatchedMemory, at: int, size: int) -> None:
-    """To swap, if there is any: nothing is lost."""
+    """Pages memory out to swap, if there is any: nothing is lost."""
     with suppress(OSError):  # an older kernel
         _advise(memory, at, size, _MADV_PAGEOUT)
 

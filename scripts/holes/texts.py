@@ -37,7 +37,7 @@ SHARED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Text:
     """`keys`: u8 (KEYS, KEY_BYTES). `holed`: it is stored while holes are punched into it."""
 
     number: int
@@ -53,16 +53,16 @@ class Texts:
         self._oracle = Oracle(seed, number, KEY_BYTES, roots=1, root_tokens=0)
         self._count = count
 
-    def clean(self, rng: np.random.Generator) -> Prompt:
+    def clean(self, rng: np.random.Generator) -> Text:
         """One that no attacker stores."""
         return self._prompt(int(rng.integers(0, self._count)), holed=False)
 
-    def holed(self, rng: np.random.Generator) -> Prompt:
+    def holed(self, rng: np.random.Generator) -> Text:
         """One that only attackers store."""
         return self._prompt(self._count + int(rng.integers(0, self._count)), holed=True)
 
-    def _prompt(self, number: int, *, holed: bool) -> Prompt:
-        return Prompt(number, self._oracle.keys(number, TOKENS_PER_KEY, KEYS), holed)
+    def _prompt(self, number: int, *, holed: bool) -> Text:
+        return Text(number, self._oracle.keys(number, TOKENS_PER_KEY, KEYS), holed)
 
     def contents(self, keys: U8Array) -> U8Array:
         """u8 (keys, PAYLOAD_BYTES): what was written before it was stored."""

@@ -18,8 +18,8 @@ from scripts.harness.counters import Counters
 from scripts.harness.promises import Findings
 from scripts.holes.evidence import Journal
 from scripts.holes.memory import WatchedMemory
-from scripts.holes.options import WorkerOptions
-from scripts.holes.session import Session
+from scripts.holes.options import HolesWorkerOptions
+from scripts.holes.session import TextSession
 from scripts.holes.texts import KEYS, SHARED, Texts
 
 BLOCKS = 4 * KEYS
@@ -32,15 +32,15 @@ class HolesWorker:
 
     attacks = False
 
-    def __init__(self, options: WorkerOptions) -> None:
+    def __init__(self, options: HolesWorkerOptions) -> None:
         self.options = options
         self.rng = np.random.default_rng([options.seed, options.row, options.generation])
         self.counters = Counters(Path(options.counters), options.rows, options.row)
         self.findings = Findings(self.counters)
         self.journal = Journal(Path(options.evidence), f"{options.row}-{options.generation}")
         self.memory: WatchedMemory
-        self.own: Session
-        self.shared: Session
+        self.own: TextSession
+        self.shared: TextSession
         self._parent = os.getppid()
         self._renewals = 0
 
@@ -50,7 +50,7 @@ class HolesWorker:
         raise NotImplementedError
 
     def run(self) -> None:
-        """Until told to stop. Raises what only a bug of this script, or of the client, can cause."""
+        """Runs until asked to stop. Raises what only a bug of this script, or of the client, can cause."""
         if not self.engage():
             return
         weights = np.array([weight for weight, _ in self.operations])
@@ -88,7 +88,7 @@ class HolesWorker:
     # --- memory and sessions ---
 
     @property
-    def sessions(self) -> tuple[Session, Session]:
+    def sessions(self) -> tuple[TextSession, TextSession]:
         return self.own, self.shared
 
     def engage(self) -> bool:
@@ -118,9 +118,9 @@ class HolesWorker:
                 return True
         return False
 
-    def _session(self, number: int) -> Session:
+    def _session(self, number: int) -> TextSession:
         texts = Texts(self.options.seed, number, self.options.prompts)
-        return Session(
+        return TextSession(
             self.options.socket, texts, self.memory, self.counters, self.findings, self.journal, punched=self.attacks
         )
 
@@ -137,7 +137,7 @@ class HolesWorker:
         self.engage()
 
     def wait(self) -> None:
-        """For all jobs."""
+        """Waits for all jobs."""
         for session in self.sessions:
             session.wait()
 
@@ -148,7 +148,7 @@ class HolesWorker:
 
     # --- what both do ---
 
-    def any_session(self) -> Session:
+    def any_session(self) -> TextSession:
         return self.sessions[int(self.rng.integers(0, 2))]
 
     def room(self, blocks: int = KEYS) -> bool:

@@ -18,21 +18,21 @@ from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.output import Live, print_json
 from kvoffloadd.trial.process import DaemonError, obey_signals
 from kvoffloadd.trial.program import EXIT_BAD, EXIT_INTERRUPTED
-from scripts.peers.cases import Notes, Plan, find_out, in_short, run_round
+from scripts.peers.cases import Notes, RunPlan, find_out, in_short, run_round
 from scripts.peers.figures import LOOKUP_TOKENS, Samples
 from scripts.peers.page import page
-from scripts.peers.peers import PEERS, Peer, PeerError, Session
+from scripts.peers.peers import PEERS, Peer, PeerError, PeerSession
 from scripts.peers.report import machine, result_of, show
 from scripts.peers.system import NotOfferedError
 
 
 def order(peers: Sequence[Peer], number: int) -> list[Peer]:
-    """Of a round: another one first each time."""
+    """Returns the order of a round: another peer is first each time."""
     at = number % len(peers)
     return [*peers[at:], *peers[:at]]
 
 
-def run(peers: Sequence[Peer], plan: Plan, rounds: int, live: Live) -> dict[str, Any]:
+def run(peers: Sequence[Peer], plan: RunPlan, rounds: int, live: Live) -> dict[str, Any]:
     """All rounds, then what is found out once."""
     samples: dict[str, Samples] = {peer.name: {} for peer in peers}
     notes = {peer.name: Notes() for peer in peers}
@@ -55,10 +55,10 @@ def run(peers: Sequence[Peer], plan: Plan, rounds: int, live: Live) -> dict[str,
     }
 
 
-def versions(peer: Peer, plan: Plan) -> dict[str, str]:
-    """As its own Python has them."""
+def versions(peer: Peer, plan: RunPlan) -> dict[str, str]:
+    """Returns the versions as its own Python has them."""
     try:
-        with Session(peer, plan.thin, plan.sizes(1), disk=None, on_disk=False) as session:
+        with PeerSession(peer, plan.thin, plan.sizes(1), disk=None, on_disk=False) as session:
             found: dict[str, str] = session.ask("versions")
             return found
     except (DaemonError, PeerError, NotOfferedError) as error:
@@ -82,11 +82,11 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_of(given: argparse.Namespace) -> Plan:
+def plan_of(given: argparse.Namespace) -> RunPlan:
     """What to do."""
     if given.quick:
-        return Plan(1024, 2, 5, LOOKUP_TOKENS, given.chunk_tokens, given.threads, given.path)
-    return Plan(given.tokens, 3, 20, LOOKUP_TOKENS, given.chunk_tokens, given.threads, given.path)
+        return RunPlan(1024, 2, 5, LOOKUP_TOKENS, given.chunk_tokens, given.threads, given.path)
+    return RunPlan(given.tokens, 3, 20, LOOKUP_TOKENS, given.chunk_tokens, given.threads, given.path)
 
 
 def main() -> int:

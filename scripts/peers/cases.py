@@ -15,8 +15,8 @@ from typing import Any
 
 from kvoffloadd.trial.process import DaemonError
 from scripts.peers.figures import Samples
-from scripts.peers.peers import Peer, PeerError, Session, Sizes
-from scripts.peers.system import Geometry, NotOfferedError
+from scripts.peers.peers import Peer, PeerError, PeerSession, Sizes
+from scripts.peers.system import ModelGeometry, NotOfferedError
 
 FULL_PROMPTS = 8
 HIT_S = 10.0
@@ -33,9 +33,9 @@ _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Of a run. `tokens`: of a prompt that is stored and loaded; `jobs`: so many of each in a round; `asks`: pings and
-    lookups. `disk`: where folders are made.
+class RunPlan:
+    """Describes a run. `tokens`: of a prompt that is stored and loaded; `jobs`: the number of each in a round; `asks`:
+    pings and lookups. `disk`: where folders are made.
     """
 
     tokens: int
@@ -47,14 +47,14 @@ class Plan:
     disk: Path | None
 
     @property
-    def model(self) -> Geometry:
+    def model(self) -> ModelGeometry:
         """Llama-3.2-1B's: 16 layers, 8 KV heads of 64."""
-        return Geometry(16, 8, 64, 16, self.chunk_tokens, max(2, self.jobs) * self.tokens // 16)
+        return ModelGeometry(16, 8, 64, 16, self.chunk_tokens, max(2, self.jobs) * self.tokens // 16)
 
     @property
-    def thin(self) -> Geometry:
+    def thin(self) -> ModelGeometry:
         """A few bytes for each token: lookups of many tokens without as many bytes."""
-        return Geometry(2, 2, 16, 16, self.chunk_tokens, max(self.lookups) // 16)
+        return ModelGeometry(2, 2, 16, 16, self.chunk_tokens, max(self.lookups) // 16)
 
     @property
     def prompt_bytes(self) -> int:
@@ -92,7 +92,7 @@ class Notes:
             )
 
 
-def run_round(peer: Peer, plan: Plan, samples: Samples, notes: Notes) -> None:
+def run_round(peer: Peer, plan: RunPlan, samples: Samples, notes: Notes) -> None:
     """All figures once: three sessions, each with a system that has just started."""
     with notes.guarded("lookups"):
         _lookups(peer, plan, samples, notes)
@@ -106,9 +106,9 @@ def _add(samples: Samples, name: str, value: float) -> None:
     samples.setdefault(name, []).append(value)
 
 
-def _lookups(peer: Peer, plan: Plan, samples: Samples, notes: Notes) -> None:
+def _lookups(peer: Peer, plan: RunPlan, samples: Samples, notes: Notes) -> None:
     sizes = Sizes(256 * _MIB, 0, plan.threads)
-    with Session(peer, plan.thin, sizes, disk=None, on_disk=False) as session:
+    with PeerSession(peer, plan.thin, sizes, disk=None, on_disk=False) as session:
         _add(samples, "start", session.ask("start"))
 
         with notes.guarded("ping"):
@@ -119,12 +119,12 @@ def _lookups(peer: Peer, plan: Plan, samples: Samples, notes: Notes) -> None:
         _add(samples, f"miss_{plan.lookups[-1] >> 10}k", _median_lookup(session, plan, 2, plan.lookups[-1], 0))
 
 
-def _start(session: Session) -> None:
+def _start(session: PeerSession) -> None:
     session.ask("start")
     time.sleep(REST_S)
 
 
-def _store(session: Session, number: int, tokens: int) -> float:
+def _store(session: PeerSession, number: int, tokens: int) -> float:
     """Seconds. Returns once it is found."""
     seconds, stored = session.ask("store", number=number, tokens=tokens)
     if not stored:
@@ -135,7 +135,7 @@ def _store(session: Session, number: int, tokens: int) -> float:
     return float(seconds)
 
 
-def _median_lookup(session: Session, plan: Plan, number: int, tokens: int, expected: int) -> float:
+def _median_lookup(session: PeerSession, plan: RunPlan, number: int, tokens: int, expected: int) -> float:
     asked: list[tuple[float, int]] = session.ask("lookup", number=number, tokens=tokens, count=plan.asks)
     for _, found in asked:
         if found != expected:
@@ -143,9 +143,9 @@ def _median_lookup(session: Session, plan: Plan, number: int, tokens: int, expec
     return statistics.median(seconds for seconds, _ in asked)
 
 
-def _memory(peer: Peer, plan: Plan, samples: Samples) -> None:
+def _memory(peer: Peer, plan: RunPlan, samples: Samples) -> None:
     """One prompt after the other, each loaded once it is stored; the first warms up."""
-    with Session(peer, plan.model, plan.sizes(4 * plan.jobs), disk=None, on_disk=False) as session:
+    with PeerSession(peer, plan.model, plan.sizes(4 * plan.jobs), disk=None, on_disk=False) as session:
         _start(session)
         stores, loads = [], []
         for number in range(plan.jobs + 1):
@@ -155,7 +155,7 @@ def _memory(peer: Peer, plan: Plan, samples: Samples) -> None:
         _add(samples, "load", plan.prompt_bytes / statistics.median(loads[1:]))
 
 
-def _whole(loaded: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def _whole(loaded: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     """Raises PeerError unless all of the prompt came back, right."""
     if loaded["wrong"]:
         raise PeerError(
@@ -166,9 +166,9 @@ def _whole(loaded: dict[str, Any], plan: Plan) -> dict[str, Any]:
     return loaded
 
 
-def _disk(peer: Peer, plan: Plan, samples: Samples, notes: Notes) -> None:
+def _disk(peer: Peer, plan: RunPlan, samples: Samples, notes: Notes) -> None:
     """Prompts to disk, back from it, and back once more after each kind of restart."""
-    with Session(peer, plan.model, plan.sizes(4 * plan.jobs), disk=plan.disk, on_disk=True) as session:
+    with PeerSession(peer, plan.model, plan.sizes(4 * plan.jobs), disk=plan.disk, on_disk=True) as session:
         _start(session)
         seconds, stored = session.ask("write", numbers=list(range(plan.jobs)), tokens=plan.tokens)
         if not stored:
@@ -187,13 +187,13 @@ def _disk(peer: Peer, plan: Plan, samples: Samples, notes: Notes) -> None:
                 _add(samples, name, _restart(session, plan, kill=kill))
 
 
-def _load(session: Session, number: int, plan: Plan) -> float:
+def _load(session: PeerSession, number: int, plan: RunPlan) -> float:
     """Seconds of lookup and load. Raises PeerError unless all of the prompt came back, right."""
     loaded = _whole(session.ask("load", number=number, tokens=plan.tokens), plan)
     return float(loaded["lookup_s"] + loaded["load_s"])
 
 
-def _restart(session: Session, plan: Plan, *, kill: bool) -> float:
+def _restart(session: PeerSession, plan: RunPlan, *, kill: bool) -> float:
     """Seconds until the first prompt is loaded; asked again while nothing of it is."""
     seconds: float = session.ask("restart", kill=kill)
     begun = time.perf_counter()
@@ -214,7 +214,7 @@ def in_short(error: Exception) -> str:
 # --- what is found out once ---
 
 
-def find_out(peer: Peer, plan: Plan) -> dict[str, str]:
+def find_out(peer: Peer, plan: RunPlan) -> dict[str, str]:
     """Case -> what happened."""
     notes = Notes()
     with notes.guarded("full memory"):
@@ -229,10 +229,10 @@ def find_out(peer: Peer, plan: Plan) -> dict[str, str]:
     return notes.said
 
 
-def _full(peer: Peer, plan: Plan) -> str:
+def _full(peer: Peer, plan: RunPlan) -> str:
     """Three times as many prompts as memory has room for, and which of them are there, the newest asked for first."""
     count = 3 * FULL_PROMPTS
-    with Session(peer, plan.model, plan.sizes(FULL_PROMPTS), disk=None, on_disk=False) as session:
+    with PeerSession(peer, plan.model, plan.sizes(FULL_PROMPTS), disk=None, on_disk=False) as session:
         session.ask("start")
         stored = [session.ask("store", number=number, tokens=plan.tokens)[1] for number in range(count)]
         found = {number: session.ask("load", number=number, tokens=plan.tokens) for number in reversed(range(count))}
@@ -251,10 +251,10 @@ def _verdict(wrong: int) -> str:
     return f"WRONG BYTES; wrong blocks: {wrong}" if wrong else "all bytes right"
 
 
-def _restarted(peer: Peer, plan: Plan) -> str:
-    """Without a disk: what memory keeps."""
+def _restarted(peer: Peer, plan: RunPlan) -> str:
+    """Restarts without a disk: what memory keeps."""
     parts = []
-    with Session(peer, plan.model, plan.sizes(4), disk=None, on_disk=False) as session:
+    with PeerSession(peer, plan.model, plan.sizes(4), disk=None, on_disk=False) as session:
         session.ask("start")
         for number, (kill, how) in enumerate(((False, "in order"), (True, "SIGKILL"))):
             _store(session, number, plan.tokens)
@@ -269,11 +269,11 @@ def _restarted(peer: Peer, plan: Plan) -> str:
     return "; ".join(parts)
 
 
-def _flipped(peer: Peer, plan: Plan, where: str, *, verified: bool) -> str:
+def _flipped(peer: Peer, plan: RunPlan, where: str, *, verified: bool) -> str:
     """One prompt, a bit of it, and a load."""
     on_disk = where == "disk"
     sizes = plan.sizes(4, verified=verified)
-    with Session(peer, plan.model, sizes, disk=plan.disk if on_disk else None, on_disk=on_disk) as session:
+    with PeerSession(peer, plan.model, sizes, disk=plan.disk if on_disk else None, on_disk=on_disk) as session:
         session.ask("start")
         _store(session, 0, plan.tokens)
         if on_disk:

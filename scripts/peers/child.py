@@ -21,13 +21,13 @@ import numpy as np
 from scripts.harness.damage import flip_in_files, flip_in_memory
 from scripts.peers import pagecache
 from scripts.peers.content import Content
-from scripts.peers.system import Geometry, I64Array, NotOfferedError, Prompt, Setting, System
+from scripts.peers.system import I64Array, ModelGeometry, NotOfferedError, Prompt, System, SystemSetting
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """Of a prompt. `found`: tokens that the lookup has found. `told`: tokens that the system says it has loaded.
-    `wrong`: blocks of these that hold wrong bytes.
+class LoadedPrompt:
+    """Describes the load of a prompt. `found`: tokens that the lookup found. `told`: tokens that the system reports as
+    loaded. `wrong`: blocks of these that hold wrong bytes.
     """
 
     lookup_s: float
@@ -40,7 +40,7 @@ class Loaded:
 class Child:
     """Its system, and the engine's blocks in an order that is new with each use."""
 
-    def __init__(self, module: str, factory: str, arguments: dict[str, str], setting: Setting) -> None:
+    def __init__(self, module: str, factory: str, arguments: dict[str, str], setting: SystemSetting) -> None:
         self._setting = setting
         made: System = getattr(importlib.import_module(module), factory)(setting, **arguments)
         self._system = made
@@ -74,7 +74,7 @@ class Child:
         return found
 
     def lookup(self, number: int, tokens: int, count: int) -> list[tuple[float, int]]:
-        """Without a load; tokens found."""
+        """Looks up without a load. Returns the tokens found."""
         prompt = self._prompt(number, tokens)
         return [self._lookup(prompt) for _ in range(count)]
 
@@ -85,8 +85,8 @@ class Child:
         self._system.release(prompt)
         return seconds, found
 
-    def load(self, number: int, tokens: int) -> Loaded:
-        """Into blocks that held something else, and every byte compared."""
+    def load(self, number: int, tokens: int) -> LoadedPrompt:
+        """Loads into blocks that held something else, and compares every byte."""
         prompt, blocks = self._prompt(number, tokens), self._blocks(tokens)
         self._content.scramble(self._system.memory())
         begun = time.perf_counter()
@@ -97,7 +97,7 @@ class Child:
         self._system.release(prompt)
         good = blocks[: told // self._setting.geometry.block_tokens]
         wrong = self._content.wrong(self._system.memory(), prompt, good)
-        return Loaded(looked - begun, ended - looked, found, told, wrong)
+        return LoadedPrompt(looked - begun, ended - looked, found, told, wrong)
 
     def write(self, numbers: list[int], tokens: int) -> tuple[float, bool]:
         """Store these prompts, one behind the other, until all of them is on disk. Their bytes are made before."""
@@ -119,7 +119,7 @@ class Child:
         pagecache.drop(self._disk)
 
     def cached_share(self) -> float:
-        """Of the system's files, in the kernel's page cache."""
+        """Returns the share of the system's files that is in the kernel's page cache."""
         return pagecache.cached_share(self._disk)
 
     @property
@@ -129,7 +129,7 @@ class Child:
         return self._setting.disk
 
     def restart(self, *, kill: bool) -> float:
-        """From the order to end it on, until it can be asked."""
+        """Restarts the system. Returns the seconds from the order to end it until it can be asked."""
         begun = time.perf_counter()
         self._system.restart(kill=kill)
         return time.perf_counter() - begun
@@ -150,7 +150,7 @@ class Child:
         self._system.stop()
 
     def _prompt(self, number: int, tokens: int) -> Prompt:
-        """With its tokens and names made."""
+        """Makes a prompt with its tokens and names."""
         prompt = self._prompts.setdefault((number, tokens), Prompt(number, tokens, self._setting.geometry.chunk_tokens))
         assert prompt.token_ids and prompt.names
         return prompt
@@ -175,7 +175,7 @@ def answer(child: Child, question: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - the end of a question: whatever a peer raises is its answer
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"value": asdict(value) if isinstance(value, Loaded) else value}
+    return {"value": asdict(value) if isinstance(value, LoadedPrompt) else value}
 
 
 def main() -> int:
@@ -184,8 +184,8 @@ def main() -> int:
     with os.fdopen(os.dup(1), "w") as told:
         os.dup2(2, 1)
         disk = options["disk"]
-        setting = Setting(
-            Geometry(**options["geometry"]),
+        setting = SystemSetting(
+            ModelGeometry(**options["geometry"]),
             Path(options["folder"]),
             None if disk is None else Path(disk),
             **options["sizes"],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scripts.peers.system import Geometry, I64Array, Prompt, U8Array
+from scripts.peers.system import I64Array, ModelGeometry, Prompt, U8Array
 
 SCRAMBLED = 0xA5
 NEEDLE_BYTES = 64
@@ -14,9 +14,11 @@ _WORD = 8
 
 
 class Content:
-    """Of blocks: a row of random words of this geometry, each combined with a number of prompt, block and layer."""
+    """Makes the content of blocks: a row of random words of this geometry, each combined with a number of prompt, block
+    and layer.
+    """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: ModelGeometry) -> None:
         self._geometry = geometry
         rng = np.random.default_rng(geometry.block_bytes)
         self._row = rng.integers(0, 1 << 63, geometry.block_bytes // _WORD, np.uint64)

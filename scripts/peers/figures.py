@@ -24,7 +24,7 @@ class Figure:
         return self.unit == GB
 
     def shown(self, sample: float) -> str:
-        """In the unit, with three digits that count."""
+        """Formats a sample in the unit, with three significant digits."""
         value = sample * _SCALES[self.unit]
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -47,7 +47,7 @@ Samples = dict[str, list[float]]
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:
-    """Of the rounds."""
+    """Returns the spread of the rounds."""
     return {"median": statistics.median(samples), "least": min(samples), "most": max(samples), "rounds": len(samples)}
 
 

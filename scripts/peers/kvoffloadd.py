@@ -15,7 +15,7 @@ from kvoffloadd.client.results import Found
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import is_idle
-from scripts.peers.system import I64Array, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, Prompt, SystemSetting, U8Array
 
 CALL_S = 120.0
 KEY_BYTES = 32
@@ -26,7 +26,7 @@ _POOLS = Path("/dev/shm")
 class Kvoffloadd:
     """The daemon with its defaults, but for sizes and threads. Without a disk its memory is a file that outlives it."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SystemSetting) -> None:
         self._setting = setting
         geometry = setting.geometry
         settings = {

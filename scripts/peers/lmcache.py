@@ -22,7 +22,7 @@ from lmcache.v1.multiprocess.transfer_context import create_transfer_context
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 
 from scripts.peers.service import Service, free_port
-from scripts.peers.system import I64Array, NotOfferedError, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, SystemSetting, U8Array
 
 MODEL = "bench-peers"
 CALL_S = 120.0
@@ -37,7 +37,7 @@ _ENVIRONMENT = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "
 class LMCache:
     """The server, and one worker that has registered its memory."""
 
-    def __init__(self, setting: Setting, copies: str) -> None:
+    def __init__(self, setting: SystemSetting, copies: str) -> None:
         self._setting = setting
         self._copies = copies
         geometry = setting.geometry

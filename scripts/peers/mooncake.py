@@ -17,7 +17,7 @@ import numpy as np
 from mooncake.store import MooncakeDistributedStore
 
 from scripts.peers.service import Service, free_port
-from scripts.peers.system import I64Array, NotOfferedError, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, SystemSetting, U8Array
 
 START_S = 240.0
 STOP_S = 20.0
@@ -43,7 +43,7 @@ class NotThereYetError(Exception):
 class Mooncake:
     """Master and store, and one engine."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SystemSetting) -> None:
         self._setting = setting
         master, client = free_port(), free_port()
         self._address = f"{_LOOPBACK}:{client}"
@@ -185,7 +185,7 @@ class Mooncake:
             time.sleep(0.002)
 
     def _places(self, blocks: I64Array) -> list[list[int]]:
-        """Of each chunk: addresses, block by block of each layer."""
+        """Returns the addresses of each chunk, block by block of each layer."""
         geometry = self._setting.geometry
         layers = np.arange(geometry.layers, dtype=np.int64) * geometry.blocks
         rows = layers[None, :, None] + blocks.reshape(-1, 1, geometry.chunk_blocks)

@@ -12,7 +12,7 @@ from typing import Any, Self
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.process import ROOT, private_folder
 from kvoffloadd.trial.worker import WorkerProcess
-from scripts.peers.system import Geometry, NotOfferedError
+from scripts.peers.system import ModelGeometry, NotOfferedError
 
 ANSWER_S = 300.0
 _SHARED_MEMORY = Path("/dev/shm")
@@ -27,8 +27,8 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`module` and `factory`: of its `System`, called with a `Setting` and `arguments`. `venv`: below the repository;
-    none: this Python. `environment`: more variables. `verifiable`: it has checksums that are off by default.
+    """`module` and `factory` name what makes its `System` from a `SystemSetting` and `arguments`. `venv`: below the
+    repository; none: this Python. `environment`: more variables. `verifiable`: it has checksums, off by default.
     """
 
     name: str
@@ -69,7 +69,7 @@ def clean_up(pid: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """As `Setting` has them."""
+    """Has the fields of `SystemSetting` that are the same for all systems of a run."""
 
     memory_bytes: int
     disk_bytes: int
@@ -77,12 +77,12 @@ class Sizes:
     verified: bool = False
 
 
-class Session:
+class PeerSession:
     """One system with folders of its own, from its start to its end. Calls raise NotOfferedError, PeerError, and
     DaemonError where its process has ended or does not answer.
     """
 
-    def __init__(self, peer: Peer, geometry: Geometry, sizes: Sizes, *, disk: Path | None, on_disk: bool) -> None:
+    def __init__(self, peer: Peer, geometry: ModelGeometry, sizes: Sizes, *, disk: Path | None, on_disk: bool) -> None:
         self._folder = private_folder()
         self._disk: tempfile.TemporaryDirectory[str] | None = disk_folder(disk) if on_disk else None
         options = {
@@ -114,7 +114,7 @@ class Session:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Returns the pid of its process."""
         return self._child.pid
 
     def ask(self, what: str, **given: Any) -> Any:

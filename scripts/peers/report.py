@@ -13,7 +13,7 @@ from typing import Any
 from kvoffloadd.mounts import file_system_of
 from kvoffloadd.trial.figures import print_grid
 from kvoffloadd.units import format_bytes
-from scripts.peers.cases import REST_S, Plan
+from scripts.peers.cases import REST_S, RunPlan
 from scripts.peers.figures import FIGURES, Figure, Samples, spread
 from scripts.peers.peers import Peer
 
@@ -34,7 +34,7 @@ def machine(disk: Path) -> dict[str, str]:
 
 
 def result_of(
-    plan: Plan,
+    plan: RunPlan,
     peers: Sequence[Peer],
     rounds: int,
     command: str,

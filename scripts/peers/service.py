@@ -26,17 +26,19 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """Of the run that was started last."""
+        """Returns the pid of the run that was started last."""
         if self._child is None:
             raise DaemonError("it was never started")
         return self._child.pid
 
     def start(self) -> None:
-        """Without waiting for anything."""
+        """Starts the service without waiting for anything."""
         self._child = spawn(self._command, self._log, environment=self._environment)
 
     def await_answer(self, ask: Callable[[], object], refused: tuple[type[Exception], ...], deadline_s: float) -> None:
-        """Until `ask()` raises none of `refused` any more. Raises DaemonError: it has ended, or at the deadline."""
+        """Waits until `ask()` raises none of `refused` any more. Raises DaemonError: it has ended,
+        or at the deadline.
+        """
         until = time.monotonic() + deadline_s
         while True:
             try:

@@ -29,7 +29,7 @@ class NotOfferedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class ModelGeometry:
     """A model's KV cache as an engine keeps it: in each layer `blocks` blocks, each K and V of `block_tokens`, bf16."""
 
     layers: int
@@ -41,12 +41,12 @@ class Geometry:
 
     @property
     def block_bytes(self) -> int:
-        """Of one layer."""
+        """Returns the bytes of a block in one layer."""
         return 2 * 2 * self.block_tokens * self.kv_heads * self.head_size
 
     @property
     def token_bytes(self) -> int:
-        """Of all layers."""
+        """Returns the bytes of a token in all layers."""
         return self.layers * self.block_bytes // self.block_tokens
 
     @property
@@ -59,13 +59,13 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class SystemSetting:
     """One system. `folder`: for sockets and logs, with a short path. `disk`: an empty folder on a disk; None: memory
     alone. `threads`: wherever a system can be told how many. `verified`: checksums wherever the system has them, also
     those that are off by default.
     """
 
-    geometry: Geometry
+    geometry: ModelGeometry
     folder: Path
     disk: Path | None
     memory_bytes: int
@@ -117,10 +117,12 @@ class System(Protocol):
     """
 
     def start(self) -> None:
-        """Until it can be asked: its processes are up, the engine's memory is known to it."""
+        """Starts the system, and waits until it can be asked: its processes are up, the engine's
+        memory is known to it.
+        """
 
     def versions(self) -> dict[str, str]:
-        """Of its packages."""
+        """Returns the versions of its packages."""
 
     def memory(self) -> Sequence[U8Array]:
         """The engine's KV cache: u8 (blocks, `block_bytes`) of each layer. Another one after a restart."""
@@ -145,7 +147,7 @@ class System(Protocol):
         """Nothing of it is wanted any more."""
 
     def settle(self) -> None:
-        """Until all that was stored is on disk."""
+        """Waits until all that was stored is on disk."""
 
     def forget(self) -> None:
         """Nothing in memory any more: what is found then is on disk."""

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 
-from scripts.peers.system import I64Array, NotOfferedError, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, SystemSetting, U8Array
 from scripts.vllm.tiering import TieringOnCpu
 
 CALL_S = 120.0
@@ -43,7 +43,7 @@ STEP = ScheduleEndContext((), ())
 class VLLM:
     """One rank."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: SystemSetting) -> None:
         self._setting = setting
         geometry = setting.geometry
         self._layers = [
@@ -141,7 +141,9 @@ class VLLM:
         return stored
 
     def lookup(self, prompt: Prompt) -> int:
-        """As the connector does: key by key up to the first miss, and again in the next step while one is open."""
+        """Looks up as the connector does: key by key up to the first miss, and again in the next step while one is
+        open.
+        """
         keys = _keys(prompt)
         self._request = self._begin(prompt)
         until = time.monotonic() + CALL_S

@@ -41,7 +41,7 @@ from scripts.replay import seeded
 from scripts.replay.alone import CacheAlone
 from scripts.replay.tenants import MODELS, Trace, tenants_of
 from scripts.replay.trace import belady_hits, ceiling_hits, lru_hits, num_blocks, num_references, simulate
-from scripts.replay.worker import WAIT_S, Tally
+from scripts.replay.worker import WAIT_S, ReplayTally
 from scripts.replay.workers import Workers
 from scripts.replay.workloads import REQUESTS, WORKLOADS, requests_of, tenants_in
 
@@ -56,7 +56,7 @@ CORRUPT_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Of the memory tier, in bytes, and in blocks of the trace. `unbounded`: all of them fit."""
+    """Describes the capacity of the memory tier, in bytes, and in blocks of the trace. `unbounded`: all of them fit."""
 
     name: str
     bytes: int
@@ -91,7 +91,7 @@ class Replay:
         self._is_of_one_size = len({tenant.slot_bytes for tenant in trace.tenants}) == 1
 
     def capacity(self, text: str) -> Capacity:
-        """Of "unbounded", a fraction of the unique blocks, or a size. Raises ValueError."""
+        """Reads a capacity from "unbounded", a fraction of the unique blocks, or a size. Raises ValueError."""
         if text == "unbounded":
             slab_bytes = self._slab_bytes(self._bytes_of(1.0))
             return self._capacity(text, self._room(slab_bytes), slab_bytes)
@@ -167,7 +167,7 @@ class Replay:
             settings["memory.policy"] = self._arguments.policy
         return settings
 
-    def _replay(self, daemon: Daemon, live: Live, before: int, what: str) -> tuple[list[Tally], float]:
+    def _replay(self, daemon: Daemon, live: Live, before: int, what: str) -> tuple[list[ReplayTally], float]:
         """What was counted of each tenant, and how long it took."""
         workers = Workers(daemon.socket, self._trace, self._arguments.workers, self._arguments.seed)
         try:
@@ -181,9 +181,9 @@ class Replay:
         return tallies, time.perf_counter() - begun
 
     def _result(
-        self, capacity: Capacity, tallies: list[Tally], findings: list[str], seconds: float, told: dict[str, Any]
+        self, capacity: Capacity, tallies: list[ReplayTally], findings: list[str], seconds: float, told: dict[str, Any]
     ) -> dict[str, Any]:
-        whole, total = self._whole, Tally()
+        whole, total = self._whole, ReplayTally()
         for tally in tallies:
             total.add(tally)
         shortfall = whole.restorable - total.block_hits
@@ -213,7 +213,7 @@ class Replay:
             "tenants": self._of_tenants(tallies, simulated),
         }
 
-    def _of_tenants(self, tallies: list[Tally], simulated: list[int]) -> list[dict[str, Any]]:
+    def _of_tenants(self, tallies: list[ReplayTally], simulated: list[int]) -> list[dict[str, Any]]:
         """What each of them hit, and would have hit in the simulated cache."""
         return [
             {
@@ -275,7 +275,9 @@ RATES = (
 
 
 def summary(results: list[dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of one capacity its own figures; of several the sums of counts and the means of rates. All under `capacities`."""
+    """Returns the figures of one capacity, or of several the sums of counts and the means of rates. All are under
+    `capacities`.
+    """
     chosen = {name: getattr(arguments, name) for name in ("workers", "model", "policy", "seed")}
     if len(results) == 1:
         top = results[0]

@@ -25,7 +25,7 @@ SEEDS = 4
 
 
 def rates(requests: list[I64Array], policy: str, seed: int) -> list[float]:
-    """At each of `SHARES`, in per cent."""
+    """Returns the rates at each of `SHARES`, in per cent."""
     ceiling, blocks = ceiling_hits(requests), num_blocks(requests)
     return [
         100 * simulate(requests, policy, max(1, int(share * blocks)), seed=seed) / max(1, ceiling) for share in SHARES

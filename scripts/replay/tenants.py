@@ -21,7 +21,7 @@ OTHER_UID = 62_000
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class RankCache:
     """One rank's KV cache: `tensors` layer slots, in each `token_bytes` of K and V per token. `windows`: of each
     group that shares them, the tokens of its sliding window; 0: full attention.
     """
@@ -32,8 +32,8 @@ class Model:
 
 
 MODELS = {
-    "llama-3.1-8b": Model(tensors=32, token_bytes=2 * 8 * 128 * 2, windows=(0,)),
-    "gpt-oss-20b": Model(tensors=12, token_bytes=2 * 8 * 64 * 2, windows=(0, 128)),
+    "llama-3.1-8b": RankCache(tensors=32, token_bytes=2 * 8 * 128 * 2, windows=(0,)),
+    "gpt-oss-20b": RankCache(tensors=12, token_bytes=2 * 8 * 64 * 2, windows=(0, 128)),
 }
 
 
@@ -95,7 +95,7 @@ class Trace:
         return [self.requests[at] for at in np.flatnonzero(self.whose == number)]
 
 
-def tenants_of(model: Model, scale: float | None, sizes: Sequence[int], count: int) -> list[Tenant]:
+def tenants_of(model: RankCache, scale: float | None, sizes: Sequence[int], count: int) -> list[Tenant]:
     """So many tenants with a model scaled down. Root has each but the first be another user.
 
     `scale`: of the rows, 1 is the real size; None: as large as one slot of 4 KiB takes. `sizes`: how many times as
@@ -109,7 +109,7 @@ def tenants_of(model: Model, scale: float | None, sizes: Sequence[int], count: i
     ]
 
 
-def _geometry(model: Model, page_bytes: int) -> Geometry:
+def _geometry(model: RankCache, page_bytes: int) -> Geometry:
     refs = (tuple(RefShape(tensor, page_bytes) for tensor in range(model.tensors)),)
     # A window's keys hold its last `window - 1` tokens.
     groups = tuple(

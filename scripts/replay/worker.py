@@ -25,7 +25,7 @@ LOOK_S = 1.0
 
 
 @dataclass(slots=True)
-class Tally:
+class ReplayTally:
     """What one worker counted."""
 
     block_references: int = 0
@@ -41,7 +41,7 @@ class Tally:
     loaded_bytes: int = 0
     findings: list[str] = field(default_factory=list)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: ReplayTally) -> None:
         """Sum up."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -84,11 +84,11 @@ class Turn:
             self._gates[self._workers[at]].release()
 
 
-class Worker:
+class ReplayWorker:
     """One engine: its KV cache, and what must be in it."""
 
     def __init__(self, task: Task, number: int) -> None:
-        self.tally = Tally()
+        self.tally = ReplayTally()
         self._task = task
         self._tenant = tenant = task.tenants[number]
         self._geometry = geometry = tenant.geometry
@@ -194,9 +194,9 @@ class Worker:
 
 
 def work(task: Task, number: int, turn: Turn, report: Connection, done: Any) -> None:
-    """A worker's process: registers when it is told to and says so, replays its requests, sends its `Tally`."""
+    """Runs a worker: registers when it is asked to and reports so, replays its requests, sends its `ReplayTally`."""
     turn.take()
-    worker = Worker(task, number)
+    worker = ReplayWorker(task, number)
     report.send(None)
     for at in worker.mine:
         worker.replay(at, turn)

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffloadd.trial.process import DaemonError
 from scripts.replay.tenants import Trace
-from scripts.replay.worker import Tally, Task, Turn, work
+from scripts.replay.worker import ReplayTally, Task, Turn, work
 
 
 class Workers:
@@ -62,16 +62,16 @@ class Workers:
         """Whether none has reported or ended; waits a moment."""
         return not multiprocessing.connection.wait(self._reports, 0.1)
 
-    def end(self) -> list[Tally]:
+    def end(self) -> list[ReplayTally]:
         """What was counted of each tenant. Who reports first is heard first: one that ended early has the others wait
         for their turns.
         """
-        tallies: dict[int, Tally] = {}
+        tallies: dict[int, ReplayTally] = {}
         while len(tallies) < len(self._reports):
             waiting = [number for number in range(len(self._reports)) if number not in tallies]
             ready = multiprocessing.connection.wait([self._reports[number] for number in waiting])
             tallies |= {number: self._receive(number) for number in waiting if self._reports[number] in ready}
-        of_tenants = [Tally() for _ in self._trace.tenants]
+        of_tenants = [ReplayTally() for _ in self._trace.tenants]
         for number, tally in tallies.items():
             of_tenants[self._tenants[number]].add(tally)
         return of_tenants

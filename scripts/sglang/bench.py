@@ -67,7 +67,7 @@ LOOKUPS = ("batch_exists", "batch_exists_v2", "lookup")
 STORES = ("batch_set", "batch_set_v1", "batch_set_v2", "offload")
 
 
-class Bench(NamedTuple):
+class TimedEngine(NamedTuple):
     """An engine, and the folder for its timings."""
 
     engine: Any
@@ -114,7 +114,7 @@ def options_of(who: str, seat: str, socket: Path, folder: Path) -> dict[str, Any
 
 
 def figures_of(said: dict[str, Any], requests: int) -> dict[str, float]:
-    """Of one round: milliseconds for each request."""
+    """Returns the figures of one round: milliseconds for each request."""
     calls: list[tuple[str, str, list[list[float]]]] = [(one[0], one[1], one[2]) for one in said["calls"]]
     ours = {*STORAGE_METHODS, *LINKER_METHODS}
 
@@ -156,7 +156,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 model, folder / f"engine-{number}.log", storage=options_of(one, given.seat, daemon.socket, place),
                 page_size=PAGE, max_total_tokens=3 * 1024,
             )  # fmt: skip
-            benches[one] = Bench(stack.enter_context(engine), place)
+            benches[one] = TimedEngine(stack.enter_context(engine), place)
             benches[one].signal(signal.SIGSTOP)
         sessions = 1 if given.seat == "linker" else 3
         for number in range(given.rounds + 1):

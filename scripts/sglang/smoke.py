@@ -33,14 +33,14 @@ _STORED_S = 120.0
 _QUIET_S = 2.0
 
 
-class Round(NamedTuple):
+class HiCacheRound(NamedTuple):
     """What the prompts have brought. `stored`: tokens of them that came from the daemon."""
 
     answers: list[list[int]]
     stored: int
 
 
-class Report(NamedTuple):
+class HiCacheReport(NamedTuple):
     """What was seen. `from_earlier`: tokens that the daemon had before the first round."""
 
     prompts: int
@@ -72,7 +72,7 @@ def main() -> int:
     return 0 if report.is_good else EXIT_BAD
 
 
-def run(sglang: Any, given: argparse.Namespace, observer: Client) -> Report:
+def run(sglang: Any, given: argparse.Namespace, observer: Client) -> HiCacheReport:
     """Start the engine and ask it."""
     storage = storage_options(socket=given.socket, prefetch_threshold=1)
     options = {"page_size": 64, "log_level": "warning", **storage, **given.engine}
@@ -85,7 +85,7 @@ def run(sglang: Any, given: argparse.Namespace, observer: Client) -> Report:
         engine.flush_cache()
         loaded = _ask(engine, prompts, given.answer)
     known = zip(loaded.answers, computed.answers, own.answers, strict=True)
-    return Report(
+    return HiCacheReport(
         prompts=len(prompts),
         prompt_tokens=sum(map(len, prompts)),
         from_earlier=computed.stored,
@@ -94,12 +94,14 @@ def run(sglang: Any, given: argparse.Namespace, observer: Client) -> Report:
     )
 
 
-def _ask(engine: Any, prompts: list[list[int]], tokens: int) -> Round:
+def _ask(engine: Any, prompts: list[list[int]], tokens: int) -> HiCacheRound:
     """All at once."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     found = engine.generate(input_ids=prompts, sampling_params=[sampling] * len(prompts))
     details = [one["meta_info"].get("cached_tokens_details") or {} for one in found]
-    return Round([list(one["output_ids"]) for one in found], sum(detail.get("storage") or 0 for detail in details))
+    return HiCacheRound(
+        [list(one["output_ids"]) for one in found], sum(detail.get("storage") or 0 for detail in details)
+    )
 
 
 def _await_stores(observer: Client) -> None:
@@ -115,7 +117,7 @@ def _await_stores(observer: Client) -> None:
     until(is_quiet, "all is stored", _STORED_S)
 
 
-def _print(report: Report) -> None:
+def _print(report: HiCacheReport) -> None:
     share = 100 * report.from_daemon / report.prompt_tokens
     rows = [
         ("prompts", f"{report.prompts:,}", f"{report.prompt_tokens:,} tokens"),

@@ -54,7 +54,7 @@ HOOKS = ("match_prefix", "prefetch_from_storage", "check_prefetch_progress", "in
 """What SGLang's scheduler calls of its tree for a request, our methods included where it calls them."""
 
 
-class Clock:
+class StorageTimer:
     """`calls`: by thread and method, (seconds, seconds on the processor) of each. `waits`: of each request, from when
     the storage was asked to when it might be computed.
     """
@@ -106,7 +106,7 @@ class Clock:
         return wrapper
 
     def _tell(self) -> None:
-        """In the scheduler's thread, between two of its instructions."""
+        """Runs in the scheduler's thread, between two of its instructions."""
         before, self._processor = self._processor, _processor_s()
         calls, self._calls = self._calls, defaultdict(list)
         waits, self._waits = self._waits, []
@@ -128,7 +128,7 @@ def _name_of(thread: threading.Thread) -> str:
 
 
 def _processor_s() -> dict[str, float]:
-    """Of each of Python's threads, by its name."""
+    """Returns the processor time of each of Python's threads, by its name."""
     found: dict[str, float] = defaultdict(float)
     for thread in threading.enumerate():
         path = Path(f"/proc/self/task/{thread.native_id}/schedstat")
@@ -146,7 +146,7 @@ def __getattr__(name: str) -> Any:
 
     def timed(self: Any, first: Any, *arguments: Any, **named: Any) -> None:
         extra = named.get("extra_config") or getattr(first, "extra_config", None) or {}
-        clock = Clock(Path(extra["timings"]))
+        clock = StorageTimer(Path(extra["timings"]))
         for method in methods:
             clock.time(made, method)
         cache = getattr(importlib.import_module(CACHE[0]), CACHE[1])

@@ -37,7 +37,7 @@ def measure(tree: Path) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """As a table."""
+    """Prints the result as a table."""
     jobs = [
         (what, f"{one['changes']} changes of file", f"{one['calls']} calls in {one['files']} files")
         for what, one in ((name, result[name]) for name in ("store", "load"))

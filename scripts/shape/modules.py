@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Of one package. `circles`: groups of modules that import each other, for types as well, each sorted; `twice`: the
-    modules of each class name that is defined more than once.
+class PackageShape:
+    """Describes one package. `circles`: groups of modules that import each other, for types as well, each sorted;
+    `twice`: the modules of each class name that is defined more than once.
     """
 
     files: int
@@ -24,7 +24,7 @@ class Shape:
 SHORT_LINES = 60
 
 
-def shape_of(tree: Path, package: str) -> Shape:
+def shape_of(tree: Path, package: str) -> PackageShape:
     """Reads all of its sources."""
     sources = {_module(tree, path): path.read_text(encoding="utf-8") for path in sorted((tree / package).rglob("*.py"))}
     parsed = {module: ast.parse(source) for module, source in sources.items()}
@@ -35,7 +35,7 @@ def shape_of(tree: Path, package: str) -> Shape:
         for one in node.body:
             if isinstance(one, ast.ClassDef):
                 classes[one.name].append(module)
-    return Shape(
+    return PackageShape(
         files=len(sizes),
         lines=sum(sizes),
         short_files=sum(0 < size < SHORT_LINES for size in sizes),
@@ -45,7 +45,7 @@ def shape_of(tree: Path, package: str) -> Shape:
 
 
 def lines_of(folder: Path) -> int:
-    """Of all Python files below."""
+    """Counts the lines of all Python files below."""
     return sum(path.read_text(encoding="utf-8").count("\n") for path in folder.rglob("*.py"))
 
 

@@ -47,7 +47,7 @@ class Recorder:
         return calls or []
 
     def hook(self, frame: FrameType, event: str, _argument: object) -> None:
-        """For sys.setprofile."""
+        """Is the hook for sys.setprofile."""
         calls = self._calls
         if event == "call" and calls is not None and frame.f_code.co_filename.startswith(self._package):
             calls.append((threading.get_ident(), frame.f_code.co_filename.removeprefix(self._package)))
@@ -65,7 +65,7 @@ def counts(calls: Calls, client: int) -> tuple[int, int, int]:
 
 
 def least(trials: Sequence[tuple[int, int, int]]) -> dict[str, int]:
-    """Of the trial with the fewest changes: what else happens in a process only adds."""
+    """Returns the trial with the fewest changes: what else happens in a process only adds."""
     calls, files, changes = min(trials, key=lambda one: one[2])
     return {"calls": calls, "files": files, "changes": changes}
 

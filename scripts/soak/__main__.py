@@ -24,9 +24,9 @@ from kvoffloadd.trial.process import DaemonError, memory_folder
 from kvoffloadd.trial.program import carry_out, seconds, size
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.harness.stores import why_no_mooncake, why_no_valkey
-from scripts.soak.options import Options
-from scripts.soak.report import Report
-from scripts.soak.run import Run
+from scripts.soak.options import SoakOptions
+from scripts.soak.report import SoakReport
+from scripts.soak.run import SoakRun
 
 ENGINES: dict[str, Callable[[], str]] = {"mooncake": why_no_mooncake, "valkey": why_no_valkey}
 STORE_TIMES, WORKING_SET_TIMES = 6, 3
@@ -35,17 +35,17 @@ STORE_TIMES, WORKING_SET_TIMES = 6, 3
 def main() -> int:
     options, as_json = _arguments()
 
-    def run(folder: Path) -> Report:
+    def run(folder: Path) -> SoakReport:
         with disk_folder(None) as disk, memory_folder() as memory:
             try:
-                return Run(options, folder, Path(disk), Path(memory)).run()
+                return SoakRun(options, folder, Path(disk), Path(memory)).run()
             except TimeoutError as error:
                 raise DaemonError(str(error)) from error
 
     return carry_out("soak", run, as_json=as_json)
 
 
-def _arguments() -> tuple[Options, bool]:
+def _arguments() -> tuple[SoakOptions, bool]:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--seconds", type=seconds, default=1200.0, help="how long (default: %(default).0f)")
@@ -66,7 +66,7 @@ def _arguments() -> tuple[Options, bool]:
         "store_bytes": STORE_TIMES * given.memory_bytes,
         "working_set_bytes": WORKING_SET_TIMES * given.memory_bytes,
     }
-    return Options(**{**values, **sizes, "seed": seed_of(given, "soak")}), as_json
+    return SoakOptions(**{**values, **sizes, "seed": seed_of(given, "soak")}), as_json
 
 
 if __name__ == "__main__":

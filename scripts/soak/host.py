@@ -25,7 +25,7 @@ from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.geometry import Geometry
 from scripts.harness.watch import Watch
-from scripts.soak.options import Options
+from scripts.soak.options import SoakOptions
 from scripts.stress.options import WorkerOptions
 from scripts.stress.prompts import ROOTS
 
@@ -62,7 +62,7 @@ class HostReport:
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class HostWorker:
     """A process. `row`: of the counters; `operations`: what those before it had done."""
 
     row: int
@@ -79,7 +79,7 @@ class SoakHost:
         self,
         number: int,
         rows: range,
-        options: Options,
+        options: SoakOptions,
         folder: Path,
         settings: dict[str, str],
         geometries: list[Geometry],
@@ -95,7 +95,7 @@ class SoakHost:
         self._counters = counters
         self._rng = rng
         self._prefix = f"kvo-k{os.getpid()}-{number}-"
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, HostWorker] = {}
         self._runs: dict[str, Counter[str]] = {}
         self._agents: set[int] = set()
         self._moved = 0, time.monotonic()
@@ -135,7 +135,7 @@ class SoakHost:
         self._moved = 0, time.monotonic()
 
     def await_agent(self) -> None:
-        """Until the store answers."""
+        """Waits until the store answers."""
         until(lambda: self._remote()["state"] == "ok", f"the daemon of host {self._number} has its store", every_s=0.05)
 
     def _remote(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class SoakHost:
         )
         command = module("scripts.stress.worker", json.dumps(asdict(options)))
         child = spawn(command, self._log(row), environment={MARK: str(os.getpid())})
-        self._workers[row] = Worker(row, generation, self._counters.get(row, "operations"), memory_name, child)
+        self._workers[row] = HostWorker(row, generation, self._counters.get(row, "operations"), memory_name, child)
 
     def _log(self, row: int) -> Path:
         return self._folder / f"worker-{row}.log"
@@ -193,7 +193,7 @@ class SoakHost:
             self.report.errors.append(f"a killed worker's session or memory was there for more than {GONE_S:.0f} s")
         self._spawn(worker.row, worker.generation + 1)
 
-    def _has(self, worker: Worker) -> bool:
+    def _has(self, worker: HostWorker) -> bool:
         with suppress(ClientError):
             sessions = {session["pid"] for session in self.observer.status()["sessions"]}
             return worker.child.pid in sessions or bool(mapped_memfds(self.daemon.pid, worker.memory_name))
@@ -202,7 +202,7 @@ class SoakHost:
     # --- daemon and agent ---
 
     def kill_daemon(self, _seconds: float) -> None:
-        """In the middle of everything, now and then in its start; the agent must go with it."""
+        """Kills the daemon in the middle of everything, now and then in its start; the agent must go with it."""
         self.note(now_due=True)
         self.daemon.kill()
         if self._rng.random() < KILLED_IN_START:
@@ -219,7 +219,7 @@ class SoakHost:
         self._agents.clear()
 
     def go_down(self, *, killed: bool) -> None:
-        """For a while: see that what it had ends with it."""
+        """Takes the host down for a while, and checks that what it had ends with it."""
         self.note(now_due=True)
         status = 0
         if killed:
@@ -241,8 +241,8 @@ class SoakHost:
         self._signal_agent(signal.SIGKILL)
 
     def stop_agent(self, _seconds: float) -> None:
-        """For ever: the daemon has to notice. Not in its start: before it has asked to end with its daemon, the kernel
-        does not see to that, and one that is stopped does not either.
+        """Stops the agent for ever: the daemon has to notice. It does not do so during the agent's start: before the
+        agent has asked to end with its daemon, the kernel does not end it, and a stopped agent does not ask.
         """
         if self._remote()["state"] == "ok":
             self._signal_agent(signal.SIGSTOP)
@@ -336,7 +336,7 @@ class SoakHost:
         self.report.findings += self.observer.verify().findings
 
     def stop(self) -> None:
-        """In order."""
+        """Stops the host in order."""
         self.observer.close(1.0, force=True)
         status = self.daemon.stop()
         if status != 0:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SoakOptions:
     """The command line. `workers`: of each host; `memory_bytes`: of each daemon; `store_bytes`: of what they share."""
 
     seconds: float

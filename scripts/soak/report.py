@@ -10,7 +10,7 @@ from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, 
 from kvoffloadd.units import format_bytes
 from scripts.harness.counters import Counters
 from scripts.soak.host import HostReport
-from scripts.soak.options import Options
+from scripts.soak.options import SoakOptions
 from scripts.soak.sentinels import SentinelReport
 from scripts.soak.vandal import ENDED
 
@@ -19,10 +19,10 @@ GROWTH_MAX_PERCENT, GROWTH_MAX_BYTES = 50.0, 32 << 20
 
 
 @dataclass(slots=True)
-class Report:
+class SoakReport:
     """All figures of one run."""
 
-    options: Options
+    options: SoakOptions
     counters: Counters
     isolated: bool
     seconds: float = 0.0
@@ -36,7 +36,7 @@ class Report:
 
     @property
     def findings(self) -> list[str]:
-        """Of self-audits."""
+        """Returns the findings of self-audits."""
         return [finding for host in self.hosts for finding in host.findings]
 
     @property
@@ -51,12 +51,12 @@ class Report:
 
     @property
     def said(self) -> list[str]:
-        """By workers."""
+        """Returns what workers wrote."""
         return [line for host in self.hosts for line in host.said]
 
     @property
     def leaks(self) -> list[str]:
-        """Of hosts and of the run."""
+        """Returns the leaks of hosts and of the run."""
         return self.left_over + [leak for host in self.hosts for leak in host.leaks] + self._grown()
 
     def _grown(self) -> list[str]:
@@ -83,7 +83,7 @@ class Report:
         return not (bad or self.findings or self.leaks or self.errors) and bool(came or self.interrupted)
 
     def remote(self, name: str) -> int:
-        """Of all hosts."""
+        """Sums a figure of all hosts."""
         return sum(host.remote[name] for host in self.hosts)
 
     def _reasons(self, kind: str) -> dict[str, int]:
@@ -91,7 +91,7 @@ class Report:
         return {name.split(": ")[1]: count for name, count in summed.items() if name.startswith(f"{kind}: ")}
 
     def figures(self) -> str:
-        """Behind the bar."""
+        """Returns the figures behind the bar."""
         total = self.counters.total
         return (
             f"{total('stores'):,} stores {total('verified_loads'):,} loads verified "

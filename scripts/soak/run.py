@@ -18,8 +18,8 @@ from scripts.harness.geometry import Geometry
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.soak.host import GONE_S, SoakHost, left_over
 from scripts.soak.mishaps import Mishap, Mishaps
-from scripts.soak.options import Options
-from scripts.soak.report import Report
+from scripts.soak.options import SoakOptions
+from scripts.soak.report import SoakReport
 from scripts.soak.sentinels import Sentinels, fingerprint_of
 from scripts.soak.stores import Stores
 from scripts.soak.vandal import Vandal
@@ -34,10 +34,10 @@ TAIL = 0.75
 SLOW = "16mbit"
 
 
-class Run:
+class SoakRun:
     """One run, in a folder of its own. Nothing stays behind, however it ends."""
 
-    def __init__(self, options: Options, folder: Path, disk_folder: Path, memory_folder: Path) -> None:
+    def __init__(self, options: SoakOptions, folder: Path, disk_folder: Path, memory_folder: Path) -> None:
         self._options = options
         self._folder = folder
         self._kept = SoakHost.kept(disk_folder, memory_folder, options.working_set_bytes // 2)
@@ -46,9 +46,9 @@ class Run:
         self._rng = np.random.default_rng([options.seed, 1 << 21])
         self._counters = Counters(folder / "counters", HOSTS * options.workers)
         self._isolated = not why_not_isolated()
-        self._report = Report(options, self._counters, self._isolated)
+        self._report = SoakReport(options, self._counters, self._isolated)
 
-    def run(self) -> Report:
+    def run(self) -> SoakReport:
         """Raises DaemonError, KvOffloadError, OSError or TimeoutError if it can't be carried out."""
         with ExitStack() as stack:
             self._lab = stack.enter_context(Lab(self._folder, HOSTS, isolated=self._isolated))
@@ -171,7 +171,7 @@ class Run:
     # --- the end ---
 
     def _end(self, mishaps: Mishaps) -> None:
-        """In order. The workers stop while things are still wrong."""
+        """Ends the run in order. The workers stop while things are still wrong."""
         self._counters.stop()
         self._sentinels.close()
         self._vandal.close()

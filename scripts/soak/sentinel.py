@@ -21,7 +21,7 @@ _WORDS: Final = np.arange(PAYLOAD_BYTES // 8, dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedVersions:
     """The versions of the keys that came, and how many came whose bytes are of no version."""
 
     versions: I64Array
@@ -43,7 +43,7 @@ class Sentinel:
         self._tensor.array[blocks] = contents(keys, version)
         self.client.wait(self.client.store(self._registration, {0: (keys, blocks)}), CALL_S)
 
-    def load(self, keys: U8Array, *, wait: bool) -> Loaded:
+    def load(self, keys: U8Array, *, wait: bool) -> LoadedVersions:
         """All of these keys that hit. `wait`: for what comes from the disk or the store."""
         found = self.client.pin({0: keys})
         try:
@@ -51,7 +51,7 @@ class Sentinel:
                 found = self.client.wait_ready(found, READY_S)
             there = keys[found.states[0] == KeyState.HIT]
             if not len(there):
-                return Loaded(np.zeros(0, np.int64), 0)
+                return LoadedVersions(np.zeros(0, np.int64), 0)
             blocks = np.arange(len(there))
             self._tensor.array[:] = 0xEE
             job = self.client.load(self._registration, {0: (there, blocks)}, lease=found.lease)
@@ -74,7 +74,7 @@ def contents(keys: U8Array, version: int) -> U8Array:
     return words.view(np.uint8)
 
 
-def read(keys: U8Array, payloads: U8Array) -> Loaded:
+def read(keys: U8Array, payloads: U8Array) -> LoadedVersions:
     """What was loaded for these keys."""
     versions, wrong = [], 0
     for at, payload in enumerate(payloads):
@@ -83,4 +83,4 @@ def read(keys: U8Array, payloads: U8Array) -> Loaded:
             versions.append(version)
         else:
             wrong += 1
-    return Loaded(np.array(versions, np.int64), wrong)
+    return LoadedVersions(np.array(versions, np.int64), wrong)

@@ -63,12 +63,12 @@ class Watched:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Returns the name for people to read."""
         return self.spec.model
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrialPlan:
     """A trial. `clearing` and `other`: hosts. `down`: the other one is, during the clear; `closed`: it was before, and
     no engine has come back yet; `forgets`: it comes back without its memory; `spoilt`: the disk can't record anything.
     """
@@ -111,7 +111,7 @@ class SentinelReport:
     errors: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, object]:
-        """But for the errors, which are among those of the run."""
+        """Returns all but the errors, which are among those of the run."""
         figures = ("clears", "served", "wrong", "fresh", "kept", "looks", "heard_s")
         return {"trials": dict(self.trials), **{name: getattr(self, name) for name in figures}}
 
@@ -216,7 +216,7 @@ class Sentinels:
 
     # --- trials ---
 
-    def _plan(self, now_s: float) -> Plan:
+    def _plan(self, now_s: float) -> TrialPlan:
         def chance(share: float) -> bool:
             return bool(self._rng.random() < share)
 
@@ -226,9 +226,9 @@ class Sentinels:
         closed = chance(CLOSED_SHARE) and may_end and not down
         spoilt = chance(SPOILT_SHARE) and may_end
         clears = chance(CLEARED_SHARE) or not down
-        return Plan(clearing, clears, down, closed, chance(KILLED_SHARE), chance(FORGETFUL_SHARE), spoilt)
+        return TrialPlan(clearing, clears, down, closed, chance(KILLED_SHARE), chance(FORGETFUL_SHARE), spoilt)
 
-    def _trial(self, plan: Plan) -> None:
+    def _trial(self, plan: TrialPlan) -> None:
         """Raises DaemonError: a daemon does not start or stop."""
         self._calm()
         self.report.trials[plan.name] += 1
@@ -268,7 +268,9 @@ class Sentinels:
             self._load_all(host)
 
     def _await_eras(self, host: int) -> None:
-        """Until the daemon knows the eras of what nobody vandalises: nothing is put into the store before."""
+        """Waits until the daemon knows the eras of what the vandal leaves alone: nothing is put
+        into the store before.
+        """
         spared = {f"{watched.name}#" for watched in self.watched if watched.is_spared}
 
         def known() -> bool:
@@ -284,7 +286,7 @@ class Sentinels:
         if forgets and number == KEEPS:
             self._pool.unlink(missing_ok=True)
 
-    def _clear(self, plan: Plan, number: int) -> bool:
+    def _clear(self, plan: TrialPlan, number: int) -> bool:
         """Whether the store has recorded it."""
         watched, token = self.watched[number], secrets.token_bytes(16)
         client = self._engine(plan.clearing, number).client
@@ -299,7 +301,7 @@ class Sentinels:
             self._wrong(f"a clear of {watched.name} is not recorded in the store after {limit_s:.0f} s")
         return took_s is not None
 
-    def _ask_at_once(self, plan: Plan, recorded: list[bool]) -> None:
+    def _ask_at_once(self, plan: TrialPlan, recorded: list[bool]) -> None:
         """The host that was down, as soon as it answers."""
         for number in self._spared(recorded):
             self.watched[number].floors[plan.other] = self.watched[number].version
@@ -319,7 +321,7 @@ class Sentinels:
     def _spared(self, recorded: list[bool]) -> Iterator[int]:
         return (number for number, is_so in enumerate(recorded) if is_so and self.watched[number].is_spared)
 
-    def _await_heard(self, plan: Plan, recorded: list[bool]) -> None:
+    def _await_heard(self, plan: TrialPlan, recorded: list[bool]) -> None:
         """The other host serves nothing any more of what was cleared, and nothing again."""
         for number, is_recorded in enumerate(recorded):
             if not is_recorded:
@@ -339,7 +341,7 @@ class Sentinels:
                 self.report.heard_s.append(took_s)
 
     def _epoch(self, host: int, number: int) -> int:
-        """Of the last clear that the host has obeyed. What does not hit may be in doubt alone."""
+        """Returns the epoch of the last clear that the host has obeyed. What does not hit may be merely in doubt."""
         label = f"{self.watched[number].name}#"
         namespaces = self._hosts[host].daemon.status()["namespaces"]
         return max((int(one["epoch"]) for one in namespaces if one["label"].startswith(label)), default=0)
@@ -361,5 +363,5 @@ class Sentinels:
 
 
 def fingerprint_of(spec: NamespaceSpec) -> bytes:
-    """As daemons of this user name the namespace."""
+    """Returns the fingerprint that daemons of this user give the namespace."""
     return fingerprint(spec, os.getuid())

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvoffloadd.trial.process import DaemonError
 from scripts.harness.lab import Host, Lab
 from scripts.harness.stores import Master, MooncakeStore, StoreProcess, Valkey
-from scripts.soak.options import Options
+from scripts.soak.options import SoakOptions
 
 NOTICED_S = 3
 """When Mooncake's master takes a store for dead."""
@@ -21,7 +21,7 @@ READY_S = 60.0
 class Stores:
     """Processes by name. One that is dead is started again, unless it is to be down for a while."""
 
-    def __init__(self, options: Options, lab: Lab, folder: Path) -> None:
+    def __init__(self, options: SoakOptions, lab: Lab, folder: Path) -> None:
         self.starts = 0
         self.by_name: dict[str, StoreProcess] = {}
         self._down_until_s: dict[str, float] = {}
@@ -37,13 +37,13 @@ class Stores:
             self.by_name[f"store {number}"] = MooncakeStore(host, folder, self._master, each)
 
     def settings(self, host: Host) -> dict[str, str]:
-        """Of a daemon on this host."""
+        """Returns the settings of a daemon on this host."""
         if "valkey" in self.by_name:
             return {"remote.engine": "valkey", "valkey.url": f"redis://{self._valkey.place}"}
         return {"remote.engine": "mooncake", "mooncake.master": self._master.place, "mooncake.host": host.address}
 
     def engine_settings(self, host: Host) -> dict[str, str]:
-        """Of an engine of the agent's on this host."""
+        """Returns the settings of an engine of the agent's on this host."""
         named = self.settings(host).items()
         return {name.partition(".")[2]: value for name, value in named if name != "remote.engine"}
 
@@ -67,7 +67,7 @@ class Stores:
         self._down_until_s[name] = time.monotonic() + seconds
 
     def await_all(self) -> None:
-        """Until all of them answer. Raises DaemonError."""
+        """Waits until all of them answer. Raises DaemonError."""
         until = time.monotonic() + READY_S
         while not all(process.alive and process.is_ready() for process in self.by_name.values()):
             if time.monotonic() > until:

@@ -166,7 +166,7 @@ class Vandal:
         self._call("put", [(place, [(0, HEADER_BYTES), (HEADER_BYTES, LARGE_BYTES)])])
 
     def _last_numbers(self, name: bytes) -> None:
-        """Behind which no other number is."""
+        """Plants a number behind which there is no other."""
         generation, count = self._last(name).generation, b"\xff" * 8
         evil = [
             forged(name, generation, count),
@@ -183,7 +183,7 @@ class Vandal:
         self._let_last(place)
 
     def _later(self, name: bytes) -> None:
-        """As if another host had cleared: now, or with a clock that is ahead."""
+        """Acts as if another host had cleared: now, or with a clock that is ahead."""
         ahead_us = int(self._rng.choice([0, 60 * 10**6, 300 * DAY_US], p=[0.8, 0.15, 0.05]))
         self._write(
             self._pointer_or_successor(name), encode_era(name, new_era(Era(unix_time_us() + ahead_us, bytes(8))))

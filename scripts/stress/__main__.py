@@ -27,9 +27,9 @@ from scripts.harness.planned import NoSuchLayoutError
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.stress.driver import NoDriverError, driver_of
 from scripts.stress.namespaces import CHOICES, MIXED, MODELS, geometries
-from scripts.stress.options import Options
-from scripts.stress.report import Report
-from scripts.stress.run import Run
+from scripts.stress.options import StressOptions
+from scripts.stress.report import StressReport
+from scripts.stress.run import StressRun
 
 MEMORY_BYTES_MIN = 4 << 20
 """Less has no room for a few of the largest keys."""
@@ -44,18 +44,18 @@ def main() -> int:
     except NoDriverError as error:
         print(f"stress: {error}", file=sys.stderr)
         return EXIT_USAGE
-    reports: list[Report] = []
+    reports: list[StressReport] = []
 
-    def run(folder: Path) -> Report:
+    def run(folder: Path) -> StressReport:
         with disk_folder(options.disk_folder) as disk, memory_folder() as memory:
-            reports.append(Run(options, folder, Path(disk), Path(memory), driver).run())
+            reports.append(StressRun(options, folder, Path(disk), Path(memory), driver).run())
         return reports[0]
 
     status = carry_out("stress", run, as_json=as_json)
     return EXIT_INTERRUPTED if status == 0 and reports[0].interrupted else status
 
 
-def _arguments() -> tuple[Options, bool]:
+def _arguments() -> tuple[StressOptions, bool]:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--seconds", type=seconds, default=30.0, help="how long (default: %(default).0f)")
@@ -126,7 +126,7 @@ def _arguments() -> tuple[Options, bool]:
     except NoSuchLayoutError as error:
         parser.error(f"--layout: {error}")
     disk_bytes = int(given.working_set_bytes * share) // PAGE_BYTES * PAGE_BYTES
-    return Options(**{**values, "disk_bytes": disk_bytes, "seed": seed_of(given, "stress")}), as_json
+    return StressOptions(**{**values, "disk_bytes": disk_bytes, "seed": seed_of(given, "stress")}), as_json
 
 
 def _share(text: str) -> float:

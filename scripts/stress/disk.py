@@ -82,7 +82,7 @@ class StressDisk:
 
     @property
     def settings(self) -> dict[str, str]:
-        """For the daemon."""
+        """Returns the settings for the daemon."""
         return disk_settings(self.root, self.report.capacity_bytes)
 
     # --- while it runs ---
@@ -116,7 +116,7 @@ class StressDisk:
             self._before = int(watch.status["disk"]["keys"]), clears
 
     def started(self, status: dict[str, Any], socket: Path, clears: int) -> None:
-        """After a start: what was found again, and the audit of all of it, which goes on meanwhile."""
+        """Notes what a start found again, and begins the audit of all of it, which goes on meanwhile."""
         self.sample()
         before, self._before = self._before, None
         if before is not None and before[0] >= 100 and before[1] == clears:
@@ -133,7 +133,7 @@ class StressDisk:
         return self._audit is not None and self._audit.is_alive()
 
     def wait_for_audit(self, limit_s: float) -> None:
-        """Until the audit under way has ended."""
+        """Waits until the audit under way has ended."""
         if self._audit is not None:
             self._audit.join(limit_s)
 

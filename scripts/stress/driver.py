@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from scripts.harness.copies import COUNTERS, WAYS
 from scripts.harness.gpu import gpu_is_usable, software_driver
-from scripts.stress.options import Options
+from scripts.stress.options import StressOptions
 
 _ENDS_THE_DAEMON = {"sticky_after", "hang_after", "hang_device_to_host", "hang_host_to_device", "batch_hangs_after"}
 _FAILS_JOBS = {"fail_submit_every", "sticky_after", "query_error", "record_error"}
@@ -42,7 +42,7 @@ class Driver:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Of the daemon: it is to notice soon, and to copy as it is told."""
+        """Returns settings of the daemon that make it notice soon, and copy as it was asked to."""
         stuck = {"cuda.stuck_s": str(STUCK_S)} if self.ends_daemon else {}
         return {**stuck, **(WAYS[self.copies] if self.copies else {})}
 
@@ -56,7 +56,7 @@ class Driver:
         return any(fault.partition("=")[0] in names for fault in self.faults)
 
 
-def driver_of(options: Options) -> Driver:
+def driver_of(options: StressOptions) -> Driver:
     """Raises NoDriverError, with what to do about it."""
     if options.device != "cuda":
         return Driver()
@@ -76,7 +76,7 @@ def driver_of(options: Options) -> Driver:
     return Driver({"SOFTCUDA_FAULTS": ",".join(faults)} if faults else {}, {}, faults, options.copies)
 
 
-def _faults(options: Options) -> list[str]:
+def _faults(options: StressOptions) -> list[str]:
     faults = []
     if options.plant_corruption == "loads":
         faults.append(f"corrupt_every={CORRUPT_EVERY_COPIES}")

@@ -25,8 +25,8 @@ RANKS_MAX = 2
 
 
 def geometries(seed: int, workers: int, layout: str, model: str, plant: str = "") -> list[Geometry]:
-    """Of all namespaces. `layout` MIXED: every layout that the models can have, and if no `model` is asked for random
-    refs as well. Raises NoSuchLayoutError.
+    """Returns the geometries of all namespaces. `layout` MIXED: every layout that the models can have, and if no
+    `model` is asked for random refs as well. Raises NoSuchLayoutError.
     """
     names = [model] if model else [name for name in MODELS if layout == MIXED or _is_possible(name, layout)]
     wanted = () if layout == MIXED else (layout,)
@@ -42,7 +42,7 @@ def geometries(seed: int, workers: int, layout: str, model: str, plant: str = ""
 
 
 def _planned(name: str, number: int, layouts: tuple[str, ...], ranks: int, plant: str) -> list[Geometry]:
-    """On fewer ranks where the model does not divide."""
+    """Plans the model on fewer ranks where it does not divide."""
     model = model_named(name)
     try:
         return [*planned_geometries(name, model, number, layouts=layouts, ranks=ranks, plant=plant)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class StressOptions:
     """The command line. `layout`: of KV caches, or "mixed"; `model`: "" for some. `warm`: memory outlives the daemon.
     `disk_bytes` 0: no disk tier. `plant_corruption`: "", "loads", "disk", "refs" or "slots". `socket`: of a running
     daemon; None: start one. `device`: where KV caches lie, "host" or "cuda"; on the latter `software_driver`: without a

@@ -13,7 +13,7 @@ from scripts.stress.disk import DiskReport
 
 
 @dataclass(slots=True)
-class Report:
+class StressReport:
     """All figures of one run. `copies`: the way that the daemon was forced to.
 
     `taken_over`: share of the keys in memory at a kill that the next daemon had. `fatal_ends`: of the daemon, because
@@ -62,14 +62,14 @@ class Report:
 
     @property
     def rss_growth_percent(self) -> float | None:
-        """Of the daemon's private memory, from the first minute's end to the end."""
+        """Returns the growth of the daemon's private memory from the first minute's end to the end."""
         if self.private_bytes is None:
             return None
         warm, last = self.private_bytes
         return 100 * (last / warm - 1)
 
     def unmap_percentile_s(self, percent: float) -> float | None:
-        """From a worker's SIGKILL until the daemon had unmapped its memory."""
+        """Returns a percentile of the time from a worker's SIGKILL until the daemon had unmapped its memory."""
         ordered = sorted(self.unmap_s)
         return ordered[min(int(percent / 100 * len(ordered)), len(ordered) - 1)] if ordered else None
 
@@ -153,7 +153,7 @@ def _rounded_ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 2)
 
 
-def _moved(report: Report) -> list[tuple[str, str, str]]:
+def _moved(report: StressReport) -> list[tuple[str, str, str]]:
     total, percentile = report.counters.total, report.counters.percentile_s
     rows = []
     for what, done in (("store", "stored_bytes"), ("load", "loaded_bytes")):
@@ -171,7 +171,7 @@ def _moved(report: Report) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _found(report: Report) -> list[tuple[str, str, str]]:
+def _found(report: StressReport) -> list[tuple[str, str, str]]:
     total = report.counters.total
     hit_rate = ratio(total("block_hits"), total("block_references"))
     memory, working_set = format_bytes(report.memory_bytes), format_bytes(report.working_set_bytes)
@@ -184,14 +184,14 @@ def _found(report: Report) -> list[tuple[str, str, str]]:
     ]
 
 
-def _ways(report: Report) -> list[tuple[str, str, str]]:
+def _ways(report: StressReport) -> list[tuple[str, str, str]]:
     daemon = report.daemon
     if report.device != "cuda":
         return []
     return [("pitched copies", f"{daemon.pitched_copies:,}", "of runs of small rows")]
 
 
-def _on_disk(report: Report) -> list[list[tuple[str, str, str]]]:
+def _on_disk(report: StressReport) -> list[list[tuple[str, str, str]]]:
     disk = report.disk
     if disk is None:
         return []
@@ -216,7 +216,7 @@ def _on_disk(report: Report) -> list[list[tuple[str, str, str]]]:
     return [rows]
 
 
-def _ended(report: Report) -> list[tuple[str, str, str]]:
+def _ended(report: StressReport) -> list[tuple[str, str, str]]:
     total = report.counters.total
     slowest = max(report.unmap_s, default=None)
     growth = report.rss_growth_percent
@@ -241,7 +241,7 @@ def _taken_over(shares: list[float]) -> list[tuple[str, str, str]]:
     return [("memory taken over", f"{100 * statistics.median(shares):.1f} %", f"least {100 * min(shares):.1f} %")]
 
 
-def _verdict(report: Report) -> list[tuple[str, str, str]]:
+def _verdict(report: StressReport) -> list[tuple[str, str, str]]:
     total = report.counters.total
     return [
         ("wrong bytes", f"{total('wrong_bytes'):,}", f"{total('stray_bytes'):,} of them stray"),

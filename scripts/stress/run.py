@@ -30,9 +30,9 @@ from scripts.harness.watch import Watch
 from scripts.stress.disk import StressDisk
 from scripts.stress.driver import Driver
 from scripts.stress.namespaces import geometries
-from scripts.stress.options import Options, WorkerOptions
+from scripts.stress.options import StressOptions, WorkerOptions
 from scripts.stress.prompts import ROOTS
-from scripts.stress.report import Report
+from scripts.stress.report import StressReport
 
 MIB = 1 << 20
 TICK_S = 0.05
@@ -74,10 +74,12 @@ class Slot:
     child: subprocess.Popen[bytes]
 
 
-class Run:
+class StressRun:
     """One run, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
 
-    def __init__(self, options: Options, folder: Path, disk_folder: Path, memory_folder: Path, driver: Driver) -> None:
+    def __init__(
+        self, options: StressOptions, folder: Path, disk_folder: Path, memory_folder: Path, driver: Driver
+    ) -> None:
         self._options = options
         self._memory_folder = memory_folder
         self._before: tuple[int, int] | None = None
@@ -86,7 +88,7 @@ class Run:
         self._metrics = folder / "metrics.sock"
         self._rng = np.random.default_rng([options.seed, 1 << 20])
         self._counters = Counters(folder / "counters", options.workers)
-        self._report = Report(
+        self._report = StressReport(
             options.seed,
             options.device,
             options.workers,
@@ -132,10 +134,10 @@ class Run:
 
     @property
     def _plants_in_daemon(self) -> bool:
-        """On a GPU its driver does."""
+        """Returns whether the daemon plants the faults; on a GPU its driver does."""
         return self._options.plant_corruption == "loads" and self._options.device == "host"
 
-    def run(self) -> Report:
+    def run(self) -> StressReport:
         """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
         try:
             if self._daemon is not None:
@@ -188,7 +190,9 @@ class Run:
         within(lambda: len(observer.status()["sessions"]) <= sessions, UNMAP_LIMIT_S, every_s=TICK_S)
 
     def _compare_metrics(self, observer: Client) -> None:
-        """With what the workers counted, which have left; a daemon that was killed took its counters along."""
+        """Compares the metrics with what the workers counted, which have left; a killed daemon took
+        its counters along.
+        """
         report = self._report
         if self._daemon is None or report.daemon_kills or report.fatal_ends:
             return
@@ -434,7 +438,9 @@ class Run:
                 raise
 
     def _note_taken_over(self, status: dict[str, Any]) -> None:
-        """Of the complete keys in memory before the last kill, unless some were cleared since."""
+        """Notes the share of the complete keys in memory before the last kill that was taken over, unless some were
+        cleared since.
+        """
         before, self._before = self._before, None
         if self._options.warm and before and before[0] and before[1] == self._counters.total("clears"):
             self._report.taken_over.append(int(status["cache"]["keys_adopted"]) / before[0])

@@ -40,7 +40,7 @@ CLEAR_WAIT_S = 2.0
 """How long a clear waits until the remote store has recorded it."""
 
 
-class Worker:
+class StressWorker:
     """Runs operations until it is told to stop."""
 
     def __init__(self, options: WorkerOptions) -> None:
@@ -74,7 +74,7 @@ class Worker:
         ]
 
     def run(self) -> None:
-        """Until told to stop. Raises what only a bug of this script can cause."""
+        """Runs until asked to stop. Raises what only a bug of this script can cause."""
         if not self.engage():
             return
         weights = np.array([weight for weight, _ in self.operations])
@@ -151,7 +151,9 @@ class Worker:
     def shares(
         self, rank: Rank, keys: dict[int, U8Array], chosen: Callable[[GroupShape, int], I64Array]
     ) -> list[Share]:
-        """Of all groups that the rank has a part of: the keys whose indices `chosen(group, keys)` names."""
+        """Returns shares of all groups that the rank has a part of: the keys whose indices
+        `chosen(group, keys)` names.
+        """
         found = []
         for group, part in self.engine.groups_of(rank):
             mine = keys[group.number]
@@ -393,7 +395,7 @@ def _name(operation: Callable[[], None]) -> str:
 def main() -> int:
     """The whole life of a worker process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    Worker(WorkerOptions(**json.loads(sys.argv[1]))).run()
+    StressWorker(WorkerOptions(**json.loads(sys.argv[1]))).run()
     return 0
 
 

@@ -58,7 +58,7 @@ _ENDED = (0, 1)
 
 
 @dataclass
-class Report:
+class ThreadsReport:
     """How it went. `red`: how often each test was, of `times` runs."""
 
     times: int
@@ -91,9 +91,9 @@ def busy(loops: int, folder: Path) -> Iterator[None]:
             child.wait()
 
 
-def run(given: argparse.Namespace, folder: Path) -> Report:
+def run(given: argparse.Namespace, folder: Path) -> ThreadsReport:
     """All rounds."""
-    report = Report(given.times)
+    report = ThreadsReport(given.times)
     words = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-n", str(given.workers), "--dist", "loadfile"]
     command = module("pytest", *words, *given.modules)
     with busy(given.busy, folder), Live("threads", given.times) as live:

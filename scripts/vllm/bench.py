@@ -57,7 +57,7 @@ RUN_S = 900.0
 Samples = list[dict[str, Any]]
 
 
-class Setting(NamedTuple):
+class PromptCounts(NamedTuple):
     """`fresh`, `again`: prompts computed first, and requests for the last `rotation` of them after that; the first
     `rotation` of those warm up.
     """
@@ -68,11 +68,11 @@ class Setting(NamedTuple):
     memory_bytes: int
 
 
-def settings_of(requests: int) -> dict[str, Setting]:
+def settings_of(requests: int) -> dict[str, PromptCounts]:
     """Memory for everything; and memory for two and a half prompts of the six that are asked for in turn."""
     prompt = TOKENS // BLOCK_TOKENS * BLOCK_BYTES
-    everything = Setting(requests, requests + 4, 4, (requests + 4) * prompt)
-    little = Setting(6, requests + 6, 6, prompt * 5 // 2)
+    everything = PromptCounts(requests, requests + 4, 4, (requests + 4) * prompt)
+    little = PromptCounts(6, requests + 6, 6, prompt * 5 // 2)
     return {"memory": everything, "disk": little}
 
 
@@ -117,7 +117,7 @@ def connector_of(who: str, chunk: int, place: str, memory_bytes: int) -> dict[st
 
 
 def run_engine(options: dict[str, Any], folder: Path, name: str) -> Samples:
-    """In a process of its own, to its end. Raises DaemonError if it does not come to one."""
+    """Runs an engine in a separate process, to its end. Raises DaemonError if it does not come to one."""
     log, result = folder / f"{name}.log", folder / f"{name}.json"
     environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     child = spawn(module("scripts.vllm.timed", json.dumps(options), str(result)), log, environment=environment)
@@ -134,7 +134,7 @@ def run_engine(options: dict[str, Any], folder: Path, name: str) -> Samples:
     return samples
 
 
-def run_setting(who: str, setting: Setting, model: Path, folder: Path, given: argparse.Namespace) -> Samples:
+def run_setting(who: str, setting: PromptCounts, model: Path, folder: Path, given: argparse.Namespace) -> Samples:
     """One engine, with a daemon of its own if it needs one, on a disk of its own."""
     with ExitStack() as stack:
         disk = Path(stack.enter_context(disk_folder(given.disk)))
@@ -171,7 +171,7 @@ def run_setting(who: str, setting: Setting, model: Path, folder: Path, given: ar
         return run_engine(options, folder, who)
 
 
-def cases_of(name: str, setting: Setting, samples: Samples, who: str) -> dict[str, Samples]:
+def cases_of(name: str, setting: PromptCounts, samples: Samples, who: str) -> dict[str, Samples]:
     """Samples by case. Raises DaemonError where they are not what they are taken for."""
     fresh = [sample for sample in samples if sample["fresh"]]
     again = [sample for sample in samples if not sample["fresh"]][setting.rotation :]
@@ -185,7 +185,7 @@ def cases_of(name: str, setting: Setting, samples: Samples, who: str) -> dict[st
 
 
 def figures_of(samples: Samples) -> dict[str, float]:
-    """Of one run: mean and p99 in milliseconds, and how often a request was asked for."""
+    """Returns the figures of one run: mean and p99 in milliseconds, and how often a request was asked for."""
     found = {"lookups": statistics.mean(sample["lookups"] for sample in samples)}
     for figure in FIGURES:
         values = [sample[figure] * 1e3 for sample in samples]

@@ -39,7 +39,7 @@ _RESET_S = 30.0
 Answers = list[list[int]]
 
 
-class Report(NamedTuple):
+class SmokeReport(NamedTuple):
     """What was seen. `from_earlier`: tokens that the daemon had under the name of --keep; None without a name."""
 
     prompts: int
@@ -80,7 +80,7 @@ def main() -> int:
     return 0 if report.is_good else EXIT_BAD
 
 
-class Engine:
+class SmokeEngine:
     """The engine, and what it was asked."""
 
     def __init__(self, vllm: Any, given: argparse.Namespace) -> None:
@@ -119,11 +119,11 @@ class Engine:
         return int(sum(metric.value for metric in self._engine.get_metrics() if metric.name == HITS))
 
 
-def run(vllm: Any, given: argparse.Namespace) -> Report:
+def run(vllm: Any, given: argparse.Namespace) -> SmokeReport:
     """Start the engine and ask it."""
     _say("starting the engine")
     begun = time.monotonic()
-    engine = Engine(vllm, given)
+    engine = SmokeEngine(vllm, given)
     start_s = time.monotonic() - begun
     rng = random.Random(given.seed)
     prompts = [
@@ -150,7 +150,7 @@ def run(vllm: Any, given: argparse.Namespace) -> Report:
     from_daemon_s = time.monotonic() - begun
     known = [{tuple(one), tuple(other)} for one, other in zip(computed, own, strict=True)]
     asked = [loaded] if kept is None else [loaded, kept]
-    return Report(
+    return SmokeReport(
         prompts=len(prompts),
         prompt_tokens=sum(map(len, prompts)),
         from_earlier=None if kept is None else earlier,
@@ -167,7 +167,7 @@ def _say(what: str) -> None:
     print(f"vllm_smoke: {what}", file=sys.stderr, flush=True)
 
 
-def _print(report: Report) -> None:
+def _print(report: SmokeReport) -> None:
     share = 100 * report.from_daemon / report.prompt_tokens
     rows = [
         ("prompts", f"{report.prompts:,}", f"{report.prompt_tokens:,} tokens"),

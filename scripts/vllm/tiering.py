@@ -19,7 +19,7 @@ class TieringOnCpu(TieringOffloadingSpec):  # type: ignore[misc]  # of vLLM, whi
     """Manager, primary tier and secondary tiers are vLLM's."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """For the only rank."""
+        """Makes the worker for the only rank."""
         region = SharedOffloadRegion(
             engine_id=self._engine_id,
             num_chunks=self.num_chunks,

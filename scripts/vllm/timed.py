@@ -1,7 +1,8 @@
 """An engine of `bench_vllm`, in a process of its own: prompts one after the other, and the time that its scheduler
 spends in the connector for each.
 
-Usage: `-m scripts.vllm.timed OPTIONS RESULT`, JSON of `Options` and the file that a list of `Sample` goes to.
+Usage: `-m scripts.vllm.timed OPTIONS RESULT`, JSON of `TimedOptions` and the file that a list of `ConnectorSample` goes
+to.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _WHOLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class TimedOptions:
     """`engine`: of `vllm.LLM`. `connector`: `kv_transfer_config`. `fresh`: prompts that nobody has asked before.
     `again`: how often one of the last `rotation` of them is asked once more. `socket`: of the daemon, if there is one.
     """
@@ -56,8 +57,8 @@ class Options:
 
 
 @dataclass(slots=True)
-class Sample:
-    """Of one request, in seconds; `answer_s`: from the first lookup to the answer.
+class ConnectorSample:
+    """Holds the times of one request, in seconds; `answer_s`: from the first lookup to the answer.
 
     `connector_s` is all of the connector's scheduler side, the four before it included; `processor_s` what that took of
     the processor: without waits for the interpreter's lock, or for a processor that others use.
@@ -76,16 +77,16 @@ class Sample:
 
 
 @dataclass(slots=True, eq=False)
-class Clock:
+class ConnectorTimer:
     """Adds up what is called while a request is the one measured."""
 
     name: str = ""
-    sample: Sample | None = None
+    sample: ConnectorSample | None = None
     _asked_at: float = 0.0
     _depth: int = 0
 
-    def begin(self, name: str, sample: Sample) -> None:
-        """From now on."""
+    def begin(self, name: str, sample: ConnectorSample) -> None:
+        """Begins to measure."""
         self.name, self.sample, self._asked_at = name, sample, 0.0
 
     def add(self, owner: Any, method: str, figure: str) -> None:
@@ -104,7 +105,7 @@ class Clock:
         setattr(owner, method, call)
 
     def add_whole(self, owner: Any, method: str) -> None:
-        """As `add`, for calls that may call one another: the outermost counts."""
+        """Does what `add` does, for calls that may call one another: the outermost counts."""
         inner = getattr(owner, method)
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -121,7 +122,7 @@ class Clock:
         setattr(owner, method, call)
 
     def add_lookups(self, owner: Any) -> None:
-        """Of the measured request alone."""
+        """Adds the lookups of the measured request alone."""
         inner = owner.get_num_new_matched_tokens
 
         def call(request: Any, num_computed_tokens: int) -> Any:
@@ -146,7 +147,7 @@ class Clock:
 class Timed:
     """The engine, with a request beside that decodes, so that there is something to do in every step."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: TimedOptions) -> None:
         from vllm import LLM, SamplingParams
         from vllm.config import KVTransferConfig
 
@@ -157,7 +158,7 @@ class Timed:
         self._connector = core.scheduler.connector
         self._options = options
         self._rng = random.Random(options.seed)
-        self.clock = Clock()
+        self.clock = ConnectorTimer()
         self._has_work = self._connector.has_pending_push_work
         manager = self._connector.connector_scheduler.manager
         self.clock.add_lookups(self._connector)
@@ -174,11 +175,11 @@ class Timed:
         """A new one."""
         return [self._rng.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(self._options.tokens)]
 
-    def ask(self, prompt: list[int], *, fresh: bool) -> Sample:
-        """To its end, and until the connector is done with it."""
+    def ask(self, prompt: list[int], *, fresh: bool) -> ConnectorSample:
+        """Asks a prompt to its end, and until the connector is done with it."""
         beside = self._add([self._rng.randrange(_FIRST_TOKEN, VOCABULARY) for _ in range(_BESIDE_TOKENS)], 20_000)
         self._steps_until(lambda ended: True)
-        sample = Sample(fresh)
+        sample = ConnectorSample(fresh)
         name = self._add(prompt, _ANSWER_TOKENS)
         self.clock.begin(name, sample)
         self._steps_until(lambda ended: name in ended)
@@ -231,7 +232,7 @@ def _without_attention() -> None:
 
 
 def _settled(socket: str) -> None:
-    """Until the daemon has written to disk all that it will."""
+    """Waits until the daemon has written to disk all that it will."""
     from kvoffloadd.client import Client
 
     with Client(socket, namespace=None, role="observer") as observer:
@@ -244,7 +245,7 @@ def _settled(socket: str) -> None:
             time.sleep(0.05)
 
 
-def measure(options: Options) -> list[Sample]:
+def measure(options: TimedOptions) -> list[ConnectorSample]:
     """Fresh prompts, then the last of them again and again."""
     engine = Timed(options)
     prompts: list[list[int]] = []
@@ -260,7 +261,7 @@ def measure(options: Options) -> list[Sample]:
 
 
 if __name__ == "__main__":
-    found = measure(Options(**json.loads(sys.argv[1])))
+    found = measure(TimedOptions(**json.loads(sys.argv[1])))
     Path(sys.argv[2]).write_text(json.dumps([asdict(sample) for sample in found]), encoding="utf-8")
     # Not by way of the interpreter: threads of torch and of vLLM can hang there.
     sys.stdout.flush()

@@ -20,7 +20,7 @@ SIZE = 8192
 FOREVER_S = 60.0
 
 
-class Store:
+class CodedStore:
     """Answers `codes` to every call with many names, which takes `seconds` of its clock; `sizes`: what the master says
     of objects.
     """
@@ -49,7 +49,7 @@ def _replica(size: int, place: str = "") -> Any:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def make(store: Store) -> MooncakeEngine:
+    def make(store: CodedStore) -> MooncakeEngine:
         monkeypatch.setattr(mooncake, "time", store)
         return MooncakeEngine(store)
 
@@ -79,29 +79,33 @@ CODES = {
 
 def test_codes_of_gets(engine: Any) -> None:
     names = [f"k{number}" for number in range(len(CODES))]
-    assert engine(Store(list(CODES))).get(transfers(*names)) == list(CODES.values())
+    assert engine(CodedStore(list(CODES))).get(transfers(*names)) == list(CODES.values())
 
 
 def test_a_failure_after_so_long_may_go_on(engine: Any) -> None:
     """Mooncake gives up after a minute, and its threads don't."""
     for seconds, code in ((29.0, Code.REFUSED), (31.0, Code.FAILED), (60.1, Code.FAILED)):
-        assert engine(Store([-800, -900, -704], seconds)).get(transfers("a", "b", "c")) == [code, code, Code.MISS]
-        assert engine(Store([-800, -900, -200], seconds)).put(transfers("a", "b", "c")) == [code, code, Code.NO_SPACE]
+        assert engine(CodedStore([-800, -900, -704], seconds)).get(transfers("a", "b", "c")) == [code, code, Code.MISS]
+        assert engine(CodedStore([-800, -900, -200], seconds)).put(transfers("a", "b", "c")) == [
+            code,
+            code,
+            Code.NO_SPACE,
+        ]
 
 
 def test_over_rdma_no_failure_is_sure(engine: Any) -> None:
-    made = engine(Store([-800]))
+    made = engine(CodedStore([-800]))
     made._tcp = False
     assert made.get(transfers("a")) == made.put(transfers("a")) == [Code.FAILED]
 
 
 def test_a_smaller_object_is_told_from_a_broken_link(engine: Any) -> None:
-    store = Store([-800, -800, -800], b=SIZE - 4096, c=SIZE)
+    store = CodedStore([-800, -800, -800], b=SIZE - 4096, c=SIZE)
     assert engine(store).get(transfers("a", "b", "c")) == [Code.REFUSED, Code.SIZE, Code.REFUSED]
 
 
 def test_codes_of_puts(engine: Any) -> None:
-    assert engine(Store([0, -705, -200, -900])).put(transfers("a", "b", "c", "d")) == [
+    assert engine(CodedStore([0, -705, -200, -900])).put(transfers("a", "b", "c", "d")) == [
         SIZE,
         SIZE,
         Code.NO_SPACE,
@@ -110,25 +114,25 @@ def test_codes_of_puts(engine: Any) -> None:
 
 
 def test_presences_and_removals(engine: Any) -> None:
-    assert engine(Store([0, 1, -1, -900])).exists("abcd") == [
+    assert engine(CodedStore([0, 1, -1, -900])).exists("abcd") == [
         Presence.NO,
         Presence.YES,
         Presence.UNKNOWN,
         Presence.UNKNOWN,
     ]
-    assert engine(Store([0, -704, -703, -900])).remove("abcd") == [1, 0, Code.NOT_COMPLETE, Code.REFUSED]
+    assert engine(CodedStore([0, -704, -703, -900])).remove("abcd") == [1, 0, Code.NOT_COMPLETE, Code.REFUSED]
 
 
 def test_a_name_twice_is_a_bug_of_ours(engine: Any) -> None:
     """Mooncake would fill one of the two places, and say that it filled both."""
     with pytest.raises(EngineError, match="twice"):
-        engine(Store([SIZE, SIZE])).get(transfers("a", "a"))
+        engine(CodedStore([SIZE, SIZE])).get(transfers("a", "a"))
 
 
 @pytest.mark.parametrize("prefix", ["", "kvo1/.*", "kvo1/(a)", "kvo1/ü", "a\nb"])
 def test_only_plain_prefixes_are_swept(engine: Any, prefix: str) -> None:
     with pytest.raises(EngineError, match="is not a prefix"):
-        engine(Store([])).sweep(prefix, "")
+        engine(CodedStore([])).sweep(prefix, "")
 
 
 # --- small objects ---
@@ -195,7 +199,7 @@ def test_a_master_that_is_away_knows_nothing() -> None:
 
 def test_a_master_that_takes_long_is_not_asked_twice(engine: Any) -> None:
     """Each question would take as long, and together too long for the agent to live."""
-    store = Store([], 4.2)
+    store = CodedStore([], 4.2)
 
     def describe(names: Sequence[str]) -> dict[str, list[Any]]:
         assert names == ["a", "b"]
@@ -224,11 +228,11 @@ def test_a_store_that_hangs_holds_up_its_own_objects_alone(monkeypatch: pytest.M
 def test_memory_of_a_read_that_may_go_on_is_never_used_again(engine: Any) -> None:
     """Bytes that come late would be another object's."""
     for seconds, kept in ((0.1, True), (31.0, False)):
-        store = Store([-800], seconds)
+        store = CodedStore([-800], seconds)
         made = engine(store)
         places = []
 
-        def get(names: Sequence[str], addresses: list[int], _: Any, store: Store = store) -> list[int]:
+        def get(names: Sequence[str], addresses: list[int], _: Any, store: CodedStore = store) -> list[int]:
             places.extend(addresses)  # noqa: B023
             return store.answer()
 
@@ -292,7 +296,7 @@ def test_a_write_that_is_invalid_otherwise_is_tried_no_more_than_twice() -> None
 
 @pytest.mark.parametrize(("found", "code"), [(0, 0), (1, 1), (-900, Code.FAILED)])
 def test_codes_of_renewals(engine: Any, found: int, code: int) -> None:
-    assert engine(Store([found])).renew(["a"], 60.0) == [code]
+    assert engine(CodedStore([found])).renew(["a"], 60.0) == [code]
 
 
 def test_what_is_missing_is_told_to_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ class Wire:
         self.peer.close()
 
     def say(self, data: bytes, *, end: bool = False) -> None:
-        """From a thread: it may be more than the socket takes."""
+        """Sends in a thread: it may be more than the socket takes."""
 
         def work() -> None:
             try:

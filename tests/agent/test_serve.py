@@ -231,7 +231,7 @@ def test_memory_that_can_not_be_mapped_is_told(daemon: Daemon) -> None:
 
 
 def test_it_dies_when_its_parent_does_not_start_it(tmp_path: Path) -> None:
-    """As behind a script that does not become Python: the daemon would hear of the script's end alone."""
+    """This happens behind a script that does not become Python: the daemon would hear of the script's end alone."""
     spawned = spawn_agent(
         ["/bin/sh", "-c", '"$@"; exit 5', "sh", *agent_command("")], agent_environment("", os.environ)
     )
@@ -247,7 +247,7 @@ def test_it_dies_when_its_parent_does_not_start_it(tmp_path: Path) -> None:
 # --- what engines answer ---
 
 
-class Served:
+class ServedAgent:
     """An agent in a thread of the test's, whose engine is the test's."""
 
     def __init__(self, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,13 +280,13 @@ class Served:
 
 
 @pytest.fixture
-def serve_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Served]]:
+def serve_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ServedAgent]]:
     """`serve_engine(read=...)`: an agent whose engine has these methods."""
-    made: list[Served] = []
+    made: list[ServedAgent] = []
 
-    def make(**methods: Callable[..., Any]) -> Served:
+    def make(**methods: Callable[..., Any]) -> ServedAgent:
         nothing = {"start": lambda *_: None, "about": lambda: "a test", "close": lambda: None}
-        made.append(Served(SimpleNamespace(stops_at_once=True, **nothing, **methods), monkeypatch))
+        made.append(ServedAgent(SimpleNamespace(stops_at_once=True, **nothing, **methods), monkeypatch))
         return made[-1]
 
     yield make
@@ -302,7 +302,7 @@ NAMES = ["a", "b", "c"]
 
 @pytest.mark.parametrize("more", [-3, -1, 1, 4])
 def test_answers_for_another_number_of_items_are_nobodys(
-    serve_engine: Callable[..., Served],
+    serve_engine: Callable[..., ServedAgent],
     more: int,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -325,7 +325,7 @@ def test_answers_for_another_number_of_items_are_nobodys(
     assert caplog.text.count("answers for") == len(methods)
 
 
-def test_an_engine_that_raises_has_failed(serve_engine: Callable[..., Served]) -> None:
+def test_an_engine_that_raises_has_failed(serve_engine: Callable[..., ServedAgent]) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise RuntimeError("planted")
 
@@ -336,7 +336,7 @@ def test_an_engine_that_raises_has_failed(serve_engine: Callable[..., Served]) -
     assert agent.ask(Sweep(5, "kvo1/", "")) == Swept(5, Code.FAILED, "")
 
 
-def test_values_are_as_many_as_an_answer_holds(serve_engine: Callable[..., Served]) -> None:
+def test_values_are_as_many_as_an_answer_holds(serve_engine: Callable[..., ServedAgent]) -> None:
     """And what is none is SIZE, which takes no room."""
     sizes = [VALUE_BYTES_MAX + 1, VALUE_BYTES_MAX, -1, *[VALUE_BYTES_MAX - 1] * 7]
     agent = serve_engine(read=lambda names: [None if size < 0 else bytes(size) for size in sizes[: len(names)]])
@@ -371,7 +371,7 @@ def test_reading_gets_on_and_its_answers_fit(sizes: list[int]) -> None:
 
 
 @pytest.mark.parametrize("value", [bytes(VALUES_BYTES_MAX // READ_NAMES_MAX), bytes(1), None, Code.FAILED])
-def test_the_largest_answers_fit(serve_engine: Callable[..., Served], value: Any) -> None:
+def test_the_largest_answers_fit(serve_engine: Callable[..., ServedAgent], value: Any) -> None:
     agent = serve_engine(
         read=lambda names: [value] * len(names), renew=lambda names, kept_s: [Code.REFUSED] * len(names)
     )
@@ -380,7 +380,7 @@ def test_the_largest_answers_fit(serve_engine: Callable[..., Served], value: Any
     assert agent.ask(Renew(2, ["n" * 100] * NAMES_MAX, 1.0)) == Answer(2, codes)
 
 
-def test_nothing_waits_for_a_sweep(serve_engine: Callable[..., Served]) -> None:
+def test_nothing_waits_for_a_sweep(serve_engine: Callable[..., ServedAgent]) -> None:
     go_on = threading.Event()
 
     def sweep(prefix: str, after: str) -> tuple[int, str]:
@@ -404,7 +404,7 @@ def test_nothing_waits_for_a_sweep(serve_engine: Callable[..., Served]) -> None:
     assert agent.receive() == Swept(1, 1, "")
 
 
-def test_reads_do_not_wait_for_changes_nor_for_each_other(serve_engine: Callable[..., Served]) -> None:
+def test_reads_do_not_wait_for_changes_nor_for_each_other(serve_engine: Callable[..., ServedAgent]) -> None:
     go_on = threading.Event()
 
     def read(names: Sequence[str]) -> list[None]:

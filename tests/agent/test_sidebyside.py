@@ -16,7 +16,7 @@ FOREVER_S = 60.0
 FAILED = Code.FAILED
 
 
-class Store:
+class HangingStore:
     """Each object's value is its name. Those in `hanging` hang until `go_on`."""
 
     def __init__(self, threads: int) -> None:
@@ -48,23 +48,23 @@ class Store:
 
 
 @pytest.fixture
-def store() -> Iterator[Store]:
-    made = Store(3)
+def store() -> Iterator[HangingStore]:
+    made = HangingStore(3)
     yield made
     made.go_on.set()
 
 
-def test_all_come(store: Store) -> None:
+def test_all_come(store: HangingStore) -> None:
     assert store.read(x=["a", "b"], y=["c"]) == {"a": b"a", "b": b"b", "c": b"c"}
     assert store.read() == {}
 
 
-def test_a_lot_that_fails_is_nothing_to_the_others(store: Store) -> None:
+def test_a_lot_that_fails_is_nothing_to_the_others(store: HangingStore) -> None:
     assert store.read(x=["a"], y=["none", "b"]) == {"a": b"a", "none": FAILED, "b": FAILED}
     assert store.read(y=["b"]) == {"b": b"b"}
 
 
-def test_a_lot_that_hangs_holds_up_nothing_and_takes_one_thread(store: Store) -> None:
+def test_a_lot_that_hangs_holds_up_nothing_and_takes_one_thread(store: HangingStore) -> None:
     store.hanging = {"bad"}
     store.give_up(1, "bad")
     for _ in range(20):  # at once, and not in the lot's turn
@@ -75,7 +75,7 @@ def test_a_lot_that_hangs_holds_up_nothing_and_takes_one_thread(store: Store) ->
     until(lambda: store.read(bad=["bad", "c"]) == {"bad": b"bad", "c": b"c"}, "it is read again")
 
 
-def test_more_that_hang_than_there_are_threads_begin_no_more(store: Store) -> None:
+def test_more_that_hang_than_there_are_threads_begin_no_more(store: HangingStore) -> None:
     store.hanging = set("abcdef")
     store.give_up(3, *"abcdef")
     store.give_up(3, *"abcdef")

@@ -38,7 +38,7 @@ from .fakes import FirstInFirstOut, keys_of
 
 @dataclass(frozen=True)
 class Shape:
-    """Of memory and of each root. A record of one page takes two, a segment's header and footer three."""
+    """Describes memory and each root. A record of one page takes two, a segment's header and footer three."""
 
     pages: int = 256
     slab_pages: int = 16
@@ -62,7 +62,7 @@ class Sums:
     digests: U64Array
 
 
-class Gate:
+class DiskGate:
     """Open at first. `entered` is set by whoever has come to it."""
 
     def __init__(self) -> None:
@@ -97,12 +97,12 @@ class SteeredFiles(FaultyFiles):
     def __init__(self, switch: Path) -> None:
         super().__init__(switch)
         self.switch = switch
-        self.reading, self.writing = Gate(), Gate()
+        self.reading, self.writing = DiskGate(), DiskGate()
         self.reads: list[int] = []
         self.writes: list[int] = []
         self.failing_writes = 0
         self.unreadable: set[str] = set()
-        self._hanging: dict[tuple[str, Path], Gate] = {}
+        self._hanging: dict[tuple[str, Path], DiskGate] = {}
 
     def plant(self, text: str) -> None:
         """Faults from now on, as in FaultyFiles; none: no text."""
@@ -110,11 +110,11 @@ class SteeredFiles(FaultyFiles):
         fresh.write_text(text)
         fresh.replace(self.switch)
 
-    def hang(self, operation: str, path: Path) -> Gate:
-        """From now on this root does not answer: "enter" when it is taken, "manifest" when that is opened, "names" when
-        its segments are listed.
+    def hang(self, operation: str, path: Path) -> DiskGate:
+        """Keeps this root from answering from now on: "enter" when it is taken, "manifest" when that is opened, "names"
+        when its segments are listed.
         """
-        gate = self._hanging[operation, path] = Gate()
+        gate = self._hanging[operation, path] = DiskGate()
         gate.close()
         return gate
 
@@ -207,7 +207,7 @@ class Tier:
         self.loop.set_exception_handler(self._hear)
 
     def _hear(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Of a callback that failed, or of a task that nobody asked how it ended."""
+        """Hears of a callback that failed, or of a task whose end was never looked at."""
         self.troubles.append(f"{context['message']}: {context.get('exception')!r}")
 
     @property
@@ -221,7 +221,7 @@ class Tier:
     # --- life ---
 
     async def start(self) -> Tier:
-        """With what the pool has, if it is old."""
+        """Starts the tier with what the pool has, if it is old."""
         pool = self.cache.tier.pool
         saved = read_saved_state(pool.names()) if pool.is_old else None
         if saved is not None:
@@ -238,13 +238,13 @@ class Tier:
         return self.tasks[-1]
 
     async def close(self, flush_s: float = 10.0) -> None:
-        """In order."""
+        """Closes the tier in order."""
         assert await self.disk.close(flush_s, 20.0)
         await self._end()
 
     async def drop(self, *, amid_a_note: bool = False) -> None:
-        """As a process that is killed: nothing is flushed, nothing sealed. What a thread is at ends first; and what is
-        being noted of clears, unless it is to be cut off.
+        """Ends like a process that is killed: nothing is flushed, nothing sealed. What a thread works on ends first,
+        and so does the note of a clear, unless `amid_a_note`.
         """
         for task in self.tasks:
             task.cancel()
@@ -301,7 +301,7 @@ class Tier:
         assert payload == payload_of(keyspace, number, part), f"key {number} is wrong"
 
     def hash(self, parts: I64Array) -> Sums:
-        """As the hash lane does; `take` comes some time later."""
+        """Hashes as the hash lane does; `take` comes some time later."""
         digests = hash_payloads(self.cache.entries.payload_addresses(parts), self.cache.entries.payload_bytes(parts))
         return Sums(parts, self.cache.entries.parts.generation[parts], digests)
 
@@ -316,7 +316,7 @@ class Tier:
         self.seal(self.write(keyspace, numbers))
 
     async def store_away(self, keyspace: Keyspace, *numbers: int) -> None:
-        """On disk, and not in memory."""
+        """Stores keys on disk, and not in memory."""
         self.store(keyspace, *numbers)
         await self.quiet()
         self.evict(keyspace, *numbers)
@@ -327,13 +327,13 @@ class Tier:
         return self.arena[start : start + size]
 
     def evict(self, keyspace: Keyspace, *numbers: int) -> None:
-        """As the memory tier does it."""
+        """Evicts as the memory tier does."""
         rows = self.cache.find(keyspace, keys_of(*numbers)).hit_rows
         assert self.cache.entries.evictable(rows).all()
         self.cache.eviction.drop(rows)
 
     def states(self, keyspace: Keyspace, *numbers: int) -> list[int]:
-        """As `lookup` answers."""
+        """Returns states as `lookup` answers them."""
         found = self.cache.find(keyspace, keys_of(*numbers))
         self.disk.on_disk(keyspace, keys_of(*numbers), found)
         answer: list[int] = found.states.tolist()
@@ -380,7 +380,7 @@ class Tier:
     # --- clears ---
 
     async def clear(self, *namespaces: Namespace) -> None:
-        """Of these; none: of all."""
+        """Clears these namespaces, or all if there are none."""
         await clear(self.cache, self.disk, [namespace.fingerprint for namespace in namespaces] or None)
 
     # --- waiting ---

@@ -28,12 +28,12 @@ from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.probe import NO_ANSWER
 
 from .conftest import Open
-from .disktier import HIT, MISS, PENDING, Gate, Shape, Tier
+from .disktier import HIT, MISS, PENDING, DiskGate, Shape, Tier
 
 A, B = (bytes([n]) * 16 for n in (1, 2))
 STEPS = ["enter", "manifest", "names"]
 
-Hang = Callable[[Tier, str, Path], Gate]
+Hang = Callable[[Tier, str, Path], DiskGate]
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ async def test_several_roots_that_hang_cost_one_wait(open_tier: Open, tmp_path: 
     """Their directories are taken at the same time: each is at its gate before the first is given up."""
     paths = [tmp_path / f"root{n}" for n in range(4)]
     seen: list[list[bool]] = []
-    gates: list[Gate] = []
+    gates: list[DiskGate] = []
 
     def before(tier: Tier) -> None:
         gates.extend(hang(tier, "enter", path) for path in paths[:3])
@@ -268,7 +268,7 @@ async def test_a_clear_after_the_segments_were_looked_at(open_tier: Open, paths:
 async def test_a_segment_comes_in_in_steps_and_a_clear_between_two_of_them_holds(
     open_tier: Open, paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For what came before the clear, and for what comes after it."""
+    """This holds for what came before the clear, and for what comes after it."""
     tier = await open_tier(paths=[paths[0]])
     names = [bytes([number]) * 16 for number in range(1, 11)]  # far less than the root has room for
     for name in names:
@@ -324,7 +324,7 @@ async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
 
 
 class Walks:
-    """Of `drop_older`: when all is dropped, the n-th walk goes on until it is let go."""
+    """Steers the walks of `drop_older`: when all is dropped, the n-th walk goes on until it is let go."""
 
     def __init__(self, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun = 0

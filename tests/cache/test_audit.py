@@ -147,7 +147,7 @@ def test_nothing_is_wrong(cache: Cache) -> None:
 @pytest.mark.parametrize("step", [audit.STEP_ROWS, 7])
 @pytest.mark.parametrize("planted", PLANTED)
 def test_what_is_planted_is_found(cache: Cache, monkeypatch: pytest.MonkeyPatch, planted: str, step: int) -> None:
-    """In one step as in many."""
+    """It is found in one step as in many."""
     monkeypatch.setattr(audit, "STEP_ROWS", step)
     plant, words = PLANTED[planted]
     plant(cache)

@@ -38,7 +38,7 @@ class HeldDevice:
     def cancel(self) -> None: ...
 
 
-class Scene:
+class BigStore:
     """A store of KEYS keys whose copy is under way."""
 
     def __init__(self) -> None:
@@ -66,14 +66,14 @@ class Scene:
 
 @pytest.fixture
 async def scene() -> Any:
-    scene = Scene()
+    scene = BigStore()
     yield scene
     assert scene.audit() == []
     assert await scene.lane.close(20.0)
     scene.cache.tier.close()
 
 
-async def steps(scene: Scene) -> None:
+async def steps(scene: BigStore) -> None:
     for _ in range(0, KEYS, STEP_PARTS):
         assert scene.audit() == [], "what is committed is not counted as reserved any more"
         await asyncio.sleep(0)
@@ -81,7 +81,7 @@ async def steps(scene: Scene) -> None:
         await scene.job.ended.wait()
 
 
-async def test_a_big_store_becomes_readable_in_steps_from_its_end_on_and_is_sealed(scene: Scene) -> None:
+async def test_a_big_store_becomes_readable_in_steps_from_its_end_on_and_is_sealed(scene: BigStore) -> None:
     scene.end_copy(Outcome.DONE)
     assert scene.hits() == STEP_PARTS
     assert scene.cache.find(scene.keyspace, scene.keys[-STEP_PARTS:]).hits.all(), "a prompt's beginning comes last"
@@ -94,7 +94,7 @@ async def test_a_big_store_becomes_readable_in_steps_from_its_end_on_and_is_seal
 
 
 @pytest.mark.parametrize("cleared", [False, True])
-async def test_each_part_of_a_big_store_is_sealed_with_its_own_digest(scene: Scene, *, cleared: bool) -> None:
+async def test_each_part_of_a_big_store_is_sealed_with_its_own_digest(scene: BigStore, *, cleared: bool) -> None:
     """The parts are committed from the last on, and some may be gone by then: the copy's digests are of all parts, in
     the order of the request.
     """
@@ -120,7 +120,7 @@ async def test_each_part_of_a_big_store_is_sealed_with_its_own_digest(scene: Sce
     gate.set()
 
 
-async def test_small_stores_are_sealed_when_they_end_however_many_they_are(scene: Scene) -> None:
+async def test_small_stores_are_sealed_when_they_end_however_many_they_are(scene: BigStore) -> None:
     gate = threading.Event()
     scene.lane.submit(gate.wait, lambda _: None)
     scene.end_copy(Outcome.FAILED)
@@ -136,7 +136,7 @@ async def test_small_stores_are_sealed_when_they_end_however_many_they_are(scene
     gate.set()
 
 
-async def test_a_big_store_that_failed_is_freed_in_steps(scene: Scene) -> None:
+async def test_a_big_store_that_failed_is_freed_in_steps(scene: BigStore) -> None:
     scene.end_copy(Outcome.FAILED)
     assert scene.jobs.reserved == KEYS - STEP_PARTS
     await steps(scene)
@@ -144,7 +144,7 @@ async def test_a_big_store_that_failed_is_freed_in_steps(scene: Scene) -> None:
     assert len(scene.cache.entries.index) == 0
 
 
-async def test_a_clear_between_two_steps(scene: Scene) -> None:
+async def test_a_clear_between_two_steps(scene: BigStore) -> None:
     """All of it goes with the clear, what was committed before as well, and the worker is told so: its store had not
     ended.
     """
@@ -161,8 +161,8 @@ async def test_a_clear_between_two_steps(scene: Scene) -> None:
 @pytest.mark.parametrize(
     "begun_before", [True, False], ids=["begun before the store's end", "begun behind its first step"]
 )
-async def test_a_clear_that_becomes_known_between_two_steps(scene: Scene, *, begun_before: bool) -> None:
-    """By another daemon, on a disk that came late: all that was stored in this run goes."""
+async def test_a_clear_that_becomes_known_between_two_steps(scene: BigStore, *, begun_before: bool) -> None:
+    """Another daemon recorded it on a disk that came late: all that was stored in this run goes."""
     dropping = scene.cache.drop_older(scene.namespace, scene.cache.epochs.began + 1)
     if begun_before:
         next(dropping)
@@ -175,7 +175,7 @@ async def test_a_clear_that_becomes_known_between_two_steps(scene: Scene, *, beg
     assert (scene.hits(), scene.jobs.reserved, len(scene.cache.entries.index)) == (0, 0, 0)
 
 
-async def test_an_older_clear_between_two_steps_costs_nothing(scene: Scene) -> None:
+async def test_an_older_clear_between_two_steps_costs_nothing(scene: BigStore) -> None:
     scene.end_copy(Outcome.DONE)
     for _ in scene.cache.drop_older(scene.namespace, scene.cache.epochs.began - 1):
         pass
@@ -183,7 +183,7 @@ async def test_an_older_clear_between_two_steps_costs_nothing(scene: Scene) -> N
     assert (scene.ends[0].outcome, scene.hits()) == (Outcome.DONE, KEYS)
 
 
-async def test_an_eviction_between_two_steps_does_not_seal_what_took_the_slots(scene: Scene) -> None:
+async def test_an_eviction_between_two_steps_does_not_seal_what_took_the_slots(scene: BigStore) -> None:
     scene.end_copy(Outcome.DONE)
     theirs = reserve(scene.cache, scene.keyspace, keys_of(*range(KEYS, KEYS + 100)), np.zeros(1, np.uint16), 0)
     assert len(theirs.parts) == 100

@@ -70,7 +70,7 @@ class CatalogMachine(RuleBasedStateMachine):
         return {key for key, places in self.model[n].items() if len(places) == self.widths[n]}
 
     def forget(self, gone: Iterable[tuple[int, int, int]]) -> None:
-        """Of (n, key, part)."""
+        """Forgets (n, key, part)."""
         for n, key, part in gone:
             del self.model[n][key][part]
             if not self.model[n][key]:
@@ -395,7 +395,7 @@ def test_a_user_has_no_more_disk_keyspaces_than_are_left_for_others(monkeypatch:
     catalog = Catalog(1000, 7)
 
     def take(uid: int | None, first: int) -> list[DiskKeyspace]:
-        """As many as they give."""
+        """Takes as many as they give."""
         taken: list[DiskKeyspace] = []
         while (disk_keyspace := catalog.disk_keyspaces.open(name_of(first + len(taken)), uid)) is not None:
             taken.append(disk_keyspace)

@@ -20,7 +20,7 @@ from .conftest import Open
 
 
 class SlowStore:
-    """As much of a remote tier as clears need. It records them from `go` on."""
+    """Has as much of a remote tier as clears need. It records them from `go` on."""
 
     def __init__(self) -> None:
         self.go = asyncio.Event()

@@ -130,7 +130,7 @@ class ClearMachine(RuleBasedStateMachine):
         return self.up.roots[self.config.index(name)]
 
     def keyspaces(self) -> list[Keyspace]:
-        """Of the namespaces that engines have opened in this run."""
+        """Returns the keyspaces of the namespaces that engines have opened in this run."""
         return [self.up.keyspace(NAMES[n]) for n in self.opened]
 
     def keyspace(self, n: int) -> Keyspace:
@@ -395,7 +395,7 @@ class ClearMachine(RuleBasedStateMachine):
 
     @rule(name=roots)
     def block(self, name: str) -> None:
-        """From now on its manifest can't be written, all else can; or it can be written again."""
+        """Makes its manifest unwritable, but nothing else; or makes it writable again."""
         self.put_back_all_if_down()
         trap = self.path(name) / "manifest.new"
         if name in self.blocked:

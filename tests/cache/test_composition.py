@@ -87,7 +87,7 @@ def test_how_bytes_are_cut_into_refs_makes_no_difference(
 
 @given(st.lists(st.tuples(ITEMS, ITEMS), max_size=5))
 def test_only_what_both_know_is_compared(items: list[tuple[tuple[str, bytes], tuple[str, bytes]]]) -> None:
-    """Against a model: the types, and the layers, of each single byte of two payloads of one size."""
+    """A model compares the types, and the layers, of each single byte of two payloads of one size."""
     one, other = ([pair[at] for pair in items] for at in (0, 1))
     mine, its = (Composition.of(refs_of([(*item, 1) for item in some])) for some in (one, other))
     columns = [([item[field] for item in one], [item[field] for item in other]) for field in (0, 1)]
@@ -134,7 +134,7 @@ def test_unlike_ones_are_refused_and_change_nothing(unlike: Composition) -> None
 
 
 def test_parts_are_compared_by_their_numbers() -> None:
-    """As ranks of a pipeline have: other layers in each part."""
+    """Ranks of a pipeline have other layers in each part."""
     cache = make_cache()
     keyspace = declare(cache, BF16, OTHER_LAYERS)
     assert declare(cache, BF16, UNKNOWN) is keyspace

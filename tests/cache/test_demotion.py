@@ -247,7 +247,7 @@ def test_a_budget_of_nothing_is_no_limit() -> None:
     assert only_ops.delay_s(1.0) == pytest.approx(0.5)
 
 
-class Clock:
+class SleepClock:
     """Demotion's time: whoever sleeps moves it on, and wakes up at once."""
 
     def __init__(self) -> None:
@@ -266,7 +266,7 @@ async def test_writing_keeps_to_its_budget(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, budget: dict[str, int]
 ) -> None:
     tier = await open_tier(Shape(segment_pages=64), **budget)  # no segment ends within a batch
-    clock, keyspace, append = Clock(), tier.keyspace(), tier.root.writer.append
+    clock, keyspace, append = SleepClock(), tier.keyspace(), tier.root.writer.append
     begun: list[tuple[float, int]] = []
 
     def note(batch: WriteBatch, done: OnWritten) -> int:
@@ -431,7 +431,7 @@ async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
 async def test_many_offers_that_are_void_are_passed_over_several_turns(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a clear, while a disk lagged behind many small stores."""
+    """This happens after a clear, while a disk lagged behind many small stores."""
     tier = await open_tier(Shape(pages=1024))
     keyspace, demotion = tier.keyspace(), tier.disk.demotion
     await tier.until(lambda: tier.root.pool.open_segment and tier.root.pool._clean)
@@ -515,7 +515,7 @@ async def test_a_disk_that_does_not_write_costs_nothing_but_the_demotion(open_ti
 
 
 async def with_a_late_root(open_tier: Open, paths: list[Path], **settings: int) -> Tier:
-    """With the first root; the second, which is refused so far, knows of a clear of N."""
+    """Opens a tier with the first root; the second, which is refused so far, knows of a clear of N."""
     second = await open_tier(paths=[paths[1]])
     await second.clear(second.keyspace(N).namespace)
     await second.close()
@@ -524,7 +524,7 @@ async def with_a_late_root(open_tier: Open, paths: list[Path], **settings: int) 
 
 
 async def test_what_a_late_root_makes_void_is_written_once_more(open_tier: Open, paths: list[Path]) -> None:
-    """Within the budget for what waits, however much it is."""
+    """It stays within the budget for what waits, however much it is."""
     tier = await with_a_late_root(open_tier, paths, backlog_bytes=6 * PAGE_BYTES)
     keyspace, other = tier.keyspace(N), tier.keyspace(b"o" * 16)
     for first in range(0, 40, 5):

@@ -268,7 +268,7 @@ async def test_a_record_of_a_clear_that_no_manifest_knows_proves_it(open_tier: O
 
 
 async def test_a_manifest_that_was_counted_is_gone_on_with(open_tier: Open, paths: list[Path]) -> None:
-    """As an earlier version wrote them: numbers from 1 on."""
+    """An earlier version wrote numbers from 1 on."""
     tier = await open_tier(paths=[paths[0]])
     await tier.close()
     manifest = await read_manifest(paths[0])
@@ -382,7 +382,9 @@ async def test_a_manifest_that_can_not_be_written_fails_for_all_who_wait_for_it(
 
 @pytest.mark.parametrize("how", ["an error", "garbage"])
 async def test_a_segment_that_reads_badly_once(open_tier: Open, paths: list[Path], how: str) -> None:
-    """Of two: nothing of the namespace is seen at a start, and it stays cleared when all of it is there again."""
+    """There are two: nothing of the namespace is seen at a start, and it stays cleared when all of
+    it is there again.
+    """
     shape = Shape(segment_pages=16)
     tier = await open_tier(shape, paths=[paths[0]])
     await tier.store_away(tier.keyspace(A), 1)

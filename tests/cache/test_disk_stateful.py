@@ -177,7 +177,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.quiet()
 
     def quiet(self) -> None:
-        """With faults, what waits for the disk may wait for long."""
+        """Faults may keep what waits for the disk waiting for long."""
         self.run(asyncio.sleep(0.005) if self.fails else self.tier.quiet())
 
     @rule(repair=st.booleans())
@@ -208,7 +208,7 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(flush=st.booleans())
     def end(self, flush: bool) -> None:
-        """In order: what was in memory or on disk before is on disk after it."""
+        """Ends in order: what was in memory or on disk before is on disk after it."""
         self.recover_from_faults()
         self.let_go()
         self.run(self.tier.quiet())

@@ -26,7 +26,7 @@ A, B = (bytes([n]) * 16 for n in (1, 2))
 
 
 def large(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[int]:
-    """As a lookup over several turns answers."""
+    """Answers as a lookup over several turns does."""
     finding = Finding(cache, [(keyspace, keys_of(*numbers))])
     list(finding.steps())
     states: list[int] = finding.results()[0].states.tolist()

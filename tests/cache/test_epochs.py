@@ -20,8 +20,8 @@ NAMES = [bytes([n]) * 16 for n in range(4)]
 NOBODY = b"?" * 16
 
 
-class Clock:
-    """Of the whole world: it goes on with each look, and may be set."""
+class TickingClock:
+    """Is the clock of the whole world: it goes on with each look, and may be set."""
 
     def __init__(self) -> None:
         self.now = 1000
@@ -33,7 +33,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Clear:
-    """Of one namespace, or with None of all."""
+    """Represents a clear of one namespace, or with None of all."""
 
     name: bytes | None
 
@@ -76,7 +76,7 @@ def test_numbers_are_the_time_and_fit() -> None:
 @settings(max_examples=200, deadline=None)
 @given(done=clears)
 def test_a_clear_gives_a_number_that_nothing_had_before(done: list[Clear]) -> None:
-    epochs, seen = Epochs(clock=Clock()), {0}
+    epochs, seen = Epochs(clock=TickingClock()), {0}
     for clear in done:
         before = dict(zip(NAMES, of_each(epochs), strict=False))
         perform(epochs, clear)
@@ -95,7 +95,7 @@ def test_a_clear_gives_a_number_that_nothing_had_before(done: list[Clear]) -> No
 def test_of_what_two_disks_remember_the_later_clear_holds(
     here: list[Clear], there: list[Clear], after: list[Clear]
 ) -> None:
-    clock = Clock()
+    clock = TickingClock()
     one, two = made(here, clock), made(there, clock)
     both = merged(one, two)
     expected = [max(pair) for pair in zip(of_each(one), of_each(two), strict=True)]
@@ -114,7 +114,7 @@ def test_of_what_two_disks_remember_the_later_clear_holds(
 @given(seed=st.integers(0, 1 << 32), set_back=st.integers(1, 500))
 def test_two_that_go_on_alone_never_give_the_same_number(seed: int, set_back: int) -> None:
     """Also where the clock is behind what was given out before, and does not go on for a while."""
-    clock = Clock()
+    clock = TickingClock()
     epochs = made([Clear(NAMES[0])], clock)
     here, there = (merged(epochs) for _ in range(2))
     here.clock = there.clock = lambda: clock.now - set_back
@@ -130,7 +130,7 @@ def test_two_that_go_on_alone_never_give_the_same_number(seed: int, set_back: in
 
 
 def test_a_clock_that_was_set_back_is_caught_up_with() -> None:
-    clock = Clock()
+    clock = TickingClock()
     epochs = made([Clear(NAMES[0])] * 3, clock)
     clock.now -= 100
     epochs.advance(NAMES[0])
@@ -153,7 +153,7 @@ def test_what_is_forgotten_never_matches_again(
     past: list[Clear], gone: list[Clear], done: list[Clear], kept: set[bytes]
 ) -> None:
     """`gone`: what a root saw after it was taken out. Whatever it holds is void; what is kept stays."""
-    clock = Clock()
+    clock = TickingClock()
     epochs = made(past, clock)
     on_disk = World(merged(epochs))
     on_disk.epochs.clock = clock
@@ -195,7 +195,7 @@ def test_few_clears_are_not_forgotten() -> None:
 
 
 def test_only_what_differs_from_the_rest_is_listed() -> None:
-    epochs = made([Clear(NAMES[0]), Clear(None), Clear(NAMES[1])], Clock())
+    epochs = made([Clear(NAMES[0]), Clear(None), Clear(NAMES[1])], TickingClock())
     assert (epochs.base, epochs.by_namespace) == (1002, {NAMES[1]: 1003})
     epochs.merge(2005, 2006, {NAMES[2]: 2006, NAMES[3]: 2004})
     assert (epochs.base, epochs.last, epochs.by_namespace) == (2005, 2006, {NAMES[2]: 2006, NAMES[3]: 2004})

@@ -135,7 +135,7 @@ async def test_other_errors_make_it_read_only(open_tier: Open) -> None:
 
 
 async def test_space_that_is_missing_though_it_was_allocated(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a thin volume that is full: only what was written before can be written. New keys take the place of old
+    """A thin volume that is full does this: only what was written before can be written. New keys take the place of old
     ones in files that can be, and files that can't be take nothing.
     """
     tier = await open_tier(SHAPE, rewrite_hot=False)
@@ -160,7 +160,7 @@ async def test_space_that_is_missing_though_it_was_allocated(open_tier: Open, mo
 
 
 def writes_fail_behind(tier: Tier, monkeypatch: pytest.MonkeyPatch, end: int) -> None:
-    """Of segments only the first bytes can be written from now on."""
+    """Lets only the first bytes of segments be written from now on."""
     write = tier.files.write
 
     def fail(fd: int, offset: int, buffers: Sequence[Any]) -> None:

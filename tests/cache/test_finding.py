@@ -42,7 +42,7 @@ def keyspace(cache: Cache) -> Keyspace:
 
 
 def begun(cache: Cache, keyspace: Keyspace, keys: U64Array, reserved: int = 0) -> tuple[Finding, Iterator[None]]:
-    """After its first step; so many parts are reserved."""
+    """Begins a lookup and makes its first step; `reserved` parts are reserved."""
     found = Finding(cache, [(keyspace, keys)])
     steps = found.steps()
     next(steps)

@@ -308,7 +308,9 @@ async def test_a_write_that_does_not_end_takes_its_root_off_and_frees_what_waits
 
 
 async def test_a_probe_that_does_not_end_takes_the_root_off(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a look at a directory of a server that is gone. The descriptors stay open as long as the thread is at it."""
+    """A look at a directory of a server that is gone does this. The descriptors stay open as long as the thread is at
+    it.
+    """
     tier = await open_tier(HASTY)
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1)

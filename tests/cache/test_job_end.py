@@ -102,7 +102,7 @@ class Short:
 
 
 async def test_a_load_whose_work_can_t_be_made_ends() -> None:
-    """For want of memory, say: nothing of it is held for ever."""
+    """Memory may be missing, for example: nothing of it is held for ever."""
     nobody: Any = None
     lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
     cache = make_cache()

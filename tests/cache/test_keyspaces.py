@@ -54,7 +54,7 @@ def test_every_number_is_given_once_before_any_is_given_again() -> None:
 
 
 def test_a_number_is_nobody_else_s_while_its_space_is_referred_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the table or off it."""
+    """The space may be on the table or off it."""
     monkeypatch.setattr(module, "NUMBERS", 8)
     keyspaces = Keyspaces()
     owner = namespace()
@@ -203,7 +203,7 @@ def test_who_still_has_a_retired_space_reaches_nothing(cache: Cache, how: str) -
 
 
 def test_nothing_is_found_through_a_space_that_is_being_cleared(cache: Cache) -> None:
-    """From the first step on, while its rows are there still."""
+    """This holds from the first step on, while its rows are still there."""
     owner, old = make_keyspace(cache)
     store(cache, old, keys_of(1))
     cache.epochs.advance(owner.fingerprint)

@@ -52,7 +52,7 @@ def ask(cache: Cache, keyspace: Keyspace, *numbers: int) -> None:
 
 
 def told(cache: Cache) -> dict[str, Any]:
-    """Of the only namespace that asked: what is not 0."""
+    """Returns the figures of the only namespace that asked that are not 0."""
     (row,) = cache.lookups.figures()
     assert row["asked"] == row["hit"] + row["on_disk"] + sum(row["missed"].values())
     counts = {name: row[name] for name in ("hit", "on_disk")} | row["missed"]

@@ -16,7 +16,7 @@ FAR_S = 60.0
 
 
 def test_an_end_tells_those_alone_for_whom_it_was_the_last(rng: Random) -> None:
-    """Against a model: each waiter is told once, in the step in which the last of its numbers ends."""
+    """A model shows that each waiter is notified once, in the step in which the last of its numbers ends."""
     progress = Progress()
     under_way: set[int] = set()
     waiting: dict[int, int] = {}
@@ -54,7 +54,7 @@ def test_who_leaves_is_not_told() -> None:
     assert (told, num_waiters(progress)) == ([2], 0)
 
 
-class Crowd:
+class WaitingTasks:
     """Tasks that wait for one thing that is under way; notes how many have gone on by each turn of the loop."""
 
     def __init__(self, count: int, deadline_s: float) -> None:
@@ -83,7 +83,7 @@ class Crowd:
 
 
 async def test_many_who_wait_for_the_same_go_on_over_many_turns() -> None:
-    crowd = Crowd(MANY, FAR_S)
+    crowd = WaitingTasks(MANY, FAR_S)
     await crowd.all_wait()
     later = crowd.progress.begin()
     crowd.progress.end(crowd.number)
@@ -94,7 +94,7 @@ async def test_many_who_wait_for_the_same_go_on_over_many_turns() -> None:
 
 
 async def test_many_whose_deadline_passes_go_on_over_many_turns() -> None:
-    crowd = Crowd(MANY, 0.2)
+    crowd = WaitingTasks(MANY, 0.2)
     each = await crowd.turns()
     assert max(each) <= WAKES_PER_TURN
     assert crowd.went_on == [False] * MANY
@@ -103,7 +103,7 @@ async def test_many_whose_deadline_passes_go_on_over_many_turns() -> None:
 
 
 async def test_what_ends_while_one_whose_deadline_has_passed_waits_for_its_turn_has_ended() -> None:
-    crowd = Crowd(MANY, 0.1)
+    crowd = WaitingTasks(MANY, 0.1)
     async with asyncio.timeout(20):
         while not crowd.went_on:  # noqa: ASYNC110  the first turn is meant
             await asyncio.sleep(0)
@@ -114,7 +114,7 @@ async def test_what_ends_while_one_whose_deadline_has_passed_waits_for_its_turn_
 
 
 async def test_who_is_cancelled_leaves_nothing_behind() -> None:
-    crowd = Crowd(MANY, FAR_S)
+    crowd = WaitingTasks(MANY, FAR_S)
     await crowd.all_wait()
     for task in crowd.tasks[::2]:
         task.cancel()

@@ -17,7 +17,7 @@ widths = st.sampled_from(WIDTHS)
 
 
 def take(runs: RunAllocator, width: int, count: int) -> U32Array:
-    """As many as there are."""
+    """Takes as many as there are."""
     return runs.allocate(width, runs.ready(width, count))
 
 

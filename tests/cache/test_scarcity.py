@@ -273,7 +273,7 @@ def test_whose_spaces_are_whose_is_looked_up_once_per_search(cache: Cache, monke
 
 
 def test_who_has_his_share_is_searched_for_in_vain_once(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until something of his is let go: then there, and nowhere else."""
+    """It lasts until something of this user's is let go: then that place is searched, and no other."""
     monkeypatch.setattr(scarcity_module, "WINDOW", BLOCK)
     _, wide = keyspace_of(cache, "a", 1024, uid=1)
     _, others = keyspace_of(cache, "b", 8, uid=2)

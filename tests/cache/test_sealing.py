@@ -27,7 +27,7 @@ from .fakes import keys_of, make_cache, make_keyspace, num_waiters, store
 ENGINE, OTHER = Flow(1001, 1), Flow(1001, 2)
 
 
-class Scene:
+class SealingScene:
     """A cache of 256 slots and a hash lane, whose only thread begins when it is let go. `held`: the thread waits for
     that by now, and what is submitted from then on stays queued.
     """
@@ -56,7 +56,7 @@ class Scene:
         return self.sealing.seal_hashed(flow, parts, self.cache.entries.parts.generation[parts], digests)
 
     def digests(self, *numbers: int) -> list[list[int]]:
-        """Of keys that are sealed."""
+        """Returns the digests of keys that are sealed."""
         entries = self.cache.entries
         rows = self.cache.find(self.keyspace, keys_of(*numbers)).hit_rows
         parts = entries.parts.run(entries.first[rows], 1).ravel()
@@ -72,7 +72,7 @@ class Scene:
         return int((self.cache.entries.parts.state == PartState.SEALED).sum())
 
 
-class Told:
+class SealedNotes:
     """A tier below that notes which parts were sealed."""
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class Told:
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
-    scene = Scene()
+async def scene() -> AsyncIterator[SealingScene]:
+    scene = SealingScene()
     assert await asyncio.to_thread(scene.held.wait, 20)
     yield scene
     scene.gate.set()
@@ -97,7 +97,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 @pytest.mark.parametrize("checked_by", [ENGINE, OTHER])
-async def test_checks_before_loads_do_not_starve_seals(scene: Scene, checked_by: Flow) -> None:
+async def test_checks_before_loads_do_not_starve_seals(scene: SealingScene, checked_by: Flow) -> None:
     checked: list[object] = []
     loop = asyncio.get_running_loop()
 
@@ -114,7 +114,7 @@ async def test_checks_before_loads_do_not_starve_seals(scene: Scene, checked_by:
     assert len(checked) < 100, "nothing waits until there are no more checks"
 
 
-async def test_tickets_are_bounded_however_much_waits(scene: Scene) -> None:
+async def test_tickets_are_bounded_however_much_waits(scene: SealingScene) -> None:
     theirs = Flow(1002, 3)
     for number in range(200):
         scene.store(number, flow=(ENGINE, theirs)[number % 2])
@@ -125,7 +125,7 @@ async def test_tickets_are_bounded_however_much_waits(scene: Scene) -> None:
     assert (scene.sealing.unsealed, scene.sealed()) == (0, 200)
 
 
-async def test_what_lost_its_slot_is_not_waited_for(scene: Scene) -> None:
+async def test_what_lost_its_slot_is_not_waited_for(scene: SealingScene) -> None:
     """256 slots; twenty times as many payloads are stored while the lane is at something else. All slots but the one to
     spare are in use at the end.
     """
@@ -138,9 +138,9 @@ async def test_what_lost_its_slot_is_not_waited_for(scene: Scene) -> None:
     assert scene.sealed() == 256 - scene.cache.tier.num_free(1) >= 255
 
 
-async def test_tiers_below_are_told_of_what_was_sealed_alone(scene: Scene) -> None:
+async def test_tiers_below_are_told_of_what_was_sealed_alone(scene: SealingScene) -> None:
     """A checksum may come late: the key has gone, and another one has its place, which has its own."""
-    told = Told()
+    told = SealedNotes()
     scene.cache.attach(told)
     scene.store(1)
     row = scene.cache.find(scene.keyspace, keys_of(1)).hit_rows
@@ -154,7 +154,7 @@ async def test_tiers_below_are_told_of_what_was_sealed_alone(scene: Scene) -> No
     assert told.parts == entries.parts.run(entries.first[third], 1).ravel().tolist()
 
 
-async def test_a_large_store_is_sealed_batch_by_batch(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_store_is_sealed_batch_by_batch(scene: SealingScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part by its own generation and address; some of the parts were others before, and some go meanwhile."""
     monkeypatch.setattr(sealing, "BATCH_PARTS", 4)
     monkeypatch.setattr(sealing, "TURN_BYTES", 3 * PAGE_BYTES)
@@ -176,7 +176,7 @@ async def test_a_large_store_is_sealed_batch_by_batch(scene: Scene, monkeypatch:
     assert (columns.digest[parts] == hash_payloads(addresses, np.full(28, PAGE_BYTES, np.int64))).all()
 
 
-async def test_who_waits_for_seals_does_not_wait_for_later_ones(scene: Scene) -> None:
+async def test_who_waits_for_seals_does_not_wait_for_later_ones(scene: SealingScene) -> None:
     scene.store(1, 2, 3)
     scene.store(4, flow=OTHER)
     last = scene.sealing.stores.last
@@ -192,7 +192,7 @@ async def test_who_waits_for_seals_does_not_wait_for_later_ones(scene: Scene) ->
     hold.set()
 
 
-async def test_a_drain_waits_for_jobs_and_then_for_what_they_stored(scene: Scene) -> None:
+async def test_a_drain_waits_for_jobs_and_then_for_what_they_stored(scene: SealingScene) -> None:
     nobody: Any = None
     jobs = Jobs(scene.cache, None, scene.lane, nobody, verify_loads=False)
     job = jobs.progress.begin()
@@ -209,7 +209,7 @@ async def test_a_drain_waits_for_jobs_and_then_for_what_they_stored(scene: Scene
     assert num_waiters(jobs.progress) == num_waiters(jobs.sealing.stores) == 0
 
 
-async def test_a_lane_that_closes_ends_it(scene: Scene) -> None:
+async def test_a_lane_that_closes_ends_it(scene: SealingScene) -> None:
     scene.store(1)
     scene.gate.set()
     await scene.until_sealed(1)
@@ -224,7 +224,9 @@ async def test_a_lane_that_closes_ends_it(scene: Scene) -> None:
     assert scene.lane.queued == 0
 
 
-async def test_a_lane_that_closes_while_a_seal_is_under_way(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lane_that_closes_while_a_seal_is_under_way(
+    scene: SealingScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is sealed, what waits behind it is not, and the loop hears of no bug."""
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, about: told.append(about))
@@ -250,7 +252,7 @@ async def test_a_lane_that_closes_while_a_seal_is_under_way(scene: Scene, monkey
     assert scene.sealed() == 1
 
 
-async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: Scene) -> None:
+async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: SealingScene) -> None:
     """However many wait, and however much is sealed bit by bit."""
     told: list[int] = []
     stores = scene.sealing.stores
@@ -271,8 +273,8 @@ async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: Scene) ->
 # --- with checksums from the copy -------------------------------------------------------------------
 
 
-async def test_what_the_copy_hashed_needs_no_lane(scene: Scene) -> None:
-    told = Told()
+async def test_what_the_copy_hashed_needs_no_lane(scene: SealingScene) -> None:
+    told = SealedNotes()
     scene.cache.attach(told)
     steps = scene.store_hashed(3, 1, 2)
     scene.store(9)
@@ -288,8 +290,10 @@ async def test_what_the_copy_hashed_needs_no_lane(scene: Scene) -> None:
     assert list(steps) == list(scene.store_hashed()) == []
 
 
-async def test_much_that_the_copy_hashed_is_sealed_in_steps(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With each part's own checksum; whatever lost its slot meanwhile is not sealed, and nothing waits for it."""
+async def test_much_that_the_copy_hashed_is_sealed_in_steps(
+    scene: SealingScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part gets its own checksum; whatever lost its slot meanwhile is not sealed, and nothing waits for it."""
     monkeypatch.setattr(sealing, "BATCH_PARTS", 10)
     first, other = scene.store_hashed(*range(35)), scene.store_hashed(100, 101, flow=OTHER)
     cache = scene.cache
@@ -303,7 +307,7 @@ async def test_much_that_the_copy_hashed_is_sealed_in_steps(scene: Scene, monkey
     assert scene.sealing.stores.is_past(scene.sealing.stores.last)
 
 
-async def test_a_lane_that_closes_ends_what_the_copy_hashed(scene: Scene) -> None:
+async def test_a_lane_that_closes_ends_what_the_copy_hashed(scene: SealingScene) -> None:
     """The cache is closed next: nobody may write to it."""
     steps = scene.store_hashed(1, 2)
     scene.gate.set()

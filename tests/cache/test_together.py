@@ -138,7 +138,7 @@ def test_keys_with_few_of_their_parts_make_room_exactly() -> None:
 @pytest.mark.parametrize("key_bytes", [20, 32])
 @pytest.mark.parametrize("counts", [[0, 1, 1], [0, 0, 1], [1, 0], [0], [1, 1], [0, 3, 0]])
 def test_groups_without_keys_or_with_one(counts: list[int], key_bytes: int) -> None:
-    """As they come from frames: numpy joins arrays of such shapes column by column."""
+    """Frames bring them like this: numpy joins arrays of such shapes column by column."""
     cache = make_cache()
     keyspaces = [make_keyspace(cache, group=group)[1] for group in range(len(counts))]
     keys = [keys_array(bytes(range(key_bytes * n)), key_bytes) for n in counts]

@@ -76,7 +76,7 @@ class Side:
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS)
 def test_the_same_keys_are_held_as_if_each_use_had_counted_at_once(steps: list[tuple[str, list[int]]]) -> None:
-    """With LRU, which has no counts: uses that wait together count once."""
+    """LRU has no counts: uses that wait together count once."""
     sides = [Side("lru", waits=False), Side("lru", waits=True)]
     for what, numbers in steps:
         at_once, waited = (side.step(what, numbers) for side in sides)

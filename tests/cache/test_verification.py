@@ -166,7 +166,7 @@ def planned(cache: Cache, parts: I64Array, ids: list[int] | None = None) -> Load
     return LoadPlan(cache.entries.parts.row[parts], parts, [one])
 
 
-class Scene:
+class VerificationScene:
     """Ten sealed keys, and loads of them by a device that hashes up to two pages."""
 
     def __init__(self, verify_loads: bool | str) -> None:
@@ -206,12 +206,12 @@ class Scene:
 )
 async def test_which_loads_are_verified(verify_loads: bool | str, hashed_load_bytes: int, found: Verification) -> None:
     device: Any = SlowDevice(hashed_load_bytes)
-    assert Scene(verify_loads).jobs.verification(device) is found
+    assert VerificationScene(verify_loads).jobs.verification(device) is found
 
 
 @pytest.mark.parametrize("verify_loads", ["auto", True])
 async def test_what_a_copy_finds_wrong_is_bad_and_dropped(verify_loads: bool | str) -> None:
-    scene = Scene(verify_loads)
+    scene = VerificationScene(verify_loads)
     scene.load()
     other = scene.load()
     assert all(isinstance(work, HashedWork) for work in scene.device.work)
@@ -230,7 +230,7 @@ async def test_what_a_copy_finds_wrong_is_bad_and_dropped(verify_loads: bool | s
 
 @pytest.mark.parametrize("half", [0, 1])
 async def test_either_half_of_a_checksum_tells(half: int) -> None:
-    scene = Scene("auto")
+    scene = VerificationScene("auto")
     scene.load()
     digests = scene.columns.digest[scene.parts].copy()
     digests[4, half] ^= np.uint64(1 << 63)
@@ -240,7 +240,7 @@ async def test_either_half_of_a_checksum_tells(half: int) -> None:
 
 async def test_what_has_no_checksum_yet_is_not_judged() -> None:
     """Nor what is sealed while it is copied: when it was hashed is not known."""
-    scene = Scene("auto")
+    scene = VerificationScene("auto")
     late = store(scene.cache, scene.keyspace, keys_of(10), seals=False)
     scene.load(np.concatenate([scene.parts[:9], late]))
     scene.copied(3, 9)
@@ -250,7 +250,7 @@ async def test_what_has_no_checksum_yet_is_not_judged() -> None:
 
 
 async def test_where_nothing_is_verified_what_was_adopted_is() -> None:
-    scene = Scene(False)
+    scene = VerificationScene(False)
     scene.load()
     assert not isinstance(scene.device.work[-1], HashedWork)
     scene.columns.unverified[scene.parts[:4]] = 1
@@ -264,7 +264,7 @@ async def test_where_nothing_is_verified_what_was_adopted_is() -> None:
 
 @pytest.mark.parametrize("ends", [Outcome.CANCELLED, Outcome.EXPIRED, Outcome.FAILED])
 async def test_a_copy_that_is_not_done_verifies_nothing(ends: Outcome) -> None:
-    scene = Scene(False)
+    scene = VerificationScene(False)
     scene.columns.unverified[scene.parts] = 1
     scene.load()
     scene.copied(1, outcome=ends)
@@ -275,7 +275,7 @@ async def test_a_copy_that_is_not_done_verifies_nothing(ends: Outcome) -> None:
 
 async def test_what_is_dropped_before_the_copy_begins_is_left_out(lane: tuple[Lane, threading.Event]) -> None:
     """Payloads that it can't hash are checked before; those found wrong meanwhile have no checksum in its result."""
-    scene = Scene("auto")
+    scene = VerificationScene("auto")
     scene.jobs.hash_lane = lane[0]
     parts, device = scene.parts, scene.device
     plan = planned(scene.cache, parts, [NO_BLOCK, *range(1, 10)])
@@ -298,7 +298,7 @@ async def test_what_is_dropped_before_the_copy_begins_is_left_out(lane: tuple[La
 async def test_very_many_are_judged_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found wrong in between, by others, is bad as well; each payload is judged by its own checksum."""
     monkeypatch.setattr(job_module, "STEP_PARTS", 4)
-    scene = Scene("auto")
+    scene = VerificationScene("auto")
     job = scene.load()
     async with asyncio.timeout(60):
         await scene.device.given.wait()
@@ -313,7 +313,7 @@ async def test_very_many_are_judged_in_steps(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_device_that_does_not_hash_what_it_was_to_serves_nothing() -> None:
     loop, told = asyncio.get_running_loop(), list[object]()
     loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
-    scene = Scene("auto")
+    scene = VerificationScene("auto")
     job = scene.load()
     scene.device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))
     assert await scene.jobs.settle({job}, 20.0)

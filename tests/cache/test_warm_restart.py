@@ -38,7 +38,7 @@ def heir(cache: Cache, **changes: int) -> tuple[Cache, SavedState]:
 
 
 def hits(cache: Cache, keys: U64Array, pages: tuple[int, ...] = (1,)) -> list[bool]:
-    """Of the keys, as a worker that registers anew would be told."""
+    """Returns which of the keys hit, as a worker that registers anew would learn."""
     found: list[bool] = cache.find(make_keyspace(cache, NAME, pages=pages)[1], keys).hits.tolist()
     return found
 
@@ -58,7 +58,7 @@ def test_what_was_sealed_is_taken_over() -> None:
 
 
 def test_nothing_is_taken_over_twice() -> None:
-    """Of keys whose parts were not all there nothing is left for the successor's successor."""
+    """If not all parts of a key were there, nothing of it is left for the successor's successor."""
     cache = make_cache(PAGES, SLAB_PAGES)
     keyspace = make_keyspace(cache, NAME, pages=(1, 2))[1]
     store(cache, keyspace, keys_of(1), [0])
@@ -233,7 +233,7 @@ def test_names_that_are_too_many_are_left_out_by_user(monkeypatch: pytest.Monkey
 
 
 def test_clears_that_are_too_many_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Without them nothing may be found again."""
+    """Nothing may be found again without them."""
     monkeypatch.setattr(pool_module, "NAMES_BYTES", 4000)
     cache = make_cache(PAGES, SLAB_PAGES)
     store(cache, make_keyspace(cache, NAME)[1], keys_of(1))
@@ -278,7 +278,9 @@ def test_a_row_that_is_used_anew_is_not_inherited() -> None:
 
 
 def keyspaces_of(tree: Any) -> Any:
-    """Of a saved state: each a list of number, fingerprint, uid, label, ..., parts, sizes of parts, compositions."""
+    """Returns the keyspaces of a saved state, each a list of number, fingerprint, uid, label, ..., parts, sizes of
+    parts, compositions.
+    """
     return tree[3]
 
 

@@ -25,12 +25,12 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, tag_of
 
 KEY_BYTES = 32
-Handler = Callable[["Peer", Any], bool]
+Handler = Callable[["FakeSession", Any], bool]
 """Returns True if it dealt with the message; else the fake goes on as usual."""
 
 
 @dataclass
-class Peer:
+class FakeSession:
     """One session as the fake sees it."""
 
     fake: FakeDaemon
@@ -82,11 +82,11 @@ class FakeDaemon:
         self.pid = os.getpid() if pid is None else pid
         self.on: dict[str, Handler] = {}
         self.seen: list[tuple[str, Any]] = []
-        self.peers: list[Peer] = []
+        self.peers: list[FakeSession] = []
         self.held: set[bytes] = set()
         self.leases: set[int] = set()
         self.on_disk: set[bytes] = set()
-        self.promotions: dict[int, tuple[Peer, m.Pin | m.Prefetch, int]] = {}
+        self.promotions: dict[int, tuple[FakeSession, m.Pin | m.Prefetch, int]] = {}
         self.manual_completion = False
         self.features: list[str] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -135,7 +135,7 @@ class FakeDaemon:
     def last(self, tag: str) -> Any:
         return next(message for seen, message in reversed(self.seen) if seen == tag)
 
-    def complete(self, peer: Peer, job: int, outcome: Any = "done", failed: Any = (), reason: str = "") -> None:
+    def complete(self, peer: FakeSession, job: int, outcome: Any = "done", failed: Any = (), reason: str = "") -> None:
         """Push a completion, from the fake's thread."""
         peer.say(m.Completed(job=job, outcome=outcome, bytes=1, seconds=0.001, failed=list(failed), reason=reason))
 
@@ -165,13 +165,13 @@ class FakeDaemon:
             ready, _, _ = select.select(watched, [], [], max(timeout, 0))
             for fd in ready:
                 if fd == self._listener.fileno():
-                    self.peers.append(Peer(self, self._listener.accept()[0]))
+                    self.peers.append(FakeSession(self, self._listener.accept()[0]))
                 elif fd == self._wake_read:
                     os.read(self._wake_read, 100)
                 else:
                     self._read(open_peers[fd])
 
-    def _read(self, peer: Peer) -> None:
+    def _read(self, peer: FakeSession) -> None:
         if peer.closed:
             return
         try:
@@ -199,7 +199,7 @@ class FakeDaemon:
             elif not peer.connection.is_halfway:
                 return
 
-    def _take(self, peer: Peer, message: m.Message, fds: list[int]) -> None:
+    def _take(self, peer: FakeSession, message: m.Message, fds: list[int]) -> None:
         peer.fds += fds
         tag = tag_of(message)
         self.seen.append((tag, message))
@@ -209,7 +209,7 @@ class FakeDaemon:
 
     # --- the usual behaviour -----------------------------------------------------------------------
 
-    def _on_hello(self, peer: Peer, message: m.Hello) -> None:
+    def _on_hello(self, peer: FakeSession, message: m.Hello) -> None:
         peer.role, peer.instance = message.role, message.instance
         pidfd = os.pidfd_open(self.pid)
         limits = m.Limits(frame_bytes=4 << 20, fds_per_frame=64, keys_per_request=8192, jobs=64, deadline_s=600.0)
@@ -226,20 +226,20 @@ class FakeDaemon:
         peer.say(welcome, [pidfd])
         os.close(pidfd)
 
-    def _done(self, peer: Peer, message: Any) -> None:
+    def _done(self, peer: FakeSession, message: Any) -> None:
         peer.say(m.Done(seq=message.seq))
 
     _on_ping = _on_touch = _on_keep = _on_cancel = _on_detach = _done
 
-    def _on_subscribe(self, peer: Peer, message: m.Subscribe) -> None:
+    def _on_subscribe(self, peer: FakeSession, message: m.Subscribe) -> None:
         peer.subscribed = True
         self._done(peer, message)
 
-    def _on_attach(self, peer: Peer, message: m.Attach) -> None:
+    def _on_attach(self, peer: FakeSession, message: m.Attach) -> None:
         sizes = [os.fstat(fd).st_size for fd in peer.fds[-message.fds :]]
         peer.say(m.Attached(seq=message.seq, allocations=[next(self._ids) for _ in sizes], sizes_bytes=sizes))
 
-    def _on_register(self, peer: Peer, message: m.Register) -> None:
+    def _on_register(self, peer: FakeSession, message: m.Register) -> None:
         peer.registered.append(message)
         peer.say(m.Registered(seq=message.seq, registration=next(self._ids)))
 
@@ -262,71 +262,71 @@ class FakeDaemon:
     def _boundaries(states: list[bytes]) -> bytes:
         return np.array([16], "<u4").tobytes() if any(KeyState.HIT in one for one in states) else b""
 
-    def _on_lookup(self, peer: Peer, message: Any, lease: int = 0, promoting: int = 0) -> None:
+    def _on_lookup(self, peer: FakeSession, message: Any, lease: int = 0, promoting: int = 0) -> None:
         states = self._states(message.groups, KeyState.MISS, KeyState.HIT)
         boundaries = self._boundaries(states)
         peer.say(m.Found(seq=message.seq, states=states, boundaries=boundaries, lease=lease, promoting=promoting))
 
-    def _on_prefetch(self, peer: Peer, message: m.Pin | m.Prefetch, lease: int = 0) -> None:
+    def _on_prefetch(self, peer: FakeSession, message: m.Pin | m.Prefetch, lease: int = 0) -> None:
         promoting = sum(len(self._keys(one) & self.on_disk) for one in message.groups)
         if promoting:
             self.promotions[message.seq] = (peer, message, lease)
         self._on_lookup(peer, message, lease, promoting)
 
-    def _on_pin(self, peer: Peer, message: m.Pin) -> None:
+    def _on_pin(self, peer: FakeSession, message: m.Pin) -> None:
         lease = next(self._ids)
         self.leases.add(lease)
         self._on_prefetch(peer, message, lease)
 
-    def _on_release(self, peer: Peer, message: m.Release) -> None:
+    def _on_release(self, peer: FakeSession, message: m.Release) -> None:
         if message.lease in self.leases:
             self.leases.discard(message.lease)
             self._done(peer, message)
         else:
             peer.error(message.seq, "unknown_name")
 
-    def _on_reserve(self, peer: Peer, message: m.Reserve) -> None:
+    def _on_reserve(self, peer: FakeSession, message: m.Reserve) -> None:
         lease = next(self._ids)
         self.leases.add(lease)
         states = self._states(message.groups, KeyState.RESERVED, KeyState.HIT)
         peer.say(m.Reserved(seq=message.seq, states=states, lease=lease))
 
-    def _on_store(self, peer: Peer, message: m.Store) -> None:
+    def _on_store(self, peer: FakeSession, message: m.Store) -> None:
         states = self._states(message.groups, KeyState.RESERVED, KeyState.HIT)
         for one in message.groups:
             self.held |= self._keys(one)
         self._accept(peer, message, states)
 
-    def _on_load(self, peer: Peer, message: m.Load) -> None:
+    def _on_load(self, peer: FakeSession, message: m.Load) -> None:
         """Keys on disk are taken as hits."""
         states = self._states(message.groups, KeyState.MISS, KeyState.HIT)
         self._accept(peer, message, [one.replace(bytes([KeyState.PENDING]), bytes([KeyState.HIT])) for one in states])
 
-    def _accept(self, peer: Peer, message: Any, states: list[bytes]) -> None:
+    def _accept(self, peer: FakeSession, message: Any, states: list[bytes]) -> None:
         peer.say(m.Accepted(seq=message.seq, job=message.job, states=states))
         if not self.manual_completion:
             self.complete(peer, message.job, failed=[b"" for _ in message.groups])
 
-    def _on_clear(self, peer: Peer, message: m.Clear) -> None:
+    def _on_clear(self, peer: FakeSession, message: m.Clear) -> None:
         peer.say(m.Cleared(seq=message.seq, keys=len(self.held), bytes=0))
         self.held.clear()
 
-    def _on_drain(self, peer: Peer, message: m.Drain) -> None:
+    def _on_drain(self, peer: FakeSession, message: m.Drain) -> None:
         peer.say(m.Drained(seq=message.seq, jobs=0, unsealed=0))
 
-    def _on_status(self, peer: Peer, message: m.Status) -> None:
+    def _on_status(self, peer: FakeSession, message: m.Status) -> None:
         peer.say(m.Report(seq=message.seq, status={"keys": len(self.held)}))
 
-    def _on_verify(self, peer: Peer, message: m.Verify) -> None:
+    def _on_verify(self, peer: FakeSession, message: m.Verify) -> None:
         peer.say(m.Verified(seq=message.seq, findings=[], slots=0, payloads=0, records=len(self.on_disk)))
 
-    def _on_snapshot(self, peer: Peer, message: m.Snapshot) -> None:
+    def _on_snapshot(self, peer: FakeSession, message: m.Snapshot) -> None:
         """One key a page."""
         keys = sorted(self.held)
         cursor = message.cursor + 1 if message.cursor + 1 < len(keys) else 0
         peer.say(m.Listing(seq=message.seq, keys=b"".join(keys[message.cursor : message.cursor + 1]), cursor=cursor))
 
-    def _on_bye(self, peer: Peer, message: m.Bye) -> None:
+    def _on_bye(self, peer: FakeSession, message: m.Bye) -> None:
         peer.say(m.Done(seq=message.seq))
         peer.close()
 

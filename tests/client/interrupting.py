@@ -19,7 +19,7 @@ LINE = tuple(str(Path(PACKAGES[0], name)) for name in ("callline.py", "polling.p
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt is: no error of anybody's."""
+    """Resembles KeyboardInterrupt, which is no error."""
 
 
 def interrupt(work: Callable[[], Any], at: int, where: tuple[str, ...] = PACKAGES) -> bool:

@@ -18,7 +18,7 @@ from tests import softcuda
 POINTS = 300
 
 
-class Gate:
+class StreamGate:
     """Holds a stream until it is opened."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -41,7 +41,7 @@ def points() -> str:
     and how often the driver was misused.
     """
     gpu = Gpu()
-    timeline, gate = Timeline(gpu.stream), Gate(gpu)
+    timeline, gate = Timeline(gpu.stream), StreamGate(gpu)
     gate.shut()
     first = timeline.signal()
     gate.shut()
@@ -67,7 +67,7 @@ def points() -> str:
 def points_of_a_timeline_that_is_gone() -> str:
     """Its memory stays for what is still to be written."""
     gpu = Gpu()
-    timeline, gate = Timeline(gpu.stream), Gate(gpu)
+    timeline, gate = Timeline(gpu.stream), StreamGate(gpu)
     cell = timeline.cell
     gate.shut()
     last = [timeline.signal().value for _ in range(POINTS)][-1]
@@ -100,7 +100,7 @@ def points_of_threads() -> str:
 def points_of_a_broken_context() -> None:
     """sticky_after=1: what can't be reached is not, and further points are refused by name."""
     gpu = Gpu()
-    timeline, gate = Timeline(gpu.stream), Gate(gpu)
+    timeline, gate = Timeline(gpu.stream), StreamGate(gpu)
     gate.shut()
     ready = timeline.signal()
     host = ctypes.create_string_buffer(4096)

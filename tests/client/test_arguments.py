@@ -24,7 +24,7 @@ WITHOUT_ARGUMENTS = {"connect", "ping", "status", "subscribe", "open_jobs"}
 
 @pytest.fixture
 def stage(client: Any, caches: KvCache, keys: U8Array) -> Stage:
-    """With a store that has ended."""
+    """Makes a stage with a store that has ended."""
     registration = client.register(caches)
     job = client.store(registration, {0: (keys, np.arange(4))})
     client.wait(job, 60.0)

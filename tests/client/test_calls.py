@@ -18,7 +18,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import PREFIX, encode
 from kvoffloadd.protocol.unpacking import unpack
 from kvoffloadd.trial.wait import until
-from tests.client.fake_daemon import FakeDaemon, Peer
+from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.flavours import NAMESPACE
 
 
@@ -127,7 +127,7 @@ def test_a_clear_by_names_that_meets_an_older_daemon_in_mid_call_clears_nothing_
 def test_a_clear_names_its_token(client: Any, fake: FakeDaemon) -> None:
     greet_anew(client, fake, "clear_token")
 
-    def answer(peer: Peer, message: Any) -> bool:
+    def answer(peer: FakeSession, message: Any) -> bool:
         peer.say(m.Cleared(seq=message.seq, keys=4, bytes=5, unrecorded=["/disk", "remote"]))
         return True
 
@@ -148,7 +148,7 @@ def test_a_clear_is_asked_again_by_its_token(client: Any, fake: FakeDaemon) -> N
     greet_anew(client, fake, "clear_token")
     losses = [1]
 
-    def lose(peer: Peer, _message: Any) -> bool:
+    def lose(peer: FakeSession, _message: Any) -> bool:
         if losses[0]:
             losses[0] -= 1
             return peer.hang_up()
@@ -176,7 +176,7 @@ def test_an_older_daemon_is_asked_as_it_was_before(client: Any, fake: FakeDaemon
     with pytest.raises(RemoteError, match="limit"):
         client.clear(token=TOKEN)
 
-    def replace(peer: Peer, _message: Any) -> bool:
+    def replace(peer: FakeSession, _message: Any) -> bool:
         fake.features = []
         del fake.on["clear"]
         return peer.hang_up()
@@ -229,7 +229,7 @@ def test_what_bytes_are_is_told_to_daemons_that_take_it_alone(
 
 
 def test_the_composition_is_told_again_after_a_reconnect(client: Any, fake: FakeDaemon, caches: KvCache) -> None:
-    """As far as the daemon that is there by then takes it."""
+    """It is sent as far as the daemon that is there by then accepts it."""
     told = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16")])])
     client.register(told)
     assert fake.last("register").groups[0].refs[0].dtype == ""
@@ -350,7 +350,7 @@ def test_busy_is_asked_again(client: Any, fake: FakeDaemon, keys: U8Array, cache
     registration = client.register(caches)
     left = [3]
 
-    def busy(peer: Peer, message: Any) -> bool:
+    def busy(peer: FakeSession, message: Any) -> bool:
         left[0] -= 1
         return left[0] >= 0 and peer.error(message.seq, "busy", retryable=True)
 
@@ -403,7 +403,7 @@ def test_partial_loads_name_what_failed(client: Any, fake: FakeDaemon, keys: U8A
 def test_a_completion_may_come_before_its_acceptance(
     client: Any, fake: FakeDaemon, keys: U8Array, caches: KvCache
 ) -> None:
-    def early(peer: Peer, message: m.Store) -> bool:
+    def early(peer: FakeSession, message: m.Store) -> bool:
         fake.complete(peer, message.job)
         peer.say(m.Accepted(seq=message.seq, job=message.job, states=[b"\3\3\1\3"]))
         return True
@@ -529,7 +529,7 @@ def test_what_comes_of_a_registration_that_was_given_up_is_detached(
     client.connect()
     answers: list[Callable[[], object]] = []
 
-    def keep(peer: Peer, message: Any) -> bool:
+    def keep(peer: FakeSession, message: Any) -> bool:
         usual = getattr(fake, f"_on_{silent}") if silent == "attach" else lambda *_: peer.error(message.seq, "limit")
         answers.append(lambda: usual(peer, message))
         return True

@@ -14,7 +14,7 @@ import pytest
 from kvoffloadd.client import AsyncClient, Client, KvCache, Outcome
 from kvoffloadd.errors import DeadlineError, UsageError
 from kvoffloadd.model import U8Array
-from tests.client.fake_daemon import FakeDaemon, Peer
+from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.flavours import NAMESPACE
 from tests.client.test_lifetime import eof
 
@@ -88,7 +88,7 @@ async def test_completions_come_without_a_call(fake: FakeDaemon, path: str, cach
 async def test_a_cancelled_request_leaves_its_job_open(fake: FakeDaemon, path: str, caches: KvCache) -> None:
     asked, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def say_nothing(_peer: Peer, _message: Any) -> bool:
+    def say_nothing(_peer: FakeSession, _message: Any) -> bool:
         loop.call_soon_threadsafe(asked.set)
         return True
 

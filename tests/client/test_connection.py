@@ -17,7 +17,7 @@ from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, Deadl
 from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.trial.wait import HANG_S, until
-from tests.client.fake_daemon import FakeDaemon, Peer
+from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.test_lifetime import eof, fake_is_idle
 
 
@@ -103,7 +103,7 @@ def test_a_refused_greeting(make_client: Any, fake: FakeDaemon, path: str, heard
 def test_a_busy_greeting_is_repeated(make_client: Any, fake: FakeDaemon, path: str) -> None:
     left = [2]
 
-    def busy(peer: Peer, message: Any) -> bool:
+    def busy(peer: FakeSession, message: Any) -> bool:
         left[0] -= 1
         return left[0] >= 0 and peer.error(message.seq, "busy", retryable=True)
 
@@ -115,7 +115,7 @@ def test_a_busy_greeting_is_repeated(make_client: Any, fake: FakeDaemon, path: s
 def test_a_greeting_without_pidfd(make_client: Any, fake: FakeDaemon, path: str) -> None:
     limits = m.Limits(frame_bytes=1, fds_per_frame=1, keys_per_request=1, jobs=1, deadline_s=1.0)
 
-    def welcome(peer: Peer, message: Any) -> bool:
+    def welcome(peer: FakeSession, message: Any) -> bool:
         peer.say(
             m.Welcome(
                 seq=message.seq, version=1, boot_id=b"b" * 16, session=1, namespace=b"", epoch=0, limits=limits,
@@ -178,7 +178,7 @@ def test_leases_are_numbers() -> None:
 def test_reads_are_asked_again_once(client: Any, fake: FakeDaemon, keys: U8Array, name: str) -> None:
     losses = [1]
 
-    def lose(peer: Peer, _message: Any) -> bool:
+    def lose(peer: FakeSession, _message: Any) -> bool:
         if losses[0] > 0:
             losses[0] -= 1
             peer.close()
@@ -204,7 +204,7 @@ def test_others_are_not(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
 def test_registering_survives_one_loss(client: Any, fake: FakeDaemon, caches: KvCache, losses: int) -> None:
     left = [losses]
 
-    def lose(peer: Peer, _message: Any) -> bool:
+    def lose(peer: FakeSession, _message: Any) -> bool:
         left[0] -= 1
         if left[0] >= 0:
             peer.close()
@@ -233,7 +233,7 @@ def test_late_replies_are_dropped(make_client: Any, fake: FakeDaemon, path: str,
     client.connect()
     answers: list[Callable[[], None]] = []
 
-    def late(peer: Peer, message: Any) -> bool:
+    def late(peer: FakeSession, message: Any) -> bool:
         states = [bytes([1, 1, 1, 1])]
         fake.leases.add(1234)
         answers.append(lambda: peer.say(m.Found(seq=message.seq, states=states, boundaries=b"", lease=1234)))

@@ -243,14 +243,14 @@ def test_points_come_in_order(gpu: Gpu) -> None:
 
 
 class StreamOfTorch:
-    """As torch.cuda.Stream tells its handle."""
+    """Names its handle as torch.cuda.Stream does."""
 
     def __init__(self, handle: int) -> None:
         self.cuda_stream = handle
 
 
 class StreamOfCupy:
-    """As cupy.cuda.Stream tells its handle."""
+    """Names its handle as cupy.cuda.Stream does."""
 
     def __init__(self, handle: int) -> None:
         self.ptr = handle

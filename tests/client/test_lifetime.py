@@ -28,7 +28,7 @@ from kvoffloadd.client import (
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, RemoteError
 from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages as m
-from tests.client.fake_daemon import FakeDaemon, Peer
+from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.flavours import NAMESPACE
 
 
@@ -48,7 +48,7 @@ def eof(fake: FakeDaemon) -> None:
 def refuse_greetings(fake: FakeDaemon) -> None:
     """Nobody gets in any more."""
 
-    def refuse(peer: Peer, _message: Any) -> bool:
+    def refuse(peer: FakeSession, _message: Any) -> bool:
         peer.close()
         return True
 
@@ -102,7 +102,7 @@ def test_a_request_without_answer_owns_its_blocks(
     registration = hasty.register(caches)
     answer: list[Callable[[], None]] = []
 
-    def late(peer: Peer, message: Any) -> bool:
+    def late(peer: FakeSession, message: Any) -> bool:
         def accept() -> None:
             peer.say(m.Accepted(seq=message.seq, job=message.job, states=[bytes([3, 3, 3, 3])]))
             fake.complete(peer, message.job)
@@ -127,7 +127,7 @@ def test_a_late_error_frees_the_blocks(fake: FakeDaemon, path: str, make_client:
     client = make_client(path, deadline_s=0.1)
     registration = client.register(caches)
 
-    def late(peer: Peer, message: Any) -> bool:
+    def late(peer: FakeSession, message: Any) -> bool:
         fake.soon(lambda: peer.error(message.seq, "bad_block_id"), 0.3)
         return True
 
@@ -300,14 +300,14 @@ def test_a_request_that_was_never_sent_is_sent_again(
     ],
 )  # fmt: skip
 def test_a_daemon_that_breaks_the_protocol(
-    fake: FakeDaemon, path: str, job_at: Any, keys: U8Array, lie: Callable[[Peer, Any], None]
+    fake: FakeDaemon, path: str, job_at: Any, keys: U8Array, lie: Callable[[FakeSession, Any], None]
 ) -> None:
     """The connection is broken off, jobs on it stay open until the daemon has closed it, then all goes on."""
     fake.manual_completion = True
     client, job = job_at(path)
     lies = [True, True]  # lookup is asked again once by itself
 
-    def handler(peer: Peer, message: Any) -> bool:
+    def handler(peer: FakeSession, message: Any) -> bool:
         if not lies:
             return False
         lies.pop()
@@ -322,7 +322,7 @@ def test_a_daemon_that_breaks_the_protocol(
     assert client.wait(job, 5.0).outcome is Outcome.LOST
 
 
-class Interrupted:
+class InterruptedSocket:
     """A socket whose next `send` has done its work when a signal's handler raises."""
 
     def __init__(self, sock: Any) -> None:
@@ -347,7 +347,7 @@ def test_an_interrupt_in_the_middle_of_a_request(fake: FakeDaemon, path: str, ca
         registration = client.register(caches)
         sockets: Any = client._core._transport._sockets
         for connection, sock in sockets.items():
-            sockets[connection] = Interrupted(sock)
+            sockets[connection] = InterruptedSocket(sock)
         with pytest.raises(KeyboardInterrupt):
             client.store(registration, {0: (keys, np.arange(4))})
         (job,) = client.open_jobs()
@@ -395,11 +395,11 @@ def test_a_late_answer_does_not_disturb_the_end(fake: FakeDaemon, path: str, mak
     """It is for a call that was given up; what it granted ends with the session."""
     late: list[int] = []
 
-    def pin(_peer: Peer, message: Any) -> bool:
+    def pin(_peer: FakeSession, message: Any) -> bool:
         late.append(message.seq)
         return True
 
-    def bye(peer: Peer, _message: Any) -> bool:
+    def bye(peer: FakeSession, _message: Any) -> bool:
         peer.say(m.Found(seq=late[0], states=[b"\1\1\1\1"], boundaries=b"", lease=5))
         return False
 
@@ -462,7 +462,7 @@ def test_closing_waits_for_the_daemons_copies(fake: FakeDaemon, path: str, job_a
     fake.manual_completion = True
     client, job = job_at(path)
 
-    def drain(peer: Peer, message: Any) -> bool:
+    def drain(peer: FakeSession, message: Any) -> bool:
         def finish() -> None:
             fake.complete(peer, job.id, "cancelled")
             peer.say(m.Done(seq=message.seq))

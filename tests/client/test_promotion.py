@@ -24,7 +24,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import encode
 from kvoffloadd.protocol.state import ProtocolState
 from kvoffloadd.trial.wait import HANG_S
-from tests.client.fake_daemon import FakeDaemon, Peer
+from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.flavours import NAMESPACE
 from tests.client.test_lifetime import eof, fake_is_idle
 
@@ -122,7 +122,7 @@ def test_waiting_without_time_takes_what_has_come(client: Any, fake: FakeDaemon,
 
 
 def test_ready_in_the_same_bytes_as_found(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
-    def at_once(peer: Peer, message: m.Pin) -> bool:
+    def at_once(peer: FakeSession, message: m.Pin) -> bool:
         found = m.Found(seq=message.seq, states=[b"\1\2\2\0"], boundaries=b"", lease=5, promoting=2)
         ready = m.Ready(seq=message.seq, states=[b"\1\1\1\0"], boundaries=b"", lease=5)
         peer.raw(peer.connection.send(found) + peer.connection.send(ready))
@@ -183,7 +183,7 @@ def test_a_lost_connection(client: Any, fake: FakeDaemon, keys: U8Array) -> None
 
 
 def test_a_seq_is_its_own_connections(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
-    """After a reconnect the same seq may name another request: the first one stays lost."""
+    """The same seq may name another request after a reconnect: the first one stays lost."""
     old = client.pin({0: keys})
     eof(fake)
     fake_is_idle(fake)
@@ -215,7 +215,7 @@ def test_closing_loses_it(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
 def test_ready_while_the_client_leaves(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
     found = client.pin({0: keys})
 
-    def late(_peer: Peer, _message: m.Bye) -> bool:
+    def late(_peer: FakeSession, _message: m.Bye) -> bool:
         fake.bring(seq_of(found))
         return False
 
@@ -253,9 +253,9 @@ def test_a_late_answer_is_taken_back(make_client: Any, fake: FakeDaemon, path: s
     """Its `ready` is still due after the lease was given back, and nobody's."""
     client = make_client(path, deadline_s=0.1)
     client.connect()
-    answers: list[tuple[Peer, m.Pin]] = []
+    answers: list[tuple[FakeSession, m.Pin]] = []
 
-    def late(peer: Peer, message: m.Pin) -> bool:
+    def late(peer: FakeSession, message: m.Pin) -> bool:
         answers.append((peer, message))
         return True
 
@@ -288,7 +288,9 @@ def test_a_late_answer_is_taken_back(make_client: Any, fake: FakeDaemon, path: s
     ],
     ids=["never asked", "seq 0", "short states", "no state", "one group more", "no u32", "another lease"],
 )
-def test_a_ready_that_cannot_be(client: Any, fake: FakeDaemon, keys: U8Array, lie: Callable[[Peer, int], None]) -> None:
+def test_a_ready_that_cannot_be(
+    client: Any, fake: FakeDaemon, keys: U8Array, lie: Callable[[FakeSession, int], None]
+) -> None:
     found = client.pin({0: keys})
     fake.soon(lambda: lie(fake.peers[0], seq_of(found)))
     with pytest.raises(ConnectionLostError, match="broke the protocol"):
@@ -315,7 +317,7 @@ def test_exactly_once(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
 def test_never_before_its_found(client: Any, fake: FakeDaemon, keys: U8Array, promoting: int) -> None:
     """Nor after one that promised none."""
 
-    def early(peer: Peer, message: m.Pin) -> bool:
+    def early(peer: FakeSession, message: m.Pin) -> bool:
         found = m.Found(seq=message.seq, states=[b"\1\2\2\0"], boundaries=b"", promoting=promoting)
         ready = m.Ready(seq=message.seq, states=[b"\1\1\1\0"], boundaries=b"")
         for one in (ready, found) if promoting else (found, ready):
@@ -334,7 +336,7 @@ def test_never_before_its_found(client: Any, fake: FakeDaemon, keys: U8Array, pr
 
 
 def test_a_lookup_brings_nothing(client: Any, fake: FakeDaemon, keys: U8Array) -> None:
-    def lie(peer: Peer, message: m.Lookup) -> bool:
+    def lie(peer: FakeSession, message: m.Lookup) -> bool:
         peer.say(m.Found(seq=message.seq, states=[b"\1\2\2\0"], boundaries=b"", promoting=2))
         return True
 

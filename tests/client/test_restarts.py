@@ -29,7 +29,7 @@ EVERY: dict[str, Callable[[Stage], Any]] = {**CALLS, "close": lambda on: on.clie
 
 
 @dataclass
-class Case:
+class RestartCase:
     """A client with 4 stored keys, and a store that has ended or waits for its signal."""
 
     daemon: Daemon
@@ -57,7 +57,7 @@ class Case:
         self.stage = Stage(self.client, caches, registration, keys, job, HANG_S)
 
     def call(self) -> None:
-        """To its end, which is an answer or an error in words."""
+        """Makes a call to its end, which is an answer or an error in words."""
         with suppress(KvOffloadError):
             EVERY[self.name](self.stage)
 
@@ -99,7 +99,7 @@ class Case:
         np.testing.assert_array_equal(self.tensor.array[4:], self.rows[:4])
 
 
-class Watched:
+class WatchedSocket:
     """A client's socket that does something before the n-th time that bytes are read from it."""
 
     def __init__(self, sock: Any, at: int, act: Callable[[], None], *, torn: bool = False) -> None:
@@ -127,7 +127,7 @@ class Watched:
 # --- the phases --------------------------------------------------------------------------------------
 
 
-def before(case: Case) -> None:
+def before(case: RestartCase) -> None:
     """The daemon is another one already."""
     case.restart()
     case.daemon.await_answer()
@@ -135,13 +135,13 @@ def before(case: Case) -> None:
     case.call()
 
 
-def while_it_is_down(case: Case) -> None:
+def while_it_is_down(case: RestartCase) -> None:
     case.daemon.kill()
     case.answers = False
     case.meanwhile(case.daemon.launch)
 
 
-def sent(case: Case) -> None:
+def sent(case: RestartCase) -> None:
     """The request is on its way, and nobody reads it."""
     case.daemon.signal(signal.SIGSTOP)
     transport = case.client._core._transport
@@ -158,11 +158,11 @@ def sent(case: Case) -> None:
     case.meanwhile(work)
 
 
-def read(case: Case, at: int, *, torn: bool = False) -> None:
+def read(case: RestartCase, at: int, *, torn: bool = False) -> None:
     """The daemon dies when the answer has come, or half of it, and has not been read."""
     sockets = case.client._core._transport._sockets
     for connection, sock in sockets.items():
-        sockets[connection] = Watched(sock, at, case.restart, torn=torn)
+        sockets[connection] = WatchedSocket(sock, at, case.restart, torn=torn)
     if case.name in ("wait", "wait_any"):
         case.ready.reach()  # the completion is on its way
     case.call()
@@ -170,7 +170,7 @@ def read(case: Case, at: int, *, torn: bool = False) -> None:
         sockets[connection] = getattr(sock, "_socket", sock)
 
 
-PHASES: dict[str, Callable[[Case], None]] = {
+PHASES: dict[str, Callable[[RestartCase], None]] = {
     "before": before,
     "while it is down": while_it_is_down,
     "sent": sent,
@@ -182,15 +182,15 @@ QUICK = {"store", "wait"}
 
 
 @pytest.fixture(params=["blocking", "asyncio"])
-def make(request: pytest.FixtureRequest, start_daemon: Callable[..., Daemon]) -> Iterator[Callable[[str], Case]]:
+def make(request: pytest.FixtureRequest, start_daemon: Callable[..., Daemon]) -> Iterator[Callable[[str], RestartCase]]:
     """`make(name)`: a client of this flavour, ready for this call, with one daemon for all of them."""
     made: list[Any] = []
     daemon = start_daemon()
 
-    def start(name: str) -> Case:
+    def start(name: str) -> RestartCase:
         options = {"namespace": NAMESPACE, "deadline_s": HANG_S, "connect_deadline_s": HANG_S}
         made.append(MAKERS[request.param](daemon.socket, **options))
-        return Case(daemon, made[-1], name)
+        return RestartCase(daemon, made[-1], name)
 
     yield start
     for client in made:
@@ -199,7 +199,7 @@ def make(request: pytest.FixtureRequest, start_daemon: Callable[..., Daemon]) ->
             client.end()
 
 
-def restart_in(phase: str, names: set[str], make: Callable[[str], Case]) -> None:
+def restart_in(phase: str, names: set[str], make: Callable[[str], RestartCase]) -> None:
     for name in sorted(names):
         case = make(name)
         PHASES[phase](case)
@@ -208,11 +208,11 @@ def restart_in(phase: str, names: set[str], make: Callable[[str], Case]) -> None
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_restart_in_each_phase(phase: str, make: Callable[[str], Case]) -> None:
+def test_a_restart_in_each_phase(phase: str, make: Callable[[str], RestartCase]) -> None:
     restart_in(phase, QUICK, make)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_restart_in_each_phase_of_every_other_call(phase: str, make: Callable[[str], Case]) -> None:
+def test_a_restart_in_each_phase_of_every_other_call(phase: str, make: Callable[[str], RestartCase]) -> None:
     restart_in(phase, set(EVERY) - QUICK - NOTHING_TO_ASK, make)

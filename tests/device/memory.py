@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvoffloadd.device.plan import Copies
 from kvoffloadd.device.work import Piece
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from kvoffloadd.device.plan import Copies
-    from kvoffloadd.model import Direction, U8Array, U64Array
+from kvoffloadd.model import Direction, U8Array, U64Array
 
 
 class Made:

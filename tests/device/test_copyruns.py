@@ -162,7 +162,7 @@ def test_kernel_copies_continue_where_they_stopped(moved: int) -> None:
 
 @pytest.mark.parametrize("hidden", HIDDEN, ids=HIDDEN.values())
 def test_without_the_faster_ones_the_next_is_chosen(hidden: tuple[str, ...], tmp_path: Path) -> None:
-    """In a fresh interpreter where the compiled module can't be found, or the sandbox forbids the system call too."""
+    """A fresh interpreter can't find the compiled module, or the sandbox forbids the system call too."""
     if HIDDEN[hidden] not in implementations():
         pytest.skip("process_vm_readv is not allowed here")
     code = "from kvoffloadd.device import copyruns; print(copyruns.IMPLEMENTATION)"

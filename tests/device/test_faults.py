@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
+from kvoffloadd.device.base import Copy, CopyResult, Device
 from kvoffloadd.device.faults import FaultyDevice, parse_faults
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.model import Direction, Outcome
+from kvoffloadd.model import Direction, Outcome, U8Array
 from kvoffloadd.sharedmem import create_memfd
 from kvoffloadd.trial.wait import until
 from tests.device.memory import Made, address, noise, u64
-
-if TYPE_CHECKING:
-    from kvoffloadd.device.base import Copy, CopyResult, Device
-    from kvoffloadd.model import U8Array
 
 
 async def copied(device: Device, src: U8Array, dst: U8Array, direction: Direction = Direction.LOAD) -> CopyResult:

@@ -12,15 +12,18 @@ import stat
 import threading
 import time
 import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
 
 from kvoffloadd.device import host
+from kvoffloadd.device.base import Copy, CopyResult, Device
 from kvoffloadd.device.copyruns import copy_payloads
 from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostAllocation, HostDevice, copy_chunk
@@ -29,16 +32,9 @@ from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
 from kvoffloadd.fairqueue import FairQueue
 from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
-from kvoffloadd.model import NO_BLOCK, Direction, Outcome, Ref
+from kvoffloadd.model import NO_BLOCK, Direction, Outcome, Ref, U8Array
 from kvoffloadd.sharedmem import Mapping, create_memfd
 from tests.device.memory import Made, address, noise, u64
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterator
-    from pathlib import Path
-
-    from kvoffloadd.device.base import Copy, CopyResult, Device
-    from kvoffloadd.model import U8Array
 
 MIB = 1 << 20
 FOREIGN_UID = os.geteuid() + 12345
@@ -53,7 +49,7 @@ async def device() -> AsyncIterator[HostDevice]:
     assert device.gauges()["copies"] == 0
 
 
-class Gate:
+class GatedMover:
     """A mover that waits at its door before it copies: `entered` counts, `open` lets all through."""
 
     def __init__(self) -> None:
@@ -394,7 +390,7 @@ async def test_nothing_to_copy_is_done(device: HostDevice) -> None:
 
 
 async def test_a_large_copy_is_split_over_the_threads(device: HostDevice) -> None:
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
     submit(device, copies_of(src, dst), results.done("a"))
     await gate.wait_entered()
@@ -407,7 +403,7 @@ async def test_a_large_copy_is_split_over_the_threads(device: HostDevice) -> Non
 
 
 async def test_loads_never_wait_for_stores(device: HostDevice) -> None:
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src, dst, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), Results()
     submit(device, copies_of(src, dst), results.done("store"), Direction.STORE)
     await gate.wait_entered()
@@ -422,7 +418,7 @@ async def test_loads_never_wait_for_stores(device: HostDevice) -> None:
 
 async def test_urgent_loads_overtake_and_giants_share() -> None:
     device = HostDevice(asyncio.get_running_loop(), 1, MIB)
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src = noise(4 * MIB)
     giant, small, urgent = (np.zeros(size, np.uint8) for size in (4 * MIB, 4096, 4096))
     results = Results()
@@ -464,7 +460,7 @@ async def test_a_copy_that_can_not_be_queued_whole_is_not_begun(
 
 
 async def test_a_copy_that_has_ended_is_let_go_at_once(device: HostDevice) -> None:
-    """Without a collection: its job, its work and its chunks go with it."""
+    """No collection is needed: its job, its work and its chunks go with it."""
     src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
     jobs: list[Copy] = []
 
@@ -493,7 +489,7 @@ async def test_a_copy_that_has_ended_is_let_go_at_once(device: HostDevice) -> No
 
 async def test_cancel_waits_for_what_has_begun_and_drops_the_rest() -> None:
     device = HostDevice(asyncio.get_running_loop(), 1, MIB)
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src, dst, results = noise(4 * MIB), np.zeros(4 * MIB, np.uint8), Results()
     copy = submit(device, copies_of(src, dst, 4), results.done("a"))
     waiting = submit(device, copies_of(src, dst, 4), results.done("b"))
@@ -514,7 +510,7 @@ async def test_cancel_waits_for_what_has_begun_and_drops_the_rest() -> None:
 
 
 async def test_cancel_of_the_last_chunk_comes_too_late(device: HostDevice) -> None:
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src, dst, results = noise(4096), np.zeros(4096, np.uint8), Results()
     copy = submit(device, copies_of(src, dst), results.done("a"))
     await gate.wait_entered()
@@ -556,7 +552,7 @@ async def test_no_byte_moves_after_done() -> None:
 @pytest.mark.parametrize("within_s", [-1.0, 0.05])
 async def test_chunks_that_would_begin_after_the_deadline_are_dropped(within_s: float) -> None:
     device = HostDevice(asyncio.get_running_loop(), 1, MIB)
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src, dst, results = noise(MIB), np.zeros(MIB, np.uint8), Results()
     submit(device, copies_of(src, src), results.done("first"))
     await gate.wait_entered()
@@ -572,7 +568,7 @@ async def test_chunks_that_would_begin_after_the_deadline_are_dropped(within_s: 
 
 async def test_a_running_chunk_outlives_its_deadline() -> None:
     device = HostDevice(asyncio.get_running_loop(), 1, MIB)
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src, dst, results = noise(2 * MIB), np.zeros(2 * MIB, np.uint8), Results()
     submit(device, copies_of(src, dst, 2), results.done("a"), within_s=0.05)
     await gate.wait_entered()
@@ -588,7 +584,7 @@ async def test_a_running_chunk_outlives_its_deadline() -> None:
 
 async def test_a_late_loop_does_not_extend_the_deadline() -> None:
     device = HostDevice(asyncio.get_running_loop(), 1, MIB)
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     gate.open.set()
     src, dst, results = noise(MIB), np.zeros(MIB, np.uint8), Results()
     submit(device, copies_of(src, dst), results.done("late"), within_s=-1.0)
@@ -612,7 +608,7 @@ async def test_one_failing_chunk_fails_the_copy_and_no_other() -> None:
 
 
 async def test_close_cancels_waits_and_tells_the_truth(device: HostDevice) -> None:
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src, dst, results = noise(MIB // 2), np.zeros(MIB // 2, np.uint8), Results()
     for name in ("a", "b", "c"):
         submit(device, copies_of(src, dst), results.done(name), Direction.STORE)
@@ -633,7 +629,7 @@ async def test_close_cancels_waits_and_tells_the_truth(device: HostDevice) -> No
 async def test_busy_s_is_the_age_of_the_oldest_chunk(device: HostDevice) -> None:
     now = asyncio.get_running_loop().time
     assert device.busy_s(now() + 50) == 0
-    device.mover = gate = Gate()
+    device.mover = gate = GatedMover()
     src, dst, results = noise(4096), np.zeros(4096, np.uint8), Results()
     submit(device, copies_of(src, dst), results.done("a"))
     await gate.wait_entered()
@@ -656,7 +652,7 @@ async def test_busy_s_is_the_age_of_the_oldest_chunk(device: HostDevice) -> None
 @pytest.mark.parametrize("urgent", [False, True])
 async def test_an_engine_does_not_wait_for_all_that_another_has_queued(urgent: bool) -> None:
     """Whatever the chunks' size is set to: only a turn of each goes before."""
-    device, results, gate = HostDevice(asyncio.get_running_loop(), 1, 1 << 30), Results(), Gate()
+    device, results, gate = HostDevice(asyncio.get_running_loop(), 1, 1 << 30), Results(), GatedMover()
     device.mover = gate
     theirs, mine, out = noise(3 * TURN_BYTES), noise(4 * MIB), np.zeros(3 * TURN_BYTES + 4 * MIB, np.uint8)
     for number in range(100):
@@ -675,7 +671,7 @@ async def test_an_engine_does_not_wait_for_all_that_another_has_queued(urgent: b
 
 
 async def test_how_long_a_chunk_of_a_copy_runs() -> None:
-    device, results, gate = HostDevice(asyncio.get_running_loop(), 1, MIB), Results(), Gate()
+    device, results, gate = HostDevice(asyncio.get_running_loop(), 1, MIB), Results(), GatedMover()
     device.mover = gate
     src, dst = noise(MIB), np.zeros(MIB, np.uint8)
     copy = submit(device, copies_of(src, dst), results.done("a"))
@@ -718,7 +714,7 @@ class SlowHoles(Holes):
 
 
 async def test_copies_of_another_user_that_do_not_end_keep_nobody_else_waiting() -> None:
-    device, results, gate = HostDevice(asyncio.get_running_loop(), 2, MIB), Results(), Gate()
+    device, results, gate = HostDevice(asyncio.get_running_loop(), 2, MIB), Results(), GatedMover()
     device.admit(FOREIGN_UID)
     src, dst = noise(MIB), np.zeros(MIB, np.uint8)
     plain, device.mover = device.mover, gate
@@ -776,7 +772,7 @@ async def test_memory_of_another_user_that_can_not_be_mapped_keeps_nobody_else_w
 async def test_a_mapping_that_takes_long_is_no_reason_to_refuse(
     monkeypatch: pytest.MonkeyPatch, uid: int, slow: int
 ) -> None:
-    """To end one of hundreds of GiB does, while the engine that had it comes back."""
+    """Ending one of hundreds of GiB takes long, while the engine that had it comes back."""
     monkeypatch.setattr(host, "MAP_STUCK_S", 0.0)
     holes = SlowHoles(8192)
     device = HostDevice(asyncio.get_running_loop(), 1, MIB, holes=holes)
@@ -819,7 +815,7 @@ async def test_what_waits_to_be_mapped_or_unmapped_when_the_device_is_closed() -
 
 
 async def test_a_user_without_threads_is_not_half_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the threads that were made none is left."""
+    """None of the threads that were made is left."""
     device = HostDevice(asyncio.get_running_loop(), 2, MIB)
     start, left = threading.Thread.start, [3]
 

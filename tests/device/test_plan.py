@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.errors import BlockIdError, ExtentError, LimitError, UsageError
-from kvoffloadd.model import NO_BLOCK, Ref
+from kvoffloadd.model import NO_BLOCK, Ref, U32Array, U64Array
 from tests.device.memory import same_array, u64
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffloadd.model import U32Array, U64Array
 
 Bytes = dict[int, int]
 """Payload address -> memory address, byte by byte."""

@@ -24,7 +24,7 @@ SOON_S = 60.0
 OURS, THEIRS = 0, 4001
 
 
-class Scene:
+class SignalScene:
     """Signals with eight words, and what was told."""
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class Scene:
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
-    made = Scene()
+async def scene() -> AsyncIterator[SignalScene]:
+    made = SignalScene()
     yield made
     made.signals.close()
     await asyncio.sleep(0)
 
 
-async def test_what_has_come_is_told_at_once_but_not_within_the_call(scene: Scene) -> None:
+async def test_what_has_come_is_told_at_once_but_not_within_the_call(scene: SignalScene) -> None:
     scene.words[0] = 7
     scene.wait(0, 7)
     assert scene.told == []
@@ -63,7 +63,9 @@ async def test_what_has_come_is_told_at_once_but_not_within_the_call(scene: Scen
 
 
 @pytest.mark.parametrize("where", ["read_words", "_Snapshot"])
-async def test_a_look_without_memory_is_made_again(scene: Scene, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+async def test_a_look_without_memory_is_made_again(
+    scene: SignalScene, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     """Nobody's waits end with the thread that looks, and a wait that is given up meanwhile has its end."""
     tried, more = threading.Semaphore(0), threading.Event()
 
@@ -89,7 +91,7 @@ async def test_a_look_without_memory_is_made_again(scene: Scene, monkeypatch: py
     assert scene.told == [(1, Outcome.DONE)]
 
 
-async def test_waits_end_in_the_order_of_their_signals(scene: Scene) -> None:
+async def test_waits_end_in_the_order_of_their_signals(scene: SignalScene) -> None:
     for word in range(4):
         scene.wait(word, 1)
     for word in (2, 0, 3, 1):
@@ -98,7 +100,7 @@ async def test_waits_end_in_the_order_of_their_signals(scene: Scene) -> None:
     assert [word for word, _ in scene.told] == [2, 0, 3, 1]
 
 
-async def test_a_value_below_is_no_signal_and_one_above_is(scene: Scene) -> None:
+async def test_a_value_below_is_no_signal_and_one_above_is(scene: SignalScene) -> None:
     scene.wait(0, 10)
     scene.words[0] = 9
     await asyncio.sleep(0.05)
@@ -107,7 +109,7 @@ async def test_a_value_below_is_no_signal_and_one_above_is(scene: Scene) -> None
     await scene.until(1)
 
 
-class Gate:
+class GatedReader:
     """Reads words once it is open; `looks` counts those that have begun, `read` what they name. `only`: the address
     of a word without which a look need not wait.
     """
@@ -133,13 +135,13 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate(monkeypatch)
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedReader]:
+    made = GatedReader(monkeypatch)
     yield made
     made.open.set()
 
 
-async def test_a_page_that_can_t_be_read_keeps_nobody_waiting(gate: Gate, scene: Scene) -> None:
+async def test_a_page_that_can_t_be_read_keeps_nobody_waiting(gate: GatedReader, scene: SignalScene) -> None:
     """It is being punched out: the thread waits, the loop goes on, with waits, cancels and the end."""
     first, second = scene.wait(0, 1), scene.wait(1, 1)
     await gate.until(1)
@@ -155,7 +157,7 @@ async def test_a_page_that_can_t_be_read_keeps_nobody_waiting(gate: Gate, scene:
     assert second.done is not None
 
 
-async def test_a_page_of_another_user_keeps_nobody_else_waiting(gate: Gate, scene: Scene) -> None:
+async def test_a_page_of_another_user_keeps_nobody_else_waiting(gate: GatedReader, scene: SignalScene) -> None:
     """The user's own thread waits; all others have theirs, and see their words meanwhile."""
     scene.signals.admit(THEIRS)
     gate.only = scene.words.ctypes.data
@@ -177,7 +179,7 @@ async def test_a_page_of_another_user_keeps_nobody_else_waiting(gate: Gate, scen
     assert set(scene.told) == {(0, Outcome.CANCELLED), (3, Outcome.DONE)}
 
 
-async def test_the_end_during_a_look(gate: Gate, scene: Scene) -> None:
+async def test_the_end_during_a_look(gate: GatedReader, scene: SignalScene) -> None:
     scene.wait(0, 1)
     await gate.until(1)
     scene.signals.close()
@@ -189,9 +191,9 @@ async def test_the_end_during_a_look(gate: Gate, scene: Scene) -> None:
 
 
 async def test_a_cancelled_wait_says_nothing_and_reads_nothing(
-    gate: Gate, scene: Scene, monkeypatch: pytest.MonkeyPatch
+    gate: GatedReader, scene: SignalScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two looks."""
+    """It is cancelled between two looks."""
     monkeypatch.setattr(signals, "_pause_s", lambda *_: SOON_S)
     gate.open.set()
     wait = scene.wait(0, 1)
@@ -209,7 +211,7 @@ async def test_a_cancelled_wait_says_nothing_and_reads_nothing(
     assert not scene.signals.cancel(wait)
 
 
-async def test_a_wait_that_is_over_can_not_be_cancelled(scene: Scene) -> None:
+async def test_a_wait_that_is_over_can_not_be_cancelled(scene: SignalScene) -> None:
     scene.words[0] = 1
     wait = scene.wait(0, 1)
     await scene.until(1)
@@ -218,7 +220,9 @@ async def test_a_wait_that_is_over_can_not_be_cancelled(scene: Scene) -> None:
     assert len(scene.signals) == 0
 
 
-async def test_a_new_wait_is_looked_at_at_once(gate: Gate, scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_wait_is_looked_at_at_once(
+    gate: GatedReader, scene: SignalScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However long the thread would have paused for those before it."""
     monkeypatch.setattr(signals, "_pause_s", lambda *_: 10 * SOON_S)
     gate.open.set()
@@ -230,7 +234,7 @@ async def test_a_new_wait_is_looked_at_at_once(gate: Gate, scene: Scene, monkeyp
     assert scene.told == [(1, Outcome.DONE)]
 
 
-async def test_close_cancels_and_refuses(scene: Scene) -> None:
+async def test_close_cancels_and_refuses(scene: SignalScene) -> None:
     scene.wait(0, 1)
     scene.signals.close()
     await scene.until(1)
@@ -239,7 +243,7 @@ async def test_close_cancels_and_refuses(scene: Scene) -> None:
         scene.wait(0, 1)
 
 
-async def test_many_waits(scene: Scene, seed: int) -> None:
+async def test_many_waits(scene: SignalScene, seed: int) -> None:
     rng = np.random.default_rng(seed)
     for _ in range(500):
         scene.wait(int(rng.integers(0, 8)), int(rng.integers(1, 50)))
@@ -251,7 +255,7 @@ async def test_many_waits(scene: Scene, seed: int) -> None:
     assert all(outcome is Outcome.DONE for _, outcome in scene.told)
 
 
-async def test_many_words_and_many_waits_for_each(scene: Scene, seed: int) -> None:
+async def test_many_words_and_many_waits_for_each(scene: SignalScene, seed: int) -> None:
     """Words come and go while others are waited for: each wait ends with its own value, cancelled ones never."""
     rng = np.random.default_rng(seed)
     scene.words = np.zeros(300, np.uint64)
@@ -271,7 +275,9 @@ async def test_many_words_and_many_waits_for_each(scene: Scene, seed: int) -> No
     assert len(scene.told) == 200 + len(other)
 
 
-async def test_a_word_is_read_once_however_many_wait_for_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_word_is_read_once_however_many_wait_for_it(
+    scene: SignalScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
 
     def counting(addresses: U64Array) -> tuple[U64Array, BoolArray]:
@@ -290,7 +296,7 @@ async def test_a_word_is_read_once_however_many_wait_for_it(scene: Scene, monkey
     assert set(read) <= {1, 4, 5}
 
 
-async def test_what_ends_at_once_is_told_over_several_turns(scene: Scene) -> None:
+async def test_what_ends_at_once_is_told_over_several_turns(scene: SignalScene) -> None:
     turns = 0
 
     def turn() -> None:
@@ -318,7 +324,7 @@ async def test_what_ends_at_once_is_told_over_several_turns(scene: Scene) -> Non
     assert turns > 10, "others had their turns in between"
 
 
-async def test_nothing_of_a_wait_that_is_over_is_kept(scene: Scene) -> None:
+async def test_nothing_of_a_wait_that_is_over_is_kept(scene: SignalScene) -> None:
     class Job:
         def done(self, outcome: Outcome) -> None:
             over.append(outcome)

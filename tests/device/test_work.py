@@ -78,7 +78,7 @@ def test_a_mask_leaves_payloads_out(some: list[BlockList], data: st.DataObject) 
 
 
 def payloads_of(some: list[BlockList]) -> list[tuple[int, ...]]:
-    """Of each payload, in order, the memory address of each of its bytes."""
+    """Returns, for each payload, in order, the memory address of each of its bytes."""
     found = []
     for one in some:
         for key, column, address in zip(one.keys, one.columns, one.addresses, strict=True):
@@ -91,7 +91,7 @@ def payloads_of(some: list[BlockList]) -> list[tuple[int, ...]]:
 
 
 def hashed_bytes(copies: Copies, firsts: dict[int, int]) -> dict[int, tuple[int, ...]]:
-    """Of each payload, by its number, the source addresses in the order in which they are hashed."""
+    """Returns, for each payload, by its number, the source addresses in the order in which they are hashed."""
     assert isinstance(copies, PayloadCopies)
     assert len(copies.counts) == len(copies.digests)
     ends, found = np.cumsum(copies.counts).astype(int), {}

@@ -357,7 +357,7 @@ def test_disk_roots(host: Host, tmp_path: Path) -> None:
 
 
 def test_a_directory_with_other_things_is_not_to_be_taken_from_others(host: Host, tmp_path: Path) -> None:
-    """As /, for one."""
+    """One example is the directory /."""
 
     def remedy(path: Path) -> str:
         return next(places.check_disks(chosen(disk__roots=f'[{{path="{path}", capacity="8MiB"}}]').disk, host)).remedy

@@ -165,7 +165,7 @@ def records(root: Path) -> dict[bytes, Record]:
 
 
 def records_of(root: Path, keys: Keys) -> list[Record]:
-    """Of each of the keys."""
+    """Returns the record of each of the keys."""
     known = records(root)
     return [known[key.tobytes()] for key in keys]
 
@@ -183,7 +183,7 @@ class Switch:
         self.path = folder / "switch"
 
     def set(self, *lines: str) -> None:
-        """From now on these, and no others."""
+        """Plants these faults, and no others, from now on."""
         new = self.path.with_suffix(".new")
         new.write_text("\n".join(lines), encoding="utf-8")
         new.replace(self.path)

@@ -143,7 +143,7 @@ class Rank:
         self._place.publish()
 
     def fill_late(self, group: int, keys: Keys, blocks: np.ndarray[Any, Any], delay_s: float) -> None:
-        """As `fill`, but the GPU's stream does so after a delay; returns at once."""
+        """Does what `fill` does, but in the GPU's stream after a delay; returns at once."""
         self._look()
         for place, expected in self._places(group, keys, blocks):
             place[:] = expected
@@ -222,7 +222,7 @@ class Rank:
         return str(result.outcome) == "done" and self.wrong(group, keys, blocks) == 0
 
     def states(self, keys: Keys, group: int = 0) -> list[int]:
-        """Of each key, as a lookup tells."""
+        """Returns the state of each key, as a lookup answers it."""
         found: list[int] = self.client.lookup({group: keys}).states[0].tolist()
         return found
 

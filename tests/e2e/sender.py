@@ -31,7 +31,7 @@ def blocks_of_one(number: int) -> list[dict[str, object]]:
 
 
 def fields(scene: Scene, kind: str, number: int, lease: str = "") -> dict[str, Any]:
-    """Of a request of this kind."""
+    """Returns the fields of a request of this kind."""
     if kind == "release":
         return {"lease": int(lease)}
     if kind == "store":

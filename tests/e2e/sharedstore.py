@@ -20,13 +20,13 @@ _PATIENT = {
 
 
 def patient(engine: str, more: Mapping[str, str]) -> list[str]:
-    """Of a daemon that uses a store through this engine, as "section.key=value": the machine may be busy, so that no
-    deadline is near unless `more` says otherwise.
+    """Returns the settings of a daemon that uses a store through this engine, as "section.key=value": the machine may
+    be busy, so that no deadline is near unless `more` says otherwise.
     """
     return [f"{name}={value}" for name, value in ({"remote.engine": engine} | _PATIENT | dict(more)).items()]
 
 
-class Store:
+class SharedStore:
     """The directory of engine "memory", and the faults of each daemon's agent."""
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Store:
         self.folder = folder
 
     def settings(self, *more: str) -> list[str]:
-        """Of a daemon that uses it. Generous deadlines: the machine may be busy."""
+        """Returns the settings of a daemon that uses it. Generous deadlines: the machine may be busy."""
         here = {"remote.directory": str(self.path)} | dict(setting.split("=", 1) for setting in more)
         return patient("memory", here)
 

@@ -81,8 +81,8 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-class Held:
-    """Within `with held:` what is meant waits between two of its turns."""
+class HeldSteps:
+    """Makes requests wait between two of their turns while it is entered."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,7 +116,7 @@ class Held:
         return self._held.exists() and self._held.stat().st_size == self.path.stat().st_size + 1
 
 
-def program(ends: Held, requests: Held) -> tuple[str, str]:
+def program(ends: HeldSteps, requests: HeldSteps) -> tuple[str, str]:
     """`kvoffloadd` with such turns, for `Daemon`. `ends`: holds stores that are committed or freed; `requests`: holds
     what is reserved, and leases that end. Both may hold once.
     """

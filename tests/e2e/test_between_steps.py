@@ -23,7 +23,7 @@ from scripts.harness.wait import throughout
 from tests.e2e.daemons import make_daemon
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.e2e.sender import asked_of, blocks_of_one, fields
-from tests.e2e.steps import STEP, Held, program
+from tests.e2e.steps import STEP, HeldSteps, program
 from tests.server.scene import Scene
 
 pytestmark = pytest.mark.slow
@@ -50,19 +50,19 @@ def folder() -> Path:
 
 
 @pytest.fixture
-def ends(folder: Path) -> Held:
+def ends(folder: Path) -> HeldSteps:
     """Holds stores that are committed or freed."""
-    return Held(folder / "ends")
+    return HeldSteps(folder / "ends")
 
 
 @pytest.fixture
-def requests(folder: Path) -> Held:
+def requests(folder: Path) -> HeldSteps:
     """Holds what is reserved, and leases that end."""
-    return Held(folder / "requests")
+    return HeldSteps(folder / "requests")
 
 
 @pytest.fixture
-def make(folder: Path, ends: Held, requests: Held) -> Iterator[Make]:
+def make(folder: Path, ends: HeldSteps, requests: HeldSteps) -> Iterator[Make]:
     """A daemon that can be held, with a memory file; audited and stopped at the end, if it lives."""
     made: list[Daemon] = []
 
@@ -90,7 +90,7 @@ class Sender:
         return self._tell(f"ask {kind}")
 
     def begin(self, kind: str, lease: int = 0) -> None:
-        """Without waiting for the reply."""
+        """Begins a request without waiting for the reply."""
         self._tell(f"begin {kind} {lease}")
 
     def kill(self) -> None:
@@ -114,7 +114,7 @@ class Sender:
 
 
 def count(daemon: Daemon, name: str) -> int:
-    """Of what the cache counts since its start."""
+    """Returns a counter of the cache since its start."""
     return int(daemon.status()["cache"][name])
 
 
@@ -132,7 +132,7 @@ def begun(daemon: Daemon, name: str) -> None:
 
 
 def nothing_left(daemon: Daemon) -> bool:
-    """Of the victim: no job, no lease, no memory, no session."""
+    """Returns whether nothing is left of the victim: no job, no lease, no memory, no session."""
     status = daemon.status()
     leases = sum(used.get("leases", 0) for used in status["accounts"].values())
     return not (status["running"]["jobs"] or leases or daemon.mapped("victim"))
@@ -150,7 +150,7 @@ def kill(daemon: Daemon, victim: subprocess.Popen[str]) -> None:
 # --- a worker is killed ----------------------------------------------------------------------------------------------
 
 
-def test_a_worker_killed_while_its_store_is_committed(make: Make, spawn: Spawn, ends: Held, keys: Keys) -> None:
+def test_a_worker_killed_while_its_store_is_committed(make: Make, spawn: Spawn, ends: HeldSteps, keys: Keys) -> None:
     """All bytes had been copied, so all keys are kept, and are right; nothing else of the worker is."""
     daemon = make()
     bystander = daemon.welcome(Rank(daemon.socket, num_blocks=KEYS))
@@ -166,7 +166,7 @@ def test_a_worker_killed_while_its_store_is_committed(make: Make, spawn: Spawn, 
     assert count(daemon, "parts_sealed") == KEYS
 
 
-def test_a_worker_killed_while_its_failed_store_is_freed(make: Make, spawn: Spawn, ends: Held, keys: Keys) -> None:
+def test_a_worker_killed_while_its_failed_store_is_freed(make: Make, spawn: Spawn, ends: HeldSteps, keys: Keys) -> None:
     daemon = make(faults="fail_every=1")
     bystander = daemon.welcome(Rank(daemon.socket))
     with ends:
@@ -179,7 +179,7 @@ def test_a_worker_killed_while_its_failed_store_is_freed(make: Make, spawn: Spaw
     assert daemon.status()["memory"]["used_bytes"] == 0
 
 
-def test_a_goodbye_while_a_store_is_committed(make: Make, ends: Held) -> None:
+def test_a_goodbye_while_a_store_is_committed(make: Make, ends: HeldSteps) -> None:
     """It is answered behind the store's end, of which the worker is told."""
     daemon = make()
     scene = Scene(daemon, "goodbye")
@@ -199,8 +199,8 @@ def test_a_goodbye_while_a_store_is_committed(make: Make, ends: Held) -> None:
 # --- a clear ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_clear_while_a_store_is_committed(make: Make, ends: Held) -> None:
-    """To the worker the store was still running: what was committed before the clear is not there either."""
+def test_a_clear_while_a_store_is_committed(make: Make, ends: HeldSteps) -> None:
+    """The worker saw the store as running: what was committed before the clear is not there either."""
     daemon = make()
     scene = Scene(daemon, "clear")
     before, job = count(daemon, "parts_committed"), scene.new_job()
@@ -221,7 +221,7 @@ def test_a_clear_while_a_store_is_committed(make: Make, ends: Held) -> None:
 
 @pytest.mark.parametrize("drain_s", [600, 0.05], ids=["drains", "drains no longer"])
 def test_a_daemon_that_is_stopped_while_a_store_is_committed(
-    make: Make, ends: Held, keys: Keys, drain_s: float
+    make: Make, ends: HeldSteps, keys: Keys, drain_s: float
 ) -> None:
     """The worker is told of the store's end, and the next daemon has all of it."""
     daemon = make(f"server.drain_s={drain_s}")
@@ -243,7 +243,7 @@ def test_a_daemon_that_is_stopped_while_a_store_is_committed(
     assert rank.loads_right(keys)
 
 
-def test_a_daemon_that_is_stopped_while_a_failed_store_is_freed(make: Make, ends: Held, keys: Keys) -> None:
+def test_a_daemon_that_is_stopped_while_a_failed_store_is_freed(make: Make, ends: HeldSteps, keys: Keys) -> None:
     daemon = make(faults="fail_every=1")
     rank = daemon.welcome(Rank(daemon.socket, num_blocks=KEYS, reconnect=False))
     with ends:
@@ -258,7 +258,7 @@ def test_a_daemon_that_is_stopped_while_a_failed_store_is_freed(make: Make, ends
     assert (count(daemon, "keys_adopted"), daemon.status()["memory"]["used_bytes"]) == (0, 0)
 
 
-def test_a_daemon_that_is_killed_while_a_store_is_committed(make: Make, ends: Held, keys: Keys) -> None:
+def test_a_daemon_that_is_killed_while_a_store_is_committed(make: Make, ends: HeldSteps, keys: Keys) -> None:
     """The worker was not told that anything is stored, and the next daemon has none of it."""
     daemon = make()
     rank = daemon.welcome(Rank(daemon.socket, num_blocks=KEYS, reconnect=False))
@@ -277,11 +277,11 @@ def test_a_daemon_that_is_killed_while_a_store_is_committed(make: Make, ends: He
 
 
 def charged(daemon: Daemon) -> int:
-    """For leases."""
+    """Returns what leases are charged."""
     return in_use(daemon).get("leases", 0)
 
 
-def test_a_lease_that_two_sessions_release(make: Make, requests: Held) -> None:
+def test_a_lease_that_two_sessions_release(make: Make, requests: HeldSteps) -> None:
     """The second finds some of it left. The first is killed before it is answered: its release goes on all the same."""
     daemon = make()
     scene = Scene(daemon, "two releases")
@@ -302,7 +302,7 @@ def test_a_lease_that_two_sessions_release(make: Make, requests: Held) -> None:
     assert scene.peer.ok("lookup", groups=asked_of(KEYS))["states"] == [bytes(KEYS)]
 
 
-def test_a_release_whose_sender_is_killed_goes_on(make: Make, requests: Held) -> None:
+def test_a_release_whose_sender_is_killed_goes_on(make: Make, requests: HeldSteps) -> None:
     """The lease is the instance's, which lives."""
     daemon = make()
     scene = Scene(daemon, "released")
@@ -318,7 +318,7 @@ def test_a_release_whose_sender_is_killed_goes_on(make: Make, requests: Held) ->
 
 
 @pytest.mark.parametrize("kind", ["pin", "reserve"])
-def test_an_instance_that_is_killed_while_its_lease_is_released(make: Make, requests: Held, kind: str) -> None:
+def test_an_instance_that_is_killed_while_its_lease_is_released(make: Make, requests: HeldSteps, kind: str) -> None:
     """What is left of it is also the instance's end to release, and each row and slot goes once."""
     daemon = make()
     scene = Scene(daemon, "release and end")
@@ -340,7 +340,7 @@ def test_an_instance_that_is_killed_while_its_lease_is_released(make: Make, requ
     assert scene.peer.ok("lookup", groups=asked_of(KEYS))["states"] == [bytes([int(kind == "pin")]) * KEYS]
 
 
-def test_a_daemon_that_is_stopped_while_a_lease_is_released(make: Make, requests: Held) -> None:
+def test_a_daemon_that_is_stopped_while_a_lease_is_released(make: Make, requests: HeldSteps) -> None:
     daemon = make()
     scene = Scene(daemon, "release and stop")
     lease = scene.peer.ok("reserve", groups=asked_of(KEYS))["lease"]
@@ -357,7 +357,7 @@ def test_a_daemon_that_is_stopped_while_a_lease_is_released(make: Make, requests
 
 
 @pytest.mark.parametrize("kind", ["store", "reserve"])
-def test_a_session_that_is_killed_while_its_request_is_admitted(make: Make, requests: Held, kind: str) -> None:
+def test_a_session_that_is_killed_while_its_request_is_admitted(make: Make, requests: HeldSteps, kind: str) -> None:
     """Whatever it had reserved by then is free, and nothing is charged for it."""
     daemon = make()
     scene = Scene(daemon, "admitted")
@@ -374,7 +374,7 @@ def test_a_session_that_is_killed_while_its_request_is_admitted(make: Make, requ
 
 
 @pytest.mark.parametrize("kind", ["store", "reserve"])
-def test_a_daemon_that_is_stopped_while_a_request_is_admitted(make: Make, requests: Held, kind: str) -> None:
+def test_a_daemon_that_is_stopped_while_a_request_is_admitted(make: Make, requests: HeldSteps, kind: str) -> None:
     daemon = make()
     scene = Scene(daemon, "admitted")
     with requests:
@@ -385,7 +385,7 @@ def test_a_daemon_that_is_stopped_while_a_request_is_admitted(make: Make, reques
     assert daemon.says("draining: 0 jobs")
 
 
-def one_step(daemon: Daemon, requests: Held) -> None:
+def one_step(daemon: Daemon, requests: HeldSteps) -> None:
     """Wait until one step of a request has been reserved, beside what `Scene` has stored."""
     requests.pass_until(lambda: count(daemon, "parts_reserved") > 4)
     assert count(daemon, "parts_reserved") == 4 + LAST
@@ -407,7 +407,7 @@ def finding(daemon: Daemon) -> None:
     assert daemon.verify() == ()
 
 
-def test_a_session_that_is_killed_while_its_load_is_found(make: Make, requests: Held) -> None:
+def test_a_session_that_is_killed_while_its_load_is_found(make: Make, requests: HeldSteps) -> None:
     """Nothing is held for it any more, and nothing charged."""
     daemon = make()
     scene = Scene(daemon, "found")
@@ -423,7 +423,7 @@ def test_a_session_that_is_killed_while_its_load_is_found(make: Make, requests: 
     assert scene.peer.ok("lookup", groups=asked_of(KEYS))["states"] == [b"\1" * KEYS]
 
 
-def test_a_clear_while_a_load_is_found(make: Make, requests: Held) -> None:
+def test_a_clear_while_a_load_is_found(make: Make, requests: HeldSteps) -> None:
     """It loads nothing of what was cleared, found before or not."""
     daemon = make()
     scene = Scene(daemon, "found and cleared")
@@ -441,7 +441,7 @@ def test_a_clear_while_a_load_is_found(make: Make, requests: Held) -> None:
     assert daemon.status()["memory"]["used_bytes"] == 0
 
 
-def test_a_daemon_that_is_stopped_while_a_load_is_found(make: Make, requests: Held) -> None:
+def test_a_daemon_that_is_stopped_while_a_load_is_found(make: Make, requests: HeldSteps) -> None:
     daemon = make()
     scene = Scene(daemon, "found")
     stored(scene)

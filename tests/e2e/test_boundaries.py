@@ -40,7 +40,7 @@ def held(rank: Rank, group: int, keys: Keys, which: list[int]) -> None:
 
 
 def boundaries(rank: Rank, wanted: dict[int, Keys], first: int | dict[int, int] = 0) -> list[int]:
-    """In keys of TOKENS tokens."""
+    """Returns the boundaries in keys of TOKENS tokens."""
     found: list[int] = rank.client.lookup(wanted, first).boundaries.tolist()
     assert all(tokens % TOKENS == 0 for tokens in found)
     return [tokens // TOKENS for tokens in found]

@@ -18,7 +18,7 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk_settings, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.e2e.test_remote import ready, remote, states
 
 pytestmark = pytest.mark.slow
@@ -28,8 +28,8 @@ HIT, MISS = KeyState.HIT, KeyState.MISS
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+def store(tmp_path: Path) -> SharedStore:
+    return SharedStore(tmp_path)
 
 
 @pytest.fixture
@@ -45,11 +45,11 @@ def rank_in(daemon: Daemon, model: str) -> Rank:
     return rank
 
 
-def pointers(store: Store) -> set[Path]:
+def pointers(store: SharedStore) -> set[Path]:
     return {path for path in store.small() if path.name.endswith("%2Fera")}
 
 
-def put(store: Store, name: str, value: bytes) -> None:
+def put(store: SharedStore, name: str, value: bytes) -> None:
     (store.path / quote(name, safe="")).write_bytes(value)
 
 
@@ -61,7 +61,7 @@ def forged(fingerprint: bytes, generation: int, identity: bytes) -> bytes:
 
 @pytest.mark.parametrize("how", ["a folder", "too large", "damaged"])
 def test_a_pointer_that_cannot_be_read_hides_no_other_clear(
-    start_daemon: Start, store: Store, keys: Keys, how: str
+    start_daemon: Start, store: SharedStore, keys: Keys, how: str
 ) -> None:
     """Its own namespace may lose hits; all the others hear of their clears."""
     here, there = start_daemon(*store.settings("remote.push=never")), start_daemon(*store.settings("remote.push=never"))
@@ -91,7 +91,7 @@ def test_a_pointer_that_cannot_be_read_hides_no_other_clear(
 
 @pytest.mark.parametrize("runs", [False, True], ids=["before the start", "after the start"])
 def test_what_a_disk_keeps_does_not_outlive_a_clear_elsewhere(
-    start_daemon: Start, store: Store, keys: Keys, *, runs: bool
+    start_daemon: Start, store: SharedStore, keys: Keys, *, runs: bool
 ) -> None:
     """The engine has gone. Of a clear before its daemon's start nothing is served from the first request on; of one
     after that, when the daemon has heard of it.
@@ -128,7 +128,7 @@ def test_what_a_disk_keeps_does_not_outlive_a_clear_elsewhere(
     ("generation", "identity"), [(0, b"\xff" * 8), ((1 << 53) - 1, bytes(8)), ((1 << 62) - 1, bytes(8))]
 )
 def test_small_objects_of_others_end_no_daemon_and_empty_no_disk(
-    start_daemon: Start, store: Store, keys: Keys, generation: int, identity: bytes
+    start_daemon: Start, store: SharedStore, keys: Keys, generation: int, identity: bytes
 ) -> None:
     """The last numbers that there are, with the right checksum and a marker. `generation`: 0 for that which counts."""
     root = store.folder / "root"

@@ -154,7 +154,7 @@ def test_memory_that_is_taken_over_is_served_to_those_alike(start_daemon: Start,
 
 
 def restart(daemon: Daemon, *, kill: bool = False) -> None:
-    """Without the sessions that it had."""
+    """Restarts the daemon without the sessions that it had."""
     daemon.leave_guests()
     if kill:
         daemon.kill()

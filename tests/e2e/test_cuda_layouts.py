@@ -52,7 +52,7 @@ CASES = [(model, layout) for model, layouts in MODELS.items() for layout in layo
 
 @functools.cache
 def geometries(model: str) -> dict[str, PlannedGeometry]:
-    """By layout. Two ranks have parts of what has heads or states."""
+    """Returns geometries by layout. Two ranks have parts of what has heads or states."""
     config = named(model)
     if model == STATES:  # as many again: two of its attention layers share a page
         config = replace(config, kinds=config.kinds * 2)
@@ -91,7 +91,7 @@ class Share(NamedTuple):
         return Share(self.keys[order], self.contents[order], self.loaded, self.stored[rng.permutation(len(order))])
 
 
-class Worker:
+class GpuRank:
     """A rank of a model, on a GPU."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Worker:
         return outcome
 
     def shuffle(self, rng: np.random.Generator) -> None:
-        """From now on keys are loaded in another order, to the blocks that they were stored from."""
+        """Chooses another order in which keys are loaded from now on, to the blocks that they were stored from."""
         self.shares = {group: share.shuffled(rng) for group, share in self.shares.items()}
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ def _as_in(shape: GroupShape, group: Group) -> Group:
 
 
 def _ids(blocks: I64Array) -> I64Array:
-    """As jobs name them."""
+    """Returns ids as jobs name them."""
     return blocks[:, 0] if blocks.shape[1] == 1 else blocks
 
 
@@ -189,7 +189,7 @@ def test_bytes_are_right(forced: tuple[str, Daemon], model: str, layout: str, ki
     rng = np.random.default_rng(seed)
     geometry = odd() if model == ODD else geometries(model)[layout]
     workers = [
-        daemon.welcome(Worker(daemon.socket, geometry, number, layout, kind, rng)) for number in range(geometry.ranks)
+        daemon.welcome(GpuRank(daemon.socket, geometry, number, layout, kind, rng)) for number in range(geometry.ranks)
     ]
     before = counted(daemon.status())
     assert [worker.store() for worker in workers] == [Outcome.DONE] * geometry.ranks

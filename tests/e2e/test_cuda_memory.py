@@ -178,7 +178,7 @@ with Client(sys.argv[1], namespace=NamespaceSpec(model="chunks"), deadline_s=40.
 
 
 def test_three_thousand_chunks(daemon: Daemon) -> None:
-    """In a process of its own, which sees a larger GPU."""
+    """It runs in a separate process, which sees a larger GPU."""
     environment = {**os.environ, **softcuda.environment(memory_bytes=16 << 30), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", _THREE_THOUSAND, str(daemon.socket)],
@@ -393,7 +393,9 @@ def test_after_a_warm_restart_hits_do_not_wait_for_pinning(start_daemon: Start, 
 
 
 def test_pieces_that_hold_the_drivers_lock_let_others_in_between(start_daemon: Start, seed: int) -> None:
-    """As page-locking does: all of it takes longer than a call may, but no call waits for more than a piece or two."""
+    """Page-locking does this: all of it takes longer than a call may, but no call waits for more
+    than a piece or two.
+    """
     pace = {**SLOWLY, "faults": "register_holds_lock"}
     daemon = start_daemon("cuda.pin_bytes=4MiB", f"cuda.stuck_s={4 * UNREGISTERED_PIECE_S}", driver=pace)
     rank, other = rank_of(daemon, where=ONE), rank_of(daemon, where=HOST)

@@ -17,7 +17,7 @@ LATE_S = 0.25
 JITTER = {"faults": "jitter_ns=300000,read_early"}
 
 
-class Late:
+class OrderedRank:
     """A rank, and keys in blocks of it."""
 
     def __init__(self, daemon: Daemon, seed: int) -> None:
@@ -33,11 +33,11 @@ class Late:
 
 
 @pytest.fixture
-def late(daemon: Daemon, seed: int) -> Late:
-    return Late(daemon, seed)
+def late(daemon: Daemon, seed: int) -> OrderedRank:
+    return OrderedRank(daemon, seed)
 
 
-def test_a_store_that_ignores_the_signal_stores_what_was_there_before(late: Late) -> None:
+def test_a_store_that_ignores_the_signal_stores_what_was_there_before(late: OrderedRank) -> None:
     late.rank.fill_late(0, late.keys, late.blocks, LATE_S)
     ready = late.timeline.signal()
     late.rank.wait(late.rank.client.store(late.rank.registration, late.wanted))
@@ -47,7 +47,7 @@ def test_a_store_that_ignores_the_signal_stores_what_was_there_before(late: Late
     assert late.wrong_when_all_is_done() > 0.9 * KEYS * 4096
 
 
-def test_a_store_waits_for_the_late_write(late: Late) -> None:
+def test_a_store_waits_for_the_late_write(late: OrderedRank) -> None:
     late.rank.fill_late(0, late.keys, late.blocks, LATE_S)
     ready = late.timeline.signal()
     assert late.rank.wait(late.rank.client.store(late.rank.registration, late.wanted, ready=ready)).outcome == "done"
@@ -55,14 +55,14 @@ def test_a_store_waits_for_the_late_write(late: Late) -> None:
     assert late.rank.loads_right(late.keys)
 
 
-def test_a_load_that_ignores_the_signal_is_overwritten(late: Late) -> None:
+def test_a_load_that_ignores_the_signal_is_overwritten(late: OrderedRank) -> None:
     late.rank.store(late.wanted)
     late.rank.wipe_late(late.blocks, LATE_S)
     late.rank.load(late.wanted)
     assert late.wrong_when_all_is_done() > 0.9 * KEYS * 4096
 
 
-def test_a_load_waits_until_nobody_uses_its_blocks(late: Late) -> None:
+def test_a_load_waits_until_nobody_uses_its_blocks(late: OrderedRank) -> None:
     late.rank.store(late.wanted)
     late.rank.wipe_late(late.blocks, LATE_S)
     result = late.rank.load(late.wanted, ready=late.timeline.signal())
@@ -74,7 +74,7 @@ def test_a_load_waits_until_nobody_uses_its_blocks(late: Late) -> None:
 def test_many_jobs_behind_their_own_points(start_daemon: Callable[..., Daemon], seed: int) -> None:
     """Stores and loads in turn, each queued behind work of its own, on a driver that takes its time at random."""
     rng = np.random.default_rng(seed)
-    late = Late(start_daemon(driver=JITTER), seed)
+    late = OrderedRank(start_daemon(driver=JITTER), seed)
     rank, keys = late.rank, new_keys(rng, 64)
     stores = []
     for at in range(0, 32, 8):
@@ -91,7 +91,7 @@ def test_many_jobs_behind_their_own_points(start_daemon: Callable[..., Daemon], 
     assert rank.wrong(0, keys[:32], rank.blocks_of(0, 32, 32)) == 0
 
 
-def test_a_signal_that_never_comes_costs_the_job_alone(late: Late, daemon: Daemon) -> None:
+def test_a_signal_that_never_comes_costs_the_job_alone(late: OrderedRank, daemon: Daemon) -> None:
     """The daemon queues nothing that waits: the GPU goes on."""
     timeline = Timeline()
     cautious = daemon.welcome(Rank(daemon.socket, timelines=[timeline]))
@@ -101,7 +101,7 @@ def test_a_signal_that_never_comes_costs_the_job_alone(late: Late, daemon: Daemo
     assert late.rank.store(late.wanted).outcome == "done"
 
 
-def test_several_streams_of_one_worker(late: Late, daemon: Daemon, seed: int) -> None:
+def test_several_streams_of_one_worker(late: OrderedRank, daemon: Daemon, seed: int) -> None:
     """Numbers of one stream say nothing of another's."""
     ahead = Timeline()
     for _ in range(100):

@@ -28,7 +28,7 @@ MIB = 1 << 20
 COUNT = 8
 
 
-class Cache:
+class SleepingCache:
     """A KV cache of vLLM's sleep mode, and a rank's transfer_thread."""
 
     def __init__(self, daemon: Daemon) -> None:
@@ -69,14 +69,14 @@ class Cache:
 
 
 @pytest.fixture
-def cache(daemon: Daemon, device: str) -> Iterator[Cache]:
-    one = Cache(daemon)
+def cache(daemon: Daemon, device: str) -> Iterator[SleepingCache]:
+    one = SleepingCache(daemon)
     yield one
     one.transfer_thread.close(10.0)
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_load_after_waking_up(daemon: Daemon, cache: Cache, seed: int, told: bool) -> None:
+def test_a_load_after_waking_up(daemon: Daemon, cache: SleepingCache, seed: int, told: bool) -> None:
     """Untold, the daemon loads into memory that nobody reads any more, and says that all is well."""
     content = np.random.default_rng(seed).integers(0, 256, COUNT * PAGE, np.uint8)
     cache.memory.upload(0, content)
@@ -96,8 +96,8 @@ def test_a_load_after_waking_up(daemon: Daemon, cache: Cache, seed: int, told: b
 
 
 @pytest.mark.soak
-def test_a_daemon_that_hangs_keeps_no_engine_from_sleeping_for_ever(daemon: Daemon, cache: Cache) -> None:
-    """With nothing under way: what it keeps is memory that nobody uses. When it is back, so is the cache."""
+def test_a_daemon_that_hangs_keeps_no_engine_from_sleeping_for_ever(daemon: Daemon, cache: SleepingCache) -> None:
+    """Nothing is under way: what it keeps is unused memory. When it is back, so is the cache."""
     cache.memory.upload(0, np.ones(2 * COUNT * PAGE, np.uint8))
     assert cache.move(Direction.STORE, 0).bytes == COUNT * PAGE
     daemon.signal(signal.SIGSTOP)

@@ -145,7 +145,7 @@ def test_an_error_that_breaks_the_context_later_is_not_held_against_batches(star
 
 
 def test_a_daemon_that_is_killed_while_it_tries(start_daemon: Start, hold: Hold, seed: int) -> None:
-    """As by a crash within the driver, of which no daemon can tell."""
+    """A crash within the driver ends a daemon in the same way, and no daemon can report it."""
     daemon = start_daemon(NO_RUNS, faults=hold.fault)
     rank = rank_of(daemon)
     with hold:

@@ -98,7 +98,7 @@ def test_an_error_that_lasts(start_daemon: Start, seed: int) -> None:
 
 
 def test_a_load_of_no_block(start_daemon: Start, keys: Keys) -> None:
-    """Of keys that hit, none of whose blocks is wanted."""
+    """The keys hit, but none of their blocks is wanted."""
     daemon = start(start_daemon, "packed")
     rank = rank_of(daemon)
     rank.store_keys(keys)

@@ -65,7 +65,7 @@ def worker(daemon: Daemon) -> Rank:
 
 
 def restart(daemon: Daemon, *settings: str) -> Rank:
-    """With other settings in place of those of the same names."""
+    """Restarts the daemon with other settings in place of those of the same names."""
     daemon.leave_guests()
     assert daemon.stop() == 0
     daemon.settings |= chosen(*settings)

@@ -32,7 +32,7 @@ FAULTS = (
 GROUPS = (0, 1, 2)
 
 
-class Engine:
+class ChaosEngine:
     """Stores, loads, pins and clears its own namespace, at random."""
 
     def __init__(self, daemon: Daemon, name: str, seed: int) -> None:
@@ -123,7 +123,7 @@ def test_everything_at_once(start_daemon: Start, tmp_path: Path, seed: int, seco
     switch = Switch(tmp_path)
     bounds = [(tmp_path / "one", 4 * MIB), (tmp_path / "two", 8 * MIB)]
     daemon = start_daemon(*disk_settings(*bounds), "disk.flush_s=1", memory="2MiB", faults=f"disk={switch.path}")
-    engines = [Engine(daemon, f"chaos {number}", seed + number) for number in range(2)]
+    engines = [ChaosEngine(daemon, f"chaos {number}", seed + number) for number in range(2)]
     end = time.monotonic() + seconds
     threads = [threading.Thread(target=engine.run, args=(end,)) for engine in engines]
     for thread in threads:

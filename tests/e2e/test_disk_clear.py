@@ -136,7 +136,7 @@ def test_a_clear_during_demotion(start_daemon: Start, root: Path, switch: Switch
 
 
 def test_a_clear_during_promotion(start_daemon: Start, root: Path, switch: Switch, lots: list[Keys]) -> None:
-    """Of a pin and of a load: neither gets what was cleared."""
+    """Neither a pin nor a load gets what was cleared."""
     daemon = start_daemon(*disk_settings((root, 64 * MIB)), "disk.stuck_s=600", faults=f"disk={switch.path}")
     store_on_disk(daemon, worker(daemon), lots[0])
     again(daemon, "stop")
@@ -201,7 +201,7 @@ def test_what_was_stored_after_a_clear_that_was_not_noted(start_daemon: Start, r
 
 
 def test_a_root_that_was_out_comes_back(start_daemon: Start, root: Path, tmp_path: Path, lots: list[Keys]) -> None:
-    """As OPERATIONS.md says it is done; with a restart in between, and what is stored meanwhile."""
+    """This follows OPERATIONS.md, with a restart in between, and what is stored meanwhile."""
     other = tmp_path / "other"
     first = start_daemon(*disk_settings((root, 64 * MIB)))
     rank = worker(first)
@@ -287,7 +287,7 @@ class Listener:
             self.keys -= {key.tobytes() for key in event.removed}
 
     def agrees(self, rank: Rank) -> None:
-        """In the end it knows what there is."""
+        """Returns whether it knows in the end what there is."""
 
         def same() -> bool:
             self.listen(0.02)

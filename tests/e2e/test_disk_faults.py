@@ -149,7 +149,7 @@ def test_no_space_from_the_start(start_daemon: Start, switch: Switch, tmp_path: 
 def test_a_probe_that_was_left_behind_is_no_obstacle(
     start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
 ) -> None:
-    """As by a daemon that was killed while it looked whether a disk works again."""
+    """A daemon leaves one if it is killed while it checks whether a disk works again."""
     daemon = launch(start_daemon, switch, tmp_path)
     rank = worker(daemon)
     store_on_disk(daemon, rank, lots[0])
@@ -184,7 +184,7 @@ def test_reads_that_fail(start_daemon: Start, switch: Switch, tmp_path: Path, lo
 def test_reads_that_fail_when_the_root_comes_back(
     start_daemon: Start, switch: Switch, tmp_path: Path, lots: list[Keys]
 ) -> None:
-    """Without O_DIRECT nothing is read before the segments are: they may not be taken for none."""
+    """Nothing is read without O_DIRECT before the segments are: they may not be taken for none."""
     daemon = launch(start_daemon, switch, tmp_path, "disk.direct=false", memory="1MiB")
     rank = worker(daemon)
     for keys in lots[:10]:

@@ -260,7 +260,7 @@ def test_a_symlink_is_no_root(start_daemon: Start, tmp_path: Path, keys: Keys, w
 
 
 def test_a_root_that_others_may_enter_is_none(start_daemon: Start, root: Path, keys: Keys) -> None:
-    """Until that is mended."""
+    """This holds until that is mended."""
     root.mkdir(mode=0o755)
     daemon = start_daemon(*disk_settings((root, 64 * MIB)))
     rank = worker(daemon)

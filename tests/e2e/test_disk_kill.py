@@ -22,7 +22,9 @@ SIZES = (100, 4096, 9000, 20_000)
 
 @pytest.mark.parametrize("kills", [8, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_killed_while_it_writes(start_daemon: Start, tmp_path: Path, seed: int, kills: int) -> None:
-    """At some instant while up to 60 keys are being written. All that was ever stored is looked for at every start."""
+    """It is killed at some instant while up to 60 keys are being written. All that was ever stored is looked for at
+    every start.
+    """
     rng = np.random.default_rng(seed)
     daemon = start_daemon(
         *disk_settings((tmp_path / "disk", (16 + 8 * kills) * MIB)), "disk.segment_bytes=1MiB", memory="8MiB"

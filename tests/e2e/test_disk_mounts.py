@@ -140,7 +140,7 @@ def test_full_from_the_start(mount: Mount, start_daemon: Start, lots: list[Keys]
 
 @EXT4
 def test_read_only_for_a_while(mount: Mount, start_daemon: Start, lots: list[Keys]) -> None:
-    """As after an error. What is there can be read; a clear says where it is not recorded."""
+    """This happens after an error. What is there can be read; a clear says where it is not recorded."""
     daemon, rank = launch(start_daemon, mount)
     for keys in lots[:6]:
         store_on_disk(daemon, rank, keys)

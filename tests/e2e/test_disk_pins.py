@@ -50,7 +50,7 @@ def keys(seed: int) -> Keys:
 
 @pytest.fixture
 def daemon(start_daemon: Start, switch: Switch, tmp_path: Path) -> Daemon:
-    """With 1 MiB of memory."""
+    """Starts a daemon with 1 MiB of memory."""
     found: Daemon = start_daemon(
         *disk_settings((tmp_path / "disk", 64 << 20)), "disk.read_threads=2", "disk.stuck_s=600", memory="1MiB",
         faults=f"disk={switch.path}",

@@ -34,7 +34,7 @@ class CallWatch:
         self._log = log
 
     def calls(self) -> dict[str, set[str]]:
-        """By "loop" and "lane"."""
+        """Returns the calls by "loop" and "lane"."""
         calls: dict[str, set[str]] = defaultdict(set)
         for line in self._log.read_text(encoding="utf-8").splitlines() if self._log.exists() else ():
             thread, call, path = line.split(" ", 2)
@@ -96,7 +96,7 @@ def test_the_watch_sees_calls_of_the_first_thread(watch: CallWatch, tmp_path: Pa
 def test_no_call_on_a_disk_by_the_event_loop(
     daemon: Daemon, watch: CallWatch, tmp_path: Path, lots: list[Keys]
 ) -> None:
-    """In all that a daemon does with a disk, from its start to its end."""
+    """This covers all that a daemon does with a disk, from its start to its end."""
     roots = [tmp_path / "disks" / name for name in ("a", "b")]
     rank = daemon.welcome(Rank(daemon.socket))
     for keys in lots:  # more than the roots hold: segments are full, sealed and used again

@@ -26,7 +26,7 @@ sharedmem._populate_step = none
 
 
 def serve(folder: Path, *prefix: str, memory: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """To its end."""
+    """Serves to its end."""
     command = [*prefix, sys.executable, "-m", "kvoffloadd", "serve", "--socket", str(folder / "kvo.sock")]
     return subprocess.run(
         [*command, "--memory", memory],
@@ -40,7 +40,7 @@ def serve(folder: Path, *prefix: str, memory: str, **environment: str) -> subpro
 
 
 def test_address_space_that_is_not_granted(socket_dir: Path) -> None:
-    """As with vm.overcommit_memory = 2."""
+    """This happens with vm.overcommit_memory = 2."""
     done = serve(socket_dir, "sh", "-c", 'ulimit -v 4000000; exec "$@"', "sh", memory="4GiB")
     assert done.returncode == 2, done.stderr
     assert "vm.overcommit_memory" in done.stderr

@@ -32,7 +32,7 @@ def keys(seed: int) -> Keys:
 
 @pytest.fixture
 def ranks(daemon: Daemon) -> tuple[Rank, Rank]:
-    """Of one instance: part 0 and part 1."""
+    """Makes the ranks of one instance: part 0 and part 1."""
     instance = os.urandom(16)
     first, second = (daemon.welcome(Rank(daemon.socket, groups(part), instance=instance)) for part in (0, 1))
     return first, second
@@ -277,7 +277,7 @@ def test_a_reservation_is_filled_by_ranks_of_several_parts(daemon: Daemon, keys:
     ],
 )
 def test_parts_that_do_not_go_together(daemon: Daemon, groups_of: tuple[Group, ...], said: str) -> None:
-    """By a peer that checks nothing itself."""
+    """The peer checks nothing itself."""
     rank = daemon.welcome(Rank(daemon.socket, FOUR, register=False))
     rank.cache.groups = groups_of
     with pytest.raises(RemoteError, match=said):

@@ -203,7 +203,7 @@ def test_a_second_signal_forces(start_daemon: Start, hold: Hold, keys: Keys) -> 
 
 
 def test_the_end_of_an_idle_daemon_is_quick(start_daemon: Start, keys: Keys) -> None:
-    """With sessions that read nothing, and one that never said hello."""
+    """Some sessions read nothing, and one never sent a hello."""
     daemon = start_daemon()
     for _ in range(3):
         daemon.peer().hello()

@@ -17,7 +17,7 @@ from tests.e2e.rank import Rank, new_keys
 KEYS = 16
 
 
-class Late:
+class LateRank:
     """A rank whose computing can be made to end late."""
 
     def __init__(self, daemon: Daemon, seed: int) -> None:
@@ -40,17 +40,17 @@ class Late:
 
 
 @pytest.fixture
-def late(daemon: Daemon, seed: int) -> Late:
-    return Late(daemon, seed)
+def late(daemon: Daemon, seed: int) -> LateRank:
+    return LateRank(daemon, seed)
 
 
-def let_it_copy(late: Late) -> None:
+def let_it_copy(late: LateRank) -> None:
     """Time enough for any copy that does not wait, and its completion."""
     time.sleep(0.1)
     late.rank.client.ping()
 
 
-def test_a_store_that_ignores_the_signal_stores_what_was_there_before(late: Late) -> None:
+def test_a_store_that_ignores_the_signal_stores_what_was_there_before(late: LateRank) -> None:
     job = late.store(None)
     late.rank.wait(job)
     late.compute()
@@ -59,7 +59,7 @@ def test_a_store_that_ignores_the_signal_stores_what_was_there_before(late: Late
     assert late.wrong() > 0
 
 
-def test_a_store_waits_for_the_late_write(late: Late) -> None:
+def test_a_store_waits_for_the_late_write(late: LateRank) -> None:
     ready = late.timeline.signal()
     job = late.store(ready)
     let_it_copy(late)
@@ -72,7 +72,7 @@ def test_a_store_waits_for_the_late_write(late: Late) -> None:
     assert late.wrong() == 0
 
 
-def test_a_load_that_ignores_the_signal_is_overwritten_by_the_late_reader(late: Late) -> None:
+def test_a_load_that_ignores_the_signal_is_overwritten_by_the_late_reader(late: LateRank) -> None:
     """Write after read: the blocks still belong to the request that used them before."""
     late.rank.store(late.wanted)
     late.rank.wipe()
@@ -81,7 +81,7 @@ def test_a_load_that_ignores_the_signal_is_overwritten_by_the_late_reader(late: 
     assert not late.rank.clean()  # whoever read these blocks late has read another's
 
 
-def test_a_load_waits_for_the_late_reader(late: Late) -> None:
+def test_a_load_waits_for_the_late_reader(late: LateRank) -> None:
     late.rank.store(late.wanted)
     late.rank.wipe()
     ready = late.timeline.signal()
@@ -94,7 +94,7 @@ def test_a_load_waits_for_the_late_reader(late: Late) -> None:
     assert late.wrong() == 0
 
 
-def test_jobs_begin_in_the_order_of_their_points(late: Late) -> None:
+def test_jobs_begin_in_the_order_of_their_points(late: LateRank) -> None:
     first, second = late.timeline.signal(), late.timeline.signal()
     late.compute()
     job = late.store(second)
@@ -106,7 +106,7 @@ def test_jobs_begin_in_the_order_of_their_points(late: Late) -> None:
     assert late.rank.wait(job).outcome == "done"
 
 
-def test_a_signal_that_never_comes_costs_the_job_alone(late: Late, daemon: Daemon) -> None:
+def test_a_signal_that_never_comes_costs_the_job_alone(late: LateRank, daemon: Daemon) -> None:
     job = late.store(late.timeline.signal(), deadline_s=0.2)
     result = late.rank.wait(job)
     assert (result.outcome, result.bytes) == ("expired", 0)
@@ -117,7 +117,7 @@ def test_a_signal_that_never_comes_costs_the_job_alone(late: Late, daemon: Daemo
 
 
 @pytest.mark.parametrize("what", ["store", "load"])
-def test_a_job_that_waits_can_be_cancelled(late: Late, what: str) -> None:
+def test_a_job_that_waits_can_be_cancelled(late: LateRank, what: str) -> None:
     if what == "load":
         late.rank.store(late.wanted)
     late.rank.wipe()
@@ -132,21 +132,21 @@ def test_a_job_that_waits_can_be_cancelled(late: Late, what: str) -> None:
 
 def test_a_worker_that_goes_while_its_job_waits_leaves_nothing(daemon: Daemon, seed: int) -> None:
     before = daemon.status()["devices"]["host"]["mapped_bytes"]
-    late = Late(daemon, seed)
+    late = LateRank(daemon, seed)
     late.store(late.timeline.signal())
     late.rank.client.close(0.0, force=True)
     until(lambda: daemon.status()["devices"]["host"]["mapped_bytes"] == before, "its memory is unmapped")
     assert daemon.status()["running"]["jobs"] == 0
 
 
-def test_the_signals_memory_goes_with_the_registration(late: Late, daemon: Daemon) -> None:
+def test_the_signals_memory_goes_with_the_registration(late: LateRank, daemon: Daemon) -> None:
     job = late.store(late.timeline.signal(), deadline_s=0.3)
     late.rank.client.unregister(late.rank.registration)  # waits for the job, which looks at the memory
     assert late.rank.wait(job).outcome == "expired"
     assert daemon.status()["devices"]["host"]["mapped_bytes"] == 0
 
 
-def test_points_of_a_timeline_that_was_not_registered(late: Late) -> None:
+def test_points_of_a_timeline_that_was_not_registered(late: LateRank) -> None:
     with pytest.raises(UsageError, match="not registered"):
         late.store(Timeline().signal())
 
@@ -154,7 +154,7 @@ def test_points_of_a_timeline_that_was_not_registered(late: Late) -> None:
 @pytest.mark.slow
 def test_after_a_reconnect_the_timeline_still_counts(start_daemon: Callable[..., Daemon], seed: int) -> None:
     daemon = start_daemon()
-    late = Late(daemon, seed)
+    late = LateRank(daemon, seed)
     late.timeline.signal().reach()
     daemon.kill()
     daemon.start()

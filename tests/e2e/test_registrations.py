@@ -47,7 +47,7 @@ def test_unregister_waits_for_running_copies_and_unmaps(holdable: Daemon, hold: 
 
 
 def test_nothing_new_begins_in_what_is_being_unregistered(holdable: Daemon, hold: Hold, seed: int) -> None:
-    """On the wire, since the client would not let us."""
+    """The requests are made on the wire, since the client would refuse them."""
     scene = Scene(holdable, "unregister")
     load = scene.job(groups=[{"group": 0, "keys": packed(1), "blocks": ids(5)}])
     with hold:

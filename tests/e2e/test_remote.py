@@ -15,7 +15,7 @@ from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import Switch, disk_settings
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 
 pytestmark = pytest.mark.slow
 
@@ -24,8 +24,8 @@ HIT, PENDING, MISS = KeyState.HIT, KeyState.PENDING, KeyState.MISS
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+def store(tmp_path: Path) -> SharedStore:
+    return SharedStore(tmp_path)
 
 
 @pytest.fixture
@@ -69,14 +69,14 @@ def pin(rank: Rank, keys: Keys, group: int = 0) -> Found:
 
 
 def states(rank: Rank, keys: Keys, group: int = 0) -> list[int]:
-    """As a pin finds them in the end; it is released."""
+    """Returns states as a pin finds them in the end; it is released."""
     found = pin(rank, keys, group)
     if found.lease:
         rank.client.release(found.lease)
     return list(found.states[0].tolist())
 
 
-def test_what_one_host_stores_hits_on_the_other(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_what_one_host_stores_hits_on_the_other(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     a, b = rank_of(here), rank_of(there)
     push(here, a, keys[:32])
@@ -95,7 +95,7 @@ def test_what_one_host_stores_hits_on_the_other(start_daemon: Start, store: Stor
     assert remote(there)["pushed"]["keys"] == 0, "what came from there is put there again"
 
 
-def test_a_load_asks_too(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_a_load_asks_too(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     a, b = rank_of(here), rank_of(there)
     push(here, a, keys[:20])
@@ -109,7 +109,7 @@ def test_a_load_asks_too(start_daemon: Start, store: Store, keys: Keys) -> None:
     assert b.clean()
 
 
-def test_a_prefetch_brings_them_into_memory(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_a_prefetch_brings_them_into_memory(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     a, b = rank_of(here), rank_of(there)
     push(here, a, keys[:20])
@@ -124,7 +124,7 @@ def parts(part: int) -> tuple[Group, ...]:
     return (Group(0, GroupKind.FULL, 16, parts=2, part=part, refs=(Ref(0, 0, 3000 + 1000 * part),)),)
 
 
-def test_both_parts_of_a_key_travel_together(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_both_parts_of_a_key_travel_together(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     """Tensor parallelism: two ranks, payloads of different sizes."""
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     senders = [rank_of(here, parts(part)) for part in (0, 1)]
@@ -138,7 +138,7 @@ def test_both_parts_of_a_key_travel_together(start_daemon: Start, store: Store, 
     assert all(rank.loads_right(keys[:16]) for rank in receivers)
 
 
-def test_only_what_the_longest_prefix_needs_is_fetched(start_daemon: Start, store: Store, seed: int) -> None:
+def test_only_what_the_longest_prefix_needs_is_fetched(start_daemon: Start, store: SharedStore, seed: int) -> None:
     """A hybrid model: every key of full attention, the window's, and one state; both once more for the prefix before,
     which is a state shorter: the prompt may end where the longest one does.
     """
@@ -158,7 +158,9 @@ def test_only_what_the_longest_prefix_needs_is_fetched(start_daemon: Start, stor
 
 
 @pytest.mark.parametrize("damage", ["flip", "flip_header", "shorter", "longer", "swap", "MISS", "LEASE_OVER", "SIZE"])
-def test_what_comes_wrong_is_a_miss(start_daemon: Start, store: Store, switch: Switch, keys: Keys, damage: str) -> None:
+def test_what_comes_wrong_is_a_miss(
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys, damage: str
+) -> None:
     here = start_daemon(*store.settings())
     there = start_daemon(*store.settings(), faults=f"remote={switch.path}")
     there.expected_in_log = "failed verification"
@@ -179,7 +181,7 @@ def test_what_comes_wrong_is_a_miss(start_daemon: Start, store: Store, switch: S
 
 
 def test_a_get_that_is_late_is_a_miss_and_its_slots_are_not_used(
-    start_daemon: Start, store: Store, switch: Switch, keys: Keys
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys
 ) -> None:
     here = start_daemon(*store.settings())
     there = start_daemon(*store.settings("remote.fetch_s=0.3"), faults=f"remote={switch.path}")
@@ -198,7 +200,7 @@ def test_a_get_that_is_late_is_a_miss_and_its_slots_are_not_used(
 
 
 def test_a_store_that_does_not_answer_costs_a_deadline_and_then_nothing(
-    start_daemon: Start, store: Store, switch: Switch, keys: Keys
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys
 ) -> None:
     there = start_daemon(*store.settings("remote.lookup_s=0.05"), faults=f"remote={switch.path}")
     b = rank_of(there)
@@ -215,7 +217,7 @@ def test_a_store_that_does_not_answer_costs_a_deadline_and_then_nothing(
 # --- clears ---------------------------------------------------------------------------------------------
 
 
-def test_a_clear_holds_on_every_host(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_a_clear_holds_on_every_host(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     a, b = rank_of(here), rank_of(there)
     push(here, a, keys[:32])
@@ -232,7 +234,7 @@ def test_a_clear_holds_on_every_host(start_daemon: Start, store: Store, keys: Ke
     until(lambda: len(store.objects()) == 8, "objects of the old era are swept")
 
 
-def test_a_clear_of_everything_holds_on_every_host(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_a_clear_of_everything_holds_on_every_host(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     a, b = rank_of(here), rank_of(there)
     push(here, a, keys[:16])
@@ -242,7 +244,9 @@ def test_a_clear_of_everything_holds_on_every_host(start_daemon: Start, store: S
     until(lambda: states(b, keys[:8]) == [MISS] * 8, "the other host has cleared its memory")
 
 
-def test_a_clear_beats_a_fetch_that_is_under_way(start_daemon: Start, store: Store, switch: Switch, keys: Keys) -> None:
+def test_a_clear_beats_a_fetch_that_is_under_way(
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys
+) -> None:
     here = start_daemon(*store.settings())
     there = start_daemon(*store.settings("remote.era_poll_s=60"), faults=f"remote={switch.path}")
     a, b = rank_of(here), rank_of(there)
@@ -258,7 +262,7 @@ def test_a_clear_beats_a_fetch_that_is_under_way(start_daemon: Start, store: Sto
 
 
 def test_a_clear_that_the_store_did_not_take_is_said_and_made_up_for(
-    start_daemon: Start, store: Store, switch: Switch, keys: Keys
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys
 ) -> None:
     here = start_daemon(*store.settings(), faults=f"remote={switch.path}")
     there = start_daemon(*store.settings())
@@ -271,7 +275,7 @@ def test_a_clear_that_the_store_did_not_take_is_said_and_made_up_for(
     until(lambda: states(b, keys[:16]) == [MISS] * 16, "the daemon goes on trying")
 
 
-def test_a_host_that_was_away_clears_before_it_hits(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_a_host_that_was_away_clears_before_it_hits(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here = start_daemon(*store.settings())
     there = start_daemon(*store.settings(), f"memory.pool_file={store.folder / 'pool'}")
     a, b = rank_of(here), rank_of(there)
@@ -286,7 +290,7 @@ def test_a_host_that_was_away_clears_before_it_hits(start_daemon: Start, store: 
 
 
 def test_a_daemon_that_cleared_while_the_store_was_away_clears_it_when_it_is_back(
-    start_daemon: Start, store: Store, switch: Switch, keys: Keys
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys
 ) -> None:
     here = start_daemon(*store.settings(), f"memory.pool_file={store.folder / 'pool'}", faults=f"remote={switch.path}")
     there = start_daemon(*store.settings())
@@ -304,7 +308,7 @@ def test_a_daemon_that_cleared_while_the_store_was_away_clears_it_when_it_is_bac
 
 
 def test_a_marker_that_is_lost_voids_what_the_store_has_and_nothing_else(
-    start_daemon: Start, store: Store, keys: Keys
+    start_daemon: Start, store: SharedStore, keys: Keys
 ) -> None:
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     a, b = rank_of(here), rank_of(there)
@@ -325,7 +329,7 @@ def _era(daemon: Daemon) -> str:
     return str(era)
 
 
-def test_a_pointer_that_is_damaged_is_made_anew(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_a_pointer_that_is_damaged_is_made_anew(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     here.expected_in_log = there.expected_in_log = "damaged"
     a, b = rank_of(here), rank_of(there)
@@ -341,7 +345,7 @@ def test_a_pointer_that_is_damaged_is_made_anew(start_daemon: Start, store: Stor
     assert states(a, keys[:8]) == states(b, keys[:8]) == [HIT] * 8, "nobody has cleared"
 
 
-def test_hosts_that_begin_at_once_agree(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_hosts_that_begin_at_once_agree(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     daemons = [start_daemon(*store.settings()) for _ in range(4)]
     ranks = [rank_of(daemon) for daemon in daemons]
     until(lambda: len({_era(daemon) for daemon in daemons}) == 1, "one era")
@@ -355,7 +359,7 @@ def test_hosts_that_begin_at_once_agree(start_daemon: Start, store: Store, keys:
 
 @pytest.mark.parametrize("when", ["exists", "get", "put", "read"])
 def test_an_agent_that_crashes_costs_hits_alone(
-    start_daemon: Start, store: Store, switch: Switch, keys: Keys, when: str
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys, when: str
 ) -> None:
     here = start_daemon(*store.settings())
     there = start_daemon(*store.settings(), faults=f"remote={switch.path}")
@@ -391,7 +395,7 @@ def _parent(stat: Path) -> int:
         return 0
 
 
-def test_memory_without_room_is_a_miss(start_daemon: Start, store: Store, seed: int) -> None:
+def test_memory_without_room_is_a_miss(start_daemon: Start, store: SharedStore, seed: int) -> None:
     """Everything is leased."""
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings(), memory="1MiB")
     keys, held = new_keys(np.random.default_rng(seed), 32), new_keys(np.random.default_rng(seed + 1), 256)
@@ -409,7 +413,7 @@ def test_memory_without_room_is_a_miss(start_daemon: Start, store: Store, seed: 
 
 
 def test_one_request_brings_keys_from_disk_and_from_the_store(
-    start_daemon: Start, store: Store, tmp_path: Path, seed: int
+    start_daemon: Start, store: SharedStore, tmp_path: Path, seed: int
 ) -> None:
     """What came from the store is written to disk like any other key, and found there after a restart."""
     rng = np.random.default_rng(seed)
@@ -450,9 +454,9 @@ def test_one_request_brings_keys_from_disk_and_from_the_store(
 
 
 def test_what_is_local_waits_for_no_store(
-    start_daemon: Start, store: Store, switch: Switch, tmp_path: Path, seed: int
+    start_daemon: Start, store: SharedStore, switch: Switch, tmp_path: Path, seed: int
 ) -> None:
-    """Of what does not hit, keys on this host's disks are pending alone, and a load brings these and no others."""
+    """Only keys on this host's disks are pending; a load brings these and no others."""
     rng = np.random.default_rng(seed)
     keys, pressure, stored = new_keys(rng, 48), new_keys(rng, 512), new_keys(rng, 8)
     here = start_daemon(*store.settings())
@@ -492,7 +496,7 @@ def test_what_is_local_waits_for_no_store(
 # --- what is put there -----------------------------------------------------------------------------------
 
 
-def test_only_what_is_used_again_is_put_there(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_only_what_is_used_again_is_put_there(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here = start_daemon(*store.settings("remote.push=second-use"))
     a = rank_of(here)
     assert a.store_keys(keys[:32]).outcome is Outcome.DONE
@@ -502,7 +506,7 @@ def test_only_what_is_used_again_is_put_there(start_daemon: Start, store: Store,
     assert len(store.objects()) == 8
 
 
-def test_what_memory_is_about_to_evict_is_put_there(start_daemon: Start, store: Store, seed: int) -> None:
+def test_what_memory_is_about_to_evict_is_put_there(start_daemon: Start, store: SharedStore, seed: int) -> None:
     """Memory has room for 256 keys. What goes next is put there while there is still room for others."""
     here, there = start_daemon(*store.settings("remote.push=evict"), memory="1MiB"), start_daemon(*store.settings())
     keys = new_keys(np.random.default_rng(seed), 250)
@@ -521,7 +525,7 @@ def test_what_memory_is_about_to_evict_is_put_there(start_daemon: Start, store: 
     assert 250 - len(result.failed[0]) >= pushed, "the other host has them, wherever they stand in the prompt"
 
 
-def test_a_host_that_never_puts_still_reads(start_daemon: Start, store: Store, keys: Keys) -> None:
+def test_a_host_that_never_puts_still_reads(start_daemon: Start, store: SharedStore, keys: Keys) -> None:
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings("remote.push=never"))
     a, b = rank_of(here), rank_of(there)
     push(here, a, keys[:8])
@@ -532,7 +536,7 @@ def test_a_host_that_never_puts_still_reads(start_daemon: Start, store: Store, k
 
 
 def test_a_store_without_room_costs_no_store_and_is_tried_again(
-    start_daemon: Start, store: Store, switch: Switch, keys: Keys
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys
 ) -> None:
     here = start_daemon(*store.settings(), faults=f"remote={switch.path}")
     a = rank_of(here)
@@ -549,7 +553,7 @@ def test_a_store_without_room_costs_no_store_and_is_tried_again(
 
 
 def test_a_daemon_that_is_killed_amid_a_fetch_serves_what_it_had(
-    start_daemon: Start, store: Store, switch: Switch, keys: Keys
+    start_daemon: Start, store: SharedStore, switch: Switch, keys: Keys
 ) -> None:
     """The next one takes over the memory, which the agent of the first one may no longer write to."""
     here = start_daemon(*store.settings())

@@ -34,7 +34,7 @@ def flip_a_bit(
     place: int | None = None,
     mask: int = 0x10,
 ) -> None:
-    """At this place of a payload, or in its middle, in the daemon's own memory."""
+    """Flips a bit at this place of a payload, or in its middle, in the daemon's own memory."""
     payload = content(key, group, part, 0, 0, size).tobytes()
     for entry in Path(f"/proc/{daemon.pid}/fd").iterdir():
         if "kvoffloadd-arena" in os.readlink(entry):
@@ -60,7 +60,9 @@ def touched(blocks: Blocks, good: Blocks) -> Blocks:
 
 @pytest.fixture
 def keys(seed: int, request: pytest.FixtureRequest) -> Keys:
-    """Of this test alone: a payload that an earlier one left in a free slot is not to be taken for ours."""
+    """Makes keys of this test alone, so that a payload that an earlier test left in a free slot is not mistaken for one
+    of them.
+    """
     return new_keys(np.random.default_rng([seed, zlib.crc32(request.node.name.encode())]), 6)
 
 
@@ -91,7 +93,7 @@ def test_a_corrupt_key_is_a_named_failure_and_then_a_miss(verifying: Daemon, key
 
 
 def test_a_corrupt_part_spoils_its_key(verifying: Daemon, keys: Keys) -> None:
-    """Of a rank that holds all four: nothing of the key comes."""
+    """A rank holds all four: nothing of the key comes."""
     held = [Group(0, GroupKind.FULL, 16, refs=(Ref(0, part * 1024, 1024),), parts=4, part=part) for part in range(4)]
     rank = verifying.welcome(Rank(verifying.socket, held, namespace=NamespaceSpec(model="parts")))
     rank.store_keys(keys)

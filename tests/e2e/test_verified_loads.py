@@ -33,7 +33,9 @@ VERIFYING = ("auto", "true") if copy_payloads is not None else ("true",)
 
 
 def some_keys(seed: int, count: int, *name: object) -> Keys:
-    """Of one test alone: a payload that an earlier one left in a free slot is not to be taken for ours."""
+    """Makes keys of one test alone, so that a payload that an earlier test left in a free slot is not mistaken for one
+    of them.
+    """
     return new_keys(np.random.default_rng([seed, zlib.crc32(repr(name).encode())]), count)
 
 

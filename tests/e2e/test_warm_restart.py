@@ -38,7 +38,7 @@ def pool_file(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def start(start_daemon: Start, pool_file: Path) -> Start:
-    """As `start_daemon`, with a pool file."""
+    """Does what `start_daemon` does, with a pool file."""
     return lambda *settings, **options: start_daemon(f"memory.pool_file={pool_file}", *settings, **options)
 
 
@@ -82,7 +82,9 @@ def test_an_orderly_stop_loses_nothing(start: Start, seed: int) -> None:
 
 @pytest.mark.parametrize("kills", [3, pytest.param(200, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_killed_while_it_stores(start: Start, seed: int, kills: int) -> None:
-    """At random instants: what is served is right, and it is at least 95 % of what had been sealed before."""
+    """It is killed at random instants: what is served is right, and it is at least 95 % of what had
+    been sealed before.
+    """
     rng = np.random.default_rng(seed)
     size = SIZES[seed % len(SIZES)]
     daemon = start(memory="48MiB")
@@ -118,7 +120,9 @@ def test_killed_while_it_stores(start: Start, seed: int, kills: int) -> None:
 
 @pytest.mark.parametrize("when", ["load", "start"])
 def test_a_flipped_bit(start: Start, pool_file: Path, seed: int, when: str) -> None:
-    """In a payload: that key is lost, counted, and a miss; at its load, or at the start if all is verified there."""
+    """The bit is in a payload: that key is lost, counted, and a miss; at its load, or at the start if all is verified
+    there.
+    """
     rng = np.random.default_rng(seed)
     daemon = start(f"memory.verify_adopted={when}")
     keys = new_keys(rng, 40)

@@ -31,7 +31,7 @@ class Unrecordable:
 
     @property
     def place(self) -> str:
-        """As a daemon names it."""
+        """Returns the place as a daemon names it."""
         return str(self.folder / "disk") if self.way == "disk" else "remote"
 
     def spoil(self) -> None:
@@ -56,11 +56,11 @@ class Unrecordable:
 
 
 def epoch(daemon: Daemon) -> int:
-    """Of the only namespace."""
+    """Returns the epoch of the only namespace."""
     (row,) = daemon.status()["namespaces"]
     return int(row["epoch"])
 
 
 def requests(daemon: Daemon) -> int:
-    """Of all sessions but that of the observer who asks."""
+    """Counts the requests of all sessions but that of the observer who asks."""
     return sum(row["requests"] for row in daemon.status()["sessions"] if row["role"] != "observer")

@@ -94,11 +94,11 @@ def start_worker(tmp_path: Path) -> StartWorker:
 
 
 def gauges(daemon: Daemon) -> dict[str, Any]:
-    """Of the daemon's only GPU; empty while it uses none."""
+    """Returns the gauges of the daemon's only GPU; empty while it uses none."""
     devices: dict[str, dict[str, Any]] = daemon.status()["devices"]
     return next((found for name, found in devices.items() if name.startswith("cuda:")), {})
 
 
 def mapped_bytes(daemon: Daemon) -> int:
-    """Of workers' GPU memory."""
+    """Returns the mapped bytes of workers' GPU memory."""
     return int(gauges(daemon).get("mapped_bytes", 0))

@@ -236,7 +236,7 @@ def environment_from(bundle: Path, venv: Path) -> subprocess.CompletedProcess[st
 
 @pytest.mark.slow
 def test_the_environment_is_the_bundle_before_what_the_machine_has(tmp_path: Path) -> None:
-    """But for numpy, which the rest of the machine's packages were built for. No pip is needed."""
+    """This excludes numpy, which the rest of the machine's packages were built for. No pip is needed."""
     bundle, venv = tmp_path / "bundle", tmp_path / "venv"
     wheel(bundle, "msgspec-0.0.1", {"msgspec/__init__.py": "__version__ = 'of the bundle'"})
     wheel(bundle, "numpy-0.0.1", {"numpy/__init__.py": "__version__ = 'of the bundle'"})

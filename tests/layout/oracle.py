@@ -150,7 +150,7 @@ class ByHand:
 
 
 class ByDaemon:
-    """Through a real daemon."""
+    """Moves bytes through a real daemon."""
 
     def __init__(self, socket: Path, cache: CanonicalCache) -> None:
         self._client = Client(socket, namespace=NamespaceSpec(model="layouts", layout=os.urandom(8).hex()))
@@ -160,14 +160,14 @@ class ByDaemon:
         self._keys = np.zeros((0, 32), np.uint8)
 
     def store(self, at: int, ids: Sequence[int]) -> int:
-        """As `ByHand`."""
+        """Does what `ByHand` does."""
         self._keys = np.frombuffer(os.urandom(32 * len(ids)), np.uint8).reshape(-1, 32)
         result = self._client.wait(self._client.store(self._registration, self._wanted(at, ids)), 15)
         assert result.outcome == Outcome.DONE
         return result.bytes // len(ids)
 
     def load(self, at: int, ids: Sequence[int]) -> None:
-        """As `ByHand`."""
+        """Does what `ByHand` does."""
         result = self._client.wait(self._client.load(self._registration, self._wanted(at, ids)), 15)
         assert result.outcome == Outcome.DONE
 

@@ -1,4 +1,4 @@
-"""From an engine's tensors to canonical ones: strides decide, nothing is copied, nothing is listed twice."""
+"""An engine's tensors become canonical ones: strides decide, nothing is copied, nothing is listed twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def single(tensor: Any, spec: LayerSpec) -> CanonicalCache:
 
 
 def described(cache: CanonicalCache) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Of each tensor: shape, strides, byte offset."""
+    """Describes each tensor: shape, strides, byte offset."""
     return [(tuple(one.shape), one.stride(), one.storage_offset()) for one in cache.tensors]
 
 
@@ -192,7 +192,7 @@ def test_layers_with_different_kernel_blocks_overlap_by_64_of_256_bytes() -> Non
 
 
 def test_layers_of_one_group_with_different_kernel_blocks_are_refused() -> None:
-    """Of a row of 192 bytes a has 0 to 63; b has 16 to 31, and more behind them."""
+    """Layer a has bytes 0 to 63 of a row of 192; b has 16 to 31, and more behind them."""
     _, layers, specs = different_kernel_blocks()
     with pytest.raises(UsageError, match=r"layers a and b of one group overlap .* 16 to 32 .* equal kernel blocks"):
         canonicalise(layers, specs, [LayerGroup(0, ("a", "b"))])

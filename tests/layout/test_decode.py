@@ -79,7 +79,7 @@ def crossed(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> Lay
 
 
 def in_torch(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> LayerMemory:
-    """As `crossed`, in memory that is moved to shared memory when it is registered."""
+    """Does what `crossed` does, in memory that is moved to shared memory when it is registered."""
     return allocated(cross_layers(specs, groups, NUM_BLOCKS), "cpu")
 
 
@@ -97,7 +97,7 @@ def in_pieces(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> L
 
 
 @dataclass(frozen=True)
-class Case:
+class DecodeCase:
     make: Callable[[Mapping[str, LayerSpec], Sequence[LayerGroup]], LayerMemory]
     full: Attention
     kinds: tuple[str, ...]
@@ -113,26 +113,28 @@ class Case:
 NHD, HND = attention(FLASH_NHD), attention(FLASH_HND)
 ALL = ("full", "sliding", "mamba")
 CASES = {
-    "default, full": Case(crossed, NHD, ("full",)),
-    "default, sliding": Case(crossed, NHD, ("sliding", "full")),
-    "default, mamba": Case(crossed, NHD, ALL),
-    "default, float32": Case(crossed, attention(FLASH_NHD, "float32"), ALL),
-    "default, torch's memory": Case(in_torch, NHD, ALL),
-    "heads first, full": Case(crossed, HND, ("full",)),
-    "heads first, sliding": Case(crossed, attention(TRITON_HND), ("sliding", "full")),
-    "heads first, mamba": Case(crossed, HND, ALL),
-    "K and V side by side": Case(crossed, attention(PACKED_HND), ALL),
-    "kernel blocks": Case(crossed, attention(FLASH_NHD, kernel_blocks=2), ALL),
-    "kernel blocks, triton": Case(crossed, attention(TRITON_HND, kernel_blocks=4), ALL),
-    "isolated": Case(crossed, attention(replace(FLASH_NHD, layered=None)), ALL),
-    "packed pages, full": Case(in_pages, NHD, ("full",)),
-    "packed pages, sliding": Case(in_pages, HND, ("sliding",)),
-    "packed pages, mamba": Case(in_pages, HND, ("full", "mamba")),
-    "packed pages, mamba, kernel blocks": Case(in_pages, attention(FLASHINFER_HND, kernel_blocks=4), ("full", "mamba")),
-    "packed rows, full": Case(in_rows, HND, ("full",)),
-    "packed rows, mamba": Case(in_rows, NHD, ALL),
-    "packed rows, mamba, kernel blocks": Case(in_rows, attention(FLASHINFER_HND, kernel_blocks=2), ALL),
-    "K and V apart": Case(in_pieces, attention(0), ALL),
+    "default, full": DecodeCase(crossed, NHD, ("full",)),
+    "default, sliding": DecodeCase(crossed, NHD, ("sliding", "full")),
+    "default, mamba": DecodeCase(crossed, NHD, ALL),
+    "default, float32": DecodeCase(crossed, attention(FLASH_NHD, "float32"), ALL),
+    "default, torch's memory": DecodeCase(in_torch, NHD, ALL),
+    "heads first, full": DecodeCase(crossed, HND, ("full",)),
+    "heads first, sliding": DecodeCase(crossed, attention(TRITON_HND), ("sliding", "full")),
+    "heads first, mamba": DecodeCase(crossed, HND, ALL),
+    "K and V side by side": DecodeCase(crossed, attention(PACKED_HND), ALL),
+    "kernel blocks": DecodeCase(crossed, attention(FLASH_NHD, kernel_blocks=2), ALL),
+    "kernel blocks, triton": DecodeCase(crossed, attention(TRITON_HND, kernel_blocks=4), ALL),
+    "isolated": DecodeCase(crossed, attention(replace(FLASH_NHD, layered=None)), ALL),
+    "packed pages, full": DecodeCase(in_pages, NHD, ("full",)),
+    "packed pages, sliding": DecodeCase(in_pages, HND, ("sliding",)),
+    "packed pages, mamba": DecodeCase(in_pages, HND, ("full", "mamba")),
+    "packed pages, mamba, kernel blocks": DecodeCase(
+        in_pages, attention(FLASHINFER_HND, kernel_blocks=4), ("full", "mamba")
+    ),
+    "packed rows, full": DecodeCase(in_rows, HND, ("full",)),
+    "packed rows, mamba": DecodeCase(in_rows, NHD, ALL),
+    "packed rows, mamba, kernel blocks": DecodeCase(in_rows, attention(FLASHINFER_HND, kernel_blocks=2), ALL),
+    "K and V apart": DecodeCase(in_pieces, attention(0), ALL),
 }
 
 
@@ -197,7 +199,7 @@ def swapped(keys: range, ids: list[int]) -> tuple[range, list[int]]:
 
 
 def short(keys: range, ids: list[int]) -> tuple[range, list[int]]:
-    """Without the first."""
+    """Drops the first."""
     return keys[1:], ids[1:]
 
 

@@ -46,7 +46,7 @@ Names = dict[int, U8Array]
 
 
 @dataclass(eq=False)
-class Rank:
+class ShardedRank:
     """One rank of an engine, registered."""
 
     client: Client
@@ -63,7 +63,7 @@ def model(backend: Backend, heads: int) -> tuple[dict[str, LayerSpec], list[Laye
     return specs, [LayerGroup(0, ("f0", "f1", "f2")), LayerGroup(1, ("s0", "s1"))]
 
 
-class Engine:
+class ShardedEngine:
     """Some ranks, each with its heads. `parts`: of each key in the namespace."""
 
     def __init__(self, daemon: Daemon, name: str, ranks: int, parts: int = PARTS) -> None:
@@ -80,7 +80,7 @@ class Engine:
             client.connect()
             daemon.welcome(client)
             registration = client.register(made.cache.kv_cache())
-            self.ranks.append(Rank(client, registration, made, share.part * HEADS // parts))
+            self.ranks.append(ShardedRank(client, registration, made, share.part * HEADS // parts))
 
     def compute(self, whole: Any, ids: list[int], kind: str) -> None:
         """Blocks of the layers of a kind: (layers, blocks, kv, token, head, dim), each rank has its heads."""
@@ -96,7 +96,7 @@ class Engine:
                 bad += int((heads_of(rank.made.layers[layer], spec, block) != of_block).sum())
         return bad
 
-    def _shares(self, whole: Any, kind: str) -> Iterator[tuple[Rank, str, Attention, Any]]:
+    def _shares(self, whole: Any, kind: str) -> Iterator[tuple[ShardedRank, str, Attention, Any]]:
         for rank in self.ranks:
             for (layer, spec), values in zip(rank.made.plan.specs.items(), whole, strict=True):
                 if layer[0] == kind and isinstance(spec, Attention):
@@ -107,7 +107,7 @@ class Engine:
         return [tensor.view(-1).view(torch.uint8) for rank in self.ranks for tensor in rank.made.tensors]
 
     def store(self, keys: Names, ids: list[int]) -> list[int]:
-        """By each rank; returns the bytes that it moved."""
+        """Stores by each rank; returns the bytes that each moved."""
         wanted = {group: (names, np.array(ids)) for group, names in keys.items()}
         told = [rank.client.wait(rank.client.store(rank.registration, wanted), 15) for rank in self.ranks]
         assert {one.outcome for one in told} == {Outcome.DONE}
@@ -119,7 +119,7 @@ class Engine:
         assert {one.outcome for one in told} == {Outcome.DONE}
 
     def states(self, keys: Names) -> list[list[int]]:
-        """Of each group's keys."""
+        """Returns the states of each group's keys."""
         return [one.tolist() for one in self.ranks[0].client.lookup(keys).states]
 
 
@@ -137,7 +137,7 @@ def new_names(rng: np.random.Generator) -> Names:
 @pytest.mark.parametrize("stored", [1, 2, 4])
 def test_every_size_loads_what_another_stored(daemon: Daemon, name: str, stored: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    engines = {ranks: Engine(daemon, name, ranks) for ranks in (1, 2, 4)}
+    engines = {ranks: ShardedEngine(daemon, name, ranks) for ranks in (1, 2, 4)}
     keys, whole = new_names(rng), new_values(rng)
     for group, (kind, layers) in enumerate((("f", 3), ("s", 2))):
         ids = rng.permutation(BLOCKS)[:KEYS].tolist()
@@ -159,6 +159,6 @@ def test_every_size_loads_what_another_stored(daemon: Daemon, name: str, stored:
 
 def test_engines_must_agree_on_the_number_of_parts(daemon: Daemon) -> None:
     """Or one would take halves for quarters."""
-    Engine(daemon, "heads first", 2)
+    ShardedEngine(daemon, "heads first", 2)
     with pytest.raises(RemoteError, match=r"parts 4.* in this namespace, not .*parts 2"):
-        Engine(daemon, "heads first", 2, parts=2)
+        ShardedEngine(daemon, "heads first", 2, parts=2)

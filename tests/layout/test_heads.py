@@ -82,7 +82,7 @@ def test_what_a_rank_has(kind: LayerKind, heads: int, ranks: int, expected: list
 
 
 def test_what_ranks_of_several_engines_have() -> None:
-    """Of 8 heads in 4 parts."""
+    """The engines have 8 heads in 4 parts."""
     assert share_of(LayerKind.FULL, 8, 0, 1, 4) == Share(4, 0, 4, True)
     assert [share_of(LayerKind.FULL, 8, rank, 2, 4) for rank in (0, 1)] == [
         Share(4, 0, 2, True),

@@ -143,7 +143,9 @@ def test_when_layers_share_rows_by_default() -> None:
 
 
 def test_groups_of_uniform_type_share_rows_whatever_their_block_sizes() -> None:
-    """As DeepSeek-V4: latents of two sizes, windows of another block size, and one group of other attention."""
+    """DeepSeek-V4 is like this: latents of two sizes, windows of another block size, and one group
+    of other attention.
+    """
     specs: dict[str, LayerSpec] = {
         "a0": latent(64),
         "a1": latent(16),

@@ -125,7 +125,7 @@ class Worker:
         return self._model.generate(self._prompt, self._tables, count, blocks * BLOCK)
 
     def turn_a_sign(self, group: int, block: int) -> None:
-        """Of one item of the block's payload."""
+        """Turns the sign of one item of the block's payload."""
         rows = rows_of(self._memory.cache)
         refs = next(known.refs for known in self._memory.cache.groups if known.group == group)
         payload = bytearray(gather(rows, refs, block))

@@ -308,7 +308,7 @@ def test_a_daemon_that_can_not_have_its_port_does_not_start(start_daemon: Callab
 
 
 def ask_nobody(daemon: Daemon) -> bool:
-    """By default there is no endpoint."""
+    """Asks where there is no endpoint, which is the default."""
     return not [name for name in os.listdir(daemon.socket.parent) if "metrics" in name]
 
 

@@ -23,7 +23,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "STATUS.md").read_text(encoding
 
 @pytest.fixture
 def status(start_daemon: Callable[..., Daemon], tmp_path: Path, seed: int) -> dict[str, Any]:
-    """Of a daemon with a disk, something stored, loaded and asked for."""
+    """Returns the status of a daemon with a disk, something stored, loaded and asked for."""
     roots = f'disk.roots=[{{ path = "{tmp_path / "disk"}", capacity = "16MiB" }}]'
     store = ("remote.engine=memory", f"remote.directory={tmp_path / 'store'}")
     daemon = start_daemon(roots, "disk.min_free_bytes=0", *store)

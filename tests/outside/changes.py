@@ -107,7 +107,7 @@ def spots_of(dtype: np.dtype[Any], at: int = 0) -> list[tuple[int, int]]:
 
 
 def framed(body: bytes) -> bytes:
-    """As agents, daemons and clients frame it."""
+    """Frames a body as agents, daemons and clients do."""
     return len(body).to_bytes(4, "little") + body
 
 

@@ -87,7 +87,7 @@ def segments(folder: Folder, sealed: bool) -> Take:
 
 
 def changed_root_segment(rng: Random, raw: bytes) -> bytes:
-    """As `changed_segment`, of a segment of which only the dtypes of its pages are known."""
+    """Does what `changed_segment` does, for a segment of which only the dtypes of its pages are known."""
     pages = [bytearray(raw[at : at + PAGE_BYTES]) for at in range(0, len(raw), PAGE_BYTES)]
     kinds = {b"KVOSEGM\n": SEGMENT, b"KVORECD\n": RECORD, b"KVOTRLR\n": TRAILER}
     ours = [page for page in pages if bytes(page[:8]) in kinds]

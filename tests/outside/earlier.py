@@ -42,7 +42,7 @@ def estate() -> Cache:
 
 
 def taken_over(cache: Cache, names: bytes) -> None:
-    """By a daemon that finds these names beside the arena."""
+    """Takes memory over as a daemon does that finds these names next to the arena."""
     pool = ArenaFile(os.dup(cache.tier.pool.fd), PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES, is_old=True)
     after = make_cache(PAGES, SLAB_PAGES, pool)
     saved = read_saved_state(names)

@@ -66,7 +66,7 @@ REPLIES: list[af.FromAgent] = [
 
 
 def frames_of_the_agent(rng: Random) -> None:
-    """As `AgentProcess` and `Calls` take them."""
+    """Takes the agent's frames as `AgentProcess` and `Calls` do."""
     frames, loop = af.Frames(by_agent=True), asyncio.new_event_loop()
     calls, ends = Calls(loop, lambda frame: None, lambda why: None, 60.0), list[Any]()
     calls.begin(stops_at_once=True)
@@ -105,7 +105,7 @@ CALLS: list[Any] = [
 
 
 def frames_of_the_daemon(rng: Random) -> None:
-    """As the agent takes them: nothing outside its memory is meant."""
+    """Takes the daemon's frames as the agent does: they refer to nothing outside its memory."""
     frames, memory = af.Frames(by_agent=False), Memory(Region(1 << 20, 8192), Region(1 << 40, 8192))
     call = rng.choice(CALLS)
     if isinstance(call, af.Get | af.Put) and rng.random() < 0.7:

@@ -33,8 +33,8 @@ _Cut = Callable[[Copies], list[Copies]]
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Of a load. `copies`: one by one, that is, descriptors after neighbours are merged; `batches`: calls, if they are
-    submitted so. `runs`: pitched copies, and `rest`: copies in no run.
+    """Counts the operations of a load. `copies`: one by one, that is, descriptors after neighbours are merged;
+    `batches`: calls, if they are submitted so. `runs`: pitched copies, and `rest`: copies in no run.
     """
 
     descriptors: int
@@ -45,8 +45,8 @@ class Operations:
 
 
 def load_operations(layout: Layout, tokens: int, config: Config | None = None) -> Operations:
-    """Of one rank's load of what a restore of so many tokens needs. All of its tensors are in one allocation, one
-    behind the other, with room for twice as many blocks.
+    """Counts the operations of one rank's load of what a restore of `tokens` tokens needs. All of its tensors are in
+    one allocation, one behind the other, with room for twice as many blocks.
     """
     config = config or Config()
     work = _work(layout, layout.needed_blocks(tokens))
@@ -96,7 +96,7 @@ def _tensors(layout: Layout, num_blocks: int) -> Tensors:
 
 
 def _chunks(work: BlockWork, config: Config, cut: _Cut, *, at_once: bool = True) -> Iterator[Copies]:
-    """As the threads of the daemon's lanes take them. `at_once`: see `Chunks`."""
+    """Yields chunks as the threads of the daemon's lanes take them. `at_once`: see `Chunks`."""
     found: list[Copies] = []
     chunks = Chunks(work, Direction.LOAD, cut, config.copy.chunk_bytes, at_once=at_once)
     while chunks.copy_next(found.append):

@@ -27,7 +27,7 @@ Wanted = Mapping[int, int]
 
 @pytest.fixture
 def large(start_daemon: Callable[..., Daemon]) -> Daemon:
-    """With room for a prompt."""
+    """Starts a daemon with room for a prompt."""
     return start_daemon("memory.slab_bytes=64MiB", memory="704MiB")
 
 
@@ -48,14 +48,14 @@ def kv_cache(layout: Layout, change: Callable[[Sequence[Group]], Sequence[Group]
 
 
 @dataclass
-class Worker:
+class FiguresWorker:
     """One prompt's keys, and a KV cache."""
 
     daemon: Daemon
     layout: Layout
     change: Callable[[Sequence[Group]], Sequence[Group]] = tuple
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> FiguresWorker:
         # Each in a namespace of its own.
         namespace = NamespaceSpec(model="figures", layout=f"{self.layout.name} {id(self)}")
         self.client = Client(self.daemon.socket, namespace=namespace, deadline_s=WAIT_S)
@@ -89,7 +89,7 @@ def _keys(group: int, count: int) -> U8Array:
 @pytest.mark.parametrize(("layout", "descriptors"), [(ROWS, 279), (PER_LAYER, 3348), (KV_APART, 6696)])
 def test_gpt_oss(large: Daemon, layout: str, descriptors: int) -> None:
     """279 blocks of one group are 438,829,056 bytes, whatever the layout."""
-    with Worker(large, layout_of(GPT_OSS, layout, FEW_BLOCKS)) as worker:
+    with FiguresWorker(large, layout_of(GPT_OSS, layout, FEW_BLOCKS)) as worker:
         assert worker.counted("store", {1: 279}) == (descriptors, 438_829_056)
 
 
@@ -98,7 +98,7 @@ def test_gemma_3(large: Daemon) -> None:
     layout = layout_of(GEMMA_3, KV_APART, LOADED_BLOCKS)
     clipped = dict(enumerate(layout.clipped_blocks(63 * BLOCK_TOKENS)))
     assert clipped == {**dict.fromkeys(range(6), 17), 6: 63}
-    with Worker(large, layout) as worker:
+    with FiguresWorker(large, layout) as worker:
         assert worker.counted("store", dict.fromkeys(range(7), 63))[0] == 4284
         assert worker.counted("load", clipped)[0] == 1616
 
@@ -110,6 +110,6 @@ def test_gemma_3_with_an_unused_slot_that_is_moved(large: Daemon) -> None:
         return [replace(group, refs=groups[0].refs) for group in groups]
 
     clipped = {**dict.fromkeys(range(6), 17), 6: 63}
-    with Worker(large, layout_of(GEMMA_3, KV_APART, LOADED_BLOCKS), padded) as worker:
+    with FiguresWorker(large, layout_of(GEMMA_3, KV_APART, LOADED_BLOCKS), padded) as worker:
         worker.counted("store", clipped)
         assert worker.counted("load", clipped)[0] == 1650

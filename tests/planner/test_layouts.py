@@ -130,7 +130,7 @@ def test_a_pack_of_any_size() -> None:
 
 
 def test_what_a_restore_needs() -> None:
-    """Of Mamba the state at the end, of attention everything; nothing of a prompt without a whole block."""
+    """It needs Mamba's state at the end, everything of attention, and nothing of a prompt without a whole block."""
     found = layouts(QWEN, 2)[CROSS_LAYER]
     assert found.stored_blocks(8000) == (3, 3, 3, 3)
     assert found.needed_blocks(8000) == found.clipped_blocks(8000) == (1, 1, 1, 3)

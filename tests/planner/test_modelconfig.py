@@ -75,7 +75,7 @@ def test_what_a_model_class_fills_in_is_said() -> None:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    """As many KV heads as heads; a head is its part of the hidden size."""
+    """There are as many KV heads as heads; a head is its part of the hidden size."""
     found = read_model(changed(tmp_path, LLAMA, num_key_value_heads=..., torch_dtype="torch.float16"))
     assert (found.kv_heads, found.head_size, found.dtype) == (32, 128, "float16")
 
@@ -121,7 +121,7 @@ def test_chunks(tmp_path: Path) -> None:
 
 
 def test_an_empty_list_of_rotary_layers_is_what_the_class_has(tmp_path: Path) -> None:
-    """As the published file of Scout has it: three chunked layers, then a full one."""
+    """The published file of Scout has this: three chunked layers, then a full one."""
     path = changed(tmp_path, LLAMA_4, no_rope_layers=[], no_rope_layer_interval=...)
     assert read_model(path).kinds == model(LLAMA_4).kinds
     assert "no_rope_layer_interval = 4 is not in the file" in " ".join(read_model(path).assumed)
@@ -175,7 +175,9 @@ def test_falcon(tmp_path: Path, keys: dict[str, object], kv_heads: int) -> None:
 
 
 def test_linear_layers(tmp_path: Path) -> None:
-    """As a list instead of an interval; states in the model's dtype where the file has no other, which is said."""
+    """They may be a list instead of an interval; states have the model's dtype where the file has no other, which is
+    noted.
+    """
     listed = ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 15
     path = changed(tmp_path, QWEN, layer_types=listed, full_attention_interval=..., mamba_ssm_dtype=...)
     found = read_model(path)

@@ -145,7 +145,7 @@ def forced(request: pytest.FixtureRequest) -> Iterator[tuple[str, Daemon]]:
 
 @pytest.mark.parametrize(("name", "which", "tokens"), CASES)
 def test_a_daemon_counts_as_many(forced: tuple[str, Daemon], name: str, which: str, tokens: int, seed: int) -> None:
-    """Of a load to blocks and from slots that lie anywhere; one rank's part is all that a key has."""
+    """The load is to blocks and from slots that lie anywhere; one rank's part is all that a key has."""
     way, daemon = forced
     planned = load_operations(layout_of(name, 8, which), tokens, SMALL)
     blocks = layout_of(name, 8, which).needed_blocks(tokens)
@@ -172,7 +172,7 @@ def test_a_daemon_counts_as_many(forced: tuple[str, Daemon], name: str, which: s
 
 
 def _kv_cache(layout: Layout, rng: np.random.Generator) -> KvCache:
-    """Of one allocation, as the layout has it."""
+    """Makes a KV cache of one allocation, as the layout has it."""
     rows = layout.plan.canonical.rows
     place = GpuPlace(
         gpu_rank.gpu(), [TensorLayout(one.num_blocks, one.page_bytes, one.stride_bytes) for one in rows], rng, "dense"

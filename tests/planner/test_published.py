@@ -233,7 +233,7 @@ def test_when_rows_are_packed_by_default(
 
 
 def test_blocks_of_several_lengths(tmp_path: Path) -> None:
-    """Of 600 tokens: whole blocks of 64, 64, 256, 4 and 8; a restore ends after 512 of them.
+    """The 600 tokens fill whole blocks of 64, 64, 256, 4 and 8; a restore ends after 512 of them.
 
     Before it: a window's last 127 tokens are in 2 blocks of 64, or 16 of 8, the last 7 in 2 blocks of 4.
     """
@@ -318,7 +318,7 @@ def test_v4_in_bfloat16(tmp_path: Path) -> None:
 def test_pages_are_equal_whatever_the_heads(
     tmp_path: Path, tp: int, sliding: tuple[int, int, int], full: tuple[int, int, int]
 ) -> None:
-    """Of each: heads, their size, tokens of a block."""
+    """The parameters are, of each: heads, their size, tokens of a block."""
     rank = Rank(read_model(path_of(tmp_path, "gemma-4-31b")), tp, 16)
     specs = rank.specs(TRITON_NHD)
     found = [spec for spec in (specs["layers.0"], specs["layers.5"]) if isinstance(spec, Attention)]

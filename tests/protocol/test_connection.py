@@ -105,7 +105,7 @@ def test_an_answer_that_is_too_big_is_the_daemons_fault() -> None:
 
 
 def test_a_report_has_larger_maps_than_a_request() -> None:
-    """By what clients have named: those of many sessions are more than one client may send."""
+    """Clients have named their entries: those of many sessions are more than one client may send."""
     many = {f"{number:032x}": "" for number in range(3000)}
     client = in_state(ProtocolState.READY, daemon=False)
     report = m.Report(seq=1, status={"remote": {"eras": many}})
@@ -146,7 +146,9 @@ def test_a_bad_message_is_skipped_and_says_which_request_it_was() -> None:
 
 
 def test_a_large_frame_is_unpacked_before_a_message_is_made_of_it() -> None:
-    """By the daemon, whose loop may turn in between; what came behind it waits, and its descriptors go with it."""
+    """The daemon unpacks it, and its loop may turn in between; what came behind it waits, and its descriptors go with
+    it.
+    """
     wide = m.Lookup(seq=7, groups=[m.GroupKeys(group=0, keys=bytes(AT_ONCE_BYTES))])
     client = in_state(ProtocolState.READY, daemon=False)
     daemon = in_state(ProtocolState.READY, daemon=True)

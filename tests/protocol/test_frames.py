@@ -27,7 +27,7 @@ quick = settings(max_examples=30, deadline=None, suppress_health_check=list(Heal
 
 
 def stepped(body: bytes) -> dict[str, Any]:
-    """As `unpack`, in steps."""
+    """Unpacks as `unpack` does, in steps."""
     steps = unpack_in_steps(body)
     try:
         while True:
@@ -210,7 +210,7 @@ def test_single_values_are_made_in_steps() -> None:
 
 
 def lists_of(item: bytes, count: int = 253) -> bytes:
-    """As many as fit of lists of `count` equal items, in a list, in a map."""
+    """Packs as many lists of `count` equal items as fit, in a list, in a map."""
     one = b"\xdc" + count.to_bytes(2, "big") + item * count
     return b"\x82\xa4type\xa4ping\xa1x\xdc\x3f\xff" + one * ((m.FRAME_BYTES_MAX - 64) // len(one))
 

@@ -6,18 +6,15 @@ import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scripts.harness.enginehost import EngineHost
-from scripts.harness.lab import Host, Lab, why_not_isolated
-from scripts.harness.stores import Master, MooncakeStore, Valkey, why_no_mooncake, why_no_valkey
+from scripts.harness.lab import Lab, why_not_isolated
+from scripts.harness.stores import why_no_mooncake, why_no_valkey
+from tests.remote.cluster import Cluster, make_cluster
 from tests.remote.site import Site, Start
 
-MEMORY_BYTES = 64 << 20
 HOSTS = 3
 _NUMBERS = itertools.count()
 
@@ -29,53 +26,16 @@ ENGINES = [
 _WHY_NOT: dict[str, Callable[[], str]] = {"memory": str, "mooncake": why_no_mooncake, "valkey": why_no_valkey}
 
 
-@dataclass
-class Cluster:
-    """Stores of one kind with `MEMORY_BYTES`, and engines of the test's that use them."""
-
-    kind: str
-    lab: Lab
-    folder: Path
-    settings: Callable[[Host], dict[str, Any]]
-    stores: list[Any] = field(default_factory=list)
-    _engines: ExitStack = field(default_factory=ExitStack)
-
-    def engine(self, host: int = 0, settings: dict[str, Any] | None = None) -> EngineHost:
-        """On one of the lab's hosts; ended with the test. `settings`: in place of some of the cluster's."""
-        where = self.lab.hosts[host]
-        made = EngineHost(where, self.kind, {**self.settings(where), **(settings or {})}, self.folder)
-        return self._engines.enter_context(made)
-
-    def leave(self) -> None:
-        """End the engines."""
-        self._engines.close()
-
-
 @pytest.fixture(scope="session")
 def remote_folder() -> Iterator[Path]:
-    """For logs."""
+    """Makes a folder for logs."""
     with tempfile.TemporaryDirectory(prefix="kvo-remote-", dir="/tmp") as folder:
         yield Path(folder)
 
 
-def make_cluster(
-    kind: str, lab: Lab, folder: Path, stack: ExitStack, *options: str, memory_bytes: int = MEMORY_BYTES
-) -> Cluster:
-    """`options`: flags of the master, or words of Valkey's command. Store: on the last host, master: hub."""
-    if kind == "memory":
-        settings = {"directory": str(folder / "objects"), "capacity_bytes": memory_bytes}
-        return Cluster(kind, lab, folder, lambda _: settings)
-    if kind == "mooncake":
-        master = stack.enter_context(Master(lab.hub, folder, *options))
-        store = stack.enter_context(MooncakeStore(lab.hosts[-1], folder, master, f"{memory_bytes >> 20}MB"))
-        return Cluster(kind, lab, folder, lambda host: {"master": master.place, "host": host.address}, [store, master])
-    server = stack.enter_context(Valkey(lab.hosts[-1], folder, *options, memory=f"{memory_bytes >> 20}mb"))
-    return Cluster(kind, lab, folder, lambda _: {"url": f"redis://{server.place}"}, [server])
-
-
 @pytest.fixture(scope="session")
 def standing_clusters(remote_folder: Path) -> Iterator[dict[str, Cluster]]:
-    """On the loopback device, one of each kind."""
+    """Makes clusters on the loopback device, one of each kind."""
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(remote_folder, HOSTS, isolated=False))
         made: dict[str, Cluster] = {}
@@ -92,7 +52,7 @@ def standing_clusters(remote_folder: Path) -> Iterator[dict[str, Cluster]]:
 
 @pytest.fixture(params=ENGINES)
 def cluster(request: pytest.FixtureRequest, standing_clusters: dict[str, Cluster]) -> Iterator[Cluster]:
-    """Of each kind of engine, shared with other tests: use names that begin with `prefix`."""
+    """Returns a cluster of each kind of engine, shared with other tests: use names that begin with `prefix`."""
     if reason := _WHY_NOT[request.param]():
         pytest.skip(reason)
     cluster = standing_clusters[request.param]
@@ -102,7 +62,7 @@ def cluster(request: pytest.FixtureRequest, standing_clusters: dict[str, Cluster
 
 @pytest.fixture
 def prefix() -> str:
-    """Of names that no other test has."""
+    """Returns a prefix of names that no other test has."""
     return f"kvo1/test{next(_NUMBERS)}/"
 
 

@@ -25,12 +25,12 @@ class Object:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Of all pieces."""
+        """Returns the sizes of all pieces."""
         return (HEADER_BYTES, *self.part_bytes)
 
     @property
     def size_bytes(self) -> int:
-        """Of the object."""
+        """Returns the size of the object."""
         return sum(self.sizes)
 
     def bytes(self) -> U8Array:

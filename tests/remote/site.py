@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvoffloadd.client import Group, GroupKind, Outcome, Ref
 from kvoffloadd.trial.wait import HANG_S, until
@@ -13,9 +13,7 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.stores import remote_python
 from tests.e2e.rank import Keys, Rank
 from tests.e2e.sharedstore import patient
-
-if TYPE_CHECKING:
-    from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 
 FULL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 96 << 10),)),)
 """Keys of 96 KiB: all of them take some seconds over a slow link."""
@@ -31,7 +29,7 @@ class Site:
     folder: Path
 
     def daemon(self, number: int, *settings: str) -> Daemon:
-        """With deadlines for a busy machine, unless `settings` say otherwise."""
+        """Starts a daemon with deadlines for a busy machine, unless `settings` say otherwise."""
         where = self.cluster.lab.hosts[number]
         here = {f"{self.cluster.kind}.{name}": str(value) for name, value in self.cluster.settings(where).items()}
         here |= {"remote.python": str(where.python(self.folder, remote_python()))}
@@ -48,12 +46,12 @@ def remote(daemon: Daemon) -> dict[str, Any]:
 
 
 def era(daemon: Daemon) -> str:
-    """Of its only namespace, generation first; empty: it is not known."""
+    """Returns the era of its only namespace, generation first; empty: it is not known."""
     return next(iter(remote(daemon)["eras"].values()), "")
 
 
 def await_era(daemon: Daemon) -> str:
-    """Until one is known."""
+    """Waits until one is known."""
     return until(lambda: era(daemon), "an era is known")
 
 
@@ -65,7 +63,7 @@ def push(daemon: Daemon, rank: Rank, keys: Keys) -> None:
 
 
 def states(rank: Rank, keys: Keys) -> list[int]:
-    """As a pin finds them in the end; it is released."""
+    """Returns states as a pin finds them in the end; it is released."""
     found = rank.client.pin({0: keys})
     if found.promoting:
         found = rank.client.wait_ready(found, HANG_S)

@@ -37,7 +37,7 @@ def lives(pid: int) -> bool:
 
 
 def rank_of(daemon: Daemon) -> Rank:
-    """Of a namespace whose era is known."""
+    """Makes a rank of a namespace whose era is known."""
     rank: Rank = daemon.welcome(Rank(daemon.socket, FULL))
     await_era(daemon)
     return rank
@@ -97,7 +97,7 @@ def test_the_store_is_gone_for_a_while(site: Callable[[str], Site], keys: Keys, 
 
 
 def test_keys_expire(site: Callable[[str], Site], keys: Keys) -> None:
-    """With the time to live that the config says. The era stays."""
+    """They expire after the time to live of the config. The era stays."""
     made = site("valkey")
     here, there = made.daemon(0, "valkey.ttl_s=1"), made.daemon(1)
     a, b = rank_of(here), rank_of(there)

@@ -11,7 +11,7 @@ import pytest
 from kvoffloadd.agentframes import HEADER_BYTES, Code, Presence
 from kvoffloadd.trial.wait import until
 from scripts.harness.enginehost import EngineHost
-from tests.remote.conftest import MEMORY_BYTES, Cluster
+from tests.remote.cluster import MEMORY_BYTES, Cluster
 from tests.remote.objects import KIB, MIB, Object, Places, get, put
 
 YES, NO = Presence.YES, Presence.NO
@@ -74,7 +74,9 @@ def test_calls_may_name_nothing(cluster: Cluster) -> None:
 
 
 def test_some_of_a_batch_come(cluster: Cluster, prefix: str) -> None:
-    """In the order of the call: a miss, an object that is larger than its place, and one that is smaller."""
+    """Results are in the order of the call: a miss, an object that is larger than its place, and
+    one that is smaller.
+    """
     engine = cluster.engine()
     stored = named(prefix, 5)
     put(engine, *stored)
@@ -125,7 +127,7 @@ def test_small_objects_are_written_and_read(cluster: Cluster, prefix: str, kept_
 
 
 def test_many_small_objects_are_read_at_once(cluster: Cluster, prefix: str) -> None:
-    """In the order of the call, with those that are not there."""
+    """Results are in the order of the call, with those that are not there."""
     here, there = cluster.engine(0), cluster.engine(1)
     values = {f"{prefix}{number}": b"%d" % number * (number + 1) for number in range(0, 150, 3)}
     for name, value in values.items():

@@ -23,7 +23,7 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.harness.stores import Etcd, Master, MooncakeStore, why_no_etcd, why_no_mooncake
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 from tests.remote.site import Site, Start, await_era, era, remote, states
 
 pytestmark = pytest.mark.remote
@@ -37,7 +37,7 @@ KEYS, EACH = 24, 8
 SMALL = (Group(0, GroupKind.FULL, 16, refs=(Ref(0, 0, 4096),)),)
 
 
-class Host:
+class VersionedHost:
     """A daemon, and a worker of it whose weights have a version."""
 
     def __init__(self, daemon: Daemon) -> None:
@@ -46,14 +46,14 @@ class Host:
         self.eras = [await_era(daemon)]
 
     def store(self, keys: Keys, version: int) -> None:
-        """Of this version; nobody waits for its push."""
+        """Stores keys of this version, and does not wait for their push."""
         blocks = self.rank.blocks_of(0, 0, len(keys))
         self.rank.fill(0, stamped(keys, version), blocks)
         job = self.rank.client.store(self.rank.registration, {0: (keys, blocks)})
         assert self.rank.wait(job).outcome is Outcome.DONE
 
     def versions(self, keys: Keys, upto: int) -> set[int]:
-        """Of all that a pin finds and a load brings. -1: the bytes are of none."""
+        """Returns the versions of all that a pin finds and a load brings. -1: the bytes are of none."""
         rank, client = self.rank, self.rank.client
         found = client.pin({0: keys})
         try:
@@ -84,7 +84,7 @@ class Host:
         return -1
 
     def clear(self) -> None:
-        """Until it holds everywhere."""
+        """Clears, and waits until that holds everywhere."""
         token = os.urandom(16)
         clear = partial(self.rank.client.clear, wait_s=1.0, token=token)
         until(lambda: not clear().unrecorded, "the clear holds everywhere", every_s=0.1)
@@ -98,7 +98,7 @@ class Host:
         return now
 
     def await_generation(self, least: int) -> None:
-        """Until it has heard of a clear."""
+        """Waits until it has heard of a clear."""
         until(lambda: (now := self.look()) and generation(now) >= least, "the host has heard of the clear")
 
 
@@ -118,7 +118,7 @@ class Traffic:
     daemon has heard of the clear.
     """
 
-    def __init__(self, host: Host, keys: Keys, version: int) -> None:
+    def __init__(self, host: VersionedHost, keys: Keys, version: int) -> None:
         self._host, self._keys, self._version = host, keys, version
         self._stop = threading.Event()
         self.began = threading.Event()
@@ -146,7 +146,7 @@ class Traffic:
 @pytest.mark.parametrize("kind", ["mooncake", "valkey"])
 def test_clears_while_the_other_host_is_busy(site: Callable[[str], Site], seed: int, kind: str) -> None:
     made, rng = site(kind), np.random.default_rng(seed)
-    hosts = [Host(made.daemon(number, "remote.era_poll_s=0.1")) for number in (0, 1)]
+    hosts = [VersionedHost(made.daemon(number, "remote.era_poll_s=0.1")) for number in (0, 1)]
     keys = new_keys(rng, KEYS)
     for version in range(ROUNDS):
         one, other = hosts if rng.random() < 0.5 else hosts[::-1]
@@ -185,8 +185,8 @@ def test_clears_while_the_other_host_is_busy(site: Callable[[str], Site], seed: 
 class Seen:
     """What two hosts see after a clear (`cleared`: its generation) by the first one, behind which the master died."""
 
-    one: Host
-    other: Host
+    one: VersionedHost
+    other: VersionedHost
     keys: Keys
     version: int
     cleared: int
@@ -231,7 +231,7 @@ def test_the_master_fails_over_behind_a_clear(failing_over: tuple[Site, list[Mas
     """
     made, masters = failing_over
     rng = np.random.default_rng(seed)
-    one, other = (Host(made.daemon(number, "remote.era_poll_s=0.2", "remote.lookup_s=1")) for number in (0, 1))
+    one, other = (VersionedHost(made.daemon(number, "remote.era_poll_s=0.2", "remote.lookup_s=1")) for number in (0, 1))
     keys = new_keys(rng, KEYS)
     for version in range(FAILOVERS):
         one.store(keys, version)

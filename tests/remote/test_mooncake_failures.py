@@ -20,7 +20,7 @@ from scripts.harness.enginehost import BASE, EngineHost, Pending
 from scripts.harness.lab import Host
 from scripts.harness.stores import MooncakeStore
 from scripts.harness.wait import throughout
-from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 from tests.remote.objects import MIB, Object, Places, get, put
 from tests.remote.stranger import stranger
 
@@ -41,7 +41,7 @@ def cluster(make_isolated: Make) -> Cluster:
 
 
 def begin_get(cluster: Cluster, engine: EngineHost, asked: Object) -> tuple[Pending, Places]:
-    """Over a slow link: some of it has come, and most of it has not."""
+    """Begins a get over a slow link: some of it has come, and most of it has not."""
     cluster.lab.slow(cluster.lab.hosts[2], "16mbit")
     places = Places(engine, [asked])
     call = engine.begin("get", places.wanted)
@@ -74,7 +74,7 @@ def test_a_store_dies_in_the_middle_of_a_get(cluster: Cluster) -> None:
 
 
 def test_a_dead_store_is_noticed_and_its_keys_are_misses(make_isolated: Make) -> None:
-    """Before that, `exists` is wrong about them, and gets fail at once."""
+    """`exists` is wrong about them until then, and gets fail at once."""
     cluster = make_isolated("mooncake", "--client_ttl=2")
     engine = cluster.engine()
     put(engine, SMALL)

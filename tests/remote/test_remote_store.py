@@ -24,10 +24,10 @@ from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
 from kvoffloadd.trial.process import ROOT
 from scripts.harness.lab import Host as LabHost
-from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 from tests.remote.objects import Object, put
 from tests.remote.stranger import stranger
-from tests.storage.remote.host import PARTS, SPACE, Host, names_of, soon, until, value_of
+from tests.storage.remote.host import PARTS, SPACE, StoreHost, names_of, soon, until, value_of
 
 pytestmark = pytest.mark.remote
 
@@ -42,7 +42,7 @@ MARKER = marker_name(SPACE.fingerprint, SPACE.generation, SPACE.era)
 
 @dataclass
 class Settings:
-    """In the place of the engine for tests."""
+    """Takes the place of the engine for tests."""
 
     of_engine: dict[str, Any]
 
@@ -51,16 +51,16 @@ class Settings:
 
 
 @dataclass
-class Hosts:
+class LabHosts:
     """`await hosts.open(0)` -> on the lab's host 0, ready. Audited and closed at the end."""
 
     cluster: Cluster
     folder: Path
-    opened: list[Host] = field(default_factory=list)
+    opened: list[StoreHost] = field(default_factory=list)
 
-    async def open(self, number: int, **settings: Any) -> Host:
+    async def open(self, number: int, **settings: Any) -> StoreHost:
         where = self.cluster.lab.hosts[number]
-        host = Host(
+        host = StoreHost(
             Settings(self.cluster.settings(where)),  # type: ignore[arg-type]  # all that it asks of an engine
             engine_name=self.cluster.kind,
             slots=MANY,
@@ -80,11 +80,11 @@ class Hosts:
 
 
 @pytest.fixture
-async def open_hosts(make_isolated: Callable[..., Cluster], tmp_path: Path) -> AsyncIterator[Callable[..., Hosts]]:
-    made: list[Hosts] = []
+async def open_hosts(make_isolated: Callable[..., Cluster], tmp_path: Path) -> AsyncIterator[Callable[..., LabHosts]]:
+    made: list[LabHosts] = []
 
-    def make(kind: str, *options: str) -> Hosts:
-        made.append(Hosts(make_isolated(kind, *options), tmp_path))
+    def make(kind: str, *options: str) -> LabHosts:
+        made.append(LabHosts(make_isolated(kind, *options), tmp_path))
         return made[-1]
 
     yield make
@@ -93,18 +93,18 @@ async def open_hosts(make_isolated: Callable[..., Cluster], tmp_path: Path) -> A
             await host.close()
 
 
-Open = Callable[..., Hosts]
+Open = Callable[..., LabHosts]
 
 
 def is_there(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def wipe(host: Host) -> None:
+def wipe(host: StoreHost) -> None:
     host.pool.arena[:] = 0xA5
 
 
-async def stays_wiped(host: Host) -> None:
+async def stays_wiped(host: StoreHost) -> None:
     """Nothing writes to its arena any more."""
     end = time.monotonic() + QUIET_S
     while time.monotonic() < end:
@@ -112,7 +112,7 @@ async def stays_wiped(host: Host) -> None:
         await asyncio.sleep(0.1)
 
 
-async def first_bytes(host: Host) -> None:
+async def first_bytes(host: StoreHost) -> None:
     """Some of what is fetched has come to the wiped arena."""
     await until(lambda: not bool((host.pool.arena == 0xA5).all()))
 
@@ -185,7 +185,7 @@ async def test_memory_of_a_late_get_is_kept_until_nothing_can_write_it(open_host
     await until_comes(host, all_names)
 
 
-async def until_comes(host: Host, names: Names) -> None:
+async def until_comes(host: StoreHost, names: Names) -> None:
     """All of it, sooner or later: breakers and back-off take their time."""
     end = time.monotonic() + 60
     while (status := await host.get(names, host.slots[: len(names.keys)])).status.tolist() != [OK] * len(names.keys):
@@ -214,7 +214,7 @@ async def test_what_others_write_into_a_store_is_noticed(open_hosts: Open, seed:
 
 @each_engine
 async def test_another_objects_bytes_and_another_size(open_hosts: Open, kind: str, seed: int) -> None:
-    """Under our names: one as large as ours, one larger, one smaller."""
+    """Objects of others have our names: one as large as ours, one larger, one smaller."""
     hosts = open_hosts(kind)
     host = await hosts.open(0)
     names = key_names(SPACE, names_of(3).packed())
@@ -227,7 +227,7 @@ async def test_another_objects_bytes_and_another_size(open_hosts: Open, kind: st
     await until_exists(host, names_of(3), [False] * 3)
 
 
-async def until_exists(host: Host, names: Names, expected: list[bool]) -> None:
+async def until_exists(host: StoreHost, names: Names, expected: list[bool]) -> None:
     end = time.monotonic() + 30
     while True:
         found = await host.exists(names)

@@ -19,7 +19,7 @@ from kvoffloadd.objectnames import KEPT_NAME
 from kvoffloadd.trial.process import DaemonError
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.wait import throughout
-from tests.remote.conftest import Cluster
+from tests.remote.cluster import Cluster
 from tests.remote.objects import MIB, Object, Places, get, put
 
 pytestmark = pytest.mark.remote
@@ -162,7 +162,7 @@ def test_no_more_goes_at_once_than_takes_a_moment(start: Make) -> None:
 
 
 def test_rights_that_are_missing_are_told_at_the_start(start: Make) -> None:
-    """As those of a user that was made for an older release."""
+    """A user that was made for an older release has such rights."""
     rights = LEAST.replace(" +zrange", "")
     cluster = start("--user", *f"kvo on >secret {rights}".split(), "--user", "default", "off")
     with pytest.raises(DaemonError, match=r"EngineError \(operator\): .*refuses: NOPERM .*zrange"):

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-from scripts.peers.system import NotOfferedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from scripts.peers.system import I64Array, Prompt, Setting, U8Array
+from scripts.peers.system import I64Array, NotOfferedError, Prompt, SystemSetting, U8Array
 
 
 class Fake:
@@ -20,7 +15,7 @@ class Fake:
     "forgets": all, at a restart.
     """
 
-    def __init__(self, setting: Setting, fault: str = "") -> None:
+    def __init__(self, setting: SystemSetting, fault: str = "") -> None:
         geometry = setting.geometry
         self._setting = setting
         self._fault = fault

@@ -25,7 +25,7 @@ class Done:
 
 
 def run_script(name: str, *arguments: str, limit_s: float = LIMIT_S) -> Done:
-    """With `--json`."""
+    """Runs a script with `--json`."""
     command = [sys.executable, str(ROOT / "scripts"), name, *arguments, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
     return Done(done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr)

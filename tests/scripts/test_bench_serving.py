@@ -12,21 +12,31 @@ import pytest
 from scripts.vllm.serving import pair
 from scripts.vllm.serving.bench import ALONE, GROUPS, NO_GROUPS, options_of, result_of, show
 from scripts.vllm.serving.engine import Answered, Asked
-from scripts.vllm.serving.figures import FIGURES, LOAD_FIGURES, MIB, Moved, Round, Sample, differing, figures_of, rows
+from scripts.vllm.serving.figures import (
+    FIGURES,
+    LOAD_FIGURES,
+    MIB,
+    RequestSample,
+    ServingRound,
+    TransferTotals,
+    differing,
+    figures_of,
+    rows,
+)
 from scripts.vllm.serving.models import KINDS
 from scripts.vllm.serving.pair import Pair
 
 GIVEN = argparse.Namespace(model="hybrid", requests=3, rounds=2, tokens=2050, answer=4, clients=2)
 
 
-def sample(ttft_s: float, answer: tuple[int, ...] = (1, 2)) -> Sample:
-    return Sample(ttft_s, whole_s=ttft_s + 1, prefill_s=0.9, token_s=0.01, cached=2049, answer=answer)
+def sample(ttft_s: float, answer: tuple[int, ...] = (1, 2)) -> RequestSample:
+    return RequestSample(ttft_s, whole_s=ttft_s + 1, prefill_s=0.9, token_s=0.01, cached=2049, answer=answer)
 
 
-def one_round(ttft_s: float, *, load_bytes: int = MIB) -> Round:
+def one_round(ttft_s: float, *, load_bytes: int = MIB) -> ServingRound:
     some = [sample(ttft_s), replace(sample(ttft_s * 2), cached=0), sample(ttft_s * 3)]
-    moved = Moved(jobs=0.5, keys=90, descriptors=180, bytes=load_bytes, seconds=0.008)
-    return Round(some, own=[sample(0.02)], busy=some, busy_s=1.5, store=moved, load=moved, memcpy_s=0.005)
+    moved = TransferTotals(jobs=0.5, keys=90, descriptors=180, bytes=load_bytes, seconds=0.008)
+    return ServingRound(some, own=[sample(0.02)], busy=some, busy_s=1.5, store=moved, load=moved, memcpy_s=0.005)
 
 
 def test_moved() -> None:
@@ -34,9 +44,9 @@ def test_moved() -> None:
         way = {"keys": keys, "descriptors": 2 * keys, "bytes": 4 * keys, "seconds": keys / 8, "jobs": keys / 5}
         return {"transfers": {"load": way, "store": {}}}
 
-    assert Moved.between(status(10), status(30), "load", 4) == Moved(1, 5, 10, 20, 0.625)
-    assert Moved(0.5, 5, 10, 20, 0.625).job_bytes == 40
-    assert Moved(0, 0, 0, 0, 0).job_bytes == 0
+    assert TransferTotals.between(status(10), status(30), "load", 4) == TransferTotals(1, 5, 10, 20, 0.625)
+    assert TransferTotals(0.5, 5, 10, 20, 0.625).job_bytes == 40
+    assert TransferTotals(0, 0, 0, 0, 0).job_bytes == 0
 
 
 def test_figures() -> None:
@@ -139,5 +149,5 @@ def test_a_pair_serves(fakes: tuple[Any, Any]) -> None:
 def test_an_engine_serves_alone(fakes: tuple[Any, Any]) -> None:
     decode, _ = fakes
     (one,) = Pair(decode, None).serve([[8]], 4, "salt", 3)
-    assert one == Sample(ttft_s=0.5, whole_s=0.5, prefill_s=0.0, token_s=1.0, cached=7, answer=(8,) * 4)
+    assert one == RequestSample(ttft_s=0.5, whole_s=0.5, prefill_s=0.0, token_s=1.0, cached=7, answer=(8,) * 4)
     assert decode.asked == [Asked("0", [8], 4, "salt", None)]

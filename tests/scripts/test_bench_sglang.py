@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from scripts.sglang.bench import DEAD, FIGURES, FILE, OUR, figures_of, options_of
-from scripts.sglang.timed import CLASSES, SCHEDULER, Clock
+from scripts.sglang.timed import CLASSES, SCHEDULER, StorageTimer
 
 
 class Storage:
-    """Of which calls are timed."""
+    """Has calls that are timed."""
 
     def batch_exists(self, keys: int) -> int:
         """Takes time, not the processor's."""
@@ -38,13 +38,13 @@ class Tree:
 
 
 @pytest.fixture
-def clock(tmp_path: Path) -> Iterator[Clock]:
+def clock(tmp_path: Path) -> Iterator[StorageTimer]:
     before = signal.getsignal(signal.SIGUSR2)
-    yield Clock(tmp_path)
+    yield StorageTimer(tmp_path)
     signal.signal(signal.SIGUSR2, before)
 
 
-def test_calls_are_timed_by_thread(clock: Clock, tmp_path: Path) -> None:
+def test_calls_are_timed_by_thread(clock: StorageTimer, tmp_path: Path) -> None:
     def prefetch_thread_func() -> None:
         assert made().batch_exists(7) == 7
 

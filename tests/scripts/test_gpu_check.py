@@ -103,7 +103,7 @@ def test_a_hunt_finds_nothing_on_a_driver_that_is_well(checked: tuple[Path, str]
 
 
 def test_rows_that_a_worker_gathers_are_right() -> None:
-    """On the CPU, where torch needs no GPU: the gathering is the same."""
+    """It runs on the CPU, where torch needs no GPU: the gathering is the same."""
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "scripts.gpu.bench_gather", "--device", "host", "--quick", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=LIMIT_S)

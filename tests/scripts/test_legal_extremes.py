@@ -21,7 +21,7 @@ TURN_CPU_MAX_S = 0.1
 
 
 def test_every_request_has_a_case() -> None:
-    """But those that need a GPU."""
+    """Those that need a GPU are left out."""
     asked = {tag for case in ALL for tag in re.split(", ", case.requests)}
     assert set(REQUESTS) - asked == {"attach_ipc", "attach_vmm"}
     assert len({case.name for case in ALL}) == len(ALL)

@@ -10,7 +10,7 @@ from scripts.harness.counters import Counters
 from scripts.harness.metrics import Scraped, disagreements
 
 
-class Told(Scraped):
+class GivenMetrics(Scraped):
     """Metrics by name, whatever their labels."""
 
     def __init__(self, figures: dict[str, int]) -> None:
@@ -40,12 +40,12 @@ def counters(tmp_path: Path) -> Counters:
 
 
 def test_agreement_is_no_finding(counters: Counters) -> None:
-    assert disagreements(Told(TOLD), counters, exact=True) == []
+    assert disagreements(GivenMetrics(TOLD), counters, exact=True) == []
 
 
 @pytest.mark.parametrize("name", TOLD)
 def test_each_metric_that_is_one_off_is_found(counters: Counters, name: str) -> None:
-    (finding,) = disagreements(Told({**TOLD, name: TOLD[name] + 1}), counters, exact=True)
+    (finding,) = disagreements(GivenMetrics({**TOLD, name: TOLD[name] + 1}), counters, exact=True)
     assert f"{TOLD[name] + 1:,}" in finding
-    assert disagreements(Told({**TOLD, name: TOLD[name] + 1}), counters, exact=False) == []
-    assert disagreements(Told({**TOLD, name: TOLD[name] - 1}), counters, exact=False) != []
+    assert disagreements(GivenMetrics({**TOLD, name: TOLD[name] + 1}), counters, exact=False) == []
+    assert disagreements(GivenMetrics({**TOLD, name: TOLD[name] - 1}), counters, exact=False) != []

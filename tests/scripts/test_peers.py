@@ -19,16 +19,16 @@ from kvoffloadd.trial.process import DaemonError
 from scripts.harness import damage
 from scripts.peers import cases, pagecache, peers
 from scripts.peers.__main__ import order
-from scripts.peers.cases import Notes, Plan, find_out, flipped_verdict, run_round
+from scripts.peers.cases import Notes, RunPlan, find_out, flipped_verdict, run_round
 from scripts.peers.content import Content
 from scripts.peers.figures import BY_NAME, FIGURES, ahead, spread
 from scripts.peers.page import page
-from scripts.peers.peers import PEERS, Peer, Session, clean_up
+from scripts.peers.peers import PEERS, Peer, PeerSession, clean_up
 from scripts.peers.report import result_of
-from scripts.peers.system import Geometry, Prompt
+from scripts.peers.system import ModelGeometry, Prompt
 
-GEOMETRY = Geometry(layers=3, kv_heads=2, head_size=16, block_tokens=16, chunk_tokens=64, blocks=40)
-PLAN = Plan(tokens=256, jobs=1, asks=2, lookups=(1024, 131_072), chunk_tokens=256, threads=1, disk=None)
+GEOMETRY = ModelGeometry(layers=3, kv_heads=2, head_size=16, block_tokens=16, chunk_tokens=64, blocks=40)
+PLAN = RunPlan(tokens=256, jobs=1, asks=2, lookups=(1024, 131_072), chunk_tokens=256, threads=1, disk=None)
 FIGURE_NAMES = {figure.name for figure in FIGURES}
 LOOKUPS = {"lookup_1k", "lookup_128k", "miss_128k"}
 
@@ -167,7 +167,7 @@ def test_what_is_said_of_a_flipped_bit(loaded: dict[str, Any], begin: str) -> No
 
 
 def test_what_is_in_the_page_cache() -> None:
-    """On a real disk: files that are memory are always in it."""
+    """The files are on a real disk: files that are memory are always in it."""
     with disk_folder(None) as name:
         folder, size = Path(name), 64 * mmap.PAGESIZE
         assert pagecache.cached_share(folder) == 0
@@ -302,7 +302,7 @@ def test_shared_memory_of_an_engine_that_has_ended_is_removed(tmp_path: Path, mo
 
 def test_a_system_that_has_died_can_be_asked_no_more() -> None:
     """Each further question is answered so, and its session ends all the same."""
-    with Session(fake("dies"), PLAN.model, PLAN.sizes(1), disk=None, on_disk=False) as session:
+    with PeerSession(fake("dies"), PLAN.model, PLAN.sizes(1), disk=None, on_disk=False) as session:
         session.ask("store", number=0, tokens=256)
         with pytest.raises(DaemonError):
             session.ask("load", number=0, tokens=256)

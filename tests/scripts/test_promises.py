@@ -15,7 +15,7 @@ from scripts.harness.promises import broken_in_result
 def broken(
     copied_bytes: int, outcome: Outcome, failed: list[int], *, is_load: bool = True, leased: bool = False
 ) -> list[str]:
-    """Of a job with five keys of 10 bytes that were all there."""
+    """Returns what is broken in a job with five keys of 10 bytes that were all there."""
     state = KeyState.HIT if is_load else KeyState.RESERVED
     share = SimpleNamespace(bytes_of=lambda mine: 10 * int(np.count_nonzero(mine)))
     opened: Any = SimpleNamespace(

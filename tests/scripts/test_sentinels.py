@@ -20,9 +20,9 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.disk import ManifestTrap
 from scripts.harness.lab import Host
 from scripts.soak.sentinel import PAYLOAD_BYTES, Sentinel, contents, read
-from scripts.soak.sentinels import Plan, Sentinels, fingerprint_of
+from scripts.soak.sentinels import Sentinels, TrialPlan, fingerprint_of
 from scripts.soak.vandal import Vandal
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 
 KEYS = np.random.default_rng(1).integers(0, 256, (8, 32), np.uint8)
 SPEC = NamespaceSpec(model="sentinel")
@@ -80,15 +80,15 @@ def test_what_is_served_after_a_clear_is_counted(daemon: Daemon, tmp_path: Path)
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan(0, clears=True, down=False, closed=False, killed=False, forgets=False, spoilt=False),
-        Plan(1, clears=True, down=True, closed=False, killed=True, forgets=False, spoilt=False),
-        Plan(1, clears=True, down=False, closed=True, killed=True, forgets=False, spoilt=False),
-        Plan(1, clears=False, down=True, closed=False, killed=True, forgets=False, spoilt=False),
+        TrialPlan(0, clears=True, down=False, closed=False, killed=False, forgets=False, spoilt=False),
+        TrialPlan(1, clears=True, down=True, closed=False, killed=True, forgets=False, spoilt=False),
+        TrialPlan(1, clears=True, down=False, closed=True, killed=True, forgets=False, spoilt=False),
+        TrialPlan(1, clears=False, down=True, closed=False, killed=True, forgets=False, spoilt=False),
     ],
     ids=lambda plan: plan.name,
 )
-def test_trials(store: Store, start_daemon: Any, tmp_path: Path, plan: Plan) -> None:
-    """Of two hosts with nothing but memory: the one that was down finds what the other one has put into the store."""
+def test_trials(store: SharedStore, start_daemon: Any, tmp_path: Path, plan: TrialPlan) -> None:
+    """Two hosts have nothing but memory: the one that was down finds what the other one has put into the store."""
     with sentinels(tmp_path, *(start_daemon(*store.settings()) for _ in range(2))) as made:
         made._trial(plan)
         report = made.report
@@ -100,11 +100,11 @@ def test_trials(store: Store, start_daemon: Any, tmp_path: Path, plan: Plan) -> 
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path)
+def store(tmp_path: Path) -> SharedStore:
+    return SharedStore(tmp_path)
 
 
-def test_a_vandal_and_a_daemon_that_goes_on(store: Store, start_daemon: Any, tmp_path: Path) -> None:
+def test_a_vandal_and_a_daemon_that_goes_on(store: SharedStore, start_daemon: Any, tmp_path: Path) -> None:
     """Every act, in turn: the daemon agrees with the store again when the vandal has left, and nothing has ended."""
     daemon = start_daemon(*store.settings())
     engine = daemon.welcome(Sentinel(daemon.socket, SPEC, "kvo-sentinel"))

@@ -182,7 +182,7 @@ def test_a_missing_daemon_is_told() -> None:
 
 
 def test_a_slow_disk_is_no_finding(tmp_path: Path) -> None:
-    """On a loaded machine I/O may take longer than a daemon waits by default. A root that it takes off for that is one
+    """I/O on a loaded machine may take longer than a daemon waits by default. A root that it takes off for that is one
     that an audit can't read; one that hangs for good ends the run for want of progress.
     """
     assert float(disk_settings(tmp_path, 1 << 30)["disk.stuck_s"]) > STILL_S

@@ -19,9 +19,9 @@ from scripts.harness.promises import Findings
 from scripts.holes.evidence import Journal
 from scripts.holes.memory import WatchedMemory
 from scripts.holes.run import can_forbid_holes
-from scripts.holes.session import Session
+from scripts.holes.session import TextSession
 from scripts.holes.shapes import SHAPES, cut, fill, forget, page_out, punch, punch_all
-from scripts.holes.texts import KEYS, PAYLOAD_BYTES, STRIDE_BYTES, Prompt, Texts
+from scripts.holes.texts import KEYS, PAYLOAD_BYTES, STRIDE_BYTES, Text, Texts
 from tests.scripts.running import run_script
 
 BLOCKS = 2 * KEYS
@@ -43,7 +43,7 @@ def zero(memory: WatchedMemory, block: int) -> None:
     os.pwrite(memory.fd, bytes(STRIDE_BYTES), block * STRIDE_BYTES)
 
 
-class Scene:
+class HolesScene:
     """A session with a daemon; `flips`: blocks of which a bit is flipped before the next load is looked at."""
 
     def __init__(self, daemon: Daemon, folder: Path, *, punched: bool = False) -> None:
@@ -51,17 +51,17 @@ class Scene:
         self.counters = Counters(folder / f"counters-{punched}", 1, 0)
         self.texts = Texts(0, 1, 10)
         self.memory = memory_of(punched=punched)
-        self.session = Session(
+        self.session = TextSession(
             str(daemon.socket), self.texts, self.memory, self.counters, Findings(self.counters),
             Journal(self.folder, "worker"), punched=punched,
         )  # fmt: skip
         daemon.welcome(self.session.client)
 
-    def prompt(self, *, holed: bool = False) -> Prompt:
+    def prompt(self, *, holed: bool = False) -> Text:
         rng = np.random.default_rng(0)
         return self.texts.holed(rng) if holed else self.texts.clean(rng)
 
-    def stored(self, *, holed: bool = False) -> Prompt:
+    def stored(self, *, holed: bool = False) -> Text:
         prompt = self.prompt(holed=holed)
         self.session.store(prompt, ALL)
         self.session.wait()
@@ -80,14 +80,14 @@ VERDICT = ("verified_loads", "wrong_bytes", "stray_bytes", "broken_promises")
 
 
 @pytest.fixture
-def scene(start_daemon: Callable[..., Daemon], tmp_path: Path) -> Scene:
-    return Scene(start_daemon(), tmp_path)
+def scene(start_daemon: Callable[..., Daemon], tmp_path: Path) -> HolesScene:
+    return HolesScene(start_daemon(), tmp_path)
 
 
 # --- loads ---
 
 
-def test_a_right_load_is_verified(scene: Scene) -> None:
+def test_a_right_load_is_verified(scene: HolesScene) -> None:
     prompt = scene.stored()
     found: Found = scene.session.pin(prompt, patient=True)
     scene.session.load(prompt, ALL, lease=found.lease)
@@ -97,7 +97,7 @@ def test_a_right_load_is_verified(scene: Scene) -> None:
     assert not scene.folder.exists()
 
 
-def test_a_key_that_misses_is_excused_and_a_check_without_states_would_call_it_wrong(scene: Scene) -> None:
+def test_a_key_that_misses_is_excused_and_a_check_without_states_would_call_it_wrong(scene: HolesScene) -> None:
     scene.session.load(scene.prompt(), ALL)
     scene.session.wait()
     assert scene.counted(*VERDICT) == [0, 0, 0, 0]
@@ -105,7 +105,7 @@ def test_a_key_that_misses_is_excused_and_a_check_without_states_would_call_it_w
     assert scene.counted("excused_bytes")[0] == pytest.approx(ALMOST_ALL * KEYS * PAYLOAD_BYTES, rel=0.01)
 
 
-def test_a_wrong_byte_of_a_hit_is_found_and_written_down(scene: Scene) -> None:
+def test_a_wrong_byte_of_a_hit_is_found_and_written_down(scene: HolesScene) -> None:
     prompt = scene.stored()
     scene.session.load(prompt, ALL)
     (opened,) = scene.session.open
@@ -127,8 +127,8 @@ def test_a_wrong_byte_of_a_hit_is_found_and_written_down(scene: Scene) -> None:
         assert arrays[f"seen_{block}"].shape == (STRIDE_BYTES,)
 
 
-def test_a_byte_that_changes_where_no_load_writes_is_stray(scene: Scene) -> None:
-    """In the block of a key that misses, behind a payload, and in a block that nobody names."""
+def test_a_byte_that_changes_where_no_load_writes_is_stray(scene: HolesScene) -> None:
+    """It is in the block of a key that misses, behind a payload, or in a block that no key names."""
     scene.session.load(scene.prompt(), ALL[:4])
     (opened,) = scene.session.open
     scene.session.client.wait(opened.job, 60.0)
@@ -142,7 +142,7 @@ def test_a_byte_that_changes_where_no_load_writes_is_stray(scene: Scene) -> None
 
 
 @pytest.mark.parametrize("holed", [False, True])
-def test_only_of_keys_that_attackers_store_bytes_may_be_0(scene: Scene, holed: bool) -> None:
+def test_only_of_keys_that_attackers_store_bytes_may_be_0(scene: HolesScene, holed: bool) -> None:
     prompt = scene.stored(holed=holed)
     scene.session.load(prompt, ALL)
     (opened,) = scene.session.open
@@ -159,7 +159,7 @@ def test_only_of_keys_that_attackers_store_bytes_may_be_0(scene: Scene, holed: b
 def test_only_an_attacker_s_jobs_may_meet_a_hole(
     start_daemon: Callable[..., Daemon], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, punched: bool
 ) -> None:
-    scene = Scene(start_daemon("copy.fill_holes=false"), tmp_path, punched=punched)
+    scene = HolesScene(start_daemon("copy.fill_holes=false"), tmp_path, punched=punched)
     prompt = scene.stored()
     monkeypatch.setattr(scene.memory, "spoil", lambda _: punch_all(scene.memory, 0, 0))
     scene.session.load(prompt, ALL)

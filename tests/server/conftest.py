@@ -14,7 +14,7 @@ from tests.server.scene import Scene
 
 @pytest.fixture
 def scene(daemon: Daemon) -> Scene:
-    """On the daemon that tests share, in a namespace of its own."""
+    """Makes a scene on the daemon that tests share, in a separate namespace."""
     made = Scene(daemon, os.urandom(8).hex())
     made.settle()
     return made

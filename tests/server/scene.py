@@ -84,7 +84,7 @@ class Scene:
         return self.jobs
 
     def store(self, peer: RawPeer, packed: bytes, blocks: bytes) -> None:
-        """To its end."""
+        """Stores to its end."""
         job = self.new_job()
         groups = [{"group": 0, "keys": packed, "blocks": blocks}]
         peer.ok("store", job=job, registration=self.registration, groups=groups)

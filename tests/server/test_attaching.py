@@ -67,7 +67,7 @@ class SlowHost:
             turn.set_exception(error)
 
 
-class Scene:
+class AttachScene:
     def __init__(self, fds: list[int]) -> None:
         self.context = context_of(make_cache())
         self.context.closer = Closer(self.context.loop, (UID,))
@@ -110,11 +110,11 @@ def fds(caplog: pytest.LogCaptureFixture) -> Iterator[list[int]]:
 
 
 @pytest.fixture
-async def scene(fds: list[int]) -> Scene:
-    return Scene(fds)
+async def scene(fds: list[int]) -> AttachScene:
+    return AttachScene(fds)
 
 
-async def test_all_of_them(scene: Scene) -> None:
+async def test_all_of_them(scene: AttachScene) -> None:
     attaching = scene.attach()
     assert scene.charged == COUNT, "before anything is mapped"
     await scene.until_idle()
@@ -131,7 +131,7 @@ async def test_all_of_them(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("which", range(1, COUNT + 1))
-async def test_one_that_is_no_memory(scene: Scene, which: int) -> None:
+async def test_one_that_is_no_memory(scene: AttachScene, which: int) -> None:
     scene.host.refused = which
     with pytest.raises(MemoryKindError):
         scene.attach()
@@ -140,7 +140,7 @@ async def test_one_that_is_no_memory(scene: Scene, which: int) -> None:
 
 
 @pytest.mark.parametrize("cap", range(COUNT))
-async def test_too_many_of_them(scene: Scene, cap: int) -> None:
+async def test_too_many_of_them(scene: AttachScene, cap: int) -> None:
     scene.context.accounts.change({"fds": cap})
     with pytest.raises(LimitError):
         scene.attach()
@@ -149,7 +149,7 @@ async def test_too_many_of_them(scene: Scene, cap: int) -> None:
 
 
 @pytest.mark.parametrize("which", range(COUNT))
-async def test_one_that_the_kernel_does_not_map(scene: Scene, which: int) -> None:
+async def test_one_that_the_kernel_does_not_map(scene: AttachScene, which: int) -> None:
     attaching = scene.attach()
     for _ in range(which):
         await scene.host.go_on()
@@ -163,7 +163,7 @@ async def test_one_that_the_kernel_does_not_map(scene: Scene, which: int) -> Non
 
 
 @pytest.mark.parametrize("done", range(COUNT))
-async def test_a_session_that_ends_meanwhile(scene: Scene, done: int) -> None:
+async def test_a_session_that_ends_meanwhile(scene: AttachScene, done: int) -> None:
     attaching = scene.attach()
     for _ in range(done):
         await scene.host.go_on()
@@ -175,7 +175,7 @@ async def test_a_session_that_ends_meanwhile(scene: Scene, done: int) -> None:
     assert not scene.registry.attached
 
 
-async def test_what_is_not_attached_yet_can_not_be_detached(scene: Scene) -> None:
+async def test_what_is_not_attached_yet_can_not_be_detached(scene: AttachScene) -> None:
     attaching = scene.attach()
     with pytest.raises(UnknownNameError):
         scene.registry.detach([1])
@@ -183,7 +183,7 @@ async def test_what_is_not_attached_yet_can_not_be_detached(scene: Scene) -> Non
     assert len(attaching.result()) == COUNT
 
 
-async def test_what_is_detached_before_its_reply(scene: Scene) -> None:
+async def test_what_is_detached_before_its_reply(scene: AttachScene) -> None:
     attaching = scene.attach()
     for _ in range(COUNT):
         await scene.host.go_on()
@@ -199,7 +199,7 @@ async def test_what_is_detached_before_its_reply(scene: Scene) -> None:
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.EIO])
 @pytest.mark.parametrize("which", range(COUNT))
 async def test_a_daemon_without_descriptors(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, which: int, number: int
+    scene: AttachScene, monkeypatch: pytest.MonkeyPatch, which: int, number: int
 ) -> None:
     """It is short of something, and has no bug: it says so, and keeps nothing."""
     duplicate, made = os.dup, list[int]()

@@ -252,7 +252,7 @@ def test_leases_of_the_wrong_kind_or_for_other_keys(scene: Scene) -> None:
 
 
 def test_a_job_of_no_groups(scene: Scene) -> None:
-    """Under a lease, too; and the lease must be there."""
+    """It is the same under a lease, and the lease must be there."""
     lease = scene.peer.ok("reserve", **asked(0, keys(5)))["lease"]
     pinned = scene.peer.ok("pin", **asked(0, keys(1)))["lease"]
     for tag, named in (("store", 0), ("store", lease), ("load", 0), ("load", pinned)):

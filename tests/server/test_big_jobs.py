@@ -208,7 +208,7 @@ def test_a_big_store_with_a_mistake_at_its_end_changes_nothing(
 
 
 def test_no_step_of_the_cache_is_long() -> None:
-    """Of the calls that the loop makes, while the index grows, and while each store evicts another."""
+    """No call that the loop makes is long, while the index grows, and while each store evicts another."""
     assert_short(all_steps, STEP_CPU_MAX_S)
 
 

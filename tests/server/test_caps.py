@@ -257,7 +257,7 @@ def test_descriptors_of_plans(daemon: Daemon) -> None:
 
 
 def test_allocations_that_a_registration_names(daemon: Daemon) -> None:
-    """Without a group, too, it goes on naming them."""
+    """It goes on naming them without a group, too."""
     scene = Scene(daemon, "named")
     scene.settle()
     before = used(daemon)["descriptors"]
@@ -347,7 +347,7 @@ def none(count: int, first: int = 0) -> list[Fields]:
 
 @pytest.mark.slow
 def test_groups_of_a_user(start_daemon: Start) -> None:
-    """In all namespaces; those of a namespace without sessions and keys are given back."""
+    """All namespaces count; the groups of a namespace without sessions and keys are given back."""
     daemon = start_daemon("limits.groups=8")
     peers = [daemon.peer() for _ in range(3)]
     for number, peer in enumerate(peers):

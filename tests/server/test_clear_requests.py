@@ -38,7 +38,7 @@ class Cleared(Scene):
         return found
 
     def epoch(self) -> int:
-        """Of the namespace."""
+        """Returns the epoch of the namespace."""
         return epoch(self.daemon)
 
     def recorded_epoch(self) -> int:
@@ -77,7 +77,7 @@ def clear(peer: RawPeer, token: bytes = b"t" * 16, **fields: Any) -> Fields:
 
 
 def test_whoever_asks_again_is_answered_for_the_same_clear(spoilt: Cleared, place: Unrecordable) -> None:
-    """On any connection of the user. What others have stored since stays."""
+    """Any connection of the user gets the answer. What others have stored since stays."""
     asks = spoilt.stranger("scheduler")
     first = clear(asks)
     assert (first["keys"], first["unrecorded"]) == (4, [str(spoilt.root)])

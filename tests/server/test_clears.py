@@ -30,7 +30,7 @@ from tests.cache.fakes import events_of, keys_of, make_cache, store
 
 
 def context_of(cache: Any) -> Context:
-    """As much of a daemon as a clear needs."""
+    """Makes as much of a daemon's context as a clear needs."""
     nothing: Any = None
     return Context(
         config=Config(),
@@ -66,7 +66,7 @@ def session_of(context: Context) -> Session:
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
 async def test_who_asks_for_a_clear_goes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
-    """From the moment at which it was asked for, all of it is done, and told."""
+    """All of it is done and reported, from the moment at which it was asked for."""
     monkeypatch.setattr(keytable, "STEP_ROWS", 4)  # many steps, and each is a turn
     monkeypatch.setattr(steps, "TURN_S", 0.0)
     cache = make_cache()

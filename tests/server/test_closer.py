@@ -132,7 +132,7 @@ async def test_nobody_comes_in_who_can_have_no_thread(closer: Closer, monkeypatc
 
 @pytest.mark.parametrize("queued", [0, 1, 1000])
 async def test_a_socket_with_descriptors_in_its_queue(closer: Closer, stuck: Lingering, queued: int) -> None:
-    """Behind so many bytes."""
+    """The queue has `queued` bytes before them."""
     ours, theirs = socket.socketpair()
     theirs.send(bytes(queued))
     theirs.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stuck.fd]))])

@@ -51,7 +51,7 @@ def test_what_comes_back_by_itself_is_a_user_s_own() -> None:
 
 
 class Threads:
-    """As much of a device, and of signals, as who connects needs."""
+    """Has as much of a device, and of signals, as a peer that connects needs."""
 
     def __init__(self) -> None:
         self.short = False
@@ -61,7 +61,7 @@ class Threads:
             raise RuntimeError("can't start new thread")
 
 
-class Scene:
+class DoorScene:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.context = context_of(make_cache())
@@ -91,7 +91,7 @@ async def test_many_are_accepted_in_a_turn_until_its_time_is_up(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)  # as if they came from another process
-    scene = Scene(socket_dir / "kvo.sock")
+    scene = DoorScene(socket_dir / "kvo.sock")
     peers = [scene.connect() for _ in range(200)]  # more than the backlog had room for
     monkeypatch.setattr(module, "ACCEPT_TURN_S", -1.0)
     scene.listener._on_acceptable()
@@ -107,7 +107,7 @@ async def test_many_are_accepted_in_a_turn_until_its_time_is_up(
 
 async def test_who_floods_is_told_and_costs_no_session(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    scene = Scene(socket_dir / "kvo.sock")
+    scene = DoorScene(socket_dir / "kvo.sock")
     account = scene.context.accounts.of(os.getuid())
     account.clock = lambda: 5.0  # nothing comes back
     account.charge(connections=CONNECTIONS.cap)
@@ -128,7 +128,7 @@ async def test_who_floods_is_told_and_costs_no_session(socket_dir: Path, monkeyp
 
 async def test_the_watchdogs_ping_takes_no_session_from_its_user(socket_dir: Path) -> None:
     """Who has all sessions that a user may have does not keep the service manager from hearing that we live."""
-    scene = Scene(socket_dir / "kvo.sock")
+    scene = DoorScene(socket_dir / "kvo.sock")
     account, cap = scene.context.accounts.of(os.getuid()), scene.context.config.limits.sessions
     account.charge(sessions=cap)
     own = scene.connect()
@@ -140,7 +140,7 @@ async def test_the_watchdogs_ping_takes_no_session_from_its_user(socket_dir: Pat
 
 
 async def test_a_user_for_whom_there_are_no_threads_comes_later(socket_dir: Path) -> None:
-    scene = Scene(socket_dir / "kvo.sock")
+    scene = DoorScene(socket_dir / "kvo.sock")
     scene.threads.short = True
     peer = scene.connect()
     scene.listener._on_acceptable()
@@ -165,7 +165,7 @@ async def test_a_session_that_can_not_be_watched_ends(socket_dir: Path, monkeypa
         raise OSError(errno.ENOSPC, "no epoll watches")
 
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    scene = Scene(socket_dir / "kvo.sock")
+    scene = DoorScene(socket_dir / "kvo.sock")
     peer = scene.connect()
     with monkeypatch.context() as without:
         without.setattr(scene.context.loop, "add_reader", fail)
@@ -214,7 +214,7 @@ async def test_accepts_are_life(socket_dir: Path, monkeypatch: pytest.MonkeyPatc
 async def test_a_path_that_hangs_stops_neither_the_loop_nor_the_watchdog(
     socket_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As a directory on a server that is gone: connected peers are served."""
+    """A directory on a server that is gone does this: connected peers are served."""
     answers, begun = threading.Event(), threading.Event()
 
     class Hanging(socket.socket):

@@ -20,7 +20,7 @@ MOST, PER_SESSION = 256, 64
 LONG_S = 60.0
 
 
-class Held(Scene):
+class HeldJobs(Scene):
     """Its jobs wait until `let_go`."""
 
     def __init__(self, daemon: Daemon) -> None:
@@ -50,8 +50,8 @@ class Held(Scene):
 
 
 @pytest.fixture
-def held(daemon: Daemon) -> Iterator[Held]:
-    made = Held(daemon)
+def held(daemon: Daemon) -> Iterator[HeldJobs]:
+    made = HeldJobs(daemon)
     made.settle()
     yield made
     made.close()
@@ -68,7 +68,7 @@ def told(reply: Fields) -> tuple[str, int, int]:
 DONE = ("drained", 0, 0)
 
 
-def test_many_at_once_are_all_answered_when_their_moment_comes(held: Held) -> None:
+def test_many_at_once_are_all_answered_when_their_moment_comes(held: HeldJobs) -> None:
     job = held.begin(9)
     peers = [held.session() for _ in range(MOST // PER_SESSION)]
     asked = [(peer, drain(peer, everything=number % 2 == 0)) for peer in peers for number in range(PER_SESSION)]
@@ -90,7 +90,7 @@ def test_many_at_once_are_all_answered_when_their_moment_comes(held: Held) -> No
     assert held.daemon.verify() == ()
 
 
-def test_one_that_is_late_says_what_is_left(held: Held) -> None:
+def test_one_that_is_late_says_what_is_left(held: HeldJobs) -> None:
     jobs = [held.begin(number) for number in (9, 10)]
     late = drain(held.peer, deadline_s=0.05)
     patient = drain(held.peer)
@@ -103,9 +103,9 @@ def test_one_that_is_late_says_what_is_left(held: Held) -> None:
     assert held.drains() == 0
 
 
-def test_jobs_admitted_later_are_not_waited_for(held: Held) -> None:
+def test_jobs_admitted_later_are_not_waited_for(held: HeldJobs) -> None:
     """Not even one that comes in the same write; nor are those of other namespaces."""
-    other = Held(held.daemon)
+    other = HeldJobs(held.daemon)
     other.begin(9)
     job = held.job(registration=held.waiting, ready={"signal": 0, "offset": 0, "value": 1}, deadline_s=LONG_S)
     of_all: Fields = {"everything": True, "deadline_s": 0.05}
@@ -122,7 +122,7 @@ def test_jobs_admitted_later_are_not_waited_for(held: Held) -> None:
     other.close()
 
 
-def test_a_bye_ends_what_it_waits_for(held: Held) -> None:
+def test_a_bye_ends_what_it_waits_for(held: HeldJobs) -> None:
     held.begin(9)
     seq = drain(held.peer)
     until(lambda: held.drains() == 1, "it waits")

@@ -31,7 +31,7 @@ from tests.server.test_clears import context_of
 UID = os.getuid()
 
 
-class Failing:
+class FailingDevice:
     """A device that unmaps nothing."""
 
     kind = "host"
@@ -62,7 +62,7 @@ def connect(context: Any, uid: int) -> tuple[PeerConnection, socket.socket]:
 
 async def test_an_unmapping_that_fails_costs_no_other_and_no_charge() -> None:
     made, theirs, context = connection()
-    registry, device = made.session._registry, Failing()
+    registry, device = made.session._registry, FailingDevice()
     account = context.accounts.of(UID)
     for number in (1, 2):
         account.charge(fds=1, mapped_bytes=4096)
@@ -126,7 +126,7 @@ async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: 
     theirs.close()
 
 
-class Late:
+class SteppedDeadline:
     """A deadline on a clock of its own, and the limits that were exceeded."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Late:
 
 async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
     """A process that was stopped finds its timers due, and its peers' bytes unread."""
-    late, limit_s = Late(), 8.0
+    late, limit_s = SteppedDeadline(), 8.0
     late.deadline.begin(limit_s)
     late.look(1000 * limit_s)
     assert late.limits == [], "it was stopped"
@@ -166,7 +166,7 @@ async def test_the_rest_of_a_frame_is_looked_for_more_than_once() -> None:
 @pytest.mark.parametrize("paused_s", [0.0, 0.1, 50.0])
 async def test_the_deadline_is_the_frames_however_often_it_is_paused(paused_s: float) -> None:
     """A peer that drips is paused each time that others are served first. Only those times do not count."""
-    late, limit_s, step_s = Late(), 8.0, 0.25
+    late, limit_s, step_s = SteppedDeadline(), 8.0, 0.25
     late.deadline.begin(limit_s)
     steps = 0
     while not late.limits:

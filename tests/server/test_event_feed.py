@@ -52,7 +52,7 @@ def seen(told: Encoded) -> Any:
     return (message.group, message.added, message.removed) if isinstance(message, Events) else told
 
 
-class Scene:
+class FeedScene:
     """Feeds over queues and turns of their own."""
 
     def __init__(self, waiting: WaitingEvents | None = None) -> None:
@@ -64,7 +64,7 @@ class Scene:
         self.feeds.join(of, subscription)
 
     async def tell(self, events: Iterable[Event] = ()) -> None:
-        """Until all are delivered."""
+        """Emits events until all are delivered."""
         for event in events:
             self.waiting.put(event)
         self.feeds.deliver()
@@ -74,7 +74,7 @@ class Scene:
 
 
 async def test_an_event_is_encoded_once_for_all_who_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, mine, other = Scene(), namespace(), namespace(name=b"o")
+    scene, mine, other = FeedScene(), namespace(), namespace(name=b"o")
     encoded: list[object] = []
     frames_of = events_module._frames
 
@@ -94,7 +94,7 @@ async def test_an_event_is_encoded_once_for_all_who_listen(monkeypatch: pytest.M
 
 
 async def test_an_event_that_no_frame_could_hold_is_told_in_pieces() -> None:
-    scene, mine, session = Scene(), namespace(), FakeSubscription()
+    scene, mine, session = FeedScene(), namespace(), FakeSubscription()
     scene.join(mine, session)
     keys = bytes(range(256)) * (200_000 // 8)
     await scene.tell([Event(mine, 3, b"", keys)])
@@ -105,8 +105,8 @@ async def test_an_event_that_no_frame_could_hold_is_told_in_pieces() -> None:
 
 
 async def test_each_offer_is_a_step_of_a_turn() -> None:
-    """Of many events and subscribers, whose delivery the loop's other work interrupts."""
-    scene, mine = Scene(), namespace()
+    """There are many events and subscribers, whose delivery the loop's other work interrupts."""
+    scene, mine = FeedScene(), namespace()
     told: list[int] = []
 
     def hears() -> None:
@@ -130,7 +130,7 @@ async def test_each_offer_is_a_step_of_a_turn() -> None:
 
 async def test_a_user_with_many_events_and_subscribers_does_not_delay_another_s_event() -> None:
     """Whatever each offer takes: here a whole turn."""
-    scene, loud, mine = Scene(), namespace(1001), namespace(1002)
+    scene, loud, mine = FeedScene(), namespace(1001), namespace(1002)
     order: list[str] = []
 
     def loud_hears() -> None:
@@ -153,7 +153,7 @@ async def test_a_user_with_many_events_and_subscribers_does_not_delay_another_s_
 
 
 async def test_a_user_s_feeds_share_his_turns_with_his_requests() -> None:
-    scene = Scene()
+    scene = FeedScene()
     for name in (b"a", b"b"):
         scene.join(namespace(1001, name), FakeSubscription())
     first, second = scene.feeds._feeds.values()
@@ -163,7 +163,7 @@ async def test_a_user_s_feeds_share_his_turns_with_his_requests() -> None:
 
 async def test_a_turn_that_was_enough_is_paid_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "TURN_S", 60.0)
-    scene, mine = Scene(), namespace()
+    scene, mine = FeedScene(), namespace()
     scene.join(mine, FakeSubscription(lambda: time.sleep(0.002)))
     await scene.tell([Event(mine, 0, KEY, b"")])
     (feed,) = scene.feeds._feeds.values()
@@ -171,7 +171,7 @@ async def test_a_turn_that_was_enough_is_paid_for_too(monkeypatch: pytest.Monkey
 
 
 async def test_what_is_lost_is_a_gap_before_the_next_event_and_only_in_its_namespace() -> None:
-    scene, loud, mine = Scene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace(1001), namespace(1002)
+    scene, loud, mine = FeedScene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace(1001), namespace(1002)
     sessions = [FakeSubscription(), FakeSubscription()]
     for of, session in zip((loud, mine), sessions, strict=True):
         scene.join(of, session)
@@ -181,7 +181,7 @@ async def test_what_is_lost_is_a_gap_before_the_next_event_and_only_in_its_names
 
 
 async def test_events_that_are_lost_meanwhile_are_a_gap_before_the_next_one() -> None:
-    scene, mine = Scene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace()
+    scene, mine = FeedScene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace()
 
     def hears() -> None:
         if len(session.told) == 1:
@@ -195,7 +195,7 @@ async def test_events_that_are_lost_meanwhile_are_a_gap_before_the_next_one() ->
 
 
 async def test_a_gap_does_not_wait_for_the_next_event() -> None:
-    scene, mine, session = Scene(), namespace(), FakeSubscription()
+    scene, mine, session = FeedScene(), namespace(), FakeSubscription()
     scene.join(mine, session)
     session.missed = True
     await scene.tell()
@@ -204,7 +204,7 @@ async def test_a_gap_does_not_wait_for_the_next_event() -> None:
 
 async def test_what_is_left_when_the_last_subscriber_goes_is_dropped() -> None:
     """The next one hears of nothing that was before it."""
-    scene, mine, session = Scene(), namespace(), FakeSubscription()
+    scene, mine, session = FeedScene(), namespace(), FakeSubscription()
     scene.join(mine, session)
     assert mine.listeners == 1
     scene.waiting.put(Event(mine, 0, KEY, b""))

@@ -18,7 +18,7 @@ ROOM_BYTES = BUILT_IN["frame_bytes"].cap
 FRAME_BYTES = 4 << 20
 
 
-class Peer:
+class WaitingPeer:
     """Notes that it was told."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Peer:
 
 def test_who_waits_longest_comes_first() -> None:
     account = Accounts({"frame_bytes": 10}).of(1)
-    peers = [Peer() for _ in range(4)]
+    peers = [WaitingPeer() for _ in range(4)]
     assert [account.receive(peer, 6) for peer in peers[:3]] == [True, False, False]
     assert not account.receive(peers[3], 1), "it would overtake those who wait"
     account.received(peers[0])

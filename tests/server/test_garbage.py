@@ -46,7 +46,7 @@ sys.exit(main())
 """
 
 
-class Watched:
+class WatchedDaemon:
     """A daemon with little memory above a disk."""
 
     def __init__(self, folder: Path) -> None:
@@ -67,13 +67,13 @@ class Watched:
 
 
 @pytest.fixture
-def above_a_disk() -> Iterator[Watched]:
-    made = Watched(Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp")))
+def above_a_disk() -> Iterator[WatchedDaemon]:
+    made = WatchedDaemon(Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp")))
     yield made
     made.daemon.finish()
 
 
-def test_sessions_leave_nothing(above_a_disk: Watched) -> None:
+def test_sessions_leave_nothing(above_a_disk: WatchedDaemon) -> None:
     daemon = above_a_disk.daemon
     for number in range(4):
         scene = Scene(daemon, f"garbage {number}")
@@ -90,7 +90,7 @@ def test_sessions_leave_nothing(above_a_disk: Watched) -> None:
     assert not found, str(found)
 
 
-def test_pins_that_have_waited_for_the_disk_leave_nothing(above_a_disk: Watched) -> None:
+def test_pins_that_have_waited_for_the_disk_leave_nothing(above_a_disk: WatchedDaemon) -> None:
     daemon = above_a_disk.daemon
     rank = daemon.welcome(Rank(daemon.socket, group_of(64 << 10), num_blocks=64))
     stored = new_keys(np.random.default_rng(1), 48)

@@ -24,7 +24,7 @@ class Timer:
 
 
 @dataclass
-class Clock:
+class LoopClock:
     """A loop whose time the test moves. `sleep(s)`: the loop runs; `block(s)`: it is held."""
 
     now: float = 1000.0
@@ -61,30 +61,30 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> LoopClock:
+    return LoopClock()
 
 
 @pytest.fixture
-def lag(clock: Clock) -> Lag:
+def lag(clock: LoopClock) -> Lag:
     made = Lag(clock)  # type: ignore[arg-type]
     made.start()
     return made
 
 
-def test_a_loop_that_keeps_time_is_not_late(clock: Clock, lag: Lag) -> None:
+def test_a_loop_that_keeps_time_is_not_late(clock: LoopClock, lag: Lag) -> None:
     clock.sleep(10)
     assert lag.worst_s == pytest.approx(0, abs=1e-9)
     assert lag.recent_s == pytest.approx(0, abs=1e-9)
 
 
-def hold(clock: Clock, lag: Lag, seconds: float) -> None:
+def hold(clock: LoopClock, lag: Lag, seconds: float) -> None:
     """A request holds the loop."""
     lag.wake()
     clock.block(seconds)
 
 
-def test_the_worst_stays_and_the_recent_fades(clock: Clock, lag: Lag) -> None:
+def test_the_worst_stays_and_the_recent_fades(clock: LoopClock, lag: Lag) -> None:
     clock.sleep(0.5)
     hold(clock, lag, 0.3)
     late = lag.worst_s
@@ -101,7 +101,9 @@ def test_the_worst_stays_and_the_recent_fades(clock: Clock, lag: Lag) -> None:
 
 
 @pytest.mark.parametrize("before_s", [0.0, 0.1, WINDOW_S / 2, WINDOW_S - 0.01, WINDOW_S + 0.3])
-def test_the_recent_covers_one_to_two_windows_whenever_the_delay_was(clock: Clock, lag: Lag, before_s: float) -> None:
+def test_the_recent_covers_one_to_two_windows_whenever_the_delay_was(
+    clock: LoopClock, lag: Lag, before_s: float
+) -> None:
     clock.sleep(before_s)
     hold(clock, lag, 0.05)
     clock.sleep(WINDOW_S - 0.06)
@@ -110,7 +112,7 @@ def test_the_recent_covers_one_to_two_windows_whenever_the_delay_was(clock: Cloc
     assert lag.recent_s == pytest.approx(0, abs=1e-9)
 
 
-def test_a_smaller_delay_does_not_hide_a_larger_one(clock: Clock, lag: Lag) -> None:
+def test_a_smaller_delay_does_not_hide_a_larger_one(clock: LoopClock, lag: Lag) -> None:
     hold(clock, lag, 0.2)
     hold(clock, lag, 0.1)
     assert lag.worst_s == lag.recent_s > 0.19
@@ -119,7 +121,7 @@ def test_a_smaller_delay_does_not_hide_a_larger_one(clock: Clock, lag: Lag) -> N
     assert lag.recent_s > 0.19
 
 
-def test_missed_beats_are_not_made_up_for(clock: Clock, lag: Lag) -> None:
+def test_missed_beats_are_not_made_up_for(clock: LoopClock, lag: Lag) -> None:
     clock.block(1.0)
     assert len(clock.timers) == 1
     assert clock.timers[0].when == pytest.approx(clock.now + BEAT_S)
@@ -128,7 +130,7 @@ def test_missed_beats_are_not_made_up_for(clock: Clock, lag: Lag) -> None:
 
 
 def test_who_waits_for_an_idle_loop_is_called_then_and_not_while_it_works(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
 ) -> None:
     cpu_s, calls_at = [50.0], list[float]()
     monkeypatch.setattr(time, "thread_time", lambda: cpu_s[0])
@@ -144,7 +146,9 @@ def test_who_waits_for_an_idle_loop_is_called_then_and_not_while_it_works(
     assert len(calls_at) > 2, "each beat, as long as it stays idle"
 
 
-def test_what_the_loop_worked_is_told_apart_from_what_it_waited(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_what_the_loop_worked_is_told_apart_from_what_it_waited(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
     cpu_s = 50.0
     monkeypatch.setattr(time, "thread_time", lambda: cpu_s)
     lag = Lag(clock)  # type: ignore[arg-type]
@@ -166,14 +170,14 @@ def beats(lag: Lag) -> int:
     return sum(lag.late)
 
 
-def test_an_idle_loop_beats_rarely(clock: Clock, lag: Lag) -> None:
+def test_an_idle_loop_beats_rarely(clock: LoopClock, lag: Lag) -> None:
     clock.sleep(QUIET_BEATS * BEAT_S)
     before = beats(lag)
     clock.sleep(100 * IDLE_BEAT_S)
     assert beats(lag) - before == pytest.approx(100, abs=2)
 
 
-def test_work_makes_beats_frequent_again(monkeypatch: pytest.MonkeyPatch, clock: Clock, lag: Lag) -> None:
+def test_work_makes_beats_frequent_again(monkeypatch: pytest.MonkeyPatch, clock: LoopClock, lag: Lag) -> None:
     cpu_s = time.thread_time()
     monkeypatch.setattr(time, "thread_time", lambda: cpu_s)
     clock.sleep(1.0)
@@ -184,7 +188,9 @@ def test_work_makes_beats_frequent_again(monkeypatch: pytest.MonkeyPatch, clock:
     assert beats(lag) - before == pytest.approx(QUIET_BEATS / 2, abs=1)
 
 
-def test_a_request_to_an_idle_loop_is_measured_from_its_start(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+def test_a_request_to_an_idle_loop_is_measured_from_its_start(
+    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
+) -> None:
     """Neither hidden by the long interval, nor charged with what the loop did before."""
     cpu_s = 50.0
     monkeypatch.setattr(time, "thread_time", lambda: cpu_s)
@@ -202,14 +208,14 @@ def test_a_request_to_an_idle_loop_is_measured_from_its_start(monkeypatch: pytes
     assert len(clock.timers) == 1
 
 
-def test_nothing_wakes_a_loop_that_does_not_beat(clock: Clock, lag: Lag) -> None:
+def test_nothing_wakes_a_loop_that_does_not_beat(clock: LoopClock, lag: Lag) -> None:
     clock.sleep(1.0)
     lag.stop()
     lag.wake()
     assert clock.timers == [] or all(timer.cancelled for timer in clock.timers)
 
 
-def test_no_beats_after_stop(clock: Clock, lag: Lag) -> None:
+def test_no_beats_after_stop(clock: LoopClock, lag: Lag) -> None:
     clock.sleep(0.1)
     lag.stop()
     clock.block(5)

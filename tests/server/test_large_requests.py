@@ -173,7 +173,7 @@ async def test_a_session_that_ends_meanwhile(room: Room) -> None:
 
 
 @dataclass
-class Gate:
+class DraftGate:
     """Large drafts wait in it."""
 
     began: list[m.Register]
@@ -192,8 +192,8 @@ class Gate:
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    made = Gate([], threading.Event())
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[DraftGate]:
+    made = DraftGate([], threading.Event())
     monkeypatch.setattr(registry, "draft", made.draft)
     yield made
     made.opened.set()
@@ -207,7 +207,7 @@ async def settled(room: Room) -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-async def test_a_request_that_is_given_up(room: Room, gate: Gate, ended: bool) -> None:
+async def test_a_request_that_is_given_up(room: Room, gate: DraftGate, ended: bool) -> None:
     """It is charged until its thread is done; a session that goes gets no registration."""
     task = await begun(room)
     await gate.begun()
@@ -224,7 +224,7 @@ async def test_a_request_that_is_given_up(room: Room, gate: Gate, ended: bool) -
     assert room.registry.attached[MEMORY].drafts == 0
 
 
-async def test_one_thread_at_a_time_for_a_user(room: Room, gate: Gate) -> None:
+async def test_one_thread_at_a_time_for_a_user(room: Room, gate: DraftGate) -> None:
     """What waits for a session that goes is never begun."""
     tasks = [await begun(room), await begun(room)]
     await gate.begun()
@@ -241,7 +241,7 @@ async def test_one_thread_at_a_time_for_a_user(room: Room, gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-async def test_memory_that_another_lets_go_meanwhile(room: Room, gate: Gate, wrong: bool) -> None:
+async def test_memory_that_another_lets_go_meanwhile(room: Room, gate: DraftGate, wrong: bool) -> None:
     """It stays, until the last that names it has gone, or was refused."""
     unmapped: list[Any] = []
 
@@ -273,7 +273,7 @@ async def test_memory_that_another_lets_go_meanwhile(room: Room, gate: Gate, wro
 
 
 async def test_memory_that_a_refused_draft_lets_go_is_named_no_more(
-    room: Room, gate: Gate, monkeypatch: pytest.MonkeyPatch
+    room: Room, gate: DraftGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even by a request that was read in the turn in which the draft is refused."""
     refused: list[Exception] = []
@@ -354,7 +354,7 @@ async def test_a_status_of_many(room: Room, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_keys_of_many_parts_count_as_more(room: Room) -> None:
-    """In a reservation each part that is asked for; anywhere a sixteenth of all parts."""
+    """A reservation counts each part that is asked for; anything else counts a sixteenth of all parts."""
     for group, parts in ((0, 1), (1, 8), (2, 64)):
         specs = [
             m.GroupSpec(

@@ -34,7 +34,7 @@ SPEC = m.NamespaceSpec(model="m")
 GROUP = m.GroupSpec(group=0, kind="full", tokens_per_key=16)
 
 
-class Scene:
+class LeaseScene:
     """A context whose cache holds KEYS keys, and sessions of schedulers."""
 
     def __init__(self) -> None:
@@ -130,13 +130,13 @@ PER_TURN = 64
 
 
 @pytest.fixture
-async def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+async def scene(monkeypatch: pytest.MonkeyPatch) -> LeaseScene:
     """Turns are small."""
     monkeypatch.setattr(contexts, "ENDED_PER_TURN", PER_TURN)
-    return Scene()
+    return LeaseScene()
 
 
-async def test_many_pins_of_one_key_end_over_many_turns(scene: Scene) -> None:
+async def test_many_pins_of_one_key_end_over_many_turns(scene: LeaseScene) -> None:
     dying = scene.session(b"1" * 16)
     for number in range(1000):
         scene.pin(dying, number % KEYS)
@@ -151,7 +151,7 @@ async def test_many_pins_of_one_key_end_over_many_turns(scene: Scene) -> None:
     await scene.close()
 
 
-async def test_many_instances_that_go_at_once_take_turns(scene: Scene) -> None:
+async def test_many_instances_that_go_at_once_take_turns(scene: LeaseScene) -> None:
     dying = [scene.session(bytes([number]) * 16) for number in range(101, 201)]
     for number, session in enumerate(dying):
         for _ in range(10):
@@ -162,7 +162,7 @@ async def test_many_instances_that_go_at_once_take_turns(scene: Scene) -> None:
     await scene.close()
 
 
-async def test_who_names_the_token_of_one_that_is_gone_neither_gets_nor_loses_anything(scene: Scene) -> None:
+async def test_who_names_the_token_of_one_that_is_gone_neither_gets_nor_loses_anything(scene: LeaseScene) -> None:
     token = b"1" * 16
     dying = scene.session(token)
     old = [scene.pin(dying, number % KEYS) for number in range(500)]
@@ -184,7 +184,7 @@ async def test_who_names_the_token_of_one_that_is_gone_neither_gets_nor_loses_an
     await scene.close()
 
 
-async def test_the_namespace_and_its_instances_go_behind_the_leases(scene: Scene) -> None:
+async def test_the_namespace_and_its_instances_go_behind_the_leases(scene: LeaseScene) -> None:
     """A lease that waits for its end keeps what it names."""
     dying = scene.session(b"1" * 16)
     for number in range(200):
@@ -199,7 +199,7 @@ async def test_the_namespace_and_its_instances_go_behind_the_leases(scene: Scene
     await scene.close()
 
 
-async def test_a_lease_counts_for_more_than_its_keys(scene: Scene) -> None:
+async def test_a_lease_counts_for_more_than_its_keys(scene: LeaseScene) -> None:
     """So that the cap bounds what leases of few keys, or of none any more, take of the daemon's memory."""
     pinned = scene.pin(scene.first, 1)
     assert scene.charged() == LEASE_KEYS + 1
@@ -220,7 +220,7 @@ async def test_a_lease_counts_for_more_than_its_keys(scene: Scene) -> None:
     await scene.close()
 
 
-async def test_a_reservation_that_fails_is_not_charged(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reservation_that_fails_is_not_charged(scene: LeaseScene, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("planted")
 
@@ -232,7 +232,7 @@ async def test_a_reservation_that_fails_is_not_charged(scene: Scene, monkeypatch
     await scene.close()
 
 
-async def test_a_large_lease_is_released_some_each_turn(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_large_lease_is_released_some_each_turn(scene: LeaseScene, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what comes behind the release on the same connection finds all of it free."""
     monkeypatch.setattr(steps_module, "TURN_S", 0.0)  # each step is a turn
     lease = scene.pin(scene.first, *range(5 * PER_TURN))
@@ -249,7 +249,7 @@ async def test_a_large_lease_is_released_some_each_turn(scene: Scene, monkeypatc
 
 
 @pytest.mark.parametrize("begun", [1, 3])
-async def test_a_release_goes_to_its_end_whatever_becomes_of_who_asked_for_it(scene: Scene, begun: int) -> None:
+async def test_a_release_goes_to_its_end_whatever_becomes_of_who_asked_for_it(scene: LeaseScene, begun: int) -> None:
     """Its session ends between two steps, and the instance has others: nothing else would end the lease."""
     asking = scene.session(b"0" * 16)
     lease = scene.pin(asking, *range(5 * PER_TURN))

@@ -18,7 +18,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.pins import find_all
 from kvoffloadd.server.session import Session
 from tests.cache.fakes import keys_of, store
-from tests.server.test_lease_ends import KEYS, Scene, asked
+from tests.server.test_lease_ends import KEYS, LeaseScene, asked
 
 
 @dataclass
@@ -52,13 +52,13 @@ def _among(keys: U64Array, some: U64Array) -> BoolArray:
 
 
 @pytest.fixture
-async def scene() -> Scene:
-    made = Scene()
+async def scene() -> LeaseScene:
+    made = LeaseScene()
     made.context.lower = Below()  # type: ignore[assignment]
     return made
 
 
-def below(scene: Scene) -> Below:
+def below(scene: LeaseScene) -> Below:
     lower: Any = scene.context.lower
     assert isinstance(lower, Below)
     return lower
@@ -70,7 +70,7 @@ def ask(session: Session, kind: type[m.Message], *numbers: int) -> m.Found:
     return found
 
 
-def used(scene: Scene) -> dict[str, int]:
+def used(scene: LeaseScene) -> dict[str, int]:
     """All but the descriptors of the scene's registration."""
     account = scene.context.accounts.of(scene.uid)
     return {name: some for name, some in account.used.items() if some and name != "descriptors"}
@@ -80,7 +80,7 @@ def used(scene: Scene) -> dict[str, int]:
 @pytest.mark.parametrize("numbers", [(KEYS, KEYS + 1), (0, 1, KEYS)], ids=["none is there", "some are"])
 @pytest.mark.parametrize("ending", ["ready", "closed"])
 async def test_what_waits_is_charged_until_it_ends(
-    scene: Scene, kind: type[m.Message], numbers: tuple[int, ...], ending: str
+    scene: LeaseScene, kind: type[m.Message], numbers: tuple[int, ...], ending: str
 ) -> None:
     found = ask(scene.first, kind, *numbers)
     assert found.promoting == sum(number >= KEYS for number in numbers)
@@ -101,7 +101,7 @@ async def test_what_waits_is_charged_until_it_ends(
 @pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])
 @pytest.mark.parametrize("numbers", [(0, 1, 2, 3), (0, 1, KEYS, KEYS + 1)], ids=["memory", "below"])
 async def test_what_is_beyond_its_users_leases_is_refused_whole(
-    scene: Scene, kind: type[m.Message], numbers: tuple[int, ...]
+    scene: LeaseScene, kind: type[m.Message], numbers: tuple[int, ...]
 ) -> None:
     """Keys that may join the lease later count, too. A prefetch of what is all in memory holds nothing."""
     scene.context.accounts.change({"leases": LEASE_KEYS + 3})
@@ -117,7 +117,7 @@ async def test_what_is_beyond_its_users_leases_is_refused_whole(
     await scene.close()
 
 
-async def test_what_its_user_may_not_hold_is_a_miss_of_the_pin(scene: Scene) -> None:
+async def test_what_its_user_may_not_hold_is_a_miss_of_the_pin(scene: LeaseScene) -> None:
     """Users who are neither root nor the daemon's own leave memory for others: the lease has the prefix that fits. Keys
     that others hold cost the same. A prefetch, which gives no lease, is refused.
     """
@@ -144,7 +144,7 @@ async def test_what_its_user_may_not_hold_is_a_miss_of_the_pin(scene: Scene) -> 
     await scene.close()
 
 
-async def test_the_prefix_that_fits_is_one_of_all_groups(scene: Scene) -> None:
+async def test_the_prefix_that_fits_is_one_of_all_groups(scene: LeaseScene) -> None:
     """Half of the keys of each group are worth something, all of one group and none of the other are worth nothing."""
     held = scene.cache.entries.held
     held.trusted = ()
@@ -171,7 +171,7 @@ async def test_the_prefix_that_fits_is_one_of_all_groups(scene: Scene) -> None:
     await scene.close()
 
 
-async def test_what_comes_later_joins_its_lease_as_far_as_its_user_may_hold_it(scene: Scene) -> None:
+async def test_what_comes_later_joins_its_lease_as_far_as_its_user_may_hold_it(scene: LeaseScene) -> None:
     """Keys that others have stored while the tiers below were asked, in prompt order; a `ready` promises no others."""
     held = scene.cache.entries.held
     held.trusted = ()
@@ -198,7 +198,9 @@ async def test_what_comes_later_joins_its_lease_as_far_as_its_user_may_hold_it(s
 
 @pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])
 @pytest.mark.parametrize("gone", [KEYS + 1, KEYS + 5], ids=["before what comes", "behind it"])
-async def test_what_comes_behind_a_key_that_no_tier_has_is_lost(scene: Scene, kind: type[m.Message], gone: int) -> None:
+async def test_what_comes_behind_a_key_that_no_tier_has_is_lost(
+    scene: LeaseScene, kind: type[m.Message], gone: int
+) -> None:
     """It is known when all tiers are through. Of a prefetch what was in memory is not judged: that was no use."""
     keyspace = next(iter(scene.cache.namespaces.values())).keyspaces[0]
     below(scene).lacks = {gone}
@@ -219,7 +221,7 @@ async def test_what_comes_behind_a_key_that_no_tier_has_is_lost(scene: Scene, ki
 
 
 @pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])
-async def test_behind_what_may_come_another_time_nothing_is_lost(scene: Scene, kind: type[m.Message]) -> None:
+async def test_behind_what_may_come_another_time_nothing_is_lost(scene: LeaseScene, kind: type[m.Message]) -> None:
     """A disk found no room for a key, or the deadline was over: the key is not gone."""
     keyspace = next(iter(scene.cache.namespaces.values())).keyspaces[0]
     found = ask(scene.first, kind, 0, KEYS, KEYS + 1, KEYS + 2, 1)
@@ -233,7 +235,7 @@ async def test_behind_what_may_come_another_time_nothing_is_lost(scene: Scene, k
     await scene.close()
 
 
-async def test_a_pin_is_one_use_of_each_key(scene: Scene) -> None:
+async def test_a_pin_is_one_use_of_each_key(scene: LeaseScene) -> None:
     """What hits at once, what comes later, and what others store meanwhile."""
     keyspace = next(iter(scene.cache.namespaces.values())).keyspaces[0]
     assert keyspace.queue is not None

@@ -26,7 +26,7 @@ class Stuck:
         return now
 
 
-class Scene:
+class QuarantineScene:
     """A memory of PAGES pages, of which a user's jobs hold some."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Scene:
         return Job(self.jobs, Direction.LOAD, self._options, lambda _: None, parts, copy=Stuck())
 
     async def put_aside(self, *jobs: Job) -> asyncio.Task[None]:
-        """As the end of their session does."""
+        """Puts copies aside as the end of their session does."""
         assert not await self.quarantine.end(UID, set(jobs), STUCK_S, "session 1")
         return asyncio.ensure_future(self.quarantine.until_ended(set(jobs)))
 
@@ -56,8 +56,8 @@ class Scene:
 
 
 @pytest.fixture
-async def scene() -> Scene:
-    return Scene()
+async def scene() -> QuarantineScene:
+    return QuarantineScene()
 
 
 async def turns() -> None:
@@ -65,7 +65,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_many_jobs_hold_is_held_once(scene: Scene) -> None:
+async def test_what_many_jobs_hold_is_held_once(scene: QuarantineScene) -> None:
     """One user holds no more than a user may, however many jobs name it, and so can't end the process."""
     parts = scene.stored(*range(PAGES // 4))
     jobs = [scene.job(parts) for _ in range(8)]
@@ -79,7 +79,7 @@ async def test_what_many_jobs_hold_is_held_once(scene: Scene) -> None:
     await waiting
 
 
-async def test_a_job_that_names_a_key_twice(scene: Scene) -> None:
+async def test_a_job_that_names_a_key_twice(scene: QuarantineScene) -> None:
     parts = scene.stored(1, 2)[[0, 1, 0]]
     job = scene.job(parts)
     waiting = await scene.put_aside(job)
@@ -89,7 +89,7 @@ async def test_a_job_that_names_a_key_twice(scene: Scene) -> None:
     assert scene.held == (0, 0)
 
 
-async def test_what_has_ended_is_held_no_more_though_others_have_not(scene: Scene) -> None:
+async def test_what_has_ended_is_held_no_more_though_others_have_not(scene: QuarantineScene) -> None:
     """Whichever of a session's jobs ends first: otherwise its slots, which are free, would count for ever."""
     parts = scene.stored(*range(12))
     jobs = [scene.job(parts[at : at + 1]) for at in range(12)]
@@ -102,7 +102,7 @@ async def test_what_has_ended_is_held_no_more_though_others_have_not(scene: Scen
     await waiting
 
 
-async def test_jobs_whose_registration_ends_before_their_session(scene: Scene) -> None:
+async def test_jobs_whose_registration_ends_before_their_session(scene: QuarantineScene) -> None:
     job = scene.job(scene.stored(1, 2))
     both = [await scene.put_aside(job), await scene.put_aside(job)]
     assert scene.held == (1, 2)
@@ -111,7 +111,7 @@ async def test_jobs_whose_registration_ends_before_their_session(scene: Scene) -
     assert scene.held == (0, 0)
 
 
-async def test_a_job_that_ends_before_anybody_waits_for_it(scene: Scene) -> None:
+async def test_a_job_that_ends_before_anybody_waits_for_it(scene: QuarantineScene) -> None:
     job = scene.job(scene.stored(1))
     assert not await scene.quarantine.end(UID, {job}, STUCK_S, "session 1")
     job.ended.set()
@@ -119,7 +119,7 @@ async def test_a_job_that_ends_before_anybody_waits_for_it(scene: Scene) -> None
     assert scene.held == (0, 0)
 
 
-async def test_more_than_half_of_memory_ends_the_process(scene: Scene) -> None:
+async def test_more_than_half_of_memory_ends_the_process(scene: QuarantineScene) -> None:
     await scene.put_aside(scene.job(scene.stored(*range(PAGES // 2))))
     assert scene.exits == []
     await scene.put_aside(scene.job(scene.stored(100)))

@@ -33,7 +33,7 @@ DRAIN_S = 0.3
 Start = Callable[..., Daemon]
 
 
-class Worker:
+class StrangeWorker:
     """A worker of another user, with a memory of BLOCKS pages of 1 MiB; of the test's own memory if given."""
 
     def __init__(self, daemon: Daemon, uid: int = OTHER_UID, fd: int | None = None, blocks: int = BLOCKS) -> None:
@@ -84,7 +84,7 @@ def works(scene: Scene, number: int) -> None:
 
 @pytest.mark.parametrize("what", ["store", "load"])
 def test_a_session_that_ends_though_its_copies_do_not(slow: Daemon, hold: Hold, what: str) -> None:
-    scene, theirs = Scene(slow, "slow"), Worker(slow)
+    scene, theirs = Scene(slow, "slow"), StrangeWorker(slow)
     theirs.begin("store", 1, [1, 2])
     assert theirs.peer.completed(1)["outcome"] == "done"
     with hold:
@@ -99,7 +99,7 @@ def test_a_session_that_ends_though_its_copies_do_not(slow: Daemon, hold: Hold, 
         assert slow.status()["accounts"][str(OTHER_UID)]["mapped_bytes"] == BLOCKS * PAGE_BYTES
         works(scene, 11)
         assert slow.verify() == ()
-        again = Worker(slow)
+        again = StrangeWorker(slow)
         found = again.peer.ok("lookup", groups=[{"group": 0, "keys": keys(1, 2, 3, 4)}])["states"]
         assert found == [b"\1\1\0\0" if what == "load" else b"\1\1\2\2"], "what it stores is pending"
         again.close()
@@ -109,7 +109,7 @@ def test_a_session_that_ends_though_its_copies_do_not(slow: Daemon, hold: Hold, 
 
 
 def test_a_registration_that_ends_though_its_copies_do_not(slow: Daemon, hold: Hold) -> None:
-    theirs = Worker(slow)
+    theirs = StrangeWorker(slow)
     with hold:
         theirs.begin("store", 1, [1])
         seq = theirs.peer.begin("unregister", registration=theirs.registration)
@@ -126,7 +126,7 @@ def test_all_users_together_can_hold_too_much(start_daemon: Start, hold: Hold) -
     daemon = start_daemon(*ALLOWED, f"copy.worker_drain_s={DRAIN_S}", faults=hold.fault, memory="64MiB")
     daemon.socket.parent.chmod(0o755)
     daemon.expected_in_log = "CRITICAL.*exiting: copies of other users' memory"
-    workers = [Worker(daemon, uid, blocks=32) for uid in UIDS]
+    workers = [StrangeWorker(daemon, uid, blocks=32) for uid in UIDS]
     with hold:
         for worker, count in zip(workers, (22, 12, 6), strict=True):
             worker.begin("store", 1, list(range(count)))
@@ -145,7 +145,7 @@ def test_a_stop_beside_copies_that_do_not_end(start_daemon: Start, hold: Hold, t
     settings = (*ALLOWED, f"copy.worker_drain_s={DRAIN_S}", "server.drain_s=0.1", f"memory.pool_file={tmp_path}/pool")
     daemon = start_daemon(*settings, faults=faults)
     daemon.socket.parent.chmod(0o755)
-    scene, theirs = Scene(daemon, "stop"), Worker(daemon)
+    scene, theirs = Scene(daemon, "stop"), StrangeWorker(daemon)
     works(scene, 10)
     with hold:
         theirs.begin("store", 1, [1])
@@ -163,7 +163,7 @@ def test_a_stop_waits_for_no_job_in_quarantine(start_daemon: Start, hold: Hold) 
     faults = f"{hold.fault},hold_uid={OTHER_UID}"
     daemon = start_daemon(*ALLOWED, f"copy.worker_drain_s={DRAIN_S}", "server.drain_s=600", faults=faults)
     daemon.socket.parent.chmod(0o755)
-    theirs = Worker(daemon)
+    theirs = StrangeWorker(daemon)
     with hold:
         theirs.begin("store", 1, [1])
         theirs.close()
@@ -255,7 +255,7 @@ def in_fault(daemon: Daemon, lane: str) -> bool:
 def test_pages_that_are_being_punched_out(slow: Daemon, punch: SlowPunch) -> None:
     """Loads into them, and stores from them, wait in the kernel: with all threads of their user, and nobody else's."""
     scene, blocks = Scene(slow, "slow"), punch.size_bytes // PAGE_BYTES
-    theirs = Worker(slow, fd=punch.fd, blocks=blocks)
+    theirs = StrangeWorker(slow, fd=punch.fd, blocks=blocks)
     theirs.begin("store", 1, [1])
     assert theirs.peer.completed(1)["outcome"] == "done"
     punch.begin()

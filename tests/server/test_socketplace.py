@@ -228,7 +228,7 @@ def test_a_holder_that_is_being_killed_is_told_of(path: Path, monkeypatch: pytes
 
 
 def test_a_lock_without_a_name_is_a_live_daemon_s(path: Path) -> None:
-    """As a former release takes it."""
+    """A former release takes it like this."""
     with open(f"{path}.lock", "w", encoding="ascii") as lock, socket.socket(socket.AF_UNIX) as other:
         fcntl.flock(lock, fcntl.LOCK_EX)
         other.bind(str(path))

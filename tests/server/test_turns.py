@@ -9,13 +9,13 @@ from itertools import pairwise
 from kvoffloadd.turns import ROUND_S, Turns
 
 
-def arrive(turns: Turns, peer: Peer) -> None:
-    """As a connection does when something has come."""
+def arrive(turns: Turns, peer: QueuedPeer) -> None:
+    """Arrives as a connection does when something has come."""
     if not turns.begin(peer):
         turns.queue(peer)
 
 
-class Peer:
+class QueuedPeer:
     """Has `left` turns' requests; notes each turn in `order`."""
 
     turn_us = 500
@@ -36,7 +36,7 @@ class Peer:
             self._turns.queue(self)
 
 
-async def until_served(*peers: Peer) -> None:
+async def until_served(*peers: QueuedPeer) -> None:
     async with asyncio.timeout(20):
         while any(peer.left for peer in peers):  # noqa: ASYNC110  it is the loop's turns that are tried here
             await asyncio.sleep(0)
@@ -45,18 +45,18 @@ async def until_served(*peers: Peer) -> None:
 async def test_who_comes_alone_is_served_at_once() -> None:
     order: list[str] = []
     turns = Turns(asyncio.get_running_loop())
-    arrive(turns, Peer(turns, order, (1001, 1, 1), 1))
+    arrive(turns, QueuedPeer(turns, order, (1001, 1, 1), 1))
     assert order == ["peer 1"]
 
 
 async def test_an_engine_does_not_wait_for_all_sessions_of_another() -> None:
     order: list[str] = []
     turns = Turns(asyncio.get_running_loop())
-    crowd = [Peer(turns, order, (1001, 1, number), 10, "crowd") for number in range(40)]
+    crowd = [QueuedPeer(turns, order, (1001, 1, number), 10, "crowd") for number in range(40)]
     for peer in crowd:
         arrive(turns, peer)
     for number in (100, 101):
-        mine = Peer(turns, order, (1001 + number % 2, 2, number), 1, "mine")
+        mine = QueuedPeer(turns, order, (1001 + number % 2, 2, number), 1, "mine")
         before = len(order)
         arrive(turns, mine)
         await until_served(mine)
@@ -68,8 +68,8 @@ async def test_an_engine_does_not_wait_for_all_sessions_of_another() -> None:
 async def test_users_share_before_their_engines_and_sessions_do() -> None:
     order: list[str] = []
     turns = Turns(asyncio.get_running_loop())
-    crowd = [Peer(turns, order, (1001, number, number), 10, "crowd") for number in range(40)]
-    mine = Peer(turns, order, (1002, 100, 100), 20, "mine")
+    crowd = [QueuedPeer(turns, order, (1001, number, number), 10, "crowd") for number in range(40)]
+    mine = QueuedPeer(turns, order, (1002, 100, 100), 20, "mine")
     for peer in (*crowd, mine):
         arrive(turns, peer)
     await until_served(mine)
@@ -81,7 +81,7 @@ async def test_the_loop_turns_in_between() -> None:
     order: list[str] = []
     loop = asyncio.get_running_loop()
     turns = Turns(loop)
-    crowd = [Peer(turns, order, (1001, 1, number), 3) for number in range(10)]
+    crowd = [QueuedPeer(turns, order, (1001, 1, number), 3) for number in range(10)]
     for peer in crowd:
         peer.takes_s = 2 * ROUND_S
         arrive(turns, peer)
@@ -101,7 +101,7 @@ async def test_the_loop_turns_in_between() -> None:
 async def test_who_has_ended_is_not_served() -> None:
     order: list[str] = []
     turns = Turns(asyncio.get_running_loop())
-    first, gone = (Peer(turns, order, (1001, 1, number), 5) for number in (1, 2))
+    first, gone = (QueuedPeer(turns, order, (1001, 1, number), 5) for number in (1, 2))
     arrive(turns, first)
     arrive(turns, gone)
     turns.forget(gone)
@@ -116,12 +116,12 @@ async def test_one_that_fails_costs_the_others_nothing() -> None:
     loop.set_exception_handler(lambda _loop, _about: order.append("failed"))
     turns = Turns(loop)
 
-    class Failing(Peer):
+    class Failing(QueuedPeer):
         def serve(self) -> None:
             raise ZeroDivisionError("planted")
 
     turns.queue(Failing(turns, order, (1001, 1, 1), 1))
-    mine = Peer(turns, order, (1001, 2, 2), 3)
+    mine = QueuedPeer(turns, order, (1001, 2, 2), 3)
     turns.queue(mine)
     await until_served(mine)
     assert order == ["failed", "peer 2", "peer 2", "peer 2"]
@@ -131,7 +131,7 @@ async def test_who_has_to_queue_is_told_and_not_served() -> None:
     """So that it reads nothing more: what it has read waits in its own memory."""
     order: list[str] = []
     turns = Turns(asyncio.get_running_loop())
-    first, second, third = (Peer(turns, order, (1001, number, number), 1) for number in (1, 2, 3))
+    first, second, third = (QueuedPeer(turns, order, (1001, number, number), 1) for number in (1, 2, 3))
     assert turns.begin(first)
     turns.queue(second)
     assert not turns.begin(third)

@@ -21,7 +21,7 @@ from tests.server.test_ends import UID, connect, connection
 STEPS = 10
 
 
-class Crowd:
+class LongSessions:
     """Sessions with a long request each, whose steps take a turn by a clock that nothing else moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ class Crowd:
         self.made.append((peer, theirs))
 
     def ask(self) -> None:
-        """As when the requests of all have come at once."""
+        """Asks as when the requests of all have come at once."""
         for peer, _ in self.made:
             peer._protocol.receive_data(frame({"type": "ping", "seq": 1}), [])
             peer._backlog = True
@@ -67,8 +67,8 @@ class Crowd:
 async def test_the_steps_of_many_requests_delay_another_s_by_one_of_theirs(
     uid: int, instance: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another user, or of another engine of the same user."""
-    crowd = Crowd(monkeypatch)
+    """The other request is of another user, or of another engine of the same user."""
+    crowd = LongSessions(monkeypatch)
     first, theirs, context = connection()
     crowd.add("loud", first, theirs, 1)
     for _ in range(29):

@@ -22,7 +22,7 @@ pytestmark = needs_root
 
 @pytest.fixture
 def stranger(daemon: Daemon) -> RawPeer:
-    """Of an allowed user; no hello yet."""
+    """Connects as an allowed user, without a hello."""
     found: RawPeer = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID)).peer
     return found
 
@@ -235,7 +235,7 @@ def test_page_tables_are_bounded_for_all_users_together(scene: Scene, stranger: 
 
 
 def test_a_load_holds_no_more_than_its_user_may(scene: Scene, stranger: RawPeer) -> None:
-    """With a lease or without: a signal that never comes would keep its keys from eviction."""
+    """It may have a lease or not: a signal that never comes would keep its keys from eviction."""
     page_bytes, count = 1 << 20, 20  # of a memory tier of 32 MiB
     stranger.hello(namespace={"model": "of the stranger"})
     fd = os.memfd_create("large", os.MFD_ALLOW_SEALING)

@@ -39,7 +39,7 @@ def copying(start_daemon: Start, hidden: tuple[str, ...], tmp_path: Path, monkey
     return start_daemon("server.use_uvloop=false")
 
 
-class Worker:
+class RawWorker:
     """A raw peer with BLOCKS blocks of somebody's memory. Jobs count from 1."""
 
     def __init__(self, daemon: Daemon, fd: int) -> None:
@@ -93,7 +93,7 @@ def test_a_copy_of_what_is_gone_fails(
 ) -> None:
     still_served = bystander(copying)
     with kind() as (fd, vanish):
-        worker = Worker(copying, fd)
+        worker = RawWorker(copying, fd)
         assert worker.job("store", (1, 2), (0, 1))["outcome"] == "done"
         vanish()
         assert failed(worker.job("store", (3, 4), (2, GONE_BLOCK)), 2)
@@ -116,7 +116,7 @@ def test_no_page_of_a_peer_s_is_made_where_that_is_forbidden(
     daemon = start_daemon("server.use_uvloop=false", STRICT)
     still_served = bystander(daemon)
     with vanishing.holes() as (fd, vanish):
-        worker = Worker(daemon, fd)
+        worker = RawWorker(daemon, fd)
         assert worker.job("store", (1, 2), (0, 1))["outcome"] == "done"
         vanish()
         assert failed(worker.job("store", (3, 4), (2, GONE_BLOCK)), 2)
@@ -131,7 +131,7 @@ def test_no_page_of_a_peer_s_is_made_where_that_is_forbidden(
 def test_elsewhere_holes_are_filled(start_daemon: Start) -> None:
     daemon = start_daemon("copy.fill_holes=true")
     with vanishing.holes() as (fd, vanish):
-        worker = Worker(daemon, fd)
+        worker = RawWorker(daemon, fd)
         vanish()
         assert worker.job("store", (1,), (GONE_BLOCK,))["outcome"] == "done"
         assert worker.job("load", (1,), (BLOCKS - 1,))["outcome"] == "done"
@@ -158,7 +158,7 @@ def test_a_file_that_is_cut_off_and_grown_in_the_middle_of_copies(copying: Daemo
     """Whatever the moment: each job ends done or failed, and what others stored is served."""
     still_served = bystander(copying)
     with vanishing.cut_off() as (fd, _):
-        worker = Worker(copying, fd)
+        worker = RawWorker(copying, fd)
         assert worker.job("store", (1,), (0,))["outcome"] == "done"
         stop = threading.Event()
 
@@ -186,10 +186,10 @@ def test_a_file_that_is_cut_off_and_grown_in_the_middle_of_copies(copying: Daemo
 
 @each_way
 def test_a_signal_that_is_gone(copying: Daemon) -> None:
-    """At once, and while a job waits for it."""
+    """It is gone at once, or while a job waits for it."""
     still_served = bystander(copying)
     with vanishing.cut_off() as (fd, vanish):
-        worker = Worker(copying, fd)
+        worker = RawWorker(copying, fd)
         ready = {"signal": 0, "offset": SIZE - 8, "value": 1}
         waiting = worker.begin("store", (1,), (0,), ready=ready)
         assert copying.status()["running"]["jobs"] == 1
@@ -205,7 +205,7 @@ def test_a_signal_that_is_gone(copying: Daemon) -> None:
 def test_a_fault_of_the_daemon_s_own_still_ends_it(copying: Daemon) -> None:
     """What is survived is the copy alone. The kernel says so in the exit status, Python in the log."""
     with vanishing.cut_off() as (fd, vanish):
-        worker = Worker(copying, fd)
+        worker = RawWorker(copying, fd)
         vanish()
         assert failed(worker.job("store", (1,), (GONE_BLOCK,)), 1)
     copying.leave_guests()

@@ -18,7 +18,7 @@ from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
 
 
 def daemon(findings: list[list[str]], *, verify_loads: bool | str = False) -> Any:
-    """As much of a daemon as `verify` looks at, without keys. Its self-audit finds `findings`, step by step."""
+    """Makes as much of a daemon as `verify` looks at, without keys. Its self-audit finds `findings`, step by step."""
     parts = SimpleNamespace(state=np.zeros(0, np.uint8), runs=SimpleNamespace(used=0))
     return SimpleNamespace(
         audit=lambda: iter(findings),

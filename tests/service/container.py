@@ -108,7 +108,7 @@ class Container:
         self._nspawn.communicate()
 
     def add_address(self, address: str) -> None:
-        """Of the loopback device, which is the only one."""
+        """Adds an address to the loopback device, which is the only one."""
         command = ["nsenter", f"--target={self._leader}", "--net", "--", "ip", "address", "add", address, "dev", "lo"]
         subprocess.run(command, check=True, capture_output=True, timeout=20)
 

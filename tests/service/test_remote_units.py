@@ -55,7 +55,7 @@ def documented() -> dict[Path, str]:
 
 @pytest.fixture(scope="module")
 def host(container: Container) -> Container:
-    """With the addresses of the documents."""
+    """Makes a host with the addresses of the documents."""
     if reason := why_no_mooncake():
         pytest.skip(reason)
     container.run("useradd", "--system", "mooncake")

@@ -40,7 +40,7 @@ def work(container: Container, what: str) -> str:
 
 @pytest.mark.parametrize("signal", ["KILL", "ABRT", ""])
 def test_what_was_sealed_is_served_by_the_next_one(signal: str, service: Container) -> None:
-    """After a kill, after what the watchdog does, after `systemctl restart`."""
+    """This holds after a kill, after what the watchdog does, and after `systemctl restart`."""
     assert work(service, "store") == "sealed"
     pid = main_pid(service)
     if signal:

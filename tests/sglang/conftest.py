@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from scripts.harness.daemon import Daemon
-from tests.sglang.engine import COUNT, LENGTH, SEATS, Engine, Prompts, Seat, tokens
+from tests.sglang.engine import COUNT, LENGTH, SEATS, Prompts, Seat, SglangEngine, tokens
 from tests.vllm import models
 from tests.vllm.engine import prompts
 
 StartDaemon = Callable[..., Daemon]
-StartEngine = Callable[..., Engine]
+StartEngine = Callable[..., SglangEngine]
 Reference = Callable[..., list[list[int]]]
 
 
@@ -29,7 +29,7 @@ def needs_sglang() -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For models and logs."""
+    """Makes a folder for models and logs."""
     return tmp_path_factory.mktemp("sglang")
 
 
@@ -60,7 +60,7 @@ def reference(folder: Path, model: Callable[[str], Path]) -> Reference:
     def ask(kind: str, prompts: Prompts) -> list[list[int]]:
         name = repr((kind, prompts))
         if name not in answers:
-            with Engine(model(kind), next(logs)) as engine:
+            with SglangEngine(model(kind), next(logs)) as engine:
                 answers[name] = tokens(engine.generate(prompts))
         return answers[name]
 
@@ -72,4 +72,4 @@ def start_engine(start_daemon: StartDaemon, tmp_path: Path, model: Callable[[str
     """`start_engine(kind, storage=..., **options)` -> an engine of the test's own, ended before its daemons are."""
     logs = (tmp_path / f"engine-{number}.log" for number in count())
     with ExitStack() as stack:
-        yield lambda kind, **options: stack.enter_context(Engine(model(kind), next(logs), **options))
+        yield lambda kind, **options: stack.enter_context(SglangEngine(model(kind), next(logs), **options))

@@ -20,7 +20,7 @@ RANK_BYTES = 1 << 20
 
 
 class Crowd:
-    """As a context it runs within. `working_set_bytes`: what all of them ask for."""
+    """Runs while it is entered as a context. `working_set_bytes`: what all of them ask for."""
 
     def __init__(self, daemon: Daemon, folder: Path, *, workers: int, seed: int, working_set_bytes: int) -> None:
         self.counters = Counters(folder / "counters", workers)

@@ -62,7 +62,7 @@ OPTIONS = {
 Prompts = list[list[int]]
 
 
-class Request(NamedTuple):
+class StoredRequest(NamedTuple):
     """What became of a prompt. `cached`: tokens of it that were not computed; `stored`: of these, from the storage."""
 
     tokens: list[int]
@@ -71,7 +71,7 @@ class Request(NamedTuple):
     reason: str
 
 
-class Engine(EngineChild):
+class SglangEngine(EngineChild):
     """`options`: of SGLang's `Engine`, beside those that all have. `storage`: whether its HiCache stores pages."""
 
     start_s = 600.0
@@ -90,39 +90,39 @@ class Engine(EngineChild):
             given |= {"hicache_ratio": 1.5, **storage}
         super().__init__("tests.sglang.engineprocess", given | options, log, {**ENVIRONMENT, **(environment or {})})
 
-    def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> list[Request]:
+    def generate(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> list[StoredRequest]:
         """One after the other, or with `together` all at once, to their ends."""
         self.begin(prompts, max_tokens, **given)
         return self.finish()
 
-    def ask(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> list[Request]:
-        """As `generate`, with any other fields of SGLang's requests."""
+    def ask(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **fields: Any) -> list[StoredRequest]:
+        """Does what `generate` does, with any other fields of SGLang's requests."""
         self._say(do="ask", prompts=prompts, max_tokens=max_tokens, **fields)
         return self.finish()
 
     def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> None:
-        """As `generate`, without waiting: `finish` does."""
+        """Does what `generate` does, without waiting: `finish` does."""
         self._say(do="generate", prompts=prompts, max_tokens=max_tokens, **given)
 
     def busy(self) -> bool:
         """Has what was begun not ended?"""
         return not self._has_answer()
 
-    def finish(self) -> list[Request]:
+    def finish(self) -> list[StoredRequest]:
         """What became of what was begun."""
-        return [Request(**request) for request in self._answer(ANSWER_S)["requests"]]
+        return [StoredRequest(**request) for request in self._answer(ANSWER_S)["requests"]]
 
     def start(self, prompts: Mapping[str, list[int]], max_tokens: int = OUTPUT_TOKENS) -> None:
         """Have the engine begin with prompts, by names. They go on while it is asked other things."""
         self.do("start", prompts=list(prompts.values()), names=list(prompts), max_tokens=max_tokens)
 
-    def abort(self, name: str) -> Request:
+    def abort(self, name: str) -> StoredRequest:
         """Give up a prompt that was started: what became of it."""
-        return Request(**self.do("abort", name=name)["requests"][0])
+        return StoredRequest(**self.do("abort", name=name)["requests"][0])
 
-    def end(self, *names: str) -> list[Request]:
+    def end(self, *names: str) -> list[StoredRequest]:
         """What became of prompts that were started, at their ends."""
-        return [Request(**request) for request in self.do("end", names=names)["requests"]]
+        return [StoredRequest(**request) for request in self.do("end", names=names)["requests"]]
 
     def do(self, command: str, **given: Any) -> dict[str, Any]:
         """Any other command, to its end."""
@@ -130,7 +130,7 @@ class Engine(EngineChild):
         return self._answer(ANSWER_S)
 
     def begin_flush(self) -> None:
-        """As `flush`, without waiting: `finish_flush` does."""
+        """Does what `flush` does, without waiting: `finish_flush` does."""
         self._say(do="flush", patience_s=ANSWER_S)
 
     def finish_flush(self) -> bool:
@@ -160,7 +160,7 @@ def linked_to(socket: Path, name: str = "KVOffloaddLinker", module: str = "", **
 
 
 def settle(daemon: Daemon) -> None:
-    """Until what was stored last has arrived: SGLang stores a prompt's pages some time after its answer."""
+    """Waits until what was stored last has arrived: SGLang stores a prompt's pages some time after its answer."""
     seen: list[int] = []
 
     def is_quiet() -> bool:
@@ -171,29 +171,29 @@ def settle(daemon: Daemon) -> None:
     until(is_quiet, "all is stored", 120.0)
 
 
-def tokens(requests: Sequence[Request]) -> list[list[int]]:
+def tokens(requests: Sequence[StoredRequest]) -> list[list[int]]:
     """What a round has brought forth; all of it must have come to its end."""
     assert all(request.reason == "length" for request in requests), requests
     return [request.tokens for request in requests]
 
 
-def cached(requests: Sequence[Request]) -> list[int]:
-    """Per request, tokens that came from the storage."""
+def cached(requests: Sequence[StoredRequest]) -> list[int]:
+    """Returns, for each request, tokens that came from the storage."""
     return [request.stored for request in requests]
 
 
-def linked(requests: Sequence[Request]) -> list[int]:
-    """Per request, tokens that were not computed: SGLang does not tell a linker's from its own."""
+def linked(requests: Sequence[StoredRequest]) -> list[int]:
+    """Returns, for each request, tokens that were not computed: SGLang does not distinguish a linker's from its own."""
     return [request.cached for request in requests]
 
 
 class Seat(NamedTuple):
-    """How an engine uses a daemon. `options`: of such an `Engine`, for the daemon's socket and options of ours;
+    """How an engine uses a daemon. `options`: of such an engine, for the daemon's socket and options of ours;
     `found`: per request, tokens that it did not compute.
     """
 
     options: Callable[..., dict[str, Any]]
-    found: Callable[[Sequence[Request]], list[int]]
+    found: Callable[[Sequence[StoredRequest]], list[int]]
 
 
 SEATS = {

@@ -11,7 +11,7 @@ from typing import Any
 from tests.enginecommands import Answer, main
 
 
-class Served:
+class ServedSglang:
     """The engine and what may be asked of it: the public methods, by name and keyword arguments."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -21,7 +21,7 @@ class Served:
         self._started: dict[str, asyncio.Task[Any]] = {}
 
     def generate(self, prompts: list[list[int]], max_tokens: int, together: bool = False) -> Answer:
-        """To their ends. One that is alone may fail: its reason says how."""
+        """Generates to the ends of the prompts. One that is alone may fail: its reason explains how."""
         sampling = _sampling(max_tokens)
         if together:
             found = self._engine.generate(input_ids=prompts, sampling_params=[sampling] * len(prompts))
@@ -35,7 +35,7 @@ class Served:
             return {"tokens": [], "cached": 0, "stored": 0, "reason": repr(error)}
 
     def ask(self, prompts: list[list[int]], max_tokens: int, **fields: Any) -> Answer:
-        """As `generate`, with any other fields of SGLang's requests."""
+        """Does what `generate` does, with any other fields of SGLang's requests."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         async def one(prompt: list[int]) -> Any:
@@ -153,4 +153,4 @@ def _request(found: dict[str, Any]) -> Answer:
 
 
 if __name__ == "__main__":
-    main(Served)
+    main(ServedSglang)

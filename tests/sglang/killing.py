@@ -14,7 +14,7 @@ from tests.sglang.engine import VICTIM
 
 
 class KillingLinker(KVOffloaddLinker):
-    """As ours, but for that."""
+    """Kills the daemon before a load, and does all else as our linker does."""
 
     def _begin_load(self, rid: str, transfers: list[Any]) -> Any:
         load = self._pages.load

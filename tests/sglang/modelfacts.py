@@ -53,7 +53,7 @@ BESIDE = {"max_position_embeddings": 8192, "vocab_size": 1000, "qk_nope_head_dim
 
 
 def complete(config: dict[str, Any]) -> dict[str, Any]:
-    """With what SGLang wants to read."""
+    """Completes the config with what SGLang wants to read."""
     return {**BESIDE, **config, "architectures": [ARCHITECTURES[str(config["model_type"])]]}
 
 

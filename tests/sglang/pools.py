@@ -33,7 +33,7 @@ Pools = dict[str, Any]
 
 
 def configure(socket: str) -> None:
-    """As an engine's command line would. SGLang's plug-in for CPUs is installed."""
+    """Configures SGLang as an engine's command line would. SGLang's plug-in for CPUs is installed."""
     importlib.import_module("sglang_on_cpu").install()
     server = importlib.import_module("sglang.srt.server_args")
     arguments = server.ServerArgs(
@@ -126,7 +126,7 @@ def states() -> Pools:
 
 
 def latent_and_states() -> Pools:
-    """As Kimi Linear has them."""
+    """Makes the pools that Kimi Linear has."""
     return {**latent(), "mamba": of_states(ssm="float32")}
 
 
@@ -146,7 +146,7 @@ RESTORABLE = {"windows": [5], "states": [4, 5], "latent_and_states": [4, 5], "co
 # --- a rank, as SGLang's controller starts one ------------------------------------------------------
 
 
-class Rank:
+class PoolsRank:
     """Its pools hold noise."""
 
     def __init__(self, pools: Pools, seed: int, *, is_mla: bool = False, **config: Any) -> None:
@@ -175,7 +175,7 @@ class Rank:
         return self.transfer(name, ["?"] * trailing.get(name, 8), [])
 
     def transfer(self, name: str, keys: list[str], pages: list[int]) -> Any:
-        """As SGLang names pages of a side pool."""
+        """Makes a transfer that names pages of a side pool as SGLang does."""
         interface = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
         policy = interface.PoolHitPolicy.ALL_PAGES if name == "indexer" else interface.PoolHitPolicy.TRAILING_PAGES
         pool = interface.PoolName(name)
@@ -208,7 +208,9 @@ def mapped(pools: Pools) -> Iterator[np.ndarray[Any, np.dtype[np.uint8]]]:
 
 
 def copy_page(source: Any, page: int, target: Any, to: int) -> None:
-    """By SGLang's own account of where a page lies. It can't flatten pages whose keys and values differ in size."""
+    """Copies a page by SGLang's account of where it lies. It can't flatten pages whose keys and
+    values differ in size.
+    """
     if isinstance(getattr(source, "kv_buffer", None), tuple):
         target.k_buffer[to], target.v_buffer[to] = source.k_buffer[page], source.v_buffer[page]
     else:
@@ -227,7 +229,7 @@ def names(count: int) -> list[str]:
 def check(kind: str) -> None:
     make = KINDS[kind]
     is_mla = kind in ("latent", "sparse")
-    storing, loading = Rank(make(), 1, is_mla=is_mla), Rank(make(), 2, is_mla=is_mla)
+    storing, loading = PoolsRank(make(), 1, is_mla=is_mla), PoolsRank(make(), 2, is_mla=is_mla)
     expected = make()
     fill(expected, 2)
     keys, more = names(len(STORED)), names(8)[len(STORED) :]
@@ -263,8 +265,8 @@ def check(kind: str) -> None:
 def check_formats() -> None:
     """States of two types of one size are not each other's."""
     keys = names(len(STORED) + 1)[-1:]
-    one = Rank({"kv": of_keys_and_values(), "mamba": of_states("bfloat16")}, 1)
-    other = Rank({"kv": of_keys_and_values(), "mamba": of_states("float16")}, 2)
+    one = PoolsRank({"kv": of_keys_and_values(), "mamba": of_states("bfloat16")}, 1)
+    other = PoolsRank({"kv": of_keys_and_values(), "mamba": of_states("float16")}, 2)
     assert one.storage.batch_set_v1(keys, slots(one.pools["kv"], [3])) == [True]
     assert one.storage.batch_exists(keys) == 1
     assert other.storage.batch_exists(keys) == 0
@@ -296,7 +298,7 @@ def check_refusals() -> None:
 
 def refused(words: str, pools: Pools, **config: Any) -> None:
     try:
-        Rank(pools, 1, **config)
+        PoolsRank(pools, 1, **config)
     except UsageError as error:
         assert words in str(error), error
     else:

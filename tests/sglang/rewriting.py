@@ -14,7 +14,7 @@ class RewritingStorage(KVOffloaddStorage):
     """Ours, late."""
 
     def __init__(self, *arguments: Any) -> None:
-        """As SGLang makes it."""
+        """Takes the arguments that SGLang passes."""
         source, target = os.environ[REWRITE].split(":")
         shutil.copytree(source, target, dirs_exist_ok=True)
         super().__init__(*arguments)

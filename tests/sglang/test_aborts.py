@@ -8,7 +8,7 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
-from tests.sglang.engine import ALL, Engine, Prompts, Request, cached, settle, stored_at, tokens
+from tests.sglang.engine import ALL, Prompts, SglangEngine, StoredRequest, cached, settle, stored_at, tokens
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -27,7 +27,7 @@ def at_rest(daemon: Daemon) -> None:
     assert daemon.verify(payloads=True) == ()
 
 
-def was_aborted(request: Request) -> bool:
+def was_aborted(request: StoredRequest) -> bool:
     return request.reason == "abort"
 
 
@@ -55,7 +55,7 @@ def test_given_up(
     assert (tokens(found), cached(found)) == (expected, ALL)
 
 
-def _while_stored(engine: Engine, daemon: Daemon, hold: Hold, prompt: list[int]) -> None:
+def _while_stored(engine: SglangEngine, daemon: Daemon, hold: Hold, prompt: list[int]) -> None:
     with hold:
         engine.start({"stored": prompt}, LONG)
         under_way(daemon, 1)
@@ -66,7 +66,7 @@ def _while_stored(engine: Engine, daemon: Daemon, hold: Hold, prompt: list[int])
     engine.flush()
 
 
-def _while_loaded(engine: Engine, daemon: Daemon, hold: Hold, asked: Prompts, expected: Prompts) -> None:
+def _while_loaded(engine: SglangEngine, daemon: Daemon, hold: Hold, asked: Prompts, expected: Prompts) -> None:
     """SGLang loads for one request at a time: the second and the third wait for the first."""
     engine.flush()
     with hold:

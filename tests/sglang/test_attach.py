@@ -10,7 +10,7 @@ import pytest
 from kvoffloadd.trial.wait import until
 from scripts.sglang import storage_options
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
-from tests.sglang.engine import ALL, SESSIONS, Engine, Prompts, cached, settle, stored_at, tokens
+from tests.sglang.engine import ALL, SESSIONS, Prompts, SglangEngine, cached, settle, stored_at, tokens
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -18,7 +18,7 @@ CONFIG = "hicache_storage_backend_extra_config"
 LONG = 200
 
 
-def refused(engine: Engine, config: dict[str, Any]) -> str:
+def refused(engine: SglangEngine, config: dict[str, Any]) -> str:
     """What SGLang says of it."""
     done = engine.do("attach", config=json.dumps(config))
     assert not done["success"], done

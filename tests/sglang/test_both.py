@@ -45,12 +45,12 @@ MANY = 12
 QUIET_ROUNDS = 10
 """After the last kill, at most, until each engine gets something back: stress workers evict much of it."""
 
-StartVllm = Callable[..., vllm.Engine]
+StartVllm = Callable[..., vllm.VllmEngine]
 
 
 @pytest.fixture(scope="session")
 def vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As vLLM's own libraries write it."""
+    """Writes a model as vLLM's libraries do."""
     return models.write(KIND, tmp_path_factory.mktemp("vllm"), str(VLLM_PYTHON))
 
 
@@ -60,24 +60,24 @@ def start_vllm(start_daemon: StartDaemon, tmp_path: Path, vllm_model: Path) -> I
     logs = (tmp_path / f"vllm-{number}.log" for number in count())
     with ExitStack() as stack:
         yield lambda **options: stack.enter_context(
-            vllm.Engine(vllm_model, next(logs), python=str(VLLM_PYTHON), **options)
+            vllm.VllmEngine(vllm_model, next(logs), python=str(VLLM_PYTHON), **options)
         )
 
 
 def sessions_of(daemon: Daemon, engine: EngineChild) -> list[dict[str, Any]]:
-    """Of all its processes, which share its session with the terminal."""
+    """Returns the sessions of all its processes, which share its session with the terminal."""
     return [one for one in daemon.sessions() if os.getsid(one["pid"]) == engine.child.pid]
 
 
 def jobs_of(daemon: Daemon, engine: EngineChild) -> int:
-    """Under way."""
+    """Counts its jobs under way."""
     return sum(session["jobs"] for session in sessions_of(daemon, engine))
 
 
 class Both:
     """The two engines, asked the same questions round by round. `got`: tokens that each had from the daemon."""
 
-    def __init__(self, one: sglang.Engine, other: vllm.Engine, asked: Sequence[sglang.Prompts]) -> None:
+    def __init__(self, one: sglang.SglangEngine, other: vllm.VllmEngine, asked: Sequence[sglang.Prompts]) -> None:
         self.one, self.other = one, other
         self.got = [0, 0]
         self._asked = asked
@@ -101,7 +101,7 @@ class Both:
         return [sglang.tokens(found), vllm.tokens(others)]
 
     def await_lines(self, daemon: Daemon) -> None:
-        """Until both have found the daemon again."""
+        """Waits until both have found the daemon again."""
         self.other.await_connection()
         until(lambda: len(sessions_of(daemon, self.one)) == sglang.SESSIONS, "SGLang's lines are up", 60.0)
 
@@ -171,9 +171,9 @@ def test_under_stress_and_kills(
 def test_neither_starves_the_other(
     start_daemon: StartDaemon, start_engine: StartEngine, start_vllm: StartVllm, hold: Hold
 ) -> None:
-    """With one thread for copies and small turns. Many loads of vLLM go before a longer one of SGLang: by turns of jobs
-    they would all end first, by turns of engines most of them are under way when SGLang's ends. And a load of SGLang
-    goes before a short one of vLLM.
+    """There is one thread for copies and small turns. Many loads of vLLM go before a longer one of SGLang: by turns of
+    jobs they would all end first, by turns of engines most of them are under way when SGLang's ends. And a load of
+    SGLang goes before a short one of vLLM.
     """
     long = vllm.prompts(5, 1, 1000)
     many, few = vllm.prompts(7, MANY, 261), vllm.prompts(8, 1, 70)

@@ -12,7 +12,7 @@ from scripts.harness.daemon import Daemon
 from tests.e2e import disk
 from tests.e2e.daemons import chosen
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
-from tests.sglang.engine import ALL, SESSIONS, Engine, Prompts, cached, settle, stored_at, tokens
+from tests.sglang.engine import ALL, SESSIONS, Prompts, SglangEngine, cached, settle, stored_at, tokens
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -53,8 +53,10 @@ def test_no_room(
     assert used_bytes(tmp_path / "small") <= 8 * disk.MIB
 
 
-def two_rounds(engine: Engine, daemon: Daemon, asked: Prompts, expected: Prompts) -> None:
-    """Of all prompts, the second with those last that came first: the coldest keys have gone for them."""
+def two_rounds(engine: SglangEngine, daemon: Daemon, asked: Prompts, expected: Prompts) -> None:
+    """Asks all prompts in two rounds, the second with those last that came first: the coldest keys
+    have gone for them.
+    """
     for order in (1, -1):
         found = engine.generate(asked[::order])
         assert tokens(found) == expected[::order]

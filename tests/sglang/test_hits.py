@@ -8,7 +8,7 @@ import pytest
 
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.sglang.conftest import StartDaemon, StartEngine
 from tests.sglang.engine import LINKED_TOKENS, PAGE, SEATS, Seat, cached, settle, stored_at
 from tests.vllm.engine import prompts
@@ -54,7 +54,7 @@ def test_the_default_pushes_what_sglang_uses_twice(
     start_daemon: StartDaemon, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     """Though it asks the daemon for nothing."""
-    store = Store(tmp_path)
+    store = SharedStore(tmp_path)
     daemon = start_daemon(*store.settings("remote.push=second-use"), memory="256MiB")
     engine = start_engine("dense", storage=stored_at(daemon.socket))
     until(lambda: any(daemon.status()["remote"]["eras"].values()), "it may use the store")

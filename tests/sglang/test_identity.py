@@ -13,7 +13,18 @@ import pytest
 
 from tests.sglang import lora
 from tests.sglang.conftest import StartDaemon, StartEngine
-from tests.sglang.engine import ALL, REWRITE, Engine, Prompts, cached, linked, linked_to, settle, stored_at, tokens
+from tests.sglang.engine import (
+    ALL,
+    REWRITE,
+    Prompts,
+    SglangEngine,
+    cached,
+    linked,
+    linked_to,
+    settle,
+    stored_at,
+    tokens,
+)
 from tests.vllm.models import OTHER
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(3600)]
@@ -27,18 +38,18 @@ _salts = count()
 
 @pytest.fixture
 def few(asked: Prompts) -> Prompts:
-    """As many as SGLang's own levels hold."""
+    """Returns as many prompts as SGLang's own levels hold."""
     return asked[:FEW]
 
 
-def computed(engine: Engine, prompts: Prompts, **fields: Any) -> list[list[int]]:
+def computed(engine: SglangEngine, prompts: Prompts, **fields: Any) -> list[list[int]]:
     """What this engine answers where it finds nothing: nobody has used that salt."""
     found = engine.ask(prompts, cache_salt=f"nobody's {next(_salts)}", **fields)
     assert [one.cached for one in found] == [0] * len(prompts)
     return tokens(found)
 
 
-def is_alone(engine: Engine, prompts: Prompts) -> bool:
+def is_alone(engine: SglangEngine, prompts: Prompts) -> bool:
     """Whether it is served nothing that others have stored, and answers as it computes."""
     found = engine.ask(prompts)
     return (tokens(found), cached(found)) == (computed(engine, prompts), [0] * len(prompts))
@@ -47,8 +58,8 @@ def is_alone(engine: Engine, prompts: Prompts) -> bool:
 def test_files_written_again(
     start_daemon: StartDaemon, start_engine: StartEngine, few: Prompts, model: Model, tmp_path: Path
 ) -> None:
-    """Between the load of the weights and the storage, at the start and later: what such an engine has computed is of
-    neither version, as far as anybody knows.
+    """They change between the load of the weights and the storage, at the start and later: what such an engine has
+    computed is of no known version.
     """
     daemon = start_daemon(memory="256MiB")
     storage = stored_at(daemon.socket)
@@ -87,7 +98,9 @@ def test_files_written_again(
 def test_adapters_trained_again(
     start_daemon: StartDaemon, start_engine: StartEngine, few: Prompts, tmp_path: Path
 ) -> None:
-    """Between two starts, and while an engine serves. And nobody is served an adapter's pages without it."""
+    """They are trained between two starts, and while an engine serves. No request gets an adapter's
+    pages without it.
+    """
     daemon = start_daemon(memory="256MiB")
     adapter = tmp_path / "adapter"
     options = {"storage": stored_at(daemon.socket), "lora_paths": [f"mine={adapter}"], **lora.OPTIONS}

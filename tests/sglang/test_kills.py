@@ -40,7 +40,7 @@ def test_killed_at_any_time(
     asked: Prompts,
     tmp_path: Path,
 ) -> None:
-    """With a disk, so that its successors have something to load, too."""
+    """It has a disk, so that its successors have something to load, too."""
     print("random seed:", SEED)
     rng = random.Random(SEED)
     daemon = start_daemon(*disk.disk_settings((tmp_path / "disk", 512 * disk.MIB)), memory="256MiB")
@@ -132,7 +132,9 @@ def test_killed_while_pages_are_loaded(
     asked: Prompts,
     tmp_path: Path,
 ) -> None:
-    """Under a linker. By default the request is computed. With `overlap` SGLang fails it, and the engine lives."""
+    """The engine has a linker. By default the request is computed. With `overlap` SGLang fails it, and the engine
+    lives.
+    """
     daemon = start_daemon(memory="256MiB")
     expected, victim = reference("dense", asked), tmp_path / "victim"
     linker = linked_to(daemon.socket, "KillingLinker", "tests.sglang.killing", overlap=overlap)

@@ -47,7 +47,7 @@ UNLIKE: list[dict[str, Any]] = [
 
 
 def identities(model: Path, sets: list[dict[str, Any]]) -> list[str]:
-    """From one process: resolving is all that differs."""
+    """Returns identities from one process: resolving is all that differs."""
     given = [{"model_path": str(model), **OPTIONS, **one} for one in sets]
     child = subprocess.run(
         [sys.executable, "-m", "tests.sglang.resolving"],

@@ -16,7 +16,7 @@ OPTIONS = {"page_size": 1, "disable_overlap_schedule": True, "max_mamba_cache_si
 
 
 def test_states(start_daemon: StartDaemon, start_engine: StartEngine, asked: Prompts) -> None:
-    """Of a prompt that goes on where another request ended, all that came before is loaded, with its state."""
+    """If a prompt goes on where another request ended, all that came before is loaded, with its state."""
     daemon = start_daemon(memory="256MiB")
     begun = [prompt[:BEGUN] for prompt in asked]
     engine = start_engine("conv", storage=stored_at(daemon.socket), **OPTIONS)

@@ -14,7 +14,7 @@ from scripts.harness.daemon import Daemon
 from tests.conftest import SEED
 from tests.e2e.disk import MIB
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
-from tests.sglang.engine import ALL, PAGE, SESSIONS, Engine, Prompts, cached, settle, stored_at, tokens
+from tests.sglang.engine import ALL, PAGE, SESSIONS, Prompts, SglangEngine, cached, settle, stored_at, tokens
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1800)]
 
@@ -64,7 +64,7 @@ def sealed(daemon: Daemon) -> None:
     until(lambda: daemon.status()["cache"]["unsealed"] == 0, "all is sealed")
 
 
-def again(daemon: Daemon, engine: Engine) -> None:
+def again(daemon: Daemon, engine: SglangEngine) -> None:
     """The daemon, killed if it runs, is started and has what it had; the engine is connected and has nothing."""
     daemon.kill()
     daemon.start()

@@ -77,7 +77,7 @@ class Flow(UnifiedRadixCacheStorageFixtures, TestCase):  # type: ignore[misc]
         return cache, allocator, requests
 
     def _init_hicache(self, cache: Any) -> None:
-        """In place of the kit's, which knows SGLang's own storages."""
+        """Replaces the kit's method, which knows SGLang's own storages."""
         arguments = ServerArgs(
             model_path="none",
             page_size=PAGE,

@@ -9,10 +9,10 @@ from kvoffloadd.integrations.sglang.storage import KVOffloaddStorage
 
 
 class ZeroingStorage(KVOffloaddStorage):
-    """As ours, but for what pages hold once they are loaded."""
+    """Is our storage, but for what pages hold once they are loaded."""
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """As if all were well."""
+        """Answers as if all were well."""
         done = super().batch_get_v1(keys, host_indices, extra_info)
         pool = self._host_pools["kv"]
         pool.kv_buffer[:, host_indices[:: pool.page_size] // pool.page_size] = 0
@@ -23,7 +23,7 @@ class ZeroingLinker(KVOffloaddLinker):
     """The same, from device pools."""
 
     def load(self, rid: str, transfers: list[Any]) -> bool:
-        """As if all were well."""
+        """Answers as if all were well."""
         done = super().load(rid, transfers)
         (pool,), (transfer,) = self._device_pools, transfers
         for buffer in pool.buffers:

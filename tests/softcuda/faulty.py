@@ -77,7 +77,9 @@ def sticky() -> None:
 
 
 def event_codes() -> str:
-    """Of recording an event and asking for it, and for its stream, by turns: query_error=N, record_error=N."""
+    """Returns the codes of recording an event and asking for it, and for its stream, by turns: query_error=N,
+    record_error=N.
+    """
     _, _, stream = _buffers()
     event, codes = ok(driver.cuEventCreate(0)), []
     for _ in range(2):
@@ -88,7 +90,7 @@ def event_codes() -> str:
 
 
 def registrations() -> str:
-    """Of a mebibyte each, three of them: register_error_after=X, register_fails_every=N."""
+    """Registers three pieces of a mebibyte each: register_error_after=X, register_fails_every=N."""
     start()
     memory = [np.zeros(SIZE, np.uint8) for _ in range(3)]
     return str([code(driver.cuMemHostRegister(address(one), SIZE, 0)) for one in memory])

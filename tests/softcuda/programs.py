@@ -222,7 +222,7 @@ def _prepared_batch(count: int) -> tuple[U8Array, U8Array, int, list[int], list[
 
 
 def batches() -> None:
-    """Through NVIDIA's bindings: to the device and back in one batch each, one with two attributes."""
+    """Copies through NVIDIA's bindings to the device and back in one batch each, one with two attributes."""
     start()
     host, back, device, sources, places = _prepared_batch(100)
     stream, sizes = new_stream(), [1000] * 100
@@ -264,7 +264,9 @@ def pitched_copies() -> None:
 
 
 def pitched_batches() -> None:
-    """As `pitched_copies`, all in one call: 4 runs of 25 rows, the last of them without gaps on the host's side."""
+    """Does what `pitched_copies` does, all in one call: 4 runs of 25 rows, the last of them without gaps on the host's
+    side.
+    """
     start()
     host, back, stream = registered(100 * 1000), registered(100 * 1000), new_stream()
     host[:] = noise(100 * 1000)
@@ -291,7 +293,7 @@ class Attributes(ctypes.Structure):
 
 
 def _raw_batch(version: int) -> None:
-    """Through the pointer that a program gets for itself, without lists of Python objects."""
+    """Copies through the pointer that a program gets for itself, without lists of Python objects."""
     start()
     host, back, device, sources, places = _prepared_batch(100)
     stream, pointer = new_stream(), ctypes.c_void_p

@@ -113,7 +113,7 @@ def test_what_is_unfit_is_freed_at_once(pool: ArenaFile) -> None:
 
 
 def test_a_pool_of_another_boot_is_unfit(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a disk, some of what was written last may be there, and some not."""
+    """Some of what was written last to a disk may be there, and some not."""
     open_pool(path, CAPACITY, SLAB, fits).close()
     monkeypatch.setattr(owner_module, "BOOT_ID", tmp_path / "boot")
     owner_module.BOOT_ID.write_text("01234567-89ab-cdef-0123-456789abcdef\n")
@@ -259,7 +259,7 @@ def test_files_of_others_are_refused(path: Path, tmp_path: Path) -> None:
 
 
 def test_files_of_whole_huge_pages(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on hugetlbfs, whose pages are no part of the memory that is available."""
+    """The file is on hugetlbfs, whose pages are no part of the available memory."""
     monkeypatch.setattr(module, "block_bytes", lambda _: 2 << 20)
 
     def full(_: int) -> None:

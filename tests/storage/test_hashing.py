@@ -84,7 +84,7 @@ thread.join()
 
 
 def test_other_threads_run_meanwhile() -> None:
-    """In place of the hash function, one is called that waits for another thread of Python."""
+    """A function that waits for another thread of Python is called in place of the hash function."""
     if hashing._native is None:
         pytest.skip("this is about the helper")
     subprocess.run([sys.executable, "-c", _BLOCKED], check=True, timeout=60)

@@ -55,7 +55,7 @@ def test_a_slab_moves_between_sizes_only_when_it_is_empty(tier: MemoryTier) -> N
     assert tier.num_free(8) == before + 1
 
 
-class Slots(RuleBasedStateMachine):
+class SlotsMachine(RuleBasedStateMachine):
     """Random takes and gives of several sizes, audited after each step."""
 
     @initialize()
@@ -110,7 +110,7 @@ class Slots(RuleBasedStateMachine):
             self.tier.close()
 
 
-TestSlots = Slots.TestCase
+TestSlots = SlotsMachine.TestCase
 TestSlots.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 

@@ -155,7 +155,7 @@ def test_later_records_say_so() -> None:
     pool.close()
 
 
-class Watched(np.ndarray):
+class WatchedRecords(np.ndarray):
     """Records of which `look` is called after each assignment: the writer may be killed there."""
 
     look: Callable[[], None]
@@ -169,7 +169,7 @@ class Watched(np.ndarray):
 def test_a_writer_that_is_killed_at_any_point_leaves_whole_records_or_none(held_before: bool) -> None:
     """The check comes last and goes first, also where another record was before."""
     pool = ArenaFile.make(PAGES * PAGE_BYTES, SLAB_PAGES * PAGE_BYTES)
-    watched = pool.records.view(Watched)
+    watched = pool.records.view(WatchedRecords)
     slot_records = SlotRecords(watched, pool.slabs, SLAB_PAGES, pool.seed)
     left: list[tuple[int, int]] = []  # whole records and others, after each step
 

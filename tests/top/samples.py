@@ -33,7 +33,7 @@ def root(path: str, state: str = "ok", **figures: Any) -> dict[str, Any]:
 
 
 def status(**figures: Any) -> dict[str, Any]:
-    """With a disk, two engines, a slow job and misses of all kinds, unless said otherwise."""
+    """Returns a status with a disk, two engines, a slow job and misses of all kinds, unless given otherwise."""
     transfers = {"jobs": 100, "bytes": 10 * GIB, "keys": 1000, "seconds": 1.0}
     asked = {"hit": 600, "on_disk": 100, "missed": dict.fromkeys(MISSED, 50)}
     made = {

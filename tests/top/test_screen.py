@@ -38,7 +38,7 @@ class Terminal:
         self._said = b""
 
     def until(self, text: str) -> None:
-        """Until it has said that, after what was waited for last."""
+        """Waits until it has shown that, after what was waited for last."""
         end = time.monotonic() + LIMIT_S
         while text.encode() not in self._said:
             assert time.monotonic() < end, self._said[-3000:].decode(errors="replace")

@@ -13,10 +13,10 @@ import pytest
 
 from scripts.harness.daemon import Daemon
 from tests.vllm import models
-from tests.vllm.engine import COUNT, OUTPUT_TOKENS, Engine, Prompts, prompts, tokens
+from tests.vllm.engine import COUNT, OUTPUT_TOKENS, Prompts, VllmEngine, prompts, tokens
 
 StartDaemon = Callable[..., Daemon]
-StartEngine = Callable[..., Engine]
+StartEngine = Callable[..., VllmEngine]
 Reference = Callable[..., list[list[int]]]
 
 TRAITS: Mapping[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def needs_vllm() -> None:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For models and logs."""
+    """Makes a folder for models and logs."""
     return tmp_path_factory.mktemp("vllm")
 
 
@@ -66,7 +66,7 @@ def reference(folder: Path, model: Callable[[str], Path]) -> Iterator[Reference]
     """`reference(kind, prompts, max_tokens=8, **options)` -> what an engine without connector answers."""
     answers: dict[str, list[list[int]]] = {}
     logs = (folder / f"reference-{number}.log" for number in count())
-    engines: dict[str, Engine] = {}  # the last one alone: more would take memory, and spin when the machine stalls
+    engines: dict[str, VllmEngine] = {}  # the last one alone: more would take memory, and spin when the machine stalls
     with ExitStack() as running:
 
         def ask(kind: str, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **options: Any) -> list[list[int]]:
@@ -77,7 +77,7 @@ def reference(folder: Path, model: Callable[[str], Path]) -> Iterator[Reference]
                     engines.clear()
                     running.close()
                     engines[name] = running.enter_context(
-                        Engine(model(kind), next(logs), **{**TRAITS[kind], **options})
+                        VllmEngine(model(kind), next(logs), **{**TRAITS[kind], **options})
                     )
                 answers[asked] = tokens(engines[name].generate(prompts, max_tokens))
             return answers[asked]
@@ -88,12 +88,12 @@ def reference(folder: Path, model: Callable[[str], Path]) -> Iterator[Reference]
 @pytest.fixture
 def start_engine(start_daemon: StartDaemon, tmp_path: Path, model: Callable[[str], Path]) -> Iterator[StartEngine]:
     """`start_engine(kind, connector=..., **options)` -> an engine of the test's own, ended before its daemons are."""
-    started: list[Engine] = []
+    started: list[VllmEngine] = []
     with ExitStack() as stack:
 
-        def start(kind: str, **options: Any) -> Engine:
+        def start(kind: str, **options: Any) -> VllmEngine:
             log = tmp_path / f"engine-{len(started)}.log"
-            started.append(stack.enter_context(Engine(model(kind), log, **{**TRAITS[kind], **options})))
+            started.append(stack.enter_context(VllmEngine(model(kind), log, **{**TRAITS[kind], **options})))
             return started[-1]
 
         yield start

@@ -284,7 +284,7 @@ def test_what_was_stored_is_loaded(engine: StartEngine, asked: list[list[int]], 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_are_heads(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
-    """With vLLM's canonical layout. Every byte that a model would read is looked at."""
+    """The layout is vLLM's canonical one. Every byte that a model would read is looked at."""
     one = engine(kind, canonical_layout=True)
     for hits in ([0, 0, 0], HITS, HITS):
         assert one.generate(asked) == hits
@@ -415,7 +415,9 @@ def test_of_a_load_that_failed_in_part_what_is_right_is_kept(
 def test_loads_that_fail_in_part_hold_nobody_up(
     engine: StartEngine, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """With more prompts than the engine has blocks for at a time: who finds none for a second load computes."""
+    """There are more prompts than the engine has blocks for at a time: a request without blocks for a second load
+    computes.
+    """
     one = engine(kind)
     rng = random.Random(5)
     asked = [[rng.randrange(3, 500) for _ in range(580)] for _ in range(8)]
@@ -476,7 +478,7 @@ def test_nobody_loads_for_ever(engine: StartEngine, asked: list[list[int]], monk
 def test_an_abort_after_a_failed_load_leaves_nothing(
     engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch, loads: int
 ) -> None:
-    """Before the request asks again, or while it loads the second time."""
+    """The abort comes before the request asks again, or while it loads the second time."""
     one = engine()
     one.generate(asked)
     one.forget()
@@ -567,7 +569,7 @@ def test_a_namespace_that_is_cleared_from_outside(engine: StartEngine, asked: li
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hits_are_told_by_their_tier(engine: StartEngine, asked: list[list[int]], tmp_path: Path, kind: str) -> None:
-    """As vLLM takes them: where a key was when it was looked up, and later that it is in memory."""
+    """vLLM takes them like this: where a key was when it was looked up, and later that it is in memory."""
     one = engine(kind, settings=disk_settings((tmp_path / "disk", 64 << 20)))
     one.generate(asked)
     idle(one.daemon)
@@ -701,7 +703,7 @@ def _mapped(daemon: Daemon) -> int:
 @pytest.mark.skipif(RELEASE.number == "0.32", reason="loads within the step came with 0.33")
 @pytest.mark.parametrize("kind", KINDS)
 def test_loads_within_the_step(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
-    """By the spec alone: what a step loads is there when it computes."""
+    """Only the spec does this: what a step loads is there when it computes."""
     one = engine(kind, by_spec, sync_load_budget_bytes=1 << 30)
     expedited = []
     submit = one.worker.connector_worker.worker.submit_load
@@ -727,7 +729,7 @@ def test_loads_within_the_step_are_refused_where_they_may_fail(engine: StartEngi
 
 
 def test_canonical_layout_is_refused_where_nobody_tells_of_heads(engine: StartEngine) -> None:
-    """By the spec alone; and parts that are no whole heads, by either."""
+    """Only the spec refuses it; both refuse parts that are no whole heads."""
     with pytest.raises(UsageError, match="canonical_layout needs KVOffloaddConnector"):
         engine("dense", by_spec, canonical_layout=True)
     with pytest.raises(UsageError, match="canonical_parts"):
@@ -799,7 +801,7 @@ def test_an_engine_without_prefix_caching_is_refused(engine: StartEngine) -> Non
 
 @pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
 def test_sleep_that_nobody_tells_of_is_refused(engine: StartEngine, option: str) -> None:
-    """By the spec alone; and by the connector, where vLLM has no hooks."""
+    """The spec refuses it; so does the connector, where vLLM has no hooks."""
     one = engine("dense", by_spec)
     setattr(one.config.model_config, option, True)
     with set_current_vllm_config(one.config), pytest.raises(UsageError, match="sleep"):

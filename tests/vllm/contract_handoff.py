@@ -115,7 +115,7 @@ def test_a_chunk_that_began_as_a_tail_is_stored_when_it_is_full(pair: StartPair,
 
 
 def test_a_tail_of_vllms_own_that_ends_before(pair: StartPair, asked: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of models with states vLLM finds one by itself, with `--prefix-match-unit`, where it asks a second time."""
+    """vLLM finds one by itself for models with states, with `--prefix-match-unit`, where it asks a second time."""
     prefill, decode = pair()
     prefill.generate(asked, params=PREFILL)
     scheduler = decode.scheduler.connector.scheduler
@@ -190,7 +190,7 @@ def test_a_salt_is_in_the_name_of_a_tail_without_whole_blocks(pair: StartPair, a
 
 
 def test_what_the_answer_says_goes_with_the_next_request(pair: StartPair, asked: Prompts) -> None:
-    """As routers have it: what the first engine returns is given to the second one as it is."""
+    """Routers do this: what the first engine returns is given to the second one as it is."""
     prefill, decode = pair()
     plain, handed = prefill.add(asked[1:2]), prefill.add(asked[2:3], params=PREFILL)
     prefill.generate([])
@@ -330,7 +330,7 @@ def test_what_is_computed_anew_after_a_reset_is_stored_anew(pair: StartPair, ask
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_requests_that_are_aborted(pair: StartPair, asked: Prompts, kind: str) -> None:
-    """At any step of either engine. Nothing stays behind."""
+    """They are aborted at any step of either engine. Nothing stays behind."""
     prefill, decode = pair(kind)
     for steps in range(6):
         for one, params in ((prefill, PREFILL), (decode, DECODE)):

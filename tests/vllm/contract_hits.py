@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.vllm.engine import by_connector
 from tests.vllm.modelless import BLOCK, WINDOW, Modelless, is_connected
 
@@ -137,8 +137,8 @@ def test_what_is_of_another_salt_or_before_a_reset_is_not_touched(engine: StartE
 
 
 def test_what_the_engine_uses_twice_is_pushed(engine: StartEngine, tmp_path: Path) -> None:
-    """By the default of `remote.push`: what one request alone has used stays here."""
-    store = Store(tmp_path)
+    """This is the default of `remote.push`: what one request alone has used stays here."""
+    store = SharedStore(tmp_path)
     one = engine("dense", *store.settings("remote.push=second-use"))
     until(lambda: any(one.daemon.status()["remote"]["eras"].values()), "it may use the store")
     head = words(HEAD, 1)

@@ -17,7 +17,7 @@ import pytest
 from kvoffloadd.integrations.vllm.caches import announced
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.vllm.engine import by_connector
 from tests.vllm.modelless import BLOCK, WINDOW, Modelless, is_connected
 
@@ -32,10 +32,10 @@ SLIDING = 1
 WINDOW_KEYS = WINDOW // BLOCK
 
 
-class Hosts:
+class ContractHosts:
     """Two, each with a daemon and an engine. `computes` stores in the store, `loads` has nothing of its own."""
 
-    def __init__(self, daemons: tuple[Daemon, Daemon], store: Store, tiny: str, kind: str, chunk: int) -> None:
+    def __init__(self, daemons: tuple[Daemon, Daemon], store: SharedStore, tiny: str, kind: str, chunk: int) -> None:
         self.store = store
         self.here, self.there = daemons
         self.computes, self.loads = (
@@ -82,14 +82,14 @@ def _remote(daemon: Daemon) -> dict[str, Any]:
 
 
 @pytest.fixture
-def make_hosts(start_daemon: StartDaemon, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+def make_hosts(start_daemon: StartDaemon, tmp_path: Path) -> Iterator[Callable[..., ContractHosts]]:
     """`make_hosts(kind, chunk=...)`, once."""
-    made: list[Hosts] = []
+    made: list[ContractHosts] = []
 
-    def make(kind: str, chunk: int = BLOCK) -> Hosts:
-        store = Store(tmp_path)
+    def make(kind: str, chunk: int = BLOCK) -> ContractHosts:
+        store = SharedStore(tmp_path)
         daemons = start_daemon(*store.settings(), memory="64MiB"), start_daemon(*store.settings(), memory="64MiB")
-        made.append(Hosts(daemons, store, os.environ["KVOFFLOADD_TINY_MODEL"], kind, chunk))
+        made.append(ContractHosts(daemons, store, os.environ["KVOFFLOADD_TINY_MODEL"], kind, chunk))
         return made[-1]
 
     yield make
@@ -102,7 +102,7 @@ def prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(3, 500) for _ in range(LENGTH)]
 
 
-def test_windows_are_those_that_vllm_looks_up(make_hosts: Callable[[str], Hosts]) -> None:
+def test_windows_are_those_that_vllm_looks_up(make_hosts: Callable[[str], ContractHosts]) -> None:
     engine = make_hosts("hybrid").computes
     groups = announced(engine.worker.connector_worker.spec.config).groups
     looked_up = [
@@ -112,7 +112,9 @@ def test_windows_are_those_that_vllm_looks_up(make_hosts: Callable[[str], Hosts]
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_only_what_is_of_use_is_fetched(make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str) -> None:
+def test_only_what_is_of_use_is_fetched(
+    make_hosts: Callable[[str], ContractHosts], prompt: list[int], kind: str
+) -> None:
     """All keys of full attention, and of a window those at its end: one more, for a prompt that might end there."""
     hosts = make_hosts(kind)
     hosts.share_history(prompt, 15)
@@ -121,7 +123,9 @@ def test_only_what_is_of_use_is_fetched(make_hosts: Callable[[str], Hosts], prom
     assert hosts.fetched() == 15 + (WINDOW_KEYS + 1 if kind == "hybrid" else 0)
 
 
-def test_what_is_not_in_a_window_is_missed_by_nobody(make_hosts: Callable[[str], Hosts], prompt: list[int]) -> None:
+def test_what_is_not_in_a_window_is_missed_by_nobody(
+    make_hosts: Callable[[str], ContractHosts], prompt: list[int]
+) -> None:
     """vLLM stores of a window's group the end of the prompt alone, or the store has evicted the rest."""
     hosts = make_hosts("hybrid")
     hosts.share(prompt)
@@ -132,7 +136,9 @@ def test_what_is_not_in_a_window_is_missed_by_nobody(make_hosts: Callable[[str],
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 @pytest.mark.parametrize("length", [15 * BLOCK - 1, 15 * BLOCK, 15 * BLOCK + 1])
-def test_prompts_of_whole_keys(make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str, length: int) -> None:
+def test_prompts_of_whole_keys(
+    make_hosts: Callable[[str], ContractHosts], prompt: list[int], kind: str, length: int
+) -> None:
     """What one daemon would serve its own engine, the other one serves, too."""
     hosts = make_hosts(kind)
     hosts.share_history(prompt[:length], 15)
@@ -144,7 +150,7 @@ def test_prompts_of_whole_keys(make_hosts: Callable[[str], Hosts], prompt: list[
 
 @pytest.mark.parametrize("kind", ["full drafts", "sliding drafts"])
 def test_a_prompt_that_goes_on_where_layers_are_a_draft_models(
-    make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str
+    make_hosts: Callable[[str], ContractHosts], prompt: list[int], kind: str
 ) -> None:
     """vLLM gives up the last chunk of a hit, and of a window needs what stands before the rest."""
     hosts = make_hosts(kind)
@@ -157,9 +163,9 @@ def test_a_prompt_that_goes_on_where_layers_are_a_draft_models(
 
 @pytest.mark.parametrize("kind", ["full drafts", "sliding drafts"])
 def test_a_prompt_of_draft_layers_that_was_stored_at_once(
-    make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str
+    make_hosts: Callable[[str], ContractHosts], prompt: list[int], kind: str
 ) -> None:
-    """Of a window there is the end alone. What one daemon would serve its own engine, the other one serves, too."""
+    """Only the end of a window is there. What one daemon would serve its own engine, the other one serves, too."""
     hosts = make_hosts(kind)
     hosts.share(prompt[: 10 * BLOCK + 1])
     one, other = (prompt[: 10 * BLOCK] + prompt[at : at + 5 * BLOCK] for at in (0, 1))
@@ -169,8 +175,8 @@ def test_a_prompt_of_draft_layers_that_was_stored_at_once(
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_a_handed_over_prompt(make_hosts: Callable[[str], Hosts], prompt: list[int], kind: str) -> None:
-    """With its tail: the last token alone is computed."""
+def test_a_handed_over_prompt(make_hosts: Callable[[str], ContractHosts], prompt: list[int], kind: str) -> None:
+    """Its tail comes with it: the last token alone is computed."""
     hosts = make_hosts(kind)
     hosts.share(prompt, max_tokens=1, params=PREFILL)
     assert hosts.loads.generate([prompt], params=DECODE) == [LENGTH - 1]
@@ -179,7 +185,7 @@ def test_a_handed_over_prompt(make_hosts: Callable[[str], Hosts], prompt: list[i
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_handed_over_prompt_of_which_the_engine_has_a_part(
-    make_hosts: Callable[..., Hosts], prompt: list[int], kind: str
+    make_hosts: Callable[..., ContractHosts], prompt: list[int], kind: str
 ) -> None:
     """It ends within a chunk. Of full attention the rest of that is needed, of the window the tail alone."""
     hosts = make_hosts(kind, chunk=4 * BLOCK)

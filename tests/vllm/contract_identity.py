@@ -241,7 +241,7 @@ def test_where_adapters_are_named() -> None:
 
 
 def test_requests_can_be_hashed_again() -> None:
-    """Before the scheduler has one."""
+    """This happens before the scheduler has one."""
     hashed: list[int] = []
 
     def hasher(request: Request) -> list[Any]:
@@ -298,7 +298,7 @@ GONE_OR_COMING = {
 
 
 def test_the_order_of_states_that_vllm_chooses_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside other connectors, on CPUs."""
+    """vLLM chooses it with other connectors, on CPUs."""
     found = []
     for order in ("SD", "DS"):
         monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", order)

@@ -46,7 +46,7 @@ class Request(NamedTuple):
     reason: str
 
 
-class Engine(EngineChild):
+class VllmEngine(EngineChild):
     """Started by the constructor, which returns when it can be asked.
 
     `options`: of `vllm.LLM`, beside those that all have. `connector`: a `KVTransferConfig` as a map. `python`: of a
@@ -87,12 +87,14 @@ class Engine(EngineChild):
         return self.finish()
 
     def generate_anew(self, prompts: Prompts, **given: Any) -> list[Request]:
-        """As `generate`, the engine's own prefix cache emptied before: what is cached then, the daemon had."""
+        """Does what `generate` does, after emptying the engine's own prefix cache: what is cached
+        then, the daemon had.
+        """
         self.reset(connector=False)
         return self.generate(prompts, **given)
 
     def begin(self, prompts: Prompts, max_tokens: int = OUTPUT_TOKENS, **given: Any) -> None:
-        """As `generate`, without waiting: `finish` does."""
+        """Does what `generate` does, without waiting: `finish` does."""
         self._say(do="generate", prompts=prompts, max_tokens=max_tokens, **given)
 
     def busy(self) -> bool:
@@ -104,7 +106,7 @@ class Engine(EngineChild):
         return _requests(self._answer(ANSWER_S))
 
     def abort(self, prompts: Prompts, after_steps: int, max_tokens: int = OUTPUT_TOKENS) -> list[Request]:
-        """As `generate`, every second request aborted after so many steps."""
+        """Does what `generate` does, but aborts every second request after `after_steps` steps."""
         self._say(do="abort", prompts=prompts, max_tokens=max_tokens, after_steps=after_steps)
         return _requests(self._answer(ANSWER_S))
 
@@ -119,13 +121,13 @@ class Engine(EngineChild):
         return self._answer(ANSWER_S)
 
     def await_transfers(self) -> None:
-        """Until each rank has heard the end of all that it was told to store and load."""
+        """Waits until each rank has heard the end of all that it was asked to store and load."""
         self._say(do="await_transfers")
         self._answer(ANSWER_S)
 
     def await_connection(self) -> None:
-        """Until the scheduler knows that the daemon is there: what it computes before that, it does not have stored.
-        With vLLM's own offloading connector there is nothing to ask.
+        """Waits until the scheduler knows that the daemon is there: what it computes before that, it does not have
+        stored. With vLLM's own offloading connector there is nothing to ask.
         """
 
         def is_connected() -> bool:
@@ -140,7 +142,7 @@ class Engine(EngineChild):
         self._answer(ANSWER_S)
 
     def damage_loads(self, pid: int, which: str) -> None:
-        """From now on the first load of each prompt finds one of its keys damaged in the memory of that daemon."""
+        """Makes the first load of each prompt from now on find one of its keys damaged in the memory of that daemon."""
         self._say(do="damage_loads", pid=pid, which=which)
         self._answer(ANSWER_S)
 
@@ -149,7 +151,7 @@ def _requests(answer: dict[str, Any]) -> list[Request]:
     return [Request(**request) for request in answer["requests"]]
 
 
-def settle(daemon: Daemon, engine: Engine) -> None:
+def settle(daemon: Daemon, engine: VllmEngine) -> None:
     """What was stored last is sent with the next step; wait until it has arrived. Ranks may not even have begun while
     the daemon has no job.
     """
@@ -171,7 +173,7 @@ def tokens(requests: Sequence[Request]) -> list[list[int]]:
 
 
 def cached(requests: Sequence[Request]) -> list[int | None]:
-    """Per request, tokens that were not computed."""
+    """Returns, for each request, tokens that were not computed."""
     return [request.cached for request in requests]
 
 
@@ -186,7 +188,7 @@ def by_connector(socket: Path, chunk: int = 32, **extra: Any) -> dict[str, Any]:
 
 
 def by_chunks(socket: Path, blocks: int) -> dict[str, Any]:
-    """As `by_connector`, with chunks of so many blocks, whatever tokens these hold in each group."""
+    """Does what `by_connector` does, with chunks of `blocks` blocks, whatever tokens these hold in each group."""
     config = by_connector(socket, blocks_per_chunk=blocks)
     del config["kv_connector_extra_config"]["block_size"]
     return config

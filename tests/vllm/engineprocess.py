@@ -10,7 +10,7 @@ from typing import Any
 from tests.enginecommands import Answer, main
 
 
-class Served:
+class ServedVllm:
     """The engine and what may be asked of it: the public methods, by name and keyword arguments."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Served:
         return {"requests": self._collect(names)}
 
     def abort(self, prompts: list[list[int]], max_tokens: int, after_steps: int) -> Answer:
-        """As `generate`, but every second request is aborted after so many steps."""
+        """Does what `generate` does, but aborts every second request after `after_steps` steps."""
         names = self._add(prompts, max_tokens, None)
         begun = self._collect(names, steps=after_steps)
         left = [name for name, request in zip(names, begun, strict=True) if not request["reason"]]
@@ -71,7 +71,7 @@ class Served:
         return sums
 
     def await_transfers(self) -> Answer:
-        """Until each rank has heard the end of all that it was told to store and load."""
+        """Waits until each rank has heard the end of all that it was asked to store and load."""
         self._llm.collective_rpc(_await_transfers)
         return {}
 
@@ -90,7 +90,7 @@ class Served:
         return {}
 
     def damage_loads(self, pid: int, which: str) -> Answer:
-        """From now on the first load of each prompt finds one of its keys damaged in the memory of that daemon."""
+        """Makes the first load of each prompt from now on find one of its keys damaged in the memory of that daemon."""
         from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
         from tests.vllm.damage import CHOICES, damaging
 
@@ -156,7 +156,7 @@ def _touch_while_loading(file: str) -> None:
 
 
 def _await_transfers(_worker: Any) -> None:
-    """In each rank's process."""
+    """Runs in each rank's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     group = get_kv_transfer_group()
@@ -170,4 +170,4 @@ def _request(tokens: Any, cached: int | None, reason: str) -> Answer:
 
 
 if __name__ == "__main__":
-    main(Served)
+    main(ServedVllm)

@@ -67,7 +67,9 @@ class LayeredWorker(CPUWorker):  # type: ignore[misc]  # of a library without ty
             super().initialize_from_config(kv_cache_config)
 
     def allocate(self, config: Any, _device: Any, layout: Any, _kernel_block_sizes: Any = None) -> dict[str, Any]:
-        """Of each layer a view as vLLM makes it: (blocks, heads, tokens, 2 x head size), or bytes of states."""
+        """Allocates a view of each layer as vLLM makes it: (blocks, heads, tokens, 2 x head size),
+        or bytes of states.
+        """
         given = {layer: group.kv_cache_spec for group in config.kv_cache_groups for layer in group.layer_names}
         specs = {layer: described(spec, BACKENDS[layout.name]) for layer, spec in given.items()}
         self.allocated = self.plan(config, specs).allocate("cpu")
@@ -132,7 +134,7 @@ def named(allocated: Allocated) -> CanonicalKVCaches:
 
 
 def _in_order(specs: Mapping[str, T]) -> dict[str, T]:
-    """As the model's layers follow each other, which vLLM's groups do not tell."""
+    """Returns specs in the order of the model's layers, which vLLM's groups do not show."""
     return {layer: specs[layer] for layer in sorted(specs, key=extract_layer_index)}
 
 

@@ -80,8 +80,8 @@ def write_defaults(folder: Path) -> None:
 
 
 def layers_of(folder: Path) -> list[list[Any]]:
-    """Of each layer that keeps something: its kind, bytes of a token, and window; of one with states their shapes
-    alone: their dtypes are those that the CPU's kernels want.
+    """Returns, for each layer that keeps something, its kind, bytes of a token, and window; for one with states their
+    shapes alone: their dtypes are those that the CPU's kernels want.
     """
     import torch
     from vllm.config import get_layers_from_vllm_config, set_current_vllm_config
@@ -109,7 +109,7 @@ def layers_of(folder: Path) -> list[list[Any]]:
 
 
 def described(spec: Any) -> list[Any]:
-    """Of a spec of vLLM's: see `layers_of`."""
+    """Describes a spec of vLLM's: see `layers_of`."""
     kinds = {
         "FullAttentionSpec": "full",
         "SlidingWindowSpec": "sliding",

@@ -104,7 +104,9 @@ class Modelless:
     # --- what an engine is asked ---
 
     def generate(self, prompts: list[list[int]], max_tokens: int = 4, **given: Any) -> list[int]:
-        """To their ends, and to that of all transfers. Of each the tokens that were not computed."""
+        """Generates to the ends of the prompts, and of all transfers. Returns the tokens of each that were not
+        computed.
+        """
         names = self.add(prompts, max_tokens, **given)
         for _ in range(_STEPS_MAX):
             if not self.scheduler.has_requests():
@@ -203,7 +205,7 @@ class Modelless:
         return [] if end < request.num_tokens else [(request.all_token_ids[-1] * 7 + 11) % 500]
 
     def _words(self, group: int) -> list[torch.Tensor]:
-        """Of each layer i64 (blocks, tokens, words)."""
+        """Returns for each layer i64 (blocks, tokens, words)."""
         layers = [self.layers[name] for name in self._names[group]]
         return [layer.view(torch.int64).view(BLOCKS, BLOCK, _TOKEN_WORDS) for layer in layers]
 
@@ -214,7 +216,7 @@ def is_connected(engine: Modelless) -> bool:
 
 
 def _told(tokens: list[int]) -> list[int]:
-    """For each token a number that names it and all before it."""
+    """Returns for each token a number that names it and all before it."""
     digest = hashlib.blake2b(digest_size=7)
     numbers = []
     for token in tokens:

@@ -37,7 +37,7 @@ ABORT, PREEMPT, RESET = 0.02, 0.01, 0.004
 
 
 @dataclass(frozen=True)
-class Case:
+class StepsCase:
     """`damage`: loads find keys damaged. `resets`: engines reset their caches, and the connector's."""
 
     damage: bool = False
@@ -46,16 +46,16 @@ class Case:
 
 
 CASES = {
-    "damage": Case(damage=True),
-    "resets": Case(resets=True),
-    "by heads": Case(resets=True, canonical=True),
+    "damage": StepsCase(damage=True),
+    "resets": StepsCase(resets=True),
+    "by heads": StepsCase(resets=True, canonical=True),
 }
 
 
 class Steps:
     """What is done to the engines. `rng`: of the case; each round has one of its own."""
 
-    def __init__(self, case: Case, rng: random.Random) -> None:
+    def __init__(self, case: StepsCase, rng: random.Random) -> None:
         self._case = case
         bases = [[rng.randrange(3, 500) for _ in range(600)] for _ in range(4)]
         self._prompts = [base[: rng.choice(LENGTHS)] for base in bases for _ in range(5)]
@@ -100,7 +100,7 @@ class Steps:
 
 
 def check_nothing_is_left(one: Modelless) -> None:
-    """Of requests that have ended, anywhere."""
+    """Checks that nothing is left anywhere of requests that have ended."""
     connector = one.scheduler.connector
     handoff, scheduler = connector._handoff, connector.scheduler
     assert not (handoff._prompts or handoff._computing or handoff._computed or handoff._loading)
@@ -110,7 +110,7 @@ def check_nothing_is_left(one: Modelless) -> None:
 
 
 def damage_at_random(daemon: Daemon, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before some loads one of their keys, each key once: what was damaged before may be gone."""
+    """Damages a key before some loads, each key once: what was damaged before may be gone."""
     submit = KVOffloaddWorker.submit_load
     damaged: set[tuple[int, bytes]] = set()
 

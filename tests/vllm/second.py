@@ -10,20 +10,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 
 
 @dataclass(frozen=True)
-class Told(KVConnectorHandshakeMetadata):
+class SecondMetadata(KVConnectorHandshakeMetadata):
     """What its ranks tell its scheduler."""
 
 
 class SecondConnector(ExampleConnector, SupportsHMA):
-    """Of models with a single group. It answers prompts that are to be handed over with words of vLLM's, as ours does,
+    """Serves models with a single group. It answers prompts that are handed over with words of vLLM's, as ours does,
     and needs what its own ranks tell.
     """
 
-    def get_handshake_metadata(self) -> Told:
-        return Told()
+    def get_handshake_metadata(self) -> SecondMetadata:
+        return SecondMetadata()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        assert all(isinstance(told, Told) for told in metadata.values()), metadata
+        assert all(isinstance(told, SecondMetadata) for told in metadata.values()), metadata
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         params = request.kv_transfer_params or {}

@@ -36,7 +36,9 @@ COUNTERS = [f"vllm:kvoffloadd_{what}" for what in ("failed_loads", "kept_tokens"
 def test_a_damaged_key_costs_what_is_behind_it(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, kind: str, which: str, kept: int
 ) -> None:
-    """In each of 12 prompts one. vLLM has stored windows and states where a shorter prompt ended, half way, too."""
+    """One key in each of 12 prompts is damaged. vLLM has stored windows and states where a shorter prompt ended, half
+    way, too.
+    """
     asked = prompts(2, COUNT, WHOLE + 4)
     daemon = start_daemon("memory.verify_loads=true", memory="256MiB")
     engine = start_engine(

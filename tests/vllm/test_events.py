@@ -14,7 +14,7 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
 from tests.vllm.conftest import StartDaemon, StartEngine
-from tests.vllm.engine import Engine, Prompts, by_connector, prompts
+from tests.vllm.engine import Prompts, VllmEngine, by_connector, prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -25,7 +25,7 @@ TOLD_S = 30.0
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}
 
 
-class Router:
+class ReplayingRouter:
     """Who has all that was published replayed, since a subscriber may miss the beginning.
 
     `on_gpu`: every block that the engine has computed; `in_daemon`: what is offloaded now, by hash.
@@ -83,8 +83,8 @@ class Router:
 
 
 @pytest.fixture
-def router(socket_dir: Path) -> Iterator[Router]:
-    found = Router(socket_dir)
+def router(socket_dir: Path) -> Iterator[ReplayingRouter]:
+    found = ReplayingRouter(socket_dir)
     yield found
     found.close()
 
@@ -95,15 +95,17 @@ def asked() -> Prompts:
     return prompts(11, COUNT)
 
 
-def start(start_engine: StartEngine, daemon: Daemon, router: Router, **extra: Any) -> Engine:
+def start(start_engine: StartEngine, daemon: Daemon, router: ReplayingRouter, **extra: Any) -> VllmEngine:
     connector = by_connector(daemon.socket, CHUNK, **extra)
     return start_engine("dense", connector=connector, kv_events_config=router.config, environment=ENVIRONMENT)
 
 
 def test_stored_and_removed(
-    start_daemon: StartDaemon, start_engine: StartEngine, router: Router, asked: Prompts
+    start_daemon: StartDaemon, start_engine: StartEngine, router: ReplayingRouter, asked: Prompts
 ) -> None:
-    """With all that a router wants to know of blocks; told without another request; and again after a reset."""
+    """Events have all that a router wants to know of blocks; they come without another request, and again after a
+    reset.
+    """
     daemon = start_daemon(memory="256MiB")
     engine = start(start_engine, daemon, router, self_describing_kv_events=True)
     every = COUNT * WHOLE * CHUNK // BLOCK
@@ -123,7 +125,7 @@ def test_stored_and_removed(
 
 
 def test_what_others_have_stored(
-    start_daemon: StartDaemon, start_engine: StartEngine, router: Router, asked: Prompts
+    start_daemon: StartDaemon, start_engine: StartEngine, router: ReplayingRouter, asked: Prompts
 ) -> None:
     """Engines of one namespace tell what any of them has stored, before they started or since; by hash alone."""
     daemon = start_daemon(memory="256MiB")

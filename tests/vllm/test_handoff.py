@@ -34,7 +34,7 @@ def test_the_last_token_alone_is_computed(
     blocks: int,
     whole: int,
 ) -> None:
-    """Of 501 tokens 500 are loaded; `whole` where nobody asks for more, and for a prompt that goes on; none where the
+    """500 of 501 tokens are loaded; `whole` where no more is asked for, and for a prompt that goes on; none where the
     salt is another one, and once the daemon is dead.
     """
     daemon = start_daemon(memory="256MiB")

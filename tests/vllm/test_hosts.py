@@ -20,10 +20,10 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.harness.stores import remote_python, why_no_mooncake, why_no_valkey
-from tests.remote.conftest import make_cluster
+from tests.remote.cluster import make_cluster
 from tests.remote.site import Site, remote
 from tests.vllm.conftest import TRAITS, Reference, StartDaemon
-from tests.vllm.engine import Engine, Prompts, Request, by_chunks, cached, prompts, settle, tokens
+from tests.vllm.engine import Prompts, Request, VllmEngine, by_chunks, cached, prompts, settle, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
@@ -47,7 +47,7 @@ class Pair:
         self.daemons = [site.daemon(at, f"memory.pool_file={folder / f'pool-{at}'}") for at in (HERE, THERE)]
         self.engines = [
             stack.enter_context(
-                Engine(
+                VllmEngine(
                     model,
                     folder / f"engine-{at}.log",
                     connector=by_chunks(daemon.socket, 1),
@@ -61,7 +61,7 @@ class Pair:
             until(partial(_knows_era, daemon), "an era is known")
 
     def compute(self, asked: Prompts, **given: Any) -> list[Request]:
-        """On the first host; the store has all of it then."""
+        """Computes prompts on the first host; the store has all of it then."""
         answer = self.engines[HERE].generate(asked, max_tokens=1, **given)
         settle(self.daemons[HERE], self.engines[HERE])
         until(lambda: _is_pushed(self.daemons[HERE]), "the store has all of it", 60.0)
@@ -92,7 +92,7 @@ class Pair:
             self._process(what).kill()
 
     def revive(self, victim: str) -> None:
-        """After `kill`. A daemon starts its agent by itself."""
+        """Revives a daemon after `kill`. A daemon starts its agent by itself."""
         what, _, number = victim.partition(" ")
         if what == "daemon":
             self.daemons[int(number)].start()
@@ -135,7 +135,7 @@ def make_pair(
 def test_prefill_here_and_decode_there(
     make_pair: Callable[[str, str], Pair], reference: Reference, kind: str, store: str
 ) -> None:
-    """Of 501 tokens 480 are loaded, and 500 of prompts that are handed over."""
+    """480 of 501 tokens are loaded, and 500 of prompts that are handed over."""
     asked, others = prompts(2, COUNT), prompts(3, COUNT)
     whole = reference(kind, asked)
     handed = reference(kind, others, **AS_LATE.get(kind, {}))

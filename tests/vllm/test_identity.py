@@ -11,7 +11,7 @@ import pytest
 
 from kvoffloadd.integrations.vllm.versions import SUPPORTED
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
-from tests.vllm.engine import TWO_RANKS, Engine, Prompts, by_connector, cached, prompts, settle, tokens
+from tests.vllm.engine import TWO_RANKS, Prompts, VllmEngine, by_connector, cached, prompts, settle, tokens
 from tests.vllm.models import OTHER, write_adapter
 from tests.vllm.processor import needs_avx512
 from tests.vllm.releases import run_with
@@ -44,8 +44,8 @@ def test_an_adapter_that_is_trained_again(
     environment: dict[str, str],
     ranks: int,
 ) -> None:
-    """At its place, under its name, while it is served: until it is loaded, requests are those of the old one, and what
-    spans the load is nobody's. vLLM's own prefix cache is never emptied.
+    """It is trained in place, under its name, while it is served: until it is loaded, requests are those of the old
+    one, and what spans the load belongs to neither. vLLM's own prefix cache is never emptied.
     """
     daemon, spanning = start_daemon(memory=MEMORY), prompts(4, COUNT)
     folder = write_adapter(tmp_path / "adapter", 1)
@@ -101,8 +101,8 @@ def test_weights_that_are_written_again(
     shutil.copytree(model("dense"), folder)
     connector = by_connector(daemon.socket)
 
-    def started(name: str, **options: Any) -> Engine:
-        engine = Engine(folder, tmp_path / f"{name}.log", connector=connector, **options)
+    def started(name: str, **options: Any) -> VllmEngine:
+        engine = VllmEngine(folder, tmp_path / f"{name}.log", connector=connector, **options)
         engine.await_connection()
         return engine
 

@@ -11,7 +11,7 @@ from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
-from tests.vllm.engine import ALL, COUNT, Engine, Prompts, by_connector, cached, settle, tokens
+from tests.vllm.engine import ALL, COUNT, Prompts, VllmEngine, by_connector, cached, settle, tokens
 
 pytestmark = [
     pytest.mark.vllm,
@@ -36,8 +36,8 @@ def come_back(daemon: Daemon) -> None:
     until(lambda: len(daemon.sessions()) == 2, "scheduler and worker are back", 60.0)
 
 
-def check_works_again(daemon: Daemon, engine: Engine, asked: Prompts, expected: list[list[int]]) -> None:
-    """After a restart: what is computed now is stored, and loaded in the next round."""
+def check_works_again(daemon: Daemon, engine: VllmEngine, asked: Prompts, expected: list[list[int]]) -> None:
+    """Checks after a restart that what is computed now is stored, and loaded in the next round."""
     come_back(daemon)
     engine.await_connection()
     assert tokens(engine.generate(asked)) == expected
@@ -125,7 +125,7 @@ def test_at_random_moments(
     kind: str,
     rng: random.Random,
 ) -> None:
-    """Under load, with every second round's prompts stored just before."""
+    """The daemon is under load, and every second round's prompts are stored just before."""
     daemon = start_daemon(memory=MEMORY, faults="delay_s=0.005")
     engine = start_engine(kind, connector=by_connector(daemon.socket))
     expected = reference(kind, asked)

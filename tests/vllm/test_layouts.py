@@ -9,7 +9,7 @@ import pytest
 
 from scripts.harness.daemon import Daemon
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
-from tests.vllm.engine import COUNT, Engine, Prompts, by_chunks, cached, prompts, settle, tokens
+from tests.vllm.engine import COUNT, Prompts, VllmEngine, by_chunks, cached, prompts, settle, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -17,14 +17,14 @@ WORKER = "tests.vllm.layered.LayeredWorker"
 
 
 @dataclass(frozen=True)
-class Case:
+class PromptCase:
     """Tokens of a prompt, and those of them that whole blocks hold."""
 
     length: int
     cached: int
 
 
-CASES = {"dense": Case(501, 480), "hybrid": Case(501, 480), "linear": Case(580, 576)}
+CASES = {"dense": PromptCase(501, 480), "hybrid": PromptCase(501, 480), "linear": PromptCase(580, 576)}
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_attention_layers_packed_on_pages_of_states(
 
 
 def _transfers_of_right_answers(
-    daemon: Daemon, engine: Engine, asked: Prompts, right: list[list[int]], hit: int
+    daemon: Daemon, engine: VllmEngine, asked: Prompts, right: list[list[int]], hit: int
 ) -> dict[str, dict[str, int]]:
     """The daemon's counts, by direction, after prompts that were computed, then loaded twice."""
     answer = engine.generate(asked)

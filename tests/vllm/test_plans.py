@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(folder: Path) -> dict[str, Any]:
-    """By model type: what vLLM says of its layers, or why it can't."""
+    """Returns by model type what vLLM reports of its layers, or why it can't."""
     environment = {
         **os.environ,
         "VLLM_TARGET_DEVICE": "cpu",
@@ -90,7 +90,9 @@ def said(folder: Path) -> dict[str, Any]:
 
 
 def test_types_that_can_not_be_made_are_listed(said: dict[str, Any]) -> None:
-    """With why: what can be made with a newer vLLM, or fails for another reason, is to be taken from the list."""
+    """The list has the reasons: what can be made with a newer vLLM, or fails for another reason,
+    must be taken from it.
+    """
     failed = {kind: why for kind, why in said.items() if isinstance(why, str)}
     listed = {kind: why for why, kinds in CAN_NOT_BE_MADE.items() for kind in kinds}
     assert failed.keys() == listed.keys(), {kind: why for kind, why in failed.items() if kind not in listed}
@@ -99,7 +101,7 @@ def test_types_that_can_not_be_made_are_listed(said: dict[str, Any]) -> None:
 
 
 def test_layers_are_those_that_vllm_makes(said: dict[str, Any], folder: Path) -> None:
-    """Of each known type; the others are refused, so that no plan was never compared."""
+    """This holds for each known type; the others are refused, so that each plan was compared."""
     theirs, planned, compared = {}, {}, set()
     for kind, layers in said.items():
         if isinstance(layers, str):
@@ -116,7 +118,7 @@ def test_layers_are_those_that_vllm_makes(said: dict[str, Any], folder: Path) ->
 
 
 def _described(spec: LayerSpec) -> list[Any]:
-    """As `layerspecs` has it."""
+    """Describes a spec as `layerspecs` does."""
     if isinstance(spec, Mamba):
         return ["mamba", sorted(sorted(state.shape) for state in spec.states)]
     assert isinstance(spec, Attention)

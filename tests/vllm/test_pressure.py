@@ -41,7 +41,9 @@ def test_memory_smaller_than_the_prompts(
     kind: str,
     route: str,
 ) -> None:
-    """Of 180 keys of 128 KiB, or 276 of 64: keys are evicted while others are loaded, and what is promised is there."""
+    """The prompts have 180 keys of 128 KiB, or 276 of 64: keys are evicted while others are loaded, and what is
+    promised is there.
+    """
     daemon = start_daemon(memory="10MiB")
     engine = start_engine(kind, connector=ROUTES[route](daemon.socket))
     expected = reference(kind, asked)
@@ -65,7 +67,7 @@ def test_abort(
     kind: str,
     route: str,
 ) -> None:
-    """Of requests that are computed, of some that wait for a load, and of some that wait for blocks."""
+    """Some requests are computed, some wait for a load, and some wait for blocks."""
     daemon = start_daemon(memory="256MiB", faults="delay_s=0.02")
     engine = start_engine(kind, connector=ROUTES[route](daemon.socket))
     expected = reference(kind, asked)
@@ -102,7 +104,7 @@ def test_preemption(
 def test_reset(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, route: str
 ) -> None:
-    """After an update of weights nothing old hits, and the cache works on."""
+    """Nothing old hits after an update of weights, and the cache works on."""
     daemon = start_daemon(memory="256MiB")
     engine = start_engine("dense", connector=ROUTES[route](daemon.socket))
     expected = reference("dense", asked)

@@ -39,7 +39,7 @@ def test_two_sizes_share(
 def test_other_parts_share_nothing(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, other: dict[str, Any]
 ) -> None:
-    """Of one size, too."""
+    """This also holds for engines of one size."""
     daemon = start_daemon(memory=MEMORY)
     for extra in ({"canonical_layout": True}, other):
         engine = start_engine("dense", connector=by_connector(daemon.socket, **extra))

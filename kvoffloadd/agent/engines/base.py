@@ -46,7 +46,7 @@ class ObjectTransfer:
 
     @property
     def size_bytes(self) -> int:
-        """Of the object."""
+        """Returns the size of the object."""
         return sum(size for _, size in self.pieces)
 
 
@@ -76,16 +76,16 @@ class Engine(Protocol):
         """A `Presence` for each name."""
 
     def get(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """For each the object's bytes, all of which came, or a `Code`. Writes nowhere but to the pieces. An object of
-        another size is SIZE.
+        """Returns for each the object's bytes, all of which came, or a `Code`. Writes nowhere but to the pieces. An
+        object of another size is SIZE.
         """
 
     def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """For each the object's bytes, or a `Code`. One that is there already stays as it is: a success."""
+        """Returns for each the object's bytes, or a `Code`. One that is there already stays as it is: a success."""
 
     def read(self, names: Sequence[str]) -> list[bytes | int | None]:
-        """For each the small object, None (there is none) or a `Code`. One that does not come within a second or so is
-        FAILED, and holds up neither the others nor later calls.
+        """Returns for each the small object, None (there is none) or a `Code`. One that does not come within a second
+        or so is FAILED, and holds up neither the others nor later calls.
         """
 
     def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
@@ -95,9 +95,9 @@ class Engine(Protocol):
         """
 
     def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
-        """For each 1 (it is there), 0 (there is none) or a `Code`. What is there is kept for so long from now on, or,
-        with an engine that can't do that, as long as somebody asks for it. Also a time to remove what is kept no
-        longer.
+        """Returns for each 1 (it is there), 0 (there is none) or a `Code`. What is there is kept for `kept_s` from now
+        on, or, with an engine that can't do that, as long as it is asked for. The engine may also remove what is kept
+        no longer.
         """
 
     def remove(self, names: Sequence[str]) -> list[int]:

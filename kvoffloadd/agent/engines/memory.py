@@ -55,7 +55,7 @@ def parse_engine_faults(text: str) -> Faults:
 
 
 class MemoryEngine:
-    """Like engines whose transfers go on when they are given up."""
+    """Behaves like engines whose transfers go on when they are given up."""
 
     stops_at_once: ClassVar[bool] = False
 
@@ -258,7 +258,7 @@ class MemoryEngine:
 
 
 class StoppingMemoryEngine(MemoryEngine):
-    """Like engines whose transfers end when they are given up."""
+    """Behaves like engines whose transfers end when they are given up."""
 
     stops_at_once: ClassVar[bool] = True
 

@@ -163,7 +163,7 @@ class MooncakeEngine:
         return Code.REFUSED if self._tcp and took_s < _SURE_S else Code.FAILED
 
     def _sizes(self, names: Sequence[str]) -> dict[str, int]:
-        """Of objects in the memory of stores. Empty: the master does not say."""
+        """Returns the sizes of objects in the memory of stores. Empty: the master does not report them."""
         found = self._store.batch_get_replica_desc(list(names))
         return {
             name: replicas[0].get_memory_descriptor().buffer_descriptor.size
@@ -234,14 +234,14 @@ class MooncakeEngine:
         return [known.get(Presence(presence), Code.FAILED) for presence in self.exists(names)]
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """By force: leases and hard pins of others count for nothing."""
+        """Removes by force: leases and hard pins of other clients do not prevent it."""
         codes = self._store.batch_remove(list(names), True)
         return [1 if code == _OK else 0 if code == _NOT_FOUND else _CODES.get(code, Code.REFUSED) for code in codes]
 
     def sweep(self, prefix: str, after: str) -> tuple[int, str]:
-        """By a regular expression, which the master runs over all names, in one step: Mooncake has no smaller one, and
-        nothing that lists names. With very many objects this takes long; the client may give up before, and the master
-        goes on.
+        """Removes names by a regular expression, which the master runs over all names in one step: Mooncake has no
+        smaller one, and nothing that lists names. With very many objects this takes long; the client may give up
+        before, and the master goes on.
         """
         if not _PLAIN_PREFIX.fullmatch(prefix):
             raise EngineError(f"{prefix!r} is not a prefix of names", fault="daemon")
@@ -336,7 +336,7 @@ class _Pins:
         self._for_good = not hasattr(store, "SoftPinAction")  # before 0.3.13
 
     def config(self, kept_s: float) -> Any:
-        """To write an object with."""
+        """Returns the configuration to write an object with."""
         config = self._store.ReplicateConfig()
         config.replica_num = self._copies
         if self._for_good:

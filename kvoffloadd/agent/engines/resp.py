@@ -93,7 +93,7 @@ class RespConnection:
         return plain
 
     def close(self) -> None:
-        """At once, whatever is on its way. Idempotent."""
+        """Closes at once, whatever is on its way. Idempotent."""
         self._sock.close()
         self._plain.close()
 
@@ -223,7 +223,7 @@ class RespConnection:
 
 
 def command(*words: str | bytes) -> bytes:
-    """As it is sent."""
+    """Encodes the command as it is sent."""
     encoded = [word.encode() if isinstance(word, str) else word for word in words]
     return b"".join([b"*%d\r\n" % len(encoded), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)])
 

@@ -105,7 +105,7 @@ class ValkeyEngine:
 
     @contextmanager
     def _connection(self, until_s: float) -> Iterator[RespConnection]:
-        """For one call. It is kept for the next one, unless the call fails."""
+        """Yields a connection for one call. It is kept for the next one, unless the call fails."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is None:
@@ -346,7 +346,7 @@ def _sweep(connection: RespConnection, prefix: str, after: str) -> tuple[int, st
 
 
 def _views(transfer: ObjectTransfer) -> list[memoryview]:
-    """Of the memory of its pieces."""
+    """Returns views of the memory of its pieces."""
     return [memoryview((ctypes.c_char * size).from_address(address)).cast("B") for address, size in transfer.pieces]
 
 

@@ -126,7 +126,7 @@ class Demotion:
             await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
 
     async def _write_next(self) -> None:
-        """In a frame of its own: while nothing is to be written no keyspace may be referred to."""
+        """Runs in a separate frame, so that nothing refers to a keyspace while there is nothing to write."""
         if (batch := await self.backlog.next()) is not None:
             await self._write(batch)
 

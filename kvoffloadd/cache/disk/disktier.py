@@ -149,7 +149,7 @@ class DiskTier(DiskContents):
         ]
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         demotion, promotion = self.demotion.counters, self.promotion.counters
         return {
             "roots": [root.figures() for root in self.roots],

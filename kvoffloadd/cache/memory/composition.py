@@ -17,7 +17,7 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Of one part of a group. Both are empty where a ref of the part does not tell.
+    """Describes one part of a group. Both are empty where a ref of the part does not name them.
 
     `dtypes`: the dtype, or the names of several and a digest of what has which. `layers`: a digest of the layers.
     """
@@ -27,7 +27,7 @@ class Composition:
 
     @classmethod
     def of(cls, refs: Sequence[Ref]) -> Self:
-        """Of these refs. How their bytes are cut into refs makes no difference."""
+        """Derives the composition of these refs. How their bytes are cut into refs makes no difference."""
         dtypes, layers = "", b""
         if refs and all(ref.dtype for ref in refs):
             names = sorted({ref.dtype for ref in refs})
@@ -60,6 +60,6 @@ UNKNOWN = Composition()
 
 
 def _digest(pieces: Iterable[tuple[str | bytes, int]]) -> bytes:
-    """Of pieces (what, bytes), where neighbours that are the same count as one."""
+    """Digests pieces (what, bytes), where neighbours that are the same count as one."""
     joined = [(what, sum(size for _, size in same)) for what, same in itertools.groupby(pieces, key=lambda one: one[0])]
     return hashlib.blake2b(msgpack.packb(joined), digest_size=_DIGEST_BYTES).digest()

@@ -207,7 +207,7 @@ class Eviction:
         return rows[: 1 + np.searchsorted(self._slots(rows, size).cumsum(), slots)], looked_at
 
     def _in_turn(self, queues: list[Queue], asking: Queue | None = None) -> list[Queue]:
-        """In the order in which they are asked."""
+        """Returns the queues in the order in which they are asked."""
         if len(queues) <= QUEUES_ASKED:
             return queues
         self._turn += QUEUES_ASKED - 2  # beside the two that are asked each time
@@ -296,7 +296,7 @@ class Eviction:
         return max(1, records)
 
     def _slabs_to_try(self, size: int) -> list[int]:
-        """Of the slabs of other sizes those that were used least recently, and those of the next victims there."""
+        """Returns the least recently used slabs of other sizes, and the slabs of the next victims there."""
         slabs = self._tier.coldest_slabs(size)
         if not len(slabs):
             return []

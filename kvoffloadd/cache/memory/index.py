@@ -365,7 +365,7 @@ def _order(numbers: I64Array) -> I64Array:
 
 
 def _rank_in_runs(values: I64Array) -> I64Array:
-    """For sorted values: 0, 1, 2... within each run of equal ones."""
+    """Returns, for sorted values, 0, 1, 2... within each run of equal ones."""
     at = np.arange(len(values))
     starts: BoolArray = np.ones(len(values), bool)
     starts[1:] = values[1:] != values[:-1]

@@ -116,7 +116,7 @@ class RunAllocator:
         return findings
 
     def check_blocks(self, start: int, stop: int) -> list[str]:
-        """Of the blocks between these numbers: whether each is known for the runs that it has."""
+        """Checks that each block between these numbers is known for the runs that it has."""
         blocks = np.arange(start // BLOCK, -(-stop // BLOCK))
         _, lengths, of = stretches(self._map.reshape(-1, BLOCK)[blocks])
         return ["a block has a longer run than it is known for"] if (lengths > self._longest[blocks[of]]).any() else []

@@ -56,14 +56,14 @@ class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def schema(self) -> GroupSchema:
-        """Of its group."""
+        """Returns the schema of its group."""
         return GroupSchema(
             self.group, self.kind, self.tokens_per_key, self.window_keys, self.blocks_per_key, self.parts
         )
 
     @property
     def compositions(self) -> list[Composition]:
-        """Of each part."""
+        """Returns the composition of each part."""
         found = [Composition(*pair) for pair in self.packed_compositions if isinstance(pair, tuple)]
         return (found or [UNKNOWN]) * self.parts if len(found) < 2 else found
 

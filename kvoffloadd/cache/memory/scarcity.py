@@ -124,7 +124,7 @@ class Scarcity:
             self._hand = stop
 
     def _mine(self, uid: int) -> BoolArray:
-        """By number: the keyspaces of this user."""
+        """Marks the keyspaces of this user, by number."""
         keyspaces = self._entries.keyspaces
         mine = np.zeros(1 + max(keyspaces, default=0), bool)
         mine[[keyspace.id for keyspace in keyspaces.values() if keyspace.namespace.uid == uid]] = True

@@ -80,7 +80,7 @@ class Policy(Protocol):
         """Forget keys: evicted, cleared or dropped."""
 
     def victims(self, wanted: int, evictable: Callable[[U32Array], BoolArray]) -> U32Array:
-        """Up to `wanted` distinct rows, first to be evicted first, all of them evictable when asked.
+        """Returns up to `wanted` distinct rows, first to be evicted first, all of them evictable when asked.
 
         Fewer only if fewer evictable rows exist, or if it met so many in use on the way that the next call is to go
         on. The rows stay held until `remove`: a caller that changes its mind has changed nothing but hints of order.

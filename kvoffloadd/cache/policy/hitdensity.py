@@ -468,7 +468,7 @@ class HitDensityPolicy:
         return rows[: max(1, int(more.argmax()))]
 
     def _factor(self, queue: int) -> float:
-        """By which the keys of a queue are worth less in a sweep."""
+        """Returns the factor by which the keys of a queue are worth less in a sweep."""
         return self._returning.factor if queue < TURNS_MAX else 1.0
 
 

@@ -11,7 +11,7 @@ from kvoffloadd.model import BoolArray, I64Array, U8Array
 
 
 def lengths(begins: I64Array, count: int) -> I64Array:
-    """Of each, in an array of so many."""
+    """Returns the length of each prompt in an array of `count` values."""
     return np.diff(begins, append=count)
 
 
@@ -23,7 +23,7 @@ def backwards(begins: I64Array, count: int) -> I64Array:
 
 
 def highest_from_here(values: U8Array, begins: I64Array) -> U8Array:
-    """Of each value the highest from it to the end of its prompt."""
+    """Returns, for each value, the highest from it to the end of its prompt."""
     # Whatever lies in an earlier prompt is above all of a later one: seen from the end, each begins anew.
     above = np.repeat(np.arange(len(begins) - 1, -1, -1) << 8, lengths(begins, len(values)))
     return (np.maximum.accumulate((values + above)[::-1])[::-1] - above).astype(np.uint8)

@@ -132,5 +132,5 @@ class RemoteContents:
 
 
 def object_bytes(keyspace: Keyspace) -> int:
-    """Of a key with all its parts and its header page."""
+    """Returns the bytes of a key with all its parts and its header page."""
     return sum(keyspace.part_bytes) + HEADER_BYTES

@@ -454,7 +454,7 @@ class Eras:
     # --- figures ---
 
     def figures(self) -> dict[str, object]:
-        """For `status`: by namespace, and counts."""
+        """Returns the figures for `status`: by namespace, and counts."""
         namespaces = self._cache.namespaces
 
         def label(name: bytes) -> str:

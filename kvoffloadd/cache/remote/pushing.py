@@ -134,7 +134,7 @@ class Pushing:
             await asyncio.sleep(0)
 
     async def _push_next(self) -> None:
-        """In a frame of its own: while nothing is to be put no keyspace may be referred to."""
+        """Runs in a separate frame, so that nothing refers to a keyspace while there is nothing to put."""
         if (batch := await self.backlog.next()) is not None:
             await self._push(batch)
 
@@ -162,7 +162,7 @@ class Pushing:
         self._store.put(names, addresses, keyspace.part_bytes, digests, time.monotonic() + PUT_S, done)
 
     async def _until_ready(self, num_bytes: int) -> None:
-        """Until the store takes puts, has room for so many bytes on their way, and the budget allows one more."""
+        """Waits until the store takes puts, has room for `num_bytes` on their way, and the budget allows one more."""
         store, loop = self._store, self._remote.loop
         while True:
             now = loop.time()

@@ -181,7 +181,7 @@ class RemoteTier:
         return [f"remote: {finding}" for finding in self.store.check()]
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         fetched, pushed = self.fetching.counters, self.pushing.counters
         return {
             **self.store.figures(),

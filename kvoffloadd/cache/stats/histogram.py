@@ -20,6 +20,6 @@ class Histogram:
         self._sum += value
 
     def figures(self) -> dict[str, float | dict[str, int]]:
-        """For `status`: the sum of all values, and how many there were by bound."""
+        """Returns the figures for `status`: the sum of all values, and their number by bound."""
         names = [*(f"{bound:g}" for bound in self._bounds), "inf"]
         return {"sum": round(self._sum, 6), "counts": dict(zip(names, self._counts, strict=True))}

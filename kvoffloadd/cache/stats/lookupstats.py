@@ -41,7 +41,7 @@ class NamespaceStats:
     new: HyperLogLog = field(default_factory=HyperLogLog)  # different keys that an infinite cache would have missed
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         new = min(round(self.new.estimate()), self.keys)
         return {
             "namespace": self.name,

@@ -54,7 +54,7 @@ class History:
         return now - began, first, last
 
     def throughput(self) -> dict[str, Figures]:
-        """By direction, between the last two looks."""
+        """Returns the throughput by direction, between the last two looks."""
         seconds, first, last = self.window(0.0)
         found = {}
         for direction in DIRECTIONS if "transfers" in last else ():
@@ -164,7 +164,7 @@ def _shares(keys: Mapping[str, int]) -> Figures:
 
 
 def _ceiling(status: Status) -> float:
-    """Of all namespaces together."""
+    """Returns the hit rate that no cache of all namespaces together could exceed."""
     asked = sum(row["asked"] for row in status["lookups"])
     return round(1 - sum(row["new"] for row in status["lookups"]) / asked, 4) if asked else 0.0
 

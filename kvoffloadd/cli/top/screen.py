@@ -51,7 +51,7 @@ class Screen:
         self._print()
 
     def run(self) -> None:
-        """Until q, Ctrl-C or the end of the terminal."""
+        """Runs until q, Ctrl-C or the end of the terminal."""
         client = self._client()
         try:
             if self.as_json or not sys.stdout.isatty():

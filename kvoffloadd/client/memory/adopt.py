@@ -28,7 +28,7 @@ class Extent:
 
     @property
     def size_bytes(self) -> int:
-        """From the first byte of the first row to the last of the last."""
+        """Returns the bytes from the first byte of the first row to the last byte of the last row."""
         return (self.num_blocks - 1) * self.stride_bytes + self.page_bytes
 
 

@@ -74,7 +74,9 @@ class Allocation:
 
     @classmethod
     def of_fd(cls, fd: int, memory: U8Array) -> Allocation:
-        """Of memory that another library has mapped: the one that is known here, or a new one. Duplicates `fd`."""
+        """Returns the allocation of memory that another library has mapped: the one that is known here, or a new one.
+        Duplicates `fd`.
+        """
         address, identity = memory.ctypes.data, _identity_of(fd)
         while (known := cls.around(address, memory.size)) is not None:
             if known.identity == identity:

@@ -65,7 +65,7 @@ class VmmMemory:
 
     @property
     def size_bytes(self) -> int:
-        """Of all chunks."""
+        """Returns the bytes of all chunks."""
         return sum(self.chunks)
 
     @property

@@ -66,7 +66,7 @@ class Group:
                 raise UsageError(f"group {self.group}: {ref} extends beyond its page of {page} bytes")
 
     def spec(self, *, composition: bool) -> GroupSpec:
-        """As it travels. `composition`: the daemon takes what the bytes of refs are, too."""
+        """Converts the group for the wire. `composition`: the daemon also accepts what the bytes of refs are."""
         refs = [
             RefSpec(
                 tensor=ref.tensor,
@@ -134,7 +134,7 @@ class KvCache:
         return found
 
     def ready_spec(self, ready: Ready) -> ReadySpec:
-        """As it travels. Raises UsageError for a timeline that is not named here."""
+        """Converts `ready` for the wire. Raises UsageError for a timeline that is not named here."""
         if instance_of(Ready, ready, "ready").timeline not in self.timelines:
             raise UsageError("`ready` belongs to a timeline that was not registered with the KV cache")
         return ReadySpec(signal=self.timelines.index(ready.timeline), offset=0, value=ready.value)
@@ -181,7 +181,7 @@ class Registration:
         return self._number
 
     def named_id(self) -> int:
-        """As `id`. Raises UsageError if there is none."""
+        """Returns `id`. Raises UsageError if there is none."""
         number = self.id
         if number is None:
             raise UsageError("this registration was ended by `unregister`" if self.closed else "not registered here")

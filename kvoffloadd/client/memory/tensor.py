@@ -27,7 +27,7 @@ class CanonicalTensor:
         self.stride_bytes = extent.stride_bytes
 
     def spec(self, allocation: int) -> TensorSpec:
-        """As it travels; `allocation` is the daemon's number for the memory."""
+        """Converts the tensor for the wire; `allocation` is the daemon's number for the memory."""
         return TensorSpec(
             allocation=allocation,
             offset=self.offset,

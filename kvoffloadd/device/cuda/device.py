@@ -179,7 +179,7 @@ class CudaDevice:
         self._mapped_ends = np.array(sorted(ends), np.uint64)
 
     async def _perform(self, work: Callable[[], T]) -> T:
-        """In the memory lane's thread; `_check_stuck` sees to the deadline, since others may be before it."""
+        """Runs in the memory lane's thread; `_check_stuck` enforces the deadline, since other work may be before it."""
         try:
             return await self._memory_lane.perform(work)
         except CudaError as error:
@@ -214,8 +214,8 @@ class CudaDevice:
         return max(lane.oldest_running_s(now) for lane in self._lanes.values())
 
     def gauges(self) -> dict[str, int | float | str]:
-        """As the host device's, and `pinned_bytes`, `pinning_failure`, `unpinned_copies`, `batch_failures`,
-        `pitched_copies` and `left_out`.
+        """Returns the gauges of the host device, and `pinned_bytes`, `pinning_failure`, `unpinned_copies`,
+        `batch_failures`, `pitched_copies` and `left_out`.
         """
         copiers = self._copiers.values()
         gauges: dict[str, int | float | str] = {

@@ -68,7 +68,7 @@ distance of rows. `type` has 4 bytes and 4 of padding; a layer of height 0 is as
 
 
 class Driver(CudaDriver):
-    """As `CudaDriver`, with what copies need. Raises DeviceError also for a driver that lacks any of it."""
+    """Extends `CudaDriver` by what copies need. Raises DeviceError also for a driver that lacks any of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -186,7 +186,7 @@ class SharedMemory:
             self._driver.call("cuMemAddressFree", allocation.base_address, allocation.total_bytes)
 
     def close(self) -> None:
-        """At the end of the process: what is still open. The driver's refusals don't matter any more."""
+        """Closes what is still open at the end of the process. The driver's refusals don't matter any more."""
         for known in self._opened.values():
             with contextlib.suppress(CudaError):
                 self._driver.call("cuIpcCloseMemHandle", known.address)

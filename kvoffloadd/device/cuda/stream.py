@@ -123,8 +123,8 @@ class CopyStream:
             self._leave(used)
 
     def move_each(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
-        """As `move`, for memory that is not pinned: in single copies, which the driver may take by way of its own
-        buffers, slowly. Other submissions to this stream wait meanwhile.
+        """Does what `move` does, for memory that is not pinned: in single copies, which the driver may take by way of
+        its own buffers, slowly. Other submissions to this stream wait meanwhile.
         """
         self.unpinned_copies += len(size)
         self.run(int(size.sum()), lambda stream: self._driver.copy_each(src, dst, size, stream))
@@ -163,7 +163,7 @@ class CopyStream:
 
     @property
     def ways(self) -> set[Way]:
-        """In which ways copies are being made now, beside one by one."""
+        """Returns the ways in which copies are made now, other than one by one."""
         return set(self._ways.copy())
 
     def _use(self, way: Way, used: list[Way]) -> None:
@@ -227,7 +227,7 @@ class CopyStream:
         return False
 
     def _submit_batches(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
-        """Until one is refused. The last CUresult."""
+        """Submits batches until one is refused. Returns the last CUresult."""
         for begin in range(0, len(size), self._batch_descriptors):
             some = slice(begin, begin + self._batch_descriptors)
             status = self._driver.copy_batch(

@@ -36,7 +36,7 @@ class Way(StrEnum):
 
 
 class _State(StrEnum):
-    """Of a way, with the driver's release that is there. It only goes on, in this order."""
+    """Represents the state of a way with the driver's present release. It only advances, in this order."""
 
     TRYING = "trying"
     WORKS = "works"

@@ -212,7 +212,7 @@ def _all_named(path: str, how: Fingerprint | None) -> list[tuple[str, tuple[obje
 
 
 def _files(path: str) -> Iterator[_File]:
-    """Of a folder, links to folders followed, each real folder once."""
+    """Yields the files of a folder. It follows links to folders, and enters each real folder once."""
     if not os.path.isdir(path):
         yield _File(os.path.basename(path), os.path.realpath(path, strict=True), path, alone=True)
         return
@@ -312,7 +312,7 @@ def _stamp(about: os.stat_result) -> tuple[int, ...]:
 
 
 def _digest_once(fd: int, path: str, about: os.stat_result, kind: str, hashed: _Hasher) -> str:
-    """Of all bytes, which are read again by this process if their file was written to, or is another one."""
+    """Digests all bytes. This process reads them again if their file was written to, or is another one."""
     stamp = (about.st_dev, *_stamp(about))
     known = _digests.get((path, kind))
     if known is None or known[0] != stamp:
@@ -322,7 +322,7 @@ def _digest_once(fd: int, path: str, about: os.stat_result, kind: str, hashed: _
 
 
 def _digest(fd: int, path: str, begin: int, size_bytes: int, hashed: _Hasher | None = None) -> str:
-    """Of so many bytes, or of those that there are."""
+    """Digests `size_bytes` bytes, or as many as there are."""
     hashed = xxhash.xxh3_128() if hashed is None else hashed
     at, end = begin, begin + size_bytes
     while at < end:

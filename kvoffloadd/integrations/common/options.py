@@ -21,7 +21,7 @@ def socket_of(given: Mapping[str, Any], where: str) -> str:
 
 
 def seconds_of(given: Mapping[str, Any], key: str, default: float, where: str) -> float:
-    """As `socket_of`, of a key with seconds."""
+    """Reads the seconds of a key. Raises UsageError as `socket_of` does."""
     value = given.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
         raise UsageError(f"{where}: {key} must be a number of seconds above 0, at most 3600, not {value!r}")

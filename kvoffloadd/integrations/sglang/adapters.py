@@ -31,7 +31,7 @@ class LoadedAdapters:
 
     @contextmanager
     def loading(self, lora_id: str, path: str) -> Iterator[None]:
-        """Within, SGLang reads an adapter's files. Whatever it had of that id before is gone."""
+        """Surrounds SGLang's reading of an adapter's files. Whatever it had of that id before is gone."""
         self._by_id[lora_id] = _nobodys()
         files = FilesAtStart(_CONFIG)
         source = Source(path, hub=True)
@@ -58,7 +58,7 @@ class LoadedAdapters:
 
 
 def _nobodys() -> str:
-    """As long as a digest, so that nothing behind it can be taken for a part of it."""
+    """Returns a name as long as a digest, so that nothing behind it can be taken for a part of it."""
     return secrets.token_hex(16)
 
 

@@ -132,7 +132,7 @@ def all_or_none() -> Iterator[None]:
 
 @functools.cache
 def watch_start() -> None:
-    """Before SGLang loads anything: look at its files, and have whatever it loads later told. Raises as
+    """Looks at SGLang's files before it loads anything, and has whatever it loads later reported. Raises as
     `watch_weights` does.
     """
     watch_weights()

@@ -55,7 +55,7 @@ def look_at(source: Source, how: Fingerprint | None, file: str = "config.json") 
 
 
 def _snapshot_of(source: Source, file: str) -> str | None:
-    """In `download_dir`, of a commit alone."""
+    """Returns the snapshot's path, in `download_dir` only for a commit."""
     if not source.download_dir:
         return snapshot_of(source.path, source.revision, file)
     if not source.revision or not _COMMIT.fullmatch(source.revision) or uses_modelscope():

@@ -132,7 +132,7 @@ class Line:
         self._carrying.release()
 
     def resume(self) -> None:
-        """After `rest`."""
+        """Ends a `rest`."""
         self._resting.clear()
 
     def close(self, deadline_s: float) -> None:
@@ -159,7 +159,7 @@ class Line:
                 self._let_go()
 
     def _let_go(self, close_s: float = _CLOSE_S) -> None:
-        """Of the mutex."""
+        """Releases the mutex."""
         if self._closed.is_set():
             self._up.clear()
             with suppress(KvOffloadError):

@@ -43,7 +43,7 @@ def _nothing(*_: Any) -> Future[bool] | None:
 
 
 class KVOffloaddLinker(UnifiedCacheLinker):
-    """Of one rank. Whatever SGLang asks once it has started is answered, in the worst case as a miss."""
+    """Serves one rank. Whatever SGLang asks once it has started is answered, in the worst case as a miss."""
 
     def __init__(
         self,

@@ -19,9 +19,9 @@ from kvoffloadd.integrations.sglang.pools import STATES, Pools
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """With what an engine computes. `arguments`: all of SGLang's, as resolved. `identity`: what of them counts, with
-    files by what is in them. `amx`: whether the processor has AMX, where it computes: states lie otherwise there
-    (mem_cache/memory_pool.py). `release`: of SGLang.
+    """Describes what an engine computes with. `arguments`: all of SGLang's, as resolved. `identity`: what of them
+    counts, with files by what is in them. `amx`: whether the processor has AMX, where it computes: states lie otherwise
+    there (mem_cache/memory_pool.py). `release`: of SGLang.
     """
 
     arguments: Mapping[str, Any]

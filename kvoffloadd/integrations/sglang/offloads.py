@@ -14,7 +14,7 @@ _WAIT_WARNING_S = 30.0
 
 
 class Offloads:
-    """Of the scheduler's thread. SGLang keeps the pages of each until it is popped.
+    """Belongs to the scheduler's thread. SGLang keeps the pages of each offload until it is popped.
 
     SGLang pops as many on all ranks. So nothing here depends on what one rank alone knows, such as whether its daemon
     answers: they would not have the same ones under way any more.

@@ -29,8 +29,8 @@ class SeatOptions:
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions(SeatOptions):
-    """Of the HiCache storage, whose lookups wait in a thread of their own. `wait_s`: for how long a lookup waits for
-    what other hosts have stored.
+    """Holds the options of the HiCache storage, whose lookups wait in a separate thread. `wait_s`: for how long a
+    lookup waits for what other hosts have stored.
     """
 
     wait_s: float = 1.0
@@ -55,8 +55,8 @@ class StorageOptions(SeatOptions):
 
 @dataclass(frozen=True, slots=True)
 class LinkerOptions(SeatOptions):
-    """Of the linker, whose lookups and loads the scheduler waits for. `overlap`: loads run beside the forward, and one
-    that fails fails its requests.
+    """Holds the options of the linker, whose lookups and loads the scheduler waits for. `overlap`: loads run during the
+    forward, and one that fails fails its requests.
     """
 
     timeout_s: float = 0.2

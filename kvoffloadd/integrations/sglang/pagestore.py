@@ -139,8 +139,8 @@ class PageStore:
         needed: Sequence[Needed],
         until: float,
     ) -> Restorable:
-        """With what comes from other hosts behind `here.pages` until then, by time.monotonic. What comes later is there
-        for the next one who asks.
+        """Adds what comes from other hosts behind `here.pages` before `until`, in time.monotonic seconds. What comes
+        later is there for the next lookup.
         """
         behind = dict.fromkeys(there, slice(here.pages, len(packed)))
         asked = self._answers(behind, packed, Client.prefetch)
@@ -221,7 +221,7 @@ class PageStore:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Within, nothing is loaded or stored: waits until what is under way has ended, as `load` and `store` do. No
+        """Keeps loads and stores out of its body: waits until what is under way has ended, as `load` and `store` do. No
         lookup waits for other hosts.
         """
         lines = self._loads, self._stores

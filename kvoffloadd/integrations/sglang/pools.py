@@ -83,12 +83,12 @@ def attention_layers(name: str, layers: int) -> list[str]:
 
 
 def other_layers(name: str, layers: int) -> list[str]:
-    """As `attention_layers`, of a pool that has one thing of each layer."""
+    """Does what `attention_layers` does, for a pool that has one thing of each layer."""
     return [f"{name}.{layer}" for layer in range(layers)]
 
 
 def shape_of_attention(name: str, pool: Any, tokens: int, page_bytes: int) -> Shape:
-    """Of keys and values, each by layer, token, head: in a host pool of ours as in a device's pool.
+    """Returns the shape of keys and values, each by layer, token, head: in a host pool of ours as in a device's pool.
 
     `pool`: SGLang's, of either kind; `tokens` and `page_bytes`: of a page.
     """
@@ -97,6 +97,6 @@ def shape_of_attention(name: str, pool: Any, tokens: int, page_bytes: int) -> Sh
 
 
 def shape_of_latents(name: str, pool: Any, tokens: int, page_bytes: int) -> Shape:
-    """As `shape_of_attention`, of MLA's latents, by layer and token."""
+    """Does what `shape_of_attention` does, for MLA's latents, by layer and token."""
     widths = (pool.kv_lora_rank, pool.qk_rope_head_dim, pool.kv_cache_dim)
     return (name, "latents", pool.layer_num, widths, tokens, page_bytes)

@@ -61,8 +61,8 @@ def page_store(pools: Pools, options: SeatOptions, tp_size: int, *, retry_busy: 
 
 
 def _computed(how: Fingerprint, number: int) -> Computed:
-    """Of this engine. `number`: of the engine, and of no other, which is its identity where one of its ranks is in
-    doubt.
+    """Returns what this engine computes with. `number`: the engine's unique number, which is its identity where one of
+    its ranks is in doubt.
     """
     with engine.all_or_none():
         arguments, version, amx = engine.arguments(), versions.check(), engine.has_amx()

@@ -39,7 +39,7 @@ def _no_pages(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict[str
 
 
 class KVOffloaddStorage(HiCacheStorage):
-    """Of one rank. Whatever SGLang asks once it has started is answered, in the worst case as a miss."""
+    """Serves one rank. Whatever SGLang asks once it has started is answered, in the worst case as a miss."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         """Connects to nothing yet. Raises UsageError for what can't be, with the flag to change."""
@@ -93,7 +93,7 @@ class KVOffloaddStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """As `batch_exists`, with what other pools need for a prefix of each length."""
+        """Does what `batch_exists` does, with what other pools need for a prefix of each length."""
         if self._pages is None:
             return PoolTransferResult(0, {}, [])
         needed = [needed_of(transfer, str(transfer.name)) for transfer in pool_transfers or ()]
@@ -118,14 +118,14 @@ class KVOffloaddStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As `batch_get_v1`, of several pools."""
+        """Does what `batch_get_v1` does, for several pools."""
         return self._move(Direction.LOAD, _pages(transfers))
 
     @or_else(_no_pages)
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """As `batch_set_v1`, of several pools."""
+        """Does what `batch_set_v1` does, for several pools."""
         return self._move(Direction.STORE, _pages(transfers))
 
     def _move(self, direction: Direction, transfers: list[Pages]) -> dict[str, list[bool]]:

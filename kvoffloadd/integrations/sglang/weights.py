@@ -74,7 +74,7 @@ class WeightChanges:
             follower.suspend()
 
     def session_begins(self) -> None:
-        """From here to the end of the session weights change, by calls that are told or by none at all."""
+        """Begins a session in which weights change until its end, by calls that are reported or by none at all."""
         self._session = True
         self.change()
 

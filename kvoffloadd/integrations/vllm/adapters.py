@@ -74,7 +74,7 @@ class AdapterNames:
         self._warned: set[str] = set()
 
     def adapter_of(self, request: Any) -> NamedAdapter | None:
-        """Of a request of vLLM's, as it was named first, or by `settle`."""
+        """Returns the adapter of a request of vLLM's, as it was named first, or by `settle`."""
         lora = request.lora_request
         if lora is None:
             return None
@@ -87,8 +87,9 @@ class AdapterNames:
         return noted
 
     def settle(self, request: Any, add_lora: Callable[[Any], object] | None) -> None:
-        """Before the scheduler has it: the request's name is that of what is loaded. `add_lora`: vLLM's, which has
-        `learn` called; to an adapter that is loaded it does nothing. None: ranks can load nothing now.
+        """Names a request before the scheduler has it: the request's name is that of what is loaded. `add_lora`:
+        vLLM's, which has `learn` called; to an adapter that is loaded it does nothing. None: ranks can load nothing
+        now.
         """
         noted = self.adapter_of(request)
         if noted is None:
@@ -162,7 +163,7 @@ class AdapterNames:
 
 
 def name_adapters(names: AdapterNames) -> None:
-    """From now on vLLM's block hashes in this process name adapters by what is loaded, too."""
+    """Makes vLLM's block hashes in this process name adapters by what is loaded, too, from now on."""
     hashes: Any = importlib.import_module(_HASHES)
     engine: Any = importlib.import_module(_ENGINE).EngineCore
     extra_keys = _original(hashes._gen_lora_extra_hash_keys)
@@ -249,7 +250,7 @@ class RankAdapters:
         self._alone[number] = lora
 
     def state_of(self, number: int) -> str:
-        """For the scheduler, which asks all ranks when all have loaded it. Empty: not known.
+        """Returns the state for the scheduler, which asks all ranks when all have loaded it. Empty: not known.
 
         What was replaced once has no name again: requests may have been computed in part with what replaced it.
         """
@@ -291,7 +292,7 @@ def state_of(_worker: Any, number: int) -> str:
 
 
 def note_what_is_loaded() -> None:
-    """From now on it is known what is in the adapters that vLLM loads in this process."""
+    """Starts to note what is in the adapters that vLLM loads in this process."""
     manager: Any = importlib.import_module(_LOADER).WorkerLoRAManager
     load = _original(manager._load_adapter)
 

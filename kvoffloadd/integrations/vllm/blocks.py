@@ -1,4 +1,4 @@
-"""From vLLM's list of GPU blocks to the block ids of each key.
+"""Converts vLLM's list of GPU blocks to the block ids of each key.
 
 A chunk (our key) is `blocks_per_key` consecutive blocks from a multiple of that.
 """
@@ -75,7 +75,7 @@ def load_chunks(groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_pe
 
 
 def store_chunks(groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int) -> Chunks:
-    """As `load_chunks`, with whole chunks alone.
+    """Does what `load_chunks` does, with whole chunks alone.
 
     vLLM leaves out blocks that have slid out of a window. If they are the first ones, that chunk is dropped; if it
     can't be told which they are, all of the group: what is missing is a miss later, what is wrong would be a wrong hit.

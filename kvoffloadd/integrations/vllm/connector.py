@@ -129,7 +129,9 @@ class KVOffloaddConnector(OffloadingConnector):
         return self._results.transfer_results()
 
     def unregister_kv_caches(self) -> None:
-        """Before the engine sleeps. Raises DeadlineError: it can't, since the daemon may still be at its blocks."""
+        """Runs before the engine sleeps. Raises DeadlineError: it can't sleep, since the daemon may still use its
+        blocks.
+        """
         if self._results is not None:
             self._results.sleep()
 
@@ -223,7 +225,7 @@ class KVOffloaddConnector(OffloadingConnector):
         return needed
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Any:
-        """As `request_finished_all_groups`, which vLLM calls unless the hybrid manager is off."""
+        """Does what `request_finished_all_groups` does, which vLLM calls unless the hybrid manager is off."""
         self._forget(request.request_id)
         delayed, params = super().request_finished(request, block_ids)
         return delayed, self._handoff.finished(request) or params
@@ -240,7 +242,7 @@ class KVOffloaddConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
-        """In the front end's process, which makes no connector."""
+        """Runs in the front end's process, which makes no connector."""
         _complete(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments, **named)
 
@@ -255,7 +257,7 @@ class WorkerMetadata(OffloadingWorkerMetadata):
     replaced: set[str] = field(default_factory=set)
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
-        """Of two ranks."""
+        """Combines the metadata of two ranks."""
         both = super().aggregate(other)
         lost, replaced = self.lost | other.lost, self.replaced | other.replaced
         return WorkerMetadata(both.completed_jobs, both.transfer_stats, lost, replaced)
@@ -265,7 +267,7 @@ class FailingWorker(OffloadingConnectorWorker):
     """vLLM's worker half, which asserts that every transfer succeeds, with results that may be failures."""
 
     def __init__(self, *arguments: Any) -> None:
-        """As vLLM's."""
+        """Passes its arguments on to vLLM's class."""
         super().__init__(*arguments)
         self._lost: set[str] = set()
 
@@ -293,7 +295,9 @@ class FailingWorker(OffloadingConnectorWorker):
         return results
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """With the loads among what has ended that were lost, and the adapters that were replaced since the last."""
+        """Adds the loads among what has ended that were lost, and the adapters that were replaced
+        since the last call.
+        """
         meta = super().build_connector_worker_meta()
         replaced = RANK.tell()
         if meta is None:
@@ -342,8 +346,8 @@ def _leave_one_block(extra: dict[str, Any]) -> None:
 
 
 def _reaches(specs: Sequence[KVCacheSpec]) -> dict[int, int]:
-    """Of each group that does not need all keys of a prefix: how many tokens before its end it needs, by the rule of
-    vLLM's scheduler (`get_sliding_window_size_in_chunks`). Of a state it is the last one.
+    """Returns, for each group that does not need all keys of a prefix, how many tokens before its end it needs, by the
+    rule of vLLM's scheduler (`get_sliding_window_size_in_chunks`). A state needs the last one.
     """
     found = {}
     for at, spec in enumerate(specs):

@@ -99,7 +99,7 @@ class PublishedKeys:
         return self._told.get(group, set()).intersection(keys)
 
     def amiss(self, group: int, there: set[bytes]) -> list[bytes]:
-        """As `went`, of all that is not `there`."""
+        """Does what `went` does, for all keys that are not `there`."""
         return self.went(group, self._told.get(group, set()) - there)
 
     def forget(self) -> Iterator[tuple[int, list[bytes]]]:

@@ -52,7 +52,7 @@ class NamelessError(UsageError):
 
 
 def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[str, Any]:
-    """Of a VllmConfig, as it goes into extra_config: texts, numbers and lists alone.
+    """Returns the identity of a VllmConfig as it goes into extra_config: texts, numbers and lists alone.
 
     `model`, `dtype`, `hash`: as users know them. `weights`: the contents of the model's files. `fields`: the rest.
     `adapters`: how adapters are applied; empty without any. `drafts`: the draft model; empty without one. `layers`: how
@@ -168,7 +168,7 @@ def canonical(value: object, where: str) -> object:
 
 
 def _name_of(value: object, where: str) -> object:
-    """Of a value that has a name."""
+    """Returns the name of a value that has one."""
     if isinstance(value, enum.Enum):
         return "enum", _class_name(type(value)), canonical(value.value, where)
     if isinstance(value, type):
@@ -187,7 +187,7 @@ def _class_name(one: type) -> str:
 
 
 def _section(section: str, config: Any) -> Iterator[tuple[str, object]]:
-    """Of a section that is no dataclass, or is not there, the value itself."""
+    """Yields the fields of a section; for one that is no dataclass, or is not there, the value itself."""
     if not dataclasses.is_dataclass(config):
         yield section, canonical(config, section)
         return

@@ -39,7 +39,9 @@ PLAIN = KeyNames()
 
 
 def salts_of(drafts: str, groups: Iterable[int]) -> dict[int, int]:
-    """For groups with layers of a draft model, `drafts` names it: engines that have another one find nothing there."""
+    """Returns salts for groups with layers of a draft model, which `drafts` names: engines that have another one find
+    nothing there.
+    """
     salt = hashlib.blake2b(drafts.encode(), digest_size=8, person=b"kvoffloadd draft").digest()
     return dict.fromkeys(groups, int.from_bytes(salt, "little") | 1)
 

@@ -91,8 +91,9 @@ def by_heads(config: Any) -> bool:
 
 
 def check_scheduler(config: Any, told: Any) -> None:
-    """With `canonical_layout` scheduler and ranks each work out what a part is. Where layers of one group are unlike,
-    vLLM tells its scheduler of the first one alone, which may be one that it can map: nothing would ever hit.
+    """Checks that scheduler and ranks agree on what a part is: with `canonical_layout` each works it out. Where layers
+    of one group are unlike, vLLM describes only the first one to its scheduler, which may be one that it can map:
+    nothing would ever hit.
 
     `config`: a rank's OffloadingConfig; `told`: what it would be of what the scheduler is told. Raises UsageError.
     """

@@ -20,7 +20,7 @@ _LOADS_AGAIN = 2
 
 
 class LookupState(enum.Enum):
-    """As vLLM's LookupResult."""
+    """Mirrors vLLM's LookupResult."""
 
     MISS = enum.auto()
     HIT = enum.auto()
@@ -45,7 +45,7 @@ class RequestPhase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Of one request, until it is loaded, preempted or finished. Times are time.monotonic seconds."""
+    """Represents one request until it is loaded, preempted or finished. Times are time.monotonic seconds."""
 
     request: str
     end_of: Callable[[bytes], int | None] | None = None

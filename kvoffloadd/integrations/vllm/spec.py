@@ -78,7 +78,7 @@ class KVOffloaddSpec(OffloadingSpec):
         return metric_definitions()
 
     def get_manager(self) -> OffloadingManager:
-        """For the scheduler's process."""
+        """Makes the manager for the scheduler's process."""
         if unstable_hashes(self.config, self._seed):
             logger.warning(
                 "kvoffloadd: block hashes differ from run to run; nothing will hit after a restart, nor in other "
@@ -103,8 +103,8 @@ class KVOffloaddSpec(OffloadingSpec):
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """For a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind our back, and where
-        other ranks are on other hosts.
+        """Makes the worker for a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind
+        our back, and where other ranks are on other hosts.
         """
         engine = get_current_vllm_config_or_none()
         if engine is not None and STATES not in self.config.extra_config:

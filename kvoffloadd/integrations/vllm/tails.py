@@ -12,7 +12,9 @@ _NAME_BYTES_MAX = 64
 
 
 def tail_name(prompt_hash: bytes, tokens: int) -> bytes:
-    """As long as a block hash, and never one: of what `prompt_hash` tells of all the prompt's tokens, and how many."""
+    """Returns a name as long as a block hash, and never one, made of `prompt_hash`, which covers all the prompt's
+    tokens, and of their number.
+    """
     size = min(len(prompt_hash), _NAME_BYTES_MAX)
     salt = tokens.to_bytes(8, "little")
     return hashlib.blake2b(prompt_hash, digest_size=size, salt=salt, person=b"kvoffloadd tail").digest()

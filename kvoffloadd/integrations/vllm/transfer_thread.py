@@ -103,7 +103,7 @@ class _Course:
 
 
 class SleepPhase(enum.Enum):
-    """Of sleep mode, in which the engine takes the KV cache's memory away."""
+    """Represents a phase of sleep mode, in which the engine takes the KV cache's memory away."""
 
     AWAKE = enum.auto()
     FALLING_ASLEEP = enum.auto()
@@ -156,7 +156,7 @@ class TransferThread:
         return found
 
     def wait(self, numbers: Collection[int]) -> None:
-        """Until these have ended. No deadline: before that, nobody may use their blocks."""
+        """Waits until these have ended. It has no deadline: their blocks may not be used before that."""
         wanted = set(numbers)
         with self._changed:
             while not self._changed.wait_for(lambda: self._broken or not wanted & self._open, _WAIT_WARNING_S):

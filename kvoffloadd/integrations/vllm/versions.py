@@ -34,7 +34,7 @@ def release(version: str) -> str:
 
 
 def version() -> str:
-    """Of the installed vLLM, in whole: a patch release may compute other bytes."""
+    """Returns the whole version of the installed vLLM: a patch release may compute other bytes."""
     return str(importlib.import_module("vllm").__version__)
 
 

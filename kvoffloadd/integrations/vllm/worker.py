@@ -99,7 +99,7 @@ class KVOffloaddWorker(OffloadingWorker):
         ]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until these have ended, whatever the daemon does: before that nobody may use their blocks."""
+        """Waits until these have ended, whatever the daemon does: their blocks may not be used before that."""
         self._transfer_thread.wait(job_ids)
 
     def sleep(self) -> None:

@@ -101,7 +101,7 @@ class Health:
         self.writes_failed = 0
 
     def figures(self) -> dict[str, str | int]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         return {"state": self.state, "reason": self.reason, "write_errors": self.write_errors}
 
     def reset(self) -> None:

@@ -137,5 +137,5 @@ class Reader:
                 ended.set_exception(OSError(errno.ETIMEDOUT, "the disk does not answer"))
 
     def figures(self) -> dict[str, int]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         return {"read_bytes": self.read_bytes, "read_errors": self.read_errors}

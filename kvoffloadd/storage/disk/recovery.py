@@ -95,7 +95,7 @@ def recover_segment(
 
 
 def recover_open_segment(files: Files, fd: int, name: str, on_progress: Callable[[], None] = lambda: None) -> Recovered:
-    """As `recover_segment`, of an open file."""
+    """Does what `recover_segment` does, for an open file."""
     size = files.size_bytes(fd)
     unknown = Recovered(name, Kind.DAMAGED, size_bytes=size)
     header = decode_segment_header(_read(files, fd, 0, 1)[0])
@@ -177,8 +177,8 @@ def walk_segment(files: Files, fd: int, uuid: bytes, on_progress: Callable[[], N
 def inspect_records(
     files: Files, segments_fd: int, name: str, uuid: bytes, pages: U32Array, *, direct: bool
 ) -> BoolArray:
-    """For each page of a segment file: whether a record begins there whose header and payload match their checksums,
-    whoever it belongs to.
+    """Returns for each page of a segment file whether a record begins there whose header and payload match their
+    checksums, whichever user it belongs to.
 
     Raises:
         OSError: the file can't be opened or read.
@@ -279,7 +279,7 @@ class _Walker:
         return bool(state.intdigest() == high << 64 | low)
 
     def _fill(self, buffer: U8Array, page: int, count: int) -> U8Array:
-        """Up to `count` pages from `page` on; fewer if the buffer or the file ends."""
+        """Reads up to `count` pages from `page` on; fewer if the buffer or the file ends."""
         wanted = buffer[: min(count, len(buffer))]
         came = self._files.read(self._fd, page * PAGE_BYTES, [wanted])
         self._on_progress()

@@ -80,7 +80,7 @@ class _Check:
             self._files.close(fd)
 
     def check_manifest(self) -> None:
-        """Without it nothing is served. It can't be repaired: what was cleared is not known."""
+        """Checks the manifest, without which nothing is served. It can't be repaired: what was cleared is not known."""
         try:
             if read_manifest_in(self._files, self._directory_fd) is None:
                 self.report.findings.append("there is no manifest: a daemon will not serve what is here")

@@ -63,7 +63,7 @@ class SegmentResumer:
             raise DiskError(f"it has {size} bytes, not {self._header.segment_bytes}")
 
     def _look(self) -> None:
-        """At some of what lies behind the last record."""
+        """Looks at some of what lies behind the last record."""
         pages = aligned_pages(min(WALK_BYTES // PAGE_BYTES, self._num_pages - self._looked_at))
         came = self._files.read(self._fd, self._looked_at * PAGE_BYTES, [pages]) // PAGE_BYTES
         _, valid = decode_records(pages[:came], self._header.uuid)

@@ -211,7 +211,7 @@ class Root:
     # --- figures ---
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         now = time.monotonic()
         return {
             "path": self.name,

@@ -105,7 +105,7 @@ class AgentSupervisor:
 
     @property
     def pid(self) -> int:
-        """Of the agent; 0: there is none."""
+        """Returns the pid of the agent, or 0 if there is none."""
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
@@ -119,7 +119,7 @@ class AgentSupervisor:
         self._lane.submit(partial(spawn_agent, agent_command(self._python), environment), self._on_spawned)
 
     def send(self, frame: bytes) -> None:
-        """To an agent that is READY."""
+        """Sends a frame to an agent that is READY."""
         if self._process is not None:
             self._process.send(frame)
 

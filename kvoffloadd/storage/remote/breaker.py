@@ -25,7 +25,7 @@ class BreakerState(enum.Enum):
 
 
 class Breaker:
-    """Of one kind of call. Seconds are those of any one clock."""
+    """Guards one kind of call. Seconds are those of any one clock."""
 
     def __init__(self) -> None:
         self.state = BreakerState.CLOSED
@@ -74,7 +74,7 @@ class Breaker:
             self._open(now_s)
 
     def probe_in_s(self, now_s: float) -> float | None:
-        """After how many seconds the store is to be tried; None: it is not."""
+        """Returns the seconds after which the store is tried; None: it is not."""
         return max(self._due_s - now_s, 0.0) if self.state is BreakerState.OPEN else None
 
     def probed(self, now_s: float, *, ok: bool) -> None:

@@ -123,7 +123,7 @@ class Flight:
 
     @property
     def late_bytes(self) -> int:
-        """Of transfers whose time is over, and which go on."""
+        """Returns the bytes of transfers that are past their deadlines, but still run."""
         now = time.monotonic()
         return sum(transfer.batch.total_bytes for transfer in self.transfers if transfer.until_s < now)
 
@@ -190,7 +190,7 @@ class Flight:
         self._on_breaker()
 
     def figures(self) -> dict[str, int | str]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         return {
             "calls": len(self.transfers),
             "bytes": self.used_bytes,

@@ -163,7 +163,7 @@ class RemoteStore:
 
     @property
     def state(self) -> RemoteState:
-        """For `status`, and for those who wait for `changes`."""
+        """Returns the state for `status`, and for those who wait for `changes`."""
         if self._agent.state is AgentState.CLOSED:
             return RemoteState.CLOSED
         if self._agent.state is AgentState.DYING or (self._agent.state is AgentState.READY and not self._calls.serving):
@@ -371,7 +371,7 @@ class RemoteStore:
         return np.concatenate([self._gets.held_addresses(), self._puts.held_addresses()])
 
     def figures(self) -> dict[str, Any]:
-        """For `status`."""
+        """Returns the figures for `status`."""
         return {
             "state": str(self.state),
             "reason": self.reason,

@@ -81,16 +81,16 @@ class ObjectBatch:
 
     @property
     def object_bytes(self) -> int:
-        """Of each object."""
+        """Returns the bytes of each object."""
         return HEADER_BYTES + int(self.part_bytes.sum())
 
     @property
     def total_bytes(self) -> int:
-        """Of all."""
+        """Returns the bytes of all objects."""
         return len(self.names.keys) * self.object_bytes
 
     def frame(self, cls: type[Get] | type[Put], arena_address: int, call_id: int) -> Get | Put:
-        """For the agent."""
+        """Makes the frame for the agent."""
         return cls(
             call_id,
             self.names.space,

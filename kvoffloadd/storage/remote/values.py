@@ -34,13 +34,13 @@ from kvoffloadd.storage.remote.calls import RESULT_MAX, CallLine, Calls, Pending
 
 @dataclass(frozen=True, slots=True)
 class NotRead:
-    """In place of a small object that the store could not read: nothing is known of it."""
+    """Stands for a small object that the store could not read: nothing is known of it."""
 
     code: Code
 
     @property
     def reason(self) -> str:
-        """For people."""
+        """Returns the reason for people to read."""
         return _spelled(self.code)
 
 

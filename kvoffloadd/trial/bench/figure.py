@@ -26,12 +26,12 @@ class Figure:
 
 
 def bandwidth(part: str, what: str, seconds: Sequence[float], limit: str, limits: Sequence[float], size: int) -> Figure:
-    """Of as many rounds each, in which `size` bytes were moved."""
+    """Compares as many rounds of each, in which `size` bytes were moved."""
     rate, best = (size / GIB / p50(samples) for samples in (seconds, limits))
     return Figure(part, what, round(rate, 2), "GiB/s", limit, round(best, 2), round(median_ratio(limits, seconds), 3))
 
 
 def latency(part: str, what: str, seconds: Sequence[float], limit: str, limits: Sequence[float]) -> Figure:
-    """Of as many rounds each: the median of each round."""
+    """Compares as many rounds of each, by the median of each round."""
     took, best = (round(p50(samples) * 1e6, 1) for samples in (seconds, limits))
     return Figure(part, what, took, "us", limit, best, round(median_ratio(limits, seconds), 3))

@@ -26,7 +26,7 @@ _EMPTY, _GUARD = 0xA5, 0x5A
 
 
 def namespace(seed: int) -> NamespaceSpec:
-    """Of the workers that may share keys."""
+    """Names the workers that may share keys."""
     return NamespaceSpec(model=MODEL, revision=f"seed {seed}", dtype="bfloat16", layout="cross-layer", key_bytes=32)
 
 

@@ -75,7 +75,7 @@ class DemoReport:
         self.stray_bytes += answer.stray_bytes
 
     def note_disk(self, status: dict[str, Any], used: int) -> None:
-        """At the end of a run of the daemon: its counters, bytes on disk."""
+        """Notes a daemon's counters and bytes on disk at the end of its run."""
         self.disk_most_bytes = max(self.disk_most_bytes, used)
         self.demoted_keys += status["disk"]["demoted"]["keys"]
         self.corrupt += status["disk"]["corrupt"]
@@ -90,7 +90,7 @@ class DemoReport:
         return not bad and not found and self.verified_loads > 0 and self.from_disk_after > 0
 
     def figures(self) -> str:
-        """For the progress bar."""
+        """Returns the figures for the progress bar."""
         hit_rate = 100 * ratio(self.restored_tokens, self.prompt_tokens)
         return f"{self.restored_tokens:,} tokens restored, {hit_rate:.0f} %, {self.wrong_bytes} wrong"
 

@@ -34,8 +34,17 @@ from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
 from scripts.vllm import transfer_config
-from scripts.vllm.serving.engine import Options
-from scripts.vllm.serving.figures import FIGURES, LOAD_FIGURES, MIB, Moved, Round, differing, figures_of, rows
+from scripts.vllm.serving.engine import EngineOptions
+from scripts.vllm.serving.figures import (
+    FIGURES,
+    LOAD_FIGURES,
+    MIB,
+    ServingRound,
+    TransferTotals,
+    differing,
+    figures_of,
+    rows,
+)
 from scripts.vllm.serving.models import BLOCK_TOKENS, FIRST_TOKEN, KINDS, VOCABULARY, WINDOW
 from scripts.vllm.serving.pair import EngineProcess, Pair, Prompt
 
@@ -50,7 +59,7 @@ PATIENCE = {"timeout_s": 200.0, "wait_s": 60.0, "job_deadline_s": 200.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Bench:
+class ServingBench:
     """The engines of all cases, and the daemon."""
 
     daemon: Daemon
@@ -58,7 +67,7 @@ class Bench:
     memcpy: Memcpy
     given: argparse.Namespace
 
-    def round(self, case: str, prompts: list[Prompt]) -> Round:
+    def round(self, case: str, prompts: list[Prompt]) -> ServingRound:
         """All of one case. Raises DaemonError where an engine did not have what it must have, or loaded nothing."""
         pair, answer = self.pairs[case], self.given.answer
         repeat = Pair(pair.decode, None)
@@ -70,7 +79,7 @@ class Bench:
         after = self._settled()
         if min(one.cached for one in own) < (self.given.tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS:
             raise DaemonError(f"{case}: the engine's own cache did not have a prompt that it has just answered")
-        store, load = (Moved.between(before, after, way, len(prompts)) for way in ("store", "load"))
+        store, load = (TransferTotals.between(before, after, way, len(prompts)) for way in ("store", "load"))
         if pair.prefill is not None and not load.jobs:
             raise DaemonError(
                 f"{case}: no prompt was handed over: all requests came before the stores, or these failed"
@@ -82,16 +91,16 @@ class Bench:
         self._settled()
         self.daemon.clear()
         memcpy_s = p50(self.memcpy.seconds(int(load.bytes)) for _ in range(COPIES)) if load.bytes else 0.0
-        return Round(single, own, busy, busy_s, store, load, memcpy_s)
+        return ServingRound(single, own, busy, busy_s, store, load, memcpy_s)
 
     def _settled(self) -> dict[str, Any]:
-        """Until no job runs; the status then."""
+        """Waits until no job runs. Returns the status then."""
         until(lambda: not self.daemon.status()["running"]["jobs"], "all is stored")
         return self.daemon.status()
 
 
-def options_of(case: str, model: Path, socket: Path, given: argparse.Namespace) -> Options:
-    """Of an engine; those of a pair have the same."""
+def options_of(case: str, model: Path, socket: Path, given: argparse.Namespace) -> EngineOptions:
+    """Returns the options of an engine; those of a pair have the same."""
     engine = {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -110,7 +119,7 @@ def options_of(case: str, model: Path, socket: Path, given: argparse.Namespace) 
     connector = None
     if case != ALONE:
         connector = transfer_config("connector", socket=str(socket), block_size=BLOCK_TOKENS, **PATIENCE)
-    return Options(engine, connector)
+    return EngineOptions(engine, connector)
 
 
 def write_model(given: argparse.Namespace, folder: Path) -> Path:
@@ -123,7 +132,7 @@ def write_model(given: argparse.Namespace, folder: Path) -> Path:
     return path
 
 
-def start(given: argparse.Namespace, folder: Path, stack: ExitStack) -> Bench:
+def start(given: argparse.Namespace, folder: Path, stack: ExitStack) -> ServingBench:
     """A daemon that has room for all prompts of a phase, and engines, which start at once."""
     prompt_bytes = (given.tokens + BLOCK_TOKENS) * KINDS[given.model].token_bytes
     memory_bytes = (given.requests + 4) * prompt_bytes // SLAB_BYTES * SLAB_BYTES + 4 * SLAB_BYTES
@@ -144,7 +153,7 @@ def start(given: argparse.Namespace, folder: Path, stack: ExitStack) -> Bench:
         engine.await_start()
     sessions = len(handing) * 2 * 2  # of two engines, each with a scheduler and a rank
     until(lambda: len(daemon.sessions()) >= sessions, "all engines are connected")
-    return Bench(daemon, pairs, Memcpy(prompt_bytes), given)
+    return ServingBench(daemon, pairs, Memcpy(prompt_bytes), given)
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
@@ -153,13 +162,13 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     with private_folder() as name, ExitStack() as stack, Live("bench_serving", given.rounds + 1) as live:
         live.show(0, "starting the engines")
         bench = start(given, Path(name), stack)
-        cases: dict[str, list[Round]] = {case: [] for case in bench.pairs}
+        cases: dict[str, list[ServingRound]] = {case: [] for case in bench.pairs}
         wrong = dict.fromkeys(bench.pairs, 0)
         for number in range(given.rounds + 1):
             prompts = [
                 [rng.randrange(FIRST_TOKEN, VOCABULARY) for _ in range(given.tokens)] for _ in range(given.requests)
             ]
-            found: dict[str, Round] = {}
+            found: dict[str, ServingRound] = {}
             for case in [*bench.pairs][:: -1 if number % 2 else 1]:
                 live.show(number + len(found) / len(bench.pairs), f"round {number} of {given.rounds}, {case}")
                 found[case] = bench.round(case, prompts)
@@ -170,7 +179,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     return result_of(given, cases, wrong)
 
 
-def result_of(given: argparse.Namespace, cases: dict[str, list[Round]], wrong: dict[str, int]) -> dict[str, Any]:
+def result_of(given: argparse.Namespace, cases: dict[str, list[ServingRound]], wrong: dict[str, int]) -> dict[str, Any]:
     """What is shown. `wrong`: answers that are not those of the engine that computes."""
     bounds = [at_most(f"{case}: answers that differ", count, 0) for case, count in wrong.items()]
 

@@ -1,7 +1,7 @@
-"""An engine of `bench_serving`, in a process of its own, which serves requests as they come.
+"""An engine of `bench_serving`, in a separate process, which serves requests as they come.
 
-Usage: `-m scripts.vllm.serving.engine OPTIONS`, JSON of `Options`. It reads one `Asked` a line from standard input,
-until its end, and writes one `Answered` a line to standard output, after an empty line when it can be asked.
+Usage: `-m scripts.vllm.serving.engine OPTIONS`, JSON of `EngineOptions`. It reads one `Asked` a line from standard
+input, until its end, and writes one `Answered` a line to standard output, after an empty line when it can be asked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _YIELD_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EngineOptions:
     """`engine`: of `vllm.LLM`. `connector`: `kv_transfer_config`; None: the engine has no connector."""
 
     engine: dict[str, Any]
@@ -54,7 +54,7 @@ class Answered:
 class Served:
     """The engine, and the loop that steps it."""
 
-    def __init__(self, options: Options, source: TextIO, answers: TextIO) -> None:
+    def __init__(self, options: EngineOptions, source: TextIO, answers: TextIO) -> None:
         from vllm import LLM, SamplingParams
         from vllm.config import KVTransferConfig
 
@@ -72,7 +72,7 @@ class Served:
         threading.Thread(target=self._read, name="asked", daemon=True).start()
 
     def run(self) -> None:
-        """Until nobody asks any more."""
+        """Runs until no more requests come."""
         self._answers.write("\n")
         self._answers.flush()
         while True:
@@ -120,7 +120,7 @@ class Served:
 if __name__ == "__main__":
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as stream:
         os.dup2(2, 1)  # for what libraries print
-        Served(Options(**json.loads(sys.argv[1])), sys.stdin, stream).run()
+        Served(EngineOptions(**json.loads(sys.argv[1])), sys.stdin, stream).run()
     # Not by way of the interpreter: threads of torch and of vLLM can hang there.
     sys.stdout.flush()
     sys.stderr.flush()

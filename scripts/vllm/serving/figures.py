@@ -44,7 +44,7 @@ LOAD_FIGURES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RequestSample:
     """A request. `ttft_s`: from its submission to the decode engine to its first token; `whole_s`: from that to the
     first engine that got it. `prefill_s`: until the prefill engine answered; 0: there is none. `token_s`: for each
     further token. `cached`: prompt tokens that the decode engine did not compute.
@@ -59,8 +59,8 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Of a daemon's stores or loads; `seconds`: durations of the jobs, summed."""
+class TransferTotals:
+    """Sums up a daemon's stores or loads; `seconds`: durations of the jobs, summed."""
 
     jobs: float
     keys: float
@@ -75,24 +75,24 @@ class Moved:
 
     @classmethod
     def between(cls, before: Mapping[str, Any], after: Mapping[str, Any], way: str, requests: int) -> Self:
-        """For each request, from two answers to `status`. `way`: "store" or "load"."""
+        """Computes the totals for each request from two answers to `status`. `way`: "store" or "load"."""
         first, last = before["transfers"][way], after["transfers"][way]
         return cls(**{one.name: (last[one.name] - first[one.name]) / requests for one in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ServingRound:
     """One of a case. `single`: one request at a time; `own`: the same prompts once more, which the decode engine's own
     prefix cache has; `busy`: several clients at once, all of which took `busy_s`. `memcpy_s`: of as many bytes as a
     request loads.
     """
 
-    single: Sequence[Sample]
-    own: Sequence[Sample]
-    busy: Sequence[Sample]
+    single: Sequence[RequestSample]
+    own: Sequence[RequestSample]
+    busy: Sequence[RequestSample]
     busy_s: float
-    store: Moved
-    load: Moved
+    store: TransferTotals
+    load: TransferTotals
     memcpy_s: float
 
     @property
@@ -105,7 +105,7 @@ class Round:
         return p50(one.ttft_s for one in self.single) / self.limit_s
 
     def figures(self) -> dict[str, float]:
-        """By name, without those of rare requests."""
+        """Returns the figures by name, without those of rare requests."""
         return {
             "ttft_p50_ms": p50(one.ttft_s for one in self.single) * 1e3,
             "prefill_p50_ms": p50(one.prefill_s for one in self.single) * 1e3,
@@ -130,7 +130,7 @@ class Round:
         }
 
 
-def figures_of(rounds: Sequence[Round]) -> dict[str, float]:
+def figures_of(rounds: Sequence[ServingRound]) -> dict[str, float]:
     """Medians over the rounds; p99s, and how many were computed, are of the requests of all rounds together."""
     each = [one.figures() for one in rounds]
     found = {name: statistics.median(one[name] for one in each) for name in each[0]}
@@ -142,7 +142,9 @@ def figures_of(rounds: Sequence[Round]) -> dict[str, float]:
 
 
 def rows(cases: Mapping[str, Mapping[str, float]], figures: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Of a table, a column for each case. A figure that no case has is left out; one that a case does not have is -."""
+    """Returns the rows of a table, which has a column for each case. A figure that no case has is left out; one that a
+    case does not have is -.
+    """
     return [
         (text, *(_text(case[name]) for case in cases.values()))
         for name, text in figures.items()
@@ -157,6 +159,6 @@ def _text(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def differing(reference: Sequence[Sample], samples: Sequence[Sample]) -> int:
+def differing(reference: Sequence[RequestSample], samples: Sequence[RequestSample]) -> int:
     """How many answers are not those of the reference."""
     return sum(one.answer != other.answer for one, other in zip(reference, samples, strict=True))

@@ -15,8 +15,8 @@ from typing import Self
 
 from kvoffloadd.trial.process import DaemonError, module, spawn, tail
 from scripts.vllm import ENVIRONMENT
-from scripts.vllm.serving.engine import Answered, Asked, Options
-from scripts.vllm.serving.figures import Sample
+from scripts.vllm.serving.engine import Answered, Asked, EngineOptions
+from scripts.vllm.serving.figures import RequestSample
 
 START_S = 400.0
 ANSWER_S = 300.0
@@ -39,7 +39,7 @@ Prompt = list[int]
 class EngineProcess:
     """Launched by the constructor, which does not wait. As a context it ends with it."""
 
-    def __init__(self, folder: Path, name: str, options: Options) -> None:
+    def __init__(self, folder: Path, name: str, options: EngineOptions) -> None:
         self._name, self._log = name, folder / f"{name}.log"
         command = module("scripts.vllm.serving.engine", json.dumps(asdict(options)))
         environment = {**_ENVIRONMENT, "TMPDIR": str(folder)}
@@ -67,7 +67,7 @@ class EngineProcess:
         return self._answers
 
     def await_start(self) -> None:
-        """Until it can be asked. Raises DaemonError."""
+        """Waits until it can be asked. Raises DaemonError."""
         await_any([self], START_S)
         self._lines()
 
@@ -87,7 +87,7 @@ class EngineProcess:
         return [Answered(**json.loads(line)) for line in self._lines()]
 
     def failed(self, what: str) -> DaemonError:
-        """To be raised."""
+        """Makes an error for the caller to raise."""
         return DaemonError(f"the engine {self._name} {what}:\n{tail(self._log)}")
 
     def _lines(self) -> list[bytes]:
@@ -123,7 +123,7 @@ class Pair:
     decode: EngineProcess
     prefill: EngineProcess | None
 
-    def serve(self, prompts: Sequence[Prompt], answer_tokens: int, salt: str, clients: int) -> list[Sample]:
+    def serve(self, prompts: Sequence[Prompt], answer_tokens: int, salt: str, clients: int) -> list[RequestSample]:
         """Each client sends a request when it has the answer to its last one. In the order of the prompts.
 
         Raises DaemonError.
@@ -132,7 +132,7 @@ class Pair:
         todo = iter(enumerate(prompts))
         flying = {str(number): self._begin(number, prompt, answer_tokens, salt)
                   for number, prompt in itertools.islice(todo, clients)}  # fmt: skip
-        done: dict[int, Sample] = {}
+        done: dict[int, RequestSample] = {}
         while flying:
             for engine in await_any(engines, ANSWER_S):
                 for answered in engine.answers():
@@ -157,8 +157,8 @@ class Pair:
         return _Open(number, begun_s=now_s, asked_s=now_s)
 
 
-def _sample(one: _Open, answered: Answered) -> Sample:
-    return Sample(
+def _sample(one: _Open, answered: Answered) -> RequestSample:
+    return RequestSample(
         ttft_s=answered.first_s - one.asked_s,
         whole_s=answered.first_s - one.begun_s,
         prefill_s=one.prefill_s,

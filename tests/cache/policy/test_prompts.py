@@ -45,8 +45,8 @@ def everybody(rows: U32Array) -> BoolArray:
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[tuple[bool, list[tuple[int, list[int]]]]]:
-    """Of each request whether its keys are new, and its prompts: the first one's position, and keys that are new, or
-    were named before.
+    """Draws, for each request, whether its keys are new, and its prompts: the first one's position, and keys that are
+    new, or were named before.
     """
     made: list[tuple[bool, list[tuple[int, list[int]]]]] = []
     held: list[int] = []

@@ -22,7 +22,7 @@ from kvoffloadd.storage.remote.values import NotRead
 
 @dataclass(eq=False)
 class Call:
-    """Of any kind."""
+    """Represents a call of any kind."""
 
     store: FakeRemote
     end: Callable[[], None]
@@ -183,5 +183,5 @@ class FakeRemote:
 
 
 def names_of(names: Names) -> list[str]:
-    """Of each key."""
+    """Returns the names of each key."""
     return key_names(names.space, np.ascontiguousarray(names.keys, "<u8").tobytes())

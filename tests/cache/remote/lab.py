@@ -108,7 +108,9 @@ class FakeStore:
         await self._turns()
 
     async def sweep(self, prefix: str, until_s: float, after: str = "") -> tuple[int, str]:
-        """In order of the names. `sweep_most`: time is over when so many were looked at, whatever their names."""
+        """Sweeps in the order of the names. `sweep_most`: time is over when this many were looked at, whatever their
+        names.
+        """
         self.swept.append(prefix)
         await self._turns()
         names = sorted(name for name in self.objects.values if name > after)
@@ -119,7 +121,7 @@ class FakeStore:
         return len(gone), names[self.sweep_most - 1] if len(names) > self.sweep_most else ""
 
 
-class Host:
+class EraHost:
     """A daemon's epochs, and its eras. `on_disk`: namespaces that only its disk has."""
 
     def __init__(self, objects: Objects, now: Callable[[], int], poll_s: float = 0.001) -> None:
@@ -146,7 +148,7 @@ class Host:
         return namespace
 
     def doubt(self, name: bytes = NAME) -> Doubt:
-        """Of an open namespace, as lookups see it."""
+        """Returns the doubt of an open namespace, as lookups see it."""
         return cast(Doubt, self.cache.namespaces[name].doubt)
 
     async def _clear_here(self, name: bytes, epoch: int | None) -> None:
@@ -211,7 +213,7 @@ async def settled(condition: Callable[[], bool], what: str) -> None:
         await asyncio.sleep(0.001)
 
 
-def agree(hosts: list[Host]) -> bool:
+def agree(hosts: list[EraHost]) -> bool:
     eras = {host.hits() for host in hosts}
     return len(eras) == 1 and None not in eras and len({host.epoch for host in hosts}) == 1
 
@@ -221,7 +223,7 @@ class Lab:
         self.rng = random.Random(seed)
         self.objects = Objects(self.rng)
         self.now = 1000
-        self.hosts = [Host(self.objects, self._clock) for _ in range(count)]
+        self.hosts = [EraHost(self.objects, self._clock) for _ in range(count)]
 
     def _clock(self) -> int:
         self.now += self.rng.randrange(3)

@@ -14,7 +14,7 @@ from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.objectnames import era_prefix, marker_name, markers_prefix, pointer_name
 from kvoffloadd.storage.remote.values import NotRead
-from tests.cache.remote.lab import NAME, Host, Lab, agree, settled
+from tests.cache.remote.lab import NAME, EraHost, Lab, agree, settled
 
 
 @pytest.mark.parametrize("number", range(20))
@@ -29,7 +29,7 @@ async def test_hosts_that_begin_at_once_agree_and_nobody_clears(seed: int, numbe
     await lab.stop()
 
 
-class Chaos:
+class ClearChaos:
     """Clears by any of the hosts, several at once; hosts that are away meanwhile; small objects that are lost. `ahead`:
     the hosts' clocks differ by up to so much.
     """
@@ -55,7 +55,7 @@ class Chaos:
         else:
             self.check()
 
-    async def _clear(self, host: Host) -> None:
+    async def _clear(self, host: EraHost) -> None:
         before = {name for name in self.lab.objects.ever if name.startswith(markers_prefix(NAME))}
         self.begun |= before
         with suppress(NotDurableError):
@@ -83,9 +83,9 @@ class Chaos:
 async def test_after_a_clear_no_host_hits_what_was_there_before(
     seed: int, number: int, ahead: int, loses: bool
 ) -> None:
-    """With small objects that are lost in the same moments, what is promised holds once all have looked again."""
+    """If small objects are lost in the same moments, what is promised holds once all have looked again."""
     lab = Lab(seed + number, 3)
-    chaos = Chaos(lab, loses, ahead)
+    chaos = ClearChaos(lab, loses, ahead)
     for host in lab.hosts:
         host.run()
     await settled(lambda: agree(lab.hosts), "they agree")
@@ -322,7 +322,7 @@ async def test_a_clear_that_no_store_has_recorded_is_made_up_for_after_a_restart
     with pytest.raises(NotDurableError):
         await one.clear()
     await one.stop()
-    again = lab.hosts[0] = Host(lab.objects, lab._clock)
+    again = lab.hosts[0] = EraHost(lab.objects, lab._clock)
     again.epochs.merge(one.epochs.base, one.epochs.last, one.epochs.by_namespace)
     del again.cache.namespaces[NAME]
     again.run()
@@ -347,7 +347,7 @@ async def test_a_clear_that_is_remembered_makes_no_era_in_the_store(seed: int) -
 
 async def test_a_namespace_may_be_opened_as_its_clear_is_looked_for(seed: int) -> None:
     lab = Lab(seed, 1)
-    host = lab.hosts[0] = Host(lab.objects, lab._clock, poll_s=1000)
+    host = lab.hosts[0] = EraHost(lab.objects, lab._clock, poll_s=1000)
     host.epochs.merge(0, 7, {b"m" * 16: 7})
     host.run()
     await settled(lambda: b"m" * 16 in host.eras._checked, "it was looked for")

@@ -48,7 +48,7 @@ def digests_of(payloads: list[bytes]) -> np.ndarray:
     return hash_payloads(addresses, np.array([len(p) for p in payloads], np.int64))
 
 
-class Scene:
+class RemoteScene:
     """A cache with a remote tier over a store that the test steers."""
 
     def __init__(self, pages: int = 4096, **settings: Any) -> None:
@@ -67,7 +67,7 @@ class Scene:
     async def _clear_here(self, name: bytes, epoch: int | None) -> None:
         await clear_here(self.cache, None, name, epoch)
 
-    async def start(self) -> Scene:
+    async def start(self) -> RemoteScene:
         namespace = self.cache.open_namespace(NAME, 0, "test", 32)
         keyspace = self.cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=len(SIZES)))
         self.cache.set_part_bytes(keyspace, dict(enumerate(SIZES)))
@@ -161,8 +161,8 @@ class Scene:
 
 
 @pytest.fixture
-async def scene() -> AsyncIterator[Scene]:
-    made = await Scene().start()
+async def scene() -> AsyncIterator[RemoteScene]:
+    made = await RemoteScene().start()
     yield made
     await made.finish_all()
     made.audit()
@@ -171,7 +171,7 @@ async def scene() -> AsyncIterator[Scene]:
     await made.close()
 
 
-async def test_two_requests_for_the_same_keys_are_one_get(scene: Scene) -> None:
+async def test_two_requests_for_the_same_keys_are_one_get(scene: RemoteScene) -> None:
     scene.offer(*range(8))
     ended: list[str] = []
     scene.request(*range(8), done=lambda: ended.append("first"))
@@ -188,7 +188,7 @@ async def test_two_requests_for_the_same_keys_are_one_get(scene: Scene) -> None:
     assert scene.served(*range(8)) == list(range(8))
 
 
-async def test_each_question_is_a_short_turn_of_who_asks(scene: Scene) -> None:
+async def test_each_question_is_a_short_turn_of_who_asks(scene: RemoteScene) -> None:
     """Also the one for the marker, behind what came."""
     scene.offer(*range(300))
     flow = Flow(1001, 7)
@@ -206,7 +206,7 @@ async def test_each_question_is_a_short_turn_of_who_asks(scene: Scene) -> None:
     assert {(whose, urgent) for _, whose, urgent in scene.store.asked} == {(flow, Urgency.LOAD)}
 
 
-async def test_who_joins_is_not_hurt_by_the_first_ones_deadline(scene: Scene) -> None:
+async def test_who_joins_is_not_hurt_by_the_first_ones_deadline(scene: RemoteScene) -> None:
     scene.offer(*range(8))
     ended: list[str] = []
     first = scene.request(*range(8), done=lambda: ended.append("first"))
@@ -225,7 +225,7 @@ async def test_who_joins_is_not_hurt_by_the_first_ones_deadline(scene: Scene) ->
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_deadline_frees_what_can_be_freed(scene: Scene, begun: bool) -> None:
+async def test_a_deadline_frees_what_can_be_freed(scene: RemoteScene, begun: bool) -> None:
     scene.offer(*range(8))
     ended: list[list[int]] = []
     fetch = scene.request(*range(8), done=lambda: ended.append(scene.states(*range(8))))
@@ -245,7 +245,7 @@ async def test_a_deadline_frees_what_can_be_freed(scene: Scene, begun: bool) -> 
     assert scene.served(*range(8)) == list(range(8))
 
 
-async def test_a_question_that_is_never_answered_ends_with_its_request(scene: Scene) -> None:
+async def test_a_question_that_is_never_answered_ends_with_its_request(scene: RemoteScene) -> None:
     scene.offer(*range(8))
     ended: list[list[int]] = []
     fetch = scene.request(*range(8), done=lambda: ended.append(scene.states(*range(8))))
@@ -260,7 +260,7 @@ async def test_a_question_that_is_never_answered_ends_with_its_request(scene: Sc
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_session_that_goes_leaves_nothing(scene: Scene, begun: bool) -> None:
+async def test_a_session_that_goes_leaves_nothing(scene: RemoteScene, begun: bool) -> None:
     scene.offer(*range(8))
     fetch = scene.request(*range(8), done=lambda: pytest.fail("nobody is there"))
     await scene.turn()
@@ -273,7 +273,7 @@ async def test_a_session_that_goes_leaves_nothing(scene: Scene, begun: bool) -> 
     assert scene.served(*range(8)) == (list(range(8)) if begun else [])
 
 
-async def test_a_session_that_goes_before_the_answer(scene: Scene) -> None:
+async def test_a_session_that_goes_before_the_answer(scene: RemoteScene) -> None:
     scene.offer(*range(8))
     fetch = scene.request(*range(8), done=lambda: pytest.fail("nobody is there"))
     scene.remote.fetching.cancel(fetch)
@@ -282,7 +282,7 @@ async def test_a_session_that_goes_before_the_answer(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("when", ["asked", "under way", "come"])
-async def test_a_clear_wins_at_any_step(scene: Scene, when: str) -> None:
+async def test_a_clear_wins_at_any_step(scene: RemoteScene, when: str) -> None:
     scene.offer(*range(8))
     ended: list[list[int]] = []
     scene.request(*range(8), done=lambda: ended.append(scene.states(*range(8))))
@@ -302,7 +302,7 @@ async def test_a_clear_wins_at_any_step(scene: Scene, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["not asked", "asked", "under way"])
-async def test_nothing_comes_while_a_root_tells_of_a_clear(scene: Scene, when: str) -> None:
+async def test_nothing_comes_while_a_root_tells_of_a_clear(scene: RemoteScene, when: str) -> None:
     """Memory is walked over before the epoch rises: what came behind the walk would be taken over into the new one."""
     scene.offer(*range(8))
     if when != "not asked":
@@ -320,7 +320,7 @@ async def test_nothing_comes_while_a_root_tells_of_a_clear(scene: Scene, when: s
 
 
 @pytest.mark.parametrize("when", ["asked", "come"])
-async def test_without_the_marker_nothing_counts(scene: Scene, when: str) -> None:
+async def test_without_the_marker_nothing_counts(scene: RemoteScene, when: str) -> None:
     scene.offer(*range(8))
     (marker,) = [name for name in scene.store.values if "/era/" in name]
     ended: list[list[int]] = []
@@ -337,7 +337,7 @@ async def test_without_the_marker_nothing_counts(scene: Scene, when: str) -> Non
     assert scene.remote.eras.lost_markers == 1
 
 
-async def test_what_came_counts_only_in_the_era_in_which_it_was_asked_for(scene: Scene) -> None:
+async def test_what_came_counts_only_in_the_era_in_which_it_was_asked_for(scene: RemoteScene) -> None:
     """The marker was there when the store looked, and here another question has found it gone since."""
     scene.offer(*range(8))
     ended: list[list[int]] = []
@@ -357,7 +357,7 @@ async def test_what_came_counts_only_in_the_era_in_which_it_was_asked_for(scene:
     await scene.era_is_known()
 
 
-async def test_while_much_is_late_nothing_is_asked_for(scene: Scene) -> None:
+async def test_while_much_is_late_nothing_is_asked_for(scene: RemoteScene) -> None:
     """A store that hangs keeps a bounded part of memory."""
     contents = scene.remote._contents
     for start in range(0, 64, 4):
@@ -383,7 +383,7 @@ async def test_while_much_is_late_nothing_is_asked_for(scene: Scene) -> None:
     assert scene.remote.fetching.is_worth_asking
 
 
-async def test_another_composition_has_other_objects(scene: Scene) -> None:
+async def test_another_composition_has_other_objects(scene: RemoteScene) -> None:
     """Also where nothing was known at first: what the store has then is not asked for any more."""
     scene.offer(1)
     scene.store_here(3)
@@ -402,10 +402,10 @@ async def test_another_composition_has_other_objects(scene: Scene) -> None:
         scene.cache.set_part_bytes(scene.keyspace, {0: SIZES[0]}, {0: Composition("float16")})
 
 
-class Chaos:
+class FetchChaos:
     """Requests, deadlines, cancellations, stores, evictions, clears and lost markers in any order."""
 
-    def __init__(self, scene: Scene, rng: random.Random) -> None:
+    def __init__(self, scene: RemoteScene, rng: random.Random) -> None:
         self.scene, self.rng = scene, rng
         self.fetches: list[Fetch] = []
         self.begun = 0
@@ -471,8 +471,8 @@ class Chaos:
 @pytest.mark.parametrize("number", range(40))
 async def test_whatever_comes_between(seed: int, number: int) -> None:
     rng = random.Random(seed + number)
-    scene = await Scene(rng.choice([512, 4096]), push=rng.choice(["never", "seal"])).start()
-    chaos = Chaos(scene, rng)
+    scene = await RemoteScene(rng.choice([512, 4096]), push=rng.choice(["never", "seal"])).start()
+    chaos = FetchChaos(scene, rng)
     for _ in range(150):
         await rng.choice(chaos.steps)()
         for _ in range(rng.randrange(3)):

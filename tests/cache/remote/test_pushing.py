@@ -14,18 +14,18 @@ from kvoffloadd.storage.remote.transfers import RemoteStatus
 from ..clears import clear
 from ..fakes import keys_of
 from .fakeremote import Call
-from .test_fetching import NAME, SIZES, Scene
+from .test_fetching import NAME, SIZES, RemoteScene
 
-Make = Callable[..., Awaitable[Scene]]
+Make = Callable[..., Awaitable[RemoteScene]]
 
 
 @pytest.fixture
 async def make() -> AsyncIterator[Make]:
     """`make(pages=..., push=...)`: a scene that is audited at the end: nothing waits, and nothing is held."""
-    made: list[Scene] = []
+    made: list[RemoteScene] = []
 
-    async def make(pages: int = 4096, push: str = "seal") -> Scene:
-        made.append(await Scene(pages, push=push).start())
+    async def make(pages: int = 4096, push: str = "seal") -> RemoteScene:
+        made.append(await RemoteScene(pages, push=push).start())
         return made[0]
 
     yield make
@@ -36,12 +36,12 @@ async def make() -> AsyncIterator[Make]:
     await scene.close()
 
 
-def puts(scene: Scene) -> list[Call]:
+def puts(scene: RemoteScene) -> list[Call]:
     """Those that are under way."""
     return [call for call in scene.store.calls if call.end.__qualname__.startswith("FakeRemote.put")]
 
 
-async def a_put(scene: Scene) -> Call:
+async def a_put(scene: RemoteScene) -> Call:
     """The first one that is under way, soon."""
     async with asyncio.timeout(20):
         while not puts(scene):  # noqa: ASYNC110
@@ -49,26 +49,26 @@ async def a_put(scene: Scene) -> Call:
     return puts(scene)[0]
 
 
-def is_waiting(scene: Scene) -> bool:
+def is_waiting(scene: RemoteScene) -> bool:
     """Whether a key waits to be put, or is being put."""
     return bool(scene.remote.pushing.backlog.bytes or scene.remote.holds)
 
 
-async def calm(scene: Scene) -> None:
+async def calm(scene: RemoteScene) -> None:
     """What is to begin has begun."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def store(scene: Scene, *numbers: int) -> None:
+def store(scene: RemoteScene, *numbers: int) -> None:
     """Keys whose checksums are known."""
     scene.store_here(*numbers)
     entries, found = scene.cache.entries, scene.cache.find(scene.keyspace, keys_of(*numbers))
     scene.cache.sealed(entries.parts.run(entries.first[found.hit_rows], len(SIZES)).ravel())
 
 
-def use(scene: Scene, *numbers: int) -> None:
-    """As a pin does."""
+def use(scene: RemoteScene, *numbers: int) -> None:
+    """Uses keys as a pin does."""
     found = scene.cache.find(scene.keyspace, keys_of(*numbers))
     scene.cache.uses.add([(scene.keyspace, found, 0)])
     scene.cache.uses.settle()
@@ -249,7 +249,7 @@ async def test_a_key_in_the_place_of_another_one_is_put(make: Make) -> None:
     await pushed(scene, len(first) + len(second))
 
 
-async def pushed(scene: Scene, count: int) -> None:
+async def pushed(scene: RemoteScene, count: int) -> None:
     """So many keys so far, soon."""
     async with asyncio.timeout(20):
         while scene.remote.pushing.counters.keys < count:

@@ -12,7 +12,7 @@ from kvoffloadd.cache.clearing import REMOTE, Clearings
 from kvoffloadd.objectnames import pointer_name
 from kvoffloadd.storage.remote.values import NotRead
 
-from .test_fetching import NAME, Scene
+from .test_fetching import NAME, RemoteScene
 
 LATER = b"z" * 16
 """A namespace behind NAME, whose pointer can't be read."""
@@ -20,8 +20,8 @@ LATER = b"z" * 16
 
 @pytest.mark.parametrize("unreadable", [NAME, LATER])
 async def test_a_namespace_that_fails_delays_no_other(unreadable: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a clear of everything. The failing one is repeated by the tier, with the same epoch."""
-    scene = await Scene().start()
+    """Everything is cleared. The failing namespace is repeated by the tier, with the same epoch."""
+    scene = await RemoteScene().start()
     try:
         scene.cache.open_namespace(LATER, 0, "test", 32)
         eras = scene.remote.eras
@@ -56,7 +56,7 @@ async def test_a_namespace_that_fails_delays_no_other(unreadable: bytes, monkeyp
 
 async def test_a_clear_makes_the_one_before_obsolete() -> None:
     """They are counted once for each namespace, and once for everything."""
-    scene = await Scene().start()
+    scene = await RemoteScene().start()
     try:
         clearings = Clearings(scene.cache, None, scene.remote, scene._spawn)
         counts = []

@@ -21,7 +21,7 @@ from kvoffloadd.errors import NotDurableError, RemoteStoreError
 from kvoffloadd.model import EPOCH_MAX
 from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
 from scripts.soak.vandal import forged
-from tests.cache.remote.lab import NAME, Host, Lab, agree, settled
+from tests.cache.remote.lab import NAME, EraHost, Lab, agree, settled
 
 NAMES = [bytes([n]) * 16 for n in range(1, 25)]
 
@@ -36,11 +36,11 @@ async def opened(lab: Lab, *names: bytes) -> None:
     await settled(lambda: all(known(host, name) and not host.doubt(name) for host, name in pairs), "all have agreed")
 
 
-def known(host: Host, name: bytes) -> bool:
+def known(host: EraHost, name: bytes) -> bool:
     return host.eras.of(name) is not None
 
 
-async def clear(host: Host, *names: bytes) -> None:
+async def clear(host: EraHost, *names: bytes) -> None:
     for name in names:
         host.epochs.advance(name)
     await host.eras.finish_clear(host.eras.begin_clear(set(names)))
@@ -193,7 +193,7 @@ async def test_nothing_of_an_earlier_run_hits_before_the_first_look(seed: int) -
 
 @pytest.mark.parametrize("how", ["breaker", "silence"])
 async def test_a_store_that_is_away_puts_nothing_in_doubt(seed: int, how: str) -> None:
-    """As BEHAVIOR says: the local tiers serve. When it is back, what was never looked at is in doubt again."""
+    """The local tiers serve, as BEHAVIOR says. When it is back, what was never looked at is in doubt again."""
     lab = Lab(seed, 1)
     (host,) = lab.hosts
     if how == "breaker":
@@ -424,7 +424,7 @@ async def test_a_store_that_has_lost_all_gives_other_hosts_time_to_tell_of_clear
     await clear(one, NAME)
     await one.stop()
     lab.objects.values.clear()
-    back = lab.hosts[1] = Host(lab.objects, lab._clock, poll_s=0.2)
+    back = lab.hosts[1] = EraHost(lab.objects, lab._clock, poll_s=0.2)
     back.run()
     await settled(lambda: back.era is not None, "it is in an era")
     assert back.doubt() is Doubt.INHERITED
@@ -460,7 +460,7 @@ async def test_a_store_that_has_lost_a_clear_puts_what_is_there_in_doubt(seed: i
 async def test_doubt_lasts_as_long_as_others_may_need(seed: int) -> None:
     """However often the host looks meanwhile, and loses its marker."""
     lab = Lab(seed, 1)
-    lab.hosts[0] = host = Host(lab.objects, lab._clock, poll_s=1000)
+    lab.hosts[0] = host = EraHost(lab.objects, lab._clock, poll_s=1000)
     host.run()
     clock = host.eras._clock
     await settled(lambda: host.era is not None and host.doubt() is Doubt.INHERITED, "it has made an era")

@@ -1,4 +1,4 @@
-"""In which order the driver is told that sources may be read."""
+"""Tests the order in which the driver learns that sources may be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def array(*numbers: int) -> U64Array:
 
 
 def sources() -> str:
-    """Behind a slow copy the source changes: what batches, and batches of runs, have copied, final or not."""
+    """Changes the source behind a slow copy: what batches, and batches of runs, have copied, final or not."""
     start()
     device, host, stream, copier = allocate(SIZE), registered(SIZE), new_stream(), Driver()
     whole = array(address(host)), array(device), array(SIZE)

@@ -77,7 +77,7 @@ def moved(copies: Copies) -> list[tuple[int, int]]:
     return sorted((src + at, dst + at) for src, dst, size in runs for at in range(size))
 
 
-class FakeDriver:
+class PinningDriver:
     """Registers what it is let to: each piece waits for a `release`. `refused`: raised for these pieces, by number.
     `resident`: how many bytes of the arena the kernel had provided at each registration.
     """
@@ -122,9 +122,9 @@ def pinning() -> Iterator[Start]:
     """Pins eight slabs of memory that nobody has touched."""
     fd = create_memfd("arena", PIECES * SLAB)
     mapping = Mapping.map_fd(fd, PIECES * SLAB)
-    started: list[tuple[Pinning, FakeDriver]] = []
+    started: list[tuple[Pinning, PinningDriver]] = []
 
-    def start(driver: FakeDriver, before: Callable[[Pinning], object] = lambda made: None) -> Pinning:
+    def start(driver: PinningDriver, before: Callable[[Pinning], object] = lambda made: None) -> Pinning:
         driver.fd, driver.base = fd, mapping.address
         made = Pinning(driver, Arena(mapping.address, PIECES * SLAB, SLAB), SLAB)  # type: ignore[arg-type]  # a fake
         before(made)
@@ -154,7 +154,7 @@ def pinned(made: Pinning, count: int) -> None:
 
 
 def test_pieces_are_pinned_one_after_another(pinning: Start) -> None:
-    driver = FakeDriver()
+    driver = PinningDriver()
     made = pinning(driver)
     assert not store_to(made, 0)
     driver.allowed.release()
@@ -170,7 +170,7 @@ def test_pieces_are_pinned_one_after_another(pinning: Start) -> None:
 
 
 def test_a_piece_that_a_copy_has_missed_comes_first(pinning: Start) -> None:
-    driver = FakeDriver()
+    driver = PinningDriver()
 
     def want(made: Pinning) -> None:
         assert not store_to(made, 5, 6)
@@ -184,7 +184,7 @@ def test_a_piece_that_a_copy_has_missed_comes_first(pinning: Start) -> None:
 
 def test_pages_are_there_before_the_driver_is_asked_for_them(pinning: Start) -> None:
     """Or its call would make them, under its lock: a second a GiB."""
-    driver = FakeDriver()
+    driver = PinningDriver()
     made = pinning(driver)
     driver.allowed.release(PIECES)
     pinned(made, PIECES)
@@ -193,7 +193,7 @@ def test_pages_are_there_before_the_driver_is_asked_for_them(pinning: Start) -> 
 
 def test_there_is_a_pause_after_each_piece(pinning: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvoffloadd.device.cuda.pinning.PAUSE_S", 0.05)
-    driver = FakeDriver()
+    driver = PinningDriver()
     driver.allowed.release(PIECES)
     began = time.monotonic()
     pinned(pinning(driver), PIECES)
@@ -215,7 +215,7 @@ def test_what_is_refused_is_told_once_and_tried_again(
 ) -> None:
     """Whatever the reason: the others are pinned meanwhile, and what comes back is used."""
     monkeypatch.setattr("kvoffloadd.device.cuda.pinning.RETRY_S", 0.05)
-    driver = FakeDriver({1: error, 4: error})
+    driver = PinningDriver({1: error, 4: error})
     made = pinning(driver)
     driver.allowed.release(100)
     until(lambda: driver.tried.count(4) >= 3, "it is tried again")
@@ -233,7 +233,7 @@ def test_what_is_refused_is_told_once_and_tried_again(
 
 def test_a_driver_that_pins_nothing_is_asked_some_times_only(pinning: Start) -> None:
     """Confidential computing: each try takes a lock that other processes of the host wait for."""
-    driver = FakeDriver(dict.fromkeys(range(PIECES), NO_MEMORY))
+    driver = PinningDriver(dict.fromkeys(range(PIECES), NO_MEMORY))
     made = pinning(driver)
     driver.allowed.release(100)
     until(lambda: len(driver.tried) == REFUSALS_MAX, "it has been asked")
@@ -249,13 +249,13 @@ def test_pieces_that_are_refused_for_good_keep_no_other_from_its_turn(
     """Nor does one that a call which failed has registered all the same."""
     monkeypatch.setattr("kvoffloadd.device.cuda.pinning.RETRY_S", 0.02)
     already = CudaError("cuMemHostRegister", "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED")
-    driver = FakeDriver({**dict.fromkeys(range(REFUSALS_MAX), NO_MEMORY), PIECES - 1: already})
+    driver = PinningDriver({**dict.fromkeys(range(REFUSALS_MAX), NO_MEMORY), PIECES - 1: already})
     driver.allowed.release(100)
     pinned(pinning(driver), PIECES - REFUSALS_MAX)
 
 
 def test_memory_that_is_not_there_ends_nothing() -> None:
-    driver = FakeDriver()
+    driver = PinningDriver()
     made = Pinning(driver, Arena(BASE, 4 * SLAB, SLAB), SLAB)  # type: ignore[arg-type]  # a fake; nothing is mapped
     made.start(1)
     until(lambda: made.failure, "it has failed")
@@ -265,7 +265,7 @@ def test_memory_that_is_not_there_ends_nothing() -> None:
 
 def test_without_a_thread_nothing_is_pinned_until_there_is_one(pinning: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU can be used."""
-    driver = FakeDriver()
+    driver = PinningDriver()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self: no_thread())
         made = pinning(driver)
@@ -281,7 +281,7 @@ def no_thread() -> NoReturn:
 
 
 def test_stop_ends_between_pieces(pinning: Start) -> None:
-    driver = FakeDriver()
+    driver = PinningDriver()
     made = pinning(driver)
     driver.allowed.release()
     pinned(made, 1)
@@ -291,7 +291,7 @@ def test_stop_ends_between_pieces(pinning: Start) -> None:
 
 
 def test_a_new_context_may_take_longer_the_more_is_pinned() -> None:
-    made = Pinning(FakeDriver(), Arena(BASE, 512 * GIB, 64 << 20), GIB)  # type: ignore[arg-type]  # a fake
+    made = Pinning(PinningDriver(), Arena(BASE, 512 * GIB, 64 << 20), GIB)  # type: ignore[arg-type]  # a fake
     assert made.mapping_s == 0
     made._pinned[:] = True
     assert made.mapping_s >= 30

@@ -30,11 +30,11 @@ UNKNOWN_TO_BINDINGS = 4711
 
 
 class ProcessEnds(Exception):
-    """In place of the end of the process."""
+    """Stands for the end of the process."""
 
 
 def end_process(reason: str) -> NoReturn:
-    """As the daemon, whose thread never returns."""
+    """Ends the process as the daemon does, whose thread never returns."""
     raise ProcessEnds(reason)
 
 
@@ -150,7 +150,7 @@ def test_move_returns_when_the_bytes_are_there(
 def test_batches_leave_the_processors_to_the_engine(
     gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda
 ) -> None:
-    """Of both kinds, in both orders."""
+    """The batches are of both kinds, in both orders."""
     before, ends = extras.counters(), np.zeros(0, np.uint64)
     at = np.arange(0, 16 * ROW, ROW, dtype=np.uint64)
     host, device = at + np.uint64(memory.mapping.address), at * np.uint64(2) + np.uint64(memory.buffer.address)
@@ -327,7 +327,7 @@ def test_what_is_refused_altogether_fails(gpu: Gpu, memory: Memory, rng: np.rand
 # --- what goes wrong while copies run ---
 
 
-class Failing(Driver):
+class FailingDriver(Driver):
     """Does `fault` while it is `planted`."""
 
     def __init__(self, fault: str) -> None:
@@ -366,7 +366,7 @@ def test_no_error_comes_before_the_end_of_what_was_submitted(
     """Whatever fails: the memory belongs to somebody else once `move` has raised. The GPU can be used on."""
     memory.host[:] = 5
     memory.buffer.upload(0, np.full(SIZE, 5, np.uint8))
-    failing = Failing(fault)
+    failing = FailingDriver(fault)
     made = stream(gpu, failing, batch_descriptors=32)
     extras.delay(made._stream, 0.1)
     with pytest.raises((CudaError, MemoryError)):
@@ -382,7 +382,7 @@ def test_no_error_comes_before_the_end_of_what_was_submitted(
     made.destroy()
 
 
-class Silent(Failing):
+class Silent(FailingDriver):
     """And does not say either whether its stream has drained, for so many times."""
 
     def __init__(self, fault: str, code: int, times: int) -> None:

@@ -23,7 +23,7 @@ def driver(tmp_path: Path) -> Path:
 
 
 def said(path: Path) -> dict[str, str]:
-    """Of each way."""
+    """Reads what was noted of each way."""
     lines = [line.split("\t") for line in path.read_text().splitlines()]
     return {way: state for way, _, state in lines}
 

@@ -51,13 +51,13 @@ def image(local: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blob_of(hub: Path, data: bytes, *, large: bool = False) -> Path:
-    """As the hub's client stores it."""
+    """Makes a blob as the hub's client stores it."""
     digest = hashlib.sha256(data) if large else hashlib.sha1(b"blob %d\0" % len(data) + data)
     return write(hub / "blobs" / digest.hexdigest(), data)
 
 
 def snapshot(hub: Path, **files: bytes) -> Path:
-    """Of a model's folder in the hub's cache. `weights` are large ones."""
+    """Makes the snapshot of a model's folder in the hub's cache. `weights` are large files."""
     folder = hub / "snapshots" / COMMIT
     folder.mkdir(parents=True)
     for name, data in files.items():
@@ -169,7 +169,7 @@ def test_all_bytes_count_where_times_say_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("image")
 def test_all_bytes_are_read_once_for_each_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an adapter each request asks again."""
+    """Each request asks again about an adapter."""
     file = write(tmp_path / "m.safetensors")
     before = contents_of(file)
     monkeypatch.setattr(contents, "_digest", None)
@@ -198,7 +198,7 @@ def test_memory_says_nothing_of_writes_through_mappings(monkeypatch: pytest.Monk
 
 
 def edit(link: Path, data: bytes) -> None:
-    """Through the link, in place, as editors do; long after it was made."""
+    """Writes through the link, in place, as editors do; long after it was made."""
     link.write_bytes(data)
     os.utime(link, (4e9, 4e9))
 
@@ -219,7 +219,7 @@ def test_the_hubs_cache_names_files_by_their_contents(
 def test_the_hubs_files_that_are_edited_in_place(
     name: str, named: Callable[..., str], how: Fingerprint | None, tmp_path: Path
 ) -> None:
-    """As model cards tell users to, who want longer contexts."""
+    """Model cards advise this to users who want longer contexts."""
     folders = [
         snapshot(tmp_path / host / "models--org--m", **{"config.json": b"{}", "weights": b"old"}) for host in ("a", "b")
     ]
@@ -249,7 +249,7 @@ def test_the_hubs_weights_are_read_where_they_are_younger_than_their_link(tmp_pa
 
 
 def test_large_files_of_the_hub_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as nobody has written to them, and nobody has asked for it."""
+    """This holds as long as they have not been written to, and reading them has not been asked for."""
     folder = snapshot(tmp_path / "models--org--m", weights=b"old")
     monkeypatch.setattr(contents, "_digest", None)
     assert model_of(folder) == model_of(folder, None) == f"hub:org--m@{COMMIT}"
@@ -378,7 +378,7 @@ def test_options() -> None:
 
 
 def test_what_times_say_on_which_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the tests' own one nothing is known, of shared memory it is."""
+    """Nothing is known of the tests' file system, but something is of shared memory."""
     monkeypatch.undo()
     for folder, expected in ((Path("/dev/shm"), Times.SAY_NOTHING), (Path("/proc/self"), Times.UNKNOWN)):
         fd = os.open(folder, os.O_RDONLY)

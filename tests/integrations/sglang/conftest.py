@@ -12,6 +12,6 @@ from tests.integrations.sglang import fakesglang
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """As much of SGLang as is imported: see `fakesglang.imported`."""
+    """Imports as much of SGLang as the adapter needs: see `fakesglang.imported`."""
     with fakesglang.imported(monkeypatch) as found:
         yield found

@@ -37,7 +37,7 @@ class MLATokenToKVPool:
 
 
 class DSATokenToKVPool(MLATokenToKVPool):
-    """With indexes, in buffers that have a row for each page."""
+    """Has indexes, in buffers that have a row for each page."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         super().__init__(pages, page_size)
@@ -63,7 +63,7 @@ class MambaPool:
 
 
 def entry(name: str, pool: Any, buffers: Sequence[Any], page_size: int, rows: int, source: str = "") -> SimpleNamespace:
-    """As SGLang's DevicePoolEntry."""
+    """Stands in for SGLang's DevicePoolEntry."""
     return SimpleNamespace(
         name=name,
         device_pool=pool,
@@ -76,7 +76,7 @@ def entry(name: str, pool: Any, buffers: Sequence[Any], page_size: int, rows: in
 
 
 def params(kvcache: Any, page_size: int, **more: Any) -> SimpleNamespace:
-    """As SGLang's CacheInitParams."""
+    """Stands in for SGLang's CacheInitParams."""
     return SimpleNamespace(
         page_size=page_size,
         pp_size=1,
@@ -87,7 +87,7 @@ def params(kvcache: Any, page_size: int, **more: Any) -> SimpleNamespace:
 
 
 def components(*names: str) -> set[Any]:
-    """As SGLang's ComponentType."""
+    """Stands in for SGLang's ComponentType."""
     return {SimpleComponent(name) for name in names}
 
 
@@ -99,5 +99,5 @@ class SimpleComponent:
 
 
 def slots(pages: Sequence[int], page_size: int) -> Any:
-    """Of some pages, as SGLang names them."""
+    """Returns the slots of some pages, as SGLang names them."""
     return (torch.tensor(pages)[:, None] * page_size + torch.arange(page_size)).reshape(-1)

@@ -59,7 +59,7 @@ class HostPool:
         return [address for address, _ in places], [size for _, size in places]
 
     def slots(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Of some pages, as SGLang names them."""
+        """Returns the slots of some pages, as SGLang names them."""
         return (np.array(pages, np.int64)[:, None] * self.page_size + np.arange(self.page_size)).reshape(-1)
 
 
@@ -76,4 +76,4 @@ class MambaPoolHost(HostPool):
 
 
 class DSAIndexerPoolHost(HostPool):
-    """Of sparse attention."""
+    """Stands in for the host pool of sparse attention."""

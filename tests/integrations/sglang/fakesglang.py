@@ -1,4 +1,4 @@
-"""As much of SGLang as the adapter imports, for tests that have none."""
+"""Stands in for as much of SGLang as the adapter imports, in tests that have none."""
 
 from __future__ import annotations
 
@@ -115,14 +115,14 @@ def split_cached_prefix_by_tier(
 
 @dataclass(frozen=True)
 class Node:
-    """Of SGLang's tree: the names of its pages, and what stands before them."""
+    """Represents a node of SGLang's tree: the names of its pages, and what stands before them."""
 
     keys: list[str]
     parent: Node | None = None
 
     @property
     def pages(self) -> int:
-        """From the root on."""
+        """Counts the pages from the root on."""
         return len(self.keys) + (0 if self.parent is None else self.parent.pages)
 
 

@@ -28,7 +28,7 @@ def train(folder: Path, content: str) -> str:
 
 
 def key(path: str, lora_id: str = IDS[0], own: str = "") -> str | None:
-    """In a process that has loaded that adapter."""
+    """Returns the extra key in a process that has loaded that adapter."""
     adapters = LoadedAdapters()
     with adapters.loading(lora_id, path):
         pass
@@ -122,7 +122,7 @@ def test_requests_without_adapters_are_left_as_they_are() -> None:
 
 
 def test_sglang_is_watched(sglang: SimpleNamespace, tmp_path: Path) -> None:
-    """From before it loads its first adapter on."""
+    """It is watched from before it loads its first adapter."""
     plain = sglang.request("r", "user", IDS[0]).extra_key
     importlib.import_module(f"{ADAPTER}.plugin").install()
     sglang.registry.hooks[-1][1]()

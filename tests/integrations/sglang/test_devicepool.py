@@ -1,4 +1,4 @@
-"""From SGLang's device pools to canonical tensors, alike with the storage's host pools, and what is refused."""
+"""SGLang's device pools become canonical tensors, like the storage's host pools; some are refused."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def host_pools_of(kind: type[fakes.HostPool], device: Any, runs: list[int]) -> P
 
 
 def compositions(pools: Pools) -> list[Composition]:
-    """As the daemon compares them."""
+    """Returns the compositions as the daemon compares them."""
     return [Composition.of(group.refs) for group in pools.caches.groups]
 
 

@@ -18,7 +18,7 @@ COMMIT, NEWER = "0123456789" * 4, "f" * 40
 
 
 def write(path: Path, content: str) -> Source:
-    """Of equal size and time: other contents of a file whose time somebody sets."""
+    """Writes files of equal size and time: other contents of a file whose time is set."""
     path.write_text(content)
     os.utime(path, (1e9, 1e9))
     return Source(str(path))

@@ -16,9 +16,9 @@ from kvoffloadd.integrations.sglang import pagestore
 from kvoffloadd.integrations.sglang.prefixes import Needed
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.integrations.sglang.fakesglang import ADAPTER, Node
-from tests.integrations.sglang.test_pagestore import PAGE, Rank, StartDaemon, names
+from tests.integrations.sglang.test_pagestore import PAGE, PagestoreRank, StartDaemon, names
 
 pytestmark = pytest.mark.slow
 
@@ -29,11 +29,11 @@ THIRD = "512KiB"
 """Holds a third of all that the users have: 64 pages of 8 KiB."""
 
 
-class Engine:
+class AdmittingEngine:
     """A rank, and of SGLang what admits requests: the adapter is told by the real `engine` module."""
 
     def __init__(self, sglang: SimpleNamespace, daemon: Daemon, **options: Any) -> None:
-        self.rank = Rank(daemon, **options)
+        self.rank = PagestoreRank(daemon, **options)
         self.store = self.rank.store
         self.daemon = daemon
         self._sglang = sglang
@@ -56,7 +56,7 @@ class Engine:
         return int(self.daemon.status()["cache"]["keys_touched"])
 
 
-Start = Callable[..., Engine]
+Start = Callable[..., AdmittingEngine]
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def start(sglang: SimpleNamespace) -> Iterator[Start]:
     """`start(daemon, ...)`, closed at the end."""
     with ExitStack() as stack:
 
-        def begin(daemon: Daemon, **options: Any) -> Engine:
-            engine = Engine(sglang, daemon, **options)
+        def begin(daemon: Daemon, **options: Any) -> AdmittingEngine:
+            engine = AdmittingEngine(sglang, daemon, **options)
             stack.callback(engine.store.close)
             return engine
 
@@ -93,8 +93,8 @@ def test_every_user_of_a_system_prompt_gets_it(start_daemon: StartDaemon, start:
 
 
 def test_what_only_sglang_serves_is_pushed(start_daemon: StartDaemon, start: Start, tmp_path: Path) -> None:
-    """By the default of `remote.push`, when SGLang has used it again, without a lookup, a load or a store."""
-    store, prompt = Store(tmp_path), Node(names(9))
+    """The default of `remote.push` pushes it when SGLang has used it again, without a lookup, a load or a store."""
+    store, prompt = SharedStore(tmp_path), Node(names(9))
     here, there = (start_daemon(*store.settings("remote.push=second-use"), memory="64MiB") for _ in range(2))
     one, other = start(here), start(there)
     for daemon in (here, there):
@@ -130,7 +130,7 @@ def test_it_is_told_of_what_sglang_had_itself(start_daemon: StartDaemon, start: 
 
 
 def test_of_other_pools_what_a_prefix_needs_is_used(start_daemon: StartDaemon, start: Start) -> None:
-    """As far as SGLang has asked for it: the state at the end, the last pages of a window."""
+    """SGLang has asked for this much: the state at the end, the last pages of a window."""
     engine, prompt = start(start_daemon(memory="64MiB"), windows=True), Node(names(6))
     rank, keys = engine.rank, prompt.keys
     rank.store.store([rank.fill(keys), rank.fill(keys, 10, "mamba"), rank.fill(keys, 20, "swa")])
@@ -159,7 +159,7 @@ def test_an_engine_without_a_daemon_keeps_nothing(start_daemon: StartDaemon, sta
 
 
 def test_what_waits_to_be_told_of_ends_with_the_weights(start_daemon: StartDaemon, start: Start) -> None:
-    """By their new names nobody used these pages."""
+    """These pages have not been used by their new names."""
     engine = start(start_daemon(memory="64MiB"))
     engine.admit(Node(names(4)))
     engine.store.suspend()
@@ -192,7 +192,7 @@ def test_either_seat_is_told(start_daemon: StartDaemon, sglang: SimpleNamespace,
     """Started as SGLang starts it."""
     daemon, head, tail = start_daemon(memory="64MiB"), Node(names(4)), names(2, "tail")
     tests = importlib.import_module(f"tests.integrations.sglang.test_{seat}")
-    rank: Any = tests.Rank(daemon).start() if seat == "storage" else tests.Rank(daemon.socket)
+    rank: Any = tests.StorageRank(daemon).start() if seat == "storage" else tests.LinkerRank(daemon.socket)
     begun: Any = getattr(rank, seat)
 
     def store(keys: list[str]) -> bool:
@@ -215,7 +215,7 @@ def test_one_rank_is_enough(start_daemon: StartDaemon, sglang: SimpleNamespace) 
     told = []
     for number in (1, 0):
         sglang.parallel.attn_tp_rank = number
-        rank = storages.Rank(daemon).start()
+        rank = storages.StorageRank(daemon).start()
         told.append(rank.storage._pages in engine._TOLD_OF_HITS)
         rank.storage.close()
     assert told == [False, True]

@@ -1,4 +1,4 @@
-"""From SGLang's host pools to canonical tensors, and what is refused."""
+"""SGLang's host pools become canonical tensors; some are refused."""
 
 from __future__ import annotations
 

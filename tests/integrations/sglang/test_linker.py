@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 PAGE, PAGES = 4, 32
 
 
-class Rank:
+class LinkerRank:
     """An engine's linker, started as SGLang starts it."""
 
     def __init__(self, socket: Path, kvcache: Any = None, *parts: str, **options: Any) -> None:
@@ -59,7 +59,7 @@ class Rank:
         return bool(self.linker._pages.available)
 
     def fill(self, pages: range, value: float) -> None:
-        """As a model would."""
+        """Fills pages as a model would."""
         for buffer in [*self.kvcache.k_buffer, *self.kvcache.v_buffer]:
             buffer[pages.start * PAGE : pages.stop * PAGE] = value
 
@@ -69,7 +69,7 @@ class Rank:
         return {float(one) for buffer in buffers for one in buffer[pages.start * PAGE : pages.stop * PAGE].unique()}
 
     def store(self, keys: list[str], at: int = 0) -> bool:
-        """To its end."""
+        """Stores to its end."""
         assert self.linker.offload([kv(keys, at)])
         until(lambda: self.linker.num_completed_offloads() == 1, "it is stored", PATIENCE_S)
         return bool(self.linker.pop_completed_offload())
@@ -85,7 +85,7 @@ def kv(keys: list[str], at: int, pool: str = "kv") -> PoolTransfer:
     return PoolTransfer(pool, keys=keys, device_indices=slots(range(at, at + len(keys)), PAGE))
 
 
-StartRank = Callable[..., Rank]
+StartRank = Callable[..., LinkerRank]
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def start_rank(sglang: SimpleNamespace) -> Iterator[StartRank]:
     """`start_rank(daemon, ...)`, closed at the end."""
     with ExitStack() as stack:
 
-        def start(daemon: Daemon, *arguments: Any, **options: Any) -> Rank:
-            rank = Rank(daemon.socket, *arguments, **options)
+        def start(daemon: Daemon, *arguments: Any, **options: Any) -> LinkerRank:
+            rank = LinkerRank(daemon.socket, *arguments, **options)
             stack.callback(rank.linker.close)
             return rank
 
@@ -273,7 +273,7 @@ def test_a_load_has_ended_when_it_says_so(start_daemon: StartDaemon, start_rank:
 def test_pages_are_free_when_their_load_has_ended(
     ends: str, start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a request that is gone, and of one that another rank can't load."""
+    """One request is gone, another one can't be loaded by another rank."""
     rank, keys = start_rank(start_daemon(memory="64MiB"), overlap=True), names(2)
     rank.fill(range(2), 3.0)
     assert rank.store(keys)
@@ -400,7 +400,7 @@ def test_what_was_not_tried_is_refused(sglang: Any, start_daemon: StartDaemon) -
         ({"sockets": "/x"}, "sockets: not an option"),
     ):
         with pytest.raises(UsageError, match=told):
-            Rank(socket, **options)
+            LinkerRank(socket, **options)
     for owner, name, told in (
         (sglang.features, "enable_memory_saver", "--enable-memory-saver"),
         (sglang.memory, "enable_unified_memory", "--enable-unified-memory"),
@@ -410,5 +410,5 @@ def test_what_was_not_tried_is_refused(sglang: Any, start_daemon: StartDaemon) -
         was = getattr(owner, name)
         setattr(owner, name, 2 if isinstance(was, int) and not isinstance(was, bool) else True)
         with pytest.raises(UsageError, match=told):
-            Rank(socket)
+            LinkerRank(socket)
         setattr(owner, name, was)

@@ -27,7 +27,7 @@ from scripts.harness.daemon import Daemon
 from tests.conftest import SEED
 from tests.e2e.daemons import Hold
 from tests.e2e.disk import Switch
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.e2e.unrecordable import WAYS, Unrecordable, epoch, requests
 from tests.integrations.sglang.fakes import HostPool, MambaPoolHost, MHATokenToKVPoolHost
 
@@ -41,11 +41,11 @@ PATIENCE_S = 100.0
 
 
 def names(count: int, of: str = "") -> list[str]:
-    """As SGLang names pages."""
+    """Names pages as SGLang does."""
     return [hashlib.sha256(f"{of} {at}".encode()).hexdigest() for at in range(count)]
 
 
-class Rank:
+class PagestoreRank:
     """An engine's rank: its pools, and what stores their pages."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Rank:
         return Pages(pool, keys, self.pools[pool].slots(range(at, at + len(keys))))
 
     def fill(self, keys: list[str], at: int = 0, pool: str = "kv", salt: int = 0) -> Pages:
-        """As a model would: bytes that the key tells."""
+        """Fills pages as a model would, with bytes that follow from the key."""
         for nth, key in enumerate(keys):
             for run, rows in enumerate(self.pools[pool].rows):
                 rows[at + nth] = content(key, run, rows.shape[1], salt)
@@ -91,19 +91,19 @@ def content(key: str, run: int, size: int, salt: int) -> np.ndarray[Any, np.dtyp
 
 
 @pytest.fixture
-def start_rank() -> Iterator[Callable[..., Rank]]:
+def start_rank() -> Iterator[Callable[..., PagestoreRank]]:
     """`start_rank(daemon, ...)`, closed at the end."""
     with ExitStack() as stack:
 
-        def start(daemon: Daemon, *arguments: Any, **named: Any) -> Rank:
-            rank = Rank(daemon, *arguments, **named)
+        def start(daemon: Daemon, *arguments: Any, **named: Any) -> PagestoreRank:
+            rank = PagestoreRank(daemon, *arguments, **named)
             stack.callback(rank.store.close)
             return rank
 
         yield start
 
 
-StartRank = Callable[..., Rank]
+StartRank = Callable[..., PagestoreRank]
 StartDaemon = Callable[..., Daemon]
 
 
@@ -203,13 +203,13 @@ def test_from_disk(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: P
     assert rank.holds(keys, 20) == [True] * 12
 
 
-class Hosts:
+class PagestoreHosts:
     """Two that share a store: a daemon and a rank each. `switch`: for faults of the second one's store."""
 
     def __init__(
         self, folder: Path, start_daemon: StartDaemon, start_rank: StartRank, *, windows: bool = False
     ) -> None:
-        shared = Store(folder)
+        shared = SharedStore(folder)
         self.switch = Switch(folder)
         self.daemons = [
             start_daemon(*shared.settings(), memory="64MiB", **faults)
@@ -237,7 +237,7 @@ def _remote(daemon: Daemon) -> dict[str, Any]:
 
 
 def test_from_another_host(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
-    hosts, keys = Hosts(tmp_path, start_daemon, start_rank), names(12)
+    hosts, keys = PagestoreHosts(tmp_path, start_daemon, start_rank), names(12)
     hosts.share(hosts.here.fill(keys[:9]))
     there = hosts.there
     there.store.store([there.fill(keys[:2])])
@@ -252,7 +252,7 @@ def test_from_another_host(start_daemon: StartDaemon, start_rank: StartRank, tmp
 def test_of_states_from_another_host_the_last_one_is_needed(
     start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
 ) -> None:
-    hosts, keys = Hosts(tmp_path, start_daemon, start_rank), names(12)
+    hosts, keys = PagestoreHosts(tmp_path, start_daemon, start_rank), names(12)
     fill, there = hosts.here.fill, hosts.there
     hosts.share(fill(keys[:9]), fill(keys[2:3], 1, "mamba"))
     hosts.share(fill(keys[6:7], 2, "mamba"))
@@ -269,7 +269,7 @@ def test_of_windows_nothing_comes_from_another_host(
     start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
 ) -> None:
     """Nobody has told the daemon how long they are: it might bring pages in vain."""
-    hosts, keys = Hosts(tmp_path, start_daemon, start_rank, windows=True), names(12)
+    hosts, keys = PagestoreHosts(tmp_path, start_daemon, start_rank, windows=True), names(12)
     hosts.share(hosts.here.fill(keys[:9]), hosts.here.fill(keys[7:9], 7, "swa"))
     window = Needed("swa", 2)
     assert hosts.here.store.restorable(keys, [window]).lengths == (9,)
@@ -281,7 +281,7 @@ def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
     start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
 ) -> None:
     """What is on its way then is there for nobody before it has come."""
-    hosts, keys, more = Hosts(tmp_path, start_daemon, start_rank), names(12), names(5, "more")
+    hosts, keys, more = PagestoreHosts(tmp_path, start_daemon, start_rank), names(12), names(5, "more")
     hosts.share(hosts.here.fill(keys[:9]))
     hosts.share(hosts.here.fill(more))
     there, store = hosts.there, hosts.there.store
@@ -311,7 +311,7 @@ def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
 
 def test_loads_wait_for_no_store(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
     """SGLang has one thread that loads: what it loads from a store that hangs would keep it from all else."""
-    hosts, keys, mine = Hosts(tmp_path, start_daemon, start_rank), names(9), names(4, "mine")
+    hosts, keys, mine = PagestoreHosts(tmp_path, start_daemon, start_rank), names(9), names(4, "mine")
     hosts.share(hosts.here.fill(keys))
     there, store = hosts.there, hosts.there.store
     store.store([there.fill(mine)])
@@ -444,7 +444,7 @@ def test_a_clear_that_is_answered_late_is_one_clear(
 def test_a_clear_that_is_wanted_while_another_is_answered(
     start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another thread: one after the other."""
+    """Another thread wants it: one comes after the other."""
     daemon = start_daemon(memory="64MiB")
     rank = start_rank(daemon)
     until(lambda: rank.store.connected, "it is connected", PATIENCE_S)

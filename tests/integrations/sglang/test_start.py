@@ -41,7 +41,7 @@ def write(model: Path, content: str) -> Path:
 
 
 def begin(sglang: SimpleNamespace) -> None:
-    """As SGLang's scheduler does, before it loads anything."""
+    """Begins as SGLang's scheduler does, before it loads anything."""
     importlib.import_module(f"{ADAPTER}.plugin").install()
     sglang.registry.hooks[-1][1]()
 
@@ -77,7 +77,7 @@ def test_files_written_again_before_the_storage_came(
 
 
 def begin_again(sglang: SimpleNamespace) -> None:
-    """As another engine."""
+    """Begins as another engine."""
     files: Any = importlib.import_module(f"{ADAPTER}.files")
     identity: Any = importlib.import_module(f"{ADAPTER}.identity")
     files.FILES.look(identity.sources_of(sglang.arguments))
@@ -164,7 +164,7 @@ def test_ranks_of_other_variables_share_with_nobody(
 
 
 def harmless_table() -> str:
-    """As docs/SGLANG.md has it: paste it there."""
+    """Returns the table as docs/SGLANG.md has it: paste it there."""
     rows = ["| variables, without `SGLANG_` | why they are harmless |", "|---|---|"]
     names = [", ".join(f"`{name}`" for name in sorted(left.names)) for left in HARMLESS]
     rows += [f"| {each} | {left.reason} |" for each, left in zip(names, HARMLESS, strict=True)]
@@ -211,7 +211,7 @@ def test_engines_that_differ_in_the_draft_share(name: str, sglang: SimpleNamespa
 # --- ranks that can't start ---
 
 
-class Rank:
+class AgreeingRank:
     """One of two, with what it asks of the other one, in order. The other one fails at the call `fails_at`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, socket: Path) -> None:
@@ -235,7 +235,9 @@ class Rank:
         return good and len(self.asked) - 1 != self.fails_at
 
     def attach(self) -> list[str]:
-        """As SGLang does, which tells its user of an error, and goes on. What was asked of the other rank."""
+        """Attaches as SGLang does, which reports an error to its user, and goes on. Returns what was asked of the other
+        rank.
+        """
         self.asked = []
         made = importlib.import_module(ADAPTER).KVOffloaddStorage(self._config, {})
         made.register_mem_pool_host(MHATokenToKVPoolHost(4, 64, [4096, 4096]))
@@ -257,7 +259,7 @@ def test_a_rank_that_can_not_start_leaves_no_other_waiting(
     begin(sglang)
     module, name = where.split(".")
     with monkeypatch.context() as patched:
-        bad = Rank(patched, tmp_path / "none.sock")
+        bad = AgreeingRank(patched, tmp_path / "none.sock")
         with patched.context() as broken:
 
             def no_memory(*_: Any, **__: Any) -> None:
@@ -267,7 +269,7 @@ def test_a_rank_that_can_not_start_leaves_no_other_waiting(
             with pytest.raises(MemoryError):
                 bad.attach()
         asked_first, asked_then = bad.asked, bad.attach()
-    good = Rank(monkeypatch, tmp_path / "none.sock")
+    good = AgreeingRank(monkeypatch, tmp_path / "none.sock")
     good.fails_at = len(asked_first) - 1
     with pytest.raises(UsageError, match="another rank"):
         good.attach()

@@ -12,7 +12,7 @@ import pytest
 from kvoffloadd.errors import UsageError
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.integrations.sglang.fakes import MambaPoolHost, MHATokenToKVPoolHost
 from tests.integrations.sglang.fakesglang import ADAPTER, PoolHitPolicy, PoolTransfer, PoolTransferResult
 from tests.integrations.sglang.test_pagestore import PAGE, PATIENCE_S, StartDaemon, names
@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.slow
 
 
-class Rank:
+class StorageRank:
     """An engine's storage, started as SGLang starts it."""
 
     def __init__(self, daemon: Daemon, wait_s: float = 1.0, **changed: Any) -> None:
@@ -42,7 +42,7 @@ class Rank:
         made = importlib.import_module(ADAPTER).KVOffloaddStorage
         self.storage = made(SimpleNamespace(**config | changed), {})
 
-    def start(self) -> Rank:
+    def start(self) -> StorageRank:
         self.storage.register_mem_pool_host(self.kv)
         self.storage.register_mem_host_pool_v2(self.kv, "kv")
         self.storage.register_mem_host_pool_v2(self.states, "mamba")
@@ -58,7 +58,7 @@ class Rank:
 
 
 def test_as_sglang_calls_it(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
-    rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(6)
+    rank, keys = StorageRank(start_daemon(memory="64MiB")).start(), names(6)
     storage = rank.storage
     for rows in (*rank.kv.rows, *rank.states.rows):
         rows[:6] = 9
@@ -91,10 +91,10 @@ def test_as_sglang_calls_it(sglang: SimpleNamespace, start_daemon: StartDaemon) 
 def test_what_another_host_has_stored_is_found(
     sglang: SimpleNamespace, start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
-    """As a whole: SGLang asks once, and loads what it was told of."""
-    store, keys = Store(tmp_path), names(6)
+    """It is found as a whole: SGLang asks once, and loads what was found."""
+    store, keys = SharedStore(tmp_path), names(6)
     daemons = [start_daemon(*store.settings(), memory="64MiB") for _ in range(2)]
-    here, there = (Rank(daemon, wait_s=PATIENCE_S).start() for daemon in daemons)
+    here, there = (StorageRank(daemon, wait_s=PATIENCE_S).start() for daemon in daemons)
     for daemon in daemons:
         until(lambda: any(daemon.status()["remote"]["eras"].values()), "it may use the store")  # noqa: B023  at once
     for rows in (*here.kv.rows, *here.states.rows):
@@ -114,7 +114,7 @@ def test_what_another_host_has_stored_is_found(
 
 
 def test_whatever_goes_wrong_is_a_miss(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
-    rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(2)
+    rank, keys = StorageRank(start_daemon(memory="64MiB")).start(), names(2)
     storage = rank.storage
     assert storage.batch_exists(["no digest"]) == 0
     assert storage.batch_set_v1(["no digest"], rank.slots(0, 1)) == [False]
@@ -127,7 +127,7 @@ def test_whatever_goes_wrong_is_a_miss(sglang: SimpleNamespace, start_daemon: St
 
 
 def test_at_rest_while_sglang_forgets_its_pages(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
-    rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(2)
+    rank, keys = StorageRank(start_daemon(memory="64MiB")).start(), names(2)
     stored = []
     controller = sglang.controller()
     controller.meanwhile = lambda: stored.append(rank.storage.batch_set_v1(keys, rank.slots(0, 2)))
@@ -138,7 +138,7 @@ def test_at_rest_while_sglang_forgets_its_pages(sglang: SimpleNamespace, start_d
 
 
 def test_weights_that_change_are_told(sglang: SimpleNamespace, start_daemon: StartDaemon) -> None:
-    rank, keys = Rank(start_daemon(memory="64MiB")).start(), names(2)
+    rank, keys = StorageRank(start_daemon(memory="64MiB")).start(), names(2)
     storage = rank.storage
     assert storage.batch_set_v1(keys, rank.slots(0, 2)) == [True, True]
     sglang.tree().reset()
@@ -157,12 +157,12 @@ def test_what_was_not_tried_is_refused(sglang: SimpleNamespace, start_daemon: St
     daemon = start_daemon(memory="64MiB")
     for name, flag in (("pp_size", "--pp-size 2"), ("attn_cp_size", "--attn-cp-size 2"), ("dcp_size", "--dcp-size 2")):
         with pytest.raises(UsageError, match=flag):
-            Rank(daemon, **{name: 2})
+            StorageRank(daemon, **{name: 2})
     sglang.parallel.nnodes = 2
     with pytest.raises(UsageError, match="on one host, and --nnodes 2"):
-        Rank(daemon)
+        StorageRank(daemon)
     sglang.parallel.nnodes = 1
-    rank = Rank(daemon).start()
+    rank = StorageRank(daemon).start()
     with pytest.raises(UsageError, match="--speculative-algorithm"):
         rank.storage.register_mem_host_pool_v2(rank.kv, "draft")
     with pytest.raises(UsageError, match="too late"):

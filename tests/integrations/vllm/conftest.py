@@ -43,7 +43,7 @@ class Lines:
         return lookup_thread
 
     def transfer_thread(self, job_deadline_s: float = 60.0) -> tuple[TransferThread, Rank]:
-        """With the rank whose memory it carries."""
+        """Makes a transfer thread with the rank whose memory it carries."""
         rank = Rank(self.daemon.socket, registered(refs=True), num_blocks=256, register=False)
         rank.client.close()
         transfer_thread = TransferThread(self._client("worker"), rank.cache, job_deadline_s=job_deadline_s)

@@ -16,7 +16,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheSettings:
     tokens_per_hash: int = 16
     blocks_per_chunk: int = 2
 
@@ -48,14 +48,14 @@ def identified(**changed: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Config:
-    """As vLLM's OffloadingConfig."""
+    """Stands in for vLLM's OffloadingConfig."""
 
     groups: tuple[GroupConfig, ...] = (GroupConfig(),)
     worker_kv_bytes_per_block: int = 4096
     extra_config: dict[str, Any] = field(default_factory=identified)
     engine_id: str = "engine"
     model: Model = Model()
-    cache: Cache = Cache()
+    cache: CacheSettings = CacheSettings()
     parallel: Parallel = Parallel()
     replicated_layout: bool = False
     canonical_layout: bool = False
@@ -74,7 +74,7 @@ class CopyRun:
 
 @dataclass(frozen=True)
 class PageMapping:
-    """As vLLM's CanonicalPageMapping."""
+    """Stands in for vLLM's CanonicalPageMapping."""
 
     canonical_page_size_bytes: int
     local_page_size_bytes: int
@@ -84,7 +84,7 @@ class PageMapping:
 
 @dataclass(frozen=True)
 class CacheRef:
-    """As vLLM's CanonicalKVCacheRef."""
+    """Stands in for vLLM's CanonicalKVCacheRef."""
 
     tensor_idx: int
     page_size_bytes: int
@@ -93,14 +93,14 @@ class CacheRef:
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """As vLLM's CanonicalKVCacheTensor."""
+    """Stands in for vLLM's CanonicalKVCacheTensor."""
 
     tensor: Any
 
 
 @dataclass(frozen=True)
 class Caches:
-    """As vLLM's CanonicalKVCaches."""
+    """Stands in for vLLM's CanonicalKVCaches."""
 
     tensors: list[CacheTensor]
     group_data_refs: list[list[CacheRef]]

@@ -26,7 +26,9 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Pages:
-    """Of a layer: pages of all heads, and of ranks. `content`: bytes of a token in a head (of K or V, where split)."""
+    """Describes a layer's pages of all heads, and of ranks. `content`: bytes of a token in a head (of K or V, where
+    split).
+    """
 
     order: str
     heads: int
@@ -43,13 +45,15 @@ class Pages:
         return self.whole().take(range(first, first + count), axis=self.order.index("H")).ravel()
 
     def of_rank(self, rank: int, ranks: int) -> Indices:
-        """Of each byte of the rank's page, its offset in the page of all heads."""
+        """Returns, for each byte of the rank's page, its offset in the page of all heads."""
         shards = min(ranks, self.heads)
         mine = self.heads // shards
         return self.range(rank // (ranks // shards) * mine, mine)
 
     def mapping(self, rank: int, ranks: int, *, strided: bool = True) -> PageMapping:
-        """As vLLM would say it: strided runs where that is possible, else a run for each range of bytes."""
+        """Returns the mapping as vLLM would: strided runs where that is possible, else a run for
+        each range of bytes.
+        """
         canonical = self.of_rank(rank, ranks)
         starts = np.flatnonzero(np.diff(canonical, prepend=-2) != 1)
         sizes = np.diff(starts, append=len(canonical))

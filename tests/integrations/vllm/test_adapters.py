@@ -42,7 +42,7 @@ def lora(path: Path | str, number: int = 1, **changed: Any) -> Any:
 
 
 class FakeRequest:
-    """With one block, whose hash is its extra keys."""
+    """Has one block, whose hash is its extra keys."""
 
     def __init__(self, lora_request: Any) -> None:
         self.lora_request = lora_request
@@ -78,7 +78,7 @@ class WorkerLoRAManager:
 
 
 class EngineCore:
-    """With one rank, in its own process, as vLLM's uniprocess executor has it."""
+    """Has one rank, in the same process, as vLLM's uniprocess executor has it."""
 
     is_sleeping = False
 
@@ -259,7 +259,7 @@ def test_loading_what_is_loaded_changes_no_name(folder: Path, engine: Any) -> No
 
 @pytest.mark.parametrize("told", [True, False])
 def test_one_that_vllm_has_dropped(told: bool, folder: Path, engine: Any) -> None:
-    """By order, or for want of room: it is loaded again for the next request, from other files."""
+    """It is dropped by order, or for want of room, and is loaded again for the next request, from other files."""
     old = engine.ask(lora(folder))
     if told:
         engine.remove_lora(1)
@@ -354,7 +354,7 @@ def test_a_request_that_spans_a_load_stays_unlike(folder: Path, vllm: SimpleName
 
 
 def test_a_rank_tells_what_it_has_replaced_by_itself(folder: Path, engine: Any) -> None:
-    """In the middle of a step, for an adapter that it had dropped."""
+    """It does so in the middle of a step, for an adapter that it had dropped."""
     old = engine.ask(lora(folder))
     train(folder, b"new")
     engine.rank.loaded.clear()
@@ -374,7 +374,7 @@ def test_a_rank_tells_what_it_has_replaced_by_itself(folder: Path, engine: Any) 
 
 
 def test_what_a_rank_loads_by_itself_others_may_load_a_moment_later(folder: Path, engine: Any) -> None:
-    """Until the scheduler has asked them all."""
+    """This lasts until the scheduler has asked them all."""
     old = engine.ask(lora(folder))
     engine.rank.loaded.clear()
     engine.rank.add_adapter(lora(folder))

@@ -23,7 +23,7 @@ def ids(chunks: Chunks, group: int) -> list[list[int]]:
 
 @dataclass
 class Blocks:
-    """As vLLM's GPULoadStoreSpec."""
+    """Stands in for vLLM's GPULoadStoreSpec."""
 
     group_sizes: Sequence[int]
     block_indices: Sequence[int]

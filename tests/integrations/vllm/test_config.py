@@ -18,7 +18,7 @@ from kvoffloadd.integrations.vllm.config import (
     refuse_adapters,
     unstable_hashes,
 )
-from tests.integrations.vllm.fakes import Cache, Config, GroupConfig, Model, Parallel, identified, of_size
+from tests.integrations.vllm.fakes import CacheSettings, Config, GroupConfig, Model, Parallel, identified, of_size
 
 BASE = Config()
 PLATFORM = Platform("cpu", "0.32.0", "SD")
@@ -36,7 +36,7 @@ def test_ranks_and_engines_share_one() -> None:
     "changed",
     [
         replace(BASE, model=Model(dtype="fp8")),
-        replace(BASE, cache=Cache(blocks_per_chunk=4)),
+        replace(BASE, cache=CacheSettings(blocks_per_chunk=4)),
         replace(BASE, parallel=Parallel(tp_size=4, world_size=4)),
         replace(BASE, groups=(GroupConfig(tokens_per_block=32),)),
         replace(BASE, groups=(GroupConfig(layer_names=("b", "a")),)),
@@ -67,7 +67,7 @@ def test_what_differs_has_another(changed: Config) -> None:
     ],
 )
 def test_what_computes_is_named(changed: Platform) -> None:
-    """By its whole version: what a patch release mends must not be found again."""
+    """It is named by its whole version: what a patch release mends must not be found again."""
     assert namespace_of(BASE, changed, None) != named(BASE)
 
 

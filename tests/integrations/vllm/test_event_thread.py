@@ -26,7 +26,7 @@ def keys(seed: int) -> Keys:
     return new_keys(np.random.default_rng(seed), 12)
 
 
-class Router:
+class KeyListener:
     """Who listens."""
 
     def __init__(self, event_thread: EventThread) -> None:
@@ -61,7 +61,7 @@ def test_what_comes_and_goes(daemon: Daemon, lines: Make, keys: Keys) -> None:
     line = lines(daemon)
     rank = line.rank()
     rank.store_keys(keys[:4])
-    router = Router(line.event_thread())
+    router = KeyListener(line.event_thread())
     until(lambda: router.believes(0, keys[:4]), "what was there is told")
     rank.store_keys(keys)
     until(lambda: router.believes(0, keys), "what came is told")
@@ -76,7 +76,7 @@ def test_a_daemon_that_dies(start_daemon: Start, lines: Make, keys: Keys, tmp_pa
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)))
     line = lines(daemon)
     line.rank().store_keys(keys, 1)
-    router = Router(line.event_thread())
+    router = KeyListener(line.event_thread())
     until(lambda: router.believes(1, keys), "it is told")
     idle(daemon)
     daemon.leave_guests()
@@ -92,7 +92,7 @@ def test_after_a_reset_only_the_engines_own(daemon: Daemon, lines: Make, keys: K
     line = lines(daemon)
     rank = line.rank()
     rank.store_keys(keys[:4])
-    router = Router(line.event_thread())
+    router = KeyListener(line.event_thread())
     until(lambda: router.believes(0, keys[:4]), "it is told")
     router.event_thread.renew(7)
     until(lambda: router.generation(7), "no news of the old names come any more")
@@ -109,7 +109,7 @@ def test_nobody_listens_for_a_while(daemon: Daemon, lines: Make, seed: int, monk
     monkeypatch.setattr(watching, "_NEWS_KEYS", 8)
     line = lines(daemon)
     rank = line.rank()
-    router = Router(line.event_thread())
+    router = KeyListener(line.event_thread())
     keys = new_keys(np.random.default_rng(seed), 256)
     rank.store_keys(keys)
     until(lambda: len(router.event_thread._news) >= 4, "news wait")

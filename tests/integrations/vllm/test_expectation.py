@@ -1,4 +1,4 @@
-"""Until when keys are expected of a prompt that another engine has just computed."""
+"""Tests until when keys are expected of a prompt that another engine has just computed."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def one(folder: Path, **values: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", WALKED)
 def test_each_field_that_is_not_known_to_be_harmless_is_part(name: str, model: Path) -> None:
-    """As vLLM 0.32 and 0.33 have them; the tests with a real vLLM see to it that none is missing here."""
+    """vLLM 0.32 and 0.33 have these fields; the tests with a real vLLM see to it that none is missing here."""
     of, _, field = name.partition(".")
     other = {"model.max_model_len": 8192, "model.generation_config": "vllm"}.get(name, {"another": 1})
     if name == "model.hf_config" or name == "model.hf_text_config":
@@ -106,7 +106,7 @@ def test_every_judgement_has_a_reason_and_is_made_once() -> None:
 
 
 def harmless_table() -> str:
-    """As docs/VLLM.md has it: paste it there."""
+    """Returns the table as docs/VLLM.md has it: paste it there."""
     rows = ["| configuration | fields | why they are harmless |", "|---|---|---|"]
     for left in HARMLESS:
         section = "VllmConfig" if left.section == "engine" else left.section
@@ -161,7 +161,7 @@ def test_values_that_differ_have_other_forms(value: object, other: object) -> No
 
 
 def test_functions_of_vllm_have_names() -> None:
-    """By one of them the options of a draft model are made."""
+    """One of them makes the options of a draft model."""
 
     def override(config: object) -> object:
         return config
@@ -427,7 +427,7 @@ def test_every_variable_is_judged_once() -> None:
 
 
 def harmless_variables_table() -> str:
-    """As docs/VLLM.md has it: paste it there."""
+    """Returns the table as docs/VLLM.md has it: paste it there."""
     rows = ["| variables, without `VLLM_` | why they are harmless |", "|---|---|"]
     for left in environment.HARMLESS:
         names = ", ".join(f"`{name}`" for name in sorted(left.names))
@@ -460,7 +460,7 @@ def test_files_that_are_gone_are_a_doubt(model: Path) -> None:
 
 
 def test_all_bytes_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By contents, too: whether files have changed meanwhile is told by what the file system says of them."""
+    """This holds by contents, too: the file system tells whether files have changed meanwhile."""
     extra: dict[str, Any] = {IDENTITY: identity_of(vllm_config(model), Fingerprint.CONTENTS)}
     asked: list[Fingerprint | None] = []
 

@@ -94,7 +94,9 @@ def test_keys_keep_their_order_and_are_named_once() -> None:
 
 @given(name=st.binary(min_size=16, max_size=KEY_BYTES), generation=GENERATIONS)
 def test_groups_of_drafts_are_named_by_them(name: bytes, generation: int) -> None:
-    """In other engines the target's groups have the same names, and the draft's others; each can be turned back."""
+    """Other engines have the same names for the target's groups, and other names for the draft's; each can be turned
+    back.
+    """
     one, other = (KeyNames(generation, salts_of(draft, (1,))) for draft in ("one draft", "another"))
     assert one == KeyNames(generation, salts_of("one draft", [1]))
     for group, differs in ((0, False), (1, True)):

@@ -20,7 +20,7 @@ from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import disk_settings, only_on_disk, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys
-from tests.e2e.sharedstore import Store
+from tests.e2e.sharedstore import SharedStore
 from tests.e2e.unrecordable import WAYS, Unrecordable, epoch, requests
 from tests.integrations.vllm.conftest import Lines
 
@@ -35,7 +35,7 @@ def keys(seed: int) -> Keys:
 
 
 def pin_request(keys: Keys, other: Keys | None = None) -> PinRequest:
-    """Of both groups, if there are keys for the other."""
+    """Makes a request for both groups, if there are keys for the other."""
     groups = {0: [key.tobytes() for key in keys]}
     return PinRequest("r", groups if other is None else {**groups, 1: [key.tobytes() for key in other]})
 
@@ -100,8 +100,8 @@ def test_groups_begin_where_their_first_keys_are(daemon: Daemon, lines: Make, ke
 def test_all_that_a_prompt_needs_comes_from_another_host(
     start_daemon: Start, lines: Make, keys: Keys, tmp_path: Path
 ) -> None:
-    """Of one group all of its keys, of the other one those at its end."""
-    shared = Store(tmp_path)
+    """It needs all keys of one group, and of the other one those at its end."""
+    shared = SharedStore(tmp_path)
     here, there = (start_daemon(*shared.settings()) for _ in range(2))
     rank, line = lines(here).rank(), lines(there)
     line.rank()
@@ -144,7 +144,7 @@ def touched(daemon: Daemon) -> int:
 
 @pytest.mark.slow
 def test_what_the_engine_has_itself_is_told(start_daemon: Start, lines: Make, keys: Keys) -> None:
-    """In requests that fit, when there is nothing to look up; what the daemon does not have is none to count."""
+    """It goes in requests that fit, when there is nothing to look up; what the daemon does not have does not count."""
     daemon = start_daemon("limits.keys_per_request=5")
     line = lines(daemon)
     rank = line.rank()
@@ -163,7 +163,7 @@ def test_what_the_engine_has_itself_is_told(start_daemon: Start, lines: Make, ke
 def test_keys_are_used_where_they_stand_in_their_prompt(
     start_daemon: Start, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a lookup."""
+    """A lookup places them in the same way."""
     line = lines(start_daemon())
     line.rank()
     lookup_thread = connected(line.lookup_thread())
@@ -392,7 +392,7 @@ def test_a_clear_that_can_not_be_recorded_is_one_clear(
 
 @pytest.mark.slow
 def test_cleared_before_there_is_a_daemon(start_daemon: Start, lines: Make, keys: Keys) -> None:
-    """As soon as there is one, the namespace is empty, and what the engine has is known there."""
+    """The namespace is empty as soon as there is one, and what the engine has is known there."""
     daemon = start_daemon()
     daemon.kill()
     lookup_thread = lines(daemon).lookup_thread()
@@ -444,7 +444,7 @@ def test_close_ends_the_session_and_its_leases(daemon: Daemon, lines: Make, keys
 
 @pytest.mark.slow
 def test_how_many_keys_fill_half_of_the_memory(start_daemon: Start, lines: Make, keys: Keys) -> None:
-    """As soon as there are some."""
+    """This is known as soon as there are some."""
     daemon = start_daemon(memory="1MiB")
     line = lines(daemon)
     lookup_thread = connected(line.lookup_thread())

@@ -22,7 +22,7 @@ NAME, PACKAGE = "KVOffloaddConnector", "kvoffloadd.integrations.vllm"
 
 
 class Factory:
-    """As much of vLLM's KVConnectorFactory as a plug-in needs."""
+    """Has as much of vLLM's KVConnectorFactory as a plug-in needs."""
 
     def __init__(self) -> None:
         self.registered: dict[str, tuple[str, str]] = {}
@@ -42,7 +42,7 @@ class EngineArgs:
 
 @pytest.fixture
 def factory(monkeypatch: pytest.MonkeyPatch) -> Factory:
-    """Of a vLLM that is supported."""
+    """Makes the factory of a supported vLLM."""
     factory = Factory()
     arguments = type("EngineArgs", (EngineArgs,), {})  # of this test alone
     arguments.create_engine_config = EngineArgs.create_engine_config  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def test_the_package_names_it() -> None:
 
 
 def test_it_registers_the_connector_by_its_name(factory: Factory, caplog: pytest.LogCaptureFixture) -> None:
-    """As often as vLLM calls it, and with nothing loaded of it."""
+    """It does so each time vLLM calls it, and loads nothing of it."""
     loaded = set(sys.modules)
     for _ in range(2):
         plugin.install()

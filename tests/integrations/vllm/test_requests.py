@@ -35,7 +35,7 @@ def test_keys_are_asked_for_in_the_order_of_the_prompt() -> None:
 
 
 def test_it_is_told_where_the_first_key_of_each_group_ends() -> None:
-    """Of a window the end alone may be asked for, and in a group of shorter keys."""
+    """A window may ask for its end alone, and a group may have shorter keys."""
     window, tail = (bytes([at]) * 32 + b"\0\0\0\1" for at in (8, 9))
     ends = {KEYS[0]: 128, KEYS[1]: 192, window: 176, tail: 190}
     state = RequestState("r", ends.get)
@@ -53,7 +53,7 @@ def test_answers_are_kept() -> None:
 
 
 def test_it_knows_from_where_a_hit_came() -> None:
-    """Until it is loaded, or starts anew."""
+    """It knows this until the request is loaded, or starts anew."""
     state = RequestState("r")
     pin = asked(state)
     pin.states, pin.tiers = {0: bytes([KeyState.HIT, KeyState.PENDING, KeyState.PENDING])}, {0: bytes([0, 1, 2])}
@@ -207,7 +207,7 @@ def test_time_in_which_nobody_looks_does_not_count() -> None:
 
 
 def test_a_request_that_loads_waits_for_new_keys_as_others_do() -> None:
-    """From when they were asked for first, not from the beginning of time."""
+    """It waits from when they were asked for first, not from the beginning of time."""
     state = RequestState("r")
     state.phase = RequestPhase.LOADING
     assert answers(state, 100.0) == [LookupState.ASKED] * 3

@@ -16,7 +16,7 @@ from kvoffloadd.integrations.vllm.config import Platform, namespace_of
 from kvoffloadd.integrations.vllm.parts import LayerFacts, share
 from kvoffloadd.model import U8Array
 from scripts.harness.daemon import Daemon
-from tests.integrations.vllm.fakes import Cache, CacheRef, Caches, CacheTensor, Config, GroupConfig, of_size
+from tests.integrations.vllm.fakes import CacheRef, Caches, CacheSettings, CacheTensor, Config, GroupConfig, of_size
 from tests.integrations.vllm.pages import ORDERS, Pages, torch
 
 HEADS, BLOCKS, KEYS, PADDING = 4, 9, 3, 5
@@ -27,7 +27,7 @@ Wholes = list[U8Array]
 
 
 @dataclass(eq=False)
-class Rank:
+class SizedRank:
     """Registered, with its tensors u8 (blocks, page)."""
 
     client: Client
@@ -36,7 +36,7 @@ class Rank:
     writes: bool
 
 
-class Engine:
+class SizedEngine:
     """So many ranks, and a scheduler."""
 
     def __init__(self, daemon: Daemon, order: str, ranks: int, **options: Any) -> None:
@@ -49,7 +49,7 @@ class Engine:
         self.ranks = [self._rank(self._config(rank, options)) for rank in range(ranks)]
 
     def store(self, keys: U8Array, group: int, ids: list[int], wholes: Wholes, ranks: Sequence[int] = ()) -> None:
-        """As vLLM computes them, and its worker stores them. `ranks`: these alone; none: all."""
+        """Stores keys as vLLM computes them, and as its worker stores them. `ranks`: these alone; none: all."""
         owns = self._owns()
         for at in ranks or range(len(owns)):
             rank, own = owns[at]
@@ -80,18 +80,18 @@ class Engine:
         states = self._scheduler.lookup({group: keys}).states[0]
         return bool((states == KeyState.HIT).all())
 
-    def _owns(self) -> list[tuple[Rank, Any]]:
+    def _owns(self) -> list[tuple[SizedRank, Any]]:
         return [(rank, self._pages.of_rank(at, self._size)) for at, rank in enumerate(self.ranks)]
 
-    def _done(self, rank: Rank, job: Any) -> None:
+    def _done(self, rank: SizedRank, job: Any) -> None:
         assert rank.client.wait(job, 15).outcome is Outcome.DONE
 
     def _config(self, rank: int, options: dict[str, Any]) -> Config:
         shards = min(self._size, HEADS)
         config = of_size(self._size, HEADS, rank=rank, worker_kv_bytes_per_block=(1 << 16) // shards, **options)
-        return replace(config, groups=GROUPS, cache=Cache(blocks_per_chunk=1))
+        return replace(config, groups=GROUPS, cache=CacheSettings(blocks_per_chunk=1))
 
-    def _rank(self, config: Config) -> Rank:
+    def _rank(self, config: Config) -> SizedRank:
         rank, ranks = config.parallel.rank, self._size
         mapping = self._pages.mapping(rank, ranks)
         page = mapping.local_page_size_bytes
@@ -102,7 +102,7 @@ class Engine:
         facts = replace(facts, spans={})  # of tensors without memory
         client = self._client(config)
         registration = client.register(registered(config, Caches([CacheTensor(one) for one in tensors], refs), facts))
-        return Rank(client, registration, [one.numpy().view(np.uint8) for one in tensors], share(config).writes)
+        return SizedRank(client, registration, [one.numpy().view(np.uint8) for one in tensors], share(config).writes)
 
     def _client(self, config: Config) -> Client:
         spec = namespace_of(config, Platform("cpu", "0.32.0", "SD"), None)
@@ -113,9 +113,9 @@ class Engine:
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=list(ORDERS))
 def test_every_size_loads_what_another_stored(daemon: Daemon, order: str, seed: int) -> None:
-    """With 8 ranks, pairs have a head's replica."""
+    """Pairs have a head's replica where there are 8 ranks."""
     rng = np.random.default_rng(seed)
-    engines = [Engine(daemon, order, ranks) for ranks in (1, 2, 8)]
+    engines = [SizedEngine(daemon, order, ranks) for ranks in (1, 2, 8)]
     for storing in engines:
         for group in (0, 1):
             keys, wholes = rng.integers(0, 256, (KEYS, 32), dtype=np.uint8), storing.new_blocks(rng)
@@ -133,7 +133,7 @@ def test_every_size_loads_what_another_stored(daemon: Daemon, order: str, seed: 
 )
 def test_nothing_is_shared_with_others(daemon: Daemon, other: dict[str, Any], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    one, another = Engine(daemon, "HNC", 1), Engine(daemon, "HNC", 1, **other)
+    one, another = SizedEngine(daemon, "HNC", 1), SizedEngine(daemon, "HNC", 1, **other)
     keys, wholes = rng.integers(0, 256, (KEYS, 32), dtype=np.uint8), one.new_blocks(rng)
     one.store(keys, 0, [1, 2, 3], wholes)
     assert one.hits(keys, 0)
@@ -145,7 +145,7 @@ def test_nothing_is_shared_with_others(daemon: Daemon, other: dict[str, Any], se
 
 def test_a_key_hits_when_all_parts_are_there(daemon: Daemon, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    one, two = Engine(daemon, "NHC", 1), Engine(daemon, "NHC", 2)
+    one, two = SizedEngine(daemon, "NHC", 1), SizedEngine(daemon, "NHC", 2)
     keys, wholes = rng.integers(0, 256, (KEYS, 32), dtype=np.uint8), one.new_blocks(rng)
     two.store(keys, 0, [1, 2, 3], wholes, ranks=[1])
     assert not one.hits(keys, 0)

@@ -75,7 +75,7 @@ def test_where_a_tail_begins(tokens: int, whole: int, tail: bool) -> None:
     ],
 )
 def test_needed_chunks(local: int, window: int | None, needed: range) -> None:
-    """Of 501 tokens 15 chunks of 32 and a tail; a window counts the tail."""
+    """The 501 tokens make 15 chunks of 32 and a tail; a window counts the tail."""
     assert range(15)[HandedPrompt(b"", 501).needed_chunks(32, local, window)] == needed
 
 

@@ -34,7 +34,7 @@ def keys(seed: int) -> Keys:
 
 
 def chunks(keys: Keys, *groups: int) -> Chunks:
-    """From block 0 on, group by group."""
+    """Makes chunks from block 0 on, group by group."""
     ids = np.arange(len(groups) * len(keys), dtype=np.uint32).reshape(len(groups), len(keys), 1)
     return {group: GroupChunks(keys.tobytes(), ids[at]) for at, group in enumerate(groups)}
 
@@ -128,7 +128,7 @@ def test_without_a_daemon_stores_are_dropped_and_loads_fail(start_daemon: Start,
 def test_a_daemon_that_dies_at_work(
     start_daemon: Start, lines: Make, hold: Hold, keys: Keys, direction: Direction
 ) -> None:
-    """In several jobs, of which some run, and some may not have been asked for."""
+    """It has several jobs, some of which run, and some of which may not have been asked for."""
     daemon = start_daemon("limits.keys_per_request=2", faults=hold.fault)
     transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0)

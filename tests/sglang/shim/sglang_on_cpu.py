@@ -66,7 +66,7 @@ def convolve(x: Any, weight: Any, bias: Any, *, conv_states: Any, cache_indices:
 def convolve_one(
     x: Any, conv_state: Any, weight: Any, bias: Any, activation: Any, *, conv_state_indices: Any, **_: Any
 ) -> Any:
-    """As `convolve`, of the next token of each sequence: `x`: (sequences, channels)."""
+    """Does what `convolve` does, for the next token of each sequence: `x`: (sequences, channels)."""
     torch = importlib.import_module("torch")
     return convolve(
         x.T,

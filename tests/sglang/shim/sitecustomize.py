@@ -53,7 +53,7 @@ class Finder(MetaPathFinder, Loader):
     """Finds what is made up."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Of these packages and everything below them."""
+        """Finds these packages and everything below them."""
         if name.partition(".")[0] not in _MADE_UP or name == _WITHOUT:
             return None
         return ModuleSpec(name, self, is_package=True)

@@ -53,7 +53,7 @@ def entries_of(sizes: list[int], first_page: int = 1, first_key: int = 1, keyspa
 
 
 @dataclass(slots=True)
-class Slots:
+class RecordSlots:
     """Page-aligned memory, one slot for each record."""
 
     entries: Records
@@ -93,7 +93,7 @@ class Folder:
 
     def write(self, fd: int, header: SegmentHeader, entries: Records, keyspaces: list[KeyspaceId]) -> None:
         """Entries that lie behind one another, with the payloads that `payload_of` says."""
-        slots = Slots(entries)
+        slots = RecordSlots(entries)
         for at in range(len(entries)):
             slots.payload(at)[:] = np.frombuffer(
                 payload_of(entries[at], keyspaces[int(entries["space"][at])].epoch), np.uint8
@@ -128,9 +128,11 @@ class Folder:
     def recover(self, name: str = NAME) -> Recovered:
         return recover_segment(self.files, self.fd, name, direct=False)
 
-    def read(self, uuid: bytes, entries: Records, keyspace: KeyspaceId, name: str = NAME) -> tuple[list[int], Slots]:
+    def read(
+        self, uuid: bytes, entries: Records, keyspace: KeyspaceId, name: str = NAME
+    ) -> tuple[list[int], RecordSlots]:
         """Status of each entry, and the slots they were read to. What is OK is compared with what was written."""
-        slots = Slots(entries)
+        slots = RecordSlots(entries)
         wanted = np.zeros(len(entries), READ)
         for field_name in ("page", "part", "payload_bytes", "key"):
             wanted[field_name] = entries[field_name]

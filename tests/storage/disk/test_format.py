@@ -64,7 +64,7 @@ def test_every_flipped_byte_of_a_segment_header_is_noticed() -> None:
 
 
 def test_records_of_keys_with_more_parts_than_there_are_are_none() -> None:
-    """In their headers, and in footers."""
+    """This holds in their headers, and in footers."""
     for parts, is_ours in ((PARTS_PER_KEY_MAX, True), (PARTS_PER_KEY_MAX + 1, False), ((1 << 32) - 1, False)):
         keyspace, entries = replace(SPACE_A, parts=parts), entries_of([1])
         pages = aligned_pages(1)
@@ -190,7 +190,7 @@ def test_a_footer_that_can_not_be_true_is_none(name: str, value: int) -> None:
 
 
 def tables() -> dict[str, dict[str, tuple[int, int]]]:
-    """Of the document: structure -> field -> (offset, bytes)."""
+    """Reads the tables of the document: structure -> field -> (offset, bytes)."""
     found: dict[str, dict[str, tuple[int, int]]] = {}
     name = ""
     for line in DOCUMENT.read_text(encoding="utf-8").splitlines():

@@ -16,7 +16,7 @@ from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.format import KeyspaceId, record_pages
 from kvoffloadd.storage.disk.opening import probe
 from kvoffloadd.storage.disk.records import DAMAGED, FAILED, GONE, OK, READ, read_records
-from tests.storage.disk.builders import NAME, SPACE_A, SPACE_B, Folder, Slots, entries_of, header_of
+from tests.storage.disk.builders import NAME, SPACE_A, SPACE_B, Folder, RecordSlots, entries_of, header_of
 
 UUID = header_of().uuid
 
@@ -58,7 +58,7 @@ def test_direct_reads_and_writes(folder: Folder) -> None:
         pytest.skip("no O_DIRECT here")
     entries = entries_of([1, 5000, 4096])
     folder.build(entries)
-    slots = Slots(entries)
+    slots = RecordSlots(entries)
     wanted = np.zeros(3, READ)
     for name in ("page", "part", "payload_bytes", "key"):
         wanted[name] = entries[name]

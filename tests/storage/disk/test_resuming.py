@@ -129,7 +129,7 @@ def test_a_file_of_another_length_stays_as_it_is(folder: Folder, change: int) ->
     assert (folder.path / NAME).read_bytes() == before
 
 
-class Failing(Files):
+class FailingFiles(Files):
     """The disk fails from its `after`th write or sync on."""
 
     after = 0
@@ -154,7 +154,7 @@ def test_a_disk_that_fails_keeps_what_is_there(folder: Folder, sealed: bool, aft
     entries = entries_of([100, 5000])
     folder.build(entries, sealed=sealed)
     found = folder.recover()
-    folder.files = Failing()
+    folder.files = FailingFiles()
     folder.files.after = after
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="the disk fails"):
@@ -169,7 +169,7 @@ def test_a_disk_that_fails_keeps_what_is_there(folder: Folder, sealed: bool, aft
 def test_whatever_was_there_and_wherever_it_ends(
     sizes: list[int], sealed: bool, spoiled: bool, new_sizes: list[int], kept_pages: int
 ) -> None:
-    """Of what is new as many pages are there at the end as may be: the rest has what was there before."""
+    """The end has as many new pages as may be: the rest has what was there before."""
     with tempfile.TemporaryDirectory() as path:
         folder = Folder(Path(path) / "segments")
         entries = entries_of(sizes)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvoffloadd.storage.remote import agent as agent_module
-from tests.storage.remote.host import Engine, Host
+from tests.storage.remote.host import FaultyEngine, StoreHost
 
-Open = Callable[..., Awaitable[Host]]
+Open = Callable[..., Awaitable[StoreHost]]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ async def nothing_is_left() -> AsyncIterator[None]:
 
 
 def children() -> list[int]:
-    """Of this process, zombies included."""
+    """Returns the children of this process, zombies included."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
@@ -45,17 +45,17 @@ def children() -> list[int]:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
-    return Engine(tmp_path)
+def engine(tmp_path: Path) -> FaultyEngine:
+    return FaultyEngine(tmp_path)
 
 
 @pytest.fixture
-async def open_host(engine: Engine) -> AsyncIterator[Open]:
+async def open_host(engine: FaultyEngine) -> AsyncIterator[Open]:
     """`await open_host(stuck_s=...)` -> a host whose agent is ready. Audited and closed at the end."""
-    hosts: list[Host] = []
+    hosts: list[StoreHost] = []
 
-    async def make(**settings: Any) -> Host:
-        hosts.append(Host(engine, **settings))
+    async def make(**settings: Any) -> StoreHost:
+        hosts.append(StoreHost(engine, **settings))
         return await hosts[-1].start()
 
     yield make

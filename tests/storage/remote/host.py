@@ -58,7 +58,7 @@ async def until(predicate: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-class Engine:
+class FaultyEngine:
     """What agents speak to: the store's directory, and the switch of its faults."""
 
     def __init__(self, folder: Path) -> None:
@@ -80,12 +80,12 @@ class Engine:
         return sorted(path.name for path in self.directory.iterdir() if not path.name.startswith("."))
 
 
-class Host:
+class StoreHost:
     """`slots`: addresses (n, parts) of slots in the arena for keys of PARTS."""
 
     def __init__(
         self,
-        engine: Engine,
+        engine: FaultyEngine,
         *,
         engine_name: str = "memory",
         slots: int = 64,
@@ -108,7 +108,7 @@ class Host:
         self.slots: U64Array = first[:, None] + offsets.astype(np.uint64)
         self.closed = False
 
-    async def start(self) -> Host:
+    async def start(self) -> StoreHost:
         self.store.start()
         await until(lambda: self.store.state is RemoteState.OK)
         return self
@@ -122,7 +122,7 @@ class Host:
             self.pool.close()
 
     def set_stuck_s(self, stuck_s: float) -> None:
-        """From now on. Only while a call is to get stuck is this short: a busy machine is slow."""
+        """Sets the time from now on. It is short only while a call shall get stuck: a busy machine is slow."""
         self.store._calls._stop_looking()
         self.store._calls._stuck_s = stuck_s
 
@@ -182,8 +182,8 @@ class Host:
         return [int(each) for each in status]
 
 
-async def start(engine: Engine, **settings: Any) -> Host:
+async def start(engine: FaultyEngine, **settings: Any) -> StoreHost:
     """A host whose agent is not awaited."""
-    host = Host(engine, **settings)
+    host = StoreHost(engine, **settings)
     host.store.start()
     return host

@@ -16,13 +16,13 @@ from kvoffloadd.config import RemoteConfig
 from kvoffloadd.lanes import Lane
 from kvoffloadd.storage.arenafile import open_pool
 from kvoffloadd.storage.remote.store import RemoteStore
-from tests.storage.remote.host import Engine, names_of, soon, until
+from tests.storage.remote.host import FaultyEngine, names_of, soon, until
 
 CAPACITY_BYTES = 1 << 20
 
 
 async def main(pool_file: Path, folder: Path) -> None:
-    engine = Engine(folder)
+    engine = FaultyEngine(folder)
     engine.plant("get=hang")
     loop = asyncio.get_running_loop()
     pool = open_pool(pool_file, CAPACITY_BYTES, CAPACITY_BYTES, lambda size_bytes: None)

@@ -27,7 +27,7 @@ from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import RemoteStatus
 from tests.kernelsettings import reserved_pages
 from tests.storage.remote.conftest import Open, children
-from tests.storage.remote.host import FOREVER_S, PARTS, Engine, Host, names_of, start, until
+from tests.storage.remote.host import FOREVER_S, PARTS, FaultyEngine, StoreHost, names_of, start, until
 from tests.storage.remote.orphan import CAPACITY_BYTES
 
 OK, FAILED, NOT_ASKED = RemoteStatus.OK, RemoteStatus.FAILED, RemoteStatus.NOT_ASKED
@@ -55,7 +55,7 @@ async def test_nothing_of_it_is_left_when_the_store_is_closed(open_host: Open) -
 
 @pytest.mark.parametrize("fault", ["hang", "crash", "stop", "raise"])
 async def test_closing_does_not_wait_for_what_does_not_end(
-    open_host: Open, engine: Engine, seed: int, fault: str
+    open_host: Open, engine: FaultyEngine, seed: int, fault: str
 ) -> None:
     others = set(children())
     host = await open_host(stuck_s=3600)
@@ -71,7 +71,7 @@ async def test_closing_does_not_wait_for_what_does_not_end(
 @pytest.mark.parametrize("operation", ["get", "put", "exists"])
 @pytest.mark.parametrize("way", ["crash", "stop", "hang", "SIGKILL"])
 async def test_its_end_in_the_middle_of_a_call(
-    open_host: Open, engine: Engine, seed: int, operation: str, way: str
+    open_host: Open, engine: FaultyEngine, seed: int, operation: str, way: str
 ) -> None:
     """The call ends, once, after the agent; its memory is ours; and the next agent does what this one did not."""
     host = await open_host()
@@ -107,7 +107,7 @@ async def test_its_end_in_the_middle_of_a_call(
 
 
 async def test_memory_of_a_failed_get_is_not_ours_before_the_agents_end(
-    open_host: Open, engine: Engine, seed: int
+    open_host: Open, engine: FaultyEngine, seed: int
 ) -> None:
     """Its bytes still come, long after the store's client has given up."""
     host = await open_host(stuck_s=3600)
@@ -140,7 +140,7 @@ async def test_memory_of_a_failed_get_is_not_ours_before_the_agents_end(
     assert (await host.get(names_of(2), host.slots[8:10])).status.tolist() == [OK, OK]
 
 
-async def test_calls_that_wait_when_it_dies_are_not_asked(open_host: Open, engine: Engine) -> None:
+async def test_calls_that_wait_when_it_dies_are_not_asked(open_host: Open, engine: FaultyEngine) -> None:
     host = await open_host(get_threads=1)
     engine.plant("get=hang")
     begun = host.begin_get(names_of(1), host.slots[:1])[1]
@@ -152,7 +152,7 @@ async def test_calls_that_wait_when_it_dies_are_not_asked(open_host: Open, engin
     assert await host.exists(names_of(1)) is None
 
 
-async def test_it_is_started_again_and_again(open_host: Open, engine: Engine) -> None:
+async def test_it_is_started_again_and_again(open_host: Open, engine: FaultyEngine) -> None:
     """And later each time; also when it is idle. Nothing of those before is kept."""
     host = await open_host()
     pids = set()
@@ -179,7 +179,7 @@ async def test_one_that_stops_while_nobody_asks_is_found_at_the_next_call(open_h
     assert await host.exists(names_of(1)) is not None
 
 
-async def test_the_arena_names_it_as_long_as_it_lives(open_host: Open, engine: Engine) -> None:
+async def test_the_arena_names_it_as_long_as_it_lives(open_host: Open, engine: FaultyEngine) -> None:
     """Whoever takes the arena over reads this, and waits."""
     host = await open_host()
 
@@ -219,7 +219,7 @@ async def test_signals_for_all_do_not_end_it(open_host: Open) -> None:
     [("REFUSED", "planted: REFUSED (fault: store)"), ("raise", "RuntimeError: planted (fault: store)")],
 )
 async def test_an_engine_that_does_not_start_says_why_and_is_tried_again(
-    engine: Engine, fault: str, reason: str
+    engine: FaultyEngine, fault: str, reason: str
 ) -> None:
     engine.plant(f"start={fault}")
     host = await start(engine)
@@ -232,7 +232,7 @@ async def test_an_engine_that_does_not_start_says_why_and_is_tried_again(
     await host.close()
 
 
-async def test_an_engine_that_there_is_not(engine: Engine) -> None:
+async def test_an_engine_that_there_is_not(engine: FaultyEngine) -> None:
     host = await start(engine, engine_name="nonesuch")
     await until(lambda: host.store.reason != "")
     assert "unknown engine 'nonesuch'" in host.store.reason
@@ -241,7 +241,7 @@ async def test_an_engine_that_there_is_not(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang", "stop"])
-async def test_one_that_is_never_ready_is_ended(engine: Engine, fault: str) -> None:
+async def test_one_that_is_never_ready_is_ended(engine: FaultyEngine, fault: str) -> None:
     engine.plant(f"start={fault}")
     host = await start(engine, start_s=0.5)
     await until(lambda: host.store.figures()["agent"]["ends"] >= 1)
@@ -251,19 +251,19 @@ async def test_one_that_is_never_ready_is_ended(engine: Engine, fault: str) -> N
     await host.close()
 
 
-async def test_a_python_that_there_is_not(engine: Engine) -> None:
+async def test_a_python_that_there_is_not(engine: FaultyEngine) -> None:
     host = await start(engine, python="/nonesuch/python")
     await until(lambda: "can't be started" in host.store.reason)
     await host.close()
 
 
-async def test_closing_while_it_starts(engine: Engine) -> None:
+async def test_closing_while_it_starts(engine: FaultyEngine) -> None:
     host = await start(engine)
     await host.close()
     host = await start(engine)
     await asyncio.sleep(0.05)
     await host.close()
-    host = Host(engine)  # never started
+    host = StoreHost(engine)  # never started
     await host.close()
 
 
@@ -445,11 +445,11 @@ def test_a_spawn_without_descriptors_leaves_nothing(left: int, monkeypatch: pyte
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_on_uvloop(engine: Engine, seed: int) -> None:
+def test_on_uvloop(engine: FaultyEngine, seed: int) -> None:
     uvloop = pytest.importorskip("uvloop")
 
     async def run() -> None:
-        host = await Host(engine).start()
+        host = await StoreHost(engine).start()
         payloads = host.fill(host.slots[:3], seed)
         assert await host.put(names_of(3), host.slots[:3]) == [OK] * 3
         assert (await host.get(names_of(3), host.slots[8:11])).status.tolist() == [OK] * 3
@@ -464,11 +464,11 @@ def test_on_uvloop(engine: Engine, seed: int) -> None:
     uvloop.run(run())
 
 
-async def test_an_arena_of_huge_pages(engine: Engine, seed: int) -> None:
+async def test_an_arena_of_huge_pages(engine: FaultyEngine, seed: int) -> None:
     slots, pages = 64, sum(map(slot_pages, PARTS))
     capacity_bytes = slots * pages * PAGE_BYTES
     with reserved_pages(file_bytes(capacity_bytes, capacity_bytes, HUGE_PAGE_BYTES) // HUGE_PAGE_BYTES):
-        host = await Host(engine, slots=slots, reserved=True).start()
+        host = await StoreHost(engine, slots=slots, reserved=True).start()
         payloads = host.fill(host.slots[:3], seed)
         assert await host.put(names_of(3), host.slots[:3]) == [OK] * 3
         assert (await host.get(names_of(3), host.slots[-3:])).status.tolist() == [OK] * 3

@@ -13,7 +13,7 @@ import pytest
 
 from kvoffloadd.storage import arenafile
 from kvoffloadd.storage.remote.agentprocess import LINES_BURST
-from tests.storage.remote.host import FOREVER_S, Engine, names_of, start, until
+from tests.storage.remote.host import FOREVER_S, FaultyEngine, names_of, start, until
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -44,7 +44,7 @@ BEFORE = {
 
 
 @pytest.mark.parametrize("kind", BEFORE)
-async def test_one_that_is_not_what_it_should_be_is_ended(engine: Engine, tmp_path: Path, kind: str) -> None:
+async def test_one_that_is_not_what_it_should_be_is_ended(engine: FaultyEngine, tmp_path: Path, kind: str) -> None:
     start_s = 1.0 if "ready" in BEFORE[kind] else FOREVER_S
     host = await start(engine, python=bad_agent(tmp_path, kind), start_s=start_s)
     await until(lambda: host.store.reason != "")
@@ -64,14 +64,16 @@ async def test_one_that_is_not_what_it_should_be_is_ended(engine: Engine, tmp_pa
         ("half a frame", "closed its socket"),
     ],
 )
-async def test_one_that_says_what_nobody_asked_is_ended(engine: Engine, tmp_path: Path, kind: str, reason: str) -> None:
+async def test_one_that_says_what_nobody_asked_is_ended(
+    engine: FaultyEngine, tmp_path: Path, kind: str, reason: str
+) -> None:
     host = await start(engine, python=bad_agent(tmp_path, f"after start: {kind}"))
     await until(lambda: host.store.figures()["agent"]["ends"] >= 1)
     assert reason in host.store.reason
     await host.close()
 
 
-async def test_one_that_takes_nothing_costs_no_memory_and_is_ended(engine: Engine, tmp_path: Path) -> None:
+async def test_one_that_takes_nothing_costs_no_memory_and_is_ended(engine: FaultyEngine, tmp_path: Path) -> None:
     """A lookup is as large as it can be; no more of them wait for it to read than may be with it."""
     host = await start(engine, python=bad_agent(tmp_path, "after start: stops"))
     await until(host.store.can_read)
@@ -89,7 +91,7 @@ async def test_one_that_takes_nothing_costs_no_memory_and_is_ended(engine: Engin
 
 
 async def test_what_it_prints_is_logged_within_bounds_and_without_names(
-    engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: FaultyEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("kvoffloadd")
     propagates, logger.propagate = logger.propagate, True
@@ -108,7 +110,7 @@ async def test_what_it_prints_is_logged_within_bounds_and_without_names(
     assert dropped > 10_000_000
 
 
-async def test_a_script_that_does_not_become_python_is_refused(engine: Engine, tmp_path: Path) -> None:
+async def test_a_script_that_does_not_become_python_is_refused(engine: FaultyEngine, tmp_path: Path) -> None:
     """The end of such a script would say nothing about the end of the agent."""
     host = await start(engine, python=script(tmp_path, f'PYTHONPATH={ROOT} {sys.executable} "$@"; exit 7'))
     await until(lambda: host.store.reason != "")
@@ -117,7 +119,7 @@ async def test_a_script_that_does_not_become_python_is_refused(engine: Engine, t
     await host.close()
 
 
-async def test_a_script_that_becomes_python_will_do(engine: Engine, tmp_path: Path) -> None:
+async def test_a_script_that_becomes_python_will_do(engine: FaultyEngine, tmp_path: Path) -> None:
     host = await start(engine, python=script(tmp_path, f'PYTHONPATH={ROOT} exec {sys.executable} "$@"'))
     await until(host.store.can_read)
     await host.close()

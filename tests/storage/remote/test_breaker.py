@@ -121,7 +121,7 @@ def test_a_flapping_store_is_asked_ever_less() -> None:
         assert breaker.probe_in_s(0.0) == expected
 
 
-class Machine(RuleBasedStateMachine):
+class BreakerMachine(RuleBasedStateMachine):
     """Any calls, ends in any order, at any time."""
 
     def __init__(self) -> None:
@@ -177,4 +177,4 @@ class Machine(RuleBasedStateMachine):
             assert self.breaker.allows()
 
 
-TestBreaker = Machine.TestCase
+TestBreaker = BreakerMachine.TestCase

@@ -181,7 +181,7 @@ async def test_what_waited_in_our_line_has_its_whole_turn(monkeypatch: pytest.Mo
 
 
 async def test_one_slow_turn_is_not_those_of_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the agent, where calls of a line wait for each other, too."""
+    """This also holds with the agent, where calls of a line wait for each other."""
     now_s = time.monotonic()
     monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     agent = Agent()
@@ -290,7 +290,7 @@ async def test_a_call_that_does_not_end_is_the_agents_end() -> None:
 
 
 async def test_calls_that_end_are_not_stuck_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a line that is answered in order, what waits with the agent has not begun."""
+    """What waits with the agent in a line that is answered in order has not begun."""
     now_s = time.monotonic()
     monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     agent = Agent(stuck_s=1.0)

@@ -63,7 +63,7 @@ FIELDS = st.sampled_from(Space.__struct_fields__)
 def test_what_was_written_for_another_place_is_not_taken(
     space: Space, other: Space, name: str, seed: int, parts: int
 ) -> None:
-    """In each field by itself: names could be mixed up by a store, or by us."""
+    """Each field differs by itself: names could be mixed up by a store, or by us."""
     pages, keys, sizes, _ = made(space, seed, 1, parts)
     mixed = msgspec.structs.replace(space, **{name: getattr(other, name)})
     assert match_headers(pages, mixed, keys, sizes)[0][0] == (mixed == space)

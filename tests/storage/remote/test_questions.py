@@ -21,7 +21,7 @@ SPACE = Space(bytes(FINGERPRINT_BYTES), bytes(SHAPE_BYTES), 0, bytes(ERA_BYTES),
 LOUD, QUIET = Flow(1001, 1), Flow(1002, 2)
 
 
-class Scene:
+class QuestionScene:
     """Questions to an agent that answers when it is told to."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Scene:
 
 async def test_what_was_late_for_others_before_it_does_not_open_the_breaker() -> None:
     """Here and with the agent: it was not the store."""
-    scene = Scene()
+    scene = QuestionScene()
     scene.ask("first", LOUD)
     for number in range(4 * TIMEOUTS):
         scene.ask(f"loud {number}", LOUD, wait_s=0.02)
@@ -65,7 +65,7 @@ async def test_what_was_late_for_others_before_it_does_not_open_the_breaker() ->
 
 
 async def test_an_answer_to_nobody_is_good_news_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene()
+    scene = QuestionScene()
     told: list[bool] = []
     end = scene.questions.breaker.end
 
@@ -86,7 +86,7 @@ async def test_an_answer_to_nobody_is_good_news_of_the_store(monkeypatch: pytest
 @pytest.mark.parametrize("keys", [1, QUESTION_KEYS])
 async def test_a_store_that_hangs_opens_it(keys: int) -> None:
     """However few questions the agent has at once otherwise."""
-    scene = Scene()
+    scene = QuestionScene()
     for number in range(TIMEOUTS):
         assert scene.questions.breaker.state is BreakerState.CLOSED
         scene.ask(str(number), LOUD, keys, wait_s=0.02)
@@ -100,20 +100,20 @@ async def test_a_store_that_hangs_opens_it(keys: int) -> None:
 
 async def test_the_agent_has_few_keys_at_once() -> None:
     """Who has his turn waits for them."""
-    scene = Scene()
+    scene = QuestionScene()
     for number in range(50):
         scene.ask(f"loud {number}", LOUD, QUESTION_KEYS)
     assert len(scene.given) == 2
     scene.answer(0)
     assert len(scene.given) == 3
-    small = Scene()
+    small = QuestionScene()
     for number in range(50):
         small.ask(f"loud {number}", LOUD)
     assert len(small.given) == DEPTH
 
 
 async def test_a_question_that_never_begins_leaves_the_trial_to_others() -> None:
-    scene = Scene()
+    scene = QuestionScene()
     breaker = scene.questions.breaker
     for number in range(DEPTH):
         scene.ask(f"before {number}", LOUD)
@@ -129,7 +129,7 @@ async def test_a_question_that_never_begins_leaves_the_trial_to_others() -> None
 
 @pytest.mark.parametrize("presence", [Presence.YES, Presence.NO])
 async def test_users_take_turns_whatever_each_has_asked(presence: Presence) -> None:
-    scene = Scene()
+    scene = QuestionScene()
     for number in range(50):
         scene.ask(f"loud {number}", LOUD, keys=128)
     scene.ask("quiet", QUIET, keys=16)

@@ -18,7 +18,7 @@ from kvoffloadd.storage.remote import agent as agent_module
 from kvoffloadd.storage.remote import breaker as breaker_module
 from kvoffloadd.storage.remote.transfers import CORRUPT, GetResult, RemoteStatus
 from tests.storage.remote.conftest import Open
-from tests.storage.remote.host import FOREVER_S, PARTS, Engine, Host, names_of, until
+from tests.storage.remote.host import FOREVER_S, PARTS, FaultyEngine, StoreHost, names_of, until
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def payloads_of(key: int) -> list[bytes]:
 class User:
     """Puts and gets on one host. `left`: slots whose calls have ended, and what they held then."""
 
-    def __init__(self, host: Host, rng: random.Random) -> None:
+    def __init__(self, host: StoreHost, rng: random.Random) -> None:
         self.host = host
         self.rng = rng
         self.free = list(range(len(host.slots)))
@@ -98,12 +98,12 @@ class User:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After many failures they are up to a minute."""
+    """Shortens waits, which are up to a minute after many failures."""
     monkeypatch.setattr(agent_module, "BACKOFF_S_MAX", 0.5)
     monkeypatch.setattr(breaker_module, "DELAY_S_MAX", 1.0)
 
 
-def one_step(user: User, engine: Engine, rng: random.Random) -> None:
+def one_step(user: User, engine: FaultyEngine, rng: random.Random) -> None:
     if rng.random() < 0.15:
         engine.plant(rng.choice(FAULTS))
     if rng.random() < 0.03 and user.host.pid:
@@ -113,7 +113,7 @@ def one_step(user: User, engine: Engine, rng: random.Random) -> None:
         act(rng.randrange(20), rng.randint(1, 3), time.monotonic() + rng.choice((0.05, 1.0, FOREVER_S)))
 
 
-async def test_any_ends_in_any_order(open_host: Open, engine: Engine, rng: random.Random) -> None:
+async def test_any_ends_in_any_order(open_host: Open, engine: FaultyEngine, rng: random.Random) -> None:
     loop = asyncio.get_running_loop()
     problems: list[dict[str, object]] = []
     loop.set_exception_handler(lambda _, context: problems.append(context))

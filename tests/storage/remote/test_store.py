@@ -18,14 +18,14 @@ from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import RemoteStatus
 from kvoffloadd.storage.remote.values import NotRead
 from tests.storage.remote.conftest import Open
-from tests.storage.remote.host import FOREVER_S, PARTS, SPACE, Engine, Host, names_of, soon, until, value_of
+from tests.storage.remote.host import FOREVER_S, PARTS, SPACE, FaultyEngine, StoreHost, names_of, soon, until, value_of
 
 OK, MISS, FAILED, NOT_ASKED = RemoteStatus.OK, RemoteStatus.MISS, RemoteStatus.FAILED, RemoteStatus.NOT_ASKED
 NO, YES, UNKNOWN = Presence.NO, Presence.YES, Presence.UNKNOWN
 MARKER = marker_name(SPACE.fingerprint, SPACE.generation, SPACE.era)
 
 
-async def stored(host: Host, count: int, seed: int) -> list[list[bytes]]:
+async def stored(host: StoreHost, count: int, seed: int) -> list[list[bytes]]:
     """So many keys are there; their payloads. The host's slots have other bytes then."""
     payloads = host.fill(host.slots[:count], seed)
     assert await host.put(names_of(count), host.slots[:count]) == [OK] * count
@@ -88,7 +88,7 @@ async def test_the_first_one_who_puts_a_key_has_it(open_host: Open, seed: int) -
     ],
 )
 async def test_what_does_not_verify_is_counted_and_removed_there(
-    open_host: Open, engine: Engine, seed: int, fault: str, status: RemoteStatus
+    open_host: Open, engine: FaultyEngine, seed: int, fault: str, status: RemoteStatus
 ) -> None:
     host = await open_host()
     await stored(host, 3, seed)
@@ -103,7 +103,7 @@ async def test_what_does_not_verify_is_counted_and_removed_there(
 
 
 async def test_an_object_of_other_parts_or_of_another_era_is_not_taken(
-    open_host: Open, engine: Engine, seed: int
+    open_host: Open, engine: FaultyEngine, seed: int
 ) -> None:
     """Though it has the name: whoever can write the store can rename."""
     host = await open_host()
@@ -117,7 +117,7 @@ async def test_an_object_of_other_parts_or_of_another_era_is_not_taken(
     await until(lambda: engine.names == [])
 
 
-async def test_only_what_is_wrong_is_a_miss(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_only_what_is_wrong_is_a_miss(open_host: Open, engine: FaultyEngine, seed: int) -> None:
     host = await open_host()
     payloads = await stored(host, 4, seed)
     objects = [engine.directory / name for name in engine.names]
@@ -141,7 +141,9 @@ async def test_only_what_is_wrong_is_a_miss(open_host: Open, engine: Engine, see
         ("REFUSED", FAILED),
     ],
 )
-async def test_codes_of_a_get(open_host: Open, engine: Engine, seed: int, code: str, status: RemoteStatus) -> None:
+async def test_codes_of_a_get(
+    open_host: Open, engine: FaultyEngine, seed: int, code: str, status: RemoteStatus
+) -> None:
     host = await open_host()
     await stored(host, 2, seed)
     engine.plant(f"get={code}")
@@ -151,14 +153,14 @@ async def test_codes_of_a_get(open_host: Open, engine: Engine, seed: int, code: 
     assert host.store.starts == 1
 
 
-async def test_a_put_that_finds_no_room(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_a_put_that_finds_no_room(open_host: Open, engine: FaultyEngine, seed: int) -> None:
     host = await open_host()
     engine.plant("put=NO_SPACE")
     assert await host.put(names_of(2), host.slots[:2]) == [RemoteStatus.NO_SPACE] * 2
     assert host.store.can_write()
 
 
-async def test_an_engine_that_raises_costs_the_call_alone(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_an_engine_that_raises_costs_the_call_alone(open_host: Open, engine: FaultyEngine, seed: int) -> None:
     host = await open_host(engine_name="memory-stops")
     payloads = await stored(host, 1, seed)
     engine.plant("get=raise", "exists=raise", "read=raise", "sweep=raise")
@@ -197,7 +199,7 @@ async def test_values(open_host: Open) -> None:
     assert await store.sweep("a/", soon()) == (1, "")
 
 
-async def test_many_values_come_in_their_order(open_host: Open, engine: Engine) -> None:
+async def test_many_values_come_in_their_order(open_host: Open, engine: FaultyEngine) -> None:
     """However many calls they take, by number and by size."""
     host = await open_host()
     values = {f"a/{number}": bytes([number % 256]) * (number % 5 and 20) for number in range(0, 1200, 7)}
@@ -209,7 +211,7 @@ async def test_many_values_come_in_their_order(open_host: Open, engine: Engine) 
     assert await host.store.read_values([], soon()) == []
 
 
-async def test_what_can_not_be_read_is_nothing_to_the_others(open_host: Open, engine: Engine) -> None:
+async def test_what_can_not_be_read_is_nothing_to_the_others(open_host: Open, engine: FaultyEngine) -> None:
     host = await open_host()
     for name in ("a", "bad", "b"):
         await host.store.write_value(name, name.encode(), soon())
@@ -227,7 +229,9 @@ async def test_what_can_not_be_read_is_nothing_to_the_others(open_host: Open, en
     assert await host.store.read_values(["bad", "a"], soon()) == [b"bad", b"a"]
 
 
-async def test_one_that_hangs_holds_up_neither_the_others_nor_later_reads(open_host: Open, engine: Engine) -> None:
+async def test_one_that_hangs_holds_up_neither_the_others_nor_later_reads(
+    open_host: Open, engine: FaultyEngine
+) -> None:
     host = await open_host()
     for name in ("a", "bad"):
         await host.store.write_value(name, name.encode(), soon())
@@ -245,7 +249,7 @@ async def test_one_that_hangs_holds_up_neither_the_others_nor_later_reads(open_h
     assert host.store.starts == 1
 
 
-async def test_a_value_that_is_too_large_is_no_value(open_host: Open, engine: Engine) -> None:
+async def test_a_value_that_is_too_large_is_no_value(open_host: Open, engine: FaultyEngine) -> None:
     """Whoever wrote it."""
     host = await open_host()
     (engine.directory / "big").write_bytes(bytes(VALUE_BYTES_MAX + 1))
@@ -254,7 +258,7 @@ async def test_a_value_that_is_too_large_is_no_value(open_host: Open, engine: En
     assert host.store.starts == 1
 
 
-async def test_removing_and_sweeping_take_what_they_name(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_removing_and_sweeping_take_what_they_name(open_host: Open, engine: FaultyEngine, seed: int) -> None:
     host = await open_host()
     await stored(host, 4, seed)
     await host.store.write_value(MARKER, b"", soon(), kept_s=FOREVER_S)
@@ -266,7 +270,7 @@ async def test_removing_and_sweeping_take_what_they_name(open_host: Open, engine
     assert len(engine.names) == 1
 
 
-async def test_what_is_kept_stays_until_then(open_host: Open, engine: Engine) -> None:
+async def test_what_is_kept_stays_until_then(open_host: Open, engine: FaultyEngine) -> None:
     """However full the store is. What is renewed stays longer, and whoever renews removes what is over."""
     host = await open_host()
     for kept_s in (0.001, FOREVER_S, None):
@@ -281,14 +285,14 @@ async def test_what_is_kept_stays_until_then(open_host: Open, engine: Engine) ->
     assert engine.names == [f"a{FOREVER_S}", "aNone"]
 
 
-async def test_renewing_that_fails_is_an_error(open_host: Open, engine: Engine) -> None:
+async def test_renewing_that_fails_is_an_error(open_host: Open, engine: FaultyEngine) -> None:
     host = await open_host()
     engine.plant("renew=REFUSED")
     with pytest.raises(RemoteStoreError, match=r"renewing: 2 of 2 failed \(refused\)"):
         await host.store.renew(["a", "b"], FOREVER_S, soon())
 
 
-async def test_a_sweep_takes_as_many_steps_as_it_needs(open_host: Open, engine: Engine) -> None:
+async def test_a_sweep_takes_as_many_steps_as_it_needs(open_host: Open, engine: FaultyEngine) -> None:
     host = await open_host()
     for number in range(250):
         (engine.directory / f"swept%2F{number}").touch()
@@ -297,7 +301,7 @@ async def test_a_sweep_takes_as_many_steps_as_it_needs(open_host: Open, engine: 
     assert engine.names == ["swept"]
 
 
-async def test_a_sweep_stops_at_its_time_and_at_a_failure(open_host: Open, engine: Engine) -> None:
+async def test_a_sweep_stops_at_its_time_and_at_a_failure(open_host: Open, engine: FaultyEngine) -> None:
     host = await open_host()
     for number in range(250):
         (engine.directory / f"swept%2F{number}").touch()
@@ -335,7 +339,7 @@ async def test_a_sweep_goes_on_from_where_time_was_over(open_host: Open, monkeyp
 
 
 async def test_nothing_waits_for_a_sweep_that_hangs_and_the_agent_lives(
-    open_host: Open, engine: Engine, seed: int
+    open_host: Open, engine: FaultyEngine, seed: int
 ) -> None:
     """Mooncake's master takes as long as it takes: its answer may come after minutes, or never."""
     host = await open_host()
@@ -363,9 +367,9 @@ async def test_nothing_waits_for_a_sweep_that_hangs_and_the_agent_lives(
 
 
 async def test_a_failed_get_gives_its_memory_back_beside_a_sweep_that_hangs(
-    open_host: Open, engine: Engine, seed: int
+    open_host: Open, engine: FaultyEngine, seed: int
 ) -> None:
-    """For that the agent has to end, and it does."""
+    """The agent has to end for that, and it does."""
     host = await open_host()
     await stored(host, 1, seed)
     engine.plant("sweep=hang", "get=FAILED")
@@ -377,7 +381,7 @@ async def test_a_failed_get_gives_its_memory_back_beside_a_sweep_that_hangs(
     engine.plant()
 
 
-async def test_a_value_that_is_late_is_an_error(open_host: Open, engine: Engine) -> None:
+async def test_a_value_that_is_late_is_an_error(open_host: Open, engine: FaultyEngine) -> None:
     host = await open_host()
     engine.plant("read=hang", "write=hang")
     for _ in range(READ_THREADS):
@@ -394,7 +398,7 @@ async def test_a_value_that_is_late_is_an_error(open_host: Open, engine: Engine)
 # --- deadlines, room and breakers ---
 
 
-async def test_a_lookup_that_is_late_is_none(open_host: Open, engine: Engine) -> None:
+async def test_a_lookup_that_is_late_is_none(open_host: Open, engine: FaultyEngine) -> None:
     host = await open_host()
     engine.plant("exists=hang")
     assert await host.exists(names_of(1), time.monotonic() + 0.2) is None
@@ -403,7 +407,7 @@ async def test_a_lookup_that_is_late_is_none(open_host: Open, engine: Engine) ->
     assert found is not None
 
 
-async def test_questions_do_not_wait_behind_bytes(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_questions_do_not_wait_behind_bytes(open_host: Open, engine: FaultyEngine, seed: int) -> None:
     host = await open_host()
     await stored(host, 1, seed)
     engine.plant("get=hang", "put=hang")
@@ -419,7 +423,7 @@ async def test_questions_do_not_wait_behind_bytes(open_host: Open, engine: Engin
     assert (await put).tolist() == [OK]
 
 
-async def test_what_has_not_begun_can_be_cancelled(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_what_has_not_begun_can_be_cancelled(open_host: Open, engine: FaultyEngine, seed: int) -> None:
     host = await open_host(get_threads=1)
     await stored(host, 1, seed)
     engine.plant("get=hang")
@@ -438,7 +442,7 @@ async def test_what_has_not_begun_can_be_cancelled(open_host: Open, engine: Engi
     del before
 
 
-async def test_what_does_not_begin_in_time_does_not_begin(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_what_does_not_begin_in_time_does_not_begin(open_host: Open, engine: FaultyEngine, seed: int) -> None:
     host = await open_host(get_threads=1)
     await stored(host, 1, seed)
     engine.plant("get=hang")
@@ -453,7 +457,7 @@ async def test_what_does_not_begin_in_time_does_not_begin(open_host: Open, engin
     assert host.store.figures()["gets"]["late_bytes"] == 0
 
 
-async def test_no_more_bytes_are_in_flight_than_there_may_be(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_no_more_bytes_are_in_flight_than_there_may_be(open_host: Open, engine: FaultyEngine, seed: int) -> None:
     one = 4096 + sum(PARTS)
     host = await open_host(inflight_bytes=3 * one)
     await stored(host, 3, seed)
@@ -475,7 +479,9 @@ async def test_no_more_bytes_are_in_flight_than_there_may_be(open_host: Open, en
     assert not never.done()
 
 
-async def test_a_store_that_does_not_answer_is_asked_no_more_until_it_does(open_host: Open, engine: Engine) -> None:
+async def test_a_store_that_does_not_answer_is_asked_no_more_until_it_does(
+    open_host: Open, engine: FaultyEngine
+) -> None:
     host = await open_host()
     engine.plant("exists=hang")
     for _ in range(3):
@@ -491,7 +497,9 @@ async def test_a_store_that_does_not_answer_is_asked_no_more_until_it_does(open_
     assert host.store.starts == 1
 
 
-async def test_gets_that_fail_are_not_made_until_one_goes_well(open_host: Open, engine: Engine, seed: int) -> None:
+async def test_gets_that_fail_are_not_made_until_one_goes_well(
+    open_host: Open, engine: FaultyEngine, seed: int
+) -> None:
     host = await open_host(engine_name="memory-stops")
     await stored(host, 1, seed)
     engine.plant("get=FAILED")
