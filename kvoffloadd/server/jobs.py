@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job
 from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.cache import NO_ROWS
 from kvoffloadd.cache.memory.finding import find_in_steps

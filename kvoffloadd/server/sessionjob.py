@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, LoadPlan
 from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.keys import spans

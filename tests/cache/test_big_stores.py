@@ -10,12 +10,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.job import STEP_PARTS, Completion, CopyOptions
-from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.jobs.job import STEP_PARTS, Completion, CopyOptions
+from kvoffloadd.cache.jobs.jobs import Jobs
+from kvoffloadd.cache.jobs.sealing import BATCH_PARTS
 from kvoffloadd.cache.memory import audit, eviction
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import reserve
-from kvoffloadd.cache.sealing import BATCH_PARTS
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Outcome, U64Array

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan
-from kvoffloadd.cache.jobs import STUCK_LOOKS, Jobs
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, LoadPlan
+from kvoffloadd.cache.jobs.jobs import STUCK_LOOKS, Jobs
 from kvoffloadd.device.signals import ReadySignal
 from kvoffloadd.model import Direction, Outcome
 

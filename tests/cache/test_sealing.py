@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import sealing
-from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.jobs import sealing
+from kvoffloadd.cache.jobs.jobs import Jobs
+from kvoffloadd.cache.jobs.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Waits
-from kvoffloadd.cache.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealing
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
 from kvoffloadd.model import PAGE_BYTES, I64Array, U64Array
 from kvoffloadd.storage.hashing import hash_payloads

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import job as job_module
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, Phase
-from kvoffloadd.cache.jobs import Jobs, Verification
+from kvoffloadd.cache.jobs import job as job_module
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, LoadPlan, Phase
+from kvoffloadd.cache.jobs.jobs import Jobs, Verification
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.device.plan import GroupPlan, Tensor

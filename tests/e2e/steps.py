@@ -14,7 +14,7 @@ STEP = 64
 
 _PROGRAM = """
 import asyncio, contextlib, os, sys
-from kvoffloadd.cache import job
+from kvoffloadd.cache.jobs import job
 from kvoffloadd import steps
 from kvoffloadd.cache.memory import finding, reservation
 from kvoffloadd.server import connection, context, jobs as requests, session

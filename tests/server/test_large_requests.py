@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd import steps
-from kvoffloadd.cache.job import Completion
-from kvoffloadd.cache.jobs import Verification
+from kvoffloadd.cache.jobs.job import Completion
+from kvoffloadd.cache.jobs.jobs import Verification
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.policy.base import Policy

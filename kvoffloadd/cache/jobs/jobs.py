@@ -13,11 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, LoadRequest, verifies
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, LoadPlan, LoadRequest, verifies
+from kvoffloadd.cache.jobs.sealing import Sealing
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.progress import Progress, Waits
-from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.device.base import CopyResult, Device
 from kvoffloadd.device.signals import Signals

@@ -25,11 +25,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from kvoffloadd.cache.fetches import Urgency
+from kvoffloadd.cache.jobs.sealing import Sealing
 from kvoffloadd.cache.lower import GroupLookup, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.config import AUTO
 from kvoffloadd.device.base import Copy, CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals, SignalWait
