@@ -31,7 +31,7 @@ class HeldDevice:
     def __init__(self) -> None:
         self.done: Callable[[CopyResult], None] = lambda _: None
 
-    def submit(self, *_: object, done: Callable[[CopyResult], None], **__: object) -> HeldDevice:
+    def submit(self, _: object, done: Callable[[CopyResult], None]) -> HeldDevice:
         self.done = done
         return self
 

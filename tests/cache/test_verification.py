@@ -15,11 +15,11 @@ from kvoffloadd.cache.jobs import job as job_module
 from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, LoadPlan, Phase
 from kvoffloadd.cache.jobs.jobs import Jobs, Verification
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.device.base import CopyResult
+from kvoffloadd.device.base import CopyRequest, CopyResult
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, HashedWork
 from kvoffloadd.lanes import Lane
-from kvoffloadd.model import NO_BLOCK, PAGE_BYTES, Direction, I64Array, Outcome, Ref
+from kvoffloadd.model import NO_BLOCK, PAGE_BYTES, I64Array, Outcome, Ref
 from kvoffloadd.storage import hashing
 
 from .fakes import keys_of, make_cache, make_keyspace, store
@@ -75,8 +75,8 @@ class SlowDevice:
         self.work: list[Any] = []
         self.given = asyncio.Event()
 
-    def submit(self, direction: Direction, work: Any, *, done: Any, **options: Any) -> Any:
-        self.work.append(work)
+    def submit(self, request: CopyRequest, done: Any) -> Any:
+        self.work.append(request.work)
         self.given.set()
         self.ends.append(done)
         return SimpleNamespace(cancel=lambda: None)

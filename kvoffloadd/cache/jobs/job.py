@@ -31,7 +31,7 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.config import AUTO
-from kvoffloadd.device.base import Copy, CopyResult, Device
+from kvoffloadd.device.base import Copy, CopyRequest, CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals, SignalWait
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.errors import LimitError
@@ -441,14 +441,9 @@ class Job:
         options, lists = self.options, self.lists
         self.lists = []
         work = BlockWork(lists, ~self.bad if self.bad.any() else None)
-        copy = self.copy = options.device.submit(
-            self.direction,
-            work.hashing() if self.hashed.any() else work,
-            deadline_s=options.deadline_s,
-            urgent=options.urgent,
-            done=resume,
-            flow=options.flow,
-        )
+        made = work.hashing() if self.hashed.any() else work
+        request = CopyRequest(self.direction, made, options.deadline_s, options.urgent, options.flow)
+        copy = self.copy = options.device.submit(request, resume)
 
         def give_up() -> bool:
             copy.cancel()
