@@ -70,18 +70,19 @@ class Sealing:
         self._submit(flow)
 
     def seal_hashed(self, flow: Flow, parts: I64Array, generations: U16Array, digests: U64Array) -> Iterator[None]:
-        """The same, with checksums. They wait from now on; each step of the iterator seals some."""
+        """The same, with checksums. They wait from now on; each step of the iterator seals some, the last one, too."""
         return self._seal_steps(self._begin(flow, parts, generations), digests)
 
     def _seal_steps(self, batches: list[SealBatch], digests: U64Array) -> Iterator[None]:
         at = 0
         for batch in batches:
+            if at:
+                yield
             if self.lane.closing:  # so is the cache
                 return
             end = at + len(batch.parts)
             self._seal(batch, digests[at:end])
             at = end
-            yield
 
     def _begin(self, flow: Flow, parts: I64Array, generations: U16Array) -> list[SealBatch]:
         if not len(parts):
