@@ -34,7 +34,7 @@ from kvoffloadd.errors import (
     UnknownNameError,
 )
 from kvoffloadd.model import NO_BLOCK, KeyState, U32Array, U64Array
-from kvoffloadd.protocol.messages import Accepted, GroupBlocks, Load, Push, Store
+from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
 from kvoffloadd.server.account import Account
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
@@ -126,23 +126,20 @@ class SessionJobs:
             wanted = [lookup.hits for lookup in lookups]
             if below:
                 wanted = [hits | group.below for hits, group in zip(wanted, below, strict=True)]
-            check_targets(
-                registration.families,
-                [
-                    Target(group.registered.group, group.registered.plans, group.blocks[mask])
-                    for group, mask in zip(groups, wanted, strict=True)
-                ],
-            )
-            if not message.lease:
-                used = zip(groups, lookups, strict=True)
-                cache.uses.add([(group.keyspace, lookup, group.first) for group, lookup in used])
             states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, lookups, strict=True)]
             request = SessionJob(message.job, registration, charge)
             reply = Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
-            loads = [
-                GroupLoad(one.keyspace, one.keys, one.blocks, one.registered.parts, one.registered.plans, mask)
-                for one, mask in zip(groups, wanted, strict=True)
-            ]
+            loads, targets, used = [], [], []
+            for group, mask, lookup in zip(groups, wanted, lookups, strict=True):
+                registered = group.registered
+                loads.append(
+                    GroupLoad(group.keyspace, group.keys, group.blocks, registered.parts, registered.plans, mask)
+                )
+                targets.append(Target(registered.group, registered.plans, group.blocks[mask]))
+                used.append((group.keyspace, lookup, group.first))
+            check_targets(registration.families, targets)
+            if not message.lease:
+                cache.uses.add(used)
             plan = plan_load(cache.entries, loads, lookups)
             cache.check_hold(self.instance.uid, plan.rows)
         except BaseException:
@@ -353,7 +350,15 @@ class SessionJobs:
             request.registration.running.discard(request.job)
             request.job = None  # it names the request: the collector alone would find that both are of no use
         self._remove(request)
-        self.push(request.completed(result))
+        completed = Completed(
+            job=request.id,
+            outcome=result.outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
+            bytes=result.bytes,
+            seconds=result.seconds,
+            failed=[indices.astype("<u4").tobytes() for indices in result.failed],
+            reason=(result.reason or request.remark)[:200],
+        )
+        self.push(completed)
 
 
 def _lacking(reserved: Sequence[Reservation]) -> str:

@@ -1,15 +1,14 @@
-"""One job of a session, from its checked request to the message that reports its end."""
+"""One job of a session: its checked request, and what it is charged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvoffloadd.cache.jobs.job import Completion, Job
+from kvoffloadd.cache.jobs.job import Job
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.model import U32Array, U64Array
-from kvoffloadd.protocol.messages import Completed
 from kvoffloadd.server.registration import RegisteredGroup, Registration
 
 
@@ -41,14 +40,3 @@ class SessionJob:
     remark: str = ""  # for the peer's people, if nothing goes wrong
     job: Job | None = None  # once it is under way
     counted: list[tuple[Progress, int]] = field(default_factory=list)  # its number in each `Progress` it is counted in
-
-    def completed(self, result: Completion) -> Completed:
-        """The message that reports the job's end to the peer."""
-        return Completed(
-            job=self.id,
-            outcome=result.outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
-            bytes=result.bytes,
-            seconds=result.seconds,
-            failed=[indices.astype("<u4").tobytes() for indices in result.failed],
-            reason=(result.reason or self.remark)[:200],
-        )
