@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from kvoffloadd import startup
 from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.cache.disk.disktier import DiskTier
-from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keyhash import SEED_BITS

@@ -75,6 +75,17 @@ class Work(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyRequest:
+    """What a device copies, until when, and in whose turns. No two of its copies write a common byte."""
+
+    direction: Direction
+    work: Work  # a load is hashed while it is copied if this is a `HashedWork`, see `Device.hashed_load_bytes`
+    deadline_s: float  # absolute, of `loop.time()`: chunks that have not begun by then are dropped
+    urgent: bool = False  # before most of the flow's other copies
+    flow: Flow = DAEMON  # copies of one direction share the device as flows do, chunk by chunk
+
+
 class Copy(Protocol):
     """A copy under way, as `Device.submit` returns it."""
 
@@ -103,24 +114,11 @@ class Device(Protocol):
             UsageError: it is unmapped already, or another device's.
         """
 
-    def submit(
-        self,
-        direction: Direction,
-        work: Work,
-        *,
-        deadline_s: float,
-        urgent: bool,
-        done: Callable[[CopyResult], None],
-        flow: Flow = DAEMON,
-    ) -> Copy:
-        """Begins a copy, and returns at once. The caller guarantees that all addresses are mapped until `done`, and
-        that no two of the copies write a common byte.
+    def submit(self, request: CopyRequest, done: Callable[[CopyResult], None]) -> Copy:
+        """Begins a copy, and returns at once. The caller guarantees that all addresses are mapped until `done`.
 
-        `done` is called exactly once, on the loop, never within this call, after the last access to any byte of
-        `work`. `deadline_s`: absolute, of `loop.time()`; chunks that have not begun by then are dropped. `flow`:
-        whose copies these are; copies of one direction share the device as flows do, chunk by chunk. `urgent`: goes
-        before most of the flow's other copies. Stores and loads never wait for each other. A store is hashed while it
-        is copied where that costs little; a load if `work` is a `HashedWork`, see `hashed_load_bytes`.
+        `done` is called exactly once, on the loop, never within this call, after the last access to any byte of the
+        work. Stores and loads never wait for each other. A store is hashed while it is copied where that costs little.
 
         Raises:
             UsageError: the device is closed.

@@ -13,12 +13,12 @@ from typing import Protocol, TypedDict
 
 import numpy as np
 
-from kvoffloadd.device.base import Allocation, Copy, CopyResult, HostMemory, Work
+from kvoffloadd.device.base import Allocation, Copy, CopyRequest, CopyResult, HostMemory
 from kvoffloadd.device.chunked import Mover
 from kvoffloadd.device.copyruns import copy_runs
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError, DeviceError
-from kvoffloadd.lanes import DAEMON, Flow, Lane
+from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Direction, Outcome, U64Array
 from kvoffloadd.units import parse_seconds
 
@@ -94,24 +94,15 @@ class FaultyDevice:
         """See `Device.unmap`."""
         await self._inner.unmap(allocation)
 
-    def submit(
-        self,
-        direction: Direction,
-        work: Work,
-        *,
-        deadline_s: float,
-        urgent: bool,
-        done: Callable[[CopyResult], None],
-        flow: Flow = DAEMON,
-    ) -> Copy:
+    def submit(self, request: CopyRequest, done: Callable[[CopyResult], None]) -> Copy:
         """See `Device.submit`."""
 
         def on_end(result: CopyResult) -> None:
-            done(self._plant(direction, work, result) if result.outcome is Outcome.DONE else result)
+            done(self._plant(request, result) if result.outcome is Outcome.DONE else result)
 
         if self._delay_s > 0 or self._hold is not None:  # the copy takes it with it
-            self._inner.mover = partial(self._move_late, self._hold_uid in (None, flow.uid))
-        return self._inner.submit(direction, work, deadline_s=deadline_s, urgent=urgent, done=on_end, flow=flow)
+            self._inner.mover = partial(self._move_late, self._hold_uid in (None, request.flow.uid))
+        return self._inner.submit(request, on_end)
 
     def busy_s(self, now: float) -> float:
         """See `Device.busy_s`."""
@@ -139,11 +130,12 @@ class FaultyDevice:
             time.sleep(_HOLD_POLL_S)
         self._move(chunk)
 
-    def _plant(self, direction: Direction, work: Work, result: CopyResult) -> CopyResult:
+    def _plant(self, request: CopyRequest, result: CopyResult) -> CopyResult:
         self._copies += 1
         if _is_nth(self._copies, self._fail_every):
             self.planted += 1
             return replace(result, outcome=Outcome.FAILED, reason="planted fault")
+        direction, work = request.direction, request.work
         if direction is Direction.LOAD and work.total_bytes > 0:
             self._loads += 1
             if _is_nth(self._loads, self._corrupt_every):

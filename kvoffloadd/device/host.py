@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from kvoffloadd.device.base import Allocation, CopyResult, Work
+from kvoffloadd.device.base import Allocation, CopyRequest, CopyResult
 from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Mover, Turn, lane_gauges
 from kvoffloadd.device.copyruns import copy_payloads, copy_runs
 from kvoffloadd.device.holes import Holes
@@ -28,7 +28,7 @@ from kvoffloadd.device.peruser import PerUser
 from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
 from kvoffloadd.device.work import HASHED_DESCRIPTORS, HashedWork
 from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
-from kvoffloadd.lanes import DAEMON, TURN_BYTES, CancelledWork, Flow, Lane
+from kvoffloadd.lanes import TURN_BYTES, CancelledWork, Lane
 from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
 
@@ -162,17 +162,9 @@ class HostDevice:
             if not lane.closing:
                 await lane.perform(allocation.mapping.close, urgent=_UNMAP_URGENT)
 
-    def submit(
-        self,
-        direction: Direction,
-        work: Work,
-        *,
-        deadline_s: float,
-        urgent: bool,
-        done: Callable[[CopyResult], None],
-        flow: Flow = DAEMON,
-    ) -> ChunkedCopy:
+    def submit(self, request: CopyRequest, done: Callable[[CopyResult], None]) -> ChunkedCopy:
         """See `Device.submit`."""
+        direction, work = request.direction, request.work
         threads = self._copy_threads if work.total_bytes >= SPLIT_BYTES_MIN else 1
         piece_bytes = min(self._chunk_bytes, max(work.total_bytes // threads, _PIECE_BYTES_MIN))
         pieces, cutter = threads if work.small else 1, split
@@ -185,8 +177,9 @@ class HostDevice:
             work, cutter, done = hashed, split_payloads, partial(_end_hashed, done, hashed)
         cut = partial(cutter, pieces=pieces, min_piece_bytes=_PIECE_BYTES_MIN, chunk_bytes=self._chunk_bytes)
         chunks = Chunks(work, direction, cut, piece_bytes)
-        turn = Turn(self._loop, self._threads.of(flow.uid).copying[direction], threads, urgent, flow)
-        copy = ChunkedCopy(chunks, self.mover, turn, deadline_s, done, self._copies)
+        lane = self._threads.of(request.flow.uid).copying[direction]
+        turn = Turn(self._loop, lane, threads, request.urgent, request.flow)
+        copy = ChunkedCopy(chunks, self.mover, turn, request.deadline_s, done, self._copies)
         copy.start()
         return copy
 

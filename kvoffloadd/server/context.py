@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvoffloadd.cache.clearing import Clearings
 from kvoffloadd.cache.disk.disktier import DiskTier
-from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.cache import Cache

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job
+from kvoffloadd.cache.jobs.loadplan import NO_PARTS, GroupLoad, LoadRequest, plan_load
 from kvoffloadd.cache.lower import GroupLookup
 from kvoffloadd.cache.memory.cache import NO_ROWS
 from kvoffloadd.cache.memory.finding import find_in_steps
@@ -32,14 +33,14 @@ from kvoffloadd.errors import (
     StateError,
     UnknownNameError,
 )
-from kvoffloadd.model import NO_BLOCK, Direction, KeyState, U32Array, U64Array
-from kvoffloadd.protocol.messages import Accepted, GroupBlocks, Load, Push, Store
+from kvoffloadd.model import NO_BLOCK, KeyState, U32Array, U64Array
+from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
 from kvoffloadd.server.account import Account
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.instance import Instance
 from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.registration import RegisteredGroup, Registration
-from kvoffloadd.server.sessionjob import NO_PARTS, Charge, GroupJob, SessionJob, SessionLoad, completed
+from kvoffloadd.server.sessionjob import Charge, GroupJob, SessionJob
 from kvoffloadd.steps import Steps
 
 T = TypeVar("T")
@@ -96,9 +97,7 @@ class SessionJobs:
                 BlockList(group.registered.plans, group.blocks, r.keys, r.columns, r.addresses)
                 for group, r in zip(groups, reserved, strict=True)
             ]
-            nothing = [np.zeros(0, np.int64)] * len(groups)
-            chosen = [r.keys for r in reserved]
-            request = SessionJob(message.job, registration, options, charge, chosen, nothing, _lacking(reserved))
+            request = SessionJob(message.job, registration, charge, _lacking(reserved))
             reply = Accepted(seq=message.seq, job=message.job, states=[r.states.tobytes() for r in reserved])
         except BaseException:
             for made in [] if lease else reserved:
@@ -108,11 +107,7 @@ class SessionJobs:
         if lease:
             self.instance.leases.fill(lease, parts)
             self.account.refund(leases=len(parts))
-        on_end = partial(self._complete, request)
-        if len(parts):
-            self._begin(request, partial(jobs.store, parts, lists, options, on_end))
-        else:
-            self._begin(request, partial(jobs.finish, Direction.STORE, options, on_end))
+        self._begin(request, partial(jobs.store, parts, lists, options, partial(self._complete, request)))
         return reply
 
     def load(self, message: Load, registration: Registration) -> Steps[Accepted]:
@@ -131,34 +126,27 @@ class SessionJobs:
             wanted = [lookup.hits for lookup in lookups]
             if below:
                 wanted = [hits | group.below for hits, group in zip(wanted, below, strict=True)]
-            check_targets(
-                registration.families,
-                [
-                    Target(group.registered.group, group.registered.plans, group.blocks[mask])
-                    for group, mask in zip(groups, wanted, strict=True)
-                ],
-            )
-            if not message.lease:
-                used = zip(groups, lookups, strict=True)
-                cache.uses.add([(group.keyspace, lookup, group.first) for group, lookup in used])
             states = [np.where(mask, np.uint8(_HIT), found.states) for mask, found in zip(wanted, lookups, strict=True)]
-            nothing = [np.zeros(0, np.int64)] * len(groups)
-            request = SessionLoad(
-                message.job, registration, options, charge, nothing, [np.arange(len(group.keys)) for group in groups],
-                cache=cache, groups=groups, wanted=wanted, lookups=lookups, below=below,
-            )  # fmt: skip
+            request = SessionJob(message.job, registration, charge)
             reply = Accepted(seq=message.seq, job=message.job, states=[state.tobytes() for state in states])
-            plan = request.resolve() if any(mask.any() for mask in wanted) else None
-            if plan is not None:
-                cache.check_hold(self.instance.uid, plan.rows)
+            loads, targets, used = [], [], []
+            for group, mask, lookup in zip(groups, wanted, lookups, strict=True):
+                registered = group.registered
+                loads.append(
+                    GroupLoad(group.keyspace, group.keys, group.blocks, registered.parts, registered.plans, mask)
+                )
+                targets.append(Target(registered.group, registered.plans, group.blocks[mask]))
+                used.append((group.keyspace, lookup, group.first))
+            check_targets(registration.families, targets)
+            if not message.lease:
+                cache.uses.add(used)
+            plan = plan_load(cache.entries, loads, lookups)
+            cache.check_hold(self.instance.uid, plan.rows)
         except BaseException:
             self._refund(charge)
             raise
-        on_end = partial(self._complete, request)
-        if plan is not None:
-            self._begin(request, partial(jobs.load, plan, options, on_end, request if below else None))
-        else:
-            self._begin(request, partial(jobs.finish, Direction.LOAD, options, on_end))
+        later = LoadRequest(loads, below) if below else None
+        self._begin(request, partial(jobs.load, plan, options, partial(self._complete, request), later))
         return reply
 
     def _find_below(self, groups: list[GroupJob], lookups: list[LookupResult], *, ask: bool) -> list[GroupLookup]:
@@ -362,7 +350,15 @@ class SessionJobs:
             request.registration.running.discard(request.job)
             request.job = None  # it names the request: the collector alone would find that both are of no use
         self._remove(request)
-        self.push(completed(request, result))
+        completed = Completed(
+            job=request.id,
+            outcome=result.outcome.value,  # type: ignore[arg-type]  # LOST is the client library's alone
+            bytes=result.bytes,
+            seconds=result.seconds,
+            failed=[indices.astype("<u4").tobytes() for indices in result.failed],
+            reason=(result.reason or request.remark)[:200],
+        )
+        self.push(completed)
 
 
 def _lacking(reserved: Sequence[Reservation]) -> str:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvoffloadd.cache.job import Job
-from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.jobs.job import Job
+from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.model import I64Array, U32Array
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from kvoffloadd.cache.job import Job
+from kvoffloadd.cache.jobs.job import Job
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
-from kvoffloadd.cache.job import Job
+from kvoffloadd.cache.jobs.job import Job
 from kvoffloadd.cache.memory.keys import keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import reserve_in_steps

@@ -10,15 +10,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.job import STEP_PARTS, Completion, CopyOptions
-from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.jobs.job import STEP_PARTS, Completion, CopyOptions
+from kvoffloadd.cache.jobs.jobs import Jobs
+from kvoffloadd.cache.jobs.sealing import BATCH_PARTS
 from kvoffloadd.cache.memory import audit, eviction
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import reserve
-from kvoffloadd.cache.sealing import BATCH_PARTS
 from kvoffloadd.device.base import CopyResult
+from kvoffloadd.device.work import BlockList
 from kvoffloadd.lanes import Lane
-from kvoffloadd.model import Outcome, U64Array
+from kvoffloadd.model import NO_BLOCK, Outcome, U64Array
 
 from .fakes import keys_of, make_cache, make_keyspace
 
@@ -31,11 +32,17 @@ class HeldDevice:
     def __init__(self) -> None:
         self.done: Callable[[CopyResult], None] = lambda _: None
 
-    def submit(self, *_: object, done: Callable[[CopyResult], None], **__: object) -> HeldDevice:
+    def submit(self, _: object, done: Callable[[CopyResult], None]) -> HeldDevice:
         self.done = done
         return self
 
     def cancel(self) -> None: ...
+
+
+def unwanted(count: int) -> BlockList:
+    """Payloads of which no copy is ever made."""
+    blocks, numbers = np.full((count, 1), NO_BLOCK, np.uint32), np.arange(count)
+    return BlockList((), blocks, numbers, np.zeros(count, np.int64), np.zeros(count, np.uint64))
 
 
 class BigStore:
@@ -52,7 +59,7 @@ class BigStore:
         self.device = HeldDevice()
         self.ends: list[Completion] = []
         held = cast(Any, self.device)
-        self.job = self.jobs.store(self.parts, [], CopyOptions(held, 1e9), self.ends.append)
+        self.job = self.jobs.store(self.parts, [unwanted(KEYS)], CopyOptions(held, 1e9), self.ends.append)
 
     def end_copy(self, outcome: Outcome, digests: U64Array | None = None) -> None:
         self.device.done(CopyResult(outcome, 0, 0, 0, 0.0, "", digests))
@@ -105,7 +112,7 @@ async def test_each_part_of_a_big_store_is_sealed_with_its_own_digest(scene: Big
     scene.cache.drop(scene.cache.entries.find(scene.keyspace, scene.keys[gone]).astype(np.uint32))
     scene.end_copy(Outcome.DONE, digests)
     await steps(scene)
-    assert np.flatnonzero(scene.ends[0].bad).tolist() == gone.tolist()
+    assert scene.ends[0].failed[0].tolist() == gone.tolist()
     sealed = [scene.cache.counters.parts_sealed]
     assert sealed[0] < KEYS - STEP_PARTS, "the completion comes first"
     while scene.jobs.sealing.unsealed:  # the hash lane is busy all the time
@@ -128,7 +135,7 @@ async def test_small_stores_are_sealed_when_they_end_however_many_they_are(scene
     devices = [HeldDevice() for _ in range(500)]
     for number, device in enumerate(devices):
         parts = reserve(scene.cache, scene.keyspace, keys_of(number), np.zeros(1, np.uint16), 0).parts
-        scene.jobs.store(parts, [], CopyOptions(cast(Any, device), 1e9), scene.ends.append)
+        scene.jobs.store(parts, [unwanted(1)], CopyOptions(cast(Any, device), 1e9), scene.ends.append)
     for number, device in enumerate(devices):
         device.done(CopyResult(Outcome.DONE, 0, 0, 0, 0.0, "", np.array([[number, 1]], np.uint64)))
     assert (scene.jobs.unsealed, scene.cache.counters.parts_sealed) == (0, 500)
@@ -154,7 +161,7 @@ async def test_a_clear_between_two_steps(scene: BigStore) -> None:
     assert all(step is not None for step in clearing)
     await steps(scene)
     assert scene.ends[0].outcome is Outcome.PARTIAL
-    assert scene.ends[0].bad.all()
+    assert len(scene.ends[0].failed[0]) == KEYS
     assert (scene.hits(), scene.jobs.reserved, len(scene.cache.entries.index)) == (0, 0, 0)
 
 
@@ -171,7 +178,7 @@ async def test_a_clear_that_becomes_known_between_two_steps(scene: BigStore, *, 
         pass
     await steps(scene)
     assert scene.ends[0].outcome is Outcome.PARTIAL
-    assert scene.ends[0].bad.all()
+    assert len(scene.ends[0].failed[0]) == KEYS
     assert (scene.hits(), scene.jobs.reserved, len(scene.cache.entries.index)) == (0, 0, 0)
 
 

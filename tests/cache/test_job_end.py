@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan
-from kvoffloadd.cache.jobs import STUCK_LOOKS, Jobs
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job
+from kvoffloadd.cache.jobs.jobs import STUCK_LOOKS, Jobs
+from kvoffloadd.cache.jobs.loadplan import NO_PARTS, LoadPlan, LoadRequest
+from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.device.signals import ReadySignal
-from kvoffloadd.model import Direction, Outcome
+from kvoffloadd.device.work import BlockList
+from kvoffloadd.model import Direction, I64Array, Outcome
 
 from .fakes import keys_of, make_cache, make_keyspace, store
 
@@ -89,6 +92,13 @@ async def test_a_chunk_that_ends_at_last() -> None:
         assert await ending
 
 
+def reserved(jobs: Jobs) -> I64Array:
+    """A part that is to be stored."""
+    parts = reserve(jobs.cache, make_keyspace(jobs.cache)[1], keys_of(1), np.zeros(1, np.uint16), 0).parts
+    assert len(parts) == 1
+    return parts
+
+
 class Short:
     """A device, and signals, that are short of something."""
 
@@ -111,12 +121,14 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
     ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     class TooMany:
+        keys = np.arange(1)
+
         @property
         def blocks(self) -> Any:
             raise MemoryError
 
     lists: Any = [TooMany()]
-    plan = LoadPlan(cache.entries.parts.row[parts], parts, lists)
+    plan = LoadPlan(cache.entries.parts.row[parts], parts, lists, [NO_PARTS])
     device: Any = SimpleNamespace(submit=None)
     jobs.load(plan, CopyOptions(device, 1e9), ended.set_result)
     async with asyncio.timeout(20):
@@ -126,7 +138,9 @@ async def test_a_load_whose_work_can_t_be_made_ends() -> None:
 
 
 async def test_a_job_that_meets_a_bug_ends() -> None:
-    """It fails, behind its reply, and holds nothing; the loop's handler hears of the bug, as of one in a callback."""
+    """It fails, behind its reply, names all its keys, and holds nothing; the loop's handler hears of the bug, as of one
+    in a callback.
+    """
     nobody: Any = None
     loop = asyncio.get_running_loop()
     told: list[dict[str, Any]] = []
@@ -136,20 +150,26 @@ async def test_a_job_that_meets_a_bug_ends() -> None:
     jobs = Jobs(cache, None, lane, nobody, False)
     bug = KeyError("a bug")
 
-    def resolve() -> LoadPlan:
-        raise bug
+    class Broken:
+        @property
+        def keyspace(self) -> Any:
+            raise bug
 
     ends: list[Completion] = []
-    request: Any = SimpleNamespace(below=[], resolve=resolve)
-    nothing = LoadPlan(np.zeros(0, np.uint32), np.zeros(0, np.int64), [])
-    job = jobs.load(nothing, CopyOptions(nobody, 1e9), ends.append, request)
+    broken: Any = Broken()
+    parts = store(cache, make_keyspace(cache)[1], keys_of(1))
+    one = BlockList((), np.zeros((1, 1), np.uint32), np.array([2]), np.zeros(1, np.int64), np.zeros(1, np.uint64))
+    plan = LoadPlan(cache.entries.parts.row[parts], parts, [one], [np.array([0, 1])])
+    job = jobs.load(plan, CopyOptions(nobody, 1e9), ends.append, LoadRequest([broken], []))
     assert ends == []
     assert await jobs.settle({job}, 20)
     assert [(end.outcome, end.reason) for end in ends] == [
         (Outcome.FAILED, "it met a bug in the daemon; its log has the details")
     ]
+    assert [indices.tolist() for end in ends for indices in end.failed] == [[0, 1, 2]]
     assert [about["exception"] for about in told] == [bug]
     assert not jobs.running
+    assert not cache.entries.leases.any()
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), RuntimeError("can't start new thread")])
@@ -157,11 +177,10 @@ async def test_a_job_that_meets_a_bug_ends() -> None:
 async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: ReadySignal | None) -> None:
     lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
     short: Any = Short(error)
-    cache = make_cache()
-    jobs = Jobs(cache, None, lane, short, False)
+    jobs = Jobs(make_cache(), None, lane, short, False)
     ended: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
     options = CopyOptions(short, 1e9, ready=ready)
-    jobs.store(np.zeros(0, np.int64), [], options, ended.set_result)
+    jobs.store(reserved(jobs), [], options, ended.set_result)
     assert not ended.done(), "never within the call"
     async with asyncio.timeout(20):
         result = await ended
@@ -199,7 +218,7 @@ async def test_a_job_that_is_cancelled_before_its_signal_says_so(dropped: bool) 
     jobs = Jobs(make_cache(), None, nobody, signals, False)
     ends: list[Completion] = []
     options = CopyOptions(nobody, 1e9, ready=ReadySignal(8, 1))
-    job = jobs.store(np.zeros(0, np.int64), [], options, ends.append)
+    job = jobs.store(reserved(jobs), [], options, ends.append)
     job.cancel()
     if not dropped:
         assert ends == []
@@ -215,7 +234,7 @@ async def test_the_loop_keeps_the_deadline_of_a_signal() -> None:
     jobs = Jobs(make_cache(), None, nobody, signals, False)
     end: asyncio.Future[Completion] = signals.loop.create_future()
     options = CopyOptions(nobody, signals.loop.time() + 0.01, ready=ReadySignal(8, 1))
-    jobs.store(np.zeros(0, np.int64), [], options, end.set_result)
+    jobs.store(reserved(jobs), [], options, end.set_result)
     async with asyncio.timeout(60):
         assert (await end).outcome is Outcome.EXPIRED
 
@@ -228,7 +247,7 @@ async def test_what_the_worker_asks_for_counts_more_than_the_deadline() -> None:
     parts = store(cache, make_keyspace(cache)[1], keys_of(1))
     cache.entries.parts.unverified[parts] = 1
     jobs = Jobs(cache, None, lane, nobody, False)
-    plan = LoadPlan(cache.entries.parts.row[parts], parts, [])
+    plan = LoadPlan(cache.entries.parts.row[parts], parts, [], [])
     ends: list[Completion] = []
     device: Any = SimpleNamespace(hashed_load_bytes=0)
     job = jobs.load(plan, CopyOptions(device, 1e9), ends.append)

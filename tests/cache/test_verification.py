@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache import job as job_module
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, Phase
-from kvoffloadd.cache.jobs import Jobs, Verification
+from kvoffloadd.cache.jobs import job as job_module
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, Phase
+from kvoffloadd.cache.jobs.jobs import Jobs, Verification
+from kvoffloadd.cache.jobs.loadplan import NO_PARTS, LoadPlan
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.device.base import CopyResult
+from kvoffloadd.device.base import CopyRequest, CopyResult
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, HashedWork
 from kvoffloadd.lanes import Lane
-from kvoffloadd.model import NO_BLOCK, PAGE_BYTES, Direction, I64Array, Outcome, Ref
+from kvoffloadd.model import NO_BLOCK, PAGE_BYTES, I64Array, Outcome, Ref
 from kvoffloadd.storage import hashing
 
 from .fakes import keys_of, make_cache, make_keyspace, store
@@ -43,7 +44,7 @@ def adopted(cache: Cache) -> LoadPlan:
     keyspace = make_keyspace(cache)[1]
     parts = store(cache, keyspace, keys_of(*range(10)))
     cache.entries.parts.unverified[parts] = 1
-    return LoadPlan(cache.entries.parts.row[parts], parts, [])  # no copy is ever made of it
+    return LoadPlan(cache.entries.parts.row[parts], parts, [], [])  # no copy is ever made of it
 
 
 @pytest.mark.parametrize("ends", [Outcome.CANCELLED, Outcome.EXPIRED])
@@ -75,8 +76,8 @@ class SlowDevice:
         self.work: list[Any] = []
         self.given = asyncio.Event()
 
-    def submit(self, direction: Direction, work: Any, *, done: Any, **options: Any) -> Any:
-        self.work.append(work)
+    def submit(self, request: CopyRequest, done: Any) -> Any:
+        self.work.append(request.work)
         self.given.set()
         self.ends.append(done)
         return SimpleNamespace(cancel=lambda: None)
@@ -90,7 +91,7 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
     rows = cache.entries.parts.row[parts]
     jobs = Jobs(cache, None, nobody, nobody, False)  # type: ignore[arg-type]  # neither lane nor signals are asked
     results: list[Completion] = []
-    plan = LoadPlan(rows, parts, [])
+    plan = planned(cache, parts)
     options = CopyOptions(device, asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]  # a fake
     first, second = (jobs.load(plan, options, results.append) for _ in range(2))
     device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))  # this one was told before
@@ -99,7 +100,7 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
     assert first.ended.is_set()
     assert second.ended.is_set()
     assert [result.outcome for result in results] == [Outcome.DONE, Outcome.PARTIAL]
-    assert np.flatnonzero(results[1].bad).tolist() == [3, 4]
+    assert results[1].failed[0].tolist() == [3, 4]
     assert not cache.find(keyspace, keys_of(3, 4)).hits.any()
     assert not cache.entries.leases.any()
 
@@ -163,7 +164,7 @@ def planned(cache: Cache, parts: I64Array, ids: list[int] | None = None) -> Load
     blocks = np.arange(len(parts)) if ids is None else np.array(ids)
     columns, addresses = np.zeros(len(parts), np.int64), cache.entries.payload_addresses(parts)
     one = BlockList((plan,), blocks.astype(np.uint32)[:, None], np.arange(len(parts)), columns, addresses)
-    return LoadPlan(cache.entries.parts.row[parts], parts, [one])
+    return LoadPlan(cache.entries.parts.row[parts], parts, [one], [NO_PARTS])
 
 
 class VerificationScene:
@@ -218,12 +219,12 @@ async def test_what_a_copy_finds_wrong_is_bad_and_dropped(verify_loads: bool | s
     scene.device.ends[0](
         CopyResult(Outcome.DONE, 10, 10, 10, 0.0, digests=scene.columns.digest[scene.parts] + np.uint64(1))
     )
-    assert scene.ends[0].bad.all()
+    assert scene.ends[0].failed[0].tolist() == list(range(10))
     assert scene.missing() == list(range(10))
     assert not other.ended.is_set()
     scene.copied()
     assert [end.outcome for end in scene.ends] == [Outcome.PARTIAL] * 2
-    assert scene.ends[1].bad.all(), "the other load has named it wrong meanwhile"
+    assert scene.ends[1].failed[0].tolist() == list(range(10)), "the other load has named it wrong meanwhile"
     assert scene.cache.counters.keys_corrupt == 10
     assert not scene.cache.entries.leases.any()
 
@@ -235,7 +236,7 @@ async def test_either_half_of_a_checksum_tells(half: int) -> None:
     digests = scene.columns.digest[scene.parts].copy()
     digests[4, half] ^= np.uint64(1 << 63)
     scene.device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0, digests=digests))
-    assert (np.flatnonzero(scene.ends[0].bad).tolist(), scene.missing()) == ([4], [4])
+    assert (scene.ends[0].failed[0].tolist(), scene.missing()) == ([4], [4])
 
 
 async def test_what_has_no_checksum_yet_is_not_judged() -> None:
@@ -244,7 +245,7 @@ async def test_what_has_no_checksum_yet_is_not_judged() -> None:
     late = store(scene.cache, scene.keyspace, keys_of(10), seals=False)
     scene.load(np.concatenate([scene.parts[:9], late]))
     scene.copied(3, 9)
-    assert np.flatnonzero(scene.ends[0].bad).tolist() == [3]
+    assert scene.ends[0].failed[0].tolist() == [3]
     scene.load(late)
     assert not isinstance(scene.device.work[-1], HashedWork)
 
@@ -256,7 +257,7 @@ async def test_where_nothing_is_verified_what_was_adopted_is() -> None:
     scene.columns.unverified[scene.parts[:4]] = 1
     scene.load()
     scene.copied(2, 7)
-    assert np.flatnonzero(scene.ends[0].bad).tolist() == [2], "the other one was not due"
+    assert scene.ends[0].failed[0].tolist() == [2], "the other one was not due"
     assert not scene.columns.unverified.any()
     scene.load()
     assert not isinstance(scene.device.work[-1], HashedWork), "once is enough"
@@ -291,7 +292,7 @@ async def test_what_is_dropped_before_the_copy_begins_is_left_out(lane: tuple[La
     digests = scene.columns.digest[parts].copy()
     digests[[0, 5]] = 0
     device.ends[0](CopyResult(Outcome.DONE, 8, 8, 8, 0.0, digests=digests))
-    assert np.flatnonzero(scene.ends[0].bad).tolist() == [5]
+    assert scene.ends[0].failed[0].tolist() == [5]
     assert scene.missing() == [5]
 
 
@@ -306,7 +307,7 @@ async def test_very_many_are_judged_in_steps(monkeypatch: pytest.MonkeyPatch) ->
     assert (scene.ends, scene.missing()) == ([], [3])
     scene.jobs.drop(job.rows[1:2])
     assert await scene.jobs.settle({job}, 60.0)
-    assert np.flatnonzero(scene.ends[0].bad).tolist() == scene.missing() == [1, 3, 4, 9]
+    assert scene.ends[0].failed[0].tolist() == scene.missing() == [1, 3, 4, 9]
     assert not scene.cache.entries.leases.any()
 
 

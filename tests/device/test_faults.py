@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.device.base import Copy, CopyResult, Device
+from kvoffloadd.device.base import Copy, CopyRequest, CopyResult, Device
 from kvoffloadd.device.faults import FaultyDevice, parse_faults
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.plan import Copies
@@ -32,7 +32,7 @@ def begin(
     loop = asyncio.get_running_loop()
     future: asyncio.Future[CopyResult] = loop.create_future()
     copies = Copies(u64([address(src)]), u64([address(dst)]), u64([len(src)]), 1)
-    copy = device.submit(direction, Made(copies), deadline_s=loop.time() + 20, urgent=False, done=future.set_result)
+    copy = device.submit(CopyRequest(direction, Made(copies), loop.time() + 20), future.set_result)
     return copy, future
 
 

@@ -23,7 +23,7 @@ import pytest
 import xxhash
 
 from kvoffloadd.device import host
-from kvoffloadd.device.base import Copy, CopyResult, Device
+from kvoffloadd.device.base import Copy, CopyRequest, CopyResult, Device
 from kvoffloadd.device.copyruns import copy_payloads
 from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostAllocation, HostDevice, copy_chunk
@@ -128,7 +128,7 @@ def submit(
 ) -> Copy:
     deadline_s = asyncio.get_running_loop().time() + how.pop("within_s", 20.0)
     urgent, flow = how.pop("urgent", False), how.pop("flow", DAEMON)
-    return device.submit(direction, Made(copies), deadline_s=deadline_s, urgent=urgent, done=done, flow=flow)
+    return device.submit(CopyRequest(direction, Made(copies), deadline_s, urgent, flow), done)
 
 
 # --- mapping ----------------------------------------------------------------------------------------
@@ -295,8 +295,8 @@ async def test_a_store_is_hashed_meanwhile(
     work, payload_bytes = blocks_of(src, dst, page_bytes, per_key), page_bytes * per_key
 
     async def copied(name: str, direction: Direction, work: BlockWork) -> CopyResult:
-        done, deadline_s = results.done(name), asyncio.get_running_loop().time() + 20
-        device.submit(direction, work, deadline_s=deadline_s, urgent=False, done=done)
+        deadline_s = asyncio.get_running_loop().time() + 20
+        device.submit(CopyRequest(direction, work, deadline_s), results.done(name))
         result = await results.get(name)
         assert (result.outcome, result.bytes) == (Outcome.DONE, size_bytes)
         return result
@@ -338,7 +338,7 @@ async def test_a_load_is_hashed_on_request(device: HostDevice, pages: int, per_k
     assert whole.tolist() == [number != 1 or per_key == 1 for number in range(count)]
     deadline_s = asyncio.get_running_loop().time() + 20
     work = BlockWork([one], ~left_out).hashing()
-    device.submit(Direction.LOAD, work, deadline_s=deadline_s, urgent=True, done=results.done("a"))
+    device.submit(CopyRequest(Direction.LOAD, work, deadline_s, urgent=True), results.done("a"))
     result = await results.get("a")
     assert (result.outcome, result.bytes) == (Outcome.DONE, work.total_bytes)
     assert result.digests is not None
@@ -357,7 +357,7 @@ async def test_a_load_that_fails_has_no_digests(device: HostDevice) -> None:
     device.mover = FailingMover()
     deadline_s = asyncio.get_running_loop().time() + 20
     work = blocks_of(src, dst, 4096, 1).hashing()
-    device.submit(Direction.LOAD, work, deadline_s=deadline_s, urgent=False, done=results.done("a"))
+    device.submit(CopyRequest(Direction.LOAD, work, deadline_s), results.done("a"))
     result = await results.get("a")
     assert (result.outcome, result.digests) == (Outcome.FAILED, None)
 
@@ -375,7 +375,7 @@ async def test_a_store_that_fails_has_no_digests(device: HostDevice) -> None:
     device.mover = FailingMover()
     deadline_s = asyncio.get_running_loop().time() + 20
     work = blocks_of(src, dst, 4096, 1)
-    device.submit(Direction.STORE, work, deadline_s=deadline_s, urgent=False, done=results.done("a"))
+    device.submit(CopyRequest(Direction.STORE, work, deadline_s), results.done("a"))
     result = await results.get("a")
     assert (result.outcome, result.digests) == (Outcome.FAILED, None)
 

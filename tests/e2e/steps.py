@@ -13,8 +13,8 @@ STEP = 64
 """Parts that one turn commits, frees, reserves or takes out of a lease."""
 
 _PROGRAM = """
-import asyncio, contextlib, os, sys
-from kvoffloadd.cache import job
+import asyncio, contextlib, os, sys, types
+from kvoffloadd.cache.jobs import job
 from kvoffloadd import steps
 from kvoffloadd.cache.memory import finding, reservation
 from kvoffloadd.server import connection, context, jobs as requests, session
@@ -63,11 +63,12 @@ def held(make):
 
 once = job.Job.pause
 
-async def pause(one):
-    await once(one)
+@types.coroutine
+def pause(one):
+    yield from once(one)
     while is_held(ENDS):
         asyncio.get_running_loop().call_later(0.001, one._go_on, None)
-        await job.suspend()
+        yield
 
 job.STEP_PARTS = reservation.STEP_KEYS = finding.STEP_KEYS = context.ENDED_PER_TURN = STEP
 steps.TURN_S = connection.TURN_S = 0

@@ -9,19 +9,17 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvoffloadd import steps
-from kvoffloadd.cache.job import Completion
-from kvoffloadd.cache.jobs import Verification
+from kvoffloadd.cache.jobs.jobs import Verification
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
-from kvoffloadd.model import PAGE_BYTES, Outcome
+from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server import registration, registry
 from kvoffloadd.server.account import Account, Accounts, caps
@@ -31,7 +29,6 @@ from kvoffloadd.server.outbox import Outbox
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.registration import Attachment
 from kvoffloadd.server.session import Session
-from kvoffloadd.server.sessionjob import GroupJob, SessionLoad
 from kvoffloadd.steps import in_turns
 from tests.cache.fakes import make_cache
 
@@ -403,7 +400,7 @@ async def test_a_job_that_a_bug_ends_before_it_begins_gives_back_its_charges(roo
 
     jobs: Any = room.context.jobs
     jobs.progress = Progress()
-    jobs.store = jobs.load = jobs.finish = fail
+    jobs.store = jobs.load = fail
     account = room.context.accounts.of(0)
     before = dict(account.used)
     blocks = m.GroupBlocks(group=0, keys=bytes(32), blocks=bytes(4))
@@ -429,34 +426,6 @@ async def test_too_many_keys_are_not_searched_for_duplicates(room: Room) -> None
     ):
         with pytest.raises(LimitError, match=f"the cap is {cap}"):
             await room.ask(request)
-
-
-async def test_a_plan_that_fails_leaves_what_the_end_of_the_job_reads(room: Room) -> None:
-    """A load whose keys on disk have come, and which can't be planned again: its completion names all of its keys."""
-    number = (await room.ask(message(1))).registration
-    group = room.registry.registrations[number].groups[0]
-    cache = room.context.cache
-    (namespace,) = cache.namespaces.values()
-    keyspace = namespace.keyspaces[0]
-    keys = np.arange(8, dtype=np.uint64).reshape(2, 4)
-    made = GroupJob(keyspace, group, keys, np.zeros((2, 1), np.uint32), 0)
-    nobody: Any = None
-    load = SessionLoad(
-        1, nobody, nobody, nobody, [np.zeros(0, np.int64)], [np.arange(2)],
-        cache=cache, groups=[made], wanted=[np.ones(2, bool)], below=nobody,
-        lookups=cache.find_all([(keyspace, keys)]),
-    )  # fmt: skip
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
-    entries: Any = cache.entries
-    entries.records = fail
-    with pytest.raises(MemoryError):
-        load.resolve()
-    del entries.records
-    end = Completion(Outcome.FAILED, 0, 0.0, np.zeros(0, bool))
-    assert [indices.tolist() for indices in load.failed(end)] == [[0, 1]]
 
 
 async def test_a_registration_whose_tables_find_no_memory_changes_nothing(

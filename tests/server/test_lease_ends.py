@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd import steps as steps_module
-from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keys import pack

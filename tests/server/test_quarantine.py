@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache.job import CopyOptions, Job
-from kvoffloadd.cache.jobs import Jobs
+from kvoffloadd.cache.jobs.job import CopyOptions, Job
+from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.model import PAGE_BYTES, Direction, I64Array
 from kvoffloadd.server.quarantine import Quarantine
 from tests.cache.fakes import keys_of, make_cache, make_keyspace, store

@@ -8,13 +8,13 @@ from typing import Any
 
 from kvoffloadd.cli import main
 from kvoffloadd.device import faults
-from kvoffloadd.device.base import CopyResult, Work
+from kvoffloadd.device.base import CopyRequest, CopyResult
 from kvoffloadd.model import Direction
 
 
-def _zero(self: Any, direction: Direction, work: Work, result: CopyResult) -> CopyResult:
-    if direction is Direction.LOAD:
-        copies = work.make_all(direction)
+def _zero(self: Any, request: CopyRequest, result: CopyResult) -> CopyResult:
+    if request.direction is Direction.LOAD:
+        copies = request.work.make_all(request.direction)
         self.planted += len(copies)
         for address, size in zip(copies.dst.tolist(), copies.size.tolist(), strict=True):
             ctypes.memset(address, 0, size)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.cudadriver import CudaError
-from kvoffloadd.device.base import Allocation, CopyResult, Work
+from kvoffloadd.device.base import Allocation, CopyRequest, CopyResult
 from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Turn, lane_gauges
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.memory import SharedMemory, VmmAllocation
@@ -26,7 +26,7 @@ from kvoffloadd.device.cuda.rows import RowCopier
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.cuda.trials import Trials
 from kvoffloadd.errors import DeviceError, UsageError
-from kvoffloadd.lanes import DAEMON, Flow, Lane
+from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Direction
 from kvoffloadd.patience import Patience
 
@@ -189,23 +189,15 @@ class CudaDevice:
 
     # --- copies ---
 
-    def submit(
-        self,
-        direction: Direction,
-        work: Work,
-        *,
-        deadline_s: float,
-        urgent: bool,
-        done: Callable[[CopyResult], None],
-        flow: Flow = DAEMON,
-    ) -> ChunkedCopy:
+    def submit(self, request: CopyRequest, done: Callable[[CopyResult], None]) -> ChunkedCopy:
         """See `Device.submit`."""
         if self._closed:
             raise UsageError(f"{self.kind}: closed")
+        direction, work = request.direction, request.work
         copier = self._copiers[direction]
         chunks = Chunks(work, direction, copier.cut, self._chunk_bytes, at_once=copier.cuts_quickly(work))
-        turn = Turn(self._loop, self._lanes[direction], THREADS, urgent, flow)
-        copy = ChunkedCopy(chunks, copier.move, turn, deadline_s, done, self._copies)
+        turn = Turn(self._loop, self._lanes[direction], THREADS, request.urgent, request.flow)
+        copy = ChunkedCopy(chunks, copier.move, turn, request.deadline_s, done, self._copies)
         copy.start()
         return copy
 

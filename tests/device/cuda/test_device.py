@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.config import CudaConfig
-from kvoffloadd.device.base import CopyResult
+from kvoffloadd.device.base import CopyRequest, CopyResult
 from kvoffloadd.device.cuda import rows as rows_module
 from kvoffloadd.device.cuda.device import CudaDevice
 from kvoffloadd.device.cuda.driver import Driver
@@ -135,7 +135,7 @@ async def test_the_event_loop_looks_for_no_runs(
     device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 20, config, print)
     await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake
     ended: asyncio.Future[CopyResult] = loop.create_future()
-    device.submit(Direction.LOAD, work, deadline_s=loop.time() + 60, urgent=True, done=ended.set_result)
+    device.submit(CopyRequest(Direction.LOAD, work, loop.time() + 60, urgent=True), ended.set_result)
     assert (await ended).outcome is Outcome.DONE
     rows = memory.host[: keys * plan.payload_bytes].reshape(keys, layers, row_bytes)
     on_gpu = memory.buffer.download(0, SIZE).reshape(layers, -1)[:, : keys * row_bytes].reshape(layers, keys, row_bytes)

@@ -3,11 +3,11 @@
 Ownership: everything here belongs to the event loop. The copy lanes read and write the bytes that a job's copy names;
 the hash lane reads slots. Both tell the loop when they are done, and only then is anything freed.
 
-The life of a job is one coroutine, which waits in `Job.step` and `pause` alone. It is no task: it runs to its first
-wait within `Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So nothing happens
-between that callback and what the job makes of it, a job that waits for nothing but its copy has begun it when the
-request is answered (a large one some turns of the loop later), and a job is never cancelled while its copy is in
-flight.
+The life of a job is one coroutine, which waits in `step`, `pause` and `let_others_go_first` alone. It is no task: it
+runs to its first wait within `Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So
+nothing happens between that callback and what the job makes of it, a job that waits for nothing but its copy has begun
+it when the request is answered (a large one some turns of the loop later), and a job is never cancelled while its copy
+is in flight.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from kvoffloadd.cache.fetches import Urgency
+from kvoffloadd.cache.jobs.loadplan import NO_PARTS, LoadPlan, LoadRequest, plan_load
+from kvoffloadd.cache.jobs.sealing import Sealing
 from kvoffloadd.cache.lower import GroupLookup, LowerTiers
-from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.config import AUTO
-from kvoffloadd.device.base import Copy, CopyResult, Device
+from kvoffloadd.device.base import Copy, CopyRequest, CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals, SignalWait
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.errors import LimitError
@@ -48,7 +49,7 @@ STEP_PARTS = 8192
 """Parts of a store that one turn of the loop commits or frees: it takes a millisecond or two."""
 
 SOON_PARTS = 512
-"""Parts of a store that are sealed before its completion is sent, in a tenth of a millisecond."""
+"""A store of no more parts is sealed in the turn in which it ends: that takes a tenth of a millisecond."""
 
 _SHORT = (MemoryError, OSError, RuntimeError)
 """What a device raises that is short of memory or threads: it costs the job, which has its end all the same."""
@@ -90,26 +91,8 @@ class Completion:
     outcome: Outcome
     bytes: int
     seconds: float
-    bad: BoolArray  # parts of keys that failed verification (load), or were cleared meanwhile (store)
+    failed: list[I64Array]  # by group: indices of the keys that were not stored or loaded
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LoadPlan:
-    """What a load copies as things stand."""
-
-    rows: U32Array  # of each part the row of its key
-    parts: I64Array  # record numbers
-    lists: list[BlockList]  # where each part's payload is copied to, in the same order
-
-
-class LoadRequest(Protocol):
-    """A load of keys some of which are below memory."""
-
-    below: list[GroupLookup]  # what may come is to be brought into memory first
-
-    def resolve(self) -> LoadPlan:
-        """What is to be copied, of keys that are complete now: called when those below have come, or will not."""
 
 
 class Owner(Protocol):
@@ -125,13 +108,8 @@ class Owner(Protocol):
     def drop(self, rows: U32Array) -> None:
         """These keys hold wrong bytes."""
 
-    def ended(self, job: Job, result: CopyResult) -> None:
-        """The job has had its last access, and has nothing to free any more."""
-
-
-@types.coroutine
-def suspend() -> Generator[None, Any, Any]:
-    return (yield)
+    def remove(self, job: Job, result: CopyResult) -> None:
+        """The job has ended with this result: it is not under way any more, and counts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,14 +120,18 @@ class Job:
     direction: Direction
     options: CopyOptions
     on_end: Callable[[Completion], None]  # called once, after the last access
-    # Record numbers that it reads or writes, the row of each one's key, and which of them are known to be wrong. A
-    # load holds its rows.
-    parts: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
-    rows: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))
-    bad: BoolArray = field(default_factory=lambda: np.zeros(0, bool))
-    hashed: BoolArray = field(default_factory=lambda: np.zeros(0, bool))  # of a load: which its copy is to verify
-    settled: int = 0  # of a store: so many of its parts, the last ones, are committed or freed by now
+    # Record numbers that it reads or writes; and, of a load, the row of each one's key, which it holds.
+    parts: I64Array = field(default_factory=lambda: NO_PARTS)
+    rows: U32Array = field(default_factory=lambda: NO_ROWS)
     lists: list[BlockList] = field(default_factory=list)  # what is copied; given to the copy when it begins
+    # By group: of each payload that is copied the index of its key, and the indices of the keys that are not copied.
+    chosen: list[I64Array] = field(default_factory=list)
+    lost: list[I64Array] = field(default_factory=list)
+    # Which parts have failed verification (load), or were cleared meanwhile (store); and which a load's copy verifies.
+    bad: BoolArray = field(init=False)
+    hashed: BoolArray = field(init=False)
+    later: LoadRequest | None = None  # of a load: what it fetches before it is planned again
+    settled: int = 0  # of a store: how many of its parts, the last ones, are committed or freed by now
     phase: Phase = Phase.END
     copy: Copy | None = None
     waiting: SignalWait | None = None  # for the worker's signal
@@ -158,6 +140,20 @@ class Job:
     began_s: float = field(default_factory=lambda: asyncio.get_running_loop().time())
     _life: Coroutine[None, Any, None] | None = None
     _give_up: Callable[[], bool] | None = None  # how to stop what it waits for, see `step`
+
+    def take(self, parts: I64Array, lists: list[BlockList], lost: list[I64Array]) -> None:
+        """Copy these parts, whose payloads are in the lists in the same order. `lost`: keys that its end names."""
+        self.bad, self.hashed = np.zeros((2, len(parts)), bool)
+        self.parts, self.lists, self.lost = parts, lists, lost
+        self.chosen = [one.keys for one in lists]
+
+    def hold(self, plan: LoadPlan) -> None:
+        """Take what is planned, and hold its keys in place of those held so far."""
+        self.take(plan.parts, plan.lists, plan.lost)
+        self.owner.cache.hold(plan.rows)
+        if len(self.rows):
+            self.owner.cache.unhold(self.rows)
+        self.rows = plan.rows
 
     def start(self, life: Coroutine[None, Any, None]) -> None:
         """Run the job's coroutine to its first wait."""
@@ -184,9 +180,10 @@ class Job:
             with suppress(StopIteration):
                 self._life.throw(Stopped(self.stopped))  # type: ignore[union-attr]  # it waits, so it has begun
 
-    async def step(
+    @types.coroutine
+    def step(
         self, phase: Phase, begin: Callable[[Callable[[T], None]], Callable[[], bool]], until_s: float | None = None
-    ) -> T:
+    ) -> Generator[None, T, T]:
         """Begin something, and wait for what it calls back with. `begin(resume)`: `resume` is to be called once, later;
         it returns how to give it up, which says whether it is over at once: then `resume` is not called. `until_s`:
         loop time at which the job is stopped.
@@ -201,22 +198,24 @@ class Job:
         if until_s is not None:
             timer = asyncio.get_running_loop().call_at(until_s, self.stop, Outcome.EXPIRED)
         try:
-            value: T = await suspend()
+            value = yield
         finally:
             self._give_up = None
             if timer is not None:
                 timer.cancel()
         return value
 
-    async def pause(self) -> None:
+    @types.coroutine
+    def pause(self) -> Generator[None, None, None]:
         """Go on in the next turn of the loop, stopped or not: for what comes behind the copy."""
-        asyncio.get_running_loop().call_soon(self._go_on, None)
-        await suspend()
+        next_turn(self._go_on)
+        yield
 
-    async def let_others_go_first(self) -> None:
+    @types.coroutine
+    def let_others_go_first(self) -> Generator[None, None, None]:
         """Go on behind whatever comes in the next turn of the loop, stopped or not: see `behind_others`."""
         behind_others(self._go_on)
-        await suspend()
+        yield
 
     def _go_on(self, value: object) -> None:
         with suppress(StopIteration):
@@ -232,7 +231,7 @@ class Job:
             seals = await self._commit(result.digests)
         else:
             await self._settle(lambda step: self.owner.cache.abort(self.parts[step]))
-        self.owner.ended(self, result)
+        self._end(result)
         if len(self.parts) > SOON_PARTS:
             await self.let_others_go_first()  # the completion is sent
         for _ in seals:
@@ -284,51 +283,47 @@ class Job:
 
     # --- the life of a load ---
 
-    async def load(self, request: LoadRequest | None) -> None:
-        """The life of a load, whose keys are held: with a `request`, those below memory come first."""
-        result = await self._result(self._copy_out(request))
+    async def load(self) -> None:
+        """The life of a load, whose keys are held."""
+        result = await self._result(self._copy_out())
         self.owner.cache.unhold(self.rows)
-        self.owner.ended(self, result)
+        self._end(result)
 
-    async def _copy_out(self, request: LoadRequest | None) -> CopyResult:
-        if request is not None:
-            await self._fetch(request.below)
-            plan = request.resolve()
-            try:
-                self.owner.cache.check_hold(self.options.flow.uid, plan.rows)
-            except LimitError as error:  # others have stored some of it meanwhile
-                raise Stopped(Outcome.FAILED, str(error)) from None
-            self.hold(plan)
+    async def _copy_out(self) -> CopyResult:
+        if self.later is not None:
+            await self._fetch(self.later)
         await self._verify()
         result = await self._copy()
         if self.hashed.any() and result.outcome is Outcome.DONE:
             await self._check_hashed(result.digests)
         return result
 
-    def hold(self, plan: LoadPlan) -> None:
-        """Hold the plan's keys in place of those held so far."""
-        self.owner.cache.hold(plan.rows)
-        if len(self.rows):
-            self.owner.cache.unhold(self.rows)
-        self.rows, self.parts, self.lists = plan.rows, plan.parts, plan.lists
-        self.bad, self.hashed = np.zeros((2, len(plan.rows)), bool)
+    async def _fetch(self, request: LoadRequest) -> None:
+        """Bring keys into memory, and plan the load again: what came is held until the job waits again. The job has no
+        use for its keys from then on, nor for their keyspaces.
+        """
+        cache, lower = self.owner.cache, self.owner.lower
+        if lower is not None:
+            await self.step(Phase.DISK, partial(self._begin_fetch, lower, request.below), self.options.deadline_s)
+        lookups = cache.find_all([(group.keyspace, group.keys) for group in request.groups])
+        plan = plan_load(cache.entries, request.groups, lookups)
+        try:
+            cache.check_hold(self.options.flow.uid, plan.rows)
+        except LimitError as error:  # others have stored some of it meanwhile
+            raise Stopped(Outcome.FAILED, str(error)) from None
+        self.hold(plan)
+        self.later = None
 
-    async def _fetch(self, below: list[GroupLookup]) -> None:
-        """Bring these keys into memory. They are held until the job waits again."""
-        lower = self.owner.lower
-        if lower is None:
-            return
+    def _begin_fetch(
+        self, lower: LowerTiers, below: list[GroupLookup], resume: Callable[[None], None]
+    ) -> Callable[[], bool]:
+        fetch = lower.fetch(below, Urgency.LOAD, partial(resume, None), self.options.flow, whole=True)
 
-        def begin(resume: Callable[[None], None]) -> Callable[[], bool]:
-            fetch = lower.fetch(below, Urgency.LOAD, partial(resume, None), self.options.flow, whole=True)
+        def give_up() -> bool:
+            fetch.cancel()
+            return True
 
-            def give_up() -> bool:
-                fetch.cancel()
-                return True
-
-            return give_up
-
-        await self.step(Phase.DISK, begin, self.options.deadline_s)
+        return give_up
 
     async def _verify(self) -> None:
         """Check the payloads whose checksums are due, one turn of the lane after the other, and drop what is wrong. The
@@ -346,6 +341,8 @@ class Job:
         if device.hashed_load_bytes:
             self.hashed = is_due & hashable(self.lists, device.hashed_load_bytes)
         due = np.flatnonzero(is_due & ~self.hashed)
+        if not len(due):
+            return
         for turn in in_turns(due, self.owner.cache.entries.payload_bytes(self.parts[due])):
             parts = self.parts[turn]
             digests = await self.step(Phase.VERIFICATION, partial(self._hash, parts), self.options.deadline_s)
@@ -393,7 +390,24 @@ class Job:
     async def finish(self) -> None:
         """The life of a job that has nothing to move."""
         await self.step(Phase.END, next_turn)
-        self.owner.ended(self, CopyResult(Outcome.DONE, 0, 0, 0, 0.0))
+        self._end(CopyResult(Outcome.DONE, 0, 0, 0, 0.0))
+
+    def _end(self, result: CopyResult) -> None:
+        """Report the result: the job has had its last access, and has nothing to free any more."""
+        failed = self._failed(result.outcome)
+        outcome = Outcome.PARTIAL if result.outcome is Outcome.DONE and any(map(len, failed)) else result.outcome
+        self.owner.remove(self, result)
+        self.ended.set()
+        self.on_end(Completion(outcome, result.bytes, result.seconds, failed, result.reason))
+
+    def _failed(self, outcome: Outcome) -> list[I64Array]:
+        """By group, the indices of the keys that were not stored or loaded by a copy with this outcome."""
+        if outcome is not Outcome.DONE:
+            return [np.union1d(chosen, lost) for chosen, lost in zip(self.chosen, self.lost, strict=True)]
+        if not self.bad.any():
+            return self.lost
+        masks = np.split(self.bad, np.cumsum([len(chosen) for chosen in self.chosen])[:-1])
+        return [np.union1d(chosen[m], lost) for chosen, lost, m in zip(self.chosen, self.lost, masks, strict=True)]
 
     async def _result(self, steps: Coroutine[None, Any, CopyResult]) -> CopyResult:
         """How the job's steps end. One that does not come to its copy has its end all the same, behind its reply."""
@@ -441,14 +455,9 @@ class Job:
         options, lists = self.options, self.lists
         self.lists = []
         work = BlockWork(lists, ~self.bad if self.bad.any() else None)
-        copy = self.copy = options.device.submit(
-            self.direction,
-            work.hashing() if self.hashed.any() else work,
-            deadline_s=options.deadline_s,
-            urgent=options.urgent,
-            done=resume,
-            flow=options.flow,
-        )
+        made = work.hashing() if self.hashed.any() else work
+        request = CopyRequest(self.direction, made, options.deadline_s, options.urgent, options.flow)
+        copy = self.copy = options.device.submit(request, resume)
 
         def give_up() -> bool:
             copy.cancel()

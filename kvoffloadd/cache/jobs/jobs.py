@@ -13,11 +13,12 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, LoadRequest, verifies
+from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, verifies
+from kvoffloadd.cache.jobs.loadplan import LoadPlan, LoadRequest
+from kvoffloadd.cache.jobs.sealing import Sealing
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.progress import Progress, Waits
-from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.device.base import CopyResult, Device
 from kvoffloadd.device.signals import Signals
@@ -29,6 +30,8 @@ from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 STUCK_LOOKS = 10
 """Looks at a chunk before it is given up."""
+
+NO_KEYS = np.zeros(0, np.int64)
 
 
 class Verification(StrEnum):
@@ -55,7 +58,7 @@ class JobCounters:
     descriptors: int = 0
     copies: int = 0  # issued, after descriptors were coalesced
     not_done: int = 0  # jobs that failed, were cancelled or expired
-    # Payloads that were not moved, by how their job ended; `keys_bad`: see `Completion.bad`.
+    # Payloads that were not moved, by how their job ended; `keys_bad`: see `Job.bad`.
     keys_failed: int = 0
     keys_cancelled: int = 0
     keys_expired: int = 0
@@ -102,12 +105,13 @@ class Jobs:
     def store(
         self, parts: I64Array, lists: list[BlockList], options: CopyOptions, on_end: Callable[[Completion], None]
     ) -> Job:
-        """Copy into reserved parts that the job owns from here on; commit or abort them at the end. `lists`: where each
-        part's payload is copied from, in the same order.
+        """Copy into reserved parts that the job owns from here on; commit or abort them at the end. `lists`: by group,
+        where each part's payload is copied from, in the same order.
         """
-        job = Job(self, Direction.STORE, options, on_end, parts, bad=np.zeros(len(parts), bool), lists=lists)
+        job = Job(self, Direction.STORE, options, on_end)
+        job.take(parts, lists, [NO_KEYS] * len(lists))
         self.running.add(job)
-        job.start(job.store())
+        job.start(job.store() if len(parts) else job.finish())
         return job
 
     # --- load ---
@@ -117,18 +121,18 @@ class Jobs:
         plan: LoadPlan,
         options: CopyOptions,
         on_end: Callable[[Completion], None],
-        request: LoadRequest | None = None,
+        later: LoadRequest | None = None,
     ) -> Job:
         """Copy out what is planned, which is held until the end.
 
-        With a `request`, its keys below memory are brought there first, while those of the plan are held; what is
-        copied is what it resolves to then. A key whose payload was adopted (with `verify_loads`: sealed) and does not
+        With `later`, its keys below memory are brought there first, while those of the plan are held; what is copied is
+        what is planned then. A key whose payload was adopted (with `verify_loads`: sealed) and does not
         match its checksum is dropped, and bad: before the copy, or by a copy that hashes, which may have copied it.
         """
-        job = Job(self, Direction.LOAD, options, on_end)
+        job = Job(self, Direction.LOAD, options, on_end, later=later)
         job.hold(plan)
         self.running.add(job)
-        job.start(job.load(request))
+        job.start(job.load() if len(plan.parts) or later is not None else job.finish())
         return job
 
     def verification(self, device: Device) -> Verification:
@@ -165,17 +169,9 @@ class Jobs:
 
     # --- both ---
 
-    def finish(self, direction: Direction, options: CopyOptions, on_end: Callable[[Completion], None]) -> Job:
-        """A job that has nothing to move: it ends in the next turn of the loop."""
-        job = Job(self, direction, options, on_end)
-        self.running.add(job)
-        job.start(job.finish())
-        return job
-
-    def ended(self, job: Job, result: CopyResult) -> None:
-        """The job has had its last access: count it, and report its result."""
+    def remove(self, job: Job, result: CopyResult) -> None:
+        """The job has ended with this result: count it."""
         self.running.remove(job)
-        job.ended.set()
         counters = self.counters[job.direction]
         counters.jobs += 1
         counters.bytes += result.bytes
@@ -191,8 +187,6 @@ class Jobs:
             counters.not_done += 1
             name = f"keys_{result.outcome.value}"
             setattr(counters, name, getattr(counters, name) + len(job.parts))
-        outcome = Outcome.PARTIAL if result.outcome is Outcome.DONE and job.bad.any() else result.outcome
-        job.on_end(Completion(outcome, result.bytes, result.seconds, job.bad, result.reason))
 
     async def drain(self, progress: Progress, last: int, deadline_s: float) -> bool:
         """Wait until these jobs up to the number `last` have ended, and all that was stored by then has its checksum,

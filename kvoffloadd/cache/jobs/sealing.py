@@ -35,10 +35,19 @@ SIFT_PARTS = 4096
 """Parts that wait are looked through each time that so many, and as many as are there, have come."""
 
 
-class SealBatch(NamedTuple):
-    """Parts of one store that wait, and their generations at the time. `number`: of the store, rising."""
+@dataclass(slots=True, eq=False)
+class UnsealedStore:
+    """A store of which something is left to seal."""
 
-    number: int
+    number: int  # in `Sealing.stores`
+    uid: int
+    parts_left: int
+
+
+class SealBatch(NamedTuple):
+    """Parts of one store that wait, and their generations at its commit."""
+
+    store: UnsealedStore
     parts: I64Array
     generations: U16Array
 
@@ -56,8 +65,6 @@ class Sealing:
     by_uid: Counter[int] = field(default_factory=Counter)
     _waiting: dict[Flow, deque[SealBatch]] = field(default_factory=dict)
     _tickets: dict[Flow, int] = field(default_factory=dict)
-    _left: dict[int, int] = field(default_factory=dict)  # by a store's number: parts that are not sealed yet
-    _uids: dict[int, int] = field(default_factory=dict)  # of the same stores
     _sift_at: int = SIFT_PARTS
 
     def add(self, flow: Flow, parts: I64Array, generations: U16Array) -> None:
@@ -70,28 +77,28 @@ class Sealing:
         self._submit(flow)
 
     def seal_hashed(self, flow: Flow, parts: I64Array, generations: U16Array, digests: U64Array) -> Iterator[None]:
-        """The same, with checksums. They wait from now on; each step of the iterator seals some."""
+        """The same, with checksums. They wait from now on; each step of the iterator seals some, the last one, too."""
         return self._seal_steps(self._begin(flow, parts, generations), digests)
 
     def _seal_steps(self, batches: list[SealBatch], digests: U64Array) -> Iterator[None]:
         at = 0
         for batch in batches:
+            if at:
+                yield
             if self.lane.closing:  # so is the cache
                 return
             end = at + len(batch.parts)
             self._seal(batch, digests[at:end])
             at = end
-            yield
 
     def _begin(self, flow: Flow, parts: I64Array, generations: U16Array) -> list[SealBatch]:
         if not len(parts):
             return []
-        number = self.stores.begin()
-        self._left[number], self._uids[number] = len(parts), flow.uid
+        store = UnsealedStore(self.stores.begin(), flow.uid, len(parts))
         self.unsealed += len(parts)
         self.by_uid[flow.uid] += len(parts)
         starts = range(0, len(parts), BATCH_PARTS)
-        return [SealBatch(number, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]) for at in starts]
+        return [SealBatch(store, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]) for at in starts]
 
     def _submit(self, flow: Flow) -> None:
         """Submits as many tickets of the flow as may be in the lane at a time, or none if the lane is closing: what
@@ -140,8 +147,8 @@ class Sealing:
         )
         if same.all():
             return batch
-        self._settle(batch.number, int((~same).sum()))
-        return SealBatch(batch.number, batch.parts[same], batch.generations[same])
+        self._settle(batch.store, int((~same).sum()))
+        return SealBatch(batch.store, batch.parts[same], batch.generations[same])
 
     def _sift(self) -> None:
         for flow, waiting in list(self._waiting.items()):
@@ -160,26 +167,25 @@ class Sealing:
         for batch in batches:
             count = len(batch.parts)
             if isinstance(digests, BaseException):
-                self._settle(batch.number, count)
+                self._settle(batch.store, count)
             else:
                 self._seal(batch, digests[at : at + count])
             at += count
         self._submit(flow)
 
     def _seal(self, batch: SealBatch, digests: U64Array) -> None:
-        self._settle(batch.number, len(batch.parts))
+        self._settle(batch.store, len(batch.parts))
         sealed = self.cache.seal(batch.parts, batch.generations, digests)
         self.cache.sealed(sealed)  # others have lost their slots, which may be those of other keys by now
 
-    def _settle(self, number: int, count: int) -> None:
+    def _settle(self, store: UnsealedStore, count: int) -> None:
         self.unsealed -= count
-        self._left[number] -= count
-        self.by_uid[self._uids[number]] -= count
-        if not self._left[number]:
-            del self._left[number], self._uids[number]
-            self.stores.end(number)
+        self.by_uid[store.uid] -= count
+        store.parts_left -= count
+        if not store.parts_left:
+            self.stores.end(store.number)
 
 
 def _cut(batch: SealBatch, count: int) -> tuple[SealBatch, SealBatch]:
-    number, parts, generations = batch
-    return SealBatch(number, parts[:count], generations[:count]), SealBatch(number, parts[count:], generations[count:])
+    store, parts, generations = batch
+    return SealBatch(store, parts[:count], generations[:count]), SealBatch(store, parts[count:], generations[count:])
