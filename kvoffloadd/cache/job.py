@@ -27,6 +27,7 @@ import numpy as np
 from kvoffloadd.cache.fetches import Urgency
 from kvoffloadd.cache.lower import GroupLookup, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.sealing import Sealing
@@ -181,7 +182,7 @@ class Job:
         give_up = self._give_up
         if give_up is not None and give_up():
             self._give_up = None
-            with suppress(StopIteration):
+            with changing, suppress(StopIteration):
                 self._life.throw(Stopped(self.stopped))  # type: ignore[union-attr]  # it waits, so it has begun
 
     async def step(
@@ -219,7 +220,7 @@ class Job:
         await suspend()
 
     def _go_on(self, value: object) -> None:
-        with suppress(StopIteration):
+        with changing, suppress(StopIteration):
             self._life.send(value)  # type: ignore[union-attr]  # as in `stop`
 
     # --- the life of a store ---
@@ -305,6 +306,7 @@ class Job:
             await self._check_hashed(result.digests)
         return result
 
+    @changing
     def hold(self, plan: LoadPlan) -> None:
         """Hold the plan's keys in place of those held so far."""
         self.owner.cache.hold(plan.rows)
@@ -366,6 +368,7 @@ class Job:
             step = copied[begin : begin + STEP_PARTS]
             self._drop_wrong(step, digests[step])
 
+    @changing
     def _drop_wrong(self, at: I64Array, digests: U64Array) -> None:
         """These payloads of a load have these checksums."""
         columns, parts = self.owner.cache.entries.parts, self.parts[at]

@@ -16,6 +16,7 @@ import numpy as np
 from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, LoadRequest, verifies
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.sealing import Sealing
 from kvoffloadd.cache.stats.histogram import Histogram
@@ -99,6 +100,7 @@ class Jobs:
 
     # --- store ---
 
+    @changing
     def store(
         self, parts: I64Array, lists: list[BlockList], options: CopyOptions, on_end: Callable[[Completion], None]
     ) -> Job:
@@ -112,6 +114,7 @@ class Jobs:
 
     # --- load ---
 
+    @changing
     def load(
         self,
         plan: LoadPlan,
@@ -152,6 +155,7 @@ class Jobs:
             self.drop(columns.row[unverified[wrong]])
             columns.unverified[unverified] = 0
 
+    @changing
     def drop(self, rows: U32Array) -> None:
         """These keys hold wrong bytes: they are misses from now on. Loads under way leave them out if their copy has
         not begun; otherwise they report them as bad.
@@ -165,6 +169,7 @@ class Jobs:
 
     # --- both ---
 
+    @changing
     def finish(self, direction: Direction, options: CopyOptions, on_end: Callable[[Completion], None]) -> Job:
         """A job that has nothing to move: it ends in the next turn of the loop."""
         job = Job(self, direction, options, on_end)

@@ -15,6 +15,7 @@ from kvoffloadd.cache import job as job_module
 from kvoffloadd.cache.job import Completion, CopyOptions, Job, LoadPlan, Phase
 from kvoffloadd.cache.jobs import Jobs, Verification
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import CacheTornError
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, HashedWork
@@ -130,7 +131,7 @@ async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: 
     one that was checked.
     """
     loop = asyncio.get_running_loop()
-    told: list[object] = []
+    told: list[BaseException] = []
     loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
     cache, nobody = make_cache(), None
     plan = adopted(cache)
@@ -146,7 +147,7 @@ async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: 
     options = CopyOptions(GPU, loop.time() + 60)
     job = jobs.load(plan, options, results.append)
     assert await jobs.settle({job}, 20.0)
-    assert told == [error]
+    assert [(type(torn), torn.__cause__) for torn in told] == [(CacheTornError, error)]
     assert [(result.outcome, result.reason) for result in results] == [
         (Outcome.FAILED, "it met a bug in the daemon; its log has the details")
     ]
