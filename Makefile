@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 DEMO_VENV := build/demo-venv
 DEMO_READY := $(DEMO_VENV)/.ready
 PYTHON_IS_NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0])'
-C_SOURCES := $(wildcard kvoffloadd/device/*.c kvoffloadd/cache/memory/*.c kvoffloadd/storage/*.c)
+C_SOURCES := $(wildcard kvoffloadd/native/*.[ch])
 # Those of vLLM, SGLang and remote stores want a venv of their own: see docs/benchmarks/vllm.md, sglang.md and remote.md.
 BENCHMARKS := copy disk engines layouts lookup recovery rpc submit
 # The Python of the GPU machine, and what is given to the script: `make gpu-check GPU_CHECK="--soft --quick"`.
@@ -234,5 +234,5 @@ uninstall: ## remove what `make install` installed, but for the config
 	@echo "uninstall: $(DESTDIR)$(CONFFILE), disk roots and /var/lib/kvoffloadd are still there"
 
 clean: ## remove .venv and everything built
-	rm -rf $(VENV) build gpu-bundle dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/device/*.so kvoffloadd/cache/memory/*.so kvoffloadd/storage/*.so
+	rm -rf $(VENV) build gpu-bundle dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage kvoffloadd/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -106,12 +106,16 @@ def test_the_containers_command_is_one(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_one_wheel_is_for_all_versions_of_python() -> None:
-    """Its helpers keep to the stable interface, and its name says so."""
+    """Its helper keeps to the stable interface, and its name says so."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tool = settings["tool"]
     assert all(module["py-limited-api"] for module in tool["setuptools"]["ext-modules"])
     oldest = re.fullmatch(r">=(\d+)\.(\d+)", settings["project"]["requires-python"])
     assert oldest is not None
     assert tool["distutils"]["bdist_wheel"]["py-limited-api"] == f"cp{oldest[1]}{oldest[2]}"
-    for source in (source for module in tool["setuptools"]["ext-modules"] for source in module["sources"]):
-        assert "define Py_LIMITED_API 0x030B" in (ROOT / source).read_text(encoding="utf-8")
+    (module,) = tool["setuptools"]["ext-modules"]
+    (header,) = module["depends"]
+    assert "define Py_LIMITED_API 0x030B" in (ROOT / header).read_text(encoding="utf-8")
+    for source in module["sources"]:
+        text = (ROOT / source).read_text(encoding="utf-8")
+        assert re.findall(r"#include (.*)", text)[0] == f'"{Path(header).name}"', "before all other headers"

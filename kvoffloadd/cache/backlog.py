@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -136,6 +137,7 @@ class Backlog:
 
     # --- offers ---
 
+    @changing
     def offer(self, rows: U32Array) -> None:
         """Write these keys, if they are complete, sealed and missing in the tier."""
         rows = self._cache.entries.live(rows)
@@ -184,6 +186,7 @@ class Backlog:
         tags = index.hash(index.keyspace[rows], index.keys[rows]).astype(np.uint32)
         return rows[self._uses.look_up(tags)[1] >= 2]
 
+    @changing
     def look_ahead(self) -> None:
         """Offer what the memory tier would evict next."""
         tier, eviction = self._cache.tier, self._cache.eviction
@@ -232,6 +235,7 @@ class Backlog:
             self.look_ahead()
         return None
 
+    @changing
     def take(self) -> BacklogBatch | None:
         """Take the next keys to write out of the queue: of one keyspace, still the same keys, no more than one write
         takes. None: there are none, at least not among the first batches.

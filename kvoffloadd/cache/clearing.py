@@ -19,6 +19,7 @@ from typing import Any, Final
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.remotetier import RemoteTier
@@ -87,6 +88,7 @@ class Clearings:
         self._open: dict[Names, Clearing] = {}  # the last of each scope, unless it is known to be recorded
         self._running: set[asyncio.Task[Any]] = set()
 
+    @changing
     def begin(self, names: Names) -> Clearing:
         """Clear these namespaces, in one moment. It goes on to its end, whatever becomes of who has requested it.
 
@@ -127,6 +129,7 @@ class Clearings:
         known = self._cache.namespaces
         return list(known.values()) if names is None else [known[name] for name in names if name in known]
 
+    @changing
     def _take_effect(self, names: Names) -> _Effect:
         """When this returns nothing older hits."""
         epochs = self._cache.epochs
@@ -138,6 +141,7 @@ class Clearings:
         eras = self._remote.begin_clear(names) if self._remote else []
         return _Effect(names, epoch, *_take_effect(self._cache, self._disk, names, self._open_ones(names)), eras)
 
+    @changing
     def _carry_out(self, names: Names, effects: Collection[_Effect]) -> Clearing:
         """What is left to be done, for all of them together: tasks beside each other share no turn."""
         self._cache.save_state()
@@ -219,6 +223,7 @@ class Clearings:
             del self._open[next(iter(self._open))]
         clearing.tried.add_done_callback(lambda _: self._forget_recorded(clearing))
 
+    @changing
     def _forget_recorded(self, clearing: Clearing) -> None:
         if self._open.get(clearing.names) is clearing and not self.unrecorded(clearing):
             del self._open[clearing.names]
@@ -230,12 +235,13 @@ async def clear_here(cache: Cache, disk: DiskTier | None, fingerprint: bytes, ep
     """
     namespaces = [n for n in cache.namespaces.values() if n.fingerprint == fingerprint]
     _check(cache, namespaces, everything=True)  # no user's cap stands in the way: elsewhere it is done
-    if epoch is None:
-        cache.epochs.advance(fingerprint)
-    else:
-        cache.epochs.follow(fingerprint, epoch)
-    walks, disk_keyspaces = _take_effect(cache, disk, {fingerprint}, namespaces)
-    cache.save_state()
+    with changing:
+        if epoch is None:
+            cache.epochs.advance(fingerprint)
+        else:
+            cache.epochs.follow(fingerprint, epoch)
+        walks, disk_keyspaces = _take_effect(cache, disk, {fingerprint}, namespaces)
+        cache.save_state()
     await in_turns(_sweep(walks))
     if disk:
         await disk.clears.finish(disk_keyspaces)

@@ -21,6 +21,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
@@ -183,6 +184,7 @@ class Fetches(ABC):
 
     # --- requests ---
 
+    @changing
     def fetch(self, wanted: list[KeysBelow], urgent: int, done: Callable[[], None], flow: Flow = DAEMON) -> Fetch:
         """Bring these keys into memory, as far as there is room. `done()` is called once, later: during the call what
         came is held, and a new lookup finds it. Call `cancel` to wait no longer. `flow`: whose share of the lanes.
@@ -202,6 +204,7 @@ class Fetches(ABC):
                 slices.append(KeysBelow(group.keyspace, group.keys[span], group.positions[span]))
         return slices
 
+    @changing
     def cancel(self, fetch: Fetch) -> None:
         """`done` is not called any more. Reads without another fetch are cancelled, unless they have begun."""
         if fetch.ended:
@@ -216,6 +219,7 @@ class Fetches(ABC):
         fetch.readings.clear()
         self._let_go(fetch)
 
+    @changing
     def keep(self, fetch: Fetch, rows: U32Array) -> None:
         """Hold these rows as long as the fetch goes on: it must not evict what the same request names."""
         self._hold(fetch, rows)
@@ -228,6 +232,7 @@ class Fetches(ABC):
             fetch.turn = Continuation(self._turns, fetch.flow, partial(self._advance, fetch))
         fetch.turn.later()
 
+    @changing
     def _advance(self, fetch: Fetch, woken: Window[Fetch] | None = None) -> None:
         """Begin with the next slice. `woken`: the window that the fetch waited for; its turn ends with this call."""
         full = None

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvoffloadd.cache.disk.disktier import DiskTier, find_on_disk
 from kvoffloadd.cache.fetches import Fetch, Fetches, keys_below
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.remote.remotetier import RemoteTier
@@ -60,12 +61,14 @@ class LowerFetch:
             tier.keep(fetch, rows)
             return
 
+    @changing
     def cancel(self) -> None:
         """`done` is not called any more."""
         for tier, fetch in self.left.items():
             tier.cancel(fetch)
         self.left.clear()
 
+    @changing
     def ended(self, tier: Fetches) -> None:
         """This tier has brought what it could."""
         fetch = self.left.pop(tier, None)
@@ -112,6 +115,7 @@ class LowerTiers:
             if self.disk is not None and group.on_disk.any():
                 self.disk.touch(group.keyspace, group.keys[group.on_disk])
 
+    @changing
     def fetch(
         self,
         groups: Sequence[GroupLookup],

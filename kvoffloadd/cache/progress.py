@@ -15,6 +15,8 @@ from functools import partial
 from itertools import takewhile
 from operator import attrgetter
 
+from kvoffloadd.cache.memory.changing import changing
+
 WAKES_PER_TURN = 16
 """Waiting tasks that go on in one turn of the loop: each may have as much to do as a request."""
 
@@ -38,12 +40,14 @@ class Progress:
         self._open: OrderedDict[int, None] = OrderedDict()
         self._waiters: list[Waiter] = []  # the lowest number first, so that an end looks at none that still waits
 
+    @changing
     def begin(self) -> int:
         """Begin one more. Returns its number. Pair with `end`."""
         self.last += 1
         self._open[self.last] = None
         return self.last
 
+    @changing
     def end(self, number: int) -> None:
         """This one has ended: resume the waiters that wait for nothing else."""
         del self._open[number]
@@ -62,12 +66,14 @@ class Progress:
         """How many up to this one have not ended."""
         return sum(1 for _ in takewhile(lambda begun: begun <= number, self._open))
 
+    @changing
     def join(self, number: int, resume: Callable[[], None]) -> Waiter:
         """Have `resume` called when all up to this one have ended; some has not yet. Pair with `leave`."""
         waiter = Waiter(number, resume)
         insort(self._waiters, waiter, key=_number)
         return waiter
 
+    @changing
     def leave(self, waiter: Waiter) -> None:
         """Drop a waiter; nothing happens if it has been resumed."""
         with suppress(ValueError):
@@ -96,11 +102,13 @@ class Waits:
             progress.leave(waiter)
         return progress.is_past(number)
 
+    @changing
     def _add_due(self, loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
         if not self._due:
             loop.call_soon(self._wake, loop)
         self._due.append(woken)
 
+    @changing
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         for _ in range(min(WAKES_PER_TURN, len(self._due))):
             woken = self._due.popleft()

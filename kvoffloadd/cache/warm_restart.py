@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.savedstate import SavedState
@@ -16,6 +17,7 @@ from kvoffloadd.model import I64Array, U32Array
 from kvoffloadd.storage.slotrecords import RecoveredSlots
 
 
+@changing
 def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
     """Take over what the tier's pool holds; nothing has been stored yet. The rows that were taken over.
 

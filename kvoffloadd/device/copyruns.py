@@ -4,7 +4,7 @@ A page of such memory may be gone at any moment: punched out, cut off with the e
 touch it is a signal that ends the process, so nothing else in the daemon does: whatever a peer does to its memory, the
 one copy fails.
 
-`native`: the compiled extension, through ctypes; it survives the signal. `process_vm`: the kernel copies, and returns
+`native`: the C code of this project, which survives the signal. `process_vm`: the kernel copies, and returns
 an error instead, for installations without a compiler. `bounce`: the kernel copies to a file and back, for sandboxes
 that forbid the former. All move the same bytes; per GB/s of `native` the others have about 0.4 and 0.3.
 """
@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import importlib.util
-import itertools
 import os
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
 import numpy as np
-import xxhash
 
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.model import BoolArray, U64Array
-from kvoffloadd.xxh3 import find_function
+from kvoffloadd.native import loader
 
 CopyRuns = Callable[[U64Array, U64Array, U64Array], None]
 CopyPayloads = Callable[[U64Array, U64Array, U64Array, U64Array, U64Array], None]
@@ -34,7 +31,6 @@ ReadWords = Callable[[U64Array], tuple[U64Array, BoolArray]]
 _IOV_MAX = 1024  # most iovecs the kernel takes in one call
 _BOUNCE_BYTES = 256 << 10
 _WORD = np.uint64(8)
-_ALIGNED = 64  # what _copyruns.c wants of a destination, to hash on the way
 _U64 = np.dtype(np.uint64)
 _GONE = (
     "a page of the blocks' memory is gone, or was never there: it was punched out, cut off with the file, or not "
@@ -46,60 +42,27 @@ for _call in (_libc.pread, _libc.pwrite):
     _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long)
 
 
-def _load_library() -> ctypes.CDLL | None:
-    spec = importlib.util.find_spec("kvoffloadd.device._copyruns")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        library = ctypes.CDLL(spec.origin)
-    except OSError:  # built for another machine
-        return None
-    return library if all(hasattr(library, name) for name in ("kvo_copy_runs", "kvo_read_words")) else None
-
-
 def _load_native() -> tuple[CopyRuns, ReadWords] | None:
-    library = _load_library()
-    if library is None:
+    helper = loader.HELPER
+    if helper is None:
         return None
-    copy, read = library.kvo_copy_runs, library.kvo_read_words
-    pointer, count = ctypes.c_void_p, ctypes.c_uint64
-    copy.restype, copy.argtypes = count, (pointer, pointer, pointer, count)
-    read.restype, read.argtypes = None, (pointer, pointer, pointer, count)
 
     def native(src: U64Array, dst: U64Array, size: U64Array) -> None:
-        src, dst, size = _checked(src, dst, size)
-        if copy(src.ctypes.data, dst.ctypes.data, size.ctypes.data, len(size)) < len(size):
+        if helper.copy_runs(*_checked(src, dst, size)) < len(size):
             raise DeviceError(_GONE)
 
     def words(addresses: U64Array) -> tuple[U64Array, BoolArray]:
         values, gone = np.empty(len(addresses), np.uint64), np.empty(len(addresses), bool)
-        read(addresses.ctypes.data, values.ctypes.data, gone.ctypes.data, len(addresses))
+        helper.read_words(addresses, values, gone)
         return values, gone
 
     return native, words
 
 
-class _Hash(ctypes.Structure):
-    """`Hash` of _copyruns.c."""
-
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("create", "destroy", "reset", "update", "digest"))
-
-
 def _load_payloads() -> CopyPayloads | None:
-    functions = (
-        find_function("XXH3_createState"),
-        find_function("XXH3_freeState"),
-        find_function("XXH3_128bits_reset"),
-        find_function("XXH3_128bits_update_dispatch", "XXH3_128bits_update"),
-        find_function("XXH3_128bits_digest"),
-    )
-    library = _load_library()
-    if None in functions or not hasattr(library, "kvo_copy_payloads"):
+    helper, xxh3 = loader.HELPER, loader.XXH3
+    if helper is None or xxh3 is None:
         return None
-    copy = library.kvo_copy_payloads  # type: ignore[union-attr]  # it has it
-    pointer, count = ctypes.c_void_p, ctypes.c_uint64
-    copy.restype, copy.argtypes = count, (*(pointer,) * 4, count, pointer, pointer)
-    hashing = _Hash(*functions)
 
     def payloads(src: U64Array, dst: U64Array, size: U64Array, counts: U64Array, digests: U64Array) -> None:
         src, dst, size = _checked(src, dst, size)
@@ -108,32 +71,10 @@ def _load_payloads() -> CopyPayloads | None:
             raise UsageError("the payloads' numbers of runs are u64, and add up to the runs")
         if not (digests.dtype == _U64 and digests.shape == (len(counts), 2) and digests.flags.c_contiguous):
             raise UsageError("digests are two contiguous u64 a payload")
-        runs = (src.ctypes.data, dst.ctypes.data, size.ctypes.data)
-        copied = copy(*runs, counts.ctypes.data, len(counts), digests.ctypes.data, ctypes.addressof(hashing))
-        if copied > len(counts):
-            raise MemoryError("no memory for the state of a hash")
-        if copied < len(counts):
+        if helper.copy_payloads(xxh3.streaming, src, dst, size, counts, digests) < len(counts):
             raise DeviceError(_GONE)
 
-    return payloads if _is_right(payloads) else None
-
-
-def _is_right(function: CopyPayloads) -> bool:
-    """Whether it copies, and gives the digests that the package's Python functions give, of payloads that are short,
-    long, and of whole blocks of the hash function.
-    """
-    data = np.arange(1 << 15, dtype=np.uint16).view(np.uint8)
-    target, digests = np.zeros(len(data) + _ALIGNED, np.uint8), np.zeros((4, 2), np.uint64)
-    target = target[-target.ctypes.data % _ALIGNED :][: len(data)]
-    size = np.array([4096, 8192, 40, 200, 1, 299, 65_536 - 12_828], np.uint64)
-    begin = np.cumsum(size) - size
-    runs = (begin + np.uint64(data.ctypes.data), begin + np.uint64(target.ctypes.data), size)
-    function(*runs, np.array([2, 1, 3, 1], np.uint64), digests)
-    expected = b"".join(
-        xxhash.xxh3_128_digest(data[low:high].data)
-        for low, high in itertools.pairwise((0, 12_288, 12_328, 12_828, 65_536))
-    )
-    return bool((data == target).all()) and digests.astype(">u8").tobytes() == expected
+    return payloads
 
 
 def _load_process_vm() -> CopyRuns | None:
@@ -260,7 +201,7 @@ copy_payloads: CopyPayloads | None = _load_payloads()
 """Copies like `copy_runs`, and hashes what it reads: `(src, dst, size, counts, digests)`. Payload i consists of the
 next `counts[i]` runs, u64 `(payloads,)`. Its xxh3_128, of all runs in this order, is written to `digests[i]`, u64
 `(payloads, 2)`, high half first, as `storage.hashing` has it. The bytes that are hashed are those that are copied, or
-those of the source right after. None: `native` is not in use, or the package `xxhash` does not export its functions.
+those of the source right after. None: `native` is not in use, or the package `xxhash` does not export its C functions.
 
 Raises like `copy_runs`, and MemoryError.
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import re
 import socket
@@ -24,6 +23,7 @@ from kvoffloadd.memorylimits import (
     worker_totals,
 )
 from kvoffloadd.model import HUGE_PAGE_BYTES
+from kvoffloadd.native import loader
 from kvoffloadd.numa import memory_nodes
 from kvoffloadd.storage.arenafile import file_bytes
 from kvoffloadd.units import format_bytes
@@ -58,14 +58,11 @@ def check_kernel(host: Host) -> Iterator[Diagnosis]:
 
 def check_helpers() -> Iterator[Diagnosis]:
     """The parts in C, which pip leaves out where there is no compiler."""
-    names = ("kvoffloadd.device._copyruns", "kvoffloadd.cache.memory._indexfind", "kvoffloadd.storage._hashruns")
-    lacking = [name.rpartition("_")[2] for name in names if importlib.util.find_spec(name) is None]
-    if lacking:
-        remedy = "install a C compiler and Python's headers (Debian: gcc python3-dev), then install kvoffloadd again"
+    if loader.HELPER is None:
         yield note(
             "compiled helpers",
-            f"not built: {', '.join(lacking)}; small copies, lookups and checksums are slower",
-            remedy,
+            "not built, or not for this version; small copies, lookups and checksums are slower",
+            "install a C compiler and Python's headers (Debian: gcc python3-dev), then install kvoffloadd again",
         )
     else:
         yield ok("compiled helpers", "built")

@@ -268,7 +268,7 @@ class PeerConnection:
             self._reply_error(error, seq)
         else:
             log.error("a request failed because of a bug in the daemon", exc_info=error)
-            self._context.end_if_unsure(error)
+            self._context.end_if_torn(error)
             self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
 
     def _close_steps(self) -> None:

@@ -17,6 +17,7 @@ from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import torn_by
 from kvoffloadd.cache.memory.lease import LetGo
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
@@ -25,7 +26,6 @@ from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import BusyError
 from kvoffloadd.lanes import Lane
 from kvoffloadd.server.account import Accounts
-from kvoffloadd.server.bugs import leaves_cache_unsure
 from kvoffloadd.server.clears import RequestedClears
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.events import EventFeeds
@@ -142,21 +142,21 @@ class Context:
         error = None if task.cancelled() else task.exception()
         if error is not None and not errors_are_handled:
             log.error("a background task failed", exc_info=error)
-            self.end_if_unsure(error)
+            self.end_if_torn(error)
 
-    def end_if_unsure(self, error: BaseException) -> None:
-        """End the process if this exception may have left the cache's tables half-written. For exceptions that were
-        not raised on purpose, after they are logged.
+    def end_if_torn(self, error: BaseException) -> None:
+        """End the process if this exception has left the cache's tables half-written. For exceptions that were not
+        raised on purpose, after they are logged.
         """
-        if leaves_cache_unsure(error):
-            self.fatal(f"a bug in the cache, whose tables may be half-written: {type(error).__name__}: {error}")
+        if (torn := torn_by(error)) is not None:
+            self.fatal(f"a bug in the cache, whose tables may be half-written: {torn}")
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
         """The loop's exception handler, for callbacks, those of lanes' completions among them."""
         loop.default_exception_handler(about)
         error = about.get("exception")
         if error is not None:
-            self.end_if_unsure(error)
+            self.end_if_torn(error)
 
     @property
     def trusted_uids(self) -> frozenset[int]:

@@ -6,17 +6,13 @@ The checksum guards against our own and the machine's errors, not against an att
 from __future__ import annotations
 
 import ctypes
-import importlib
-from collections.abc import Callable
 
 import numpy as np
 import xxhash
 
 from kvoffloadd.lanes import TURN_BYTES
 from kvoffloadd.model import I64Array, U64Array
-from kvoffloadd.xxh3 import find_function
-
-HashPayloads = Callable[[U64Array, I64Array], U64Array]
+from kvoffloadd.native import loader
 
 _ANY_BYTES = ctypes.c_char * (1 << 47)
 
@@ -32,40 +28,6 @@ def _hash_one_by_one(addresses: U64Array, sizes: I64Array) -> U64Array:
     return np.frombuffer(digests, ">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def _load_native() -> HashPayloads | None:
-    """One call for all payloads, which lets the GIL go once. With a call for each, a thread that hashes payloads of a
-    few KiB takes the GIL again every microsecond, and the event loop waits for it.
-
-    The function that is called is the C function within the package `xxhash`; None: the package doesn't export it, or
-    the helper was not compiled.
-    """
-    try:
-        hash_all = importlib.import_module("kvoffloadd.storage._hashruns").hash
-    except ImportError:
-        return None
-    function = find_function("XXH3_128bits_dispatch", "XXH3_128bits")
-    if function is None:
-        return None
-
-    def native(addresses: U64Array, sizes: I64Array) -> U64Array:
-        digests = np.empty((len(addresses), 2), np.uint64)
-        hash_all(function, np.ascontiguousarray(addresses), np.ascontiguousarray(sizes, np.int64), digests)
-        return digests
-
-    return native if _is_right(native) else None
-
-
-def _is_right(native: HashPayloads) -> bool:
-    """Whether it gives the digests of the package's Python functions, for a payload of each of xxh3's code paths."""
-    data = np.arange(4096, dtype=np.uint8)
-    sizes = np.array([0, 3, 8, 16, 128, 240, 512, 1024, 4096], np.int64)
-    addresses = np.full(len(sizes), data.ctypes.data, np.uint64)
-    return bool((native(addresses, sizes) == _hash_one_by_one(addresses, sizes)).all())
-
-
-_native = _load_native()
-
-
 def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:
     """(n, 2) u64: the xxh3_128 of `sizes[i]` bytes at `addresses[i]`, high half first.
 
@@ -73,7 +35,15 @@ def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:
     """
     if not len(sizes):
         return np.zeros((0, 2), np.uint64)
-    return (_native or _hash_one_by_one)(addresses, sizes)
+    helper, xxh3 = loader.HELPER, loader.XXH3
+    if helper is None or xxh3 is None:
+        return _hash_one_by_one(addresses, sizes)
+    # One call for all payloads lets the GIL go once. With a call for each, a thread that hashes payloads of a few KiB
+    # takes the GIL again every microsecond, and the event loop waits for it.
+    digests = np.empty((len(addresses), 2), np.uint64)
+    sizes = np.ascontiguousarray(sizes, np.int64)
+    helper.hash_payloads(xxh3.whole, np.ascontiguousarray(addresses), sizes, digests)
+    return digests
 
 
 def in_turns(

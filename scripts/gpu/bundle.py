@@ -1,7 +1,7 @@
 """Downloads the wheels that a GPU machine lacks for `make gpu-check`, in the versions of requirements-dev.lock.
 
-Nothing but Python and a driver is expected there; torch is used where it is. The project's own compiled helpers, which
-need a compiler and Python's headers, come along as this machine has built them (`make venv`).
+Nothing but Python and a driver is expected there; torch is used where it is. The project's own compiled helper, which
+needs a compiler and Python's headers, comes along as this machine has built it (`make venv`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = f"helpers-{platform.machine()}"
+HELPER = Path("kvoffloadd/native/_native.abi3.so")
 PACKAGES = (
     "aiofiles", "cuda-bindings", "hypothesis", "msgpack", "msgspec", "numpy", "prometheus-client", "psutil", "pytest",
     "pytest-asyncio", "pytest-timeout", "rich", "uvloop", "xxhash",
@@ -24,21 +25,17 @@ BYTES_MAX = 64 << 20
 """More would mean that something crept in."""
 
 
-def add_helpers(folder: Path) -> int:
-    """Returns how many there are: those that are not older than their sources. Any later Python on this kind of machine
-    can load them (the stable ABI).
+def add_helper(folder: Path) -> bool:
+    """Adds the compiled helper. False: there is none, or its sources have changed since. Any later Python on this kind
+    of machine can load it (the stable ABI).
     """
-    found = [helper for helper in (ROOT / "kvoffloadd").rglob("*.abi3.so") if _is_new(helper)]
-    for helper in found:
-        place = folder / HELPERS / helper.relative_to(ROOT)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(helper, place)
-    return len(found)
-
-
-def _is_new(helper: Path) -> bool:
-    source = helper.with_name(helper.name.replace(".abi3.so", ".c"))
-    return source.exists() and helper.stat().st_mtime >= source.stat().st_mtime
+    built, place = ROOT / HELPER, folder / HELPERS / HELPER
+    sources = [source.stat().st_mtime for source in built.parent.glob("*.[ch]")]
+    if not built.exists() or built.stat().st_mtime < max(sources):
+        return False
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(built, place)
+    return True
 
 
 def main() -> int:
@@ -56,12 +53,12 @@ def main() -> int:
     status = subprocess.run(command, check=False).returncode
     if status:
         return status
-    helpers = add_helpers(arguments.folder)
+    has_helper = add_helper(arguments.folder)
     wheels = sorted(arguments.folder.glob("*.whl"))
     total = sum(wheel.stat().st_size for wheel in wheels)
     print(
-        f"gpu-bundle: {len(wheels)} wheels for Python {arguments.python_version}, {total / (1 << 20):.1f} MiB, and "
-        f"{helpers} compiled helpers" + ("" if helpers else ": build them with `make venv`, else figures are slower")
+        f"gpu-bundle: {len(wheels)} wheels for Python {arguments.python_version}, {total / (1 << 20):.1f} MiB, "
+        + ("and the compiled helper" if has_helper else "no helper: build it with `make venv`, else figures are slower")
     )
     if total > BYTES_MAX:
         print(f"gpu-bundle: more than {BYTES_MAX >> 20} MiB", file=sys.stderr)

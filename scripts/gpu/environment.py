@@ -1,5 +1,5 @@
 """Makes the venv of `make gpu-check`, without a network: this Python's packages, and on top the bundle's wheels. The
-compiled helpers that the bundle has are put into the checkout, where it has none or older ones.
+compiled helper that the bundle has is put into the checkout, where it has none or an older one.
 
     python3 -m scripts.gpu.environment VENV BUNDLE
 
@@ -17,7 +17,7 @@ import venv
 import zipfile
 from pathlib import Path
 
-from scripts.gpu.bundle import HELPERS, ROOT
+from scripts.gpu.bundle import HELPER, HELPERS, ROOT
 
 MACHINES_BINDINGS = "machines-bindings"
 """A folder of the venv with the cuda-bindings that this Python has already: the tests of sharing run with them, too."""
@@ -50,7 +50,7 @@ def main() -> int:
         name = wheel.name.partition("-")[0]
         if name not in _KEPT or importlib.util.find_spec(name) is None:
             _unpack(wheel, packages)
-    _put_helpers(bundle)
+    _put_helper(bundle)
     bundled = {wheel.name.split("-")[1] for wheel in wheels if wheel.name.startswith("cuda_bindings-")}
     _keep_bindings(folder / MACHINES_BINDINGS, bundled)
     return 0
@@ -65,16 +65,16 @@ def _unpack(wheel: Path, packages: Path) -> None:
         archive.extractall(packages)
 
 
-def _put_helpers(bundle: Path) -> None:
-    """Puts them where there are none, or older ones: those of an earlier bundle. The project works without."""
-    folder = bundle / HELPERS
-    for helper in folder.rglob("*.abi3.so"):
-        place = ROOT / helper.relative_to(folder)
-        try:
-            if not place.exists() or place.stat().st_mtime < helper.stat().st_mtime:
-                shutil.copy2(helper, place)
-        except OSError as error:
-            print(f"gpu-check: without a compiled helper, since it can't be put there: {error}", file=sys.stderr)
+def _put_helper(bundle: Path) -> None:
+    """Puts it where there is none, or an older one: that of an earlier bundle. The project works without."""
+    helper, place = bundle / HELPERS / HELPER, ROOT / HELPER
+    if not helper.exists():
+        return
+    try:
+        if not place.exists() or place.stat().st_mtime < helper.stat().st_mtime:
+            shutil.copy2(helper, place)
+    except OSError as error:
+        print(f"gpu-check: without the compiled helper, since it can't be put there: {error}", file=sys.stderr)
 
 
 def _keep_bindings(folder: Path, bundled: set[str]) -> None:

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from kvoffloadd.cache.memory import keyhash
 from kvoffloadd.cache.memory.index import WORDS, Index
 from kvoffloadd.cache.memory.keytable import KeyTable
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import U16Array, U64Array
+from kvoffloadd.native import loader
 from tests.calls import Calls, assert_short
 
 ALL = (1 << 64) - 1
@@ -28,9 +28,9 @@ BITS = (0, 0x3F, 0xFF00, 0b11 << 62, ALL >> 8, ALL << 8 & ALL, ALL)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of this file holds for both."""
     if request.param == "numpy":
-        monkeypatch.setattr(keyhash, "NATIVE", None)
-    elif keyhash.NATIVE is None:
-        pytest.skip("_indexfind.c was not compiled here")
+        monkeypatch.setattr(loader, "HELPER", None)
+    elif loader.HELPER is None:
+        pytest.skip("the C code was not compiled here")
 
 
 def random_keys(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -326,7 +326,7 @@ def test_both_implementations_find_the_same(monkeypatch: pytest.MonkeyPatch) -> 
             for keyspace in (1, keyspaces[:count]):
                 found = index.find(keyspace, asked[:count])
                 with monkeypatch.context() as other:
-                    other.setattr(keyhash, "NATIVE", None)
+                    other.setattr(loader, "HELPER", None)
                     assert index.find(keyspace, asked[:count]).tolist() == found.tolist()
 
 
@@ -364,21 +364,21 @@ def test_leases_are_counted_as_often_as_a_row_is_named() -> None:
 
 
 def test_rows_that_are_not_there_are_refused() -> None:
-    if keyhash.NATIVE is None:
+    if loader.HELPER is None:
         pytest.skip("numpy has no such call")
     with pytest.raises(IndexError):
-        keyhash.NATIVE.mark_hits(np.array([100]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
+        loader.HELPER.mark_hits(np.array([100]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
     counts, kinds, held = np.zeros(10, np.uint32), np.zeros(10, np.uint16), np.zeros(1, np.int64)
     for row, of_rows in ((10, kinds), (9, kinds[:9]), (0, kinds + np.uint16(1))):
         with pytest.raises(IndexError):
-            keyhash.NATIVE.add(counts, np.array([row], np.uint32), 1, of_rows, held)
+            loader.HELPER.add_counts(counts, np.array([row], np.uint32), 1, of_rows, held)
     assert not counts.any()
     with pytest.raises(ValueError, match="bytes"):
-        keyhash.NATIVE.mark_hits(np.array([1, 2]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
+        loader.HELPER.mark_hits(np.array([1, 2]), np.zeros(100, np.uint16), np.zeros(1, np.uint8))
 
 
 def test_keys_and_rows_that_do_not_match_are_refused() -> None:
-    native = keyhash.NATIVE
+    native = loader.HELPER
     if native is None:
         pytest.skip("numpy has no such call")
     keys, secret, table = random_keys(np.random.default_rng(0), 4), np.zeros(22, np.uint64), np.zeros(6, np.uint64)
@@ -394,7 +394,7 @@ def test_keys_and_rows_that_do_not_match_are_refused() -> None:
         (secret, 0, keys),
     ):
         with pytest.raises((ValueError, BufferError, OverflowError, TypeError)):
-            native.hash(*wrong)
+            native.hash_keys(*wrong)
     for other in (
         (table[:5], 0, keys, hashes, rows),
         (table, 0, keys, hashes, rows[:3]),
@@ -402,4 +402,4 @@ def test_keys_and_rows_that_do_not_match_are_refused() -> None:
         (table, 0, keys, hashes),
     ):
         with pytest.raises((ValueError, TypeError)):
-            native.find(*other)
+            native.find_rows(*other)

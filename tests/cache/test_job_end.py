@@ -13,7 +13,10 @@ import pytest
 from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job
 from kvoffloadd.cache.jobs.jobs import STUCK_LOOKS, Jobs
 from kvoffloadd.cache.jobs.loadplan import NO_PARTS, LoadPlan, LoadRequest
+from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.changing import CacheTornError
 from kvoffloadd.cache.memory.reservation import reserve
+from kvoffloadd.device.base import CopyResult
 from kvoffloadd.device.signals import ReadySignal
 from kvoffloadd.device.work import BlockList
 from kvoffloadd.model import Direction, I64Array, Outcome
@@ -170,6 +173,51 @@ async def test_a_job_that_meets_a_bug_ends() -> None:
     assert [about["exception"] for about in told] == [bug]
     assert not jobs.running
     assert not cache.entries.leases.any()
+
+
+def told_to(loop: asyncio.AbstractEventLoop) -> list[BaseException]:
+    """What the loop's handler hears of."""
+    told: list[BaseException] = []
+    loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
+    return told
+
+
+async def test_a_bug_of_a_device_leaves_the_cache_whole() -> None:
+    """A device is called between changes: its error costs the job, whose slots are free."""
+    loop = asyncio.get_running_loop()
+    told, bug = told_to(loop), KeyError("a bug")
+    lane: Any = SimpleNamespace(loop=loop, closing=True)
+    device: Any = Short(bug)
+    cache = make_cache()
+    _, keyspace = make_keyspace(cache)
+    parts = reserve(cache, keyspace, keys_of(1, 2), np.zeros(1, np.uint16), 0).parts
+    jobs = Jobs(cache, None, lane, device, False)
+    ends: list[Completion] = []
+    job = jobs.store(parts, [], CopyOptions(device, 1e9), ends.append)
+    assert await jobs.settle({job}, 20)
+    assert [end.outcome for end in ends] == [Outcome.FAILED]
+    assert told == [bug]
+    assert check(cache, 0, 0) == []
+    assert cache.tier.num_free(1) == 64
+
+
+@pytest.mark.parametrize("broken", ["commit", "seal"])
+async def test_a_bug_while_a_store_is_made_readable_tears_the_cache(broken: str) -> None:
+    loop = asyncio.get_running_loop()
+    told = told_to(loop)
+    lane: Any = SimpleNamespace(loop=loop, closing=False)
+    copied: list[Callable[[CopyResult], None]] = []
+    device: Any = SimpleNamespace(submit=lambda _, done: copied.append(done), hashed_load_bytes=0)
+    cache = make_cache()
+    _, keyspace = make_keyspace(cache)
+    parts = reserve(cache, keyspace, keys_of(1), np.zeros(1, np.uint16), 0).parts
+    jobs = Jobs(cache, None, lane, device, False)
+    jobs.store(parts, [], CopyOptions(device, 1e9), lambda _: None)
+    setattr(cache, broken, lambda *_: [][7])
+    result = CopyResult(Outcome.DONE, 4096, 1, 1, 0.0, digests=np.zeros((1, 2), np.uint64))
+    loop.call_soon(copied[-1], result)
+    await asyncio.sleep(0)
+    assert [(type(torn), type(torn.__cause__)) for torn in told] == [(CacheTornError, IndexError)]
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), RuntimeError("can't start new thread")])

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.memory import keyhash
 from kvoffloadd.cache.memory.index import WORDS, Index
 from kvoffloadd.cache.memory.keyhash import SEED_BITS, KeyHash
 from kvoffloadd.cache.stats.missreasons import MissReasons
 from kvoffloadd.model import U64Array
+from kvoffloadd.native import loader
 
 SEEDS = (0, 1, 2, 12345, (1 << 62) + 7, (1 << SEED_BITS) - 1)
 ALL = (1 << 64) - 1
@@ -27,9 +27,9 @@ words = st.integers(0, ALL)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of this file holds for both."""
     if request.param == "numpy":
-        monkeypatch.setattr(keyhash, "NATIVE", None)
-    elif keyhash.NATIVE is None:
-        pytest.skip("_indexfind.c was not compiled here")
+        monkeypatch.setattr(loader, "HELPER", None)
+    elif loader.HELPER is None:
+        pytest.skip("the C code was not compiled here")
 
 
 def by_the_book(seed: int, purpose: str, keyspace: int, key: list[int]) -> int:

@@ -16,6 +16,7 @@ from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, Phase
 from kvoffloadd.cache.jobs.jobs import Jobs, Verification
 from kvoffloadd.cache.jobs.loadplan import NO_PARTS, LoadPlan
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import CacheTornError
 from kvoffloadd.device.base import CopyRequest, CopyResult
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, HashedWork
@@ -131,7 +132,7 @@ async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: 
     one that was checked.
     """
     loop = asyncio.get_running_loop()
-    told: list[object] = []
+    told: list[BaseException] = []
     loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
     cache, nobody = make_cache(), None
     plan = adopted(cache)
@@ -147,7 +148,7 @@ async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: 
     options = CopyOptions(GPU, loop.time() + 60)
     job = jobs.load(plan, options, results.append)
     assert await jobs.settle({job}, 20.0)
-    assert told == [error]
+    assert [(type(torn), torn.__cause__) for torn in told] == [(CacheTornError, error)]
     assert [(result.outcome, result.reason) for result in results] == [
         (Outcome.FAILED, "it met a bug in the daemon; its log has the details")
     ]

@@ -8,10 +8,9 @@ HIDDEN = {("native",): "process_vm", ("native", "process_vm"): "bounce"}
 """What is hidden, and what is used instead."""
 
 _SITE = """
-import ctypes, importlib.util
+import ctypes, sys
 hidden = {hidden!r}
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *a: None if name.endswith("._copyruns") else find(name, *a)
+sys.modules["kvoffloadd.native._native"] = None  # to import it raises ImportError
 class Sandbox(ctypes.CDLL):
     def __getattr__(self, name):
         if name == "process_vm_readv" and "process_vm" in hidden:

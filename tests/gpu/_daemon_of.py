@@ -18,7 +18,7 @@ from scripts.gpu.worker import become
 def main() -> None:
     """Becomes that user, then what `kvoffloadd` is."""
     for module in pkgutil.walk_packages(kvoffloadd.__path__, "kvoffloadd."):
-        if not module.name.endswith(("__main__", "_copyruns")) and ".integrations." not in module.name:
+        if not module.name.endswith("__main__") and ".integrations." not in module.name:
             importlib.import_module(module.name)
     uid = int(sys.argv.pop(1))
     os.chown(sys.argv.pop(1), uid, uid)

@@ -322,8 +322,8 @@ def test_too_few_tests_are_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_helpers_that_the_bundle_has_are_put_where_there_are_none(tmp_path: Path) -> None:
-    """A machine without a compiler is played by a checkout of its own, since this one may have them."""
+def test_the_helper_that_the_bundle_has_is_put_where_there_is_none(tmp_path: Path) -> None:
+    """A machine without a compiler is played by a checkout of its own, since this one may have it."""
     checkout = tmp_path / "checkout"
     for name in (
         "scripts/__init__.py",
@@ -333,14 +333,11 @@ def test_helpers_that_the_bundle_has_are_put_where_there_are_none(tmp_path: Path
     ):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, checkout / name)
-    folder, place = checkout / "kvoffloadd" / "device", Path("kvoffloadd", "device", "_copy.abi3.so")
-    folder.mkdir(parents=True)
-    (folder / "_copy.c").write_text("")
-    (folder / "_copy.abi3.so").write_bytes(b"as built")
-    (folder / "_old.abi3.so").write_bytes(b"of a source that is newer")
-    (folder / "_old.c").write_text("")
-    os.utime(folder / "_old.abi3.so", (0, 0))
-    program = "import pathlib; from scripts.gpu.bundle import add_helpers; print(add_helpers(pathlib.Path('bundle')))"
+    place = Path("kvoffloadd", "native", "_native.abi3.so")
+    (checkout / place).parent.mkdir(parents=True)
+    for source in ("_native.h", "_native.c"):
+        (checkout / place).with_name(source).write_text("")
+    program = "import pathlib; from scripts.gpu.bundle import add_helper; print(add_helper(pathlib.Path('bundle')))"
     variables = {**os.environ, "PYTHONPATH": str(checkout)}
 
     def run_there(*command: str) -> str:
@@ -349,7 +346,12 @@ def test_helpers_that_the_bundle_has_are_put_where_there_are_none(tmp_path: Path
         )
         return done.stdout.strip()
 
-    assert run_there("-c", program) == "1"
+    assert run_there("-c", program) == "False"
+    (checkout / place).write_bytes(b"of a source that is newer")
+    os.utime(checkout / place, (0, 0))
+    assert run_there("-c", program) == "False"
+    (checkout / place).write_bytes(b"as built")
+    assert run_there("-c", program) == "True"
     built_s = (checkout / place).stat().st_mtime
     for content, age_s, kept in ((b"", None, False), (b"built here", -1.0, True), (b"of an old bundle", 1.0, False)):
         (checkout / place).unlink()

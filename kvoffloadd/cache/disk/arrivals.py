@@ -41,6 +41,7 @@ from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
 from kvoffloadd.cache.disk.promotion import Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import KvOffloadError
@@ -177,7 +178,8 @@ class Arrivals:
             # A record of an epoch that no manifest knows: its clear could not be saved, but is valid all the same.
             recalls = self._cache.epochs.recalls
             await self._merge_epochs(0, 0, {name: epoch for name, epoch in root.epochs.items() if recalls(epoch)})
-            self._disk.catalog.index.expect(records)
+            with changing:
+                self._disk.catalog.index.expect(records)
             await in_turns(self._add_all(found))
             root.health.become(RootState.OK)
         self._disk.numbers.changes.notify_all()
@@ -197,6 +199,7 @@ class Arrivals:
                 self._add(segment, name, entries)
                 yield
 
+    @changing
     def _add(self, segment: Segment, name: KeyspaceId, entries: np.ndarray) -> None:
         """Add records of one keyspace, unless it was cleared."""
         if name.epoch != self._cache.epochs.of(name.fingerprint):
@@ -214,25 +217,27 @@ class Arrivals:
         later = cache.epochs.merged(base, last, by_namespace)
         if later == cache.epochs:
             return
-        for disk_keyspace in catalog.disk_keyspaces.values():
-            if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
-                catalog.disk_keyspaces.close(disk_keyspace)  # nothing more is promoted from it
-        cache.epochs.last = later.last  # a clear meanwhile must be later than all that is merged
-        cache.epochs.rising = later  # nothing more comes from the remote store
-        try:
-            # Before the new epoch is written down, for a successor must not find these keys in it.
-            for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
-                for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
-                    await asyncio.sleep(0)
-        finally:
-            cache.epochs.rising = None
-        cache.epochs.merge(base, last, by_namespace)
-        for namespace in cache.namespaces.values():
-            self._renew(namespace)
-        if cache.namespaces:  # at a start the arena file still has the saved state that is adopted next
-            cache.save_state()
+        with changing:
+            for disk_keyspace in catalog.disk_keyspaces.values():
+                if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
+                    catalog.disk_keyspaces.close(disk_keyspace)  # nothing more is promoted from it
+            cache.epochs.last = later.last  # a clear meanwhile must be later than all that is merged
+            cache.epochs.rising = later  # nothing more comes from the remote store
+            try:
+                # Before the new epoch is written down, for a successor must not find these keys in it.
+                for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
+                    for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
+                        await asyncio.sleep(0)
+            finally:
+                cache.epochs.rising = None
+            cache.epochs.merge(base, last, by_namespace)
+            for namespace in cache.namespaces.values():
+                self._renew(namespace)
+            if cache.namespaces:  # at a start the arena file still has the saved state that is adopted next
+                cache.save_state()
         await self._clears.empty(self._clears.begin(None))
 
+    @changing
     def _renew(self, namespace: Namespace) -> None:
         """Go on in the epoch that the namespace has by now."""
         epoch = self._cache.epochs.of(namespace.fingerprint)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace, DiskKeyspaces
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import has_duplicates, pack
 from kvoffloadd.cache.memory.runallocator import RunAllocator
@@ -134,6 +135,7 @@ class Catalog:
         """These keys were read since they were written: they move on when their segment goes."""
         self._mark(rows, 1)
 
+    @changing
     def mark_unused(self, rows: I64Array) -> None:
         """These keys count as not read from now on."""
         self._mark(rows, 0)
@@ -180,6 +182,7 @@ class Catalog:
         """How many of these hold records of keys that were read since they were written."""
         return self._used_pages[segment]
 
+    @changing
     def close_segment(self, segment: int) -> None:
         """All records of it are forgotten."""
         self._members.pop(segment, None)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.stats.missreasons import Reason
 from kvoffloadd.changes import Changes
 from kvoffloadd.errors import KvOffloadError
@@ -29,6 +30,7 @@ class DiskClears:
         self._recorded: dict[Root, Manifest] = {}  # what each root has recorded, also while it is off
         self._emptying: set[int] = set()
 
+    @changing
     def begin(self, names: Collection[bytes] | None) -> list[DiskKeyspace]:
         """The epochs of these namespaces (fingerprints; None: of all) have advanced: close disk keyspaces of older
         epochs, so that their keys are not found any more. Returns them for `finish`.
@@ -67,16 +69,17 @@ class DiskClears:
                 or self._contents.catalog.disk_keyspaces.get(disk_keyspace.id) is not disk_keyspace
             ):
                 continue  # another clear has begun with it, or done it
-            self._emptying.add(disk_keyspace.id)
-            try:
-                keyspace = self._contents.remove_keyspace(disk_keyspace)
-                for keys in self._contents.catalog.empty(disk_keyspace):
-                    self._contents.record_miss_reason(disk_keyspace, keys, Reason.CLEARED)
-                    if keyspace is not None and keyspace.namespace.listeners:
-                        self._contents.emit_removed(keyspace, keys)
-                    await asyncio.sleep(0)
-            finally:  # if this task is cancelled, the next clear goes on with it
-                self._emptying.discard(disk_keyspace.id)
+            with changing:
+                self._emptying.add(disk_keyspace.id)
+                try:
+                    keyspace = self._contents.remove_keyspace(disk_keyspace)
+                    for keys in self._contents.catalog.empty(disk_keyspace):
+                        self._contents.record_miss_reason(disk_keyspace, keys, Reason.CLEARED)
+                        if keyspace is not None and keyspace.namespace.listeners:
+                            self._contents.emit_removed(keyspace, keys)
+                        await asyncio.sleep(0)
+                finally:  # if this task is cancelled, the next clear goes on with it
+                    self._emptying.discard(disk_keyspace.id)
 
     async def save_epochs(self, roots: Sequence[Root]) -> None:
         """Write the epochs to these roots' manifests. Where that fails, `Arrivals.check` repeats it."""

@@ -14,6 +14,7 @@ import numpy as np
 from kvoffloadd.cache.disk.catalog import Catalog
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keys import pack
 from kvoffloadd.cache.memory.namespace import Keyspace, shape_of
@@ -143,6 +144,7 @@ class DiskContents:
 
     # --- removal ---
 
+    @changing
     def lose(self, records: I64Array, why: int = Reason.EVICTED) -> U32Array:
         """Drop records that are gone or bad. Returns the catalog rows of the keys that are not on disk any more."""
         catalog = self.catalog

@@ -16,6 +16,7 @@ import numpy as np
 from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.changes import Changes
 from kvoffloadd.model import BoolArray, U32Array
@@ -103,12 +104,14 @@ class Demotion:
 
     # --- offers ---
 
+    @changing
     def adopted(self, rows: U32Array) -> None:
         """These keys were found in memory at the start, sealed."""
         if not self._config.second_use:
             for keyspace, _ in self._cache.entries.by_keyspace(rows):
                 self.offer_again(keyspace)  # there may be more of them than the backlog has room for
 
+    @changing
     def offer_again(self, keyspace: Keyspace) -> None:
         """Keys of this keyspace were not written, or what was written is void: offer all keys that only memory has, as
         soon as some root may take them.
@@ -121,9 +124,10 @@ class Demotion:
 
     async def run(self) -> None:
         """Write what is offered, until cancelled."""
-        while True:
-            await self._write_next()
-            await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
+        with changing:
+            while True:
+                await self._write_next()
+                await asyncio.sleep(0)  # while there is room for the next batch, `_write` does not wait
 
     async def _write_next(self) -> None:
         """Runs in a separate frame, so that nothing refers to a keyspace while there is nothing to write."""
@@ -132,14 +136,15 @@ class Demotion:
 
     async def run_again(self) -> None:
         """Offer the keyspaces of `offer_again` as soon as they may be written, until cancelled."""
-        while True:
-            await self._again_changes.wait_for(lambda: bool(self._again))
-            ready = [keyspace for keyspace in self._again if keyspace.retired or self._may_write(keyspace)]
-            for keyspace in ready:
-                self._again.discard(keyspace)  # a write that fails from now on adds it again
-                await self._offer_all(keyspace, math.inf)
-            if not ready:
-                await self._disk.numbers.changes.wait(self._config.retry_s)
+        with changing:
+            while True:
+                await self._again_changes.wait_for(lambda: bool(self._again))
+                ready = [keyspace for keyspace in self._again if keyspace.retired or self._may_write(keyspace)]
+                for keyspace in ready:
+                    self._again.discard(keyspace)  # a write that fails from now on adds it again
+                    await self._offer_all(keyspace, math.inf)
+                if not ready:
+                    await self._disk.numbers.changes.wait(self._config.retry_s)
 
     def _may_write(self, keyspace: Keyspace) -> bool:
         """Whether a root works whose manifest has the keyspace's epoch."""
@@ -268,6 +273,7 @@ class Demotion:
                 return 0
             await self._disk.numbers.changes.wait(max(left, LOOK_AHEAD_S))
 
+    @changing
     def _written(
         self, write: DemotionWrite, root: Root, segment: Segment, entries: Records, error: BaseException | None
     ) -> None:

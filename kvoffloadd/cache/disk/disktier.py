@@ -18,6 +18,7 @@ from kvoffloadd.cache.disk.promotion import Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
 from kvoffloadd.cache.disk.scrub import Scrub
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -126,6 +127,7 @@ class DiskTier(DiskContents):
         lookup.states[on_disk] = _PENDING
         return on_disk
 
+    @changing
     def touch(self, keyspace: Keyspace, keys: U64Array) -> None:
         """These keys count as read."""
         disk_keyspace = self.of(keyspace)

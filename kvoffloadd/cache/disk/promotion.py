@@ -18,6 +18,7 @@ import numpy as np
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
@@ -88,6 +89,7 @@ class Promotion(Fetches):
             for urgent, share in WINDOW_SHARES.items()
         }
 
+    @changing
     def give_up(self, root: Root) -> None:
         """This root does not answer: no fetch waits for its reads any more."""
         for reading in list(self._readings.values()):
@@ -190,11 +192,13 @@ class Promotion(Fetches):
         piece.ticket = root.reader.read(found, disk_keyspace.name, reads, reading.urgent, settle, reading.flow)
         reading.pieces[piece] = piece
 
+    @changing
     def _not_submitted(self, reading: ReadBatch, parts: I64Array) -> None:
         self.counters.cancelled += len(parts)
         self._abort(reading, parts)
         self._count_down(reading, len(parts))
 
+    @changing
     def _settle(self, reading: ReadBatch, piece: DiskRead, status: U8Array, digests: U64Array) -> None:
         """A read has ended: nothing touches its slots any more."""
         piece.ticket = None  # which refers to the piece: see `Collector`

@@ -26,6 +26,7 @@ from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.fetches import Urgency
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U32Array, U64Array
@@ -82,14 +83,15 @@ class Reclaim:
     async def keep(self, root: Root, retry_s: float) -> None:
         """Whenever the root has no segment ahead, make one, until cancelled."""
         changes = self._disk.numbers.changes
-        while True:
-            if root.pool.gone:
-                await self._forget_gone(root, root.pool.gone.pop())
-            elif not root.pool.wants_segment:
-                await changes.wait_for(lambda: root.pool.wants_segment or bool(root.pool.gone), retry_s)
-            elif not await self._next_segment(root):
-                await changes.wait(retry_s)
-                await asyncio.sleep(min(retry_s, 0.05))  # a root that fails at once must not keep the loop busy
+        with changing:
+            while True:
+                if root.pool.gone:
+                    await self._forget_gone(root, root.pool.gone.pop())
+                elif not root.pool.wants_segment:
+                    await changes.wait_for(lambda: root.pool.wants_segment or bool(root.pool.gone), retry_s)
+                elif not await self._next_segment(root):
+                    await changes.wait(retry_s)
+                    await asyncio.sleep(min(retry_s, 0.05))  # a root that fails at once must not keep the loop busy
 
     async def _next_segment(self, root: Root) -> bool:
         if root.pool.may_grow:
@@ -313,6 +315,7 @@ class Reclaim:
             await written
         return took == len(entries)
 
+    @changing
     def _moved(
         self,
         disk_keyspace: DiskKeyspace,

@@ -29,6 +29,7 @@ from kvoffloadd.cache.jobs.loadplan import NO_PARTS, LoadPlan, LoadRequest, plan
 from kvoffloadd.cache.jobs.sealing import Sealing
 from kvoffloadd.cache.lower import GroupLookup, LowerTiers
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.config import AUTO
@@ -147,6 +148,7 @@ class Job:
         self.parts, self.lists, self.lost = parts, lists, lost
         self.chosen = [one.keys for one in lists]
 
+    @changing
     def hold(self, plan: LoadPlan) -> None:
         """Take what is planned, and hold its keys in place of those held so far."""
         self.take(plan.parts, plan.lists, plan.lost)
@@ -177,7 +179,7 @@ class Job:
         give_up = self._give_up
         if give_up is not None and give_up():
             self._give_up = None
-            with suppress(StopIteration):
+            with changing, suppress(StopIteration):
                 self._life.throw(Stopped(self.stopped))  # type: ignore[union-attr]  # it waits, so it has begun
 
     @types.coroutine
@@ -218,7 +220,7 @@ class Job:
         yield
 
     def _go_on(self, value: object) -> None:
-        with suppress(StopIteration):
+        with changing, suppress(StopIteration):
             self._life.send(value)  # type: ignore[union-attr]  # as in `stop`
 
     # --- the life of a store ---
@@ -363,6 +365,7 @@ class Job:
             step = copied[begin : begin + STEP_PARTS]
             self._drop_wrong(step, digests[step])
 
+    @changing
     def _drop_wrong(self, at: I64Array, digests: U64Array) -> None:
         """These payloads of a load have these checksums."""
         columns, parts = self.owner.cache.entries.parts, self.parts[at]

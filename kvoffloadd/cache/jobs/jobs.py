@@ -18,6 +18,7 @@ from kvoffloadd.cache.jobs.loadplan import LoadPlan, LoadRequest
 from kvoffloadd.cache.jobs.sealing import Sealing
 from kvoffloadd.cache.lower import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.progress import Progress, Waits
 from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.device.base import CopyResult, Device
@@ -102,6 +103,7 @@ class Jobs:
 
     # --- store ---
 
+    @changing
     def store(
         self, parts: I64Array, lists: list[BlockList], options: CopyOptions, on_end: Callable[[Completion], None]
     ) -> Job:
@@ -116,6 +118,7 @@ class Jobs:
 
     # --- load ---
 
+    @changing
     def load(
         self,
         plan: LoadPlan,
@@ -156,6 +159,7 @@ class Jobs:
             self.drop(columns.row[unverified[wrong]])
             columns.unverified[unverified] = 0
 
+    @changing
     def drop(self, rows: U32Array) -> None:
         """These keys hold wrong bytes: they are misses from now on. Loads under way leave them out if their copy has
         not begun; otherwise they report them as bad.

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
@@ -67,6 +68,7 @@ class Sealing:
     _tickets: dict[Flow, int] = field(default_factory=dict)
     _sift_at: int = SIFT_PARTS
 
+    @changing
     def add(self, flow: Flow, parts: I64Array, generations: U16Array) -> None:
         """These parts have been committed by a store of this flow's engine; they had these generations then."""
         if not len(parts):
@@ -159,6 +161,7 @@ class Sealing:
                 del self._waiting[flow]
         self._sift_at = 2 * self.unsealed + SIFT_PARTS
 
+    @changing
     def _sealed(self, flow: Flow, batches: list[SealBatch], digests: U64Array | BaseException) -> None:
         self._tickets[flow] -= 1
         if not self._tickets[flow]:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.composition import UNKNOWN, Composition
 from kvoffloadd.cache.memory.confirmed import Confirmed
 from kvoffloadd.cache.memory.doubt import Doubt
@@ -102,6 +103,7 @@ class Cache:
         """The tiers below memory."""
         return self.entries.lower
 
+    @changing
     def attach(self, lower: LowerTier) -> None:
         """Put a tier below memory."""
         self.entries.lower.append(lower)
@@ -111,6 +113,7 @@ class Cache:
         self.local = self.entries.local = local
         self.attach(local)
 
+    @changing
     def sealed(self, parts: I64Array) -> None:
         """Tell the tiers below that the checksums of these parts are known now."""
         for lower in self.lower:
@@ -118,6 +121,7 @@ class Cache:
 
     # --- namespaces and groups ---
 
+    @changing
     def open_namespace(self, fingerprint: bytes, uid: int, label: str, key_bytes: int) -> Namespace:
         """The namespace of this fingerprint, made if it is new. Pair with `close_namespace`."""
         namespace = self.namespaces.find(fingerprint)
@@ -128,6 +132,7 @@ class Cache:
         self.namespaces.enter(namespace)
         return namespace
 
+    @changing
     def close_namespace(self, namespace: Namespace) -> None:
         """A session has left. A namespace without sessions is forgotten once it has no keys."""
         self.namespaces.leave(namespace)
@@ -136,6 +141,7 @@ class Cache:
         """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
         self.namespaces.check_groups(namespace, groups)
 
+    @changing
     def declare(self, namespace: Namespace, schema: GroupSchema, number: int | None = None) -> Keyspace:
         """The keyspace of a group, made if the group is new; `number`: the id of one that is adopted. Raises
         SchemaError if it is known with other properties.
@@ -147,6 +153,7 @@ class Cache:
             namespace.keyspaces[schema.group] = keyspace
         return keyspace
 
+    @changing
     def set_part_bytes(
         self,
         keyspace: Keyspace,
@@ -175,6 +182,7 @@ class Cache:
         for lower in self.lower:
             lower.open_keyspace(keyspace)
 
+    @changing
     def save_state(self) -> None:
         """Save namespaces and epochs for a successor: before the slot record of a key whose group has changed is
         written, and at once after a clear.
@@ -254,6 +262,7 @@ class Cache:
             states[unready[self.entries.in_flight(rows[unready])]] = _PENDING
         return LookupResult(rows, states, hits)
 
+    @changing
     def keep(self, groups: Sequence[tuple[Keyspace, U64Array]], *, soon: bool) -> None:
         """A client says of these keys, of each group in prompt order, when they will be used: see `Policy.keep`. Keys
         that are being stored count, too.
@@ -287,10 +296,12 @@ class Cache:
         allowed: BoolArray = ~fresh | (pages <= self.entries.held.left(uid))
         return allowed
 
+    @changing
     def hold(self, rows: U32Array) -> None:
         """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
         self.entries.count_leases(rows, 1)
 
+    @changing
     def unhold(self, rows: U32Array) -> None:
         """End a `hold`. Keys that were retired meanwhile go now."""
         if not len(rows):
@@ -303,6 +314,7 @@ class Cache:
 
     # --- writing: `reservation` reserves, then commit or abort ---
 
+    @changing
     def commit(self, parts: I64Array) -> I64Array:
         """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
         self.counters.parts_committed += len(parts)
@@ -312,6 +324,7 @@ class Cache:
             self.eviction.readmit(rows)
         return kept
 
+    @changing
     def abort(self, parts: I64Array) -> None:
         """These reserved parts will not be written, or their bytes are not valid. No copy touches them any more."""
         entries = self.entries
@@ -324,6 +337,7 @@ class Cache:
         if self.eviction.any_aside:
             self.eviction.readmit(rows)
 
+    @changing
     def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> I64Array:
         """Take checksums of committed parts; those of slots that were freed meanwhile are ignored. Returns the parts
         that are sealed now.
@@ -357,6 +371,7 @@ class Cache:
 
     # --- dropping ---
 
+    @changing
     def drop(self, rows: U32Array) -> None:
         """These keys hold wrong bytes: no lookup finds them from now on; their slots go with their last lease."""
         live = self.entries.live(distinct(rows))
@@ -369,33 +384,36 @@ class Cache:
         """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees some
         keys, and yields (keys, bytes). See `clearing.clear`, which makes it durable.
         """
-        namespace.epoch = self.epochs.of(namespace.fingerprint)
-        old = list(namespace.keyspaces.values())
-        for keyspace in old:
-            self._replace(keyspace)
-        yield 0, 0
-        for keyspace in old:
-            for rows in self.entries.scan(keyspace):
-                keys, held_bytes = keyspace.keys, keyspace.bytes
-                self.entries.retire(self.entries.live(rows), Reason.CLEARED)
-                self.counters.keys_cleared += keys - keyspace.keys
-                yield keys - keyspace.keys, held_bytes - keyspace.bytes
+        with changing:
+            namespace.epoch = self.epochs.of(namespace.fingerprint)
+            old = list(namespace.keyspaces.values())
+            for keyspace in old:
+                self._replace(keyspace)
+            yield 0, 0
+            for keyspace in old:
+                for rows in self.entries.scan(keyspace):
+                    keys, held_bytes = keyspace.keys, keyspace.bytes
+                    self.entries.retire(self.entries.live(rows), Reason.CLEARED)
+                    self.counters.keys_cleared += keys - keyspace.keys
+                    yield keys - keyspace.keys, held_bytes - keyspace.bytes
 
     def drop_older(self, namespace: Namespace, epoch: int) -> Iterator[None]:
         """Drop keys that may have been stored before a clear, which has become known by its number `epoch`; some each
         step. If the clear was before this run, these are the keys that were not stored in this run.
         """
-        anything = epoch > self.epochs.began
-        for keyspace in list(namespace.keyspaces.values()):
-            keyspace.drops += anything
-            for rows in self.entries.scan(keyspace):
-                keys = keyspace.keys
-                older = rows if anything else rows[self.entries.inherited[rows] != 0]
-                self.entries.retire(self.entries.live(older), Reason.CLEARED)
-                self.counters.keys_cleared += keys - keyspace.keys
-                yield
-            keyspace.drops += anything
+        with changing:
+            anything = epoch > self.epochs.began
+            for keyspace in list(namespace.keyspaces.values()):
+                keyspace.drops += anything
+                for rows in self.entries.scan(keyspace):
+                    keys = keyspace.keys
+                    older = rows if anything else rows[self.entries.inherited[rows] != 0]
+                    self.entries.retire(self.entries.live(older), Reason.CLEARED)
+                    self.counters.keys_cleared += keys - keyspace.keys
+                    yield
+                keyspace.drops += anything
 
+    @changing
     def forget_clears(self) -> None:
         """If too many clears are remembered, forget those of namespaces of which nothing is left here."""
         if len(self.epochs.by_namespace) > REMEMBERED_MAX:

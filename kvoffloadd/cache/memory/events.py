@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.shares import share_left
 
@@ -68,6 +69,7 @@ class WaitingEvents:
         queue.events.append(event)
         self._count(queue, event, event.size)
 
+    @changing
     def take(self, namespace: Namespace) -> Event | None:
         """The oldest event of a namespace. None: there is none."""
         queue = self._queues.get(namespace)
@@ -78,6 +80,7 @@ class WaitingEvents:
             del self._queues[namespace]
         return event
 
+    @changing
     def take_loss(self, namespace: Namespace) -> bool:
         """Whether events were lost that are older than those that wait: to be told before the next one, once."""
         queue = self._queues.get(namespace)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -33,14 +34,15 @@ def find_in_steps(cache: Cache, groups: Sequence[tuple[Keyspace, U64Array]]) -> 
     """`Cache.find_all`. The result holds nothing, and is valid until the loop turns."""
     if sum(len(keys) for _, keys in groups) <= STEP_KEYS:
         return cache.find_all(groups)
-    finding = Finding(cache, groups)
-    cache.unfinished.add(finding)
-    try:
-        yield from finding.steps()
-        return finding.results()
-    finally:
-        cache.unfinished.discard(finding)
-        finding.release()
+    with changing:
+        finding = Finding(cache, groups)
+        cache.unfinished.add(finding)
+        try:
+            yield from finding.steps()
+            return finding.results()
+        finally:
+            cache.unfinished.discard(finding)
+            finding.release()
 
 
 class Finding:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-from types import ModuleType
 
 import numpy as np
 
 from kvoffloadd.model import KEY_BYTES_MAX, U16Array, U64Array
+from kvoffloadd.native import loader
 
 SEED_BITS = 128
 _HALF_BITS = np.uint64(32)
 _HIGH_HALF = np.uint64(0xFFFFFFFF00000000)
 _HALVES = KEY_BYTES_MAX // 4
-
-
-def _load_native() -> ModuleType | None:
-    try:
-        return importlib.import_module("kvoffloadd.cache.memory._indexfind")
-    except ImportError:  # not compiled, or for another machine
-        return None
-
-
-NATIVE = _load_native()
-"""Hashing and finding keys in C, a fortieth of the price of numpy's dozens of small operations for a few keys. None:
-numpy does it.
-"""
 
 
 class KeyHash:
@@ -52,10 +38,10 @@ class KeyHash:
 
     def __call__(self, keyspace: int | U16Array | U64Array, keys: U64Array) -> U64Array:
         """u64 per key. `keys`: (n, WORDS); `keyspace`: of all keys, or of each."""
-        if NATIVE is None:
+        if loader.HELPER is None:
             return self._in_numpy(keyspace, keys)
         hashes = np.empty(len(keys), np.uint64)
-        NATIVE.hash(self._secret, keyspace, np.ascontiguousarray(keys), hashes)
+        loader.HELPER.hash_keys(self._secret, keyspace, np.ascontiguousarray(keys), hashes)
         return hashes
 
     def _in_numpy(self, keyspace: int | U16Array | U64Array, keys: U64Array) -> U64Array:

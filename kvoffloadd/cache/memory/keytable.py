@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.cache.memory import keyhash
 from kvoffloadd.cache.memory.barren import BarrenBlocks
 from kvoffloadd.cache.memory.events import Event, WaitingEvents
 from kvoffloadd.cache.memory.held import HeldMemory
@@ -26,6 +25,7 @@ from kvoffloadd.cache.memory.uses import Uses
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.errors import InternalError
 from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
+from kvoffloadd.native import loader
 from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.memory import MemoryTier
 
@@ -161,8 +161,8 @@ class KeyTable:
     def states(self, rows: I64Array) -> tuple[U8Array, bool]:
         """HIT for each row whose parts are all committed, MISS for others and for -1; and whether there are others."""
         states = np.empty(len(rows), np.uint8)
-        if keyhash.NATIVE is not None:
-            return states, keyhash.NATIVE.mark_hits(rows, self.missing, states) > 0
+        if loader.HELPER is not None:
+            return states, loader.HELPER.mark_hits(rows, self.missing, states) > 0
         held = rows >= 0
         np.logical_and(held, self.missing[rows] == 0, out=states)  # row -1 reads some other row
         return states, bool(np.count_nonzero(held) > np.count_nonzero(states))
@@ -172,8 +172,8 @@ class KeyTable:
         if by < 0 and self.barren:
             self.barren.let_go(self.first[rows], self.index.keyspace[rows])
         keyspaces, held = self.index.keyspace, self.held.rows
-        if keyhash.NATIVE is not None:
-            keyhash.NATIVE.add(self.leases, np.ascontiguousarray(rows, np.uint32), by, keyspaces, held)
+        if loader.HELPER is not None:
+            loader.HELPER.add_counts(self.leases, np.ascontiguousarray(rows, np.uint32), by, keyspaces, held)
             return
         every = distinct(rows)
         before = self.leases[every] > 0

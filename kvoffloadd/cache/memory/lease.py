@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.errors import LeaseError
 from kvoffloadd.model import BoolArray, I64Array, U32Array
 
@@ -83,6 +84,7 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    @changing
     def add_read(self, rows: U32Array) -> ReadLease:
         lease = ReadLease(next(self._ids), rows)
         self._leases[lease.id] = lease
@@ -90,6 +92,7 @@ class Leases:
         self.held.keys += len(rows)
         return lease
 
+    @changing
     def add_write(self, parts: I64Array) -> WriteLease:
         lease = WriteLease(next(self._ids), np.sort(parts))
         self._leases[lease.id] = lease
@@ -97,11 +100,13 @@ class Leases:
         self.held.parts += len(parts)
         return lease
 
+    @changing
     def grow(self, lease: ReadLease, rows: U32Array) -> None:
         """Add rows to a lease that has not ended."""
         lease.rows = np.concatenate([lease.rows, rows])
         self.held.keys += len(rows)
 
+    @changing
     def fill(self, lease: WriteLease, parts: I64Array) -> None:
         """A job takes these parts out of a lease that has not ended. The lease stays until its release, even when it is
         empty: another rank may yet name it, for parts that were stored before.
@@ -137,6 +142,7 @@ class Leases:
             return 0
         return len(lease.rows) if isinstance(lease, ReadLease) else len(lease.parts)
 
+    @changing
     def end(self, lease_id: int, most: int = sys.maxsize) -> LetGo:
         """End a lease; one that has more than `most` rows or parts only loses its last ones. Raises LeaseError if this
         instance holds no such lease.
@@ -151,6 +157,7 @@ class Leases:
             return LetGo(lease.rows, _NO_PARTS, len(lease.rows) + LEASE_KEYS)
         return self._cut(lease, most)
 
+    @changing
     def end_some(self, most: int) -> LetGo:
         """End the oldest leases that together have at most `most` rows and parts, counting one more for each lease. A
         lease that has more than is left of `most` only loses its last ones.

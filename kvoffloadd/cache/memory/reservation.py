@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.held import UNBOUNDED
 from kvoffloadd.cache.memory.keys import join_keys, spans
@@ -104,17 +105,18 @@ def reserve_in_steps(cache: Cache, request: Sequence[Wanted]) -> Steps[list[Rese
     """`reserve_all`. The caller owns what is reserved; steps that are closed early leave nothing reserved."""
     if sum(map(_size, request)) <= STEP_KEYS:
         return reserve_all(cache, request)
-    admission = Admission(cache, request)
-    cache.unfinished.add(admission)
-    try:
-        yield  # whoever asks has checked as much
-        yield from admission.steps()
-        return admission.reservations()
-    except BaseException:
-        admission.give_up()
-        raise
-    finally:
-        cache.unfinished.discard(admission)
+    with changing:
+        admission = Admission(cache, request)
+        cache.unfinished.add(admission)
+        try:
+            yield  # whoever asks has checked as much
+            yield from admission.steps()
+            return admission.reservations()
+        except BaseException:
+            admission.give_up()
+            raise
+        finally:
+            cache.unfinished.discard(admission)
 
 
 def reserve(
@@ -126,6 +128,7 @@ def reserve(
     return reserve_all(cache, [Wanted(keyspace, keys, parts, positions)])[0]
 
 
+@changing
 def reserve_all(
     cache: Cache, request: Sequence[Wanted], *, take: bool = True, beside_pages: int = 0
 ) -> list[Reservation]:

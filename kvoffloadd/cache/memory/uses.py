@@ -15,6 +15,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.lowertier import LowerTier
@@ -68,6 +69,7 @@ class Uses:
         """Whether uses were added that are not counted yet."""
         return bool(self._waiting)
 
+    @changing
     def add(self, groups: Sequence[Used]) -> None:
         """One request uses the keys that hit, of each of its groups."""
         self._add(groups, lost=False)
@@ -82,6 +84,7 @@ class Uses:
             self._is_awake = True
             self.wake()
 
+    @changing
     def add_prompt(self, groups: Sequence[Used], reach: int, used: Sequence[Used] | None = None) -> None:
         """One request asks for all keys of a prompt, and its first `reach` tokens can be restored. If something behind
         them is gone, the hits behind that serve nobody, now or later, unless it is stored again: these keys are lost,
@@ -108,6 +111,7 @@ class Uses:
         if any(lost for _, lost in self._waiting):
             self.settle()
 
+    @changing
     def settle_due(self) -> bool:
         """Count some of those that wait. Returns whether others are left, so that this is to be called again."""
         self._settle_some()

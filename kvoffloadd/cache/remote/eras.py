@@ -46,13 +46,13 @@ import asyncio
 import itertools
 import logging
 import time
-import traceback
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
 from kvoffloadd.agentframes import Code
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import CacheTornError, changing
 from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.remote.agreement import (
     VALUE_S,
@@ -140,7 +140,7 @@ class Eras:
         self._looks: dict[NamespaceEra, asyncio.Task[None]] = {}
         self._clears: set[asyncio.Task[None]] = set()
         self._slots, self._first_slots, self._clear_slots = (asyncio.Semaphore(LOOKS_MAX) for _ in range(3))
-        self._bug: BaseException | None = None
+        self._bug: CacheTornError | None = None
         cache.confirmed.required = True
         cache.doubt_of = self.doubt_of
 
@@ -156,6 +156,7 @@ class Eras:
         known = self.of(fingerprint)
         return known is not None and known.number == number
 
+    @changing
     def want(self, fingerprint: bytes) -> None:
         """Find out its era soon."""
         known = self._known.get(fingerprint)
@@ -165,6 +166,7 @@ class Eras:
             self._urgent.add(fingerprint)
             self._wanted.notify_all()
 
+    @changing
     def lost(self, fingerprint: bytes, number: int) -> None:
         """The marker of the era with this number is absent: somebody has cleared, or the store has lost it."""
         known = self._known.get(fingerprint)
@@ -205,14 +207,19 @@ class Eras:
 
     async def watch(self) -> None:
         """Follow the state of the store, until cancelled."""
-        while True:
-            self._tell()
-            await self._store.changes.wait(self._poll_s)
+        with changing:
+            while True:
+                self._tell()
+                await self._store.changes.wait(self._poll_s)
 
     # --- rounds ---
 
     async def run(self) -> None:
         """Look at the eras of all namespaces, until cancelled."""
+        with changing:
+            await self._look_in_rounds()
+
+    async def _look_in_rounds(self) -> None:
         due_s = 0.0  # when the next round is due; what is urgent is looked at before
         try:
             while True:
@@ -365,9 +372,9 @@ class Eras:
             log.debug("remote: %s", error)
         except (KvOffloadError, OSError, TimeoutError) as error:
             log.debug("remote: the era of a namespace is not known: %s", error)
-        except Exception as error:
-            if not _is_of_eras(error):
-                self._bug = error
+        except CacheTornError as error:
+            self._bug = error
+        except Exception:
             log.exception("remote: a bug: the era of a namespace can't be agreed on")
 
     async def _look_at(self, known: NamespaceEra) -> None:
@@ -412,6 +419,7 @@ class Eras:
 
     # --- clears ---
 
+    @changing
     def begin_clear(self, names: Collection[bytes] | None) -> list[NamespaceEra]:
         """The epochs of these namespaces (None: of all) have advanced: nothing of their eras counts here from now on.
         Returns what is to be given to `finish_clear`.
@@ -481,10 +489,3 @@ class Eras:
 def _unreadable(value: bytes | NotRead | None) -> bool:
     """Whether it can't be read now. What is too large to be one of ours is news."""
     return isinstance(value, NotRead) and value.code != Code.SIZE
-
-
-def _is_of_eras(error: BaseException) -> bool:
-    """Whether it was raised by what reads the store's objects, which changes nothing in the cache."""
-    names: Iterator[str] = (f.f_globals.get("__name__", "") for f, _ in traceback.walk_tb(error.__traceback__))
-    ours = [name for name in names if name.startswith("kvoffloadd.cache.")]
-    return not ours or ours[-1].startswith("kvoffloadd.cache.remote.")

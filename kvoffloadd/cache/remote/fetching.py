@@ -22,6 +22,7 @@ import numpy as np
 
 from kvoffloadd.agentframes import Presence
 from kvoffloadd.cache.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency, keys_below
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
@@ -140,6 +141,7 @@ class RemoteFetching(Fetches):
 
     # --- requests ---
 
+    @changing
     def request(
         self, groups: Sequence[RemoteKeys], urgent: int, done: Callable[[], None], flow: Flow = DAEMON, *, whole: bool
     ) -> Fetch:
@@ -183,6 +185,7 @@ class RemoteFetching(Fetches):
             until_s = now_s + self._remote.config.lookup_s
             self._store.exists(names, until_s, told, fetch.flow, fetch.urgent)
 
+    @changing
     def _told(
         self,
         fetch: RemoteFetch,
@@ -210,6 +213,7 @@ class RemoteFetching(Fetches):
             self._remote.eras.lost(place.space.fingerprint, place.number)
         return answer.marker == Presence.YES and self._remote.is_current(place)
 
+    @changing
     def _answer(self, fetch: RemoteFetch) -> None:
         """One of the answers that the fetch waits for is there."""
         if fetch.ended or not fetch.lookups:  # it did not wait so long
@@ -243,6 +247,7 @@ class RemoteFetching(Fetches):
             if mask.any()
         ]
 
+    @changing
     def _expire(self, fetch: RemoteFetch) -> None:
         """Its time is over. What it alone waits for is given up."""
         if fetch.ended:
@@ -346,6 +351,7 @@ class RemoteFetching(Fetches):
         self._settle(reading, read, np.full(len(read.keys), _DROPPED, np.uint8))
         return True
 
+    @changing
     def _came(self, reading: ReadBatch, read: RemoteRead, result: GetResult) -> None:
         """Nothing touches the slots any more. What is right is committed once the marker was seen after it."""
         read.transfer = None  # which refers to the read: see `Collector`
@@ -367,6 +373,7 @@ class RemoteFetching(Fetches):
         checked = partial(self._checked, reading, read)
         self._store.exists(names, now_s + CHECK_S, checked, reading.flow, reading.urgent)
 
+    @changing
     def _checked(self, reading: ReadBatch, read: RemoteRead, answer: ExistsResult | None) -> None:
         if read.over or read.result is None:
             return

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvoffloadd.agentframes import HEADER_BYTES
 from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.remote.contents import RemoteContents, RemotePlace
 from kvoffloadd.changes import Changes
@@ -110,6 +111,7 @@ class Pushing:
         self._used = [used[~np.isin(used, rows)] for used in self._used]
         self.backlog.reset(rows)
 
+    @changing
     def _count_uses(self) -> None:
         used, self._used = self._used, []
         for rows in used:
@@ -129,9 +131,10 @@ class Pushing:
 
     async def run(self) -> None:
         """Put what is offered, until cancelled."""
-        while True:
-            await self._push_next()
-            await asyncio.sleep(0)
+        with changing:
+            while True:
+                await self._push_next()
+                await asyncio.sleep(0)
 
     async def _push_next(self) -> None:
         """Runs in a separate frame, so that nothing refers to a keyspace while there is nothing to put."""
@@ -176,6 +179,7 @@ class Pushing:
             else:
                 return
 
+    @changing
     def _done(self, push: PendingPush, status: U8Array) -> None:
         """Nothing reads the slots any more."""
         batch, good = push.batch, status == RemoteStatus.OK

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.remote.contents import RemoteContents
@@ -156,7 +157,8 @@ class RemoteTier:
         left to the polls of `Eras`.
         """
         try:
-            await self.eras.finish_clear(eras)
+            with changing:
+                await self.eras.finish_clear(eras)
         except NotDurableError as error:
             log.warning("remote: a clear could not be recorded yet: %s", error)
 

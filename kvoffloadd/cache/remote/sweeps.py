@@ -9,6 +9,7 @@ import logging
 import time
 from typing import Final
 
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.changes import Changes
 from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.storage.remote.store import RemoteStore
@@ -39,14 +40,15 @@ class Sweeps:
 
     async def run(self) -> None:
         """Sweep what there is to sweep, until cancelled."""
-        while True:
-            await self._added.wait_for(lambda: bool(self._waiting))
-            prefix = next(iter(self._waiting))
-            try:
-                removed, left = await self._store.sweep(prefix, time.monotonic() + SWEEP_S)
-                also = ", others are left" if left else ""
-                log.debug("remote: %d objects of an era that is over were removed%s", removed, also)
-            except RemoteStoreError as error:
-                log.debug("remote: the objects of an era that is over are left: %s", error)
-            finally:
-                self._waiting.pop(prefix, None)
+        with changing:
+            while True:
+                await self._added.wait_for(lambda: bool(self._waiting))
+                prefix = next(iter(self._waiting))
+                try:
+                    removed, left = await self._store.sweep(prefix, time.monotonic() + SWEEP_S)
+                    also = ", others are left" if left else ""
+                    log.debug("remote: %d objects of an era that is over were removed%s", removed, also)
+                except RemoteStoreError as error:
+                    log.debug("remote: the objects of an era that is over are left: %s", error)
+                finally:
+                    self._waiting.pop(prefix, None)

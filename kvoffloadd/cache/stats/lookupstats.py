@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.keys import join_keys
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
@@ -82,6 +83,7 @@ class LookupStats:
         """Whether misses were recorded that are not classified yet."""
         return bool(self._waiting)
 
+    @changing
     def record(
         self,
         keyspace: Keyspace,
@@ -106,6 +108,7 @@ class LookupStats:
         stats.missed[Reason.PENDING] += total - hits - num_on_disk - len(missed)
         self._add_misses(stats, keyspace, keys[missed], found.rows[missed] < 0)
 
+    @changing
     def record_asked(self, keyspace: Keyspace, keys: U64Array, found: LookupResult, asked: BoolArray) -> None:
         """Count the keys of an earlier lookup that the remote store was asked for. `found`: where they stand now."""
         stats = self._of(keyspace.namespace)
@@ -148,6 +151,7 @@ class LookupStats:
             stats = self._by_fingerprint[namespace.fingerprint] = NamespaceStats(namespace.name, namespace.uid)
         return stats
 
+    @changing
     def classify_misses(self) -> None:
         """Count the misses recorded since the last call by their reason."""
         waiting, self._waiting = self._waiting, []

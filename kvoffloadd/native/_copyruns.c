@@ -1,4 +1,5 @@
-/* Copies many runs of bytes inside this process. Called through ctypes, without the GIL; see copyruns.py.
+/* Copies many runs of bytes inside this process, without the GIL. See device/copyruns.py, which has the kernel copy them
+ * where this was not compiled.
  *
  * Memory that peers share may be gone at any moment: a page was punched out, the file was cut off, or the kernel has
  * none to give where nobody wrote yet. Touching it is a SIGBUS, which ends the copy here and not the process. All that
@@ -13,13 +14,11 @@
  * are copied are hashed on the way, while the copy waits for memory; that needs AVX-512. Other payloads are read again,
  * from the cache: that takes no second trip to memory, but nothing is copied meanwhile.
  */
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
+#include "_native.h"
 
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
-#include <stdint.h>
 #include <string.h>
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -253,7 +252,7 @@ static void catch_bus_errors(void)
 /* Copies size[i] bytes from src[i] to dst[i] for each i < count, in order. A source may not overlap any destination.
  * Returns how many runs were copied: less than count if a page of the next one is gone, some of whose bytes may be.
  */
-uint64_t kvo_copy_runs(const uint64_t *src, const uint64_t *dst, const uint64_t *size, uint64_t count)
+static uint64_t copy_all(const uint64_t *src, const uint64_t *dst, const uint64_t *size, uint64_t count)
 {
     volatile uint64_t at = 0; /* known behind the jump */
     sigjmp_buf here;
@@ -285,11 +284,11 @@ typedef struct {
 } Hash;
 
 /* Copies payloads, of which number i consists of the next count[i] runs, in their order, and writes the hash of each
- * to two words of `digests`, high half first. For each, kvo_copy_runs holds. Returns how many payloads were copied:
+ * to two words of `digests`, high half first. For each, `copy_all` holds. Returns how many payloads were copied:
  * less than `payloads` if a page of the next one is gone, and UINT64_MAX if there is no memory for the hash's state.
  */
-uint64_t kvo_copy_payloads(const uint64_t *src, const uint64_t *dst, const uint64_t *size, const uint64_t *count,
-                           uint64_t payloads, uint64_t *digests, const Hash *hash)
+static uint64_t copy_and_hash(const uint64_t *src, const uint64_t *dst, const uint64_t *size, const uint64_t *count,
+                              uint64_t payloads, uint64_t *digests, const Hash *hash)
 {
     volatile uint64_t at = 0;
     sigjmp_buf here;
@@ -329,7 +328,7 @@ uint64_t kvo_copy_payloads(const uint64_t *src, const uint64_t *dst, const uint6
 /* Reads the aligned words at address[i] into value[i]; gone[i] is 1 where the page is gone, 0 elsewhere. Whoever sees a
  * word sees all that its writer wrote before it, on every architecture.
  */
-void kvo_read_words(const uint64_t *address, uint64_t *value, unsigned char *gone, uint64_t count)
+static void read_all(const uint64_t *address, uint64_t *value, unsigned char *gone, uint64_t count)
 {
     volatile uint64_t at = 0;
     sigjmp_buf here;
@@ -348,10 +347,86 @@ void kvo_read_words(const uint64_t *address, uint64_t *value, unsigned char *gon
     rescue = NULL;
 }
 
-/* Importable, so that packaging tools and `import` find it where they look; it has no Python functions. */
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_copyruns", NULL, 0, NULL, NULL, NULL, NULL, NULL};
-
-PyMODINIT_FUNC PyInit__copyruns(void)
+/* copy_runs(src, dst, size): addresses and bytes of runs, u64 each. Returns how many were copied; see `copy_all`. */
+static PyObject *copy_runs(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
-    return PyModuleDef_Init(&module);
+    Py_buffer src = {0}, dst = {0}, size = {0};
+    uint64_t copied = 0;
+    (void)module;
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "copy_runs(src, dst, size)");
+        return NULL;
+    }
+    if (take_buffer(args[0], &src, -1, PyBUF_SIMPLE) == 0 && take_buffer(args[1], &dst, src.len, PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[2], &size, src.len, PyBUF_SIMPLE) == 0) {
+        PyThreadState *state = PyEval_SaveThread();
+        copied = copy_all(src.buf, dst.buf, size.buf, (uint64_t)src.len / sizeof(uint64_t));
+        PyEval_RestoreThread(state);
+    }
+    release_buffer(&src);
+    release_buffer(&dst);
+    release_buffer(&size);
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(copied);
 }
+
+/* copy_payloads(hash, src, dst, size, counts, digests): `hash`: the addresses of the functions of `Hash`; runs as for
+ * copy_runs; how many of them each payload has, which add up to all; two words of digest for each. Returns how many
+ * payloads were copied; see `copy_and_hash`.
+ */
+static PyObject *copy_payloads(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Py_buffer hash = {0}, src = {0}, dst = {0}, size = {0}, counts = {0}, digests = {0};
+    uint64_t copied = 0;
+    (void)module;
+    if (given != 6) {
+        PyErr_SetString(PyExc_TypeError, "copy_payloads(hash, src, dst, size, counts, digests)");
+        return NULL;
+    }
+    if (take_buffer(args[0], &hash, sizeof(Hash), PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[1], &src, -1, PyBUF_SIMPLE) == 0 && take_buffer(args[2], &dst, src.len, PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[3], &size, src.len, PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[4], &counts, -1, PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[5], &digests, 2 * counts.len, PyBUF_WRITABLE) == 0) {
+        PyThreadState *state = PyEval_SaveThread();
+        copied = copy_and_hash(src.buf, dst.buf, size.buf, counts.buf, (uint64_t)counts.len / sizeof(uint64_t),
+                               digests.buf, hash.buf);
+        PyEval_RestoreThread(state);
+        if (copied == UINT64_MAX)
+            PyErr_SetString(PyExc_MemoryError, "no memory for the state of a hash");
+    }
+    Py_buffer *buffers[] = {&hash, &src, &dst, &size, &counts, &digests};
+    for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
+        release_buffer(buffers[i]);
+    return PyErr_Occurred() ? NULL : PyLong_FromUnsignedLongLong(copied);
+}
+
+/* read_words(addresses, values, gone): see `read_all`. */
+static PyObject *read_words(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    Py_buffer addresses = {0}, values = {0}, gone = {0};
+    (void)module;
+    if (given != 3) {
+        PyErr_SetString(PyExc_TypeError, "read_words(addresses, values, gone)");
+        return NULL;
+    }
+    if (take_buffer(args[0], &addresses, -1, PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[1], &values, addresses.len, PyBUF_WRITABLE) == 0 &&
+        take_buffer(args[2], &gone, addresses.len / (Py_ssize_t)sizeof(uint64_t), PyBUF_WRITABLE) == 0) {
+        PyThreadState *state = PyEval_SaveThread();
+        read_all(addresses.buf, values.buf, gone.buf, (uint64_t)addresses.len / sizeof(uint64_t));
+        PyEval_RestoreThread(state);
+    }
+    release_buffer(&addresses);
+    release_buffer(&values);
+    release_buffer(&gone);
+    if (PyErr_Occurred())
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef kvo_copyruns[] = {
+    KVO_METHOD("copy_runs", copy_runs),
+    KVO_METHOD("copy_payloads", copy_payloads),
+    KVO_METHOD("read_words", read_words),
+    {NULL, NULL, 0, NULL},
+};

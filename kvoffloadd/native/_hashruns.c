@@ -1,13 +1,10 @@
-/* Hashes many payloads in one call, without the GIL. See hashing.py, which does the same one payload at a time where
- * this was not compiled.
+/* Hashes many payloads in one call, without the GIL. See storage/hashing.py, which does the same one payload at a time
+ * where this was not compiled.
  *
- * The hash function is the one that the Python package xxhash exports. Its address comes from hashing.py, as do those of
- * the payloads; the caller there guarantees that they are mapped.
+ * The hash function is the one that the Python package xxhash exports. Its address comes from xxh3.py, those of the
+ * payloads from hashing.py; the caller there guarantees that they are mapped.
  */
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
-
-#include <stdint.h>
+#include "_native.h"
 
 /* XXH128_hash_t and XXH3_128bits of xxhash.h, which are stable since xxHash 0.8.0. */
 typedef struct {
@@ -15,15 +12,15 @@ typedef struct {
 } Digest;
 typedef Digest (*HashFunction)(const void *data, size_t bytes);
 
-/* hash(function, addresses, sizes, digests): write the digest of each payload, high half first. `function`: an address;
+/* hash_payloads(function, addresses, sizes, digests): write the digest of each payload, high half first. `function`: an address;
  * `addresses` and `sizes`: u64 each; `digests`: two u64 each.
  */
-static PyObject *hash(PyObject *module, PyObject *const *args, Py_ssize_t given)
+static PyObject *hash_payloads(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     Py_buffer addresses = {0}, sizes = {0}, digests = {0};
     (void)module;
     if (given != 4) {
-        PyErr_SetString(PyExc_TypeError, "hash(function, addresses, sizes, digests)");
+        PyErr_SetString(PyExc_TypeError, "hash_payloads(function, addresses, sizes, digests)");
         return NULL;
     }
     HashFunction function = (HashFunction)PyLong_AsVoidPtr(args[0]);
@@ -47,21 +44,13 @@ static PyObject *hash(PyObject *module, PyObject *const *args, Py_ssize_t given)
     }
     Py_buffer *buffers[] = {&addresses, &sizes, &digests};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
-        if (buffers[i]->obj != NULL)
-            PyBuffer_Release(buffers[i]);
+        release_buffer(buffers[i]);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {
-    {"hash", (PyCFunction)(void (*)(void))hash, METH_FASTCALL, NULL},
+PyMethodDef kvo_hashruns[] = {
+    KVO_METHOD("hash_payloads", hash_payloads),
     {NULL, NULL, 0, NULL},
 };
-
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_hashruns", NULL, 0, methods, NULL, NULL, NULL, NULL};
-
-PyMODINIT_FUNC PyInit__hashruns(void)
-{
-    return PyModuleDef_Init(&module);
-}

@@ -1,13 +1,11 @@
-/* Hashes keys, finds, places and removes their rows, and tells which hit. See index.py, which owns the table, describes
- * it and does the same in numpy where this was not compiled.
+/* Hashes keys, finds, places and removes their rows, and tells which hit. See cache/memory/index.py, which owns the table,
+ * describes it and does the same in numpy where this was not compiled.
  *
  * Everything is called with the GIL, on the event loop: nothing else changes the table meanwhile. Addresses come from
  * index.py alone, which owns what they point to.
  */
-#define Py_LIMITED_API 0x030B0000
-#include <Python.h>
+#include "_native.h"
 
-#include <stdint.h>
 #include <string.h>
 
 #define KEY_BYTES 32
@@ -152,44 +150,26 @@ typedef struct {
     uint64_t keyspace;
 } Keys;
 
-static void release(Py_buffer *buffer)
-{
-    if (buffer->obj != NULL)
-        PyBuffer_Release(buffer);
-}
-
 static void release_keys(Keys *keys)
 {
-    release(&keys->keyspaces);
-    release(&keys->keys);
-    release(&keys->hashes);
-}
-
-/* A buffer of so many bytes; -1: of any number. */
-static int get(PyObject *object, Py_buffer *buffer, Py_ssize_t bytes, int flags)
-{
-    if (PyObject_GetBuffer(object, buffer, flags) < 0)
-        return -1;
-    if (bytes >= 0 && buffer->len != bytes) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes where %zd are needed", buffer->len, bytes);
-        return -1;
-    }
-    return 0;
+    release_buffer(&keys->keyspaces);
+    release_buffer(&keys->keys);
+    release_buffer(&keys->hashes);
 }
 
 /* Keys, the keyspace of all of them, an int, or of each, u16 or u64, and u64 hashes. */
 static int get_keys(Keys *keys, PyObject *const *args, int hash_flags)
 {
-    if (get(args[1], &keys->keys, -1, PyBUF_SIMPLE) < 0)
+    if (take_buffer(args[1], &keys->keys, -1, PyBUF_SIMPLE) < 0)
         return -1;
     keys->count = keys->keys.len / KEY_BYTES;
-    if (get(args[2], &keys->hashes, keys->count * (Py_ssize_t)sizeof(uint64_t), hash_flags) < 0)
+    if (take_buffer(args[2], &keys->hashes, keys->count * (Py_ssize_t)sizeof(uint64_t), hash_flags) < 0)
         return -1;
     if (PyLong_Check(args[0])) {
         keys->keyspace = PyLong_AsUnsignedLongLong(args[0]);
         return PyErr_Occurred() ? -1 : 0;
     }
-    if (get(args[0], &keys->keyspaces, -1, PyBUF_SIMPLE) < 0)
+    if (take_buffer(args[0], &keys->keyspaces, -1, PyBUF_SIMPLE) < 0)
         return -1;
     Py_ssize_t bytes = keys->keyspaces.len;
     if (bytes != keys->count * (Py_ssize_t)sizeof(uint16_t) && bytes != keys->count * (Py_ssize_t)sizeof(uint64_t)) {
@@ -208,41 +188,41 @@ static uint64_t keyspace_of(const Keys *keys, Py_ssize_t i)
     return ((const uint64_t *)keys->keyspaces.buf)[i];
 }
 
-/* hash(secret, keyspaces, keys, hashes): write each key's hash. */
-static PyObject *hash(PyObject *module, PyObject *const *args, Py_ssize_t given)
+/* hash_keys(secret, keyspaces, keys, hashes): write each key's hash. */
+static PyObject *hash_keys(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     Py_buffer secret = {0};
     Keys keys = {.count = 0};
     (void)module;
     if (given != 4) {
-        PyErr_SetString(PyExc_TypeError, "hash(secret, keyspaces, keys, hashes)");
+        PyErr_SetString(PyExc_TypeError, "hash_keys(secret, keyspaces, keys, hashes)");
         return NULL;
     }
-    if (get(args[0], &secret, sizeof(Secret), PyBUF_SIMPLE) == 0 && get_keys(&keys, args + 1, PyBUF_WRITABLE) == 0) {
+    if (take_buffer(args[0], &secret, sizeof(Secret), PyBUF_SIMPLE) == 0 && get_keys(&keys, args + 1, PyBUF_WRITABLE) == 0) {
         const unsigned char *key = keys.keys.buf;
         uint64_t *hashes = keys.hashes.buf;
         for (Py_ssize_t i = 0; i < keys.count; i++, key += KEY_BYTES)
             hashes[i] = hash_key(secret.buf, keyspace_of(&keys, i), key);
     }
-    release(&secret);
+    release_buffer(&secret);
     release_keys(&keys);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;
 }
 
-/* find(table, keyspaces, keys, hashes, rows): write each key's row, or -1, by its hash. */
-static PyObject *find(PyObject *module, PyObject *const *args, Py_ssize_t given)
+/* find_rows(table, keyspaces, keys, hashes, rows): write each key's row, or -1, by its hash. */
+static PyObject *find_rows(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     Py_buffer table = {0}, rows = {0};
     Keys keys = {.count = 0};
     (void)module;
     if (given != 5) {
-        PyErr_SetString(PyExc_TypeError, "find(table, keyspaces, keys, hashes, rows)");
+        PyErr_SetString(PyExc_TypeError, "find_rows(table, keyspaces, keys, hashes, rows)");
         return NULL;
     }
-    if (get(args[0], &table, sizeof(Table), PyBUF_SIMPLE) == 0 && get_keys(&keys, args + 1, PyBUF_SIMPLE) == 0 &&
-        get(args[4], &rows, keys.count * (Py_ssize_t)sizeof(int64_t), PyBUF_WRITABLE) == 0) {
+    if (take_buffer(args[0], &table, sizeof(Table), PyBUF_SIMPLE) == 0 && get_keys(&keys, args + 1, PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[4], &rows, keys.count * (Py_ssize_t)sizeof(int64_t), PyBUF_WRITABLE) == 0) {
         const unsigned char *key = keys.keys.buf;
         const uint64_t *hashes = keys.hashes.buf;
         for (Py_ssize_t i = 0; i < keys.count; i++, key += KEY_BYTES) {
@@ -251,15 +231,15 @@ static PyObject *find(PyObject *module, PyObject *const *args, Py_ssize_t given)
             ((int64_t *)rows.buf)[i] = find_row(table.buf, hashes[i], (uint16_t)keyspace_of(&keys, i), key);
         }
     }
-    release(&table);
-    release(&rows);
+    release_buffer(&table);
+    release_buffer(&rows);
     release_keys(&keys);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;
 }
 
-/* What `place` and `remove` are given: a table, u64 hashes and as many u32 rows. */
+/* What `place_rows` and `remove_rows` are given: a table, u64 hashes and as many u32 rows. */
 typedef struct {
     Py_buffer table, hashes, rows;
     Py_ssize_t count;
@@ -267,30 +247,30 @@ typedef struct {
 
 static int get_rows(Rows *rows, PyObject *const *args)
 {
-    if (get(args[0], &rows->table, sizeof(Table), PyBUF_SIMPLE) < 0 || get(args[1], &rows->hashes, -1, PyBUF_SIMPLE) < 0)
+    if (take_buffer(args[0], &rows->table, sizeof(Table), PyBUF_SIMPLE) < 0 || take_buffer(args[1], &rows->hashes, -1, PyBUF_SIMPLE) < 0)
         return -1;
     rows->count = rows->hashes.len / (Py_ssize_t)sizeof(uint64_t);
-    return get(args[2], &rows->rows, rows->count * (Py_ssize_t)sizeof(uint32_t), PyBUF_SIMPLE);
+    return take_buffer(args[2], &rows->rows, rows->count * (Py_ssize_t)sizeof(uint32_t), PyBUF_SIMPLE);
 }
 
 static void release_rows(Rows *rows)
 {
-    release(&rows->table);
-    release(&rows->hashes);
-    release(&rows->rows);
+    release_buffer(&rows->table);
+    release_buffer(&rows->hashes);
+    release_buffer(&rows->rows);
 }
 
-/* fits(table, hashes): whether no segment becomes more than full with keys of these hashes, in slots that are empty. */
-static PyObject *fits(PyObject *module, PyObject *const *args, Py_ssize_t given)
+/* rows_fit(table, hashes): whether no segment becomes more than full with keys of these hashes, in slots that are empty. */
+static PyObject *rows_fit(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     Py_buffer buffer = {0}, hashes = {0};
     int all_fit = 1;
     (void)module;
     if (given != 2) {
-        PyErr_SetString(PyExc_TypeError, "fits(table, hashes)");
+        PyErr_SetString(PyExc_TypeError, "rows_fit(table, hashes)");
         return NULL;
     }
-    if (get(args[0], &buffer, sizeof(Table), PyBUF_SIMPLE) == 0 && get(args[1], &hashes, -1, PyBUF_SIMPLE) == 0) {
+    if (take_buffer(args[0], &buffer, sizeof(Table), PyBUF_SIMPLE) == 0 && take_buffer(args[1], &hashes, -1, PyBUF_SIMPLE) == 0) {
         Table *table = buffer.buf;
         const uint64_t *of_keys = hashes.buf;
         Py_ssize_t count = hashes.len / (Py_ssize_t)sizeof(uint64_t), seen = 0;
@@ -301,18 +281,18 @@ static PyObject *fits(PyObject *module, PyObject *const *args, Py_ssize_t given)
         while (seen) /* it was for counting alone */
             table->used[home_of(table, of_keys[--seen]) / BUCKETS]--;
     }
-    release(&buffer);
-    release(&hashes);
+    release_buffer(&buffer);
+    release_buffer(&hashes);
     return PyErr_Occurred() ? NULL : PyBool_FromLong(all_fit);
 }
 
-/* place(table, hashes, rows): put rows into free slots, one after the other. */
-static PyObject *place(PyObject *module, PyObject *const *args, Py_ssize_t given)
+/* place_rows(table, hashes, rows): put rows into free slots, one after the other. */
+static PyObject *place_rows(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     Rows rows = {.count = 0};
     (void)module;
     if (given != 3) {
-        PyErr_SetString(PyExc_TypeError, "place(table, hashes, rows)");
+        PyErr_SetString(PyExc_TypeError, "place_rows(table, hashes, rows)");
         return NULL;
     }
     if (get_rows(&rows, args) == 0) {
@@ -332,14 +312,14 @@ static PyObject *place(PyObject *module, PyObject *const *args, Py_ssize_t given
     Py_RETURN_NONE;
 }
 
-/* remove(table, hashes, rows): make their slots dead. Returns how many of the rows are in the table. */
-static PyObject *remove_all(PyObject *module, PyObject *const *args, Py_ssize_t given)
+/* remove_rows(table, hashes, rows): make their slots dead. Returns how many of the rows are in the table. */
+static PyObject *remove_rows(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     Rows rows = {.count = 0};
     Py_ssize_t removed = 0;
     (void)module;
     if (given != 3) {
-        PyErr_SetString(PyExc_TypeError, "remove(table, hashes, rows)");
+        PyErr_SetString(PyExc_TypeError, "remove_rows(table, hashes, rows)");
         return NULL;
     }
     if (get_rows(&rows, args) == 0) {
@@ -366,8 +346,8 @@ static PyObject *mark_hits(PyObject *module, PyObject *const *args, Py_ssize_t g
         PyErr_SetString(PyExc_TypeError, "mark_hits(rows, missing, states)");
         return NULL;
     }
-    if (get(args[0], &rows, -1, PyBUF_SIMPLE) == 0 && get(args[1], &missing, -1, PyBUF_SIMPLE) == 0 &&
-        get(args[2], &states, rows.len / (Py_ssize_t)sizeof(int64_t), PyBUF_WRITABLE) == 0) {
+    if (take_buffer(args[0], &rows, -1, PyBUF_SIMPLE) == 0 && take_buffer(args[1], &missing, -1, PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[2], &states, rows.len / (Py_ssize_t)sizeof(int64_t), PyBUF_WRITABLE) == 0) {
         const uint16_t *of_rows = missing.buf;
         int64_t end = missing.len / (Py_ssize_t)sizeof(uint16_t);
         for (Py_ssize_t i = 0; i < states.len; i++) {
@@ -381,26 +361,26 @@ static PyObject *mark_hits(PyObject *module, PyObject *const *args, Py_ssize_t g
             incomplete += row >= 0 && !is_hit;
         }
     }
-    release(&rows);
-    release(&missing);
-    release(&states);
+    release_buffer(&rows);
+    release_buffer(&missing);
+    release_buffer(&states);
     return PyErr_Occurred() ? NULL : PyLong_FromLong(incomplete);
 }
 
-/* add(counts, rows, by, kinds, held): add to the u32 count of each u32 row, as often as it is named; `held` has for each
+/* add_counts(counts, rows, by, kinds, held): add to the u32 count of each u32 row, as often as it is named; `held` has for each
  * u16 kind how many rows of it have a count that is not 0. */
-static PyObject *add(PyObject *module, PyObject *const *args, Py_ssize_t given)
+static PyObject *add_counts(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     Py_buffer counts = {0}, rows = {0}, kinds = {0}, held = {0};
     (void)module;
     if (given != 5) {
-        PyErr_SetString(PyExc_TypeError, "add(counts, rows, by, kinds, held)");
+        PyErr_SetString(PyExc_TypeError, "add_counts(counts, rows, by, kinds, held)");
         return NULL;
     }
     long by = PyLong_AsLong(args[2]);
-    if (!PyErr_Occurred() && get(args[0], &counts, -1, PyBUF_WRITABLE) == 0 &&
-        get(args[1], &rows, -1, PyBUF_SIMPLE) == 0 && get(args[3], &kinds, -1, PyBUF_SIMPLE) == 0 &&
-        get(args[4], &held, -1, PyBUF_WRITABLE) == 0) {
+    if (!PyErr_Occurred() && take_buffer(args[0], &counts, -1, PyBUF_WRITABLE) == 0 &&
+        take_buffer(args[1], &rows, -1, PyBUF_SIMPLE) == 0 && take_buffer(args[3], &kinds, -1, PyBUF_SIMPLE) == 0 &&
+        take_buffer(args[4], &held, -1, PyBUF_WRITABLE) == 0) {
         uint32_t *of_rows = counts.buf;
         int64_t *of_kinds = held.buf;
         const uint16_t *kind = kinds.buf;
@@ -420,29 +400,22 @@ static PyObject *add(PyObject *module, PyObject *const *args, Py_ssize_t given)
             of_kinds[kind[row[i]]] += (now != 0) - (before != 0);
         }
     }
-    release(&counts);
-    release(&rows);
-    release(&kinds);
-    release(&held);
+    release_buffer(&counts);
+    release_buffer(&rows);
+    release_buffer(&kinds);
+    release_buffer(&held);
     if (PyErr_Occurred())
         return NULL;
     Py_RETURN_NONE;
 }
 
-static PyMethodDef methods[] = {
-    {"hash", (PyCFunction)(void (*)(void))hash, METH_FASTCALL, NULL},
-    {"find", (PyCFunction)(void (*)(void))find, METH_FASTCALL, NULL},
-    {"fits", (PyCFunction)(void (*)(void))fits, METH_FASTCALL, NULL},
-    {"place", (PyCFunction)(void (*)(void))place, METH_FASTCALL, NULL},
-    {"remove", (PyCFunction)(void (*)(void))remove_all, METH_FASTCALL, NULL},
-    {"add", (PyCFunction)(void (*)(void))add, METH_FASTCALL, NULL},
-    {"mark_hits", (PyCFunction)(void (*)(void))mark_hits, METH_FASTCALL, NULL},
+PyMethodDef kvo_indexfind[] = {
+    KVO_METHOD("hash_keys", hash_keys),
+    KVO_METHOD("find_rows", find_rows),
+    KVO_METHOD("rows_fit", rows_fit),
+    KVO_METHOD("place_rows", place_rows),
+    KVO_METHOD("remove_rows", remove_rows),
+    KVO_METHOD("add_counts", add_counts),
+    KVO_METHOD("mark_hits", mark_hits),
     {NULL, NULL, 0, NULL},
 };
-
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_indexfind", NULL, 0, methods, NULL, NULL, NULL, NULL};
-
-PyMODINIT_FUNC PyInit__indexfind(void)
-{
-    return PyModuleDef_Init(&module);
-}
