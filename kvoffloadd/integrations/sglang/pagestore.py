@@ -7,7 +7,6 @@ keeps them connected.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,12 +21,11 @@ import numpy.typing as npt
 
 from kvoffloadd.client import Client, Found, KeyState, KvCache, Ready
 from kvoffloadd.errors import DeadlineError
-from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of, pieces
+from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of
 from kvoffloadd.integrations.sglang.line import Line
 from kvoffloadd.integrations.sglang.pools import KV, STATES, Pools
 from kvoffloadd.integrations.sglang.prefixes import Needed, Restorable, restorable
 from kvoffloadd.model import BoolArray, Direction, U8Array, U32Array
-from kvoffloadd.protocol.messages import TOKEN_BYTES
 
 logger = logging.getLogger("sglang.kvoffloadd")
 
@@ -86,7 +84,6 @@ class PageStore:
         self._page_bytes = {group.group: group.payload_bytes for group in pools.caches.groups}
         self._generation = 0
         self._suspended = False
-        self._wanted_clear = self._done_clear = b""  # tokens of the last clears
         self._resting = False
         self._used: deque[Sequence[str]] = deque(maxlen=_USED_MAX)
         self._trailing: dict[str, int] = {}  # of each pool beside keys and values: as SGLang has asked, see `Needed`
@@ -150,7 +147,7 @@ class PageStore:
             while found.promoting and not found.ready and monotonic() < until:
                 if self._paused or self._resting or self._closing.is_set():
                     return here
-                if self._lookups.ask(partial(_waited, found, min(until, monotonic() + _WAIT_STEP_S))) is None:
+                if not self._lookups.attempt(partial(_wait, found, min(until, monotonic() + _WAIT_STEP_S))):
                     return here
         # Anew, whether all has come or not: what has come is in memory now.
         states = self._states(behind, packed, Client.lookup)
@@ -199,7 +196,7 @@ class PageStore:
 
     def responds(self) -> bool:
         """Ask the daemon, within the deadline of a lookup, whether it answers."""
-        return self.available and self._lookups.ask(_pinged) is not None
+        return self.available and self._lookups.attempt(Client.ping)
 
     def suspend(self) -> None:
         """The weights change: what pages hold is no longer what their keys name. Until `renew` all is a miss."""
@@ -216,8 +213,7 @@ class PageStore:
 
         `token`: 16 bytes that name this clear, which a daemon carries out once, whoever asks for it; empty: new ones.
         """
-        self._wanted_clear = token or secrets.token_bytes(TOKEN_BYTES)
-        self._clear()
+        self._lookups.clear(token)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -254,8 +250,6 @@ class PageStore:
     def _keep(self) -> None:
         """A daemon that hangs is waited for by the lookups alone, whose deadline is short."""
         self._lookups.keep()
-        if self._clearing:
-            self._clear()
         if self._lookups.connected:
             self._loads.keep()
             self._stores.keep()
@@ -265,17 +259,7 @@ class PageStore:
 
     @property
     def _paused(self) -> bool:
-        return self._suspended or self._clearing
-
-    @property
-    def _clearing(self) -> bool:
-        return self._wanted_clear != self._done_clear
-
-    def _clear(self) -> None:
-        """Ask for the clear that is wanted. The daemon carries it out once, however often it is asked."""
-        token = self._wanted_clear
-        if self._lookups.ask(partial(Client.clear, wait_s=0.0, token=token)) is not None:
-            self._done_clear = token  # another one may be wanted by now
+        return self._suspended or self._lookups.clearing
 
     def _packed(self, keys: Iterable[str]) -> U8Array:
         """u8 (keys, KEY_BYTES): SGLang's hexadecimal names, as this generation calls them. Raises ValueError."""
@@ -321,8 +305,7 @@ class PageStore:
         starts = {group: wanted[pool].start for group, pool in pools.items()}
         counts = {group: wanted[pool].stop - wanted[pool].start for group, pool in pools.items()}
         answers = []
-        for piece in pieces(counts, self._lookups.most_keys(len(pools))):
-            first = {group: starts[group] + some.start for group, some in piece.items()}
+        for piece, first in self._lookups.pieces(counts, starts):
             groups = {group: packed[first[group] : starts[group] + some.stop] for group, some in piece.items()}
             found = self._lookups.ask(partial(_asked, call, groups, first))
             if found is None:
@@ -376,17 +359,11 @@ def _touched(client: Client, groups: dict[int, U8Array], first: dict[int, int]) 
     return True
 
 
-def _waited(found: Found, until: float, client: Client) -> bool:
+def _wait(found: Found, until: float, client: Client) -> None:
     with suppress(DeadlineError):
         client.wait_ready(found, max(0.0, until - monotonic()))
-    return True
 
 
 def _told_apart(needed: Sequence[Needed]) -> bool:
     """Whether the daemon knows which keys a prefix needs: of windows it was not told how long they are."""
     return all(not one.trailing or one.pool == STATES for one in needed)
-
-
-def _pinged(client: Client) -> bool:
-    client.ping()
-    return True

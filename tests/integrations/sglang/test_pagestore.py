@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec
+from kvoffloadd.client.results import Cleared
 from kvoffloadd.integrations.sglang import line
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore, Purpose
@@ -448,17 +449,16 @@ def test_a_clear_that_is_wanted_while_another_is_answered(
     daemon = start_daemon(memory="64MiB")
     rank = start_rank(daemon)
     until(lambda: rank.store.connected, "it is connected", PATIENCE_S)
-    ask, epochs = rank.store._lookups.ask, list[int]()
+    clear, epochs = Client.clear, list[int]()
 
-    def ask_and_want_another(call: Callable[[Client], Any]) -> Any:
-        answer = ask(call)
-        if call.func is Client.clear:  # type: ignore[attr-defined]
-            epochs.append(epoch(daemon))
-            if len(epochs) == 1:
-                rank.store._wanted_clear = b"another clear..."
-        return answer
+    def clear_and_want_another(client: Client, **how: Any) -> Cleared:
+        cleared = clear(client, **how)
+        epochs.append(epoch(daemon))
+        if len(epochs) == 1:
+            rank.store._lookups._link.want_clear(b"another clear...")
+        return cleared
 
-    monkeypatch.setattr(rank.store._lookups, "ask", ask_and_want_another)
+    monkeypatch.setattr(Client, "clear", clear_and_want_another)
     rank.store.clear()
     until(lambda: rank.store.available, "both are done", PATIENCE_S)
     assert len(epochs) == 2
