@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from kvoffloadd.client import Client, Found, KeyState, KvCache, Ready
 from kvoffloadd.errors import DeadlineError
+from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of
 from kvoffloadd.integrations.sglang.line import Line
 from kvoffloadd.integrations.sglang.pools import KV, STATES, Pools
@@ -244,8 +245,8 @@ class PageStore:
         while not self._closing.wait(_KEEP_S):
             try:
                 self._keep()
-            except Exception:  # the thread's boundary: SGLang goes on, without a cache at worst
-                logger.exception("kvoffloadd: a bug, please report it")
+            except Exception as error:  # noqa: BLE001  the thread's boundary: SGLang goes on, without a cache at worst
+                log_bug(logger, self._keeper.name, error)
 
     def _keep(self) -> None:
         """A daemon that hangs is waited for by the lookups alone, whose deadline is short."""

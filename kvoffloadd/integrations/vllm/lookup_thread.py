@@ -21,6 +21,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, Found, KeepHow, KeyState, KvCache
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.keys import Piece
 from kvoffloadd.integrations.common.link import DaemonLink
 from kvoffloadd.integrations.vllm.keys import KeyNames, pack_by_group
@@ -164,8 +165,8 @@ class LookupThread:
         while not self._closing:
             try:
                 self._turn()
-            except Exception as error:  # the thread's boundary: the engine goes on, without a cache
-                logger.exception("kvoffloadd: a bug, please report it")
+            except Exception as error:  # noqa: BLE001  the thread's boundary: the engine goes on, without a cache
+                log_bug(logger, self._thread.name, error)
                 waiting, self._promoting = self._promoting, []
                 for pin in waiting:
                     self._answer_nothing(pin)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from kvoffloadd.client import Client, Job, KvCache, Outcome, Ready
 from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, DeadlineError, KvOffloadError
+from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.link import DaemonLink
 from kvoffloadd.integrations.vllm.blocks import Chunks
 from kvoffloadd.model import Direction
@@ -183,8 +184,8 @@ class TransferThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception:  # the thread's boundary: an engine that ends is better than one that waits for ever
-            logger.exception("kvoffloadd: a bug, please report it")
+        except Exception as error:  # noqa: BLE001  the thread's boundary: better an engine that ends than one that waits
+            log_bug(logger, self._thread.name, error)
             with self._changed:
                 self._broken = True
                 self._changed.notify_all()
