@@ -1,6 +1,6 @@
 """Looking up, loading and storing pages of SGLang's pools, without SGLang: keys and slots in, answers out.
 
-Whatever goes wrong with the daemon is a miss. Three lines, one for each of the threads that come here; a fourth thread
+Whatever goes wrong with the daemon is a miss. Three links, one for each of the threads that come here; a fourth thread
 keeps them connected.
 """
 
@@ -23,9 +23,9 @@ from kvoffloadd.client import Client, Found, KeyState, KvCache, Ready
 from kvoffloadd.errors import DeadlineError
 from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of
-from kvoffloadd.integrations.sglang.line import Line
 from kvoffloadd.integrations.sglang.pools import KV, STATES, Pools
 from kvoffloadd.integrations.sglang.prefixes import Needed, Restorable, restorable
+from kvoffloadd.integrations.sglang.sharedlink import SharedLink
 from kvoffloadd.model import BoolArray, Direction, U8Array, U32Array
 
 logger = logging.getLogger("sglang.kvoffloadd")
@@ -78,10 +78,10 @@ class PageStore:
         self._pools = pools
         announced = KvCache((), [replace(group, refs=()) for group in pools.caches.groups])
         warning = "no cache until the daemon answers"
-        self._lookups = Line(client("lookups"), announced, job_deadline_s=job_deadline_s, warning=warning)
-        self._loads = Line(client("loads"), pools.caches, job_deadline_s=job_deadline_s)
-        self._stores = Line(client("stores"), pools.caches, job_deadline_s=job_deadline_s)
-        self._lines = (self._lookups, self._loads, self._stores)
+        self._lookups = SharedLink(client("lookups"), announced, job_deadline_s=job_deadline_s, warning=warning)
+        self._loads = SharedLink(client("loads"), pools.caches, job_deadline_s=job_deadline_s)
+        self._stores = SharedLink(client("stores"), pools.caches, job_deadline_s=job_deadline_s)
+        self._links = (self._lookups, self._loads, self._stores)
         self._page_bytes = {group.group: group.payload_bytes for group in pools.caches.groups}
         self._generation = 0
         self._suspended = False
@@ -187,8 +187,8 @@ class PageStore:
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon answered last, on every line: what can't be loaded is not to be found."""
-        return all(line.connected for line in self._lines)
+        """Whether the daemon answered last, on every link: what can't be loaded is not to be found."""
+        return all(link.connected for link in self._links)
 
     @property
     def available(self) -> bool:
@@ -221,23 +221,23 @@ class PageStore:
         """Within, nothing is loaded or stored: waits until what is under way has ended, as `load` and `store` do. No
         lookup waits for other hosts.
         """
-        lines = self._loads, self._stores
+        links = self._loads, self._stores
         self._resting = True
         try:
-            for line in lines:
-                line.rest()
+            for link in links:
+                link.rest()
             yield
         finally:
             self._resting = False
-            for line in lines:
-                line.resume()
+            for link in links:
+                link.resume()
 
     def close(self) -> None:
         """End the sessions. Idempotent."""
         self._closing.set()
         self._keeper.join(_CLOSE_S)
-        for line in self._lines:
-            line.close(_CLOSE_S)
+        for link in self._links:
+            link.close(_CLOSE_S)
 
     # --- our thread --------------------------------------------------------------------------------
 
@@ -287,8 +287,8 @@ class PageStore:
         return answers is not None and any(found.promoting for _, found in answers)
 
     def _tell_used(self) -> None:
-        """Tell the daemon of all prompts that wait. They are hints, and are lost if no daemon answers. The lookup line
-        sends them, because its deadline is short.
+        """Tell the daemon of all prompts that wait. They are hints, and are lost if no daemon answers. They go over the
+        lookups' link, because its deadline is short.
         """
         while self._used and not self._resting:
             try:
@@ -315,7 +315,7 @@ class PageStore:
         return answers
 
     def _move(
-        self, line: Line, direction: Direction, transfers: Sequence[Pages], ready: Ready | None = None
+        self, link: SharedLink, direction: Direction, transfers: Sequence[Pages], ready: Ready | None = None
     ) -> dict[str, BoolArray]:
         done = {pages.pool: np.zeros(len(pages.keys), np.bool_) for pages in transfers}
         chunks: dict[int, tuple[bytes, U32Array]] = {}
@@ -334,7 +334,7 @@ class PageStore:
                 pools[pool.group] = pages.pool
         begun = monotonic()
         copied_bytes = 0
-        for group, copied in line.carry(direction, chunks, ready).items():
+        for group, copied in link.carry(direction, chunks, ready).items():
             done[pools[group]] = copied
             copied_bytes += int(copied.sum()) * self._page_bytes[group]
         if copied_bytes:

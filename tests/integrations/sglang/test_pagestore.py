@@ -17,7 +17,7 @@ import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.client.results import Cleared
-from kvoffloadd.integrations.sglang import line
+from kvoffloadd.integrations.sglang import sharedlink
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore, Purpose
 from kvoffloadd.integrations.sglang.pools import TpRank
@@ -479,7 +479,7 @@ def test_a_daemon_that_hangs_has_its_pages_until_it_is_dead(
     start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a stopped daemon has begun it may go on with: its pages are not given back while it lives."""
-    monkeypatch.setattr(line, "_WAIT_WARNING_S", SHORT_S / 10)
+    monkeypatch.setattr(sharedlink, "_WAIT_WARNING_S", SHORT_S / 10)
     daemon, keys = start_daemon(memory="64MiB"), names(5)
     rank = start_rank(daemon, timeout_s=SHORT_S)
     rank.store.store([rank.fill(keys)])
@@ -511,7 +511,7 @@ def test_at_rest_nothing_is_under_way(
     direction: Direction,
 ) -> None:
     """It begins when the last copy has ended, and within it none begins."""
-    monkeypatch.setattr(line, "_REST_WARNING_S", 0.05)
+    monkeypatch.setattr(sharedlink, "_REST_WARNING_S", 0.05)
     daemon = start_daemon(memory="64MiB", faults=hold.fault)
     rank, keys = start_rank(daemon), names(4)
     assert rank.store.store([rank.fill(keys[:2])])["kv"].all()

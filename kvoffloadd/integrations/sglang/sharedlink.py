@@ -1,8 +1,8 @@
-"""A link to the daemon that is used only while the daemon answers, so that one that is gone costs nothing.
+"""A link that threads share, and use only while the daemon answers, so that one that is gone costs nothing.
 
-Each of SGLang's threads has its own line, so that a long load never delays a lookup. Requests never connect: `keep`,
-which another thread calls, does. Ownership: the thread that holds the mutex has the link, and closes it when it
-releases the mutex, if the line was closed meanwhile.
+Each purpose has its own, so that a long load never delays a lookup. Requests never connect: `keep`, which another
+thread calls, does. Ownership: the thread that holds the mutex has the inner link, and closes it when it releases the
+mutex, if the shared one was closed meanwhile.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _WAIT_WARNING_S = 30.0
 _REST_WARNING_S = 15.0
 
 
-class Line:
+class SharedLink:
     """All methods but `carry`, `rest` and `keep` return within the client's deadline, whatever the daemon does."""
 
     def __init__(self, client: Client, caches: KvCache, *, job_deadline_s: float, warning: str = "") -> None:
-        """Connects to nothing yet. `warning`: logged when the daemon is lost; empty: another line's is enough."""
+        """Connects to nothing yet. `warning`: logged when the daemon is lost; empty: another link's is enough."""
         self._resting = threading.Event()
         self._closed = threading.Event()
         self._job_deadline_s = job_deadline_s
@@ -137,7 +137,7 @@ class Line:
 
     @contextmanager
     def _taken(self, *, gives_way: bool = False) -> Iterator[DaemonLink | None]:
-        """The link, with the mutex. None: no daemon answers. `gives_way`: None, too, if the line rests before the mutex
+        """The link, with the mutex. None: no daemon answers. `gives_way`: None, too, if this one rests before the mutex
         is free.
         """
         if not self.connected:
