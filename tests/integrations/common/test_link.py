@@ -35,6 +35,7 @@ class Scripted:
         self.errors: list[Exception | None] = []
         self.calls: list[str] = []
         self.tokens: list[bytes] = []
+        self.on_clear: Callable[[], None] = lambda: None
         self.named: list[tuple[bytes, list[int], dict[int, int], dict[str, Any]]] = []
 
     def _answer(self, call: str) -> None:
@@ -56,6 +57,7 @@ class Scripted:
     def clear(self, *, wait_s: float, token: bytes) -> None:
         assert wait_s == 0.0
         self.tokens.append(token)
+        self.on_clear()
         self._answer("clear")
 
     def store(self, _: object, groups: dict[int, Any], **options: Any) -> Job:
@@ -258,6 +260,19 @@ def test_a_clear_is_asked_for_until_it_is_answered(make: Make) -> None:
     assert not link.clearing
     assert len(set(client.tokens)) == 1
     assert client.calls[2:] == ["clear", "ping", "clear"]
+
+
+def test_a_clear_that_is_wanted_while_another_is_answered_is_asked_for_next(make: Make) -> None:
+    link, client = make()
+    link.connect()
+    link.want_clear(b"one")
+    client.on_clear = lambda: link.want_clear(b"another")
+    link.clear()
+    assert link.clearing
+    client.on_clear = lambda: None
+    link.clear()
+    assert not link.clearing
+    assert client.tokens == [b"one", b"another"]
 
 
 def test_close_is_never_an_error(make: Make) -> None:
