@@ -1,27 +1,51 @@
-"""Values that users set in an engine's command line. What can't be is refused by its key's name."""
+"""Options that users set in an engine's command line. A value that can't be right is refused by its key's name."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 from kvoffloadd.config import ServerConfig
 from kvoffloadd.errors import UsageError
+from kvoffloadd.integrations.common.contents import Fingerprint
 
-DEFAULT_SOCKET = str(ServerConfig().socket)
 
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What every engine has; times in seconds.
 
-def socket_of(given: Mapping[str, Any], where: str) -> str:
-    """The daemon's socket. `where`: the engine's option that has `given`. Raises UsageError."""
-    socket = given.get("socket", DEFAULT_SOCKET)
-    if not isinstance(socket, str | os.PathLike):
-        raise UsageError(f"{where}: socket must be a path, not {socket!r}")
-    return os.fspath(socket)
+    `socket`: where the daemon listens. `timeout_s`: for how long the answer to a lookup is waited for, before it counts
+    as a miss. `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how the model's files are
+    named.
+    """
+
+    socket: str = str(ServerConfig().socket)
+    timeout_s: float = 1.0
+    job_deadline_s: float = 60.0
+    fingerprint: Fingerprint = Fingerprint.AUTO
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], where: str) -> Self:
+        """`where`: the engine's option that has `given`. Raises UsageError, naming the key, for a value that can't be.
+
+        Options that an engine alone has keep their default values.
+        """
+        standard = cls()
+        socket = given.get("socket", standard.socket)
+        if not isinstance(socket, str | os.PathLike):
+            raise UsageError(f"{where}: socket must be a path, not {socket!r}")
+        return cls(
+            socket=os.fspath(socket),
+            timeout_s=seconds_of(given, "timeout_s", standard.timeout_s, where),
+            job_deadline_s=seconds_of(given, "job_deadline_s", standard.job_deadline_s, where),
+            fingerprint=Fingerprint.of(given.get("fingerprint", standard.fingerprint), where),
+        )
 
 
 def seconds_of(given: Mapping[str, Any], key: str, default: float, where: str) -> float:
-    """Reads the seconds of a key. Raises UsageError as `socket_of` does."""
+    """Reads the seconds of a key. `where`: as in `EngineOptions.read`. Raises UsageError."""
     value = given.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
         raise UsageError(f"{where}: {key} must be a number of seconds above 0, at most 3600, not {value!r}")

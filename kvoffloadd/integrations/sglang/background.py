@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from kvoffloadd.integrations.sglang.guard import tell
+from kvoffloadd.integrations.common.bugs import log_bug
+
+logger = logging.getLogger("sglang.kvoffloadd")
 
 Work = Callable[[], bool]
 
@@ -37,6 +40,6 @@ class Background:
             try:
                 result = work()
             except Exception as error:  # noqa: BLE001  the thread's boundary, logged
-                tell(self._thread.name, error)
+                log_bug(logger, self._thread.name, error)
                 result = False
             done.set_result(result)

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from kvoffloadd.integrations.common.bugs import log_bug
+
 R = TypeVar("R")
 
 logger = logging.getLogger("sglang.kvoffloadd")
-
-_told: set[tuple[str, type[Exception]]] = set()
 
 
 def or_else(answer: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -23,16 +23,9 @@ def or_else(answer: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[.
             try:
                 return method(self, *arguments, **named)
             except Exception as error:  # noqa: BLE001  the boundary, logged
-                tell(method.__qualname__, error)
+                log_bug(logger, method.__qualname__, error)
                 return answer(*arguments, **named)
 
         return guarded
 
     return decorate
-
-
-def tell(where: str, error: Exception) -> None:
-    """Log a bug with its stack, unless one of its kind was logged from there."""
-    if (where, type(error)) not in _told:
-        _told.add((where, type(error)))
-        logger.error("kvoffloadd: a bug in %s, please report it", where, exc_info=error)

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.common.contents import Fingerprint
-from kvoffloadd.integrations.common.options import DEFAULT_SOCKET, seconds_of, socket_of
+from kvoffloadd.integrations.common.options import EngineOptions, seconds_of
 
 STORAGE_FLAG = "--hicache-storage-backend-extra-config"
 LINKER_FLAG = "--unified-cache-external-linker-config"
 
 
 @dataclass(frozen=True, slots=True)
-class SeatOptions:
-    """Times in seconds. `socket`: where the daemon listens. `timeout_s`: for how long the answer to a lookup is waited
-    for, before it counts as a miss. `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how
-    the files of the model are named.
-    """
-
-    socket: str = DEFAULT_SOCKET
-    timeout_s: float = 1.0
-    job_deadline_s: float = 60.0
-    fingerprint: Fingerprint = Fingerprint.AUTO
-
-
-@dataclass(frozen=True, slots=True)
-class StorageOptions(SeatOptions):
+class StorageOptions(EngineOptions):
     """Holds the options of the HiCache storage, whose lookups wait in a separate thread. `wait_s`: for how long a
     lookup waits for what other hosts have stored.
     """
@@ -43,18 +29,12 @@ class StorageOptions(SeatOptions):
                 f'{STORAGE_FLAG} needs "interface_v1": 1: without it SGLang hands over copies of pages, one by one, '
                 "which the daemon can't take"
             )
-        standard = cls()
-        return cls(
-            socket=socket_of(extra_config, STORAGE_FLAG),
-            timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, STORAGE_FLAG),
-            job_deadline_s=seconds_of(extra_config, "job_deadline_s", standard.job_deadline_s, STORAGE_FLAG),
-            wait_s=seconds_of(extra_config, "wait_s", standard.wait_s, STORAGE_FLAG),
-            fingerprint=Fingerprint.of(extra_config.get("fingerprint", standard.fingerprint), STORAGE_FLAG),
-        )
+        common = cls.read(extra_config, STORAGE_FLAG)
+        return replace(common, wait_s=seconds_of(extra_config, "wait_s", common.wait_s, STORAGE_FLAG))
 
 
 @dataclass(frozen=True, slots=True)
-class LinkerOptions(SeatOptions):
+class LinkerOptions(EngineOptions):
     """Holds the options of the linker, whose lookups and loads the scheduler waits for. `overlap`: loads run during the
     forward, and one that fails fails its requests.
     """
@@ -67,17 +47,10 @@ class LinkerOptions(SeatOptions):
     def of(cls, extra_config: Mapping[str, Any]) -> Self:
         """Raises UsageError, naming the key, for a value that can't be, and for keys that are not known."""
         where = f"linker_extra_config of {LINKER_FLAG}"
-        standard = cls()
         unknown = sorted(set(extra_config) - {"socket", "timeout_s", "job_deadline_s", "overlap", "fingerprint"})
         if unknown:
             raise UsageError(f"{where}: {', '.join(unknown)}: not an option of kvoffloadd")
-        overlap = extra_config.get("overlap", standard.overlap)
+        overlap = extra_config.get("overlap", False)
         if not isinstance(overlap, bool):
             raise UsageError(f"{where}: overlap must be true or false, not {overlap!r}")
-        return cls(
-            socket=socket_of(extra_config, where),
-            timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, where),
-            job_deadline_s=seconds_of(extra_config, "job_deadline_s", standard.job_deadline_s, where),
-            overlap=overlap,
-            fingerprint=Fingerprint.of(extra_config.get("fingerprint", standard.fingerprint), where),
-        )
+        return replace(cls.read(extra_config, where), overlap=overlap)

@@ -1,13 +1,12 @@
 """Looking up, loading and storing pages of SGLang's pools, without SGLang: keys and slots in, answers out.
 
-Whatever goes wrong with the daemon is a miss. Three lines, one for each of the threads that come here; a fourth thread
+Whatever goes wrong with the daemon is a miss. Three links, one for each of the threads that come here; a fourth thread
 keeps them connected.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,12 +21,12 @@ import numpy.typing as npt
 
 from kvoffloadd.client import Client, Found, KeyState, KvCache, Ready
 from kvoffloadd.errors import DeadlineError
-from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of, pieces
-from kvoffloadd.integrations.sglang.line import Line
+from kvoffloadd.integrations.common.bugs import log_bug
+from kvoffloadd.integrations.common.keys import KEY_BYTES, mask_of
 from kvoffloadd.integrations.sglang.pools import KV, STATES, Pools
 from kvoffloadd.integrations.sglang.prefixes import Needed, Restorable, restorable
+from kvoffloadd.integrations.sglang.sharedlink import SharedLink
 from kvoffloadd.model import BoolArray, Direction, U8Array, U32Array
-from kvoffloadd.protocol.messages import TOKEN_BYTES
 
 logger = logging.getLogger("sglang.kvoffloadd")
 
@@ -79,14 +78,13 @@ class PageStore:
         self._pools = pools
         announced = KvCache((), [replace(group, refs=()) for group in pools.caches.groups])
         warning = "no cache until the daemon answers"
-        self._lookups = Line(client("lookups"), announced, job_deadline_s=job_deadline_s, warning=warning)
-        self._loads = Line(client("loads"), pools.caches, job_deadline_s=job_deadline_s)
-        self._stores = Line(client("stores"), pools.caches, job_deadline_s=job_deadline_s)
-        self._lines = (self._lookups, self._loads, self._stores)
+        self._lookups = SharedLink(client("lookups"), announced, job_deadline_s=job_deadline_s, warning=warning)
+        self._loads = SharedLink(client("loads"), pools.caches, job_deadline_s=job_deadline_s)
+        self._stores = SharedLink(client("stores"), pools.caches, job_deadline_s=job_deadline_s)
+        self._links = (self._lookups, self._loads, self._stores)
         self._page_bytes = {group.group: group.payload_bytes for group in pools.caches.groups}
         self._generation = 0
         self._suspended = False
-        self._wanted_clear = self._done_clear = b""  # tokens of the last clears
         self._resting = False
         self._used: deque[Sequence[str]] = deque(maxlen=_USED_MAX)
         self._trailing: dict[str, int] = {}  # of each pool beside keys and values: as SGLang has asked, see `Needed`
@@ -150,7 +148,7 @@ class PageStore:
             while found.promoting and not found.ready and monotonic() < until:
                 if self._paused or self._resting or self._closing.is_set():
                     return here
-                if self._lookups.ask(partial(_waited, found, min(until, monotonic() + _WAIT_STEP_S))) is None:
+                if not self._lookups.attempt(partial(_wait, found, min(until, monotonic() + _WAIT_STEP_S))):
                     return here
         # Anew, whether all has come or not: what has come is in memory now.
         states = self._states(behind, packed, Client.lookup)
@@ -189,8 +187,8 @@ class PageStore:
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon answered last, on every line: what can't be loaded is not to be found."""
-        return all(line.connected for line in self._lines)
+        """Whether the daemon answered last, on every link: what can't be loaded is not to be found."""
+        return all(link.connected for link in self._links)
 
     @property
     def available(self) -> bool:
@@ -199,7 +197,7 @@ class PageStore:
 
     def responds(self) -> bool:
         """Ask the daemon, within the deadline of a lookup, whether it answers."""
-        return self.available and self._lookups.ask(_pinged) is not None
+        return self.available and self._lookups.attempt(Client.ping)
 
     def suspend(self) -> None:
         """The weights change: what pages hold is no longer what their keys name. Until `renew` all is a miss."""
@@ -216,31 +214,30 @@ class PageStore:
 
         `token`: 16 bytes that name this clear, which a daemon carries out once, whoever asks for it; empty: new ones.
         """
-        self._wanted_clear = token or secrets.token_bytes(TOKEN_BYTES)
-        self._clear()
+        self._lookups.clear(token)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """Keeps loads and stores out of its body: waits until what is under way has ended, as `load` and `store` do. No
         lookup waits for other hosts.
         """
-        lines = self._loads, self._stores
+        links = self._loads, self._stores
         self._resting = True
         try:
-            for line in lines:
-                line.rest()
+            for link in links:
+                link.rest()
             yield
         finally:
             self._resting = False
-            for line in lines:
-                line.resume()
+            for link in links:
+                link.resume()
 
     def close(self) -> None:
         """End the sessions. Idempotent."""
         self._closing.set()
         self._keeper.join(_CLOSE_S)
-        for line in self._lines:
-            line.close(_CLOSE_S)
+        for link in self._links:
+            link.close(_CLOSE_S)
 
     # --- our thread --------------------------------------------------------------------------------
 
@@ -248,14 +245,12 @@ class PageStore:
         while not self._closing.wait(_KEEP_S):
             try:
                 self._keep()
-            except Exception:  # the thread's boundary: SGLang goes on, without a cache at worst
-                logger.exception("kvoffloadd: a bug, please report it")
+            except Exception as error:  # noqa: BLE001  the thread's boundary: SGLang goes on, without a cache at worst
+                log_bug(logger, self._keeper.name, error)
 
     def _keep(self) -> None:
         """A daemon that hangs is waited for by the lookups alone, whose deadline is short."""
         self._lookups.keep()
-        if self._clearing:
-            self._clear()
         if self._lookups.connected:
             self._loads.keep()
             self._stores.keep()
@@ -265,17 +260,7 @@ class PageStore:
 
     @property
     def _paused(self) -> bool:
-        return self._suspended or self._clearing
-
-    @property
-    def _clearing(self) -> bool:
-        return self._wanted_clear != self._done_clear
-
-    def _clear(self) -> None:
-        """Ask for the clear that is wanted. The daemon carries it out once, however often it is asked."""
-        token = self._wanted_clear
-        if self._lookups.ask(partial(Client.clear, wait_s=0.0, token=token)) is not None:
-            self._done_clear = token  # another one may be wanted by now
+        return self._suspended or self._lookups.clearing
 
     def _packed(self, keys: Iterable[str]) -> U8Array:
         """u8 (keys, KEY_BYTES): SGLang's hexadecimal names, as this generation calls them. Raises ValueError."""
@@ -302,8 +287,8 @@ class PageStore:
         return answers is not None and any(found.promoting for _, found in answers)
 
     def _tell_used(self) -> None:
-        """Tell the daemon of all prompts that wait. They are hints, and are lost if no daemon answers. The lookup line
-        sends them, because its deadline is short.
+        """Tell the daemon of all prompts that wait. They are hints, and are lost if no daemon answers. They go over the
+        lookups' link, because its deadline is short.
         """
         while self._used and not self._resting:
             try:
@@ -321,8 +306,7 @@ class PageStore:
         starts = {group: wanted[pool].start for group, pool in pools.items()}
         counts = {group: wanted[pool].stop - wanted[pool].start for group, pool in pools.items()}
         answers = []
-        for piece in pieces(counts, self._lookups.most_keys(len(pools))):
-            first = {group: starts[group] + some.start for group, some in piece.items()}
+        for piece, first in self._lookups.pieces(counts, starts):
             groups = {group: packed[first[group] : starts[group] + some.stop] for group, some in piece.items()}
             found = self._lookups.ask(partial(_asked, call, groups, first))
             if found is None:
@@ -331,7 +315,7 @@ class PageStore:
         return answers
 
     def _move(
-        self, line: Line, direction: Direction, transfers: Sequence[Pages], ready: Ready | None = None
+        self, link: SharedLink, direction: Direction, transfers: Sequence[Pages], ready: Ready | None = None
     ) -> dict[str, BoolArray]:
         done = {pages.pool: np.zeros(len(pages.keys), np.bool_) for pages in transfers}
         chunks: dict[int, tuple[bytes, U32Array]] = {}
@@ -350,7 +334,7 @@ class PageStore:
                 pools[pool.group] = pages.pool
         begun = monotonic()
         copied_bytes = 0
-        for group, copied in line.carry(direction, chunks, ready).items():
+        for group, copied in link.carry(direction, chunks, ready).items():
             done[pools[group]] = copied
             copied_bytes += int(copied.sum()) * self._page_bytes[group]
         if copied_bytes:
@@ -376,17 +360,11 @@ def _touched(client: Client, groups: dict[int, U8Array], first: dict[int, int]) 
     return True
 
 
-def _waited(found: Found, until: float, client: Client) -> bool:
+def _wait(found: Found, until: float, client: Client) -> None:
     with suppress(DeadlineError):
         client.wait_ready(found, max(0.0, until - monotonic()))
-    return True
 
 
 def _told_apart(needed: Sequence[Needed]) -> bool:
     """Whether the daemon knows which keys a prefix needs: of windows it was not told how long they are."""
     return all(not one.trailing or one.pool == STATES for one in needed)
-
-
-def _pinged(client: Client) -> bool:
-    client.ping()
-    return True

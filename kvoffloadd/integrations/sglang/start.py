@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from kvoffloadd.client import Client
 from kvoffloadd.integrations.common.contents import ContentsError, Fingerprint
 from kvoffloadd.integrations.common.naming import digest_of
+from kvoffloadd.integrations.common.options import EngineOptions
 from kvoffloadd.integrations.sglang import engine, versions
 from kvoffloadd.integrations.sglang.environment import VARIABLES
 from kvoffloadd.integrations.sglang.files import FILES
 from kvoffloadd.integrations.sglang.identity import from_elsewhere, identity_of
 from kvoffloadd.integrations.sglang.namespace import Computed, namespace_of
-from kvoffloadd.integrations.sglang.options import SeatOptions
 from kvoffloadd.integrations.sglang.pagestore import PageStore, Purpose
 from kvoffloadd.integrations.sglang.pools import Pools
 from kvoffloadd.integrations.sglang.weights import WEIGHTS
@@ -25,7 +25,7 @@ logger = logging.getLogger("sglang.kvoffloadd")
 _WORKER_S = 10.0  # an engine's memory is attached in it, too
 
 
-def page_store(pools: Pools, options: SeatOptions, tp_size: int, *, retry_busy: bool) -> PageStore:
+def page_store(pools: Pools, options: EngineOptions, tp_size: int, *, retry_busy: bool) -> PageStore:
     """All ranks that hold parts of the same keys come here, once. Without a daemon it keeps trying.
 
     `retry_busy`: whether lookups and loads ask a busy daemon again, until their deadlines. Stores do. Raises in all

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.common.contents import Fingerprint
 from kvoffloadd.integrations.common.keys import KEY_BYTES
 from kvoffloadd.integrations.common.naming import digest_of, fitting
-from kvoffloadd.integrations.common.options import DEFAULT_SOCKET, seconds_of, socket_of
-from kvoffloadd.integrations.vllm.identity import IDENTITY, OPTION
+from kvoffloadd.integrations.common.options import EngineOptions, seconds_of
+from kvoffloadd.integrations.vllm.identity import IDENTITY
 from kvoffloadd.integrations.vllm.parts import by_heads, share
 
 STATES = "kvoffloadd_states"
@@ -45,31 +44,18 @@ _WHERE = "kv_connector_extra_config"
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What users set in `kv_connector_extra_config`; times in seconds.
-
-    `socket`: where the daemon listens. `timeout_s`: for how long the answer to a lookup is waited for, before it counts
-    as a miss. `wait_s`: for how long a request waits for keys on their way from disk, or being stored by others.
-    `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how the model's files are named.
+class Options(EngineOptions):
+    """What users set in `kv_connector_extra_config`. `wait_s`: for how long a request waits for keys on their way from
+    disk, or being stored by others.
     """
 
-    socket: str = DEFAULT_SOCKET
-    timeout_s: float = 1.0
     wait_s: float = 10.0
-    job_deadline_s: float = 60.0
-    fingerprint: Fingerprint = Fingerprint.AUTO
 
     @classmethod
-    def of(cls, extra_config: Mapping[str, Any]) -> Options:
+    def of(cls, extra_config: Mapping[str, Any]) -> Self:
         """Raises UsageError, naming the key, for a value that can't be."""
-        standard = cls()
-        return cls(
-            socket=socket_of(extra_config, _WHERE),
-            timeout_s=seconds_of(extra_config, "timeout_s", standard.timeout_s, _WHERE),
-            wait_s=seconds_of(extra_config, "wait_s", standard.wait_s, _WHERE),
-            job_deadline_s=seconds_of(extra_config, "job_deadline_s", standard.job_deadline_s, _WHERE),
-            fingerprint=Fingerprint.of(extra_config.get(OPTION, standard.fingerprint), _WHERE),
-        )
+        common = cls.read(extra_config, _WHERE)
+        return replace(common, wait_s=seconds_of(extra_config, "wait_s", common.wait_s, _WHERE))
 
 
 @dataclass(frozen=True, slots=True)

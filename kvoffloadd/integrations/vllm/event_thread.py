@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from kvoffloadd.client import Client, Event, EventGap
-from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.integrations.common.availability import Availability
+from kvoffloadd.client import Client, Event, EventGap, KvCache
+from kvoffloadd.integrations.common.link import DaemonLink
 
 logger = logging.getLogger("vllm.kvoffloadd")
 
@@ -123,12 +122,11 @@ class EventThread:
 
     def __init__(self, client: Client, groups: Sequence[int]) -> None:
         """`client`: an observer of the engine's namespace."""
-        self._client = client
+        self._link = DaemonLink(client, KvCache((), ()), logger)  # an observer registers nothing
         self._published = PublishedKeys(groups)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._news: deque[News] = deque()
         self._gap = True
-        self._daemon = Availability(logger)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-events", daemon=True)
         self._thread.start()
@@ -166,17 +164,9 @@ class EventThread:
     def _run(self) -> None:
         while not self._closing.is_set():
             self._obey()
-            try:
-                if self._gap:
-                    self._catch_up()
-                events = self._client.events(_EVENTS_S)
-                self._obey()  # what the engine stored, it has said before
-                for event in events:
-                    self._take(event)
-            except KvOffloadError as error:
-                self._lost(error)
-        with suppress(KvOffloadError):
-            self._client.close(_CLOSE_S, force=True)
+            if not self._link.attempt(self._follow):
+                self._lost()
+        self._link.close(_CLOSE_S)
 
     def _obey(self) -> None:
         with suppress(queue.Empty):
@@ -192,19 +182,26 @@ class EventThread:
             self._tell(group, keys, removed=True)
         self._news.append(News(generation, 0, [], removed=True))  # nothing older comes any more
 
-    def _catch_up(self) -> None:
-        self._client.subscribe()  # before the list: what comes or goes meanwhile is told after it
+    def _follow(self, client: Client) -> None:
+        if self._gap:
+            self._catch_up(client)
+        events = client.events(_EVENTS_S)
+        self._obey()  # what the engine stored, it has said before
+        for event in events:
+            self._take(event)
+
+    def _catch_up(self, client: Client) -> None:
+        client.subscribe()  # before the list: what comes or goes meanwhile is told after it
         self._gap = False
         for group in self._published.groups:
-            self._list(group)
-        self._daemon.succeeded()
+            self._list(group, client)
 
-    def _list(self, group: int) -> None:
+    def _list(self, group: int, client: Client) -> None:
         """Page by page: a disk may hold more keys than are remembered here."""
         there: set[bytes] = set()
         cursor, last = 0, False
         while not last:
-            page, cursor = self._client.snapshot_page(group, cursor)
+            page, cursor = client.snapshot_page(group, cursor)
             last = not cursor
             self._obey()
             keys = [key.tobytes() for key in page]
@@ -219,13 +216,12 @@ class EventThread:
         self._tell(event.group, self._published.went(event.group, map(bytes, event.removed)), removed=True)
         self._tell(event.group, self._published.came(event.group, map(bytes, event.added)), removed=False)
 
-    def _lost(self, error: KvOffloadError) -> None:
+    def _lost(self) -> None:
         """No daemon, of which the lookup thread warns; or the scheduler has not registered the groups yet."""
         self._gap = True
         for group, keys in self._published.forget():
             self._tell(group, keys, removed=True)
-        self._daemon.failed(error)
-        self._closing.wait(self._daemon.retry_in_s)
+        self._closing.wait(self._link.retry_in_s)
 
     def _tell(self, group: int, keys: list[bytes], *, removed: bool) -> None:
         for at in range(0, len(keys), _NEWS_KEYS):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import secrets
 import sys
 import threading
 from collections import deque
@@ -17,25 +16,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from types import MappingProxyType
 
 import numpy as np
 
-from kvoffloadd.client import Client, Found, KeepHow, KeyState, KvCache, Registration
-from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
-from kvoffloadd.integrations.common.availability import Availability
-from kvoffloadd.integrations.common.keys import Piece, most_keys, pieces
+from kvoffloadd.client import Client, Found, KeepHow, KeyState, KvCache
+from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.integrations.common.bugs import log_bug
+from kvoffloadd.integrations.common.keys import Piece
+from kvoffloadd.integrations.common.link import DaemonLink
 from kvoffloadd.integrations.vllm.keys import KeyNames, pack_by_group
 from kvoffloadd.model import Tier, U8Array
-from kvoffloadd.protocol.messages import TOKEN_BYTES
 
 logger = logging.getLogger("vllm.kvoffloadd")
 
 _PROMOTION_POLL_S = 0.002
 _HEARTBEAT_S = 1.0
 _WEIGH_S = 0.5
-_REFUSAL_TOLD_S = 60.0
-_AT_THE_BEGIN: Mapping[int, int] = MappingProxyType({})
 _USED_MAX = 1024
 """Prompts that wait to be told of. Of more the oldest are forgotten."""
 
@@ -81,30 +77,29 @@ class LookupThread:
 
     def __init__(self, client: Client, groups: KvCache) -> None:
         """`groups`: what the engine's ranks register, without memory."""
-        self._client = client
-        self._groups = groups
+        warning, refused = "no cache until the daemon answers", "the daemon has refused a request"
+        self._link = DaemonLink(client, groups, logger, lost=warning, refused=refused, greet=self._weigh)
         self._tokens_per_key = {group.group: group.tokens_per_key for group in groups.groups}
-        self._registration: Registration | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._answers: deque[PinRequest] = deque()
         self._promoting: list[PinRequest] = []
         self._unreleased: list[int] = []
         self._used: deque[UsedKeys] = deque(maxlen=_USED_MAX)
-        self._clear_token: bytes | None = None  # of the clear that is due; None: none is
         self._closing = False
-        self._daemon = Availability(logger)
-        self._refusal_told_at = -_REFUSAL_TOLD_S
         self._weigh_at = 0.0
-        # Both written by the thread, read by anybody.
-        self.connected = False
-        """Whether the daemon could be asked last."""
+        # Written by the thread, read by all.
         self.half_tier_keys = sys.maxsize
         """How many keys, as large as those that are there, fill half of the daemon's memory."""
-        self._commands.put(self._begin)
+        self._commands.put(self._link.connect)
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-lookups", daemon=True)
         self._thread.start()
 
     # --- for the scheduler's thread ----------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon answered last, and no clear is due."""
+        return self._link.connected and not self._link.clearing
 
     def ask(self, pin: PinRequest) -> None:
         """Pin its keys."""
@@ -119,7 +114,7 @@ class LookupThread:
         """Say of a request's keys when they will be used again: a hint, lost if the daemon does not answer now."""
 
         def tell() -> None:
-            if self.connected and self._clear_token is None:
+            if self.connected:
                 self._attempt(partial(self._keep, groups, how))
 
         self._commands.put(tell)
@@ -133,14 +128,14 @@ class LookupThread:
 
         `wait_s`: to wait for one that answers. Until it has answered, nothing hits and nothing is stored.
         """
-        was_connected, self.connected = self.connected, False
+        was_connected = self.connected
         attempted = threading.Event()
 
         def begin() -> None:
-            self._clear_token = secrets.token_bytes(TOKEN_BYTES)
-            self._clear()
+            self._link.connect()
             attempted.set()
 
+        self._link.want_clear()
         self._commands.put(begin)
         if was_connected:
             attempted.wait(wait_s)
@@ -170,17 +165,13 @@ class LookupThread:
         while not self._closing:
             try:
                 self._turn()
-            except Exception as error:  # the thread's boundary: the engine goes on, without a cache
-                logger.exception("kvoffloadd: a bug, please report it")
+            except Exception as error:  # noqa: BLE001  the thread's boundary: the engine goes on, without a cache
+                log_bug(logger, self._thread.name, error)
                 waiting, self._promoting = self._promoting, []
                 for pin in waiting:
                     self._answer_nothing(pin)
-                self._lost(error)
-        with suppress(KvOffloadError):
-            self._client.close(_HEARTBEAT_S, force=True)
-
-    def _begin(self) -> None:
-        self._attempt(self._connect)
+                self._link.lost(error)
+        self._link.close(_HEARTBEAT_S)
 
     def _turn(self) -> None:
         try:
@@ -189,8 +180,8 @@ class LookupThread:
             self._tell_used()
         else:
             command()
-        if not self.connected and not self._daemon.retry_in_s:
-            self._recover()
+        if not self.connected and not self._link.retry_in_s:
+            self._link.connect()
         if self._promoting:
             self._look_for_promotions()
         if self._unreleased:
@@ -205,22 +196,9 @@ class LookupThread:
             return 0.0
         return _PROMOTION_POLL_S if self._promoting else _HEARTBEAT_S
 
-    def _connect(self) -> None:
-        if self._registration is None:
-            self._registration = self._client.register(self._groups)  # from now on after every reconnect again
-        else:
-            self._client.connect()
-        self._weigh()  # a connection that still stands does not prove that anybody answers
-
-    def _recover(self) -> None:
-        if self._clear_token is not None:
-            self._clear()
-        else:
-            self._attempt(self._connect)
-
-    def _weigh(self) -> None:
+    def _weigh(self, client: Client) -> None:
         self._weigh_at = monotonic() + _WEIGH_S
-        status = self._client.status()
+        status = client.status()
         memory, keys = status["memory"], status["cache"]["keys"]
         used = memory["used_bytes"]
         self.half_tier_keys = memory["capacity_bytes"] * keys // (2 * used) if used else sys.maxsize
@@ -230,7 +208,7 @@ class LookupThread:
             return
         asked = False
         try:
-            asked = self.connected and self._clear_token is None and self._attempt(partial(self._pin, pin))
+            asked = self.connected and self._attempt(partial(self._pin, pin))
         finally:
             if not asked:
                 self._answer_nothing(pin)
@@ -241,9 +219,9 @@ class LookupThread:
         if pin.promoting:
             self._promoting.append(pin)
 
-    def _pin(self, pin: PinRequest) -> None:
-        for piece, first in self._pieces(_counts(pin.groups), self._starts(pin.ends)):
-            found = self._client.pin(_packed(pin.groups, piece), first)
+    def _pin(self, pin: PinRequest, client: Client) -> None:
+        for piece, first in self._link.pieces(_counts(pin.groups), self._starts(pin.ends)):
+            found = client.pin(_packed(pin.groups, piece), first)
             pin.found.append((piece, found))
             if found.lease:
                 pin.leases.append(found.lease)
@@ -252,33 +230,24 @@ class LookupThread:
         """Returns the position of each group's first key, given the token in the prompt where that key ends."""
         return {group: -(-end // self._tokens_per_key[group]) - 1 for group, end in ends.items()}
 
-    def _pieces(
-        self, counts: Mapping[int, int], starts: Mapping[int, int] = _AT_THE_BEGIN
-    ) -> Iterator[tuple[Piece, dict[int, int]]]:
-        """Yields pieces of a prompt with as many keys as one request may name, each with the position of every group's
-        first key. `counts`: the keys of each group; `starts`: where they start, 0 for groups that are not in it.
-        """
-        for piece in pieces(counts, most_keys(self._client.limits, self._groups, len(counts))):
-            yield piece, {group: starts.get(group, 0) + some.start for group, some in piece.items()}
-
-    def _keep(self, groups: dict[int, list[bytes]], how: KeepHow) -> None:
-        for piece, first in self._pieces(_counts(groups)):
-            self._client.keep(_packed(groups, piece), how, first)
+    def _keep(self, groups: dict[int, list[bytes]], how: KeepHow, client: Client) -> None:
+        for piece, first in self._link.pieces(_counts(groups)):
+            client.keep(_packed(groups, piece), how, first)
 
     def _tell_used(self) -> None:
         """Tell the daemon of one prompt that waits. Only of one: a lookup may have come meanwhile."""
         if not self._used:
             return
         used = self._used.popleft()
-        if self.connected and self._clear_token is None:
+        if self.connected:
             self._attempt(partial(self._touch, used))
 
-    def _touch(self, used: UsedKeys) -> None:
+    def _touch(self, used: UsedKeys, client: Client) -> None:
         packed = pack_by_group(used.offload_keys, used.names)
         ends = {group: used.end_of(used.offload_keys[first]) for group, (first, _) in packed.items()}
         starts = self._starts({group: end for group, end in ends.items() if end is not None})
-        for piece, at in self._pieces({group: len(keys) for group, (_, keys) in packed.items()}, starts):
-            self._client.touch({group: packed[group][1][some] for group, some in piece.items()}, at)
+        for piece, at in self._link.pieces({group: len(keys) for group, (_, keys) in packed.items()}, starts):
+            client.touch({group: packed[group][1][some] for group, some in piece.items()}, at)
 
     def _answer_nothing(self, pin: PinRequest) -> None:
         pin.found.clear()
@@ -304,18 +273,18 @@ class LookupThread:
         due = [found for pin in self._promoting for _, found in pin.found if not found.ready]
         if due:
             with suppress(KvOffloadError):
-                self._client.wait_ready(due[0], _PROMOTION_POLL_S / 4)  # takes in whatever has come for the others
+                self._link.client.wait_ready(due[0], _PROMOTION_POLL_S / 4)  # takes in whatever has come for the others
         for pin in list(self._promoting):
             if not all(found.ready for _, found in pin.found):
                 continue
-            try:
-                pin.found = [(piece, self._client.wait_ready(found, 0.0)) for piece, found in pin.found]
-            except KvOffloadError as error:
-                self._failed(error)
+            if not self._attempt(partial(self._take_promoted, pin)):
                 pin.found.clear()
             self._promoting.remove(pin)
             pin.promoting = False
             self._answer(pin)
+
+    def _take_promoted(self, pin: PinRequest, client: Client) -> None:
+        pin.found = [(piece, client.wait_ready(found, 0.0)) for piece, found in pin.found]
 
     def _release(self, pin: PinRequest) -> None:
         self._unreleased += pin.leases
@@ -324,55 +293,15 @@ class LookupThread:
 
     def _release_all(self) -> None:
         """Those of a daemon that does not answer now, later: each attempt would hang as long as a call may."""
-        while self._unreleased and self._daemon.error is None:
+        while self._unreleased and self._link.connected:
+            lease = self._unreleased[-1]
             # One that ended with its daemon, or its instance, is none to release; the library knows.
-            if self._attempt(partial(self._client.release, self._unreleased[-1])) or self.connected:
+            if self._attempt(partial(Client.release, lease=lease)) or self._link.connected:
                 self._unreleased.pop()
 
-    def _clear(self) -> None:
-        if self._registration is None and not self._attempt(self._connect):
-            return
-        if self._attempt(partial(self._client.clear, wait_s=0.0, token=self._clear_token)):
-            self._clear_token = None
-            self.connected = True
-
-    def _attempt(self, call: Callable[[], object]) -> bool:
-        """Whether it was done."""
-        try:
-            call()
-        except ConnectionLostError:
-            # A daemon that was started anew may be there already. What was asked counts as a miss all the same.
-            self._attempt_once(self._connect)
-            return False
-        except KvOffloadError as error:
-            self._failed(error)
-            return False
-        self._succeeded()
-        return True
-
-    def _attempt_once(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except KvOffloadError as error:
-            self._failed(error)
-        else:
-            self._succeeded()
-
-    def _succeeded(self) -> None:
-        self._daemon.succeeded()
-        self.connected = self._clear_token is None
-
-    def _failed(self, error: KvOffloadError) -> None:
-        if isinstance(error, RemoteError) and self.connected:
-            if monotonic() - self._refusal_told_at >= _REFUSAL_TOLD_S:
-                self._refusal_told_at = monotonic()
-                logger.warning("kvoffloadd: a lookup was refused: %s", error)
-            return
-        self._lost(error)
-
-    def _lost(self, error: Exception) -> None:
-        self.connected = False
-        self._daemon.failed(error, "no cache until the daemon answers")
+    def _attempt(self, call: Callable[[Client], object]) -> bool:
+        """Whether it was done. A request to a daemon that is gone counts as a miss, even if the next one is there."""
+        return self._link.attempt(call, reconnects=True)
 
 
 def _counts(groups: Mapping[int, Sequence[bytes]]) -> dict[int, int]:

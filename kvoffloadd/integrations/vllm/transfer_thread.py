@@ -12,23 +12,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from kvoffloadd.client import (
-    Client,
-    Job,
-    JobConnectionLostError,
-    JobDeadlineError,
-    KvCache,
-    Outcome,
-    Ready,
-    Registration,
-)
+from kvoffloadd.client import Client, Job, KvCache, Outcome, Ready
 from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, DeadlineError, KvOffloadError
-from kvoffloadd.integrations.common.availability import Availability
-from kvoffloadd.integrations.common.keys import KEY_BYTES, Piece, most_keys, pieces
+from kvoffloadd.integrations.common.bugs import log_bug
+from kvoffloadd.integrations.common.link import DaemonLink
 from kvoffloadd.integrations.vllm.blocks import Chunks
 from kvoffloadd.model import Direction
 
@@ -67,16 +56,15 @@ class Ended:
 
 @dataclass(slots=True, eq=False)
 class _Course:
-    """A transfer under way, in as many jobs as it takes. `unasked`: for how many of them there was no daemon.
+    """A transfer under way, in as many jobs as it takes. `jobs`: how many have not ended.
 
-    Of the jobs that have ended: `whole`, if all keys were copied; `carried_out`, if all of them that were there.
+    `whole`: so far all keys were copied. `carried_out`: so far all keys were that the daemon had.
     """
 
     transfer: Transfer
-    unasked: int
-    jobs: int = 0
-    whole: bool = True
-    carried_out: bool = True
+    jobs: int
+    whole: bool
+    carried_out: bool
     bytes: int = 0
     seconds: float = 0.0
 
@@ -97,9 +85,8 @@ class _Course:
 
     def ended(self) -> Ended:
         """Once no job is left."""
-        success = self.transfer.direction is Direction.STORE or (self.whole and not self.unasked)
-        partial = not success and self.carried_out and not self.unasked
-        return Ended(self.transfer.number, success, self.bytes, self.seconds, partial)
+        success = self.transfer.direction is Direction.STORE or self.whole
+        return Ended(self.transfer.number, success, self.bytes, self.seconds, not success and self.carried_out)
 
 
 class SleepPhase(enum.Enum):
@@ -115,11 +102,8 @@ class TransferThread:
     """Stores and loads of one rank. All methods but `wait`, `sleep` and `close` return at once."""
 
     def __init__(self, client: Client, caches: KvCache, *, job_deadline_s: float) -> None:
-        self._client = client
-        self._caches = caches
+        self._link = DaemonLink(client, caches, logger, lost="no daemon, stores are dropped", refused="a job failed")
         self._job_deadline_s = job_deadline_s
-        self._registration: Registration | None = None
-        self._former: Registration | None = None
         self._phase = SleepPhase.AWAKE
         # How often it has woken up. After the next time a transfer is not begun: its blocks hold something else.
         self._wakes = 0
@@ -130,7 +114,6 @@ class TransferThread:
         self._open: set[int] = set()
         self._changed = threading.Condition()
         self._closing = False
-        self._daemon = Availability(logger)
         self._broken = False
         self._thread = threading.Thread(target=self._run, name="kvoffloadd-transfers", daemon=True)
         self._thread.start()
@@ -201,16 +184,15 @@ class TransferThread:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception:  # the thread's boundary: an engine that ends is better than one that waits for ever
-            logger.exception("kvoffloadd: a bug, please report it")
+        except Exception as error:  # noqa: BLE001  the thread's boundary: better an engine that ends than one that waits
+            log_bug(logger, self._thread.name, error)
             with self._changed:
                 self._broken = True
                 self._changed.notify_all()
-        with suppress(KvOffloadError):
-            self._client.close(_IDLE_S, force=True)
+        self._link.close(_IDLE_S)
 
     def _serve(self) -> None:
-        self._connect()
+        self._link.connect()
         while not self._closing:
             try:
                 submitted = self._queue.get_nowait() if self._jobs else self._queue.get(timeout=_IDLE_S)
@@ -219,48 +201,21 @@ class TransferThread:
                 if submitted is not None:
                     self._begin(*submitted)
             except queue.Empty:
-                if not self._jobs and self._phase is SleepPhase.AWAKE and not self._daemon.retry_in_s:
-                    self._idle()
+                if not self._jobs and self._phase is SleepPhase.AWAKE and not self._link.retry_in_s:
+                    # A death is to be known, and the next daemon registered with, before the next load needs it.
+                    self._link.connect()
             if self._jobs:
                 self._look_for_ends()
             elif self._phase is SleepPhase.FALLING_ASLEEP:
                 self._let_go()
 
-    def _idle(self) -> None:
-        """A daemon's death is to be known, and its successor registered with, before the next load needs it."""
-        if self._registration is not None:
-            with suppress(KvOffloadError):
-                self._client.ping()
-                return
-        self._connect()
-
-    def _connect(self) -> None:
-        try:
-            self._registered()
-            self._client.connect()
-        except KvOffloadError as error:
-            self._lost(error)
-        else:
-            self._daemon.succeeded()
-
-    def _registered(self) -> Registration:
-        """Raises as the client does."""
-        if self._former is not None:
-            self._client.unregister(self._former)  # nothing, if that was answered before
-            self._former = None
-        if self._registration is None:
-            self._registration = self._client.register(self._caches)
-        return self._registration
-
     def _let_go(self) -> None:
-        if self._registration is not None:
-            self._former, self._registration = self._registration, None
-            try:
-                self._client.unregister(self._former)
-            except (ConnectionLostError, DaemonUnreachableError):
-                pass  # it ended, and its mappings with it
-            except KvOffloadError as error:
-                logger.warning("kvoffloadd: the daemon may keep the memory of the sleeping KV cache: %s", error)
+        try:
+            self._link.unregister()
+        except (ConnectionLostError, DaemonUnreachableError):
+            pass  # it ended, and its mappings with it
+        except KvOffloadError as error:
+            logger.warning("kvoffloadd: the daemon may keep the memory of the sleeping KV cache: %s", error)
         with self._changed:
             if self._phase is SleepPhase.FALLING_ASLEEP:  # else it was woken meanwhile
                 self._phase = SleepPhase.ASLEEP
@@ -271,60 +226,35 @@ class TransferThread:
             self._end(Ended(transfer.number, True, 0, 0.0))
             return
         # A load is worth an attempt whenever one can't hang: the scheduler was told that the keys are there.
-        hangs = isinstance(self._daemon.error, DeadlineError)
-        lost = self._daemon.retry_in_s > 0 and (hangs or transfer.direction is Direction.STORE)
+        hangs = isinstance(self._link.error, DeadlineError)
+        lost = self._link.retry_in_s > 0 and (hangs or transfer.direction is Direction.STORE)
         if lost or self._phase is not SleepPhase.AWAKE or wakes != self._wakes:
             self._end(Ended(transfer.number, transfer.direction is Direction.STORE, 0, 0.0))
             return
-        course = _Course(transfer, 1)
-        try:
-            registration = self._registered()
-            for piece in self._pieces(course):
-                job = self._ask(registration, transfer, piece)
-                self._add(job, course)
-        except (JobDeadlineError, JobConnectionLostError) as error:
-            self._add(error.job, course)  # the daemon may have its blocks
-            self._lost(error)
-        except KvOffloadError as error:
-            self._lost(error)
-        else:
-            self._daemon.succeeded()
-        if not course.jobs:
-            self._end(course.ended())
-
-    def _pieces(self, course: _Course) -> list[Piece]:
-        chunks = course.transfer.chunks
-        blocks_per_key = max(one.blocks.shape[1] for one in chunks.values())
-        most = most_keys(self._client.limits, self._caches, len(chunks), blocks_per_key)
-        found = pieces({group: len(one.blocks) for group, one in chunks.items()}, most)
-        course.unasked = len(found)
-        return found
-
-    def _add(self, job: Job, course: _Course) -> None:
-        self._jobs[job] = course
-        course.jobs += 1
-        course.unasked -= 1
-
-    def _ask(self, registration: Registration, transfer: Transfer, piece: Piece) -> Job:
-        groups, first = {}, {}
-        for group, some in piece.items():
-            keys, blocks, begin = transfer.chunks[group]
-            groups[group] = (keys[some.start * KEY_BYTES : some.stop * KEY_BYTES], blocks[some])
-            first[group] = begin + some.start
-        common: dict[str, Any] = {"first": first, "ready": transfer.ready, "deadline_s": self._job_deadline_s}
-        if transfer.direction is Direction.STORE:
-            return self._client.store(registration, groups, **common)
+        groups = {group: (one.keys, one.blocks) for group, one in transfer.chunks.items()}
+        first = {group: one.first for group, one in transfer.chunks.items()}
         # Without its pin's lease: the pin holds the keys, and where it ended with its daemon they may still be on disk.
-        return self._client.load(registration, groups, expedited=transfer.expedited, **common)
+        jobs, whole = self._link.submit(
+            transfer.direction,
+            groups,
+            first,
+            deadline_s=self._job_deadline_s,
+            ready=transfer.ready,
+            expedited=transfer.expedited,
+        )
+        course = _Course(transfer, len(jobs), whole=whole, carried_out=whole)
+        self._jobs |= dict.fromkeys((job for _, job in jobs), course)
+        if not jobs:
+            self._end(course.ended())
 
     def _look_for_ends(self) -> None:
         try:
             # What is queued is begun first: a look is enough then.
-            done = self._client.wait_any(list(self._jobs), _JOB_POLL_S if self._queue.empty() else 0.0)
+            done = self._link.client.wait_any(list(self._jobs), _JOB_POLL_S if self._queue.empty() else 0.0)
         except DeadlineError:
             return
         except KvOffloadError as error:
-            self._lost(error)
+            self._link.lost(error)
             return
         for job in done:
             course = self._jobs.pop(job)
@@ -337,7 +267,3 @@ class TransferThread:
         with self._changed:
             self._open.discard(ended.number)
             self._changed.notify_all()
-
-    def _lost(self, error: KvOffloadError) -> None:
-        absent = isinstance(error, DaemonUnreachableError)
-        self._daemon.failed(error, "no daemon, stores are dropped" if absent else "a job failed")

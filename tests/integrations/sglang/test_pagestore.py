@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec
-from kvoffloadd.integrations.sglang import line
+from kvoffloadd.client.results import Cleared
+from kvoffloadd.integrations.sglang import sharedlink
 from kvoffloadd.integrations.sglang.hostpool import host_pools
 from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore, Purpose
 from kvoffloadd.integrations.sglang.pools import TpRank
@@ -448,17 +449,16 @@ def test_a_clear_that_is_wanted_while_another_is_answered(
     daemon = start_daemon(memory="64MiB")
     rank = start_rank(daemon)
     until(lambda: rank.store.connected, "it is connected", PATIENCE_S)
-    ask, epochs = rank.store._lookups.ask, list[int]()
+    clear, epochs = Client.clear, list[int]()
 
-    def ask_and_want_another(call: Callable[[Client], Any]) -> Any:
-        answer = ask(call)
-        if call.func is Client.clear:  # type: ignore[attr-defined]
-            epochs.append(epoch(daemon))
-            if len(epochs) == 1:
-                rank.store._wanted_clear = b"another clear..."
-        return answer
+    def clear_and_want_another(client: Client, **how: Any) -> Cleared:
+        cleared = clear(client, **how)
+        epochs.append(epoch(daemon))
+        if len(epochs) == 1:
+            rank.store._lookups._link.want_clear(b"another clear...")
+        return cleared
 
-    monkeypatch.setattr(rank.store._lookups, "ask", ask_and_want_another)
+    monkeypatch.setattr(Client, "clear", clear_and_want_another)
     rank.store.clear()
     until(lambda: rank.store.available, "both are done", PATIENCE_S)
     assert len(epochs) == 2
@@ -479,7 +479,7 @@ def test_a_daemon_that_hangs_has_its_pages_until_it_is_dead(
     start_daemon: StartDaemon, start_rank: StartRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a stopped daemon has begun it may go on with: its pages are not given back while it lives."""
-    monkeypatch.setattr(line, "_WAIT_WARNING_S", SHORT_S / 10)
+    monkeypatch.setattr(sharedlink, "_WAIT_WARNING_S", SHORT_S / 10)
     daemon, keys = start_daemon(memory="64MiB"), names(5)
     rank = start_rank(daemon, timeout_s=SHORT_S)
     rank.store.store([rank.fill(keys)])
@@ -511,7 +511,7 @@ def test_at_rest_nothing_is_under_way(
     direction: Direction,
 ) -> None:
     """It begins when the last copy has ended, and within it none begins."""
-    monkeypatch.setattr(line, "_REST_WARNING_S", 0.05)
+    monkeypatch.setattr(sharedlink, "_REST_WARNING_S", 0.05)
     daemon = start_daemon(memory="64MiB", faults=hold.fault)
     rank, keys = start_rank(daemon), names(4)
     assert rank.store.store([rank.fill(keys[:2])])["kv"].all()

@@ -168,7 +168,7 @@ def test_keys_are_used_where_they_stand_in_their_prompt(
     line.rank()
     lookup_thread = connected(line.lookup_thread())
     told: list[Any] = []
-    monkeypatch.setattr(lookup_thread._client, "touch", lambda _, first: told.append(first))
+    monkeypatch.setattr(lookup_thread._link.client, "touch", lambda _, first: told.append(first))
     lookup_thread.touch([used(keys[:3], keys[3:5], {0: 16, 1: 45}), used(keys[:1], keys[:1], {})])
     until(lambda: len(told) == 2, "both were told")
     assert told == [{0: 0, 1: 2}, {0: 0, 1: 0}]
@@ -410,14 +410,14 @@ def test_a_bug_is_a_miss(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: p
     line = lines(daemon)
     store(line.rank(), keys)
     lookup_thread = connected(line.lookup_thread())
-    pin, bugs = lookup_thread._client.pin, [ZeroDivisionError("a bug")]
+    pin, bugs = lookup_thread._link.client.pin, [ZeroDivisionError("a bug")]
 
     def pin_or_fail(*arguments: Any) -> Any:
         if bugs:
             raise bugs.pop()
         return pin(*arguments)
 
-    monkeypatch.setattr(lookup_thread._client, "pin", pin_or_fail)
+    monkeypatch.setattr(lookup_thread._link.client, "pin", pin_or_fail)
     asked = pin_request(keys)
     lookup_thread.ask(asked)
     assert answered(lookup_thread, asked) == [{0: [MISS] * 12}]

@@ -1,4 +1,4 @@
-"""What a line says of jobs, by how they ended."""
+"""What a link says of jobs, by how they ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, Job, JobResult, KeyState, KvCache, Outcome
-from kvoffloadd.integrations.sglang.line import Line
+from kvoffloadd.integrations.sglang.sharedlink import SharedLink
 from kvoffloadd.model import Direction
 from kvoffloadd.trial.wait import HANG_S
 
@@ -75,27 +75,27 @@ class Hanging(Ending):
 
 
 @pytest.fixture
-def hanging() -> Iterator[tuple[Line, Hanging]]:
-    """A line that is up, and whose keeper waits for its daemon."""
+def hanging() -> Iterator[tuple[SharedLink, Hanging]]:
+    """A link that is connected, and whose keeper waits for its daemon."""
     client = Hanging()
-    line = Line(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
-    line.keep()
-    keeper = threading.Thread(target=line.keep)
+    link = SharedLink(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
+    link.keep()
+    keeper = threading.Thread(target=link.keep)
     keeper.start()
     assert client.pinged.wait(HANG_S)
-    yield line, client
+    yield link, client
     client.answers.set()
     keeper.join(HANG_S)
     assert not keeper.is_alive()
 
 
 def carried(client: Ending, direction: Direction) -> tuple[list[bool], bool]:
-    """What is said of the keys, and whether the line is still up."""
-    line = Line(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
-    line.keep()
-    assert line.connected
-    done = line.carry(direction, {0: (KEYS, np.arange(len(STATES), dtype=np.uint32))})
-    return done[0].tolist(), line.connected
+    """What is said of the keys, and whether the link is still up."""
+    link = SharedLink(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
+    link.keep()
+    assert link.connected
+    done = link.carry(direction, {0: (KEYS, np.arange(len(STATES), dtype=np.uint32))})
+    return done[0].tolist(), link.connected
 
 
 def test_what_the_daemon_has_counts_as_stored() -> None:
@@ -107,42 +107,42 @@ def test_what_the_daemon_has_counts_as_stored() -> None:
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("outcome", [Outcome.LOST, None])
 def test_a_job_whose_end_nobody_told_has_done_nothing(outcome: Outcome | None, direction: Direction) -> None:
-    """Whatever was said of its keys when it began: the daemon may have died since. The line asks no more."""
+    """Whatever was said of its keys when it began: the daemon may have died since. The link asks no more."""
     assert carried(Ending(outcome), direction) == ([False] * 4, False)
 
 
 BLOCKS = {0: (KEYS, np.arange(len(STATES), dtype=np.uint32))}
 
 
-def test_a_flush_does_not_wait_for_a_ping(hanging: tuple[Line, Hanging]) -> None:
+def test_a_flush_does_not_wait_for_a_ping(hanging: tuple[SharedLink, Hanging]) -> None:
     """Nor does a copy that comes meanwhile: SGLang's scheduler dies if its threads take ten seconds."""
-    line, client = hanging
-    line.rest()
-    assert not line.carry(Direction.STORE, BLOCKS)[0].any()
+    link, client = hanging
+    link.rest()
+    assert not link.carry(Direction.STORE, BLOCKS)[0].any()
     assert not client.answers.is_set()
-    line.resume()
+    link.resume()
     client.answers.set()
-    assert line.carry(Direction.STORE, BLOCKS)[0].any()
+    assert link.carry(Direction.STORE, BLOCKS)[0].any()
 
 
-def test_a_copy_that_waits_for_a_ping_gives_way_to_a_flush(hanging: tuple[Line, Hanging]) -> None:
-    line, client = hanging
+def test_a_copy_that_waits_for_a_ping_gives_way_to_a_flush(hanging: tuple[SharedLink, Hanging]) -> None:
+    link, client = hanging
     stored: list[bool] = []
-    storing = threading.Thread(target=lambda: stored.append(bool(line.carry(Direction.STORE, BLOCKS)[0].any())))
+    storing = threading.Thread(target=lambda: stored.append(bool(link.carry(Direction.STORE, BLOCKS)[0].any())))
     storing.start()
-    line.rest()
+    link.rest()
     storing.join(HANG_S)
     assert stored == [False]
     assert not client.answers.is_set()
 
 
-def test_a_client_that_is_in_use_is_closed_when_that_ends(hanging: tuple[Line, Hanging]) -> None:
-    line, client = hanging
-    line.close(0.01)
+def test_a_client_that_is_in_use_is_closed_when_that_ends(hanging: tuple[SharedLink, Hanging]) -> None:
+    link, client = hanging
+    link.close(0.01)
     assert not client.closed.is_set()
     client.answers.set()
     assert client.closed.wait(HANG_S)
-    assert not line.connected
-    line.keep()
-    assert not line.connected, "it is not connected anew"
+    assert not link.connected
+    link.keep()
+    assert not link.connected, "it is not connected anew"
     assert client.pings == 2

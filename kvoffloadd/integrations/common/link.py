@@ -1,0 +1,254 @@
+"""A thread's link to the daemon. A daemon that is gone, restarts or refuses requests costs hits and raises no error."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from kvoffloadd.client import Client, Job, JobConnectionLostError, JobDeadlineError, KvCache, Ready, Registration
+from kvoffloadd.client.connector import backoffs
+from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
+from kvoffloadd.integrations.common.keys import KEY_BYTES, Piece, most_keys, pieces
+from kvoffloadd.model import Direction, U32Array
+from kvoffloadd.protocol.messages import TOKEN_BYTES
+
+R = TypeVar("R")
+
+_RETRY_MAX_S = 2.0
+_REFUSAL_LOGGED_S = 60.0
+_AT_THE_BEGIN: Mapping[int, int] = MappingProxyType({})
+
+
+class Submitted(NamedTuple):
+    """The jobs of one `submit`, each with its keys. `whole`: every key that was named has a job."""
+
+    jobs: list[tuple[Piece, Job]]
+    whole: bool
+
+
+class DaemonLink:
+    """A client, its registration, and whether the daemon answers.
+
+    One thread at a time calls its methods and has its client. Any thread may call `want_clear` and read `connected` and
+    `clearing`. Pauses between attempts grow with each failure in a row, up to two seconds.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        caches: KvCache,
+        logger: logging.Logger,
+        *,
+        lost: str = "",
+        refused: str = "",
+        greet: Callable[[Client], object] = lambda client: client.ping(),
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            client: what is asked. The link closes it.
+            caches: what `connect` and `submit` register with the daemon.
+            logger: the engine's.
+            lost: a warning, logged once until the daemon answers again. Empty: the warning of another link is enough.
+            refused: a warning about refused requests, logged once a minute. Empty: refusals are no news.
+            greet: asks for something, because a connection that still stands does not prove that the daemon answers.
+        """
+        self.client = client
+        self.connected = False
+        """Whether the daemon answered last."""
+        self.error: Exception | None = None
+        """Why the last attempt failed; None: it did not, or there was none."""
+        self._caches = caches
+        self._logger = logger
+        self._lost_warning, self._refusal_warning = lost, refused
+        self._greet = greet
+        self._registration: Registration | None = None
+        self._former: Registration | None = None  # the daemon may still have its memory
+        self._pauses = _pauses()
+        self._retry_at = 0.0
+        self._is_loss_logged = False
+        self._refusal_logged_at = -_REFUSAL_LOGGED_S
+        self._wanted_clear = self._done_clear = b""  # tokens of the last clears
+
+    @property
+    def retry_in_s(self) -> float:
+        """How long to wait before the next attempt; 0.0: it may be now."""
+        return max(self._retry_at - monotonic(), 0.0)
+
+    # --- requests ----------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        """Connect and register, or see whether the daemon still answers. Then ask for a clear that is wanted."""
+        try:
+            self._registered()  # from now on after every reconnect again
+            self._greet(self.client)
+        except KvOffloadError as error:
+            self.lost(error)
+        else:
+            self._succeeded()
+            self.clear()
+
+    def attempt(self, call: Callable[[Client], object], *, reconnects: bool = False) -> bool:
+        """Whether the daemon has answered. `reconnects`: look for another daemon at once where this one went away."""
+        try:
+            call(self.client)
+        except KvOffloadError as error:
+            if reconnects and isinstance(error, ConnectionLostError):
+                self.connect()
+            elif self.connected and isinstance(error, RemoteError):
+                self._pause(error)
+                self._log_refusal(error)
+            else:
+                self.lost(error)
+            return False
+        self._succeeded()
+        return True
+
+    def ask(self, call: Callable[[Client], R]) -> R | None:
+        """The answer; None: the daemon has given none."""
+        answers: list[R] = []
+        self.attempt(lambda client: answers.append(call(client)))
+        return answers[0] if answers else None
+
+    def pieces(
+        self, counts: Mapping[int, int], first: Mapping[int, int] = _AT_THE_BEGIN, blocks_per_key: int = 0
+    ) -> Iterator[tuple[Piece, dict[int, int]]]:
+        """Yields pieces of a prompt with as many keys as one request may name, each with the position of every group's
+        first key. `counts`: the keys of each group; `first`: their positions, 0 for groups that are not in it.
+        """
+        for piece in pieces(counts, most_keys(self.client.limits, self._caches, len(counts), blocks_per_key)):
+            yield piece, {group: first.get(group, 0) + some.start for group, some in piece.items()}
+
+    def submit(
+        self,
+        direction: Direction,
+        groups: Mapping[int, tuple[bytes, U32Array]],
+        first: Mapping[int, int] = _AT_THE_BEGIN,
+        *,
+        deadline_s: float,
+        ready: Ready | None,
+        **load_options: bool,
+    ) -> Submitted:
+        """Begin to store or load keys. The jobs may have their blocks, whatever went wrong.
+
+        Args:
+            direction: whether keys are stored or loaded.
+            groups: group -> packed keys and their blocks, (keys,) or (keys, blocks_per_key).
+            first: as in `pieces`.
+            deadline_s: as in `Client.store`, like `ready`.
+            ready: when the blocks may be touched; None: they may.
+            load_options: of `Client.load` alone.
+        """
+        load: Callable[..., Job] = self.client.load
+        begin = self.client.store if direction is Direction.STORE else partial(load, **load_options)
+        jobs: list[tuple[Piece, Job]] = []
+        asked: list[tuple[Piece, dict[int, int]]] = [({}, {})]  # until a daemon has told how much fits a request
+
+        def begin_all(_: Client) -> None:
+            registration = self._registered()
+            blocks_per_key = max((math.prod(blocks.shape[1:]) for _, blocks in groups.values()), default=1)
+            asked[:] = self.pieces({group: len(blocks) for group, (_, blocks) in groups.items()}, first, blocks_per_key)
+            for piece, at in asked:
+                try:
+                    job = begin(registration, _cut(groups, piece), first=at, deadline_s=deadline_s, ready=ready)
+                except (JobDeadlineError, JobConnectionLostError) as error:
+                    jobs.append((piece, error.job))
+                    raise
+                jobs.append((piece, job))
+
+        self.attempt(begin_all)
+        return Submitted(jobs, len(jobs) == len(asked))
+
+    # --- clears ------------------------------------------------------------------------------------
+
+    def want_clear(self, token: bytes = b"") -> None:
+        """From now on the keys of the namespace are to be dropped. `token`: 16 bytes that name this clear, which a
+        daemon carries out once, whoever asks for it; empty: new ones.
+        """
+        self._wanted_clear = token or secrets.token_bytes(TOKEN_BYTES)
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a clear is wanted that no daemon has carried out yet."""
+        return self._wanted_clear != self._done_clear
+
+    def clear(self) -> None:
+        """Ask for the clear that is wanted. The daemon carries it out once, however often it is asked."""
+        token = self._wanted_clear
+        if self.clearing and self.attempt(lambda client: client.clear(wait_s=0.0, token=token)):
+            self._done_clear = token  # another one may be wanted by now
+
+    # --- ends --------------------------------------------------------------------------------------
+
+    def unregister(self) -> None:
+        """Have the daemon let go of the memory, until `connect` or `submit` registers it again. Raises as the client's
+        method.
+        """
+        if self._registration is not None:
+            self._former, self._registration = self._registration, None
+            self.client.unregister(self._former)
+
+    def lost(self, error: Exception) -> None:
+        """Note that the daemon does not answer, or has refused to be connected, or that it is not known after a bug."""
+        self.connected = False
+        self._pause(error)
+        if isinstance(error, RemoteError):
+            self._log_refusal(error)
+        elif self._lost_warning and not self._is_loss_logged:
+            self._is_loss_logged = True
+            self._logger.warning("kvoffloadd: %s: %s", self._lost_warning, error)
+
+    def close(self, deadline_s: float) -> None:
+        """End the session. What the daemon has not given back by then stays its own until this process ends."""
+        self.connected = False
+        with suppress(KvOffloadError):
+            self.client.close(deadline_s, force=True)
+
+    # --- helpers -----------------------------------------------------------------------------------
+
+    def _registered(self) -> Registration:
+        """Raises as the client's methods."""
+        if self._former is not None:
+            self.client.unregister(self._former)  # nothing, if that was answered before
+            self._former = None
+        if self._registration is None:
+            self._registration = self.client.register(self._caches)
+        return self._registration
+
+    def _succeeded(self) -> None:
+        self.connected = True
+        if self.error is None:
+            return
+        if self._is_loss_logged:
+            self._logger.info("kvoffloadd: the daemon answers again")
+        self.error = None
+        self._is_loss_logged = False
+        self._pauses = _pauses()
+        self._retry_at = 0.0
+
+    def _pause(self, error: Exception) -> None:
+        self.error = error
+        self._retry_at = monotonic() + next(self._pauses)
+
+    def _log_refusal(self, error: RemoteError) -> None:
+        if self._refusal_warning and monotonic() - self._refusal_logged_at >= _REFUSAL_LOGGED_S:
+            self._refusal_logged_at = monotonic()
+            self._logger.warning("kvoffloadd: %s: %s", self._refusal_warning, error)
+
+
+def _pauses() -> Iterator[float]:
+    return (min(pause_s * 8, _RETRY_MAX_S) for pause_s in backoffs())
+
+
+def _cut(groups: Mapping[int, tuple[bytes, U32Array]], piece: Piece) -> dict[int, tuple[bytes, U32Array]]:
+    return {
+        group: (groups[group][0][some.start * KEY_BYTES : some.stop * KEY_BYTES], groups[group][1][some])
+        for group, some in piece.items()
+    }

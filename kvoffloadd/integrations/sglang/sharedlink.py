@@ -1,0 +1,181 @@
+"""A link that threads share, and use only while the daemon answers, so that one that is gone costs nothing.
+
+Each purpose has its own, so that a long load never delays a lookup. Requests never connect: `keep`, which another
+thread calls, does. Ownership: the thread that holds the mutex has the inner link, and closes it when it releases the
+mutex, if the shared one was closed meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from time import monotonic
+from typing import TypeVar
+
+import numpy as np
+
+from kvoffloadd.client import Client, Job, JobDeadlineError, KeyState, KvCache, Outcome, Ready
+from kvoffloadd.integrations.common.keys import Piece
+from kvoffloadd.integrations.common.link import DaemonLink
+from kvoffloadd.model import BoolArray, Direction, U32Array
+
+R = TypeVar("R")
+
+logger = logging.getLogger("sglang.kvoffloadd")
+
+Chunks = Mapping[int, tuple[bytes, U32Array]]
+"""Group -> packed keys and their block ids (keys,)."""
+
+_LOOK_S = 0.05
+_CLOSE_S = 2.0
+_WAIT_WARNING_S = 30.0
+_REST_WARNING_S = 15.0
+
+
+class SharedLink:
+    """All methods but `carry`, `rest` and `keep` return within the client's deadline, whatever the daemon does."""
+
+    def __init__(self, client: Client, caches: KvCache, *, job_deadline_s: float, warning: str = "") -> None:
+        """Connects to nothing yet. `warning`: logged when the daemon is lost; empty: another link's is enough."""
+        self._resting = threading.Event()
+        self._closed = threading.Event()
+        self._job_deadline_s = job_deadline_s
+        self._link = DaemonLink(client, caches, logger, lost=warning, refused="the daemon has refused a request")
+        self._mutex = threading.Lock()
+        self._carrying = threading.Lock()  # beneath the mutex: while anything is carried
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon answered last."""
+        return self._link.connected and not self._closed.is_set()
+
+    def ask(self, call: Callable[[Client], R]) -> R | None:
+        """The answer; None: no daemon has given one."""
+        with self._taken() as link:
+            return None if link is None else link.ask(call)
+
+    def attempt(self, call: Callable[[Client], object]) -> bool:
+        """Whether the daemon has answered."""
+        with self._taken() as link:
+            return link is not None and link.attempt(call)
+
+    @property
+    def shares_store(self) -> bool:
+        """Whether the daemon that answered last has a store that hosts share."""
+        return "remote" in self._link.client.features
+
+    def pieces(self, counts: Mapping[int, int], first: Mapping[int, int]) -> Iterator[tuple[Piece, dict[int, int]]]:
+        """Yields what each request may name: see `DaemonLink.pieces`."""
+        return self._link.pieces(counts, first)
+
+    def clear(self, token: bytes) -> None:
+        """Drop the keys of the namespace; where no daemon answers, in a later `keep`. `token`: see `DaemonLink`."""
+        self._link.want_clear(token)
+        with self._taken() as link:
+            if link is not None:
+                link.clear()
+
+    @property
+    def clearing(self) -> bool:
+        """Whether a clear is wanted that no daemon has carried out yet."""
+        return self._link.clearing
+
+    def carry(self, direction: Direction, chunks: Chunks, ready: Ready | None = None) -> dict[int, BoolArray]:
+        """Copy pages. bool (keys,) for each group: what was loaded, or what the daemon has now or is just being given.
+
+        `ready`: when the blocks may be touched; None: they may. It returns when the blocks are the engine's again,
+        however long that takes: a daemon that hangs may still write to them.
+        """
+        done = {group: np.zeros(blocks.size, np.bool_) for group, (_, blocks) in chunks.items()}
+        with self._taken(gives_way=True) as link:
+            if link is None:
+                return done
+            with self._carrying:
+                if not self._resting.is_set():
+                    # A load that waited for a store that hosts share would keep SGLang's one thread from all others.
+                    begun = link.submit(direction, chunks, deadline_s=self._job_deadline_s, ready=ready, local=True)
+                    for piece, job in begun.jobs:
+                        self._take(piece, job, done)
+        return done
+
+    def keep(self) -> None:
+        """Connect, or see whether the daemon still answers. Nothing while a call is under way: that one will learn."""
+        if not self._mutex.acquire(blocking=False):
+            return
+        try:
+            if not self._link.retry_in_s and not self._closed.is_set():
+                self._link.connect()
+        finally:
+            self._let_go()
+
+    def rest(self) -> None:
+        """Returns when nothing is carried, however long that takes. Until `resume` nothing is, and `carry` waits for
+        nothing: not even for a `keep` that waits for a daemon that hangs.
+        """
+        self._resting.set()
+        waiting_since = monotonic()
+        while not self._carrying.acquire(timeout=_REST_WARNING_S):
+            waited_s = monotonic() - waiting_since
+            logger.warning("kvoffloadd: SGLang's flush waits for the daemon to end a copy: %.0f s", waited_s)
+        self._carrying.release()
+
+    def resume(self) -> None:
+        """After `rest`."""
+        self._resting.clear()
+
+    def close(self, deadline_s: float) -> None:
+        """End the session, or leave that to the call that is under way at the deadline. What the daemon has not given
+        back by then stays its own until this process ends.
+        """
+        self._closed.set()
+        if self._mutex.acquire(timeout=deadline_s):
+            self._let_go(deadline_s)
+
+    # --- the mutex -------------------------------------------------------------------------------
+
+    @contextmanager
+    def _taken(self, *, gives_way: bool = False) -> Iterator[DaemonLink | None]:
+        """The link, with the mutex. None: no daemon answers. `gives_way`: None, too, if this one rests before the mutex
+        is free.
+        """
+        if not self.connected:
+            yield None
+            return
+        alone = self._mutex.acquire(timeout=_LOOK_S)
+        while not alone and not (gives_way and self._resting.is_set()):
+            alone = self._mutex.acquire(timeout=_LOOK_S)
+        try:
+            # The daemon may have been lost while another call was under way.
+            yield self._link if alone and self.connected else None
+        finally:
+            if alone:
+                self._let_go()
+
+    def _let_go(self, close_s: float = _CLOSE_S) -> None:
+        """Of the mutex."""
+        if self._closed.is_set():
+            self._link.close(close_s)
+        self._mutex.release()
+
+    # --- with the mutex --------------------------------------------------------------------------
+
+    def _take(self, piece: Piece, job: Job, done: dict[int, BoolArray]) -> None:
+        """Wait until the job has ended. Nothing of a job whose end was not told counts."""
+        waiting_since = monotonic()
+        while not job.done:
+            try:
+                self._link.client.wait(job, _WAIT_WARNING_S)
+            except JobDeadlineError:
+                waited_s = monotonic() - waiting_since
+                logger.warning("kvoffloadd: still waiting for the daemon to end a %s: %.0f s", job.direction, waited_s)
+        result = job.result
+        if result is None or result.outcome is Outcome.LOST:
+            self._link.connected = False  # until `keep` has seen whether there is a daemon
+            return
+        for at, (group, some) in enumerate(piece.items()):
+            copied = result.valid(at)
+            if job.direction is Direction.STORE:
+                copied |= np.isin(result.states[at], (KeyState.HIT, KeyState.PENDING))
+            done[group][some] = copied
