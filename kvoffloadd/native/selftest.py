@@ -107,7 +107,7 @@ def _key_hash(secret: list[int], keyspace: int, key: list[int]) -> int:
 
 
 def _counts(helper: Helper) -> bool:
-    """Of four rows, one is a hit, two lack parts, and one is held twice."""
+    """Counts holders of four rows: one is a hit, two lack parts, and one is held twice."""
     missing, states = np.array([0, 2, 1], np.uint16), np.zeros(4, np.uint8)
     incomplete = helper.mark_hits(np.array([-1, 0, 1, 2]), missing, states)
     counts, held = np.array([1, 0, 0], np.uint32), np.array([1, 0], np.int64)

@@ -404,7 +404,7 @@ class Job:
         self.on_end(Completion(outcome, result.bytes, result.seconds, failed, result.reason))
 
     def _failed(self, outcome: Outcome) -> list[I64Array]:
-        """By group, the indices of the keys that were not stored or loaded by a copy with this outcome."""
+        """Returns, by group, the indices of the keys that a copy with this outcome has not stored or loaded."""
         if outcome is not Outcome.DONE:
             return [np.union1d(chosen, lost) for chosen, lost in zip(self.chosen, self.lost, strict=True)]
         if not self.bad.any():

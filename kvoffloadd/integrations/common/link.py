@@ -169,8 +169,8 @@ class DaemonLink:
     # --- clears ------------------------------------------------------------------------------------
 
     def want_clear(self, token: bytes = b"") -> None:
-        """From now on the keys of the namespace are to be dropped. `token`: 16 bytes that name this clear, which a
-        daemon carries out once, whoever asks for it; empty: new ones.
+        """Asks for a clear of the namespace, as soon as the daemon answers. `token`: 16 bytes that name this clear,
+        which a daemon carries out once, whoever asks for it; empty: new ones.
         """
         self._wanted_clear = token or secrets.token_bytes(TOKEN_BYTES)
 

@@ -122,7 +122,7 @@ class SharedLink:
         self._carrying.release()
 
     def resume(self) -> None:
-        """After `rest`."""
+        """Ends what `rest` began."""
         self._resting.clear()
 
     def close(self, deadline_s: float) -> None:
