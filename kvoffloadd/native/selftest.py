@@ -64,7 +64,9 @@ def _packed(digests: U64Array) -> bytes:
 
 
 def _finds(helper: Helper) -> bool:
-    """In a table of two segments: half of the keys are in one bucket, and overflow it."""
+    """Returns whether keys are found in a table of two segments, where half of the keys are in one bucket, and overflow
+    it.
+    """
     keys = np.arange(1, 4 * _ROWS + 1, dtype=np.uint64).reshape(-1, 4) * np.uint64(0x9E3779B97F4A7C15)
     keyspaces, secret = np.arange(_ROWS, dtype=np.uint16) % np.uint16(3), np.arange(3, 47, 2, dtype=np.uint64) ** 9
     hashes = np.zeros(_ROWS, np.uint64)
@@ -94,7 +96,7 @@ def _finds(helper: Helper) -> bool:
 
 
 def _key_hash(secret: list[int], keyspace: int, key: list[int]) -> int:
-    """As `KeyHash` defines it, in Python's integers."""
+    """Returns the hash that `KeyHash` defines, computed with Python's integers."""
     halves = [keyspace, 1, *(half for word in key for half in (word & 0xFFFFFFFF, word >> 32))]
     low, high = (
         sum(half * factor for half, factor in zip(halves, factors, strict=True)) & _64_BITS
@@ -107,7 +109,7 @@ def _key_hash(secret: list[int], keyspace: int, key: list[int]) -> int:
 
 
 def _counts(helper: Helper) -> bool:
-    """Counts holders of four rows: one is a hit, two lack parts, and one is held twice."""
+    """Returns whether the helper marks hits and counts holders as Python does."""
     missing, states = np.array([0, 2, 1], np.uint16), np.zeros(4, np.uint8)
     incomplete = helper.mark_hits(np.array([-1, 0, 1, 2]), missing, states)
     counts, held = np.array([1, 0, 0], np.uint32), np.array([1, 0], np.int64)

@@ -154,7 +154,7 @@ class SharedLink:
                 self._let_go()
 
     def _let_go(self, close_s: float = _CLOSE_S) -> None:
-        """Of the mutex."""
+        """Gives the mutex back. If the link was closed meanwhile, its holder closes the client."""
         if self._closed.is_set():
             self._link.close(close_s)
         self._mutex.release()
