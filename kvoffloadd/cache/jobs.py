@@ -100,7 +100,6 @@ class Jobs:
 
     # --- store ---
 
-    @changing
     def store(
         self, parts: I64Array, lists: list[BlockList], options: CopyOptions, on_end: Callable[[Completion], None]
     ) -> Job:
@@ -114,7 +113,6 @@ class Jobs:
 
     # --- load ---
 
-    @changing
     def load(
         self,
         plan: LoadPlan,
@@ -169,7 +167,6 @@ class Jobs:
 
     # --- both ---
 
-    @changing
     def finish(self, direction: Direction, options: CopyOptions, on_end: Callable[[Completion], None]) -> Job:
         """A job that has nothing to move: it ends in the next turn of the loop."""
         job = Job(self, direction, options, on_end)
