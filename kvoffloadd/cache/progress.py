@@ -40,14 +40,12 @@ class Progress:
         self._open: OrderedDict[int, None] = OrderedDict()
         self._waiters: list[Waiter] = []  # the lowest number first, so that an end looks at none that still waits
 
-    @changing
     def begin(self) -> int:
         """Begin one more. Returns its number. Pair with `end`."""
         self.last += 1
         self._open[self.last] = None
         return self.last
 
-    @changing
     def end(self, number: int) -> None:
         """This one has ended: resume the waiters that wait for nothing else."""
         del self._open[number]

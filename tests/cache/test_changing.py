@@ -21,7 +21,6 @@ from kvoffloadd.cache.memory.finding import find_in_steps
 from kvoffloadd.cache.memory.lease import Leases
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import STEP_KEYS, Wanted, reserve, reserve_all, reserve_in_steps
-from kvoffloadd.cache.progress import Progress
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.errors import DeviceError, KvOffloadError, LimitError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U32Array
@@ -155,12 +154,6 @@ def drain(steps: Any) -> None:
         pass
 
 
-def seal(world: World) -> None:
-    kept = world.cache.commit(world.reserved)
-    generations = world.cache.entries.parts.generation[kept]
-    world.cache.seal(kept, generations, np.zeros((1, 2), np.uint64))
-
-
 def unsettled(world: World) -> None:
     world.cache.uses.add(world.used)
     world.cache.uses.settle_due()
@@ -226,11 +219,8 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "keep": ("entries.find", lambda w: w.cache.keep([(w.keyspace, keys_of(1))], soon=True)),
     "hold": ("entries.count_leases", lambda w: w.cache.hold(w.rows)),
     "unhold": ("entries.count_leases", lambda w: w.cache.unhold(w.rows)),
-    "commit": ("entries.account", lambda w: w.cache.commit(w.reserved)),
-    "commit, its slots": ("tier.touch", lambda w: w.cache.commit(w.reserved)),
     "abort": ("entries.vacate", lambda w: w.cache.abort(w.reserved)),
     "abort, its rows": ("entries.retire", lambda w: w.cache.abort(w.reserved)),
-    "seal": ("tier.slot_records.write", seal),
     "drop": ("entries.index.remove", lambda w: w.cache.drop(w.rows)),
     "clear": ("entries.keyspaces.retire", lambda w: drain(w.cache.clear(w.namespace))),
     "clear, its steps": ("entries.retire", lambda w: drain(w.cache.clear(w.namespace))),
@@ -263,7 +253,6 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "fill a lease": ("", lease(lambda leases, w: leases.fill(last_lease(leases), w.reserved))),
     "end a lease": ("", lease(lambda leases, w: leases.end(first_id(leases)))),
     "end leases": ("", lease(lambda leases, w: leases.end_some(10))),
-    "end what never began": ("", lambda w: Progress().end(7)),
 }  # fmt: skip
 
 

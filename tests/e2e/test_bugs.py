@@ -78,7 +78,6 @@ def use(rank: Rank, seed: int) -> None:
         pytest.param("kvoffloadd.cache.memory.index:Index:_place", id="a request, between rows and table"),
         pytest.param("kvoffloadd.cache.memory.keytable:KeyTable:account", id="a completion, between states and events"),
         pytest.param("kvoffloadd.storage.memory:MemoryTier:take", id="memory that the cache keeps"),
-        pytest.param("kvoffloadd.cache.memory.lease:Leases:_cut", id="the end of a lease"),
         pytest.param("kvoffloadd.cache.memory.keytable:KeyTable:count_leases", id="a hold"),
         pytest.param("kvoffloadd.cache.memory.uses:Uses:_count", id="uses that are counted later"),
         pytest.param("kvoffloadd.cache.sealing:Sealing:_seal", id="a store behind its completion"),

@@ -219,8 +219,9 @@ class Job:
         behind_others(self._go_on)
         yield
 
+    @changing
     def _go_on(self, value: object) -> None:
-        with changing, suppress(StopIteration):
+        with suppress(StopIteration):
             self._life.send(value)  # type: ignore[union-attr]  # as in `stop`
 
     # --- the life of a store ---

@@ -103,7 +103,6 @@ class Jobs:
 
     # --- store ---
 
-    @changing
     def store(
         self, parts: I64Array, lists: list[BlockList], options: CopyOptions, on_end: Callable[[Completion], None]
     ) -> Job:
@@ -118,7 +117,6 @@ class Jobs:
 
     # --- load ---
 
-    @changing
     def load(
         self,
         plan: LoadPlan,

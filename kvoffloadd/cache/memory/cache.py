@@ -113,7 +113,6 @@ class Cache:
         self.local = self.entries.local = local
         self.attach(local)
 
-    @changing
     def sealed(self, parts: I64Array) -> None:
         """Tell the tiers below that the checksums of these parts are known now."""
         for lower in self.lower:
@@ -314,7 +313,6 @@ class Cache:
 
     # --- writing: `reservation` reserves, then commit or abort ---
 
-    @changing
     def commit(self, parts: I64Array) -> I64Array:
         """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
         self.counters.parts_committed += len(parts)
@@ -337,7 +335,6 @@ class Cache:
         if self.eviction.any_aside:
             self.eviction.readmit(rows)
 
-    @changing
     def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> I64Array:
         """Take checksums of committed parts; those of slots that were freed meanwhile are ignored. Returns the parts
         that are sealed now.

@@ -3,7 +3,7 @@
 `with changing:` stands around whatever must happen as a whole: tables are in order before it and after it, and not in
 between. `@changing` does the same for a function. An error that passes through becomes a `CacheTornError`, except one
 that was raised on purpose: such an error changes nothing. Marks may be nested. Entering and leaving one takes a
-fraction of a microsecond.
+fraction of a microsecond; what only marked changes call, such as `Cache.commit`, has no mark.
 
 A change may last over several turns of the event loop. A task that serves the cache as long as the daemon runs is one
 change: if it ended, what it was at would stay half done. Only the tasks that take disk roots in and watch them mark
