@@ -128,8 +128,7 @@ class PeerConnection:
         return True
 
     def _close_fds(self, fds: list[int]) -> None:
-        if fds:
-            self._closer.close(self._peer.uid, fds)
+        self._closer.close(self._peer.uid, fds)
 
     @property
     def flow(self) -> tuple[int, int, int]:
@@ -266,7 +265,8 @@ class PeerConnection:
         except Exception as error:  # noqa: BLE001  the end of a request
             self._reply_failure(error, seq)
         finally:
-            self._close_fds(fds)
+            if fds:
+                self._close_fds(fds)
 
     def _go_on_with(self, steps: Steps[m.Reply], seq: int, turn_ends: float) -> bool:
         """Take a turn of the request that has begun, behind which the others wait. False: it has not ended."""
