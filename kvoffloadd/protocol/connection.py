@@ -84,16 +84,12 @@ class Connection:
     def __init__(self, *, daemon: bool) -> None:
         self.state = ProtocolState.HELLO
         self.pending = bytearray()  # what has come and is in no message yet; to be read only
+        # A large frame: call `next_message` until it makes a message of it. To be read only.
+        self.unpacking: Unpacking | None = None
         self._daemon = daemon
         self._known: dict[str, type[Message]] = FROM_CLIENT if daemon else FROM_DAEMON
         self._map_items_max = MAP_ITEMS_MAX if daemon else ARRAY_ITEMS_MAX
         self._fds: deque[int] = deque()
-        self._unpacking: Unpacking | None = None  # a large frame
-
-    @property
-    def is_halfway(self) -> bool:
-        """A large frame is being unpacked: call `next_message` until it makes a message of it."""
-        return self._unpacking is not None
 
     def receive_data(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Take what the socket gave. Raises FramingError when more descriptors are queued than one frame may carry."""
@@ -108,8 +104,8 @@ class Connection:
         return PREFIX.unpack_from(self.pending)[0] if len(self.pending) >= PREFIX.size else 0
 
     def next_message(self) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors. None: more bytes are needed; or the daemon `is_halfway`, since a large
-        frame takes so long that its event loop should turn in between.
+        """The next message and its descriptors. None: more bytes are needed; or the daemon is `unpacking` a large
+        frame, which takes so long that its event loop should turn in between.
 
         Raises FramingError (the stream is unusable from here on), MessageError or StateError (this frame is skipped,
         the stream goes on; `seq` of the error tells which request to answer).
@@ -131,8 +127,8 @@ class Connection:
 
     def _next_map(self) -> dict[str, Any] | None:
         """The map in the next frame. None: see `next_message`. Raises FramingError only."""
-        if self._unpacking is not None:
-            return self._next_step(self._unpacking)
+        if self.unpacking is not None:
+            return self._next_step(self.unpacking)
         if len(self.pending) < PREFIX.size:
             return None
         (size,) = PREFIX.unpack_from(self.pending)
@@ -143,7 +139,7 @@ class Connection:
             return None
         with memoryview(self.pending) as view, view[PREFIX.size : end] as body:
             if self._daemon and size > AT_ONCE_BYTES:
-                fields, self._unpacking = None, unpack_in_steps(bytes(body))
+                fields, self.unpacking = None, unpack_in_steps(bytes(body))
             else:
                 fields = unpack(body, self._map_items_max)
         del self.pending[:end]
@@ -151,13 +147,13 @@ class Connection:
 
     def _next_step(self, unpacking: Unpacking) -> dict[str, Any] | None:
         """The map, if this was the last step."""
-        self._unpacking = None
+        self.unpacking = None
         try:
             next(unpacking)
         except StopIteration as end:
             fields: dict[str, Any] = end.value
             return fields
-        self._unpacking = unpacking
+        self.unpacking = unpacking
         return None
 
     def _claim(self, count: object) -> list[int]:

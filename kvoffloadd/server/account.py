@@ -104,23 +104,22 @@ class Account:
                 share = f"its share of the {resource.total} that all users may have"
                 more = f"{amount} more would exceed {share}"
                 raise resource.error(f"uid {self.uid} uses {used} {name}; {more}{resource.advice}")
-        for name, amount in amounts.items():
-            self._add(name, amount)
+        self._add(amounts, 1)
 
     def refund(self, **amounts: int) -> None:
         """Give back what was charged."""
-        for name, amount in amounts.items():
-            self._add(name, -amount)
+        self._add(amounts, -1)
 
     def _left(self, name: str, total: int) -> int:
         """How much more of what all users share this one may have."""
         by_all = self.by_all[name]
         return total - by_all if self.is_trusted else share_left(total, by_all, self.used.get(name, 0))
 
-    def _add(self, name: str, amount: int) -> None:
-        self.used[name] = self.used.get(name, 0) + amount
-        if self.resources[name].total < UNLIMITED:
-            self.by_all[name] += amount
+    def _add(self, amounts: Mapping[str, int], sign: int) -> None:
+        for name, amount in amounts.items():
+            self.used[name] = self.used.get(name, 0) + sign * amount
+            if self.resources[name].total < UNLIMITED:
+                self.by_all[name] += sign * amount
 
     def _return(self, name: str, per_s: float) -> None:
         now = self.clock()

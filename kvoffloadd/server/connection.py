@@ -27,6 +27,7 @@ from kvoffloadd.errors import (
 )
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, Encoded
+from kvoffloadd.server.connectionstate import INTAKES, Input, Intake, Output
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.framedeadline import FrameDeadline
 from kvoffloadd.server.framewriter import FLUSH_S, FrameWriter
@@ -65,14 +66,12 @@ class PeerConnection:
         self._account = context.accounts.of(peer.uid)
         self._outbox = Outbox(context.config.limits.outbox_bytes, self._account)
         self.session = Session(context, peer, self._outbox, self._send)
-        self._writer = FrameWriter(self._loop, sock, self._outbox, self._steer, self._on_write_error)
+        self._writer = FrameWriter(self._loop, sock, self._outbox, self._on_written, self._on_write_error)
         self._under_way = UnderWay()
         self._steps: tuple[Steps[m.Reply], int] | None = None  # the request that has begun, and its seq
         self._deadline = FrameDeadline(self._loop, self._on_late)
-        self._reading = False
-        self._serving = self._backlog = False
-        self._without_room = False
-        self._is_partial = False  # a frame has begun, or the hello has not come
+        self._input = Input.OPEN
+        self._intake = Intake.REST
         self.turn_us = FIRST_TURN_US
         self._ending: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
@@ -81,7 +80,7 @@ class PeerConnection:
         """Begin to serve. The session ends when the peer closes the socket or dies."""
         self._context.sessions.add(self.session)
         self._context.counters.sessions += 1
-        self._steer()
+        self._settle(Input.OPEN)
         if self._peer.pidfd >= 0:
             self._loop.add_reader(self._peer.pidfd, self._on_peer_death)
 
@@ -114,8 +113,7 @@ class PeerConnection:
             self._refuse(error)
             return
         if not self._context.turns.begin(self):
-            self._backlog = True
-            self._steer()
+            self._settle(Input.QUEUED)
 
     def _keep(self, fds: list[int]) -> bool:
         """Count these descriptors, whether or not a frame ever states them. False: they are too many."""
@@ -130,40 +128,52 @@ class PeerConnection:
         return True
 
     def _close_fds(self, fds: list[int]) -> None:
-        if fds:
-            self._closer.close(self._peer.uid, fds)
-
-    @property
-    def _congested(self) -> bool:
-        """Whether the peer reads too slowly to have more requests served."""
-        return self._outbox.queued_bytes > 0 and self._outbox.congested
-
-    @property
-    def _held_up(self) -> bool:
-        """Whether no request may be served now. One that has begun goes on."""
-        return self._steps is None and not self._protocol.is_halfway and self._congested
+        self._closer.close(self._peer.uid, fds)
 
     @property
     def flow(self) -> tuple[int, int, int]:
         """See `turns.Served`."""
         return self._peer.uid, self.session.instance_id, self.session.id
 
+    @property
+    def _output(self) -> Output:
+        """Changes with what other sessions of the user leave unread, too."""
+        return Output.CONGESTED if self._outbox.frames and self._outbox.congested else Output.FLOWING
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether what waits for its turn has to wait for the peer, too. A request, or a large frame, that is between
+        two steps goes on.
+        """
+        if self._output is Output.FLOWING:
+            return False
+        return self._steps is None and self._protocol.unpacking is None
+
     def serve(self) -> None:
         """Serve requests that have arrived, a bounded number per turn, while the peer reads its replies."""
-        self._serving = self._backlog = True
+        if self._input is Input.ENDING:
+            return
+        self._input = Input.SERVING
         began_s = time.monotonic()
-        turn_ends = began_s + TURN_S
+        after = self._take_turn(began_s + TURN_S)
+        self.turn_us = int((time.monotonic() - began_s) * 1e6)
+        self._settle(after)
+
+    def _take_turn(self, turn_ends: float) -> Input:
+        """Serve some requests. Returns the state that the input comes to, unless the session ends meanwhile."""
+        protocol = self._protocol
         for served in range(MESSAGES_PER_TURN):
             is_over = served > 0 and time.monotonic() > turn_ends
-            if self._steps is not None and not self._ending:
+            if self._steps is not None:
                 if is_over or not self._go_on_with(*self._steps, turn_ends):
                     break
-                is_over = time.monotonic() > turn_ends
-            pending = self._protocol.pending or self._protocol.is_halfway
-            if self._ending or self._held_up or (served and pending and is_over):
+                is_over = served > 0 and time.monotonic() > turn_ends
+            if not protocol.pending and protocol.unpacking is None:
+                return Input.OPEN
+            if self._input is Input.ENDING or is_over or self._is_held_up:
                 break
             try:
-                got = self._protocol.next_message() if pending else None
+                got = protocol.next_message()
             except FramingError as error:
                 self._refuse(error)
                 break
@@ -171,68 +181,77 @@ class PeerConnection:
                 self._reply_error(error, error.seq)
                 self._end_partial()
                 continue
-            if got is None and self._protocol.is_halfway:
-                continue
-            if got is None:
-                self._backlog = False
-                self._watch_partial()
-                self._without_room = not self._has_room()
-                break
-            self._serve(*got)
-            self._end_partial()
-        self._serving = False
-        self.turn_us = int((time.monotonic() - began_s) * 1e6)
-        self._steer()
+            if got is not None:
+                self._serve(*got)
+                self._end_partial()
+            elif protocol.unpacking is None:
+                return self._await_rest()
+        return Input.QUEUED
 
-    def _steer(self) -> None:
-        """Read from the socket only if the peer reads its replies, and all requests that it sent before are served."""
-        if self._ending or self._serving:
+    def _await_rest(self) -> Input:
+        """A frame has begun. It has a deadline, and needs room if it is large."""
+        self._watch_partial()
+        size = self._protocol.frame_bytes
+        return Input.OPEN if size <= LARGE_BYTES or self._account.receive(self, size) else Input.NO_ROOM
+
+    def _end_partial(self) -> None:
+        """A frame has come whole, whatever became of it. The next one gets its own room and deadline."""
+        if self._deadline.watch is not None:
+            self._account.received(self)
+            if self.session.role:
+                self._deadline.end()
+
+    def go_on(self) -> None:
+        """See `account.Receiver`."""
+        self._settle(Input.OPEN)
+
+    def _on_written(self) -> None:
+        self._settle(self._input)
+
+    def _settle(self, state: Input) -> None:
+        """The input comes to this state, or it is in it and the output has changed. What follows is decided here alone:
+        whether the socket is read, whether a frame's deadline runs, and whether the session waits for its turn.
+        """
+        if self._input is Input.ENDING:
             return
-        if self._backlog or self._without_room or self._congested:
-            self._pause_reading()
-            self._steer_deadline()
-        elif not self._reading:
-            self._resume_reading()
-            self._watch_partial()
-        if self._backlog and not self._held_up:
+        if state in (Input.QUEUED, Input.HELD_UP):
+            state = Input.HELD_UP if self._is_held_up else Input.QUEUED
+        self._input = state
+        intake = INTAKES[state][self._output]
+        if intake is not Intake.STAY:
+            self._take_in(intake)
+        if state is Input.QUEUED:
             self._context.turns.queue(self)
 
-    def _steer_deadline(self) -> None:
-        """While the daemon does not read, no frame is late, but a large one whose peer does not read its replies: it
-        would keep its room, which others wait for.
-        """
-        is_halfway = self._protocol.is_halfway  # then it has come
-        if self._congested and self._protocol.frame_bytes > LARGE_BYTES and not is_halfway:
+    def _take_in(self, intake: Intake) -> None:
+        before, self._intake = self._intake, intake
+        if intake is Intake.READ:
+            if before is not Intake.READ:
+                self._loop.add_reader(self._sock.fileno(), self._on_readable)
+                self._watch_partial()
+            return
+        if before is Intake.READ:
+            self._loop.remove_reader(self._sock.fileno())
+        if intake is Intake.STOP:
+            self._deadline.end()
+        elif intake is Intake.PRESS and self._takes_room:
             self._deadline.go_on()
         elif self.session.role:
             self._deadline.pause()
 
-    def _has_room(self) -> bool:
-        """Whether there is room for the rest of the frame that has begun, if one has; takes it."""
-        if not self._protocol.pending or (size := self._protocol.frame_bytes) <= LARGE_BYTES:
-            return True
-        return self._account.receive(self, size)
-
-    def _end_partial(self) -> None:
-        """A frame has come whole, whatever became of it. The next one gets its own room and deadline."""
-        if self._is_partial:
-            self._account.received(self)
-            if self.session.role:
-                self._deadline.end()
-            self._is_partial = not self.session.role
-
-    def go_on(self) -> None:
-        """See `account.Receiver`."""
-        self._without_room = False
-        self._steer()
+    @property
+    def _takes_room(self) -> bool:
+        """Whether the frame at hand is a large one, for whose room others may wait. One that is unpacked has come."""
+        return self._protocol.frame_bytes > LARGE_BYTES and self._protocol.unpacking is None
 
     def _serve(self, message: m.Message, fds: list[int]) -> None:
         seq: int = getattr(message, "seq", 0)
         self._context.counters.requests += 1
         try:
             last = isinstance(message, m.Bye)
-            if self.session.waits(message) and len(self._under_way) >= REQUESTS_UNDER_WAY_MAX and not last:
-                raise BusyError(f"{len(self._under_way)} requests of this session are under way")
+            others = len(self._under_way.seqs)
+            if others >= REQUESTS_UNDER_WAY_MAX and not last and self.session.waits(message):
+                raise BusyError(f"{others} requests of this session are under way")
             answer = self.session.handle(message, fds)
             if isinstance(answer, Generator):
                 self._steps = answer, seq  # `serve` goes on with them
@@ -246,7 +265,8 @@ class PeerConnection:
         except Exception as error:  # noqa: BLE001  the end of a request
             self._reply_failure(error, seq)
         finally:
-            self._close_fds(fds)
+            if fds:
+                self._close_fds(fds)
 
     def _go_on_with(self, steps: Steps[m.Reply], seq: int, turn_ends: float) -> bool:
         """Take a turn of the request that has begun, behind which the others wait. False: it has not ended."""
@@ -319,26 +339,16 @@ class PeerConnection:
     def _on_write_error(self, error: OSError) -> None:
         self.end(f"write failed: {error.strerror}")
 
-    def _pause_reading(self) -> None:
-        if self._reading:
-            self._loop.remove_reader(self._sock.fileno())
-            self._reading = False
-
-    def _resume_reading(self) -> None:
-        self._loop.add_reader(self._sock.fileno(), self._on_readable)
-        self._reading = True
-
     # --- deadlines and the end ---
 
     def _watch_partial(self) -> None:
         """A frame that has begun, and the hello, must come within `partial_frame_s`."""
         if self._protocol.pending or not self.session.role:
-            self._is_partial = True
             self._deadline.begin(self._context.config.server.partial_frame_s)
 
     def _on_late(self, limit_s: float) -> None:
-        reason = "replies are not read, and no complete frame" if self._congested else "no complete frame"
-        self._refuse(FramingError(f"{reason} within {limit_s} s"))
+        unread = "replies are not read, and " if self._output is Output.CONGESTED else ""
+        self._refuse(FramingError(f"{unread}no complete frame within {limit_s} s"))
 
     def _on_peer_death(self) -> None:
         self._context.counters.peers_killed += 1
@@ -355,8 +365,7 @@ class PeerConnection:
             level = logging.DEBUG if self.session.leaving else logging.INFO  # a goodbye is no event
             about = {"session": self.session.id, "pid": self._peer.pid, "uid": self._peer.uid, "reason": reason}
             log.log(level, "session %(session)d of pid %(pid)d ends: %(reason)s", about)
-            self._pause_reading()
-            self._deadline.end()
+            self._settle(Input.ENDING)
             self._context.turns.forget(self)
             if self._peer.pidfd >= 0:
                 self._loop.remove_reader(self._peer.pidfd)

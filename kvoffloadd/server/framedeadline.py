@@ -39,28 +39,28 @@ class FrameDeadline:
         self._loop = loop
         self._late = late
         self._clock = clock
-        self._watch: _Watch | None = None
+        self.watch: _Watch | None = None  # one that has begun; to be read only
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, limit_s: float) -> None:
         """Begin. One that has begun goes on: it is the frame's, however often its rest is waited for."""
-        if self._watch is None:
+        if self.watch is None:
             now = self._clock()
             patience = Patience(limit_s / LOOKS, now)
-            self._watch = _Watch(limit_s, patience, now, now + patience.look_s)
-            self._set_timer(self._watch, now)
+            self.watch = _Watch(limit_s, patience, now, now + patience.look_s)
+            self._set_timer(self.watch, now)
         else:
             self.go_on()
 
     def pause(self) -> None:
         """That the frame does not come is not the peer's doing from now on."""
-        if self._watch is not None and self._watch.paused_s is None:
-            self._watch.paused_s = self._clock()
+        if self.watch is not None and self.watch.paused_s is None:
+            self.watch.paused_s = self._clock()
             self._cancel_timer()
 
     def go_on(self) -> None:
         """End a pause, if there is one."""
-        watch = self._watch
+        watch = self.watch
         if watch is not None and watch.paused_s is not None:
             watch.behind_s += self._clock() - watch.paused_s
             watch.paused_s = None
@@ -68,7 +68,7 @@ class FrameDeadline:
 
     def end(self) -> None:
         """The frame has come, or is not waited for any more."""
-        self._watch = None
+        self.watch = None
         self._cancel_timer()
 
     def _set_timer(self, watch: _Watch, now: float) -> None:

@@ -71,6 +71,10 @@ class SessionJobs:
     limits: LimitsConfig
     running: dict[int, SessionJob] = field(default_factory=dict)
     closed: bool = False  # no job begins any more
+    jobs_max: int = field(init=False)  # under way at once
+
+    def __post_init__(self) -> None:
+        self.jobs_max = self.limits.jobs_of_session
 
     # --- requests ---
 
@@ -265,7 +269,7 @@ class SessionJobs:
         self.check_open()
         if message.job in self.running:
             raise DuplicateError(f"job id {message.job} is in use by a job under way")
-        if len(self.running) >= self.limits.jobs_of_session:
+        if len(self.running) >= self.jobs_max:
             raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
 
     def _charge(self, groups: list[GroupJob]) -> Charge:

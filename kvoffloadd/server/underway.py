@@ -8,21 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """Maps each task to the seq of the request that it answers."""
+    """Maps each task to the seq of the request that it answers. `seqs` is to be read only."""
 
-    _seqs: dict[asyncio.Task[None], int] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._seqs)
+    seqs: dict[asyncio.Task[None], int] = field(default_factory=dict)
 
     def add(self, task: asyncio.Task[None], seq: int) -> None:
         """The task answers the request of this seq."""
-        self._seqs[task] = seq
-        task.add_done_callback(self._seqs.pop)
+        self.seqs[task] = seq
+        task.add_done_callback(self.seqs.pop)
 
     async def finish_others(self, deadline_s: float) -> list[int]:
         """Wait for all but the task that this is called in. Cancels those that are late, and returns their seqs."""
-        others = {task: seq for task, seq in self._seqs.items() if task is not asyncio.current_task()}
+        others = {task: seq for task, seq in self.seqs.items() if task is not asyncio.current_task()}
         if not others:
             return []
         _, late = await asyncio.wait(others, timeout=deadline_s)
@@ -32,5 +29,5 @@ class UnderWay:
 
     def cancel(self) -> None:
         """Cancel them all."""
-        for task in list(self._seqs):
+        for task in list(self.seqs):
             task.cancel()

@@ -196,7 +196,7 @@ class FakeDaemon:
                 continue
             if found is not None:
                 self._take(peer, *found)
-            elif not peer.connection.is_halfway:
+            elif peer.connection.unpacking is None:
                 return
 
     def _take(self, peer: FakeSession, message: m.Message, fds: list[int]) -> None:

@@ -33,7 +33,7 @@ def protocol(by_client: bool) -> Take:
         connection = in_state(rng.choice([ProtocolState.HELLO, ProtocolState.READY]), daemon=by_client)
         with suppress(PeerError):
             connection.receive_data(changed_frame(rng, body, msgpack.packb))
-            while connection.next_message() is not None or connection.is_halfway:
+            while connection.next_message() is not None or connection.unpacking is not None:
                 pass
 
     return take

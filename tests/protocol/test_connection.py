@@ -116,7 +116,7 @@ def test_a_report_has_larger_maps_than_a_request() -> None:
     daemon.receive_data(PREFIX.pack(len(body)) + body)
     with pytest.raises(FramingError, match="a map of 3000"):
         while daemon.next_message() is None:
-            assert daemon.is_halfway
+            assert daemon.unpacking is not None
 
 
 def test_a_refused_bye_does_not_leave() -> None:
@@ -153,18 +153,18 @@ def test_a_large_frame_is_unpacked_before_a_message_is_made_of_it() -> None:
     client = in_state(ProtocolState.READY, daemon=False)
     daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(client.send(wide) + attach(1) + client.send(sample("ping")), [10])
-    assert (daemon.next_message(), daemon.is_halfway) == (None, True)
-    assert (daemon.next_message(), daemon.is_halfway) == (None, True)
-    assert (daemon.next_message(), daemon.is_halfway) == ((wide, []), False)
+    assert (daemon.next_message(), daemon.unpacking is not None) == (None, True)
+    assert (daemon.next_message(), daemon.unpacking is not None) == (None, True)
+    assert (daemon.next_message(), daemon.unpacking is not None) == ((wide, []), False)
     assert daemon.next_message() == (sample("attach", fds=1), [10])
     assert daemon.next_message() == (sample("ping"), [])
-    assert (daemon.next_message(), daemon.is_halfway) == (None, False)
+    assert (daemon.next_message(), daemon.unpacking is not None) == (None, False)
     bad = frame_of({"type": "lookup", "seq": 8, "more": bytes(AT_ONCE_BYTES)})
     daemon.receive_data(bad)
     with pytest.raises(MessageError) as caught:
         while daemon.next_message() is None:
-            assert daemon.is_halfway
-    assert (caught.value.seq, daemon.is_halfway) == (8, False)
+            assert daemon.unpacking is not None
+    assert (caught.value.seq, daemon.unpacking) == (8, None)
     found = m.Found(seq=7, states=[bytes(AT_ONCE_BYTES)], boundaries=b"")
     client.receive_data(daemon.send(found))
     assert client.next_message() == (found, []), "a client waits for nothing else"

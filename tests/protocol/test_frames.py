@@ -250,7 +250,7 @@ def test_a_hostile_frame_costs_a_bounded_amount(kind: str) -> None:
         daemon.receive_data(frame)
         with pytest.raises(PeerError):
             while daemon.next_message() is None:
-                assert daemon.is_halfway
+                assert daemon.unpacking is not None
         _now, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -265,7 +265,7 @@ def never_surprises(connection: Connection, data: bytes) -> None:
     try:
         connection.receive_data(data)
         for _ in range(1000):
-            if connection.next_message() is None and not connection.is_halfway:
+            if connection.next_message() is None and connection.unpacking is None:
                 return
     except PeerError:
         return

@@ -145,7 +145,7 @@ def test_between_two_steps_the_audit_knows_what_is_reserved_and_a_close_frees_it
 def test_no_job_begins_whose_session_ends_between_two_steps(ending: str) -> None:
     """Nor while the daemon shuts down; and what was done is undone."""
     context: Any = SimpleNamespace(draining=False)
-    jobs = SessionJobs(context, *[NOBODY] * 6)
+    jobs = SessionJobs(context, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, LimitsConfig())
     undone = False
 
     def work() -> Steps[int]:

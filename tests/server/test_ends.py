@@ -18,6 +18,7 @@ from kvoffloadd.server import connection as connections
 from kvoffloadd.server import framewriter
 from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.connection import PeerConnection
+from kvoffloadd.server.connectionstate import Input, Output
 from kvoffloadd.server.framedeadline import LOOKS, FrameDeadline
 from kvoffloadd.server.peer import Peer
 from kvoffloadd.server.quarantine import Quarantine
@@ -324,22 +325,21 @@ async def test_waiting_in_line_is_no_lateness_but_leaving_replies_unread_is_wher
     made._protocol.receive_data(frame({"type": "ping", "seq": 1, "more": bytes(size)})[:20], [])
     made.serve()
     deadline: Any = made._deadline
-    begun = deadline._watch
+    begun = deadline.watch
     assert begun is not None
     for _ in range(3):  # a byte more, while others are served
         made._protocol.receive_data(b"\0", [])
-        made._backlog = True
-        made._steer()
+        made._settle(Input.QUEUED)
         assert begun.paused_s is not None
         made.serve()
-        assert (deadline._watch, begun.paused_s) == (begun, None)
+        assert (deadline.watch, begun.paused_s) == (begun, None)
     made._outbox.put(bytes(2 << 20))
-    made._steer()
+    made._on_written()
     assert (begun.paused_s is None) == is_large
     assert (account.used.get("frame_bytes", 0) > 0) == is_large
     if is_large:
         deadline._look(begun)
-        assert deadline._watch is begun, "its time is not over"
+        assert deadline.watch is begun, "its time is not over"
         made._on_late(begun.limit_s)
     theirs.close()
     await made.end("the test ends")
@@ -353,10 +353,10 @@ async def test_a_large_frame_that_is_unpacked_goes_on_however_much_is_unread() -
     made._protocol.state = ProtocolState.READY
     made._protocol.receive_data(frame({"type": "ping", "seq": 1, "more": bytes(1 << 20)}), [])
     assert made._protocol.next_message() is None
-    assert made._protocol.is_halfway
+    assert made._protocol.unpacking is not None
     made._outbox.put(bytes(2 << 20))
-    assert made._congested
-    while made._protocol.is_halfway:
+    assert made._output is Output.CONGESTED
+    while made._protocol.unpacking is not None:
         made.serve()
     assert not made._protocol.pending
     theirs.close()
@@ -371,13 +371,13 @@ async def test_a_frame_that_is_being_unpacked_is_not_late_however_large_the_next
     made._protocol.receive_data(large[:20], [])
     made.serve()
     begun: Any = made._deadline
-    begun = begun._watch
+    begun = begun.watch
     made._protocol.receive_data(large[20:] + large[:20], [])
     assert made._protocol.next_message() is None
-    assert made._protocol.is_halfway
+    assert made._protocol.unpacking is not None
     made._outbox.put(bytes(2 << 20))
-    made._steer()
-    assert made._congested
+    made._on_written()
+    assert made._output is Output.CONGESTED
     assert begun.paused_s is not None, "the daemon has all of it"
     theirs.close()
     await made.end("the test ends")

@@ -14,6 +14,7 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import ProtocolState
 from kvoffloadd.server import connection as connections
 from kvoffloadd.server.connection import PeerConnection
+from kvoffloadd.server.connectionstate import Input
 from kvoffloadd.steps import TURN_S, Steps
 from scripts.harness.peer import frame
 from tests.server.test_ends import UID, connect, connection
@@ -50,8 +51,7 @@ class LongSessions:
         """Asks as when the requests of all have come at once."""
         for peer, _ in self.made:
             peer._protocol.receive_data(frame({"type": "ping", "seq": 1}), [])
-            peer._backlog = True
-            peer._steer()
+            peer._settle(Input.QUEUED)
 
     async def end(self) -> None:
         async with asyncio.timeout(60):
