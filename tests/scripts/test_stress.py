@@ -95,7 +95,6 @@ def test_keys_outlive_the_daemon_on_disk() -> None:
     assert figures["daemon_kills"] >= 1
     assert figures["verified_loads_from_disk"] > 0
     assert figures["verified_loads_from_memory"] == figures["verified_loads"] - figures["verified_loads_from_disk"] > 0
-    assert figures["loaded_keys_from_disk"] <= disk["promoted_keys"]
     assert 0 < disk["most_bytes"] <= disk["capacity_bytes"] == 5 * 16 << 20
     assert disk["samples_after_kills"] >= figures["daemon_kills"]
     assert disk["audits"] >= 2
