@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvoffloadd.sockets import PATH_BYTES_MAX
+from kvoffloadd.linux.sockets import PATH_BYTES_MAX
 from kvoffloadd.units import BYTES_MAX, format_bytes, parse_bytes
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from kvoffloadd import startup
 from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs.jobs import Jobs
-from kvoffloadd.cache.lower import LowerTiers
+from kvoffloadd.cache.lowertiers import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keyhash import SEED_BITS
 from kvoffloadd.cache.memory.savedstate import read_saved_state
@@ -31,7 +31,6 @@ from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.collector import Collector
 from kvoffloadd.config import Config, remarks
 from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
@@ -41,32 +40,33 @@ from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import ConfigError, ResourceError
-from kvoffloadd.hugepages import why_not_transparent
-from kvoffloadd.lanes import Lane
+from kvoffloadd.linux.hugepages import why_not_transparent
+from kvoffloadd.linux.memorylimits import check_memory_fits, has_memory_limit, worker_totals
+from kvoffloadd.linux.numa import cpus_near, has_policy, interleave, memory_nodes
+from kvoffloadd.linux.standarderror import leave
+from kvoffloadd.linux.systemd import Systemd
 from kvoffloadd.log import log_held_back, log_held_back_forever
-from kvoffloadd.memorylimits import check_memory_fits, has_memory_limit, worker_totals
 from kvoffloadd.metrics import endpoint
 from kvoffloadd.metrics.endpoint import Endpoint
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.numa import cpus_near, has_policy, interleave, memory_nodes
+from kvoffloadd.scheduling.collector import Collector
+from kvoffloadd.scheduling.lag import Lag
+from kvoffloadd.scheduling.lanes import Lane
+from kvoffloadd.scheduling.steps import in_turns
+from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server import status
-from kvoffloadd.server.account import Accounts, caps
-from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.lag import Lag
 from kvoffloadd.server.listener import Listener
+from kvoffloadd.server.peers.account import Accounts, caps
+from kvoffloadd.server.peers.closer import Closer
 from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.socketplace import SocketPlace, keep_socket
 from kvoffloadd.server.watchdog import Watchdog
-from kvoffloadd.standarderror import leave
-from kvoffloadd.steps import in_turns
 from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.storage.remote.store import RemoteStore
-from kvoffloadd.systemd import Systemd
-from kvoffloadd.turns import Turns
 from kvoffloadd.units import format_path
 
 log = logging.getLogger(__name__)

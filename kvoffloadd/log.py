@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from kvoffloadd import standarderror
 from kvoffloadd.config import LogConfig
+from kvoffloadd.linux import standarderror
 
 ROOT = "kvoffloadd"
 """Logger above all of the project's; other libraries' loggers are left alone."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.hugepages import why_not_transparent
+from kvoffloadd.linux.hugepages import why_not_transparent
 
 _RESERVED = Path("/proc/sys/vm/nr_hugepages")
 _TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from kvoffloadd.steps import Steps
+from kvoffloadd.scheduling.steps import Steps
 
 T = TypeVar("T")
 

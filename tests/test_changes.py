@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvoffloadd.changes import Changes
+from kvoffloadd.scheduling.changes import Changes
 
 SOON_S = 0.01
 

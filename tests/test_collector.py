@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from kvoffloadd import collector as module
-from kvoffloadd.collector import PAUSE_S, Collector
+from kvoffloadd.scheduling import collector as module
+from kvoffloadd.scheduling.collector import PAUSE_S, Collector
 from kvoffloadd.trial.process import ROOT
 
 MANY = """
 import gc
-from kvoffloadd.collector import Collector
+from kvoffloadd.scheduling.collector import Collector
 gc.set_threshold({young}, 10)
 if {starts}:
     Collector().start()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.fairqueue import NEWCOMERS_SHARE, FairQueue
+from kvoffloadd.scheduling.fairqueue import NEWCOMERS_SHARE, FairQueue
 
 MIB = 1 << 20
 TURN, LEAST = 8 * MIB, 64 << 10

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd import hugepages
-from kvoffloadd.hugepages import huge_bytes, why_not_transparent
+from kvoffloadd.linux import hugepages
+from kvoffloadd.linux.hugepages import huge_bytes, why_not_transparent
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from tests.kernelsettings import reserved_pages, transparent_pages
 
 WHOLE = "sys/kernel/mm/transparent_hugepage/shmem_enabled"

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvoffloadd import lanes
-from kvoffloadd.changes import Changes
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import (
+from kvoffloadd.scheduling import lanes
+from kvoffloadd.scheduling.changes import Changes
+from kvoffloadd.scheduling.lanes import (
     AGAIN,
     BACKGROUND,
     DAEMON,

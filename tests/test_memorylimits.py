@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.memorylimits import (
+from kvoffloadd.linux.memorylimits import (
     check_huge_pages_fit,
     check_memory_fits,
     has_memory_limit,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.mounts import file_system, file_system_of
+from kvoffloadd.linux.mounts import file_system, file_system_of
 
 ROWS = "{mount} 1 {device} /of /here rw,noatime shared:1 - {kind} /dev/sda rw"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.numa import Node, cpus_near, has_policy, interleave, memory_nodes, nodes, parse_list
+from kvoffloadd.linux.numa import Node, cpus_near, has_policy, interleave, memory_nodes, nodes, parse_list
 
 GPU = "0000:c1:00.0"
 SOCKETS = {0: "0-3,8-11", 1: "4-7,12-15"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffloadd.patience import Patience
+from kvoffloadd.scheduling.patience import Patience
 
 
 def test_time_in_which_nothing_ran_is_one_look() -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd import sharedmem
 from kvoffloadd.errors import MemoryKindError, ResourceError, UsageError
+from kvoffloadd.linux import sharedmem
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd, is_sealed_against_shrinking, populate, reserve_array
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.sharedmem import Mapping, create_memfd, is_sealed_against_shrinking, populate, reserve_array
 from tests.server.vanishing import HALF, SIZE, full_tmpfs
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.shares import share_left
+from kvoffloadd.scheduling.shares import share_left
 
 TOTAL = 1 << 16
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvoffloadd.standarderror import QUEUED_BYTES_MAX, LineQueue
+from kvoffloadd.linux.standarderror import QUEUED_BYTES_MAX, LineQueue
 from kvoffloadd.trial.wait import HANG_S
 
 PIPE_BYTES = 4096
@@ -180,7 +180,7 @@ def test_descriptors_of_others_keep_waiting() -> None:
 
 
 def test_what_is_no_descriptor_2_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvoffloadd import standarderror
+    from kvoffloadd.linux import standarderror
 
     before = sys.stderr
     standarderror.take_over()

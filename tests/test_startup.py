@@ -18,8 +18,8 @@ import pytest
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import BusyError, ConfigError, LimitError
+from kvoffloadd.linux.sharedmem import populate
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.sharedmem import populate
 from kvoffloadd.startup import EXECUTOR_THREADS, check_proc, make_executor, refusals
 from kvoffloadd.trial.process import ROOT
 from kvoffloadd.trial.wait import HANG_S

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd import steps
-from kvoffloadd.steps import TURN_S, Steps, in_turns, take_turn
+from kvoffloadd.scheduling import steps
+from kvoffloadd.scheduling.steps import TURN_S, Steps, in_turns, take_turn
 
 
 class Work:

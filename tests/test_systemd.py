@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.systemd import Systemd
+from kvoffloadd.linux.systemd import Systemd
 from kvoffloadd.trial.wait import HANG_S
 from tests.notify import Manager, manager_in
 
@@ -181,7 +181,7 @@ def test_inherited_descriptors(manager: Manager, tmp_path: Path, socket_dir: Pat
     memory = [os.memfd_create(name) for name in ("one", "two", "rest", "rest")]
     code = """
 import fcntl, os, socket, sys
-from kvoffloadd.systemd import Systemd
+from kvoffloadd.linux.systemd import Systemd
 os.environ["LISTEN_PID"] = str(os.getpid())
 systemd = Systemd.from_environment()
 assert all(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for fd in range(3, 8))

@@ -7,7 +7,7 @@ import mmap
 import os
 
 from kvoffloadd.agent.engines.base import Memory, Region
-from kvoffloadd.agentframes import Start
+from kvoffloadd.agentwire.frames import Start
 
 _held: list[mmap.mmap] = []
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvoffloadd.agent.engines.base import Memory, ObjectTransfer, Region
-from kvoffloadd.agentframes import HEADER_BYTES, Exists, Get, Put
+from kvoffloadd.agentwire.frames import HEADER_BYTES, Exists, Get, Put
+from kvoffloadd.agentwire.names import KEY_BYTES, key_names, marker_name
 from kvoffloadd.errors import FramingError
-from kvoffloadd.objectnames import KEY_BYTES, key_names, marker_name
 
 
 def asked_names(call: Exists) -> list[str]:

@@ -20,7 +20,7 @@ from kvoffloadd.agent.engines.base import Engine, EngineError, Memory
 from kvoffloadd.agent.engines.registry import make_engine
 from kvoffloadd.agent.memory import map_memory
 from kvoffloadd.agent.names import asked_names, transfers
-from kvoffloadd.agentframes import (
+from kvoffloadd.agentwire.frames import (
     ANSWER_BYTES_MAX,
     CHANGE_THREADS,
     FDS,
@@ -54,7 +54,7 @@ from kvoffloadd.agentframes import (
     encode,
 )
 from kvoffloadd.errors import FramingError
-from kvoffloadd.sockets import close_fds, unpack_fds
+from kvoffloadd.linux.sockets import close_fds, unpack_fds
 
 log = logging.getLogger(__name__)
 

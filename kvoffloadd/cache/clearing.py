@@ -24,7 +24,7 @@ from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.errors import LimitError, UnknownNameError
-from kvoffloadd.steps import Steps, in_turns
+from kvoffloadd.scheduling.steps import Steps, in_turns
 from kvoffloadd.storage.disk.root import Root
 
 REMOTE: Final = "remote"

@@ -22,7 +22,7 @@ from kvoffloadd.cli.commands import (
     EXIT_USAGE,
     complain,
 )
-from kvoffloadd.standarderror import open_standard_streams
+from kvoffloadd.linux.standarderror import open_standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

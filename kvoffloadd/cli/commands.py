@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvoffloadd import client, config, errors, standarderror
+from kvoffloadd import client, config, errors
+from kvoffloadd.linux import standarderror
 from kvoffloadd.model import DROPPED
 from kvoffloadd.units import format_bytes, parse_bytes
 

@@ -12,10 +12,10 @@ from kvoffloadd.client.jobs import Job
 from kvoffloadd.client.results import Found, Promotion
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import ConnectionLostError, MessageError, RemoteError
+from kvoffloadd.linux.sockets import close_fds
 from kvoffloadd.protocol import messages
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.protocol.messages import REPLIES, Message, Reply
-from kvoffloadd.sockets import close_fds
 
 
 class ConnectionState:

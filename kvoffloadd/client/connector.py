@@ -21,8 +21,8 @@ from kvoffloadd.client.memory.kvcache import Registration
 from kvoffloadd.client.transport import TRANSIENT, Transport, unreachable
 from kvoffloadd.client.waiting import Gen, Wait, Waitable
 from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
+from kvoffloadd.linux.sockets import PATH_BYTES_MAX
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, TOKEN_BYTES, Limits, NamespaceSpec, Welcome
-from kvoffloadd.sockets import PATH_BYTES_MAX
 
 R = TypeVar("R")
 

@@ -14,8 +14,8 @@ from kvoffloadd.client.calls import Call
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.events import EventQueue
 from kvoffloadd.errors import DaemonUnreachableError, FramingError, PeerError, StateError, UsageError
+from kvoffloadd.linux.sockets import close_fds, pack_fds, unpack_fds
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
-from kvoffloadd.sockets import close_fds, pack_fds, unpack_fds
 
 _READ_BYTES = 256 << 10
 _CMSG_CLOEXEC, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)  # as enums they cost microseconds

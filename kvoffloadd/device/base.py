@@ -8,8 +8,8 @@ from typing import Protocol
 
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.device.work import HashedWork, Piece
-from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import Direction, Outcome, U64Array
+from kvoffloadd.scheduling.lanes import DAEMON, Flow, Lane
 
 
 @dataclass(slots=True, eq=False)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from kvoffloadd.device.base import CopyResult, Work
 from kvoffloadd.device.plan import CHUNK_DESCRIPTORS, Copies
-from kvoffloadd.lanes import AGAIN, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
 from kvoffloadd.model import Direction, Outcome
+from kvoffloadd.scheduling.lanes import AGAIN, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
 
 PIECE_DESCRIPTORS = 32_768
 """Made in one go, in some milliseconds: so many that threads seldom wait for each other meanwhile, and that what lies

@@ -18,8 +18,8 @@ from kvoffloadd.device.chunked import Mover
 from kvoffloadd.device.copyruns import copy_runs
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError, DeviceError
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Direction, Outcome, U64Array
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.units import parse_seconds
 
 _HOLD_POLL_S = 0.001

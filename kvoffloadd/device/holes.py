@@ -13,8 +13,8 @@ import os
 import struct
 
 from kvoffloadd.errors import LimitError
+from kvoffloadd.linux.sharedmem import Mapping
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.sharedmem import Mapping
 
 _SYSCALLS = {"x86_64": 323, "aarch64": 282, "riscv64": 282}
 _USER_MODE_ONLY = 1  # needs no privilege

@@ -28,9 +28,9 @@ from kvoffloadd.device.peruser import PerUser
 from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
 from kvoffloadd.device.work import HASHED_DESCRIPTORS, HashedWork
 from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
-from kvoffloadd.lanes import TURN_BYTES, CancelledWork, Lane
+from kvoffloadd.linux.sharedmem import Mapping, is_sealed_against_shrinking
 from kvoffloadd.model import Direction, Outcome
-from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
+from kvoffloadd.scheduling.lanes import TURN_BYTES, CancelledWork, Lane
 
 SPLIT_BYTES_MIN = 1 << 20
 """Smaller copies are not worth a second thread."""

@@ -30,8 +30,8 @@ import numpy as np
 from kvoffloadd.device.copyruns import read_words
 from kvoffloadd.device.peruser import PerUser
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import DAEMON, Deliveries
 from kvoffloadd.model import Outcome, U64Array
+from kvoffloadd.scheduling.lanes import DAEMON, Deliveries
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
 _PATIENCE = 1 / 16

@@ -23,7 +23,7 @@ from kvoffloadd.doctor.system import (
     check_shm,
     check_system_calls,
 )
-from kvoffloadd.sockets import is_listening
+from kvoffloadd.linux.sockets import is_listening
 
 __all__ = ["Diagnosis", "Host", "Verdict", "examine"]
 

@@ -15,7 +15,7 @@ from kvoffloadd.checks import split_address
 from kvoffloadd.config import Config, DiskConfig, DiskRoot, MemoryConfig
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
-from kvoffloadd.mounts import file_system
+from kvoffloadd.linux.mounts import file_system
 from kvoffloadd.storage.arenafile import block_bytes, file_bytes
 from kvoffloadd.storage.disk.files import DiskError, Files, describe_error
 from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, Abilities, probe

@@ -14,17 +14,17 @@ from kvoffloadd.device.copyruns import copy_payloads
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.hugepages import why_not_transparent
-from kvoffloadd.memorylimits import (
+from kvoffloadd.linux.hugepages import why_not_transparent
+from kvoffloadd.linux.memorylimits import (
     check_huge_pages_fit,
     check_memory_fits,
     has_memory_limit,
     mappings_max,
     worker_totals,
 )
+from kvoffloadd.linux.numa import memory_nodes
 from kvoffloadd.model import HUGE_PAGE_BYTES
 from kvoffloadd.native import loader
-from kvoffloadd.numa import memory_nodes
 from kvoffloadd.storage.arenafile import file_bytes
 from kvoffloadd.units import format_bytes
 

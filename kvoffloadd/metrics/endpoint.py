@@ -26,8 +26,8 @@ from prometheus_client.registry import Collector
 
 from kvoffloadd.checks import split_address
 from kvoffloadd.errors import ConfigError
+from kvoffloadd.linux.sockets import bind_path, pass_descriptors
 from kvoffloadd.metrics.families import families
-from kvoffloadd.sockets import bind_path, pass_descriptors
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric

@@ -25,19 +25,19 @@ from kvoffloadd.errors import (
     PeerError,
     StateError,
 )
+from kvoffloadd.linux.sockets import unpack_fds
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection, Encoded
-from kvoffloadd.server.connectionstate import INTAKES, Input, Intake, Output
+from kvoffloadd.scheduling.steps import TURN_S, Steps, take_turn
+from kvoffloadd.scheduling.turns import FIRST_TURN_US
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.framedeadline import FrameDeadline
-from kvoffloadd.server.framewriter import FLUSH_S, FrameWriter
-from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.session import Session
-from kvoffloadd.server.underway import UnderWay
-from kvoffloadd.sockets import unpack_fds
-from kvoffloadd.steps import TURN_S, Steps, take_turn
-from kvoffloadd.turns import FIRST_TURN_US
+from kvoffloadd.server.peers.connectionstate import INTAKES, Input, Intake, Output
+from kvoffloadd.server.peers.framedeadline import FrameDeadline
+from kvoffloadd.server.peers.framewriter import FLUSH_S, FrameWriter
+from kvoffloadd.server.peers.outbox import Outbox
+from kvoffloadd.server.peers.peer import Peer
+from kvoffloadd.server.peers.underway import UnderWay
+from kvoffloadd.server.session.session import Session
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kvoffloadd.cache.clearing import Clearings
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs.jobs import Jobs
-from kvoffloadd.cache.lower import LowerTiers
+from kvoffloadd.cache.lowertiers import LowerTiers
 from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import torn_by
@@ -24,17 +24,17 @@ from kvoffloadd.config import Config
 from kvoffloadd.device.base import Device, Gpus, HostMemory
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import BusyError
-from kvoffloadd.lanes import Lane
-from kvoffloadd.server.account import Accounts
-from kvoffloadd.server.clears import RequestedClears
-from kvoffloadd.server.closer import Closer
+from kvoffloadd.scheduling.lag import Lag
+from kvoffloadd.scheduling.lanes import Lane
+from kvoffloadd.scheduling.steps import Steps, in_turns
+from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server.events import EventFeeds
-from kvoffloadd.server.instance import Instance, Instances
-from kvoffloadd.server.lag import Lag
-from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.quarantine import Quarantine
-from kvoffloadd.steps import Steps, in_turns
-from kvoffloadd.turns import Turns
+from kvoffloadd.server.peers.account import Accounts
+from kvoffloadd.server.peers.clears import RequestedClears
+from kvoffloadd.server.peers.closer import Closer
+from kvoffloadd.server.peers.instance import Instance, Instances
+from kvoffloadd.server.peers.peer import Peer
+from kvoffloadd.server.peers.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
 

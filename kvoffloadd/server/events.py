@@ -12,9 +12,9 @@ from kvoffloadd.cache.memory.events import Event, WaitingEvents
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.protocol.connection import Encoded
 from kvoffloadd.protocol.messages import Events
-from kvoffloadd.server.subscription import Subscription
-from kvoffloadd.steps import TURN_S, Steps, take_turn
-from kvoffloadd.turns import FIRST_TURN_US, Turns
+from kvoffloadd.scheduling.steps import TURN_S, Steps, take_turn
+from kvoffloadd.scheduling.turns import FIRST_TURN_US, Turns
+from kvoffloadd.server.peers.subscription import Subscription
 
 INTERVAL_S = 0.02
 """How long events are gathered before they are sent."""

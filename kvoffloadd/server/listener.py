@@ -10,13 +10,13 @@ import socket
 import time
 
 from kvoffloadd.errors import BusyError, ForbiddenError, LimitError, PeerError, ResourceError
+from kvoffloadd.linux.sockets import keep_inline, pass_descriptors
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import encode
-from kvoffloadd.server import peer as peers
-from kvoffloadd.server.closer import STRANGERS
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.context import Context
-from kvoffloadd.sockets import keep_inline, pass_descriptors
+from kvoffloadd.server.peers import peer as peers
+from kvoffloadd.server.peers.closer import STRANGERS
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import aiofiles.os
 from kvoffloadd import log as logs
 from kvoffloadd.config import Config, reloaded, remarks
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.server.account import caps
+from kvoffloadd.linux.systemd import Systemd
 from kvoffloadd.server.context import Context
-from kvoffloadd.systemd import Systemd
+from kvoffloadd.server.peers.account import caps
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffloadd.errors import ConfigError, TryAgainError
-from kvoffloadd.lanes import Lane
-from kvoffloadd.sockets import bind_path, is_listening
+from kvoffloadd.linux.sockets import bind_path, is_listening
+from kvoffloadd.scheduling.lanes import Lane
 
 log = logging.getLogger(__name__)
 

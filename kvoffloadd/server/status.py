@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 from kvoffloadd import __version__
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.stats.histogram import Histogram
-from kvoffloadd.lanes import Lane
-from kvoffloadd.memorylimits import page_table_bytes
+from kvoffloadd.linux.memorylimits import page_table_bytes
+from kvoffloadd.linux.standarderror import lines_lost
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.scheduling.lanes import Lane
+from kvoffloadd.scheduling.steps import Steps
 from kvoffloadd.server.context import Context, OpenSession
-from kvoffloadd.standarderror import lines_lost
-from kvoffloadd.steps import Steps
 
 S = TypeVar("S")
 T = TypeVar("T")

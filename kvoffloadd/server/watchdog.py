@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvoffloadd.lanes import Lane
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.server.context import Context
 
 log = logging.getLogger(__name__)

@@ -30,11 +30,11 @@ import xxhash
 
 from kvoffloadd.config import MemoryConfig
 from kvoffloadd.errors import ConfigError, LimitError, TryAgainError
-from kvoffloadd.hugepages import huge_bytes
-from kvoffloadd.memorylimits import check_huge_pages_fit, check_memory_fits
+from kvoffloadd.linux.hugepages import huge_bytes
+from kvoffloadd.linux.memorylimits import check_huge_pages_fit, check_memory_fits
+from kvoffloadd.linux.mounts import file_system
+from kvoffloadd.linux.sharedmem import POPULATE_STEP_BYTES, Mapping, create_memfd, populate
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES, U8Array, U32Array, U64Array
-from kvoffloadd.mounts import file_system
-from kvoffloadd.sharedmem import POPULATE_STEP_BYTES, Mapping, create_memfd, populate
 from kvoffloadd.storage.arenaowner import OWNER_BYTES, await_end, is_of_another_boot, process, this_process
 from kvoffloadd.units import format_bytes
 

@@ -10,9 +10,9 @@ import ctypes
 import numpy as np
 import xxhash
 
-from kvoffloadd.lanes import TURN_BYTES
 from kvoffloadd.model import I64Array, U64Array
 from kvoffloadd.native import loader
+from kvoffloadd.scheduling.lanes import TURN_BYTES
 
 _ANY_BYTES = ctypes.c_char * (1 << 47)
 

@@ -16,8 +16,8 @@ from typing import Final
 import numpy as np
 
 from kvoffloadd.errors import UsageError
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import PAGE_BYTES, I64Array, U32Array, U64Array
-from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.slotrecords import SlotRecords
 

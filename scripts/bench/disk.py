@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.mounts import file_system_of
+from kvoffloadd.linux.mounts import file_system_of
 from kvoffloadd.trial.bench.disk import DiskBench, disk_bench
 from kvoffloadd.trial.bench.rounds import Show, in_rounds
 from kvoffloadd.trial.disk import disk_folder

@@ -68,7 +68,7 @@ class Filled:
 
 def fill(cache: Cache, count: int) -> Filled:
     """Hold `count` keys without their bytes."""
-    from kvoffloadd.server.session import fingerprint
+    from kvoffloadd.server.session.session import fingerprint
 
     uid, spec = os.getuid(), NAMESPACE
     namespace = cache.open_namespace(fingerprint(spec, uid), uid, spec.model, spec.key_bytes)

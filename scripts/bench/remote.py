@@ -32,10 +32,10 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.agentwire.names import Space, era_prefix
 from kvoffloadd.config import RemoteConfig
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
-from kvoffloadd.objectnames import Space, era_prefix
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.store import RemoteState, RemoteStore

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.trial.process import DaemonError
 from scripts.harness.peer import Fields, RawPeer, frame
 

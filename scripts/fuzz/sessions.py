@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.trial.output import Live
 from scripts.fuzz.frames import MEMORY_BYTES, Frame, Names, Requests, Spoiler, truncations
 from scripts.harness.peer import Fields, RawPeer

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.cudadriver import CudaError
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate, reserve_array
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate, reserve_array
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes

@@ -27,7 +27,7 @@ import numpy as np
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.trial.figures import p50, p99
 from kvoffloadd.trial.process import module
 from kvoffloadd.units import format_bytes

@@ -20,8 +20,8 @@ from kvoffloadd.client.memory.gpu import driver, gpu_allocation
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.memory import SharedMemory
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.model import Direction
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.trial.bench.gpu import Pinned
 from kvoffloadd.trial.wait import until
 from kvoffloadd.units import format_bytes

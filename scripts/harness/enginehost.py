@@ -25,7 +25,7 @@ import numpy as np
 
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer, Region
 from kvoffloadd.agent.engines.registry import make_engine
-from kvoffloadd.agentframes import HEADER_BYTES
+from kvoffloadd.agentwire.frames import HEADER_BYTES
 from kvoffloadd.model import U8Array
 from kvoffloadd.trial.process import DaemonError, end, module, spawn, tail
 from kvoffloadd.trial.wait import HANG_S

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvoffloadd.client import SharedTensor
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import BoolArray, I64Array, U8Array
-from kvoffloadd.sharedmem import Mapping, create_memfd
 from scripts.harness.freeblocks import FreeBlocks
 from scripts.holes.texts import PAYLOAD_BYTES, STRIDE_BYTES
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.mounts import file_system_of
+from kvoffloadd.linux.mounts import file_system_of
 from kvoffloadd.trial.figures import print_grid
 from kvoffloadd.units import format_bytes
 from scripts.peers.cases import REST_S, RunPlan

@@ -28,7 +28,7 @@ SETTLE_S, REST_S = 0.05, 0.1
 Calls = list[tuple[int, str]]
 """Of each Python call of the package: its thread and its file."""
 
-BESIDE = ("server/lag.py",)
+BESIDE = ("scheduling/lag.py",)
 """What a timer calls all the time."""
 
 

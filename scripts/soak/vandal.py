@@ -22,11 +22,11 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from kvoffloadd.agentframes import HEADER_BYTES
+from kvoffloadd.agentwire.frames import HEADER_BYTES
+from kvoffloadd.agentwire.names import marker_name, pointer_name, successor_name
 from kvoffloadd.cache.memory.epochs import unix_time_us
 from kvoffloadd.cache.remote.era import COUNT_MAX, Era, decode_era, encode_era, new_era
 from kvoffloadd.model import EPOCH_MAX
-from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
 from kvoffloadd.trial.process import DaemonError
 from scripts.harness.enginehost import EngineHost
 from scripts.harness.lab import Host

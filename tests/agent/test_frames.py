@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd import agentframes as frames
-from kvoffloadd.agentframes import (
+from kvoffloadd.agentwire import frames as frames
+from kvoffloadd.agentwire.frames import (
     ANSWER_BYTES_MAX,
     Answer,
     Exists,
@@ -31,8 +31,8 @@ from kvoffloadd.agentframes import (
     Write,
     encode,
 )
+from kvoffloadd.agentwire.names import Space
 from kvoffloadd.errors import FramingError
-from kvoffloadd.objectnames import Space
 
 SPACE = Space(b"f" * 16, b"s" * 16, 1, b"e" * 8, 2, 32)
 TO_AGENT: list[frames.FromDaemon] = [

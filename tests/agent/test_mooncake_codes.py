@@ -13,7 +13,7 @@ import pytest
 from kvoffloadd.agent.engines import mooncake
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer, Region
 from kvoffloadd.agent.engines.mooncake import MooncakeEngine
-from kvoffloadd.agentframes import Code, Presence
+from kvoffloadd.agentwire.frames import Code, Presence
 from kvoffloadd.trial.wait import until
 
 SIZE = 8192

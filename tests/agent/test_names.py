@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from kvoffloadd.agent.engines.base import Memory, Region
 from kvoffloadd.agent.names import asked_names, transfers
-from kvoffloadd.agentframes import HEADER_BYTES, Exists, Get
+from kvoffloadd.agentwire.frames import HEADER_BYTES, Exists, Get
+from kvoffloadd.agentwire.names import Space, era_prefix, key_names, marker_name, pointer_name
 from kvoffloadd.errors import FramingError
-from kvoffloadd.objectnames import Space, era_prefix, key_names, marker_name, pointer_name
 
 SPACE = Space(bytes([0xF0]) * 16, bytes(range(16)), 0x1A, bytes([0xE0]) * 8, 5, 9)
 MEMORY = Memory(Region(1 << 30, 1 << 20), Region(2 << 30, 10 * HEADER_BYTES))

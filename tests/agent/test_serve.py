@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd.agent import serve
-from kvoffloadd.agentframes import (
+from kvoffloadd.agentwire.frames import (
     ANSWER_BYTES_MAX,
     NAMES_MAX,
     READ_NAMES_MAX,
@@ -49,8 +49,8 @@ from kvoffloadd.agentframes import (
     Write,
     encode,
 )
-from kvoffloadd.objectnames import Space
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.agentwire.names import Space
+from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.storage.remote.agentprocess import Spawned, agent_command, agent_environment, spawn_agent
 
 FOREVER_S = 60.0

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvoffloadd.agent.engines.sidebyside import Readers
-from kvoffloadd.agentframes import Code
+from kvoffloadd.agentwire.frames import Code
 from kvoffloadd.trial.wait import until
 
 FOREVER_S = 60.0

@@ -14,7 +14,7 @@ import pytest
 from kvoffloadd.agent.engines.base import Memory, ObjectTransfer, Region
 from kvoffloadd.agent.engines.resp import Piece, Reply, RespConnection
 from kvoffloadd.agent.engines.valkey import ValkeyEngine
-from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
+from kvoffloadd.agentwire.frames import VALUE_BYTES_MAX, Code, Presence
 
 NO, YES, UNKNOWN = Presence
 NOWHERE = Memory(Region(0, 0), Region(0, 0))

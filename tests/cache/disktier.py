@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.cache.disk.disktier import DiskTier
-from kvoffloadd.cache.fetches import Fetch, Urgency, keys_below
+from kvoffloadd.cache.lower.fetches import Fetch, Urgency, keys_below
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace

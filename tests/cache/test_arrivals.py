@@ -21,7 +21,7 @@ from kvoffloadd.cache.disk import arrivals as arrivals_module
 from kvoffloadd.cache.memory.epochs import unix_time_us
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import NotDurableError
-from kvoffloadd.steps import in_turns
+from kvoffloadd.scheduling.steps import in_turns
 from kvoffloadd.storage.disk import manifest as manifest_module
 from kvoffloadd.storage.disk import probe as probe_module
 from kvoffloadd.storage.disk.health import RootState

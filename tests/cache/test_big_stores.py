@@ -18,8 +18,8 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.device.base import CopyResult
 from kvoffloadd.device.work import BlockList
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import NO_BLOCK, Outcome, U64Array
+from kvoffloadd.scheduling.lanes import Lane
 
 from .fakes import keys_of, make_cache, make_keyspace
 

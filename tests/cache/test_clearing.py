@@ -14,7 +14,7 @@ from kvoffloadd.cache import clearing
 from kvoffloadd.cache.clearing import REMOTE, Clearings
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.remotetier import RemoteTier
-from kvoffloadd.changes import Changes
+from kvoffloadd.scheduling.changes import Changes
 
 from .conftest import Open
 

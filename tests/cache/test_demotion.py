@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.backlog import LOOK_AHEAD_S, OFFERS_PER_TURN, Budget
 from kvoffloadd.cache.disk.demotion import BATCH_SHARE, DemotionWrite
+from kvoffloadd.cache.lower.backlog import LOOK_AHEAD_S, OFFERS_PER_TURN, Budget
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES, U8Array, U32Array, U64Array
 from kvoffloadd.storage.arenafile import ArenaFile

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffloadd.cache.disk import demotion
-from kvoffloadd.cache.fetches import Fetch, Urgency
+from kvoffloadd.cache.lower.fetches import Fetch, Urgency
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.model import PAGE_BYTES, U32Array

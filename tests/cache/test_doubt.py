@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kvoffloadd.cache.disk.disktier import find_on_disk
-from kvoffloadd.cache.fetches import Urgency
+from kvoffloadd.cache.lower.fetches import Urgency
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.doubt import Doubt

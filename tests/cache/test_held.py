@@ -15,7 +15,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve, reserve_all, reserve_in_steps
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState, U32Array
-from kvoffloadd.steps import Steps
+from kvoffloadd.scheduling.steps import Steps
 
 from .fakes import keys_of, make_cache
 from .fakes import store as store_keys

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.disk.promotion import PIECE_SHARE, WINDOW_SHARES
-from kvoffloadd.cache.fetches import Fetch, Urgency
+from kvoffloadd.cache.lower.fetches import Fetch, Urgency
 from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import NotDurableError

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd import turns
-from kvoffloadd.cache import fetches
 from kvoffloadd.cache.disk.promotion import PIECE_BYTES, PIECE_RECORDS, pieces
-from kvoffloadd.cache.fetches import SLICE_KEYS, Fetch, KeysBelow, Urgency, keys_below
+from kvoffloadd.cache.lower import fetches
+from kvoffloadd.cache.lower.fetches import SLICE_KEYS, Fetch, KeysBelow, Urgency, keys_below
+from kvoffloadd.cache.lower.window import Window
 from kvoffloadd.cache.memory.reservation import reserve
-from kvoffloadd.cache.window import Window
-from kvoffloadd.lanes import Flow
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.steps import TURN_S
+from kvoffloadd.scheduling import turns
+from kvoffloadd.scheduling.lanes import Flow
+from kvoffloadd.scheduling.steps import TURN_S
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.probe import READ_FAILURES_MAX
 from kvoffloadd.storage.disk.records import READ
@@ -199,7 +199,7 @@ async def test_nothing_to_fetch_ends_later_too(open_tier: Open) -> None:
 async def test_a_fetch_that_is_cancelled_tells_nobody_and_holds_nothing(
     open_tier: Open, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffloadd.turns.ROUND_S", 60.0)  # both begin in one turn of the loop
+    monkeypatch.setattr("kvoffloadd.scheduling.turns.ROUND_S", 60.0)  # both begin in one turn of the loop
     tier = await open_tier()
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1, 2)

@@ -18,8 +18,8 @@ from kvoffloadd.cache.jobs.sealing import SIFT_PARTS, TICKETS_PER_THREAD, Sealin
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Waits
-from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
 from kvoffloadd.model import PAGE_BYTES, I64Array, U64Array
+from kvoffloadd.scheduling.lanes import TURN_BYTES, Flow, Lane
 from kvoffloadd.storage.hashing import hash_payloads
 
 from .fakes import keys_of, make_cache, make_keyspace, num_waiters, store

@@ -20,8 +20,8 @@ from kvoffloadd.cache.memory.changing import CacheTornError
 from kvoffloadd.device.base import CopyRequest, CopyResult
 from kvoffloadd.device.plan import GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, HashedWork
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import NO_BLOCK, PAGE_BYTES, I64Array, Outcome, Ref
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage import hashing
 
 from .fakes import keys_of, make_cache, make_keyspace, store

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvoffloadd.cache.window import Window
-from kvoffloadd.lanes import Flow
+from kvoffloadd.cache.lower.window import Window
+from kvoffloadd.scheduling.lanes import Flow
 
 
 def test_room_is_what_is_left_and_what_is_too_large_goes_alone() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref, SharedTensor
 from kvoffloadd.errors import ResourceError, UsageError
-from kvoffloadd.sharedmem import Mapping, is_sealed_against_shrinking
+from kvoffloadd.linux.sharedmem import Mapping, is_sealed_against_shrinking
 from tests.server.vanishing import SIZE, full_tmpfs
 
 ROOT = Path(__file__).parents[2]

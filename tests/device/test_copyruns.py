@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from kvoffloadd.device import copyruns
 from kvoffloadd.device.copyruns import IMPLEMENTATION, CopyRuns, copy_payloads, copy_runs, implementations
 from kvoffloadd.errors import DeviceError, UsageError
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import U64Array
 from kvoffloadd.native.xxh3 import find_xxh3
-from kvoffloadd.sharedmem import Mapping, create_memfd
 from tests.device.hiding import HIDDEN, hide
 from tests.device.memory import address, noise, same_array, u64
 

@@ -14,8 +14,8 @@ from kvoffloadd.device.faults import FaultyDevice, parse_faults
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError
+from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.model import Direction, Outcome, U8Array
-from kvoffloadd.sharedmem import create_memfd
 from kvoffloadd.trial.wait import until
 from tests.device.memory import Made, address, noise, u64
 

@@ -14,8 +14,8 @@ import pytest
 
 from kvoffloadd.device.copyruns import CopyRuns, ReadWords, copy_payloads, copy_runs, implementations, read_words
 from kvoffloadd.errors import DeviceError
+from kvoffloadd.linux.sharedmem import Mapping
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.sharedmem import Mapping
 from tests.device.memory import address, noise, u64
 
 SIZE = 64 * PAGE_BYTES

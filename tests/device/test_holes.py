@@ -12,7 +12,7 @@ import pytest
 from kvoffloadd.device.copyruns import CopyRuns, ReadWords, implementations
 from kvoffloadd.device.holes import Holes
 from kvoffloadd.errors import DeviceError, LimitError
-from kvoffloadd.sharedmem import Mapping
+from kvoffloadd.linux.sharedmem import Mapping
 from tests.device.memory import address, noise, u64
 from tests.server import vanishing
 from tests.server.vanishing import HALF, SIZE, Vanish

@@ -30,10 +30,10 @@ from kvoffloadd.device.host import HostAllocation, HostDevice, copy_chunk
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
-from kvoffloadd.fairqueue import FairQueue
-from kvoffloadd.lanes import DAEMON, TURN_BYTES, Flow
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import NO_BLOCK, Direction, Outcome, Ref, U8Array
-from kvoffloadd.sharedmem import Mapping, create_memfd
+from kvoffloadd.scheduling.fairqueue import FairQueue
+from kvoffloadd.scheduling.lanes import DAEMON, TURN_BYTES, Flow
 from tests.device.memory import Made, address, noise, u64
 
 MIB = 1 << 20

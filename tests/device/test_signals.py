@@ -12,13 +12,13 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import pytest
 
-from kvoffloadd.changes import Changes
 from kvoffloadd.device import signals
 from kvoffloadd.device.copyruns import read_words
 from kvoffloadd.device.signals import ReadySignal, Signals, SignalWait
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import TURN_S
 from kvoffloadd.model import BoolArray, Outcome, U64Array
+from kvoffloadd.scheduling.changes import Changes
+from kvoffloadd.scheduling.lanes import TURN_S
 
 SOON_S = 60.0
 OURS, THEIRS = 0, 4001

@@ -22,7 +22,7 @@ from kvoffloadd.doctor.gpus import check_gpus
 from kvoffloadd.doctor.host import NAMESPACES_OF_THE_HOST
 from kvoffloadd.doctor.system import check_holes, check_kernel, check_limits, check_loads, check_memory, check_shm
 from kvoffloadd.errors import DeviceError
-from kvoffloadd.sockets import is_listening
+from kvoffloadd.linux.sockets import is_listening
 from kvoffloadd.storage.disk.opening import Abilities
 from kvoffloadd.trial.wait import HANG_S
 from scripts.harness.daemon import Daemon

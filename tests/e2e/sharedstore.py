@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvoffloadd.objectnames import PREFIX
+from kvoffloadd.agentwire.names import PREFIX
 
 _PATIENT = {
     "remote.push": "seal",

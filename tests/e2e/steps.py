@@ -15,9 +15,11 @@ STEP = 64
 _PROGRAM = """
 import asyncio, contextlib, os, sys, types
 from kvoffloadd.cache.jobs import job
-from kvoffloadd import steps
+from kvoffloadd.scheduling import steps
 from kvoffloadd.cache.memory import finding, reservation
-from kvoffloadd.server import connection, context, jobs as requests, session
+from kvoffloadd.server import connection, context
+from kvoffloadd.server.session import jobs as requests
+from kvoffloadd.server.session import session
 
 passed = {ENDS: 0, REQUESTS: 0}
 

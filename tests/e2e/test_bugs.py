@@ -83,7 +83,7 @@ def use(rank: Rank, seed: int) -> None:
         pytest.param("kvoffloadd.cache.sealing:Sealing:_seal", id="a store behind its completion"),
         pytest.param("kvoffloadd.cache.memory.epochs:Epochs:advance", id="a clear"),
         pytest.param("kvoffloadd.cache.disk.catalog:Catalog:put", id="a disk that has written"),
-        pytest.param("kvoffloadd.cache.backlog:Backlog:enqueue", id="a key that is to be written"),
+        pytest.param("kvoffloadd.cache.lower.backlog:Backlog:enqueue", id="a key that is to be written"),
         pytest.param("kvoffloadd.cache.stats.missreasons:MissReasons:why", id="a callback of the loop"),
         pytest.param("kvoffloadd.cache.memory.keytable:KeyTable:vacate", id="a request that goes on later"),
         pytest.param("kvoffloadd.cache.disk.demotion:Demotion:_append", id="a task that nobody waits for"),
@@ -115,7 +115,7 @@ def test_a_bug_in_the_cache_ends_the_process(plant: Plant, seed: int, function: 
 @pytest.mark.parametrize(
     "function",
     [
-        pytest.param("kvoffloadd.server.pins::find_all", id="the server"),
+        pytest.param("kvoffloadd.server.session.pins::find_all", id="the server"),
         pytest.param("kvoffloadd.cache.memory.lookup::_full_boundaries", id="a pure function of the cache"),
     ],
 )

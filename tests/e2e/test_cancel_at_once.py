@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import frame
 from tests.server.scene import FULL, Scene

@@ -20,7 +20,7 @@ from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, KvCache, Outc
 from kvoffloadd.client.base import GPU_OPEN_S
 from kvoffloadd.client.memory.gpu import IpcMemory, gpu_allocation
 from kvoffloadd.errors import DeadlineError, RemoteError, UsageError
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.trial.process import ROOT
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.daemon import Daemon

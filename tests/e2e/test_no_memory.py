@@ -15,7 +15,7 @@ from kvoffloadd.trial.process import ROOT
 pytestmark = pytest.mark.slow
 
 NO_PAGES = """
-from kvoffloadd import sharedmem
+from kvoffloadd.linux import sharedmem
 from kvoffloadd.errors import ResourceError
 
 def none(*_):

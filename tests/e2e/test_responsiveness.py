@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, Outcome, Ref
-from kvoffloadd.lanes import TURN_S, Lane
+from kvoffloadd.scheduling.lanes import TURN_S, Lane
 from scripts.harness.daemon import Daemon
 from tests.e2e.gpu_rank import HOST
 from tests.e2e.rank import Rank, new_keys

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.trial.process import module, search_path
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon

@@ -13,13 +13,13 @@ import msgpack
 import numpy as np
 import xxhash
 
-from kvoffloadd import agentframes as af
 from kvoffloadd.agent.engines.base import Memory, Region
 from kvoffloadd.agent.names import asked_names, transfers
+from kvoffloadd.agentwire import frames as af
+from kvoffloadd.agentwire.names import Space
 from kvoffloadd.cache.remote.era import COUNT_MAX, Era, decode_era, encode_era, new_era
 from kvoffloadd.errors import FramingError
 from kvoffloadd.model import EPOCH_MAX
-from kvoffloadd.objectnames import Space
 from kvoffloadd.storage.remote.calls import Calls, PendingCall
 from kvoffloadd.storage.remote.header import HEADER, encode_headers, match_headers
 from tests.cache.conftest import Open, open_tier  # noqa: F401  a fixture

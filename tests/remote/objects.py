@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffloadd.agentframes import HEADER_BYTES
+from kvoffloadd.agentwire.frames import HEADER_BYTES
 from kvoffloadd.model import U8Array
 from scripts.harness.enginehost import EngineHost, Wanted
 

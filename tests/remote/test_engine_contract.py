@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from kvoffloadd.agentframes import HEADER_BYTES, Code, Presence
+from kvoffloadd.agentwire.frames import HEADER_BYTES, Code, Presence
 from kvoffloadd.trial.wait import until
 from scripts.harness.enginehost import EngineHost
 from tests.remote.cluster import MEMORY_BYTES, Cluster

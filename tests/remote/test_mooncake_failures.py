@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.agentframes import Code, Presence
+from kvoffloadd.agentwire.frames import Code, Presence
 from kvoffloadd.trial.process import DaemonError
 from kvoffloadd.trial.wait import until
 from scripts.harness.enginehost import BASE, EngineHost, Pending

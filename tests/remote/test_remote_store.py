@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.agentframes import HEADER_BYTES, Presence
+from kvoffloadd.agentwire.frames import HEADER_BYTES, Presence
+from kvoffloadd.agentwire.names import era_prefix, key_names, marker_name
 from kvoffloadd.errors import RemoteStoreError
-from kvoffloadd.objectnames import era_prefix, key_names, marker_name
 from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
 from kvoffloadd.trial.process import ROOT

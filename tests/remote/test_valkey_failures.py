@@ -14,8 +14,8 @@ import pytest
 
 from kvoffloadd.agent.engines.resp import RespConnection, Server
 from kvoffloadd.agent.engines.valkey import DEADLINE_S
-from kvoffloadd.agentframes import HEADER_BYTES, Code, Presence
-from kvoffloadd.objectnames import KEPT_NAME
+from kvoffloadd.agentwire.frames import HEADER_BYTES, Code, Presence
+from kvoffloadd.agentwire.names import KEPT_NAME
 from kvoffloadd.trial.process import DaemonError
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.harness.wait import throughout

@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from kvoffloadd.agentwire.names import marker_name, pointer_name
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
 from kvoffloadd.client import NamespaceSpec
-from kvoffloadd.objectnames import marker_name, pointer_name
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import ManifestTrap

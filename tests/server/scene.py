@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields, RawPeer
 

@@ -15,8 +15,8 @@ import pytest
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import Allocation
 from kvoffloadd.errors import BusyError, KvOffloadError, LimitError, MemoryKindError, StateError, UnknownNameError
-from kvoffloadd.server.closer import Closer
-from kvoffloadd.server.registry import Registry
+from kvoffloadd.server.peers.closer import Closer
+from kvoffloadd.server.session.registry import Registry
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 

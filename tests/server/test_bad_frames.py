@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.trial.process import open_fds
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon

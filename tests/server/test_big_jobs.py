@@ -19,10 +19,10 @@ from kvoffloadd.config import LimitsConfig
 from kvoffloadd.errors import DrainingError, StateError
 from kvoffloadd.model import PAGE_BYTES, U64Array
 from kvoffloadd.protocol import messages as m
+from kvoffloadd.scheduling.steps import Steps
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.jobs import STEP_GROUPS, SessionJobs
-from kvoffloadd.server.sessionjob import GroupJob
-from kvoffloadd.steps import Steps
+from kvoffloadd.server.session.jobs import STEP_GROUPS, SessionJobs
+from kvoffloadd.server.session.sessionjob import GroupJob
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.trial.wait import until
 from tests.cache.fakes import keys_of, make_cache, make_context, make_keyspace

@@ -10,8 +10,8 @@ import pytest
 
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.errors import LimitError
-from kvoffloadd.server.account import Accounts
-from kvoffloadd.server.registration import NAMED_COST, PLAN_BASE
+from kvoffloadd.server.peers.account import Accounts
+from kvoffloadd.server.session.registration import NAMED_COST, PLAN_BASE
 from kvoffloadd.trial.leaks import UID
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon

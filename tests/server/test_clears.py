@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd import steps
 from kvoffloadd.cache import clearing
 from kvoffloadd.cache.clearing import Clearing
 from kvoffloadd.cache.memory import keytable
@@ -19,13 +18,14 @@ from kvoffloadd.errors import LimitError, MessageError, UnknownNameError
 from kvoffloadd.model import GroupKind, GroupSchema
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.messages import TOKEN_BYTES
-from kvoffloadd.server.account import Accounts, caps
-from kvoffloadd.server.clears import REMEMBERED
+from kvoffloadd.scheduling import steps
+from kvoffloadd.scheduling.lag import Lag
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.lag import Lag
-from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.session import Session
+from kvoffloadd.server.peers.account import Accounts, caps
+from kvoffloadd.server.peers.clears import REMEMBERED
+from kvoffloadd.server.peers.outbox import Outbox
+from kvoffloadd.server.peers.peer import Peer
+from kvoffloadd.server.session.session import Session
 from tests.cache.fakes import events_of, keys_of, make_cache, store
 
 

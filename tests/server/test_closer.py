@@ -17,10 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvoffloadd import sockets
 from kvoffloadd.errors import BusyError, LimitError
-from kvoffloadd.server import closer as closer_module
-from kvoffloadd.server.closer import LOOK_S, SPARE, STUCK_S, Closer
+from kvoffloadd.linux import sockets
+from kvoffloadd.server.peers import closer as closer_module
+from kvoffloadd.server.peers.closer import LOOK_S, SPARE, STUCK_S, Closer
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame

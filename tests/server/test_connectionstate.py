@@ -10,9 +10,9 @@ import pytest
 
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import ProtocolState
+from kvoffloadd.scheduling.steps import Steps
 from kvoffloadd.server import connection as connections
-from kvoffloadd.server.connectionstate import INTAKES, Input, Output
-from kvoffloadd.steps import Steps
+from kvoffloadd.server.peers.connectionstate import INTAKES, Input, Output
 from scripts.harness.peer import frame
 from tests.server.test_ends import UID, connection
 

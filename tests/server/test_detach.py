@@ -12,8 +12,8 @@ import pytest
 
 from kvoffloadd.client import Group, GroupKind, KvCache, Ref, SharedTensor
 from kvoffloadd.errors import RemoteError
-from kvoffloadd.server import registry
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
+from kvoffloadd.server.session import registry
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields

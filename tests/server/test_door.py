@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from kvoffloadd.errors import BusyError, LimitError
-from kvoffloadd.lanes import Lane
+from kvoffloadd.scheduling.lanes import Lane
+from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server import listener as module
-from kvoffloadd.server.account import BUILT_IN, Account
-from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.listener import Listener
+from kvoffloadd.server.peers.account import BUILT_IN, Account
+from kvoffloadd.server.peers.closer import Closer
 from kvoffloadd.server.socketplace import SocketPlace
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.trial.wait import HANG_S
-from kvoffloadd.turns import Turns
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 

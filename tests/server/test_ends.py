@@ -14,17 +14,17 @@ from kvoffloadd.device.base import Allocation
 from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import ProtocolState
+from kvoffloadd.scheduling.steps import TURN_S, Steps
+from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server import connection as connections
-from kvoffloadd.server import framewriter
-from kvoffloadd.server.closer import Closer
 from kvoffloadd.server.connection import PeerConnection
-from kvoffloadd.server.connectionstate import Input, Output
-from kvoffloadd.server.framedeadline import LOOKS, FrameDeadline
-from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.quarantine import Quarantine
-from kvoffloadd.server.registration import Attachment
-from kvoffloadd.steps import TURN_S, Steps
-from kvoffloadd.turns import Turns
+from kvoffloadd.server.peers import framewriter
+from kvoffloadd.server.peers.closer import Closer
+from kvoffloadd.server.peers.connectionstate import Input, Output
+from kvoffloadd.server.peers.framedeadline import LOOKS, FrameDeadline
+from kvoffloadd.server.peers.peer import Peer
+from kvoffloadd.server.peers.quarantine import Quarantine
+from kvoffloadd.server.session.registration import Attachment
 from scripts.harness.peer import frame
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of

@@ -13,10 +13,10 @@ from kvoffloadd.cache.memory.events import EVENT_BYTES, Event, WaitingEvents
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.protocol.connection import Encoded, encode
 from kvoffloadd.protocol.messages import Events
+from kvoffloadd.scheduling.steps import TURN_S
+from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server import events as events_module
 from kvoffloadd.server.events import FEEDS, EventFeeds
-from kvoffloadd.steps import TURN_S
-from kvoffloadd.turns import Turns
 
 KEY = b"k" * 32
 

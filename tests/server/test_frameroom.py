@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffloadd.server.account import BUILT_IN, Accounts
+from kvoffloadd.server.peers.account import BUILT_IN, Accounts
 from scripts.harness.daemon import Daemon
 from tests.server.scene import Scene, ids, keys
 

@@ -24,7 +24,7 @@ MIB = 1 << 20
 PROGRAM = """
 import gc, json, os, signal, sys
 from collections import Counter
-from kvoffloadd import collector
+from kvoffloadd.scheduling import collector
 from kvoffloadd.cli import main
 
 def tell(*_):

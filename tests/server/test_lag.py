@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.server.lag import BEAT_S, IDLE_BEAT_S, QUIET_BEATS, WINDOW_S, Lag
+from kvoffloadd.scheduling.lag import BEAT_S, IDLE_BEAT_S, QUIET_BEATS, WINDOW_S, Lag
 
 
 @dataclass(eq=False)

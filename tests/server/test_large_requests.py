@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd import steps
 from kvoffloadd.cache.jobs.jobs import Verification
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
@@ -21,15 +20,16 @@ from kvoffloadd.config import Config
 from kvoffloadd.errors import ExtentError, LimitError, SchemaError, StateError, UnknownNameError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.server import registration, registry
-from kvoffloadd.server.account import Account, Accounts, caps
+from kvoffloadd.scheduling import steps
+from kvoffloadd.scheduling.lag import Lag
+from kvoffloadd.scheduling.steps import in_turns
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.lag import Lag
-from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.registration import Attachment
-from kvoffloadd.server.session import Session
-from kvoffloadd.steps import in_turns
+from kvoffloadd.server.peers.account import Account, Accounts, caps
+from kvoffloadd.server.peers.outbox import Outbox
+from kvoffloadd.server.peers.peer import Peer
+from kvoffloadd.server.session import registration, registry
+from kvoffloadd.server.session.registration import Attachment
+from kvoffloadd.server.session.session import Session
 from tests.cache.fakes import make_cache
 
 MEMORY = 7
@@ -471,7 +471,7 @@ async def test_a_store_that_a_bug_ends_behind_its_reservation_gives_its_slots_ba
 
     blocks = m.GroupBlocks(group=0, keys=bytes(32), blocks=bytes(4))
     with monkeypatch.context() as planted:
-        planted.setattr("kvoffloadd.server.jobs.Accepted", fail)
+        planted.setattr("kvoffloadd.server.session.jobs.Accepted", fail)
         with pytest.raises(MemoryError):
             await room.ask(m.Store(seq=2, job=1, registration=number, groups=[blocks]))
     assert check(room.cache, 0, 0) == []

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd import steps as steps_module
 from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
@@ -18,14 +17,15 @@ from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.config import Config
 from kvoffloadd.errors import LeaseError, LimitError
 from kvoffloadd.protocol import messages as m
+from kvoffloadd.scheduling import steps as steps_module
+from kvoffloadd.scheduling.lag import Lag
+from kvoffloadd.scheduling.steps import in_turns
 from kvoffloadd.server import context as contexts
-from kvoffloadd.server.account import Accounts, caps
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.lag import Lag
-from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.session import Session
-from kvoffloadd.steps import in_turns
+from kvoffloadd.server.peers.account import Accounts, caps
+from kvoffloadd.server.peers.outbox import Outbox
+from kvoffloadd.server.peers.peer import Peer
+from kvoffloadd.server.session.session import Session
 from tests.cache.fakes import keys_of, make_cache, store
 from tests.steps import finish
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.memorylimits import memory_bytes
+from kvoffloadd.linux.memorylimits import memory_bytes
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from tests.server.scene import Scene

@@ -10,8 +10,8 @@ from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Connection
 from kvoffloadd.protocol.state import ProtocolState
-from kvoffloadd.server.account import BUILT_IN, Account, Accounts
-from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.peers.account import BUILT_IN, Account, Accounts
+from kvoffloadd.server.peers.outbox import Outbox
 from tests.server.test_ends import connection
 
 PIECE = 1 << 20

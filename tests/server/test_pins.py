@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.lower import GroupLookup
+from kvoffloadd.cache.lowertiers import GroupLookup
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, KeyState, U64Array
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.server.pins import find_all
-from kvoffloadd.server.session import Session
+from kvoffloadd.server.session.pins import find_all
+from kvoffloadd.server.session.session import Session
 from tests.cache.fakes import keys_of, store
 from tests.server.test_lease_ends import KEYS, LeaseScene, asked
 

@@ -10,7 +10,7 @@ import pytest
 from kvoffloadd.cache.jobs.job import CopyOptions, Job
 from kvoffloadd.cache.jobs.jobs import Jobs
 from kvoffloadd.model import PAGE_BYTES, Direction, I64Array
-from kvoffloadd.server.quarantine import Quarantine
+from kvoffloadd.server.peers.quarantine import Quarantine
 from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
 
 PAGES, UID = 64, 1234

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from scripts.harness.peer import Fields
 from tests.server.scene import FULL, Scene
 

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import pytest
 
-from kvoffloadd.sharedmem import create_memfd
+from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer

@@ -270,7 +270,7 @@ def test_what_the_kernel_tells_of_an_end(tmp_path: Path, status: str, stat_field
 def test_the_log_tells_once_that_nobody_can_connect(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     import asyncio
 
-    from kvoffloadd.lanes import Lane
+    from kvoffloadd.scheduling.lanes import Lane
     from kvoffloadd.server.socketplace import keep_socket
 
     looks: list[str] = ["no", "no", "other", "", "no"]

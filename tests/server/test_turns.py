@@ -6,7 +6,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from kvoffloadd.turns import ROUND_S, Turns
+from kvoffloadd.scheduling.turns import ROUND_S, Turns
 
 
 def arrive(turns: Turns, peer: QueuedPeer) -> None:

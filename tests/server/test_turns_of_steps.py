@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd import steps as steps_module
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import ProtocolState
+from kvoffloadd.scheduling import steps as steps_module
+from kvoffloadd.scheduling.steps import TURN_S, Steps
 from kvoffloadd.server import connection as connections
 from kvoffloadd.server.connection import PeerConnection
-from kvoffloadd.server.connectionstate import Input
-from kvoffloadd.steps import TURN_S, Steps
+from kvoffloadd.server.peers.connectionstate import Input
 from scripts.harness.peer import frame
 from tests.server.test_ends import UID, connect, connection
 

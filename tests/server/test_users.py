@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd.daemon import USERS_AT_START
-from kvoffloadd.memorylimits import memory_bytes
+from kvoffloadd.linux.memorylimits import memory_bytes
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
 from tests.conftest import OTHER_UID

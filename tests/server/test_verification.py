@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.lanes import BACKGROUND, Flow, Lane
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.server.verification import verify
+from kvoffloadd.scheduling.lanes import BACKGROUND, Flow, Lane
+from kvoffloadd.server.session.verification import verify
 from kvoffloadd.storage import hashing
 from tests.cache.fakes import keys_of, make_cache, make_keyspace, store
 

@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
 from kvoffloadd.agent.engines.sidebyside import Readers
-from kvoffloadd.agentframes import HEADER_BYTES, Code, Presence
+from kvoffloadd.agentwire.frames import HEADER_BYTES, Code, Presence
 from kvoffloadd.units import parse_seconds
 
 OPERATIONS = ("start", "exists", "get", "put", "read", "write", "renew", "remove", "sweep")

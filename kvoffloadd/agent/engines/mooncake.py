@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final
 
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
 from kvoffloadd.agent.engines.sidebyside import Readers
-from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
+from kvoffloadd.agentwire.frames import VALUE_BYTES_MAX, Code, Presence
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from kvoffloadd.agentframes import Code
+from kvoffloadd.agentwire.frames import Code
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from urllib.parse import unquote, urlsplit
 
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
 from kvoffloadd.agent.engines.resp import Reply, ReplyError, RespConnection, Server, command, command_with
-from kvoffloadd.agentframes import VALUE_BYTES_MAX, Code, Presence
-from kvoffloadd.objectnames import KEPT_NAME
+from kvoffloadd.agentwire.frames import VALUE_BYTES_MAX, Code, Presence
+from kvoffloadd.agentwire.names import KEPT_NAME
 
 T = TypeVar("T")
 

@@ -45,7 +45,7 @@ from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.steps import Steps, in_turns
+from kvoffloadd.scheduling.steps import Steps, in_turns
 from kvoffloadd.storage.disk.files import describe_error
 from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.health import RootState

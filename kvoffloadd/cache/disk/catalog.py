@@ -19,8 +19,8 @@ from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
 from kvoffloadd.cache.memory.keys import has_duplicates, pack
 from kvoffloadd.cache.memory.runallocator import RunAllocator
 from kvoffloadd.errors import LimitError
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
-from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.disk.format import Records, record_pages
 
 _FREE = 0xFFFF

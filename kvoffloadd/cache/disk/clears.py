@@ -10,8 +10,8 @@ from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.stats.missreasons import Reason
-from kvoffloadd.changes import Changes
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.storage.disk.files import describe_error
 from kvoffloadd.storage.disk.manifest import Manifest
 from kvoffloadd.storage.disk.root import Root

@@ -13,13 +13,13 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
+from kvoffloadd.cache.lower.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.changes import Changes
 from kvoffloadd.model import BoolArray, U32Array
+from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.storage.disk.format import ENTRY, Records
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.root import Root

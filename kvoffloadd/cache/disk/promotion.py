@@ -17,15 +17,15 @@ import numpy as np
 
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
-from kvoffloadd.cache.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency
+from kvoffloadd.cache.lower.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency
+from kvoffloadd.cache.lower.window import Window
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.stats.missreasons import Reason
-from kvoffloadd.cache.window import Window
-from kvoffloadd.lanes import Ticket
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U32Array, U64Array
+from kvoffloadd.scheduling.lanes import Ticket
 from kvoffloadd.storage.disk.records import DAMAGED, FAILED, GONE, NO_RESOURCES, NOT_READ, OK, READ
 from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.hashing import in_turns

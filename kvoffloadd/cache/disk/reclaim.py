@@ -25,12 +25,12 @@ from kvoffloadd.cache.disk.catalog import STEP_RECORDS
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
 from kvoffloadd.cache.disk.diskkeyspaces import DiskKeyspace
-from kvoffloadd.cache.fetches import Urgency
+from kvoffloadd.cache.lower.fetches import Urgency
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U32Array, U64Array
-from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.disk.format import ENTRY, Records, record_pages
 from kvoffloadd.storage.disk.records import OK, READ
 from kvoffloadd.storage.disk.root import Root

@@ -24,10 +24,10 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvoffloadd.cache.fetches import Urgency
 from kvoffloadd.cache.jobs.loadplan import NO_PARTS, LoadPlan, LoadRequest, plan_load
 from kvoffloadd.cache.jobs.sealing import Sealing
-from kvoffloadd.cache.lower import GroupLookup, LowerTiers
+from kvoffloadd.cache.lower.fetches import Urgency
+from kvoffloadd.cache.lowertiers import GroupLookup, LowerTiers
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -37,8 +37,8 @@ from kvoffloadd.device.base import Copy, CopyRequest, CopyResult, Device
 from kvoffloadd.device.signals import ReadySignal, Signals, SignalWait
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.errors import LimitError
-from kvoffloadd.lanes import DAEMON, Flow, Lane
 from kvoffloadd.model import BoolArray, Direction, I64Array, Outcome, U32Array, U64Array
+from kvoffloadd.scheduling.lanes import DAEMON, Flow, Lane
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 T = TypeVar("T")

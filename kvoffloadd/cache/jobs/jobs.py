@@ -16,7 +16,7 @@ import numpy as np
 from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job, verifies
 from kvoffloadd.cache.jobs.loadplan import LoadPlan, LoadRequest
 from kvoffloadd.cache.jobs.sealing import Sealing
-from kvoffloadd.cache.lower import LowerTiers
+from kvoffloadd.cache.lowertiers import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.progress import Progress, Waits
@@ -24,9 +24,9 @@ from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.device.base import CopyResult, Device
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.device.work import BlockList
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Direction, I64Array, Outcome, U32Array
-from kvoffloadd.patience import Patience
+from kvoffloadd.scheduling.lanes import Lane
+from kvoffloadd.scheduling.patience import Patience
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 STUCK_LOOKS = 10

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffloadd.cache.lower import GroupLookup
+from kvoffloadd.cache.lowertiers import GroupLookup
 from kvoffloadd.cache.memory.cache import NO_ROWS
 from kvoffloadd.cache.memory.keys import spans
 from kvoffloadd.cache.memory.keytable import KeyTable

@@ -19,8 +19,8 @@ from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.progress import Progress
-from kvoffloadd.lanes import TURN_BYTES, Flow, Lane
 from kvoffloadd.model import BoolArray, I64Array, U16Array, U64Array
+from kvoffloadd.scheduling.lanes import TURN_BYTES, Flow, Lane
 from kvoffloadd.storage.hashing import hash_payloads
 
 SEAL_URGENT = 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Namespace
-from kvoffloadd.shares import share_left
+from kvoffloadd.scheduling.shares import share_left
 
 WAITING_BYTES_MAX = 128 << 20
 EVENT_BYTES = 256

@@ -18,7 +18,7 @@ from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
-from kvoffloadd.steps import Steps
+from kvoffloadd.scheduling.steps import Steps
 
 STEP_KEYS = 1 << 14
 """Keys that one step finds: a millisecond, or two if the table is large."""

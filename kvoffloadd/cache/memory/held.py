@@ -14,7 +14,7 @@ import numpy as np
 from kvoffloadd.cache.memory.keyspaces import NUMBERS, Keyspaces
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES, I64Array
-from kvoffloadd.shares import share_left
+from kvoffloadd.scheduling.shares import share_left
 from kvoffloadd.units import format_bytes
 
 UNBOUNDED = 1 << 62

@@ -26,9 +26,9 @@ import numpy.typing as npt
 
 from kvoffloadd.cache.memory.keyhash import KeyHash
 from kvoffloadd.errors import LimitError
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.native import loader
-from kvoffloadd.sharedmem import reserve_array
 
 Numbers = TypeVar("Numbers", bound=npt.NDArray[Any])
 

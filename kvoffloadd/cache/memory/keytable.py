@@ -24,9 +24,9 @@ from kvoffloadd.cache.memory.parttable import PartState, PartTable
 from kvoffloadd.cache.memory.uses import Uses
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.errors import InternalError
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import PAGE_BYTES, BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.native import loader
-from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.memory import MemoryTier
 
 SCAN_ROWS, STEP_ROWS = 65_536, 8192

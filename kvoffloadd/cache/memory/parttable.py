@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 
 from kvoffloadd.cache.memory.runallocator import RunAllocator
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import U8Array, U16Array, U32Array, U64Array
-from kvoffloadd.sharedmem import reserve_array
 
 
 class PartState:

@@ -19,7 +19,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U16Array, U32Array, U64Array
-from kvoffloadd.steps import Steps
+from kvoffloadd.scheduling.steps import Steps
 
 STEP_KEYS = 4096
 """Keys and parts for which one step makes room, or takes slots: a few milliseconds."""

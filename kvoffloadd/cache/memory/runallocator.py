@@ -12,8 +12,8 @@ from collections import Counter
 
 import numpy as np
 
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, I64Array, U16Array, U32Array
-from kvoffloadd.sharedmem import reserve_array
 
 BLOCK = 4096
 """Numbers of a block: some times the parts that a key may have."""

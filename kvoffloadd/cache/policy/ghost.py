@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffloadd.cache.policy.prompts import highest_from_here
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
-from kvoffloadd.sharedmem import reserve_array
 
 USES_MAX = 255
 """Uses of a key that is held are counted up to here."""

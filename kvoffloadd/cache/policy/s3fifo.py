@@ -11,8 +11,8 @@ from kvoffloadd.cache.policy.ghost import slots_for
 from kvoffloadd.cache.policy.prompts import backwards, highest_from_here
 from kvoffloadd.cache.policy.rowqueue import RowQueues
 from kvoffloadd.cache.policy.selection import Selection
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, F64Array, I64Array, U32Array, U64Array
-from kvoffloadd.sharedmem import reserve_array
 
 SMALL, MAIN, LEAVING, IN_USE = range(4)
 SMALL_SHARE = 0.1

@@ -12,13 +12,13 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from typing import Final
 
-from kvoffloadd.agentframes import Code
+from kvoffloadd.agentwire.frames import Code
+from kvoffloadd.agentwire.names import ERA_BYTES, marker_name, markers_prefix, pointer_name, successor_name
 from kvoffloadd.cache.memory.epochs import Epochs
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.storeclock import StoreClock
 from kvoffloadd.errors import RemoteStoreError
-from kvoffloadd.objectnames import ERA_BYTES, marker_name, markers_prefix, pointer_name, successor_name
 from kvoffloadd.storage.remote.store import RemoteStore
 from kvoffloadd.storage.remote.values import NotRead
 

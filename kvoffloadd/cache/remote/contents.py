@@ -13,14 +13,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvoffloadd.agentframes import HEADER_BYTES, PARTS_MAX
+from kvoffloadd.agentwire.frames import HEADER_BYTES, PARTS_MAX
+from kvoffloadd.agentwire.names import Space
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.namespace import Keyspace, shape_of
 from kvoffloadd.cache.remote.eras import Eras
 from kvoffloadd.config import RemoteConfig
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, U32Array, U64Array
-from kvoffloadd.objectnames import Space
-from kvoffloadd.sharedmem import reserve_array
 from kvoffloadd.storage.remote.store import RemoteStore
 
 MISSES_REMEMBERED: Final = 1 << 16

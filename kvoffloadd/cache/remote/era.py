@@ -13,8 +13,8 @@ from typing import Final
 
 import xxhash
 
+from kvoffloadd.agentwire.names import ERA_BYTES
 from kvoffloadd.model import EPOCH_MAX
-from kvoffloadd.objectnames import ERA_BYTES
 
 COUNT_MAX: Final = (1 << 32) - (1 << 16)
 """Eras of one generation. A host that meets the last one clears, which begins a new generation."""

@@ -50,7 +50,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvoffloadd.agentframes import Code
+from kvoffloadd.agentwire.frames import Code
+from kvoffloadd.agentwire.names import FINGERPRINT_BYTES, era_prefix, pointer_name
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import CacheTornError, changing
 from kvoffloadd.cache.memory.doubt import Doubt
@@ -65,9 +66,8 @@ from kvoffloadd.cache.remote.era import decode_era
 from kvoffloadd.cache.remote.namespaceera import NamespaceEra
 from kvoffloadd.cache.remote.storeclock import StoreClock
 from kvoffloadd.cache.remote.sweeps import Sweeps
-from kvoffloadd.changes import Changes
 from kvoffloadd.errors import KvOffloadError, NotDurableError, RemoteStoreError
-from kvoffloadd.objectnames import FINGERPRINT_BYTES, era_prefix, pointer_name
+from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.storage.remote.store import RemoteState, RemoteStore
 from kvoffloadd.storage.remote.values import NotRead
 

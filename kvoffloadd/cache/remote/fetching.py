@@ -20,8 +20,9 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.agentframes import Presence
-from kvoffloadd.cache.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency, keys_below
+from kvoffloadd.agentwire.frames import Presence
+from kvoffloadd.cache.lower.fetches import Fetch, Fetches, KeysBelow, PendingRead, ReadBatch, Urgency, keys_below
+from kvoffloadd.cache.lower.window import Window
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.namespace import Keyspace
@@ -29,9 +30,8 @@ from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.remote.contents import RemoteContents, RemotePlace, object_bytes
 from kvoffloadd.cache.remote.request import RemoteKeys, needed_keys
 from kvoffloadd.cache.stats.histogram import Histogram
-from kvoffloadd.cache.window import Window
-from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U64Array
+from kvoffloadd.scheduling.lanes import DAEMON, Flow
 from kvoffloadd.storage.hashing import in_turns
 from kvoffloadd.storage.remote.flight import RemoteTransfer
 from kvoffloadd.storage.remote.questions import QUESTION_KEYS, ExistsResult

@@ -14,13 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.agentframes import HEADER_BYTES
-from kvoffloadd.cache.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
+from kvoffloadd.agentwire.frames import HEADER_BYTES
+from kvoffloadd.cache.lower.backlog import LOOK_AHEAD_S, Backlog, BacklogBatch, Budget
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.remote.contents import RemoteContents, RemotePlace
-from kvoffloadd.changes import Changes
 from kvoffloadd.model import BoolArray, U8Array, U32Array
+from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
 
 BATCH_BYTES = 16 << 20

@@ -10,8 +10,8 @@ import time
 from typing import Final
 
 from kvoffloadd.cache.memory.changing import changing
-from kvoffloadd.changes import Changes
 from kvoffloadd.errors import RemoteStoreError
+from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.storage.remote.store import RemoteStore
 
 log = logging.getLogger(__name__)

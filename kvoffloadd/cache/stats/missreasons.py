@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 
 from kvoffloadd.cache.memory.keyhash import SEED_BITS, KeyHash
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, U8Array, U16Array, U32Array, U64Array
-from kvoffloadd.sharedmem import reserve_array
 
 _GONE_BITS, _STORED_BITS = 22, 21
 _REASON_BITS, _NAMESPACE_BITS = 3, 14

@@ -6,8 +6,8 @@ import os
 import weakref
 
 from kvoffloadd.errors import ResourceError
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.model import U8Array
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate
 
 _POPULATE_THREADS = 4
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from kvoffloadd.cudadriver import CudaDriver, CudaError, PointerAttribute
 from kvoffloadd.errors import UsageError
+from kvoffloadd.linux.sockets import close_fds
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES
-from kvoffloadd.sockets import close_fds
 
 _POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _HANDLE_TYPES = {_POSIX_FD: "POSIX_FILE_DESCRIPTOR", 2: "WIN32", 4: "WIN32_KMT", 8: "FABRIC"}

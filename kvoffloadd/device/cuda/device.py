@@ -26,9 +26,9 @@ from kvoffloadd.device.cuda.rows import RowCopier
 from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.cuda.trials import Trials
 from kvoffloadd.errors import DeviceError, UsageError
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import Direction
-from kvoffloadd.patience import Patience
+from kvoffloadd.scheduling.lanes import Lane
+from kvoffloadd.scheduling.patience import Patience
 
 log = logging.getLogger(__name__)
 

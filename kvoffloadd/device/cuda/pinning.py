@@ -29,8 +29,8 @@ from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver, host_side
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import KvOffloadError
+from kvoffloadd.linux.sharedmem import populate
 from kvoffloadd.model import PAGE_BYTES, BoolArray, Direction, I64Array, U64Array
-from kvoffloadd.sharedmem import populate
 from kvoffloadd.units import format_bytes
 
 log = logging.getLogger(__name__)

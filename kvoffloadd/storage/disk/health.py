@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.lanes import CancelledWork
+from kvoffloadd.scheduling.lanes import CancelledWork
 from kvoffloadd.storage.disk.files import describe_error, lacks_resources
 from kvoffloadd.storage.disk.opening import NO_SPACE
 from kvoffloadd.units import format_path

@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.lanes import Lane
-from kvoffloadd.patience import Patience
+from kvoffloadd.scheduling.lanes import Lane
+from kvoffloadd.scheduling.patience import Patience
 from kvoffloadd.storage.disk.files import describe_error, lacks_resources
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory

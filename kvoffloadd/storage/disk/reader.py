@@ -10,9 +10,9 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.changes import Changes
-from kvoffloadd.lanes import BACKGROUND, CancelledWork, Flow, Lane, Ticket
 from kvoffloadd.model import BoolArray, U8Array, U32Array, U64Array
+from kvoffloadd.scheduling.changes import Changes
+from kvoffloadd.scheduling.lanes import BACKGROUND, CancelledWork, Flow, Lane, Ticket
 from kvoffloadd.storage.disk.files import lacks_resources
 from kvoffloadd.storage.disk.format import KeyspaceId, Records
 from kvoffloadd.storage.disk.health import Health

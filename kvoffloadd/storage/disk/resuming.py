@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from kvoffloadd.lanes import AGAIN, Again
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.scheduling.lanes import AGAIN, Again
 from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages
 from kvoffloadd.storage.disk.format import SegmentHeader, decode_records
 from kvoffloadd.storage.disk.recovery import WALK_BYTES, Kind, Recovered

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from kvoffloadd.config import DiskConfig
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.disk.files import Files, describe_error
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.manifest import Manifest

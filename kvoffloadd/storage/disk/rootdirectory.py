@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvoffloadd.lanes import Again, Lane, LaneExecutor
-from kvoffloadd.mounts import file_system
+from kvoffloadd.linux.mounts import file_system
+from kvoffloadd.scheduling.lanes import Again, Lane, LaneExecutor
 from kvoffloadd.storage.disk.files import (
     DiskError,
     DiskVersionError,

@@ -8,8 +8,8 @@ import logging
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import EPOCH_MAX
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.disk.files import lacks_resources
 from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.recovery import Kind, Recovered, recover_segment

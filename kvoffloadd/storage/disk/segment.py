@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.changes import Changes
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import AGAIN, Again
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
+from kvoffloadd.scheduling.changes import Changes
+from kvoffloadd.scheduling.lanes import AGAIN, Again
 from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, lacks_allocation
 from kvoffloadd.storage.disk.format import (
     HEADER_PAGES,

@@ -15,8 +15,8 @@ from contextlib import suppress
 from functools import partial
 
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.disk.files import describe_error
 from kvoffloadd.storage.disk.format import SegmentHeader, footer_pages
 from kvoffloadd.storage.disk.health import Health, RootState, is_full

@@ -14,11 +14,11 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.changes import Changes
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.lanes import CancelledWork, Lane, Ticket
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import PAGE_BYTES, I64Array, U64Array
-from kvoffloadd.sharedmem import reserve_array
+from kvoffloadd.scheduling.changes import Changes
+from kvoffloadd.scheduling.lanes import CancelledWork, Lane, Ticket
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.format import KeyspaceId, Records, encode_records, footer_pages, record_pages
 from kvoffloadd.storage.disk.health import Health, RootState, is_trouble

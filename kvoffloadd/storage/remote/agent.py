@@ -13,10 +13,10 @@ import os
 from functools import partial
 from typing import Final, Protocol
 
-from kvoffloadd.agentframes import VERSION, FromAgent, Greeting, Refused, Reply, Start, Started, encode
-from kvoffloadd.changes import Changes
+from kvoffloadd.agentwire.frames import VERSION, FromAgent, Greeting, Refused, Reply, Start, Started, encode
 from kvoffloadd.errors import FramingError
-from kvoffloadd.lanes import Lane
+from kvoffloadd.scheduling.changes import Changes
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.remote.agentprocess import (
     AgentProcess,

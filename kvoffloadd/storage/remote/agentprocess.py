@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Final
 
 import kvoffloadd
-from kvoffloadd.agentframes import TEXT_MAX, Frames, FromAgent
+from kvoffloadd.agentwire.frames import TEXT_MAX, Frames, FromAgent
 from kvoffloadd.errors import FramingError
-from kvoffloadd.sockets import pass_descriptors
+from kvoffloadd.linux.sockets import pass_descriptors
 
 log = logging.getLogger(__name__)
 

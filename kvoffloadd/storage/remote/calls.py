@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.agentframes import (
+from kvoffloadd.agentwire.frames import (
     AFTER_MAX,
     CODE_MIN,
     VALUE_BYTES_MAX,
@@ -32,10 +32,10 @@ from kvoffloadd.agentframes import (
     encode,
 )
 from kvoffloadd.errors import FramingError
-from kvoffloadd.fairqueue import FairQueue
-from kvoffloadd.lanes import DAEMON, Flow, path_of
 from kvoffloadd.model import I64Array
-from kvoffloadd.patience import Patience
+from kvoffloadd.scheduling.fairqueue import FairQueue
+from kvoffloadd.scheduling.lanes import DAEMON, Flow, path_of
+from kvoffloadd.scheduling.patience import Patience
 
 RESULT_MAX: Final = 1 << 48
 """Of a code that counts bytes or objects."""

@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 
-from kvoffloadd.agentframes import Code, Get, Put
+from kvoffloadd.agentwire.frames import Code, Get, Put
 from kvoffloadd.config import RemoteConfig
-from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import U8Array, U64Array
+from kvoffloadd.scheduling.lanes import DAEMON, Flow
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.remote.breaker import Breaker
 from kvoffloadd.storage.remote.calls import RESULT_MAX, CallLine, Calls, PendingCall, Result

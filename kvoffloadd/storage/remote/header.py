@@ -29,9 +29,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffloadd.agentframes import HEADER_BYTES, PARTS_MAX
+from kvoffloadd.agentwire.frames import HEADER_BYTES, PARTS_MAX
+from kvoffloadd.agentwire.names import Space
 from kvoffloadd.model import BoolArray, U8Array, U64Array
-from kvoffloadd.objectnames import Space
 from kvoffloadd.storage.signedpages import CHECKSUM_OFFSET, is_signed, sign_page
 
 HEADER_VERSION = 1

@@ -10,10 +10,10 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.agentframes import HEADER_BYTES
+from kvoffloadd.agentwire.frames import HEADER_BYTES
 from kvoffloadd.errors import UsageError
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import U8Array, U32Array
-from kvoffloadd.sharedmem import Mapping, create_memfd
 
 
 class HeaderPages:

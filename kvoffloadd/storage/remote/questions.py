@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffloadd.agentframes import Exists, Presence
-from kvoffloadd.lanes import DAEMON, Flow
+from kvoffloadd.agentwire.frames import Exists, Presence
 from kvoffloadd.model import U8Array
+from kvoffloadd.scheduling.lanes import DAEMON, Flow
 from kvoffloadd.storage.remote.breaker import Breaker
 from kvoffloadd.storage.remote.calls import Calls, PendingCall, Result
 from kvoffloadd.storage.remote.transfers import Names

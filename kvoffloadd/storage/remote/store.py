@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.agentframes import KEYS_MAX, Get, Presence, Put, Reply, Start, Started
-from kvoffloadd.changes import Changes
+from kvoffloadd.agentwire.frames import KEYS_MAX, Get, Presence, Put, Reply, Start, Started
+from kvoffloadd.agentwire.names import ERA_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SHAPE_BYTES, Space, key_names
 from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import RemoteStoreError, UsageError
-from kvoffloadd.lanes import DAEMON, CancelledWork, Flow, Lane
 from kvoffloadd.model import U8Array, U64Array
-from kvoffloadd.objectnames import ERA_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SHAPE_BYTES, Space, key_names
+from kvoffloadd.scheduling.changes import Changes
+from kvoffloadd.scheduling.lanes import DAEMON, CancelledWork, Flow, Lane
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.remote.agent import AgentState, AgentSupervisor
 from kvoffloadd.storage.remote.breaker import Breaker, BreakerState

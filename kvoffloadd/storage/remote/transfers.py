@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 
-from kvoffloadd.agentframes import ADDRESSES_MAX, HEADER_BYTES, KEYS_MAX, PARTS_MAX, Code, Get, Put
+from kvoffloadd.agentwire.frames import ADDRESSES_MAX, HEADER_BYTES, KEYS_MAX, PARTS_MAX, Code, Get, Put
+from kvoffloadd.agentwire.names import Space
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import I64Array, U8Array, U32Array, U64Array
-from kvoffloadd.objectnames import Space
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.header import match_headers
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-from kvoffloadd.agentframes import (
+from kvoffloadd.agentwire.frames import (
     CHANGE_THREADS,
     NAMES_MAX,
     READ_NAMES_MAX,

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
 from kvoffloadd.config import DiskConfig
-from kvoffloadd.mounts import file_system_of
+from kvoffloadd.linux.mounts import file_system_of
 from kvoffloadd.storage.disk.files import Files, aligned_pages
 from kvoffloadd.storage.disk.opening import probe
 from kvoffloadd.trial.bench.figure import Figure, bandwidth

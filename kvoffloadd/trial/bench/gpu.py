@@ -11,7 +11,7 @@ from typing import Any
 
 from kvoffloadd.client import GpuTensor
 from kvoffloadd.client.memory.gpu import driver
-from kvoffloadd.sharedmem import Mapping, create_memfd, populate
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.trial.bench.figure import Figure
 from kvoffloadd.trial.bench.memory import CopyCase, copy_worker, jobs_beside
 from kvoffloadd.trial.bench.rounds import Show

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.agentframes import Presence
-from kvoffloadd.changes import Changes
-from kvoffloadd.lanes import DAEMON, Flow
+from kvoffloadd.agentwire.frames import Presence
+from kvoffloadd.agentwire.names import key_names, marker_name
 from kvoffloadd.model import U8Array, U64Array
-from kvoffloadd.objectnames import key_names, marker_name
+from kvoffloadd.scheduling.changes import Changes
+from kvoffloadd.scheduling.lanes import DAEMON, Flow
 from kvoffloadd.storage.remote.questions import Answered, ExistsResult
 from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import GetResult, Names, RemoteStatus

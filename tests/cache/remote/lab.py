@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
 
-from kvoffloadd.agentframes import Code
+from kvoffloadd.agentwire.frames import Code
+from kvoffloadd.agentwire.names import marker_name
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.confirmed import Confirmed
 from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.memory.epochs import Epochs
 from kvoffloadd.cache.remote.era import Era
 from kvoffloadd.cache.remote.eras import Eras
-from kvoffloadd.changes import Changes
 from kvoffloadd.errors import RemoteStoreError
-from kvoffloadd.objectnames import marker_name
+from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.storage.remote.store import RemoteState, RemoteStore
 from kvoffloadd.storage.remote.values import NotRead
 

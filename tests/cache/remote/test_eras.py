@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
+from kvoffloadd.agentwire.names import era_prefix, marker_name, markers_prefix, pointer_name
 from kvoffloadd.cache.remote.agreement import LINKS_KEPT
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
 from kvoffloadd.errors import NotDurableError
-from kvoffloadd.objectnames import era_prefix, marker_name, markers_prefix, pointer_name
 from kvoffloadd.storage.remote.values import NotRead
 from tests.cache.remote.lab import NAME, EraHost, Lab, agree, settled
 

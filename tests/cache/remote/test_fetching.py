@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.clearing import clear_here
-from kvoffloadd.cache.fetches import Fetch, Urgency
+from kvoffloadd.cache.lower.fetches import Fetch, Urgency
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.composition import Composition
@@ -21,8 +21,8 @@ from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.remote.request import RemoteKeys
 from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import SchemaError
-from kvoffloadd.lanes import Flow
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState
+from kvoffloadd.scheduling.lanes import Flow
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.storage.remote.questions import QUESTION_KEYS

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffloadd.agentframes import Code
+from kvoffloadd.agentwire.frames import Code
+from kvoffloadd.agentwire.names import pointer_name
 from kvoffloadd.cache.clearing import REMOTE, Clearings
-from kvoffloadd.objectnames import pointer_name
 from kvoffloadd.storage.remote.values import NotRead
 
 from .test_fetching import NAME, RemoteScene

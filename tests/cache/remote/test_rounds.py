@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvoffloadd.agentframes import Code
+from kvoffloadd.agentwire.frames import Code
+from kvoffloadd.agentwire.names import marker_name, pointer_name, successor_name
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.doubt import Doubt
 from kvoffloadd.cache.remote import agreement, eras
@@ -19,7 +20,6 @@ from kvoffloadd.cache.remote.eras import SHOWN_MAX, Eras
 from kvoffloadd.cache.remote.namespaceera import RENEW_S, NamespaceEra
 from kvoffloadd.errors import NotDurableError, RemoteStoreError
 from kvoffloadd.model import EPOCH_MAX
-from kvoffloadd.objectnames import marker_name, pointer_name, successor_name
 from scripts.soak.vandal import forged
 from tests.cache.remote.lab import NAME, EraHost, Lab, agree, settled
 

@@ -17,7 +17,7 @@ from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
 from kvoffloadd.errors import MemoryKindError
-from kvoffloadd.sharedmem import Mapping, create_memfd
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.trial.wait import HANG_S
 
 MIB = 1 << 20

@@ -17,8 +17,8 @@ from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.pinning import FIRST_BYTES, REFUSALS_MAX, Arena, Pinning, cut, piece_ends
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ResourceError
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import Direction, U64Array
-from kvoffloadd.sharedmem import Mapping, create_memfd
 from kvoffloadd.trial.wait import HANG_S, until
 
 GIB = 1 << 30

@@ -18,8 +18,8 @@ from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.pitched import Pitched, pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
+from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import U8Array, U64Array
-from kvoffloadd.sharedmem import Mapping, create_memfd
 from scripts.harness.gpu import Gpu, GpuBuffer
 from tests import softcuda
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.lanes import AGAIN
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.scheduling.lanes import AGAIN
 from kvoffloadd.storage.disk import resuming
 from kvoffloadd.storage.disk.files import DiskError, Files
 from kvoffloadd.storage.disk.format import Records, SegmentHeader, record_pages

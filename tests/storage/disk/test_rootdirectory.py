@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.lanes import Lane
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.manifest import read_manifest
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory

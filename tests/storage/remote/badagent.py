@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 
-from kvoffloadd.agentframes import VERSION, Answer, Frames, Greeting, Refused, Started, Values, encode
+from kvoffloadd.agentwire.frames import VERSION, Answer, Frames, Greeting, Refused, Started, Values, encode
 
 
 def main(kind: str) -> None:  # noqa: C901  a list of what can go wrong

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.agentwire.names import Space
 from kvoffloadd.config import RemoteConfig
 from kvoffloadd.errors import RemoteStoreError
-from kvoffloadd.lanes import Lane
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array, slot_pages
-from kvoffloadd.objectnames import Space
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.flight import RemoteTransfer

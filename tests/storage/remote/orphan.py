@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.config import RemoteConfig
-from kvoffloadd.lanes import Lane
+from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.arenafile import open_pool
 from kvoffloadd.storage.remote.store import RemoteStore
 from tests.storage.remote.host import FaultyEngine, names_of, soon, until

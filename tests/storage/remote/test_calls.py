@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd.agentframes import (
+from kvoffloadd.agentwire.frames import (
     AFTER_MAX,
     VALUE_BYTES_MAX,
     Answer,
@@ -27,7 +27,7 @@ from kvoffloadd.agentframes import (
     Values,
 )
 from kvoffloadd.errors import FramingError
-from kvoffloadd.lanes import Flow
+from kvoffloadd.scheduling.lanes import Flow
 from kvoffloadd.storage.remote import calls as calls_module
 from kvoffloadd.storage.remote.calls import CallLine, Calls, PendingCall
 from tests.storage.remote.host import until

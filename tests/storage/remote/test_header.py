@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.agentframes import PARTS_MAX
+from kvoffloadd.agentwire.frames import PARTS_MAX
+from kvoffloadd.agentwire.names import Space
 from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
-from kvoffloadd.objectnames import Space
 from kvoffloadd.storage.remote import header as module
 from kvoffloadd.storage.remote.header import HEADER, PART, encode_headers, match_headers
 from kvoffloadd.storage.signedpages import sign_page

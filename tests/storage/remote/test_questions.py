@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from kvoffloadd.agentframes import Answer, Exists, Frames, Presence
-from kvoffloadd.lanes import Flow
-from kvoffloadd.objectnames import ERA_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SHAPE_BYTES, Space
+from kvoffloadd.agentwire.frames import Answer, Exists, Frames, Presence
+from kvoffloadd.agentwire.names import ERA_BYTES, FINGERPRINT_BYTES, KEY_BYTES, SHAPE_BYTES, Space
+from kvoffloadd.scheduling.lanes import Flow
 from kvoffloadd.storage.remote.breaker import TIMEOUTS, BreakerState
 from kvoffloadd.storage.remote.calls import Calls
 from kvoffloadd.storage.remote.questions import DEPTH, QUESTION_KEYS, ExistsResult, Questions

@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvoffloadd.agentframes import KEYS_MAX, READ_THREADS, VALUE_BYTES_MAX, Code, Presence, Swept
+from kvoffloadd.agentwire.frames import KEYS_MAX, READ_THREADS, VALUE_BYTES_MAX, Code, Presence, Swept
+from kvoffloadd.agentwire.names import key_names, marker_name
 from kvoffloadd.errors import RemoteStoreError, UsageError
 from kvoffloadd.model import U64Array
-from kvoffloadd.objectnames import key_names, marker_name
 from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import RemoteStatus
 from kvoffloadd.storage.remote.values import NotRead

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffloadd.errors import BusyError, LimitError
-from kvoffloadd.lanes import Deliveries
-from kvoffloadd.patience import Patience
-from kvoffloadd.sockets import carries_nothing
+from kvoffloadd.linux.sockets import carries_nothing
+from kvoffloadd.scheduling.lanes import Deliveries
+from kvoffloadd.scheduling.patience import Patience
 
 log = logging.getLogger(__name__)
 

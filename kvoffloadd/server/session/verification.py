@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 
 from kvoffloadd.cache.memory.parttable import PartState
-from kvoffloadd.lanes import BACKGROUND
 from kvoffloadd.model import DROPPED, I64Array
+from kvoffloadd.scheduling.lanes import BACKGROUND
 from kvoffloadd.server.context import Context
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
 

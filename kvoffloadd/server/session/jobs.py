@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job
 from kvoffloadd.cache.jobs.loadplan import NO_PARTS, GroupLoad, LoadRequest, plan_load
-from kvoffloadd.cache.lower import GroupLookup
+from kvoffloadd.cache.lowertiers import GroupLookup
 from kvoffloadd.cache.memory.cache import NO_ROWS
 from kvoffloadd.cache.memory.finding import find_in_steps
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
@@ -35,13 +35,13 @@ from kvoffloadd.errors import (
 )
 from kvoffloadd.model import NO_BLOCK, KeyState, U32Array, U64Array
 from kvoffloadd.protocol.messages import Accepted, Completed, GroupBlocks, Load, Push, Store
-from kvoffloadd.server.account import Account
+from kvoffloadd.scheduling.steps import Steps
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.instance import Instance
-from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.server.registration import RegisteredGroup, Registration
-from kvoffloadd.server.sessionjob import Charge, GroupJob, SessionJob
-from kvoffloadd.steps import Steps
+from kvoffloadd.server.peers.account import Account
+from kvoffloadd.server.peers.instance import Instance
+from kvoffloadd.server.peers.outbox import Outbox
+from kvoffloadd.server.session.registration import RegisteredGroup, Registration
+from kvoffloadd.server.session.sessionjob import Charge, GroupJob, SessionJob
 
 T = TypeVar("T")
 

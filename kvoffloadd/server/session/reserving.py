@@ -15,8 +15,8 @@ from kvoffloadd.cache.memory.reservation import Reservation, Wanted
 from kvoffloadd.errors import DuplicateError, SchemaError
 from kvoffloadd.model import U64Array
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.server.account import Account
-from kvoffloadd.server.instance import Instance
+from kvoffloadd.server.peers.account import Account
+from kvoffloadd.server.peers.instance import Instance
 
 
 def wanted_of(message: m.Reserve, groups: Sequence[tuple[Keyspace, int, U64Array]]) -> list[Wanted]:

@@ -17,8 +17,8 @@ from typing import Final
 
 import msgspec
 
+from kvoffloadd.agentwire.names import Space
 from kvoffloadd.errors import FramingError
-from kvoffloadd.objectnames import Space
 
 VERSION: Final = 2
 """Of these frames. Daemon and agent are of one release, whatever else their environments have."""

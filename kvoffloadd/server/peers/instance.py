@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvoffloadd.cache.memory.lease import Holdings, Leases
 from kvoffloadd.errors import ForbiddenError
-from kvoffloadd.lanes import Flow
+from kvoffloadd.scheduling.lanes import Flow
 
 
 @dataclass(slots=True, eq=False)

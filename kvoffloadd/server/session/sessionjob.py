@@ -9,7 +9,7 @@ from kvoffloadd.cache.jobs.job import Job
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.progress import Progress
 from kvoffloadd.model import U32Array, U64Array
-from kvoffloadd.server.registration import RegisteredGroup, Registration
+from kvoffloadd.server.session.registration import RegisteredGroup, Registration
 
 
 @dataclass(frozen=True, slots=True, eq=False)

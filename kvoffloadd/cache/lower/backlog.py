@@ -19,9 +19,9 @@ from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.policy.ghost import UseCounts
-from kvoffloadd.changes import Changes
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array
-from kvoffloadd.sharedmem import reserve_array
+from kvoffloadd.scheduling.changes import Changes
 
 BATCH_KEYS = 256
 LOOK_AHEAD_S = 0.05

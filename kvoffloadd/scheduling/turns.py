@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kvoffloadd.fairqueue import FairQueue
-from kvoffloadd.steps import TURN_S
+from kvoffloadd.scheduling.fairqueue import FairQueue
+from kvoffloadd.scheduling.steps import TURN_S
 
 ROUND_S = 0.002
 """What all may serve before the loop looks at its sockets, timers and completions again: no turn begins later."""

@@ -29,9 +29,9 @@ from kvoffloadd.errors import (
 )
 from kvoffloadd.model import HUGE_PAGE_BYTES, PAGE_BYTES
 from kvoffloadd.protocol.messages import IPC_HANDLE_BYTES, AttachIpc, AttachVmm, Register
-from kvoffloadd.server.account import Account
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.registration import (
+from kvoffloadd.server.peers.account import Account
+from kvoffloadd.server.session.registration import (
     Attachment,
     Draft,
     Registration,

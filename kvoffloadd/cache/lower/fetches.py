@@ -20,17 +20,17 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from kvoffloadd.cache.lower.window import Window
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.keytable import RowState
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.window import Window
-from kvoffloadd.lanes import DAEMON, Flow
+from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import KEY_BYTES_MAX, BoolArray, I64Array, U32Array, U64Array
-from kvoffloadd.sharedmem import reserve_array
-from kvoffloadd.turns import Continuation, Turns
+from kvoffloadd.scheduling.lanes import DAEMON, Flow
+from kvoffloadd.scheduling.turns import Continuation, Turns
 
 SLICE_KEYS = 256
 """Keys that one turn of the loop reserves slots for."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvoffloadd.patience import Patience
+from kvoffloadd.scheduling.patience import Patience
 
 LOOKS = 4
 """How often within the deadline the rest is looked for: while the process was stopped, nothing was read."""

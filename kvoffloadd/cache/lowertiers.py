@@ -14,14 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffloadd.cache.disk.disktier import DiskTier, find_on_disk
-from kvoffloadd.cache.fetches import Fetch, Fetches, keys_below
+from kvoffloadd.cache.lower.fetches import Fetch, Fetches, keys_below
 from kvoffloadd.cache.memory.changing import changing
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.remote.request import RemoteKeys
-from kvoffloadd.lanes import DAEMON, Flow
 from kvoffloadd.model import BoolArray, Tier, U8Array, U32Array, U64Array
+from kvoffloadd.scheduling.lanes import DAEMON, Flow
 
 
 class GroupLookup(NamedTuple):

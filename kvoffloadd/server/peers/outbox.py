@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvoffloadd.errors import BusyError
-from kvoffloadd.server.account import Account
+from kvoffloadd.server.peers.account import Account
 
 HIGH_WATER_BYTES = 1 << 20
 """Above this no further request of the session is read, until the peer has read its replies."""

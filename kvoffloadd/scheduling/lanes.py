@@ -25,7 +25,7 @@ from concurrent.futures import Executor, Future
 from typing import Any, Final, Literal, NamedTuple, ParamSpec, TypeVar
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.fairqueue import FairQueue
+from kvoffloadd.scheduling.fairqueue import FairQueue
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -9,7 +9,7 @@ from typing import Any, Final
 from kvoffloadd.cache.clearing import Clearing, Clearings, Names
 from kvoffloadd.errors import LimitError, MessageError, NotDurableError
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.server.account import Account
+from kvoffloadd.server.peers.account import Account
 
 REMEMBERED: Final = 64
 """Requests of a uid that are remembered by their tokens; the oldest are forgotten."""

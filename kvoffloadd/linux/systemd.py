@@ -19,7 +19,7 @@ import time
 from collections.abc import MutableMapping
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.sockets import pack_fds
+from kvoffloadd.linux.sockets import pack_fds
 
 log = logging.getLogger(__name__)
 

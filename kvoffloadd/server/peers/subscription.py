@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvoffloadd.protocol.connection import Encoded
 from kvoffloadd.protocol.messages import Gap, Push
-from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.peers.outbox import Outbox
 
 FRAME_BYTES = 256
 """Bytes of a frame beside the keys that it names."""

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from msgspec import UNSET, UnsetType
 
-from kvoffloadd.cache.fetches import Urgency
-from kvoffloadd.cache.lower import GroupLookup, LowerFetch, LowerTiers
+from kvoffloadd.cache.lower.fetches import Urgency
+from kvoffloadd.cache.lowertiers import GroupLookup, LowerFetch, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
 from kvoffloadd.cache.memory.lookup import GroupHits, LookupResult, packed_boundaries
@@ -23,8 +23,8 @@ from kvoffloadd.cache.memory.uses import Used
 from kvoffloadd.model import BoolArray, KeyState, U32Array, U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.instance import Instance
-from kvoffloadd.server.outbox import Outbox
+from kvoffloadd.server.peers.instance import Instance
+from kvoffloadd.server.peers.outbox import Outbox
 
 READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
 """A `ready` at most: a state and a boundary per key, and the rest."""

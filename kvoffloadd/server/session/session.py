@@ -37,20 +37,20 @@ from kvoffloadd.model import U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import Encoded, tag_of
 from kvoffloadd.protocol.state import ROLE_MAY
-from kvoffloadd.server.clears import SessionClears
+from kvoffloadd.scheduling.steps import Steps, in_turns
 from kvoffloadd.server.context import Context
-from kvoffloadd.server.instance import Instance
-from kvoffloadd.server.jobs import SessionJobs
-from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.server.peer import Peer
-from kvoffloadd.server.pins import Lookups, PendingPins, find_all
-from kvoffloadd.server.registration import is_large
-from kvoffloadd.server.registry import Registry
-from kvoffloadd.server.reserving import LeaseInMaking, check_distinct, wanted_of
+from kvoffloadd.server.peers.clears import SessionClears
+from kvoffloadd.server.peers.instance import Instance
+from kvoffloadd.server.peers.outbox import Outbox
+from kvoffloadd.server.peers.peer import Peer
+from kvoffloadd.server.peers.subscription import Subscription
+from kvoffloadd.server.session.jobs import SessionJobs
+from kvoffloadd.server.session.pins import Lookups, PendingPins, find_all
+from kvoffloadd.server.session.registration import is_large
+from kvoffloadd.server.session.registry import Registry
+from kvoffloadd.server.session.reserving import LeaseInMaking, check_distinct, wanted_of
+from kvoffloadd.server.session.verification import verify
 from kvoffloadd.server.status import describe, short_label
-from kvoffloadd.server.subscription import Subscription
-from kvoffloadd.server.verification import verify
-from kvoffloadd.steps import Steps, in_turns
 
 Later = Coroutine[Any, Any, m.Reply]
 Answer = m.Reply | Steps[m.Reply] | Later

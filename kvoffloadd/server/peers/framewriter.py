@@ -6,8 +6,8 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-from kvoffloadd.server.outbox import Outbox
-from kvoffloadd.sockets import pack_fds
+from kvoffloadd.linux.sockets import pack_fds
+from kvoffloadd.server.peers.outbox import Outbox
 
 FLUSH_S = 1.0
 """How long a peer whose session ends may take to read what is queued for it."""

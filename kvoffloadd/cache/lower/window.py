@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from kvoffloadd.fairqueue import FairQueue
-from kvoffloadd.lanes import Flow
+from kvoffloadd.scheduling.fairqueue import FairQueue
+from kvoffloadd.scheduling.lanes import Flow
 
 T = TypeVar("T", bound=Hashable)
 

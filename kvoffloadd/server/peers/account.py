@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.errors import BusyError, LimitError, ResourceError
-from kvoffloadd.shares import share_left
+from kvoffloadd.scheduling.shares import share_left
 
 UNLIMITED: Final = 1 << 62
 NO_TOTALS: Final[Mapping[str, int]] = MappingProxyType({})

@@ -1,0 +1,1 @@
+"""Decides who runs when: lanes of threads, fair queues, turns of the event loop."""

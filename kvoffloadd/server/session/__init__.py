@@ -1,0 +1,1 @@
+"""One peer's session: its requests, jobs, pins and registered memory."""
