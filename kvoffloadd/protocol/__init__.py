@@ -1,1 +1,1 @@
-"""Bytes <-> typed messages, and who may say what when. No I/O, no clock."""
+"""Converts between bytes and typed messages, and checks the order in which both sides send them. No I/O, no clock."""

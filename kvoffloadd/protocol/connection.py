@@ -1,10 +1,10 @@
 """One end of a session's byte stream, without any I/O: bytes and descriptors in, messages out, and the reverse.
 
-A frame is a u32 little-endian length and that many bytes of one msgpack map. Decoding a hostile frame costs at most
-a small multiple of its size: see `unpacking`.
+A frame is a u32 little-endian length and that many bytes of one msgpack map. Decoding a hostile frame costs at most a
+small multiple of its size: see `unpacking`.
 
-Descriptors are plain integers here. Those that `next_message` hands out belong to the caller; whatever is left
-belongs to the connection until `take_fds`, which the I/O layer calls when the stream ends, to close them.
+Descriptors are plain integers here. Those that `next_message` returns belong to the caller. The rest belong to the
+connection until `take_fds`, which the I/O layer calls at the end of the stream, to close them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvoffloadd.protocol.unpacking import ARRAY_ITEMS_MAX, MAP_ITEMS_MAX, Unpack
 
 PREFIX = struct.Struct("<I")
 AT_ONCE_BYTES = 1 << 16
-"""A daemon unpacks larger frames in steps, and makes the message in a step of its own."""
+"""A daemon unpacks larger frames in steps, and converts the map to a message in a separate step."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _convert = msgspec.convert
@@ -39,12 +39,12 @@ _BYTES = (bytes,)
 
 
 def tag_of(message: Message) -> str:
-    """The message's `type` on the wire."""
+    """Returns the message's `type` on the wire."""
     return str(message.__struct_config__.tag)
 
 
 def encode(message: Message) -> bytes:
-    """One frame. Raises FramingError if it would exceed the frame cap."""
+    """Returns the message as one frame. Raises FramingError if it would exceed the frame cap."""
     body = _encode(message)
     if len(body) > FRAME_BYTES_MAX:
         raise FramingError(
@@ -54,7 +54,7 @@ def encode(message: Message) -> bytes:
 
 
 def convert(fields: dict[str, Any], known: dict[str, type[Message]]) -> Message:
-    """The typed message in a frame's map. Raises MessageError."""
+    """Returns the typed message in a frame's map. Raises MessageError."""
     tag = fields.get("type")
     cls = known.get(tag) if type(tag) is str else None
     if cls is None:
@@ -67,14 +67,14 @@ def convert(fields: dict[str, Any], known: dict[str, type[Message]]) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A message for many, encoded once."""
+    """A message for several receivers, encoded once."""
 
     message: Message
     frame: bytes
 
     @classmethod
     def of(cls, message: Message) -> Self:
-        """Raises FramingError if it is too big."""
+        """Encodes a message. Raises FramingError if it exceeds the frame cap."""
         return cls(message, encode(message))
 
 
@@ -83,8 +83,8 @@ class Connection:
 
     def __init__(self, *, daemon: bool) -> None:
         self.state = ProtocolState.HELLO
-        self.pending = bytearray()  # what has come and is in no message yet; to be read only
-        # A large frame: call `next_message` until it makes a message of it. To be read only.
+        self.pending = bytearray()  # received bytes that belong to no message yet; read-only for callers
+        # A large frame in the making; `next_message` continues it until the message is complete. Read-only for callers.
         self.unpacking: Unpacking | None = None
         self._daemon = daemon
         self._known: dict[str, type[Message]] = FROM_CLIENT if daemon else FROM_DAEMON
@@ -92,7 +92,7 @@ class Connection:
         self._fds: deque[int] = deque()
 
     def receive_data(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
-        """Take what the socket gave. Raises FramingError when more descriptors are queued than one frame may carry."""
+        """Accepts data from the socket. Raises FramingError if more descriptors are queued than one frame may carry."""
         self.pending += data
         self._fds.extend(fds)
         if len(self._fds) > FDS_PER_FRAME_MAX:
@@ -100,15 +100,17 @@ class Connection:
 
     @property
     def frame_bytes(self) -> int:
-        """What the frame that has begun states as its size; 0 if none has, or its size is not there yet."""
+        """The size that the incoming frame states; 0 if no frame has begun or its size has not arrived."""
         return PREFIX.unpack_from(self.pending)[0] if len(self.pending) >= PREFIX.size else 0
 
     def next_message(self) -> tuple[Message, list[int]] | None:
-        """The next message and its descriptors. None: more bytes are needed; or the daemon is `unpacking` a large
-        frame, which takes so long that its event loop should turn in between.
+        """Returns the next message and its descriptors.
+
+        Returns None if more bytes are needed, or if the daemon is `unpacking` a large frame, which takes long enough
+        that its event loop should run between the steps.
 
         Raises FramingError (the stream is unusable from here on), MessageError or StateError (this frame is skipped,
-        the stream goes on; `seq` of the error tells which request to answer).
+        the stream continues; `seq` of the error identifies the request to answer).
         """
         if (fields := self._next_map()) is None:
             return None
@@ -117,7 +119,7 @@ class Connection:
             message = convert(fields, self._known)
             self.state = self._state_after(fields["type"], by_client=self._daemon)
         except PeerError as error:
-            self._fds.extendleft(reversed(fds))  # no message came of it that could own them
+            self._fds.extendleft(reversed(fds))  # no message owns them
             if fds:
                 raise FramingError(f"the descriptors of a frame can't be received: {error}") from error
             seq = fields.get("seq")
@@ -126,7 +128,7 @@ class Connection:
         return message, fds
 
     def _next_map(self) -> dict[str, Any] | None:
-        """The map in the next frame. None: see `next_message`. Raises FramingError only."""
+        """Returns the map in the next frame, or None as `next_message` does. Raises only FramingError."""
         if self.unpacking is not None:
             return self._next_step(self.unpacking)
         if len(self.pending) < PREFIX.size:
@@ -146,7 +148,7 @@ class Connection:
         return fields
 
     def _next_step(self, unpacking: Unpacking) -> dict[str, Any] | None:
-        """The map, if this was the last step."""
+        """Takes one step, and returns the map if it was the last."""
         self.unpacking = None
         try:
             next(unpacking)
@@ -157,7 +159,7 @@ class Connection:
         return None
 
     def _claim(self, count: object) -> list[int]:
-        """The frame's descriptors. A `fds` that is no int is left to the message's own check."""
+        """Takes the frame's descriptors. The message's validation rejects `fds` that is not an int."""
         wanted = count if type(count) is int else 0
         if not 0 <= wanted <= len(self._fds):
             raise FramingError(f"a frame states {wanted} descriptors, {len(self._fds)} came")
@@ -166,8 +168,10 @@ class Connection:
         return [self._fds.popleft() for _ in range(wanted)]
 
     def send(self, message: Message | Encoded) -> bytes:
-        """The frame to write. Raises StateError for what this side may not say now; if it is too big FramingError, or
-        InternalError in the daemon, whose answers are to be bounded.
+        """Returns the frame to write.
+
+        Raises StateError if this side may not send the message now. A message that exceeds the frame cap raises
+        FramingError, or InternalError in the daemon, which must bound its answers.
         """
         content = message.message if isinstance(message, Encoded) else message
         after = self._state_after(tag_of(content), by_client=not self._daemon)
@@ -179,7 +183,7 @@ class Connection:
         return frame
 
     def _state_after(self, tag: str, *, by_client: bool) -> ProtocolState:
-        """Raises StateError if this side may not send this now."""
+        """Returns the state after this message. Raises StateError if the sender may not send it now."""
         after = (CLIENT_MOVES if by_client else DAEMON_MOVES)[self.state].get(tag)
         if after is None:
             sender = "client" if by_client else "daemon"
@@ -187,7 +191,7 @@ class Connection:
         return after
 
     def take_fds(self) -> list[int]:
-        """Descriptors that no message claimed; the caller closes them."""
+        """Returns the descriptors that no message claimed; the caller closes them."""
         fds = list(self._fds)
         self._fds.clear()
         return fds

@@ -1,8 +1,8 @@
 """One frozen struct per message; the closed union; the protocol's version and limits.
 
-Bulk data travels as packed little-endian arrays in `bin` fields: block ids and indices are u32, keys are
-`key_bytes` wide, key states are u8 (`model.KeyState`). Every request carries a `seq` chosen by its sender, and
-gets exactly one reply with the same `seq`. docs/PROTOCOL.md is checked against this file by a test.
+Bulk data travels as packed little-endian arrays in `bin` fields: block ids and indices are u32, keys are `key_bytes`
+wide, key states are u8 (`model.KeyState`). Every request carries a `seq` chosen by its sender, and gets exactly one
+reply with the same `seq`. A test compares docs/PROTOCOL.md with this file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvoffloadd.model import BLOCKS_PER_KEY_MAX, LAYERS_BYTES, PARTS_PER_KEY_MAX
 
 VERSION = 1
 VERSIONS = (1,)
-"""Versions that this side can serve."""
+"""The versions that this side can serve."""
 
 FRAME_BYTES_MAX = 4 << 20
 FDS_PER_FRAME_MAX = 64
@@ -30,7 +30,7 @@ Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_B
 PATTERN_CHARS_MAX = 128
 Pattern = Annotated[str, msgspec.Meta(max_length=PATTERN_CHARS_MAX)]
 Text = Annotated[str, msgspec.Meta(max_length=512)]
-Packed = bytes  # by another name, for structs that have a field called bytes
+Packed = bytes  # an alias, for structs that have a field called bytes
 DEADLINE_S_MAX = 86_400
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=DEADLINE_S_MAX)]
 CLEAR_WAIT_S_MAX = 3600
@@ -49,7 +49,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, tag_field="type"):
-    """Base of everything that fills a frame."""
+    """Base class of all messages; each fills one frame."""
 
 
 class Request(Message, frozen=True):
@@ -66,17 +66,17 @@ class Reply(Message, frozen=True):
 
 
 class Push(Message, frozen=True):
-    """Sent by the daemon on its own account."""
+    """Sent by the daemon without a request."""
 
 
 # --- maps inside messages ------------------------------------------------------------------------
 
 
 class NamespaceSpec(Part, frozen=True):
-    """Which engines share keys. The daemon adds the owner's uid and the epoch; every field is part of the fingerprint.
-    The daemon knows only the sizes of what is stored, and the dtypes and layers that refs tell. So name here everything
-    else that decides the bytes, such as the order of heads and tokens (`layout`); otherwise engines that differ in it
-    load each other's bytes as their own.
+    """Identifies the engines that share keys. The daemon adds the owner's uid and the epoch; every field is part of the
+    fingerprint. The daemon knows only the sizes of the stored payloads, and the dtypes and layers that refs state.
+    Therefore the fields must name everything else that determines the bytes, such as the order of heads and tokens
+    (`layout`); otherwise engines that differ in it load each other's bytes as if they were theirs.
     """
 
     model: Text
@@ -101,9 +101,9 @@ class TensorSpec(Part, frozen=True):
 
 
 class RefSpec(Part, frozen=True, omit_defaults=True):
-    """A `model.Ref`: `tensor` indexes this registration's tensors. Daemons that have `composition` among their
-    `features` also take what the bytes are: `dtype`, of their elements, and `layers`, a digest of the names of their
-    layers (nil: not known).
+    """A `model.Ref`: `tensor` indexes this registration's tensors. Daemons that list `composition` among their
+    `features` also accept a description of the bytes: `dtype`, the type of their elements, and `layers`, a digest of
+    the names of their layers (nil: not known).
     """
 
     tensor: Small
@@ -117,7 +117,7 @@ class RefSpec(Part, frozen=True, omit_defaults=True):
 
 class GroupSpec(Part, frozen=True):
     """A group: the schema that the whole namespace shares, and one part that this rank holds, with its refs (without
-    refs: the rank holds no part). There is one for each part.
+    refs: the rank holds no part). A registration has one spec for each part.
     """
 
     group: Small
@@ -131,7 +131,9 @@ class GroupSpec(Part, frozen=True):
 
 
 class GroupKeys(Part, frozen=True):
-    """Consecutive keys of one prompt. `first` is the index of the first key; the keys before it are held locally."""
+    """Consecutive keys of one prompt. `first` is the index of the first key; the engine holds the keys before it
+    locally.
+    """
 
     group: Small
     keys: bytes
@@ -148,8 +150,8 @@ class GroupBlocks(Part, frozen=True):
 
 
 class ReadySpec(Part, frozen=True):
-    """When a job's blocks are final: once the u64 at `offset` of the registration's signal number `signal`, read as
-    little-endian, is at least `value`.
+    """The condition under which a job's blocks are final: the u64 at `offset` of the registration's signal number
+    `signal`, read as little-endian, is at least `value`.
     """
 
     signal: Small
@@ -171,7 +173,7 @@ class Limits(Part, frozen=True):
 
 
 class Hello(Request, frozen=True, tag="hello"):
-    """First message of a session. Only an observer can leave out `namespace`."""
+    """The first message of a session. Only an observer can omit `namespace`."""
 
     reply: ClassVar[str] = "welcome"
     version: Small
@@ -181,7 +183,7 @@ class Hello(Request, frozen=True, tag="hello"):
 
 
 class Ping(Request, frozen=True, tag="ping"):
-    """Answered at once."""
+    """The reply comes at once."""
 
 
 class Attach(Request, frozen=True, tag="attach"):
@@ -205,7 +207,7 @@ class AttachIpc(Request, frozen=True, tag="attach_ipc"):
 class AttachVmm(Request, frozen=True, tag="attach_vmm"):
     """Announces memory of a GPU that was made in chunks (cuMemCreate). The frame carries a descriptor for each chunk,
     in the order of their addresses; together they become one allocation. `chunks`: the sizes of the chunks, u64 each.
-    `extends`: 0 for a new allocation, which will have `total_bytes` in the end; otherwise the allocation that these
+    `extends`: 0 for a new allocation, which will have `total_bytes` when complete; otherwise the allocation that these
     chunks continue. An allocation can't be registered until it is complete.
     """
 
@@ -218,9 +220,9 @@ class AttachVmm(Request, frozen=True, tag="attach_vmm"):
 
 
 class Detach(Request, frozen=True, tag="detach"):
-    """Ends allocations that were attached and have not been registered. Answered when they are unmapped. An allocation
-    that a registration names stays until the last one that does is unregistered. Daemons that support it have `detach`
-    among their `features`.
+    """Ends allocations that were attached and have not been registered. The reply comes when they are unmapped. An
+    allocation that registrations name stays until the last of them is unregistered. Daemons that support it list
+    `detach` among their `features`.
     """
 
     allocations: list[Id]
@@ -228,7 +230,7 @@ class Detach(Request, frozen=True, tag="detach"):
 
 class Register(Request, frozen=True, tag="register"):
     """Names tensors in attached memory, all on one device, and groups. A scheduler registers groups without refs.
-    `signals`: attached shared memory in which this worker says when the blocks of its jobs are final (`ready`).
+    `signals`: attached shared memory in which this worker signals that the blocks of its jobs are final (`ready`).
     """
 
     reply: ClassVar[str] = "registered"
@@ -238,16 +240,16 @@ class Register(Request, frozen=True, tag="register"):
 
 
 class Unregister(Request, frozen=True, tag="unregister"):
-    """Answered when no copy uses the registration any more and its memory is unmapped. A second `unregister` in the
-    meantime is answered at the same time.
+    """Ends a registration. The reply comes when no copy uses it any more and its memory is unmapped. A second
+    `unregister` in the meantime is answered at the same time.
     """
 
     registration: Id
 
 
 class Lookup(Request, frozen=True, tag="lookup", omit_defaults=True):
-    """Says which keys hit, and which prefixes can be restored. It changes nothing and waits for nothing. `local`: only
-    keys on this host's disks are pending.
+    """Reports which keys hit, and which prefixes can be restored. It changes nothing and waits for nothing. `local`:
+    only keys on this host's disks are pending.
     """
 
     reply: ClassVar[str] = "found"
@@ -257,7 +259,7 @@ class Lookup(Request, frozen=True, tag="lookup", omit_defaults=True):
 
 class Pin(Request, frozen=True, tag="pin", omit_defaults=True):
     """A lookup that also takes a read lease on every key that hits. Keys on disk are brought into memory and join the
-    lease. With `tiers`, the reply tells from where (only to daemons with the feature `tiers`).
+    lease. With `tiers`, the reply names the tier of each key (only to daemons with the feature `tiers`).
     """
 
     reply: ClassVar[str] = "found"
@@ -267,7 +269,7 @@ class Pin(Request, frozen=True, tag="pin", omit_defaults=True):
 
 class Prefetch(Request, frozen=True, tag="prefetch", omit_defaults=True):
     """A lookup that also brings keys on disk into memory, after keys that are pinned or loaded. `local`: as in a
-    lookup, and the store that hosts share is asked for nothing.
+    lookup, and the daemon requests nothing from the store that hosts share.
     """
 
     reply: ClassVar[str] = "found"
@@ -276,16 +278,16 @@ class Prefetch(Request, frozen=True, tag="prefetch", omit_defaults=True):
 
 
 class Touch(Request, frozen=True, tag="touch"):
-    """Says that keys were used without being loaded: an engine had them in a cache of its own. This counts as a use in
-    the eviction order, and for what the tiers below memory keep and take.
+    """Reports that keys were used without being loaded: an engine had them in its local cache. This counts as a use in
+    the eviction order, and in the choice of what the tiers below memory keep and accept.
     """
 
     groups: list[GroupKeys]
 
 
 class Keep(Request, frozen=True, tag="keep"):
-    """Says that keys of a prompt will be used again soon (`soon`), or not at all (`drop`). This does not count as a
-    use, guarantees nothing, and holds until the next use of each key. Daemons that support it have `keep` among their
+    """Announces that keys of a prompt will be used again soon (`soon`), or not at all (`drop`). This does not count as
+    a use, guarantees nothing, and holds until the next use of each key. Daemons that support it list `keep` among their
     `features`.
     """
 
@@ -300,7 +302,7 @@ class Release(Request, frozen=True, tag="release"):
 
 
 class Reserve(Request, frozen=True, tag="reserve"):
-    """Reserves slots for keys that are to be stored, for all parts of each key or for the named parts."""
+    """Reserves slots for keys to store, for all parts of each key or for the named parts."""
 
     reply: ClassVar[str] = "reserved"
     groups: list[GroupKeys]
@@ -323,8 +325,8 @@ class Store(Request, frozen=True, tag="store"):
 
 class Load(Request, frozen=True, tag="load", omit_defaults=True):
     """A job that copies from the daemon to worker memory. `lease` 0: the job holds the keys while it runs. Keys on disk
-    are read first. `ready`: the daemon writes nothing before that signal. `local`: the job waits for no store that
-    hosts share; what this host does not have is not loaded.
+    are read first. `ready`: the daemon writes nothing before that signal. `local`: the job does not wait for a store
+    that hosts share; keys that this host does not have are not loaded.
     """
 
     reply: ClassVar[str] = "accepted"
@@ -345,11 +347,11 @@ class Cancel(Request, frozen=True, tag="cancel"):
 
 
 class Clear(Request, frozen=True, tag="clear", omit_defaults=True):
-    """Drops all keys of the session's namespace, of all namespaces (`everything`), or of those whose names, as `status`
-    shows them, match the shell pattern `namespaces` (only to daemons with the feature `clear_namespaces`, with a token,
-    and without `everything`). The last two are only for root and the daemon's uid. `token` and `wait_s` only to daemons
-    with the feature `clear_token`: a token that was sent before stands for the same clear, and the reply waits up to
-    `wait_s` until the disks and the remote store have recorded the clear.
+    """Drops all keys of the session's namespace, of all namespaces (`everything`), or of each namespace with a name, as
+    `status` shows it, that matches the shell pattern `namespaces` (only to daemons with the feature `clear_namespaces`,
+    with a token, and without `everything`). The last two are only for root and the daemon's uid. `token` and `wait_s`
+    only to daemons with the feature `clear_token`: a token that was sent before stands for the same clear, and the
+    reply waits up to `wait_s` until the disks and the remote store have recorded the clear.
     """
 
     reply: ClassVar[str] = "cleared"
@@ -360,8 +362,8 @@ class Clear(Request, frozen=True, tag="clear", omit_defaults=True):
 
 
 class Drain(Request, frozen=True, tag="drain"):
-    """Answered when the jobs that were admitted before it have ended and everything that they stored is sealed, or at
-    the deadline. For each user, 256 of them can wait; further ones are answered `busy`.
+    """Waits for jobs. The reply comes when the jobs that were admitted before it have ended and everything that they
+    stored is sealed, or at the deadline. Up to 256 drains of each user can wait; further ones are answered `busy`.
     """
 
     reply: ClassVar[str] = "drained"
@@ -370,7 +372,7 @@ class Drain(Request, frozen=True, tag="drain"):
 
 
 class Status(Request, frozen=True, tag="status"):
-    """Counters and gauges; keys are stable (docs/STATUS.md)."""
+    """Requests counters and gauges; keys are stable (docs/STATUS.md)."""
 
     reply: ClassVar[str] = "report"
 
@@ -393,7 +395,7 @@ class Subscribe(Request, frozen=True, tag="subscribe"):
 
 class Snapshot(Request, frozen=True, tag="snapshot"):
     """Lists some of the complete keys of a group of the session's namespace. Start with `cursor` 0, and stop when the
-    reply has `cursor` 0. A key that is in memory and on disk is listed twice.
+    reply has `cursor` 0. A key that is both in memory and on disk is listed twice.
     """
 
     reply: ClassVar[str] = "listing"
@@ -402,7 +404,7 @@ class Snapshot(Request, frozen=True, tag="snapshot"):
 
 
 class Bye(Request, frozen=True, tag="bye"):
-    """Ends the session in order. It is answered when the session's copies have ended; then the daemon closes the
+    """Ends the session in order. The reply comes when the session's copies have ended; then the daemon closes the
     socket.
     """
 
@@ -411,11 +413,11 @@ class Bye(Request, frozen=True, tag="bye"):
 
 
 class Done(Reply, frozen=True, tag="done"):
-    """Success, without further data."""
+    """Reports success, without further data."""
 
 
 class Error(Reply, frozen=True, tag="error"):
-    """The request failed and changed nothing. `seq` is 0 if the daemon could not tell which request it was."""
+    """The request failed and changed nothing. `seq` is 0 if the daemon could not identify the request."""
 
     code: str
     message: str
@@ -444,16 +446,17 @@ class Attached(Reply, frozen=True, tag="attached"):
 
 
 class Registered(Reply, frozen=True, tag="registered"):
-    """The id to name in jobs."""
+    """Returns the id for use in jobs."""
 
     registration: Id
 
 
 class Found(Reply, frozen=True, tag="found"):
     """`states[g]`: u8 per key of group list g. `boundaries`: u32 prefix lengths in tokens, longest first. `lease` 0: no
-    lease is held. `promoting`: how many of the pending keys are being read from disk or asked for; if it is above 0,
-    one `ready` follows. `tiers[g]`: u8 per key, from where it comes: 1 disk, 2 the store that hosts share, 0 for all
-    others. Only in answers to a `pin` with `tiers`, and only if `promoting` is above 0.
+    lease is held. `promoting`: the number of pending keys that are being read from disk or requested from the store
+    that hosts share; if it is above 0, one `ready` follows. `tiers[g]`: u8 per key, the tier that it comes from: 1
+    disk, 2 the store that hosts share, 0 for all others. Only in answers to a `pin` with `tiers`, and only if
+    `promoting` is above 0.
     """
 
     states: list[bytes]
@@ -480,11 +483,12 @@ class Accepted(Reply, frozen=True, tag="accepted"):
 
 
 class Cleared(Reply, frozen=True, tag="cleared", omit_defaults=True):
-    """The clear has taken effect. `keys` and `bytes`: what it dropped from memory. Keys under a read lease no longer
-    hit, and are dropped when the lease ends. `unrecorded`: where it is not recorded yet: paths of disk roots, and
-    `remote` for the store that hosts share. The daemon goes on until they have recorded it. Only in answers to requests
-    with a token. `namespaces`: how many were cleared, and `left`: how many match, too, and were not cleared, since
-    others have taken all groups that the daemon can have in the meantime. Only in answers to requests with a pattern.
+    """The clear has taken effect. `keys` and `bytes`: the amounts that it dropped from memory. Keys under a read lease
+    no longer hit, and are dropped when the lease ends. `unrecorded`: the places that have not recorded it yet: paths of
+    disk roots, and `remote` for the store that hosts share. The daemon continues until they have recorded it. Only in
+    answers to requests with a token. `namespaces`: the number of cleared namespaces, and `left`: the number of
+    namespaces that match, too, and were not cleared, since others have meanwhile taken all groups that the daemon can
+    have. Only in answers to requests with a pattern.
     """
 
     keys: Count
@@ -517,7 +521,7 @@ class Verified(Reply, frozen=True, tag="verified"):
 
 
 class Listing(Reply, frozen=True, tag="listing"):
-    """Packed keys. `cursor` 0: these were the last ones."""
+    """Packed keys. `cursor` 0: the listing is complete."""
 
     keys: bytes
     cursor: Count
@@ -528,9 +532,9 @@ class Listing(Reply, frozen=True, tag="listing"):
 
 class Completed(Push, frozen=True, tag="completed"):
     """The end of a job: its blocks belong to the client again. `failed[g]`: u32 indices into the job's key list g. For
-    a load, these are the keys whose blocks are not valid; for a store, the keys that this job had reserved and did not
-    store. `bytes`: what was copied, also of keys that the copy itself has found wrong. `reason`: for people, why the
-    job is not done, or how many keys of a store got no space.
+    a load, these are the keys with blocks that are not valid; for a store, the keys that this job had reserved and did
+    not store. `bytes`: the bytes copied, including those of keys that the copy itself found wrong. `reason`: for
+    people, why the job is not done, or how many keys of a store got no space.
     """
 
     job: Id
@@ -562,7 +566,7 @@ class Events(Push, frozen=True, tag="events"):
 
 
 class Gap(Push, frozen=True, tag="gap"):
-    """Events were lost: there were too many, or the client read too slowly. Read a snapshot."""
+    """Events were lost: there were too many, or the client read too slowly. The client should request a snapshot."""
 
 
 def _tagged(base: type[Message]) -> dict[str, type[Any]]:

@@ -1,11 +1,11 @@
-"""Who may say what when.
+"""The table of messages that each side may send in each state.
 
     HELLO --hello--> GREETING --welcome--> READY --bye--> LEAVING
                          +----error----> HELLO
 
-The client may have many requests under way in READY. In LEAVING the daemon alone speaks: completions of what still
-runs, replies to what was asked before, and `done` for the bye, after which it closes the socket. A move that is not
-in the table is the sender's fault and changes nothing.
+The client may have many requests under way in READY. In LEAVING only the daemon sends: completions of jobs that still
+run, replies to earlier requests, and `done` for the bye, after which it closes the socket. A move that is not in the
+table is the sender's fault and changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvoffloadd.protocol.messages import PUSHES, REPLIES, REQUESTS
 
 
 class ProtocolState(enum.Enum):
-    """Where a session stands."""
+    """The state of a session."""
 
     HELLO = "hello"
     GREETING = "greeting"

@@ -1,8 +1,8 @@
-"""The map in a frame's body: unpacked at once, or in steps between which an event loop can turn.
+"""Unpacks the map in a frame's body: at once, or in steps between which an event loop can run.
 
-The number of maps and arrays, and of what they hold, is capped while they are made, since 1 MiB of empty maps would
-otherwise become 73 MiB of Python objects, and 1 MiB of two-letter strings 20. The largest legal frame takes 15 ms to
-unpack, so a daemon unpacks large frames in steps.
+The numbers of maps and arrays, and of the items in them, are capped while they are made, since 1 MiB of empty maps
+would otherwise become 73 MiB of Python objects, and 1 MiB of two-letter strings 20. The largest legal frame takes 15 ms
+to unpack, so a daemon unpacks large frames in steps.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ CONTAINERS_MAX = 16_384
 ITEMS_MAX = 131_072
 ARRAY_ITEMS_MAX = 16_384
 MAP_ITEMS_MAX = 256
-"""Of what a client sends. A report of the daemon's has maps by what clients have named."""
+"""The cap for messages of clients. The daemon's reports have larger maps, keyed by names that clients chose."""
 
 DEPTH: Final = 5
-"""How deep the maps of the protocol's requests go: a ref, in a list, in a group, in a list, in a message."""
+"""The nesting depth of the protocol's requests: a ref, in a list, in a group, in a list, in a message."""
 STEP_ITEMS: Final = 512
-"""How many items of maps and arrays one step makes, but for one that is unpacked whole."""
+"""The number of items of maps and arrays that one step makes; a step that unpacks a value whole may exceed it."""
 WHOLE_MAX: Final = 64
-"""What is unpacked whole holds so many maps and arrays at most, of so many items each."""
+"""A value that is unpacked whole has at most this number of maps and arrays, each with at most this number of items."""
 
 MAPS: Final = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
-"""First bytes of maps: https://github.com/msgpack/msgpack/blob/master/spec.md#formats."""
+"""The first bytes of maps: https://github.com/msgpack/msgpack/blob/master/spec.md#formats."""
 CONTAINERS: Final = MAPS | {*range(0x90, 0xA0), 0xDC, 0xDD}
-"""First bytes of maps and arrays."""
+"""The first bytes of maps and arrays."""
 
 Unpacking = Generator[None, None, dict[str, Any]]
 """See `unpack_in_steps`."""
@@ -62,20 +62,20 @@ class _Count:
         return found
 
     def options(self) -> dict[str, Any]:
-        """Arguments for msgpack."""
+        """Returns arguments for msgpack."""
         hooks = {"object_pairs_hook": self.to_dict, "list_hook": self.to_list, "ext_hook": _refuse_extension}
         return {"raw": False, "strict_map_key": True, **hooks}
 
 
 def unpack(body: bytes | memoryview, map_items_max: int = MAP_ITEMS_MAX) -> dict[str, Any]:
-    """The map. Raises FramingError."""
+    """Returns the map in a frame's body. Raises FramingError."""
     with _framing_errors():
         found = msgpack.unpackb(body, max_array_len=ARRAY_ITEMS_MAX, max_map_len=map_items_max, **_Count().options())
     return _one_map(found)
 
 
 def unpack_in_steps(body: bytes) -> Unpacking:
-    """The map, as its return value. Raises FramingError. It yields between its steps, and before it returns."""
+    """Yields between its steps, and before it returns the map. Raises FramingError."""
     with _framing_errors():
         found = yield from _Unpacker(body).run()
     del body
@@ -84,12 +84,12 @@ def unpack_in_steps(body: bytes) -> Unpacking:
 
 
 class _Unpacker:
-    """Maps and arrays above `DEPTH` are entered, and what they hold there is unpacked whole."""
+    """Enters maps and arrays above `DEPTH`, and unpacks the values at that depth whole."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
         self._count = _Count()
-        self._made = 0  # items, in this step
+        self._made = 0  # items made in this step
         self._unpacker = msgpack.Unpacker(
             max_buffer_size=len(body),
             max_array_len=WHOLE_MAX,
@@ -99,7 +99,7 @@ class _Unpacker:
         self._unpacker.feed(body)
 
     def run(self) -> Generator[None, None, dict[str, Any]]:
-        """The one map."""
+        """Returns the only map in the body."""
         if self._first_byte() not in MAPS:
             raise ValueError("a frame holds one map")
         found = yield from self._map(1)
@@ -108,7 +108,7 @@ class _Unpacker:
         return found
 
     def _container(self, depth: int) -> Generator[None, None, Any]:
-        """What comes next in one of this depth: a map or an array."""
+        """Returns the next value in a container of this depth: a map or an array."""
         if depth == DEPTH - 1:
             return self._whole()
         if self._first_byte() in MAPS:
@@ -124,7 +124,7 @@ class _Unpacker:
         for _ in range(size):
             if self._step_ends():
                 yield
-            if type(key := self._whole()) not in (str, bytes):  # as msgpack's `strict_map_key` has it
+            if type(key := self._whole()) not in (str, bytes):  # msgpack's `strict_map_key` allows the same types
                 raise ValueError(f"a map has a key of type {type(key).__name__}")
             found[key] = (
                 (yield from self._container(depth)) if self._first_byte() in CONTAINERS else self._unpacker.unpack()
@@ -148,7 +148,7 @@ class _Unpacker:
         return found
 
     def _step_ends(self) -> bool:
-        """Whether the loop may turn before the next item."""
+        """Returns whether the loop may run before the next item."""
         self._made += 1
         if self._made < STEP_ITEMS:
             return False
@@ -156,7 +156,7 @@ class _Unpacker:
         return True
 
     def _whole(self) -> Any:
-        """What comes next."""
+        """Unpacks the next value whole."""
         count = self._count
         items, count.containers_max = count.items, min(CONTAINERS_MAX, count.containers + WHOLE_MAX)
         found = self._unpacker.unpack()
