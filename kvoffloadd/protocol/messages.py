@@ -160,7 +160,7 @@ class ReadySpec(Part, frozen=True):
 
 
 class Limits(Part, frozen=True):
-    """What the daemon accepts from this session."""
+    """The limits that the daemon applies to this session."""
 
     frame_bytes: Count
     fds_per_frame: Count
@@ -426,7 +426,9 @@ class Error(Reply, frozen=True, tag="error"):
 
 
 class Welcome(Reply, frozen=True, tag="welcome"):
-    """The frame carries `fds` = 1 descriptor: a pidfd of the daemon, which is readable when the daemon is dead."""
+    """Opens the session. The frame carries `fds` = 1 descriptor: a pidfd of the daemon, which is readable when the
+    daemon is dead.
+    """
 
     version: Small
     boot_id: Token
@@ -439,7 +441,7 @@ class Welcome(Reply, frozen=True, tag="welcome"):
 
 
 class Attached(Reply, frozen=True, tag="attached"):
-    """Ids and true sizes of the allocations, in the order of the descriptors."""
+    """Returns ids and true sizes of the allocations, in the order of the descriptors."""
 
     allocations: list[Id]
     sizes_bytes: list[Count]
@@ -506,13 +508,13 @@ class Drained(Reply, frozen=True, tag="drained"):
 
 
 class Report(Reply, frozen=True, tag="report"):
-    """A map of plain values."""
+    """Returns a map of plain values."""
 
     status: dict[str, Any]
 
 
 class Verified(Reply, frozen=True, tag="verified"):
-    """The problems that the self-audit found (an empty list if there are none), and how much it checked."""
+    """Lists the problems that the self-audit found (none: an empty list), and how much it checked."""
 
     findings: list[str]
     slots: Count
@@ -521,7 +523,7 @@ class Verified(Reply, frozen=True, tag="verified"):
 
 
 class Listing(Reply, frozen=True, tag="listing"):
-    """Packed keys. `cursor` 0: the listing is complete."""
+    """Returns packed keys. `cursor` 0: the listing is complete."""
 
     keys: bytes
     cursor: Count
@@ -531,10 +533,10 @@ class Listing(Reply, frozen=True, tag="listing"):
 
 
 class Completed(Push, frozen=True, tag="completed"):
-    """The end of a job: its blocks belong to the client again. `failed[g]`: u32 indices into the job's key list g. For
-    a load, these are the keys with blocks that are not valid; for a store, the keys that this job had reserved and did
-    not store. `bytes`: the bytes copied, including those of keys that the copy itself found wrong. `reason`: for
-    people, why the job is not done, or how many keys of a store got no space.
+    """Reports the end of a job: its blocks belong to the client again. `failed[g]`: u32 indices into the job's key list
+    g. For a load, these are the keys with blocks that are not valid; for a store, the keys that this job had reserved
+    and did not store. `bytes`: the bytes copied, including those of keys that the copy itself found wrong. `reason`:
+    for people, why the job is not done, or how many keys of a store got no space.
     """
 
     job: Id
@@ -558,7 +560,7 @@ class Ready(Push, frozen=True, tag="ready"):
 
 
 class Events(Push, frozen=True, tag="events"):
-    """Keys that became complete or were dropped, packed."""
+    """Lists keys that became complete or were dropped, packed."""
 
     group: Small
     added: bytes
