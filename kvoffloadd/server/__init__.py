@@ -1,1 +1,1 @@
-"""The socket side of the daemon: listener, connections, sessions, instances. No rule about what is where lives here."""
+"""The socket side of the daemon: listener, connections, sessions, instances. The rules of the cache live elsewhere."""

@@ -1,7 +1,7 @@
 """One accepted socket: bytes and descriptors in and out, back-pressure, deadlines, and the end of the session.
 
-Its own non-blocking socket with `recvmsg`, because asyncio's transports drop descriptors. The event loop alone runs
-here; nothing raised by one connection reaches another.
+The module uses a non-blocking socket with `recvmsg`, because asyncio's transports drop descriptors. All code runs on
+the event loop; an exception in one connection does not reach another.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from kvoffloadd.server.session.session import Session
 
 log = logging.getLogger(__name__)
 
-_READ = bytearray(256 << 10)  # shared: what is read is copied out before the loop turns
+_READ = bytearray(256 << 10)  # shared: received data is copied out before the loop runs on
 _FDS_MAX = 253  # SCM_MAX_FD: one message carries no more
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * _FDS_MAX)
-"""Room for all of them: the kernel would close those that find none within `recvmsg`, on the event loop."""
+"""Room for all descriptors of a message: the kernel would close the others within `recvmsg`, on the event loop."""
 MESSAGES_PER_TURN = 32
-"""What one session may serve before others have their turn: so many messages, and none that begins after TURN_S."""
+"""The most messages that one turn of a session serves; none begins more than TURN_S after the turn's start."""
 LARGE_BYTES = len(_READ)
-"""Frames up to this wait for no room: as much is read at once."""
+"""Frames up to this size do not wait for room: a single read takes as much."""
 REQUESTS_UNDER_WAY_MAX = 64
-"""Requests of one session that wait for something (unregister, drain...); more are answered `busy`."""
+"""The number of requests of one session that may wait (unregister, drain...); more are answered `busy`."""
 
 
 class PeerConnection:
@@ -68,7 +68,7 @@ class PeerConnection:
         self.session = Session(context, peer, self._outbox, self._send)
         self._writer = FrameWriter(self._loop, sock, self._outbox, self._on_written, self._on_write_error)
         self._under_way = UnderWay()
-        self._steps: tuple[Steps[m.Reply], int] | None = None  # the request that has begun, and its seq
+        self._steps: tuple[Steps[m.Reply], int] | None = None  # the request in progress, and its seq
         self._deadline = FrameDeadline(self._loop, self._on_late)
         self._input = Input.OPEN
         self._intake = Intake.REST
@@ -77,7 +77,7 @@ class PeerConnection:
         self.ended = asyncio.Event()
 
     def start(self) -> None:
-        """Begin to serve. The session ends when the peer closes the socket or dies."""
+        """Starts to serve. The session ends when the peer closes the socket or dies."""
         self._context.sessions.add(self.session)
         self._context.counters.sessions += 1
         self._settle(Input.OPEN)
@@ -116,7 +116,7 @@ class PeerConnection:
             self._settle(Input.QUEUED)
 
     def _keep(self, fds: list[int]) -> bool:
-        """Count these descriptors, whether or not a frame ever states them. False: they are too many."""
+        """Counts these descriptors, whether or not a frame ever states them. Returns False if there are too many."""
         uid = self._peer.uid
         self._closer.hold(uid, len(fds))
         try:
@@ -132,25 +132,25 @@ class PeerConnection:
 
     @property
     def flow(self) -> tuple[int, int, int]:
-        """See `turns.Served`."""
+        """The flow of a `turns.Served`: uid, instance, session."""
         return self._peer.uid, self.session.instance_id, self.session.id
 
     @property
     def _output(self) -> Output:
-        """Changes with what other sessions of the user leave unread, too."""
+        """The state of the output, which also depends on the unread data of the user's other sessions."""
         return Output.CONGESTED if self._outbox.frames and self._outbox.congested else Output.FLOWING
 
     @property
     def _is_held_up(self) -> bool:
-        """Whether what waits for its turn has to wait for the peer, too. A request, or a large frame, that is between
-        two steps goes on.
+        """Whether further service also has to wait for the peer. A request or a large frame that is between two steps
+        continues.
         """
         if self._output is Output.FLOWING:
             return False
         return self._steps is None and self._protocol.unpacking is None
 
     def serve(self) -> None:
-        """Serve requests that have arrived, a bounded number per turn, while the peer reads its replies."""
+        """Serves requests that have arrived, a bounded number per turn, while the peer reads its replies."""
         if self._input is Input.ENDING:
             return
         self._input = Input.SERVING
@@ -160,7 +160,7 @@ class PeerConnection:
         self._settle(after)
 
     def _take_turn(self, turn_ends: float) -> Input:
-        """Serve some requests. Returns the state that the input comes to, unless the session ends meanwhile."""
+        """Serves some requests. Returns the next state of the input, unless the session ends meanwhile."""
         protocol = self._protocol
         for served in range(MESSAGES_PER_TURN):
             is_over = served > 0 and time.monotonic() > turn_ends
@@ -189,27 +189,29 @@ class PeerConnection:
         return Input.QUEUED
 
     def _await_rest(self) -> Input:
-        """A frame has begun. It has a deadline, and needs room if it is large."""
+        """Sets a deadline for the rest of a frame that has begun, and requests room if the frame is large. Returns the
+        next state of the input.
+        """
         self._watch_partial()
         size = self._protocol.frame_bytes
         return Input.OPEN if size <= LARGE_BYTES or self._account.receive(self, size) else Input.NO_ROOM
 
     def _end_partial(self) -> None:
-        """A frame has come whole, whatever became of it. The next one gets its own room and deadline."""
+        """Ends the wait for a complete frame, whatever its outcome. The next frame gets new room and a new deadline."""
         if self._deadline.watch is not None:
             self._account.received(self)
             if self.session.role:
                 self._deadline.end()
 
     def go_on(self) -> None:
-        """See `account.Receiver`."""
+        """Continues to receive: implements `account.Receiver`."""
         self._settle(Input.OPEN)
 
     def _on_written(self) -> None:
         self._settle(self._input)
 
     def _settle(self, state: Input) -> None:
-        """The input comes to this state, or it is in it and the output has changed. What follows is decided here alone:
+        """Moves the input to this state, or keeps it there after a change of the output. Only this method decides
         whether the socket is read, whether a frame's deadline runs, and whether the session waits for its turn.
         """
         if self._input is Input.ENDING:
@@ -241,7 +243,9 @@ class PeerConnection:
 
     @property
     def _takes_room(self) -> bool:
-        """Whether the frame at hand is a large one, for whose room others may wait. One that is unpacked has come."""
+        """Whether the current frame is large, so that others may wait for its room. A frame that is being unpacked has
+        arrived.
+        """
         return self._protocol.frame_bytes > LARGE_BYTES and self._protocol.unpacking is None
 
     def _serve(self, message: m.Message, fds: list[int]) -> None:
@@ -254,7 +258,7 @@ class PeerConnection:
                 raise BusyError(f"{others} requests of this session are under way")
             answer = self.session.handle(message, fds)
             if isinstance(answer, Generator):
-                self._steps = answer, seq  # `serve` goes on with them
+                self._steps = answer, seq  # `serve` continues them
             elif isinstance(answer, m.Reply):
                 self._send(answer, (self._context.pidfd,) if isinstance(answer, m.Welcome) else ())
             else:
@@ -269,7 +273,7 @@ class PeerConnection:
                 self._close_fds(fds)
 
     def _go_on_with(self, steps: Steps[m.Reply], seq: int, turn_ends: float) -> bool:
-        """Take a turn of the request that has begun, behind which the others wait. False: it has not ended."""
+        """Continues the current request, behind which the others wait. Returns False if it has not ended."""
         try:
             reply = take_turn(steps, turn_ends)
             if reply is None:
@@ -311,15 +315,15 @@ class PeerConnection:
             self.end("the peer said bye")
 
     async def _finish_others(self) -> None:
-        """Give every request that came before `bye` its reply first."""
+        """Completes every request that came before `bye`, and sends its reply first."""
         for seq in await self._under_way.finish_others(FLUSH_S):
             self._reply_error(StateError("the session sent bye before this request was done"), seq)
 
     # --- out ---
 
     def _send(self, message: m.Message | Encoded, fds: tuple[int, ...] = ()) -> None:
-        """`fds` stay the caller's."""
-        if self._sock.fileno() >= 0:  # otherwise the session has ended, and its last completions have no reader
+        """Sends a message. `fds` stay the caller's."""
+        if self._sock.fileno() >= 0:  # after the session's end, its last completions have no reader
             self._writer.send(self._protocol.send(message), fds)
 
     def _reply_error(self, error: KvOffloadError, seq: int) -> None:
@@ -333,7 +337,7 @@ class PeerConnection:
             self.end(text)
 
     def _refuse(self, error: FramingError | DescriptorsLostError) -> None:
-        """The stream is unusable: send the error, which ends the session."""
+        """Sends the error, which ends the session: the stream is unusable."""
         self._reply_error(error, 0)
 
     def _on_write_error(self, error: OSError) -> None:
@@ -342,7 +346,7 @@ class PeerConnection:
     # --- deadlines and the end ---
 
     def _watch_partial(self) -> None:
-        """A frame that has begun, and the hello, must come within `partial_frame_s`."""
+        """Starts the deadline `partial_frame_s` for a frame that has begun, or for the hello."""
         if self._protocol.pending or not self.session.role:
             self._deadline.begin(self._context.config.server.partial_frame_s)
 
@@ -355,14 +359,16 @@ class PeerConnection:
         self.end("the peer died")
 
     def turn_away(self, error: KvOffloadError) -> None:
-        """End the session of a peer that was accepted but may not stay, after an error reply."""
+        """Ends the session of a peer that was accepted but may not stay, after an error reply."""
         self._reply_error(error, 0)
         self.end(str(error))
 
     def end(self, reason: str) -> asyncio.Task[None]:
-        """End the session: drain its copies, free what it holds, close the socket. Once; later calls join."""
+        """Ends the session once: drains its copies, frees its resources, closes the socket. Later calls return the same
+        task.
+        """
         if self._ending is None:
-            level = logging.DEBUG if self.session.leaving else logging.INFO  # a goodbye is no event
+            level = logging.DEBUG if self.session.leaving else logging.INFO  # a regular end is no news
             about = {"session": self.session.id, "pid": self._peer.pid, "uid": self._peer.uid, "reason": reason}
             log.log(level, "session %(session)d of pid %(pid)d ends: %(reason)s", about)
             self._settle(Input.ENDING)
@@ -373,9 +379,8 @@ class PeerConnection:
         return self._ending
 
     async def _end(self) -> None:
-        async with (
-            contextlib.AsyncExitStack() as chain
-        ):  # from the last to the first; each runs even if one before it fails
+        # The callbacks run from the last to the first, each one even after a failure.
+        async with contextlib.AsyncExitStack() as chain:
             chain.callback(self._account.received, self)
             chain.callback(self._context.sessions.discard, self.session)
             chain.callback(self._peer.close)
@@ -386,11 +391,11 @@ class PeerConnection:
             chain.callback(self._close_steps)
 
     def _close_socket(self) -> None:
-        """Close the socket, and the descriptors in its queue; the session counts until that is done."""
+        """Closes the socket, and the descriptors in its queue; the session counts until that is done."""
         self._writer.close()
         self._close_fds(self._protocol.take_fds())
         self._closer.close_socket(self._peer.uid, self._sock, self.ended.set)
 
     def take_apart(self) -> None:
-        """It has ended, and nobody knows it any more but what it is made of: see `Collector`."""
+        """Breaks the references between the parts of an ended connection: see `Collector`."""
         del self.session, self._writer, self._deadline

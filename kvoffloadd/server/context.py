@@ -1,4 +1,4 @@
-"""What all sessions of one daemon share."""
+"""The objects and settings that all sessions of one daemon share."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ from kvoffloadd.server.peers.quarantine import Quarantine
 log = logging.getLogger(__name__)
 
 ENDED_PER_TURN = 4096
-"""Rows and parts that one turn of the loop takes out of leases whose instance has ended; see `Leases.end_some`."""
+"""The number of rows and parts that one turn takes out of leases of ended instances; see `Leases.end_some`."""
 
 USES_WAIT_S = 0.005
-"""What uses of keys wait until the first of them are counted: see `cache.memory.uses`."""
+"""The delay until the first waiting uses of keys are counted: see `cache.memory.uses`."""
 
 
 @dataclass(slots=True, eq=False)
 class SessionCounters:
-    """Counts since the start."""
+    """Counters since the daemon's start."""
 
     sessions: int = 0
     sessions_refused: int = 0
     requests: int = 0
     errors: int = 0  # error replies
-    busy: int = 0  # those of them that were `busy`
-    peers_killed: int = 0  # sessions whose peer died without closing
-    drains_late: int = 0  # sessions whose copies did not end in time
+    busy: int = 0  # error replies with code `busy`
+    peers_killed: int = 0  # sessions with a peer that died without closing
+    drains_late: int = 0  # sessions with copies that did not end in time
 
 
 class OpenSession(Protocol):
-    """What the daemon knows of a session that is open."""
+    """The part of an open session that the daemon uses."""
 
     peer: Peer
     role: str
@@ -69,12 +69,12 @@ class OpenSession(Protocol):
         """Returns the figures for `status`."""
 
     def slow_jobs(self, least_s: float) -> list[dict[str, Any]]:
-        """Returns for `status` its jobs that have been under way for at least `least_s`."""
+        """Returns for `status` the session's jobs that have been under way for at least `least_s`."""
 
 
 @dataclass(slots=True, eq=False)
 class Context:
-    """What all sessions share; owned by the daemon."""
+    """The state that all sessions share; the daemon owns it."""
 
     config: Config
     boot_id: bytes
@@ -85,7 +85,7 @@ class Context:
     gpus: Gpus
     signals: Signals
     hash_lane: Lane
-    fatal: Callable[[str], None]  # ends the process, for this reason
+    fatal: Callable[[str], None]  # ends the process, with this reason
     accounts: Accounts
     lag: Lag
     turns: Turns
@@ -94,10 +94,10 @@ class Context:
     sessions: set[OpenSession] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)
     draining: bool = False
-    accepts: int = 0  # connections taken from the backlog, also those that were refused
+    accepts: int = 0  # connections taken from the backlog, including refused ones
     lower: LowerTiers | None = None
     own_uid: int = field(default_factory=os.getuid)
-    # The daemon's own pidfd, sent to every peer; opened once, since there may be no descriptor left at a hello.
+    # The daemon's own pidfd, sent to every peer. It is opened once, since a hello may come when no descriptor is left.
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
@@ -113,15 +113,15 @@ class Context:
         self.quarantine = Quarantine(self.jobs, self.trusted_uids, self.fatal)
 
         self.events = EventFeeds(self.cache.entries.events, self.turns)
-        # Not at once behind the reply: the next request of a peer that waits for its replies is there before that.
+        # The delay lets a peer that waits for its replies send its next request first.
         self.cache.uses.wake = partial(self.loop.call_later, USES_WAIT_S, self._count_uses)
 
     def admit(self, uid: int) -> None:
-        """Makes the threads that touch what this user owns, if there are none yet.
+        """Makes the threads that touch this user's memory and descriptors, if there are none yet.
 
         Raises:
-            LimitError: those of the user are stuck.
-            BusyError: there are no threads to be had.
+            LimitError: the user's threads are stuck.
+            BusyError: no threads can be made.
         """
         self.closer.admit(uid)
         try:
@@ -131,7 +131,7 @@ class Context:
             raise BusyError(f"the daemon can't start threads for uid {uid}: {error}") from None
 
     def spawn(self, work: Coroutine[Any, Any, Any], *, errors_are_handled: bool = False) -> asyncio.Task[Any]:
-        """Run a task that the daemon owns until it ends. Its failure is logged, unless the caller handles it."""
+        """Runs a task that the daemon owns until it ends. Logs its failure, unless the caller handles it."""
         task = self.loop.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(partial(self._ended, errors_are_handled))
@@ -145,14 +145,14 @@ class Context:
             self.end_if_torn(error)
 
     def end_if_torn(self, error: BaseException) -> None:
-        """End the process if this exception has left the cache's tables half-written. For exceptions that were not
-        raised on purpose, after they are logged.
+        """Ends the process if this exception has left the cache's tables half-written. For unexpected exceptions only,
+        after they are logged.
         """
         if (torn := torn_by(error)) is not None:
             self.fatal(f"a bug in the cache, whose tables may be half-written: {torn}")
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:
-        """The loop's exception handler, for callbacks, those of lanes' completions among them."""
+        """Handles the loop's exceptions, which come from callbacks, including those of lanes' completions."""
         loop.default_exception_handler(about)
         error = about.get("exception")
         if error is not None:
@@ -160,7 +160,7 @@ class Context:
 
     @property
     def trusted_uids(self) -> frozenset[int]:
-        """Users who may do everything: root, and the daemon's own."""
+        """The users that may do everything: root, and the daemon's own."""
         return frozenset((0, self.own_uid))
 
     @property
@@ -177,7 +177,7 @@ class Context:
         return [self.host, *self.gpus.devices()]
 
     def features(self) -> list[str]:
-        """The features that a welcome announces."""
+        """Returns the features that a welcome announces."""
         optional = {
             "disk": self.disk is not None,
             "remote": self.remote is not None,
@@ -201,7 +201,7 @@ class Context:
             self.loop.call_later(0, self._count_uses)
 
     def let_go(self, ended: LetGo, uid: int) -> None:
-        """Release what leases held: rows may be evicted, and reserved parts that no job fills are freed."""
+        """Releases the contents of ended leases: rows may be evicted, and reserved parts without a job are freed."""
         if len(ended.rows):
             self.cache.unhold(ended.rows)
         if len(ended.parts):
@@ -209,7 +209,9 @@ class Context:
         self.accounts.of(uid).refund(leases=ended.charged)
 
     def end_lease(self, instance: Instance, lease_id: int) -> Steps[None]:
-        """End one lease; if this is closed before its end, a task goes on. Raises LeaseError if there is none."""
+        """Ends one lease; if the steps are closed early, a task completes them. Raises LeaseError if there is no such
+        lease.
+        """
         ending = self._end_lease(instance, lease_id)
         try:
             for _ in ending:
@@ -221,13 +223,13 @@ class Context:
     def _end_lease(self, instance: Instance, lease_id: int) -> Steps[None]:
         self.let_go(instance.leases.end(lease_id, ENDED_PER_TURN), instance.uid)
         yield
-        while lease_id in instance.leases:  # another session may end it meanwhile, or it ends with its instance
+        while lease_id in instance.leases:  # another session may end it, or it ends with its instance
             self.let_go(instance.leases.end(lease_id, ENDED_PER_TURN), instance.uid)
             yield
 
     async def end_leases(self, instance: Instance) -> None:
-        """End all leases of an instance that has ended: some each turn of the loop, and only one instance's in a turn,
-        however many have ended. To be called in a task that the daemon owns. Until then the leases count as held.
+        """Ends all leases of an ended instance: some in each turn of the loop, and only one instance's in a turn,
+        however many have ended. Call it in a task that the daemon owns. Until then the leases count as held.
         """
         async with self._ending:
             while len(instance.leases):
@@ -236,7 +238,7 @@ class Context:
         self.instances.forget(instance)
 
     def audit(self) -> Iterator[list[str]]:
-        """The self-audit in steps, so that the loop can turn in between. Each yields what is wrong."""
+        """Runs the self-audit in steps, so that the loop can run in between. Each step yields the errors found."""
         yield from audit.steps(self.cache, self._accounts)
         if self.disk is not None:
             yield from self.disk.steps()
@@ -248,7 +250,7 @@ class Context:
                 yield [f"instances: {len(self.instances)} without a session"]
 
     def _accounts(self) -> tuple[int, int]:
-        """How many rows are held and how many parts reserved, by the records of all that hold and reserve them."""
+        """Returns the numbers of held rows and reserved parts, from the records of all their holders."""
         held = self.instances.held()
         holds, reserved = held.keys + self.jobs.holds, held.parts + self.jobs.reserved
         holds += sum(one.num_held for one in self.cache.unfinished)

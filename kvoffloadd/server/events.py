@@ -1,4 +1,6 @@
-"""Key events, from the cache's queues to the sessions that subscribed: turns of their user, like requests of his."""
+"""Delivers key events from the cache's queues to the sessions that subscribed. Deliveries take turns of the namespace's
+user, like requests.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from kvoffloadd.scheduling.turns import FIRST_TURN_US, Turns
 from kvoffloadd.server.peers.subscription import Subscription
 
 INTERVAL_S = 0.02
-"""How long events are gathered before they are sent."""
+"""The time for which events are gathered before they are sent."""
 
 KEYS_PER_EVENT = 32_768
-"""A larger event is sent in pieces, so that each fits a frame and none needs an outbox for itself."""
+"""Larger events are sent in pieces, so that each fits into a frame and none fills an outbox alone."""
 
 FEEDS: Final = -1
-"""All feeds of a user share the loop as one engine of his does; engines have other numbers."""
+"""The flow number of all feeds of a user: together they share the loop like one engine. Engines have other numbers."""
 
 
 class Feed:
@@ -38,15 +40,15 @@ class Feed:
         self._namespace = namespace
         self._waiting = waiting
         self._turns = turns
-        self._steps: Steps[bool] | None = None  # what it has begun to deliver, or will in its next turn
+        self._steps: Steps[bool] | None = None  # the current delivery, or that of the next turn
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody listens any more, and nothing is left."""
+        """Whether there are no subscribers, and no events are left."""
         return not self.subscribers and self._steps is None and not self._waiting.waits(self._namespace)
 
     def deliver(self) -> None:
-        """Deliver what there is, over as many turns as it takes."""
+        """Delivers the waiting events, over as many turns as necessary."""
         if self._steps is None and (
             self._waiting.waits(self._namespace) or any(subscriber.missed for subscriber in self.subscribers)
         ):
@@ -54,7 +56,7 @@ class Feed:
             self._turns.queue(self)
 
     def serve(self) -> None:
-        """See `turns.Served`."""
+        """Takes one turn of the delivery: implements `turns.Served`."""
         began_s = time.monotonic()
         steps, self._steps = self._steps, None
         if steps is not None and take_turn(steps, began_s + TURN_S) is None:
@@ -73,7 +75,7 @@ class Feed:
             yield
             self._tell_loss()
         for subscriber in list(self.subscribers):
-            subscriber.send_gap()  # now: there may never be a next event
+            subscriber.send_gap()  # now, since there may be no further event
             yield
         return True
 
@@ -93,7 +95,7 @@ class EventFeeds:
         self._has_feeds = asyncio.Event()
 
     def join(self, namespace: Namespace, subscription: Subscription) -> None:
-        """Subscribe to the events of this namespace, from now on. Pair with `leave`."""
+        """Subscribes to the events of this namespace, from now on. Pair with `leave`."""
         feed = self._feeds.get(namespace)
         if feed is None:
             feed = self._feeds[namespace] = Feed(namespace, self._waiting, self._turns)
@@ -102,21 +104,21 @@ class EventFeeds:
         self._has_feeds.set()
 
     def leave(self, namespace: Namespace, subscription: Subscription) -> None:
-        """End what `join` began; does nothing if it did not."""
+        """Ends the subscription that `join` began; does nothing if there is none."""
         feed = self._feeds.get(namespace)
         if feed is not None:
             feed.subscribers.pop(subscription, None)
             namespace.listeners = len(feed.subscribers)
 
     async def run(self) -> None:
-        """Deliver events for as long as the daemon lives."""
+        """Delivers events during the daemon's lifetime."""
         while True:
             await self._has_feeds.wait()
             await asyncio.sleep(INTERVAL_S)
             self.deliver()
 
     def deliver(self) -> None:
-        """Give a turn to each feed that has something to tell, and drop those that are over."""
+        """Gives a turn to each feed with events to deliver, and drops the feeds that are over."""
         for namespace, feed in list(self._feeds.items()):
             feed.deliver()
             if feed.is_over:
@@ -126,7 +128,7 @@ class EventFeeds:
 
 
 def _frames(event: Event) -> Iterator[Encoded]:
-    """The frames of an event, encoded once for all subscribers."""
+    """Yields the frames of an event, encoded once for all subscribers."""
     step = KEYS_PER_EVENT * event.namespace.key_bytes
     for at in range(0, max(len(event.added), len(event.removed)), step):
         added, removed = event.added[at : at + step], event.removed[at : at + step]

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 ACCEPT_RETRY_S = 0.1
 ACCEPT_TURN_S = 0.002
-"""How long one turn of the loop takes connections: none is begun later than this."""
+"""The time that one turn of the loop spends on connections: none is begun later than this."""
 _TOO_OFTEN = encode(
     m.Error(seq=0, code=BusyError.code, message="this user connects too often", fault=BusyError.fault, retryable=True)
 )
@@ -35,7 +35,7 @@ class Listener:
         self._context = context
         self._listener = listener
         self._connections: set[PeerConnection] = set()
-        self._refused: set[int] = set()  # users whose last connection came too often
+        self._refused: set[int] = set()  # users with a last connection that came too often
 
     def start(self) -> None:
         self._listener.setblocking(False)
@@ -51,7 +51,7 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                # Out of descriptors: the connection stays in the backlog, and a busy loop would not help.
+                # No descriptors are left: the connection stays in the backlog, and a busy loop would not help.
                 log.error("accept failed: %s", error.strerror)
                 self._context.loop.remove_reader(self._listener.fileno())
                 self._context.loop.call_later(ACCEPT_RETRY_S, self._retry)
@@ -71,16 +71,16 @@ class Listener:
         try:
             peer = peers.identify(sock)
         except OSError:
-            context.closer.close_socket(STRANGERS, sock)  # gone before it could be looked at
+            context.closer.close_socket(STRANGERS, sock)  # the peer is gone already
             return
-        own = peer.pid == os.getpid()  # the watchdog's pings take no place from others
+        own = peer.pid == os.getpid()  # the watchdog's pings do not count against other peers
         charged = int(not own)
         key = peer.uid if self._is_allowed(peer.uid) else STRANGERS
         try:
             context.accounts.of(key).charge(connections=charged)
         except LimitError:
             context.counters.sessions_refused += 1
-            if key not in self._refused:  # only the first is logged
+            if key not in self._refused:  # log only the first
                 log.warning("uid %d connects too often; its connections are refused for a while", peer.uid)
             self._refused.add(key)
             with contextlib.suppress(OSError):
@@ -112,7 +112,7 @@ class Listener:
             connection.end(f"it can't be served: {error.strerror}")
 
     def _turn_away(self, sock: socket.socket, uid: int, error: PeerError | ResourceError) -> None:
-        """One error frame, as far as the socket takes it, and out."""
+        """Sends one error frame, as far as the socket takes it, and closes the socket."""
         _say(sock, error)
         self._context.closer.close_socket(uid, sock)
 
@@ -124,7 +124,7 @@ class Listener:
             raise ForbiddenError(f"uid {uid} is not in server.allowed_uids")
 
     def check_all(self) -> None:
-        """End the sessions of users that are not allowed any more."""
+        """Ends the sessions of users that are no longer allowed."""
         for connection in list(self._connections):
             try:
                 self._check_uid(connection.session.peer.uid)
@@ -138,8 +138,8 @@ class Listener:
         self._context.accounts.of(uid).refund(sessions=charged)
 
     def replace(self, listener: socket.socket) -> None:
-        """Accept peers at this socket from now on. Nobody can find the former one: who has connected to it is let in as
-        far as a turn goes.
+        """Accepts peers at this socket from now on. The former socket is not reachable any more; connections in its
+        backlog are accepted as far as one turn allows.
         """
         self._on_acceptable()
         self._leave()
@@ -147,7 +147,7 @@ class Listener:
         self.start()
 
     def _leave(self) -> None:
-        """Close the socket, connections that were not accepted, and what they have sent. The service manager may still
+        """Closes the socket, connections that were not accepted, and the data in them. The service manager may still
         listen.
         """
         self._context.loop.remove_reader(self._listener.fileno())
@@ -155,7 +155,7 @@ class Listener:
         self._context.closer.close(STRANGERS, [self._listener.detach()])
 
     async def close(self, deadline_s: float) -> None:
-        """Accept no more connections, and end all sessions: each one's copies end before its socket closes."""
+        """Accepts no more connections, and ends all sessions: each session's copies end before its socket closes."""
         self._leave()
         ends = [connection.end("the daemon shuts down") for connection in list(self._connections)]
         if ends:

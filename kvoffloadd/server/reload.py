@@ -1,4 +1,4 @@
-"""SIGHUP: the config is read again, and what can change while the daemon runs does. The rest waits for a restart."""
+"""Reloads the config on SIGHUP, and applies the settings that can change at run time. The others wait for a restart."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 class Reload:
-    """`read` makes the config anew, as at the start; it may wait for files and for user databases. `check_peers` ends
-    sessions that the new config does not allow.
+    """Replaces the daemon's config. `read` makes the config anew, as at the start; it may wait for files and for user
+    databases. `check_peers` ends sessions that the new config does not allow.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Reload:
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self) -> None:
-        """Reload in the background. A config that is wrong changes nothing, and is told in the log."""
+        """Reloads in the background. A wrong config changes nothing, and is reported in the log."""
         self._context.spawn(self._run())
 
     async def _run(self) -> None:
@@ -49,7 +49,9 @@ class Reload:
                 self._systemd.ready()
 
     def _adopt(self, asked: Config) -> None:
-        """Sessions keep the limits of their welcome; caps hold for all, but nothing is taken from users above them."""
+        """Applies the new config. Sessions keep the limits of their welcome; caps apply to all users, but users above
+        them keep their charges.
+        """
         context = self._context
         was = context.config
         context.config, changed, waiting = reloaded(was, asked)

@@ -1,7 +1,7 @@
-"""The path of the daemon's socket, and the lock beside it that says whose it is.
+"""The path of the daemon's socket, and the lock file next to it that records the owner.
 
-What is there may be removed or replaced while the daemon runs, by a cleaner or a second daemon: the path is looked at
-now and then, off the loop, since a path may hang.
+A cleaner or a second daemon may remove or replace them while the daemon runs. The path is therefore checked at
+intervals, off the loop, since a path may hang.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ it is full.
 FOLDER_MODE = 0o750
 LOOK_S = 5.0
 HOLDER_S = 5.0
-"""How long a start waits for who holds the lock: it may be about to end."""
+"""The time that a start waits for the holder of the lock, which may be about to end."""
 
 _HOLDER_LOOK_S = 0.1
 _PF_EXITING = 0x4  # linux/sched.h, in field 9 of proc(5)'s stat
@@ -42,9 +42,9 @@ Identity = tuple[int, int]
 
 
 class SocketPlace:
-    """Makes the socket at `path` with `mode`, or goes on with `given`, the service manager's, which listens there.
+    """Makes the socket at `path` with `mode`, or adopts `given`, the service manager's socket, which listens there.
 
-    `claim` comes first, then `listen`. Every method blocks; `look` and `remove` may be called from any thread, one at a
+    Call `claim` first, then `listen`. Every method blocks; `look` and `remove` may be called from any thread, one at a
     time.
     """
 
@@ -57,11 +57,11 @@ class SocketPlace:
         self._ours: Identity | None = None
 
     def claim(self) -> None:
-        """Take the lock. Whoever holds it gets some seconds to end.
+        """Takes the lock. A process that holds it gets some seconds to end.
 
         Raises:
             ConfigError: a live daemon has it, or the place can't be used.
-            TryAgainError: who has it is ending, or can't be reached at the path either.
+            TryAgainError: the holder is ending, or can't be reached at the path either.
         """
         self._make_folder()
         until = time.monotonic() + HOLDER_S
@@ -75,8 +75,8 @@ class SocketPlace:
             time.sleep(_HOLDER_LOOK_S)
 
     def listen(self) -> socket.socket:
-        """The listening socket, which is the caller's. Raises ConfigError if the path can't be used, or is another
-        daemon's: one that starts has bound its socket, and does not listen yet.
+        """Returns the listening socket, which the caller owns. Raises ConfigError if the path can't be used, or if it
+        belongs to another daemon: one that starts has bound its socket, and does not listen yet.
         """
         if self._given is None:
             self._keep_lock()
@@ -93,9 +93,9 @@ class SocketPlace:
         return listener
 
     def look(self) -> socket.socket | None:
-        """A new listening socket, if the one at the path is gone; what is not ours is left alone there.
+        """Returns a new listening socket if the one at the path is gone; leaves other processes' files in place.
 
-        Raises ConfigError if nobody can connect to us.
+        Raises ConfigError if no process can connect to the daemon.
         """
         there = _identity(self._path)
         if self._given is None:
@@ -108,19 +108,19 @@ class SocketPlace:
         return self.listen()
 
     def remove(self) -> None:
-        """Remove the socket from the path, if it is ours."""
+        """Removes the socket from the path, if it is this daemon's."""
         if self._given is None and self._ours is not None and _identity(self._path) == self._ours:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
     def close(self) -> None:
-        """Let go of the lock."""
+        """Releases the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def _make_folder(self) -> None:
-        """Make the folder of the socket, with the same mode whatever the umask is."""
+        """Makes the folder of the socket, with the same mode under any umask."""
         folder = self._path.parent
         try:
             for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
@@ -130,7 +130,7 @@ class SocketPlace:
             raise ConfigError(f"server.socket: {folder} can't be used: {error.strerror}") from None
 
     def _take_lock(self) -> bool:
-        """False: another process has it."""
+        """Takes the lock. Returns False if another process has it."""
         try:
             lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -139,10 +139,10 @@ class SocketPlace:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             found = os.fstat(lock)
             if _identity(self._lock_path) != (found.st_dev, found.st_ino):
-                raise BlockingIOError  # removed since it was opened
-            os.fchmod(lock, 0o600)  # whatever the umask is
+                raise BlockingIOError  # the file was removed after the open
+            os.fchmod(lock, 0o600)  # the same mode under any umask
             os.ftruncate(lock, 0)
-            os.pwrite(lock, b"%d\n" % os.getpid(), 0)  # for who finds it taken
+            os.pwrite(lock, b"%d\n" % os.getpid(), 0)  # for a process that finds the lock taken
         except BlockingIOError:
             os.close(lock)
             return False
@@ -154,7 +154,7 @@ class SocketPlace:
         return True
 
     def _keep_lock(self) -> None:
-        """Take the lock again if its file is gone. Raises ConfigError if another daemon has done so before."""
+        """Takes the lock again if its file is gone. Raises ConfigError if another daemon was faster."""
         held = os.fstat(self._lock)
         if _identity(self._lock_path) == (held.st_dev, held.st_ino):
             return
@@ -180,12 +180,12 @@ class SocketPlace:
 
 
 def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Whether the kernel has begun to end this process, or will do so as soon as it leaves a system call."""
+    """Returns whether the kernel has begun to end this process, or will do so when it leaves a system call."""
     try:
         status = (proc / str(pid) / "status").read_text(encoding="utf-8", errors="replace")
         fields = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
-        return False  # it has ended, or is of another pid namespace
+        return False  # the process has ended, or is in another pid namespace
     pending = re.findall(r"^(?:SigPnd|ShdPnd):\s+([0-9a-f]+)$", status, re.MULTILINE)
     is_killed = any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
     dumps = re.search(r"^CoreDumping:\s+1$", status, re.MULTILINE) is not None
@@ -193,7 +193,7 @@ def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
 
 
 async def keep_socket(place: SocketPlace, lane: Lane, replace: Callable[[socket.socket], None]) -> None:
-    """Looks at the place now and then in the lane, until cancelled, and hands a new socket to `replace`."""
+    """Checks the place at intervals in the lane, until cancelled, and passes a new socket to `replace`."""
     said = ""
     while True:
         await asyncio.sleep(LOOK_S)
@@ -211,7 +211,7 @@ async def keep_socket(place: SocketPlace, lane: Lane, replace: Callable[[socket.
 
 
 def _check_given(given: socket.socket, path: Path) -> None:
-    """Raises ConfigError if it is not where clients look for it."""
+    """Raises ConfigError if the given socket is not at the path that clients use."""
     place = str(given.getsockname())
     if os.path.realpath(place) != os.path.realpath(path):
         raise ConfigError(f"server.socket: is {path}, but systemd listens at {place}: change the socket unit to match")

@@ -1,6 +1,6 @@
-"""The reply to `status`: the figures of all rooms in one map. Metrics and `kvoffloadd top` are views of it.
+"""The reply to `status`: the figures of the whole daemon in one map. Metrics and `kvoffloadd top` are views of it.
 
-docs/STATUS.md explains every key; a test compares them. Names are stable, new ones may come.
+docs/STATUS.md explains every key; a test compares them. Names are stable, and new ones may be added.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 NAMESPACES_MAX, SESSIONS_MAX = 1000, 3000
-"""A reply lists at most so many, since its frame is bounded."""
+"""The largest numbers of namespaces and sessions in a reply, since its frame is bounded."""
 
 LABEL_CHARS = 64
-"""A reply has so much of a label, which is an engine's to choose: 256 bytes at most."""
+"""A reply truncates each label, which an engine chooses, to this number of characters: 256 bytes at most."""
 
 STEP_ITEMS = 64
-"""Sessions, namespaces or lanes that one step describes: a fraction of a millisecond."""
+"""The sessions, namespaces or lanes that one step describes, in a fraction of a millisecond."""
 
 SLOW_JOBS_MAX = 20
 SLOW_S = 0.5
@@ -41,8 +41,9 @@ SLOW_S = 0.5
 
 
 def describe(context: Context, uid: int | None = None) -> Steps[dict[str, Any]]:
-    """The whole report; or with `uid` what this user may know: the user's own figures, and of the daemon only what does
-    not depend on other users (how late the loop is can be measured anyway). Each figure is of its own moment.
+    """Returns the whole report. With `uid`, returns only the figures that this user may see: the user's own, and those
+    of the daemon that do not depend on other users (the lag of the loop can be measured from outside anyway). The
+    figures are taken at different moments.
     """
     sessions = [session for session in context.sessions if uid in (None, session.peer.uid)]
     report = {
@@ -84,7 +85,7 @@ def _each(items: Sequence[S], figures: Callable[[S], T]) -> Steps[list[T]]:
 
 
 def short_label(label: str) -> str:
-    """A label as a reply has it."""
+    """Returns a label in the form that replies have."""
     return label if len(label) <= LABEL_CHARS else label[: LABEL_CHARS - 1] + "…"
 
 
@@ -135,12 +136,12 @@ def _one_user(context: Context, uid: int, sessions: Sequence[OpenSession]) -> di
 
 
 def slowest(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The longest of them, the longest first."""
+    """Returns the slowest jobs, the slowest first."""
     return sorted(jobs, key=lambda job: -float(job["age_s"]))[:SLOW_JOBS_MAX]
 
 
 def _lanes(context: Context) -> dict[str, Lane]:
-    """Returns lanes by what they work on: a device, the arena's payloads, a disk root. Each user has some."""
+    """Returns lanes by their resource: a device, the arena's payloads, a disk root. Each user has some."""
     lanes = {
         f"{device.kind} {lane.name.removeprefix('gpu-')}": lane for device in context.devices for lane in device.lanes()
     }

@@ -1,5 +1,5 @@
-"""Self-tests for the service manager's watchdog: it gets a beat only while a client can connect and the lanes finish
-work. A loop that is blocked sends no beat.
+"""Self-tests for the service manager's watchdog, which gets a beat only while a client can connect and the lanes finish
+work. A blocked loop sends no beat.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvoffloadd.server.context import Context
 log = logging.getLogger(__name__)
 
 ROUNDS = 4
-"""In the time after which the service manager gives us up."""
+"""The number of rounds within the service manager's timeout."""
 
 FIRST = -1
-"""Before the daemon's other work in a lane, and next among users: what is asked is whether the lane moves, not how much
-it has to do.
+"""The urgency of the tests: before the daemon's other work in a lane, and next among users. A test asks whether the
+lane moves, not how much work it has.
 """
 
 CONNECT_RETRY_S = 0.05
@@ -34,14 +34,15 @@ _READ_BYTES = 64 << 10
 
 class Watchdog:
     """Calls `beat` once in each round in which a ping through the socket at `path` is answered, and the lanes that move
-    bytes of memory take and finish work. `patience_s`: without a beat for so long, the service manager kills us.
+    bytes of memory accept and finish work. `patience_s`: the time without a beat after which the service manager kills
+    the daemon.
 
-    Lanes of disks are asked too, but what they do only makes a warning: the daemon serves without a disk that hangs,
-    and can't be killed while a thread of it is inside the kernel.
+    Lanes of disks are tested too, but their failure causes only a warning: the daemon can serve without a disk that
+    hangs, and can't be killed while one of its threads is inside the kernel.
     """
 
     def __init__(self, context: Context, path: Path, lane: Lane, patience_s: float, beat: Callable[[], object]) -> None:
-        """`lane`: where the path is looked up, which may take for ever."""
+        """Makes a watchdog that looks the path up in `lane`, since that may take for ever."""
         self._context = context
         self._path = path
         self._lane = lane
@@ -60,7 +61,7 @@ class Watchdog:
             await asyncio.sleep(ends - loop.time())
 
     async def _works(self) -> bool:
-        """Whether all have answered; returns when they have, which may be never."""
+        """Returns whether all tests have passed, when they have ended, which may be never."""
         context = self._context
         asked: dict[asyncio.Task[None], str] = {context.loop.create_task(self._ping()): "ping"}
         for lane in (context.hash_lane, *(lane for device in context.devices for lane in device.watched_lanes())):
@@ -80,14 +81,14 @@ class Watchdog:
                 task.cancel()
 
     async def _pass(self, lane: Lane) -> None:
-        """Waits for its turn in the lane. Raises RuntimeError if a thread does not come back, though others do."""
+        """Waits for its turn in the lane. Raises RuntimeError if a thread does not return, though others do."""
         await lane.perform(_nothing, urgent=FIRST)
         seconds = lane.oldest_running_s(self._context.loop.time())
         if seconds > self._patience_s:
             raise RuntimeError(f"has been busy with one piece of work for {seconds:.0f} s")
 
     def _look_at_disks(self) -> None:
-        """Says which lanes of disks have not answered since the last round; asks the others again."""
+        """Reports the lanes of disks that have not answered since the last round; tests the others again."""
         disk = self._context.disk
         for root in disk.roots if disk is not None else ():
             for lane in (root.read_lane, root.write_lane):
@@ -96,7 +97,7 @@ class Watchdog:
                 if task is not None and not task.done():
                     log.warning("disk %s: does not answer; the longest I/O takes %.0f s", name, self._oldest_s(lane))
                 else:
-                    # Closed lanes are no event: they go with their root, or with the daemon.
+                    # Closed lanes need no report: they close with their root, or with the daemon.
                     self._disks[name] = self._context.spawn(_ask(lane), errors_are_handled=True)
 
     def _oldest_s(self, lane: Lane) -> float:
@@ -105,7 +106,7 @@ class Watchdog:
     # --- as a client ---
 
     async def _ping(self) -> None:
-        """Connect, greet, ping, say goodbye. An error reply is an answer too: a daemon that drains is alive.
+        """Connects, greets, pings, sends bye. An error reply is an answer too: a daemon that drains is alive.
 
         Raises:
             OSError: the daemon hangs up.
@@ -123,7 +124,7 @@ class Watchdog:
                 if not await self._connect(sock):
                     return
             except (FileNotFoundError, ConnectionRefusedError, TimeoutError) as error:
-                # Connected peers are served; to kill the daemon would end that.
+                # Connected peers are served; killing the daemon would end that.
                 why = error.strerror or "its directory does not answer"
                 log.warning("watchdog: new connections are not possible: %s: %s", self._path, why)
                 return
@@ -135,15 +136,15 @@ class Watchdog:
                     return
 
     async def _connect(self, sock: socket.socket) -> bool:
-        """False: there is no room in the backlog, but others get in, which is as good an answer. Raises TimeoutError if
-        the path hangs.
+        """Connects. Returns False if the backlog has no room but others get in, which is an equivalent answer. Raises
+        TimeoutError if the path hangs.
         """
         before = self._context.accepts
         while True:
             try:
                 async with asyncio.timeout(self._round_s / 2):
                     await self._lane.perform(partial(sock.connect, str(self._path)))
-            except BlockingIOError:  # there is no event for when it no longer is full
+            except BlockingIOError:  # no event announces room in the backlog
                 await asyncio.sleep(CONNECT_RETRY_S)
                 if self._context.accepts > before:
                     return False
@@ -173,7 +174,7 @@ class Watchdog:
 
 
 def _nothing() -> None:
-    """What a lane is given to do."""
+    """Occupies a lane for a moment."""
 
 
 async def _ask(lane: Lane) -> None:

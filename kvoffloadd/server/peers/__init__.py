@@ -1,1 +1,1 @@
-"""Peers and their users: accounts, queues of what is sent to them, descriptors, quarantine."""
+"""Peers and their users: accounts, queues of outgoing frames, descriptors, quarantine."""

@@ -1,4 +1,4 @@
-"""Accounts: what each uid uses of the daemon's resources, and its caps. Event loop only."""
+"""Accounts: each uid's use of the daemon's resources, and its caps. Event loop only."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ NO_TOTALS: Final[Mapping[str, int]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """What one uid may use of something; which error refuses more, and what it advises. `total`: what all users may use
-    together, of which each but root and the daemon's own has a share (see `shares`). `per_s`: so much of what was
-    charged comes back by itself each second; 0: what is refunded alone. `is_shown`: whether `status` has it.
+    """One uid's limits on a resource, the error that refuses more, and its advice. `total`: the cap for all users
+    together; each user but root and the daemon's own has a share (see `shares`). `per_s`: the amount of charges that
+    returns automatically each second; 0: only refunds return charges. `is_shown`: whether `status` lists it.
     """
 
     cap: int = UNLIMITED
@@ -34,30 +34,31 @@ class Resource:
 
 
 BUILT_IN: Final = {
-    # Plans of registered groups take 40 bytes of the daemon's own memory for each, and one frame can ask for gigabytes.
-    # Real engines need some thousands a rank.
+    # Plans of registered groups take 40 bytes of the daemon's memory for each descriptor, and one frame can ask for
+    # gigabytes. Real engines need some thousands a rank.
     "descriptors": Resource(1 << 23),
-    # Drains, and clears that wait to be recorded: each takes a task and a timer, as often as sessions may have requests
-    # under way, and what all of them wait for may end at once.
+    # Drains, and clears that wait for their records: each takes a task and a timer, for every request that sessions may
+    # have under way, and all of them may end at once.
     "clears": Resource(256),
     "drains": Resource(256),
-    # One that is let in costs some tenths of a millisecond, and all users share the backlog of the socket. At once: all
-    # engines of a machine that come back to a new daemon.
+    # Each accepted connection costs some tenths of a millisecond, and all users share the backlog of the socket. The
+    # cap lets all engines of a machine connect to a new daemon at once.
     "connections": Resource(2000, per_s=500.0, is_shown=False),
-    # Large frames that have begun to come: sixteen of the largest. Otherwise each session could make the daemon hold
-    # the beginning of one.
+    # Large frames that are partly received: sixteen of the largest. Without the cap, each session could make the daemon
+    # hold the beginning of one.
     "frame_bytes": Resource(64 << 20, is_shown=False),
-    # Of workers' shared memory: the kernel allows a process so many, and refuses its own tables as well beyond that.
+    # Mappings of workers' shared memory: the kernel caps the mappings of a process, and refuses those for the daemon's
+    # tables as well beyond the cap.
     "mappings": Resource(advice=": raise vm.max_map_count"),
-    # What the kernel may need to keep track of workers' shared memory: 8 bytes a page, and it can't be swapped out.
+    # The kernel's page tables for workers' shared memory: 8 bytes a page, which can't be swapped out.
     "page_table_bytes": Resource(advice=": attach less of what is not used"),
-    # What waits in all outboxes, and is promised there. Half of it is for what can be dropped, or put off.
+    # Bytes that wait in all outboxes, or are promised there. Half of it is for frames that can be dropped or postponed.
     "outbox_bytes": Resource(128 << 20, error=BusyError, advice=": read, then ask again", is_shown=False),
 }
 
 
 def caps(limits: LimitsConfig) -> dict[str, int]:
-    """Those of the limits that hold for all sessions of a uid together."""
+    """Returns the limits that apply to all sessions of a uid together."""
     names = ("sessions", "jobs", "job_bytes", "mapped_bytes", "fds", "leases")
     return {name: getattr(limits, name) for name in names}
 
@@ -68,7 +69,7 @@ class Receiver(Protocol):
     def __hash__(self) -> int: ...
 
     def go_on(self) -> None:
-        """There is room now, and it is the receiver's."""
+        """Continues with the room, which the receiver now has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,19 +79,19 @@ class Account:
     uid: int
     resources: dict[str, Resource]
     clock: Callable[[], float] = time.monotonic
-    by_all: Counter[str] = field(default_factory=Counter)  # of resources with a total: what all users use
-    is_trusted: bool = True  # root, and the daemon's own user: up to the total
+    by_all: Counter[str] = field(default_factory=Counter)  # use by all users, of resources with a total
+    is_trusted: bool = True  # root and the daemon's own user may use up to the total
     used: dict[str, int] = field(default_factory=dict)
-    unread_bytes: int = 0  # of `outbox_bytes`, what waits; a frame that waits in several outboxes counts once
-    drafting: asyncio.Lock = field(default_factory=asyncio.Lock)  # one large registration at a time is in a thread
-    _returned_s: dict[str, float] = field(default_factory=dict)  # until when what comes back by itself has done so
-    _holders: dict[int, int] = field(default_factory=dict)  # in how many outboxes a frame waits, by its id()
+    unread_bytes: int = 0  # the waiting part of `outbox_bytes`; a frame in several outboxes counts once
+    drafting: asyncio.Lock = field(default_factory=asyncio.Lock)  # allows one large registration at a time in a thread
+    _returned_s: dict[str, float] = field(default_factory=dict)  # automatic returns are applied up to this time
+    _holders: dict[int, int] = field(default_factory=dict)  # the number of outboxes in which a frame waits, by its id()
     _received: dict[Hashable, int] = field(default_factory=dict)
     _waiting: dict[Receiver, int] = field(default_factory=dict)
 
     def charge(self, **amounts: int) -> None:
-        """Charge an amount of each of these resources, such as `jobs=1`; 0 is never too much. Raises LimitError, or
-        what else the resource says, with nothing charged, if a cap would be exceeded. Pair with `refund`.
+        """Charges an amount of each of these resources, such as `jobs=1`; 0 is never too much. If a cap would be
+        exceeded, charges nothing and raises LimitError, or the resource's error. Pair with `refund`.
         """
         for name, amount in amounts.items():
             resource = self.resources[name]
@@ -100,18 +101,19 @@ class Account:
             if amount and used + amount > resource.cap:
                 more = f"{amount} more would exceed its cap"
                 raise resource.error(f"uid {self.uid} uses {used} of {resource.cap} {name}; {more}{resource.advice}")
-            if resource.total < UNLIMITED and amount > self._left(name, resource.total):  # no word of others' use
+            # The error does not reveal other users' figures.
+            if resource.total < UNLIMITED and amount > self._left(name, resource.total):
                 share = f"its share of the {resource.total} that all users may have"
                 more = f"{amount} more would exceed {share}"
                 raise resource.error(f"uid {self.uid} uses {used} {name}; {more}{resource.advice}")
         self._add(amounts, 1)
 
     def refund(self, **amounts: int) -> None:
-        """Give back what was charged."""
+        """Returns charged amounts."""
         self._add(amounts, -1)
 
     def _left(self, name: str, total: int) -> int:
-        """How much more of what all users share this one may have."""
+        """Returns the amount of a shared resource that this user may still charge."""
         by_all = self.by_all[name]
         return total - by_all if self.is_trusted else share_left(total, by_all, self.used.get(name, 0))
 
@@ -130,8 +132,8 @@ class Account:
     # --- frames that come: their receivers wait for room ---
 
     def receive(self, receiver: Receiver, frame_bytes: int) -> bool:
-        """Charge one frame, until `received`. False: there is no room; `receiver.go_on` is called when there is. A
-        receiver that has room, or waits for it, keeps its place.
+        """Charges one frame, until `received`. Returns False if there is no room; `receiver.go_on` is called when there
+        is. A receiver that has room, or waits for it, keeps its place.
         """
         if receiver in self._received:
             return True
@@ -146,7 +148,9 @@ class Account:
         return True
 
     def received(self, receiver: Receiver) -> None:
-        """The frame has come whole, or never will. Does nothing for a receiver without room."""
+        """Ends the charge or the wait for a frame that is complete, or never will be. Does nothing for a receiver
+        without room.
+        """
         waited, size = self._waiting.pop(receiver, 0), self._received.pop(receiver, 0)
         if size:
             self.refund(frame_bytes=size)
@@ -159,7 +163,9 @@ class Account:
     # --- frames that wait to be read ---
 
     def hold(self, frame: bytes) -> None:
-        """It waits in one outbox more, whatever else does: who wrote it had room, or could not put it off."""
+        """Counts one more outbox in which the frame waits. It never refuses: the sender had room, or could not postpone
+        the frame.
+        """
         holders = self._holders.get(id(frame), 0)
         self._holders[id(frame)] = holders + 1
         if not holders:
@@ -167,7 +173,7 @@ class Account:
             self.unread_bytes += len(frame)
 
     def let_go(self, frame: bytes) -> None:
-        """It waits in one outbox less."""
+        """Counts one outbox less in which the frame waits."""
         self._holders[id(frame)] -= 1
         if not self._holders[id(frame)]:
             del self._holders[id(frame)]
@@ -176,12 +182,14 @@ class Account:
 
     @property
     def crowded(self) -> bool:
-        """So much is unread that nothing is added which need not be."""
+        """Whether the amount of unread data allows only necessary frames."""
         return self.unread_bytes > self.resources["outbox_bytes"].cap // 2
 
 
 class Accounts:
-    """Accounts by uid, all with the same caps. `totals`: of what all users share; `trusted`: whom no share bounds."""
+    """Accounts by uid, all with the same caps. `totals`: caps of resources that all users share; `trusted`: uids that
+    no share bounds.
+    """
 
     def __init__(
         self, caps: dict[str, int], totals: Mapping[str, int] = NO_TOTALS, trusted: Collection[int] = ()
@@ -195,7 +203,7 @@ class Accounts:
         self.change(caps)
 
     def change(self, caps: dict[str, int]) -> None:
-        """Other caps from now on, for all. A user above a new cap keeps what is charged."""
+        """Sets new caps for all users. A user above a new cap keeps its charges."""
         for name, cap in caps.items():
             self._resources[name] = replace(self._resources.get(name, Resource()), cap=cap)
 
@@ -207,7 +215,7 @@ class Accounts:
         return account
 
     def figures(self) -> dict[str, dict[str, int]]:
-        """Use by uid, zeros left out, of what `status` shows."""
+        """Returns use by uid, without zeros, of the resources that `status` lists."""
         return self._used(lambda resource: resource.is_shown)
 
     def _used(self, counts: Callable[[Resource], bool]) -> dict[str, dict[str, int]]:
@@ -218,6 +226,6 @@ class Accounts:
         return {uid: some for uid, some in used.items() if some}
 
     def leaks(self) -> list[str]:
-        """What is still charged; called when no session is left."""
+        """Reports the remaining charges; called when no session is left."""
         charged = self._used(lambda resource: not resource.per_s)
         return [f"accounts: uid {uid} is still charged {used}" for uid, used in charged.items()]

@@ -1,4 +1,4 @@
-"""Requests to clear: whoever asks for the same clear again is answered for it. Event loop only."""
+"""Requests to clear: a repeated request gets the answer of the first. Event loop only."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.peers.account import Account
 
 REMEMBERED: Final = 64
-"""Requests of a uid that are remembered by their tokens; the oldest are forgotten."""
+"""The number of requests per uid that are remembered by their tokens; the oldest are forgotten."""
 
 Scope = Names | str
-"""The namespaces of a clear; a string: those whose names match this pattern."""
+"""The namespaces of a clear; a string selects those with names that match this pattern."""
 
 
 class RequestedClears:
-    """Clears by the tokens with which they were requested. They are of this run of the daemon alone."""
+    """Clears by the tokens with which they were requested. A restarted daemon does not know them."""
 
     def __init__(self, clearings: Clearings) -> None:
         self._clearings = clearings
         self._by_uid: dict[int, dict[tuple[Scope, bytes], asyncio.Future[Clearing]]] = {}
 
     def begin(self, uid: int, scope: Scope, token: bytes) -> asyncio.Future[Clearing]:
-        """Returns the clear that this token stands for, and begins it if there is none. Raises as `Clearings.begin`, or
+        """Returns the clear of this token, and begins it if there is none. Raises the errors of `Clearings.begin` or
         `begin_matching`.
         """
         known = self._by_uid.setdefault(uid, {})
@@ -52,11 +52,11 @@ class SessionClears:
         self._clearings = clearings
         self._requested = requested
         self._account = account
-        self.last: Clearing | None = None  # requested without a token, and nothing was stored since
+        self.last: Clearing | None = None  # the last clear without a token, if nothing was stored since
 
     def clear(self, message: m.Clear, scope: Scope) -> Coroutine[Any, Any, m.Reply]:
-        """Clear, unless this is a clear that was requested before. Raises MessageError if a pattern comes without a
-        token, and as `Clearings.begin` or `begin_matching`.
+        """Clears, unless the request repeats an earlier one. Raises MessageError if a pattern comes without a token,
+        and the errors of `Clearings.begin` or `begin_matching`.
         """
         if message.token is not None:
             return self._answer(message, self._requested.begin(self._account.uid, scope, message.token))
@@ -65,7 +65,7 @@ class SessionClears:
         return self._clear_without_token(message, scope)
 
     def _clear_without_token(self, message: m.Clear, names: Names) -> Coroutine[Any, Any, m.Reply]:
-        # Older clients were told to ask again until a clear is recorded.
+        # Older clients repeat the request until the clear is recorded.
         last = self.last
         if last is None or last.names != names or not self._clearings.unrecorded(last):
             last = self.last = self._clearings.begin(names)
@@ -89,7 +89,7 @@ class SessionClears:
     async def _wait(self, clearing: Clearing, wait_s: float) -> None:
         try:
             self._account.charge(clears=1)
-        except LimitError:  # the clear is done; what is not recorded is told at once
+        except LimitError:  # the clear is done; the reply lists the missing records at once
             return
         try:
             await self._clearings.wait_recorded(clearing, wait_s)
@@ -97,7 +97,7 @@ class SessionClears:
             self._account.refund(clears=1)
 
     async def _answer_durable(self, seq: int, clearing: Clearing) -> m.Reply:
-        """Answers clients that know no tokens when every place has tried. Raises NotDurableError."""
+        """Answers clients that know no tokens, after every place has tried. Raises NotDurableError."""
         await asyncio.shield(clearing.tried)
         if unrecorded := self._clearings.unrecorded(clearing):
             raise NotDurableError(

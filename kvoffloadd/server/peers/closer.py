@@ -1,13 +1,14 @@
-"""Closing descriptors that peers have sent, in a thread per user.
+"""Closes descriptors that peers have sent, in a thread per user.
 
-The close that drops the last reference to a file does whatever its file system or its protocol wants, and that may
-take as long as a peer likes (a TCP socket that lingers; a file of a FUSE server that never answers FLUSH). No other
-part of the daemon closes a descriptor that came from a peer, or a socket whose queue may hold one. Before Linux 6.16
-peers can put descriptors there before they are let in: each such connection costs one of the daemon's own for as long
-as that user's thread is stuck, and nothing bounds their number.
+The close that drops the last reference to a file runs code of its file system or protocol, and may take as long as a
+peer likes (a TCP socket that lingers; a file of a FUSE server that never answers FLUSH). No other part of the daemon
+closes a descriptor that came from a peer, or a socket with a queue that may hold one. Before Linux 6.16 peers can put
+descriptors there before they are admitted: each such connection costs one of the daemon's own for as long as that
+user's thread is stuck, and nothing bounds their number.
 
-Ownership: the event loop alone, but for the threads, which close numbers and touch nothing else. Each user has one of
-their own, so that what they send delays no other user. They are daemon threads: the process ends without them.
+Ownership: the event loop alone, except for the threads, which close numbers and touch nothing else. Each user has a
+separate thread, so that one user's descriptors delay no other user. They are daemon threads: the process ends without
+them.
 """
 
 from __future__ import annotations
@@ -31,32 +32,32 @@ from kvoffloadd.scheduling.patience import Patience
 log = logging.getLogger(__name__)
 
 STRANGERS = -1
-"""The key of the thread that closes for all users that were never let in."""
+"""The key of the thread that closes for all users that were never admitted."""
 
 LOOK_S = 1.0
 STUCK_S = 5.0
-"""A user of whose descriptors none has been closed for so long, though some are to be, is turned away."""
+"""A user is turned away if descriptors wait for this long and none of them has been closed."""
 
 SPARE = 64
-"""Descriptors that a user may have here above `limits.fds`: of frames that are refused by name."""
+"""The descriptors that a user may have here above `limits.fds`, for frames that get a specific error."""
 
 _Batch = tuple["Sequence[int]", "Callable[[None], None]"]
 
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """What one thread closes."""
+    """The work of one closing thread."""
 
     batches: queue.SimpleQueue[_Batch] = field(default_factory=queue.SimpleQueue)
     held: int = 0  # descriptors that its users have sent and that are not closed
-    waiting: int = 0  # batches on their way to the thread
-    since_s: float = 0.0  # when the thread began with the first of them, or has closed one
+    waiting: int = 0  # batches that the thread has not finished
+    since_s: float = 0.0  # when the thread began the first of them, or last closed one
     patience: Patience = field(default_factory=lambda: Patience(LOOK_S))
-    stuck: bool = False  # its thread does not come back
+    stuck: bool = False  # its thread does not return from a close
 
 
 class Closer:
-    """Closes descriptors off the loop. `uids`: users whose threads are made at once: later that may be impossible."""
+    """Closes descriptors off the loop. `uids`: users that get their threads at once: later that may be impossible."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, uids: Iterable[int] = ()) -> None:
         self._loop = loop
@@ -88,7 +89,7 @@ class Closer:
             self._queues[uid] = made
 
     def hold(self, uid: int, count: int) -> None:
-        """So many descriptors of this user are here now, until `close`."""
+        """Adds `count` to this user's descriptors, until `close`."""
         self._of(uid).held += count
 
     def check(self, uid: int, cap: int) -> None:
@@ -101,8 +102,8 @@ class Closer:
             raise LimitError(f"uid {uid} has sent {mine.held} descriptors that are not closed yet; the cap is {cap}")
 
     def close(self, uid: int, fds: Sequence[int], done: Callable[[], None] | None = None) -> None:
-        """Closes what is held, off the loop, in this order and behind all that came before. `done`: called then, on the
-        loop.
+        """Closes held descriptors off the loop, in this order and after all earlier ones. `done` is called afterwards,
+        on the loop.
         """
         if not fds:
             return
@@ -123,8 +124,8 @@ class Closer:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def close_socket(self, uid: int, sock: socket.socket, done: Callable[[], None] | None = None) -> None:
-        """Closes a socket with all that its queue may hold, at once if no descriptors are in it. The loop must not
-        watch it any more. `done`: as for `close`, or called at once.
+        """Closes a socket with its queue, at once if no descriptors are in it. The loop must not watch it any more.
+        `done`: as for `close`, or called at once.
         """
         if not carries_nothing(sock):
             self.hold(uid, 1)
@@ -138,7 +139,7 @@ class Closer:
         return self._queues.get(uid) or self._queues[STRANGERS]
 
     def _look(self) -> None:
-        """Find the threads that close nothing."""
+        """Finds the threads that close nothing."""
         self._timer, now = None, time.monotonic()
         for uid, q in self._queues.items():
             was_stuck, q.stuck = q.stuck, q.patience.is_over(now - q.since_s if q.waiting else 0.0, now, STUCK_S)
@@ -157,13 +158,13 @@ def _check_moves(mine: _Queue, uid: int) -> None:
 
 
 def _close_numbers(batches: queue.SimpleQueue[_Batch], deliveries: Deliveries) -> None:
-    """The main function of a closing thread."""
+    """Runs in a closing thread."""
     while True:
         fds, closed = batches.get()
         for fd in fds:
             try:
                 os.close(fd)
-            except OSError as error:  # it is gone all the same; a number that was none is a bug of ours
+            except OSError as error:  # the descriptor is gone in any case; EBADF is a bug in the daemon
                 if error.errno == errno.EBADF:
                     log.error("a descriptor was closed twice")
         deliveries.put(closed, None)

@@ -1,11 +1,12 @@
-"""Where a connection stands, and when its socket is read.
+"""The states of a connection, and the rule for when its socket is read.
 
     OPEN --bytes--> SERVING --all frames that are whole are served--> OPEN
                        |--and a large one has begun, without room---> NO_ROOM --room--> OPEN
                        |--the turn is over--------------------------> QUEUED ---turn--> SERVING
                        +--and the peer reads no replies-------------> HELD_UP --they are read--> QUEUED
 
-Bytes that come while others are served first lead from OPEN to QUEUED. Every state leads to ENDING, which none leaves.
+Bytes that come during another session's turn first lead from OPEN to QUEUED. Every state leads to ENDING, which is
+final.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ import enum
 
 
 class Input(enum.Enum):
-    """What becomes of what the peer sends."""
+    """The state of the data that the peer sends."""
 
     OPEN = "open"  # every whole frame is served
     SERVING = "serving"  # the session has its turn
     QUEUED = "queued"  # frames, or a request that has begun, wait for the session's turn
     HELD_UP = "held up"  # frames wait until the peer reads its replies; nothing has begun
     NO_ROOM = "no room"  # the rest of a large frame waits for memory that the user's other frames take
-    ENDING = "ending"  # the session ends: nothing is served any more
+    ENDING = "ending"  # the session ends: no further requests are served
 
 
 class Output(enum.Enum):
-    """How the peer reads what it is sent."""
+    """Whether the peer keeps up with the data that it is sent."""
 
     FLOWING = "flowing"
-    CONGESTED = "congested"  # too slowly to have more requests served
+    CONGESTED = "congested"  # too slow for further requests
 
 
 class Intake(enum.Enum):
-    """What a connection does about the rest of what its peer sends."""
+    """The treatment of further data from the peer."""
 
-    READ = "read"  # reads it; a frame that has begun, and the hello, must come in time
-    REST = "rest"  # leaves it in the socket; no frame is late meanwhile
-    PRESS = "press"  # leaves it there, too; but a large frame, for whose room others may wait, must come in time
-    STAY = "stay"  # goes on as before
-    STOP = "stop"  # leaves it there for good
+    READ = "read"  # read it; a frame that has begun, and the hello, must come in time
+    REST = "rest"  # leave it in the socket; no frame is late meanwhile
+    PRESS = "press"  # as REST, but a large frame, which may keep others waiting for room, must come in time
+    STAY = "stay"  # continue as before
+    STOP = "stop"  # leave it there for good
 
 
 INTAKES: dict[Input, dict[Output, Intake]] = {
@@ -49,4 +50,4 @@ INTAKES: dict[Input, dict[Output, Intake]] = {
     Input.NO_ROOM: {Output.FLOWING: Intake.REST, Output.CONGESTED: Intake.PRESS},
     Input.ENDING: {Output.FLOWING: Intake.STOP, Output.CONGESTED: Intake.STOP},
 }
-"""The socket is read in one case only: everything that has come is served, and the peer reads its replies."""
+"""The socket is read in one case only: all received frames are served, and the peer reads its replies."""

@@ -1,4 +1,4 @@
-"""The deadline of a frame that has begun to come, and of the hello."""
+"""The deadline for the rest of a frame that has begun, and for the hello."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from dataclasses import dataclass
 from kvoffloadd.scheduling.patience import Patience
 
 LOOKS = 4
-"""How often within the deadline the rest is looked for: while the process was stopped, nothing was read."""
+"""The number of checks within the deadline. Several are necessary: a process that was stopped has read nothing."""
 
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """One frame. Its times are of a clock that stands while the deadline is paused."""
+    """One frame. Its times are of a clock that stops while the deadline is paused."""
 
     limit_s: float
     patience: Patience
     since_s: float
-    next_s: float  # the next look
-    behind_s: float = 0.0  # how far this clock is behind the real one
-    paused_s: float | None = None  # since when it stands
+    next_s: float  # time of the next check
+    behind_s: float = 0.0  # how far this clock lags behind the real one
+    paused_s: float | None = None  # start of the pause
 
 
 class FrameDeadline:
-    """`late(limit_s)` is called once if a deadline that has begun does not end within `limit_s`, pauses left out. Event
+    """Calls `late(limit_s)` once if a deadline that has begun does not end within `limit_s`, not counting pauses. Event
     loop only.
     """
 
@@ -39,11 +39,13 @@ class FrameDeadline:
         self._loop = loop
         self._late = late
         self._clock = clock
-        self.watch: _Watch | None = None  # one that has begun; to be read only
+        self.watch: _Watch | None = None  # the current deadline; read-only for callers
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, limit_s: float) -> None:
-        """Begin. One that has begun goes on: it is the frame's, however often its rest is waited for."""
+        """Begins a deadline. A running one continues: it belongs to the frame, however often the rest of the frame is
+        awaited.
+        """
         if self.watch is None:
             now = self._clock()
             patience = Patience(limit_s / LOOKS, now)
@@ -53,13 +55,13 @@ class FrameDeadline:
             self.go_on()
 
     def pause(self) -> None:
-        """That the frame does not come is not the peer's doing from now on."""
+        """Pauses the deadline, while the peer does not cause the delay."""
         if self.watch is not None and self.watch.paused_s is None:
             self.watch.paused_s = self._clock()
             self._cancel_timer()
 
     def go_on(self) -> None:
-        """End a pause, if there is one."""
+        """Ends a pause, if there is one."""
         watch = self.watch
         if watch is not None and watch.paused_s is not None:
             watch.behind_s += self._clock() - watch.paused_s
@@ -67,7 +69,7 @@ class FrameDeadline:
             self._set_timer(watch, self._clock() - watch.behind_s)
 
     def end(self) -> None:
-        """The frame has come, or is not waited for any more."""
+        """Ends the deadline: the frame has come, or is no longer awaited."""
         self.watch = None
         self._cancel_timer()
 

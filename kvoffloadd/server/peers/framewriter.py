@@ -1,4 +1,4 @@
-"""Frames to one peer: what its socket takes is written at once, the rest waits in the outbox."""
+"""Writes frames to one peer: at once as far as its socket takes them; the rest waits in the outbox."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvoffloadd.linux.sockets import pack_fds
 from kvoffloadd.server.peers.outbox import Outbox
 
 FLUSH_S = 1.0
-"""How long a peer whose session ends may take to read what is queued for it."""
+"""The time that a peer has to read its queued frames when its session ends."""
 
 
 class FrameWriter:
-    """Writes to a socket that the caller closes, after `close`. `wrote()` is called when what waits has changed, and
-    `failed(error)` when the peer is gone; what waited is dropped then.
+    """Writes to a socket that the caller closes, after `close`. Calls `wrote()` when the queue has changed, and
+    `failed(error)` when the peer is gone; the queue is dropped then.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class FrameWriter:
         self._watching = False
 
     def send(self, frame: bytes, fds: tuple[int, ...] = ()) -> None:
-        """Write a frame, and queue what the socket does not take of it. `fds` stay the caller's."""
+        """Writes a frame, and queues the part that the socket does not take. `fds` stay the caller's."""
         try:
             written = 0 if self._outbox.frames else self._write(frame, fds)
         except OSError as error:
@@ -45,7 +45,7 @@ class FrameWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what the socket takes now of what waits."""
+        """Writes as much of the queue as the socket takes now."""
         while self._outbox.frames and self._sock.fileno() >= 0:
             try:
                 written = self._write(*self._outbox.frames[0])
@@ -59,7 +59,7 @@ class FrameWriter:
         self._wrote()
 
     async def drain(self) -> None:
-        """Give the peer a moment to read what is queued (an error, the last completions)."""
+        """Gives the peer a moment to read queued frames (an error, the last completions)."""
         until = self._loop.time() + FLUSH_S
         while self._outbox.frames and self._loop.time() < until:
             before = self._outbox.queued_bytes
@@ -68,13 +68,13 @@ class FrameWriter:
                 await asyncio.sleep(0.01)
 
     def close(self) -> None:
-        """Drop what waits, and write no more."""
+        """Drops the queue, and writes no more."""
         self._watch(False)
         while self._outbox.frames:
             self._outbox.sent(len(self._outbox.frames[0][0]))
 
     def _write(self, frame: bytes | memoryview, fds: tuple[int, ...]) -> int:
-        """How many bytes the socket takes now; `fds` go with the first."""
+        """Writes, and returns the number of bytes that the socket took; `fds` go with the first."""
         try:
             return self._sock.sendmsg([frame], pack_fds(fds)) if fds else self._sock.send(frame)
         except (BlockingIOError, InterruptedError):

@@ -27,7 +27,7 @@ class Instance:
 
 
 class Instances:
-    """Instances by token, and those that are gone but for their leases."""
+    """Instances by token, and ended ones that still have leases."""
 
     def __init__(self) -> None:
         self._by_token: dict[bytes, Instance] = {}
@@ -38,8 +38,8 @@ class Instances:
         return len(self._by_token)
 
     def join(self, token: bytes, uid: int, namespace: bytes | None) -> Instance:
-        """Pair with `leave`. Raises ForbiddenError if the token is another uid's, or of an engine in another
-        namespace.
+        """Adds a session to its instance. Pair with `leave`. Raises ForbiddenError if the token is another uid's, or of
+        an engine in another namespace.
         """
         instance = self._by_token.get(token)
         if instance is None:
@@ -54,8 +54,8 @@ class Instances:
         return instance
 
     def leave(self, instance: Instance) -> bool:
-        """A session has left. True if it was the last: the instance has ended; end its leases, then `forget` it. A
-        session that names its token meanwhile makes a new instance.
+        """Removes a session. Returns True if it was the last: the instance has ended; end its leases, then `forget` it.
+        A session that names its token meanwhile makes a new instance.
         """
         instance.sessions -= 1
         if instance.sessions:
@@ -65,11 +65,11 @@ class Instances:
         return True
 
     def forget(self, instance: Instance) -> None:
-        """Remove an ended instance, which has no leases any more."""
+        """Removes an ended instance, which has no leases any more."""
         self._gone.remove(instance)
 
     def held(self, uid: int | None = None) -> Holdings:
-        """What leases hold, also those of ended instances; with `uid` only this user's."""
+        """Returns the holdings of all leases, including those of ended instances; with `uid` only this user's."""
         held = [i.leases.held for i in (*self._by_token.values(), *self._gone) if uid in (None, i.uid)]
         return Holdings(
             read=sum(h.read for h in held),

@@ -9,13 +9,13 @@ from kvoffloadd.errors import BusyError
 from kvoffloadd.server.peers.account import Account
 
 HIGH_WATER_BYTES = 1 << 20
-"""Above this no further request of the session is read, until the peer has read its replies."""
+"""Above this size no further request of the session is read, until the peer has read its replies."""
 
 
 @dataclass(slots=True, eq=False)
 class Outbox:
-    """Frames in order. A job's completion is paid for at admission, so that it can always be queued. `account`: of the
-    peer's uid, which has no end of sessions.
+    """Frames in order. Room for a job's completion is reserved at admission, so that it can always be queued. `account`
+    belongs to the peer's uid, which may have any number of sessions.
     """
 
     limit_bytes: int
@@ -25,8 +25,8 @@ class Outbox:
     reserved_bytes: int = 0
 
     def reserve(self, size: int, **others: int) -> None:
-        """Room for a later push of at most `size` bytes, and a charge for `others`: all or nothing. Raises BusyError,
-        and what `Account.charge` raises; pair with `unreserve`.
+        """Reserves room for a later push of at most `size` bytes, and charges `others`: all or nothing. Raises
+        BusyError, and the errors of `Account.charge`; pair with `unreserve`.
         """
         if size and self.queued_bytes + self.reserved_bytes + size > self.limit_bytes:
             raise BusyError(
@@ -37,22 +37,22 @@ class Outbox:
         self.reserved_bytes += size
 
     def unreserve(self, size: int, **others: int) -> None:
-        """The push that was reserved for is queued, or will never be."""
+        """Ends a reservation, when its push is queued, or will never be."""
         self.reserved_bytes -= size
         self.account.refund(outbox_bytes=size, **others)
 
     def room(self, size: int) -> bool:
-        """Whether an unpromised push of `size` bytes fits."""
+        """Returns whether a push of `size` bytes without a reservation fits."""
         return not self.account.crowded and self.queued_bytes + self.reserved_bytes + size <= self.limit_bytes
 
     def put(self, frame: bytes, fds: tuple[int, ...] = (), written: int = 0) -> None:
-        """Queue a frame of which so many bytes are written; `fds` go with its first byte and stay the caller's."""
+        """Queues a frame after its first `written` bytes; `fds` go with its first byte and stay the caller's."""
         self.frames.append((memoryview(frame)[written:], () if written else fds))
         self.queued_bytes += len(frame) - written
         self.account.hold(frame)
 
     def sent(self, size: int) -> None:
-        """The first `size` bytes of the first frame are written."""
+        """Removes the first `size` bytes of the first frame, which are written."""
         frame, _ = self.frames.popleft()
         self.queued_bytes -= size
         if size < len(frame):
@@ -61,11 +61,11 @@ class Outbox:
             self.account.let_go(frame.obj)  # type: ignore[arg-type]  # a view of bytes
 
     def check_crowd(self) -> None:
-        """Raises BusyError if so much is unread that nothing large is to be added."""
+        """Raises BusyError if the amount of unread data allows no large frame."""
         if self.account.crowded:
             raise BusyError("the sessions of this uid have too much unread data: read, then ask again")
 
     @property
     def congested(self) -> bool:
-        """The peer reads too slowly for more requests of its to be taken."""
+        """Whether the peer reads too slowly for more of its requests."""
         return self.queued_bytes > HIGH_WATER_BYTES or (self.queued_bytes > 0 and self.account.crowded)

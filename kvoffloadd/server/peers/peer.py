@@ -29,13 +29,13 @@ class Peer:
 
 
 def identify(sock: socket.socket) -> Peer:
-    """The process that connected, not watched yet. If it has passed the socket on, this is still its uid."""
+    """Returns the process that connected, without a pidfd. If it has passed the socket on, this is still its uid."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Peer(pid, uid, gid, -1)
 
 
 def watch(sock: socket.socket, peer: Peer) -> Peer:
-    """The same peer with its pidfd opened."""
+    """Returns the same peer with an open pidfd."""
     return replace(peer, pidfd=_pidfd(sock, peer.pid))
 
 

@@ -1,9 +1,9 @@
-"""Copies of other users' memory that do not end, and what they hold until they do. Event loop only.
+"""Copies of other users' memory that do not end, and the resources that they hold until then. Event loop only.
 
 A page of a worker's memory can keep the thread that touches it waiting inside the kernel, for as long as the owner of
-the memory likes. Such a copy may go on at any time, so its slots and the memory that it names stay as they are. They
-stay charged to their user, whose threads wait, and the daemon serves on. Only when too much of its own memory is held
-that way does the process end: nothing else would release it.
+the memory likes. Such a copy may continue at any time, so its slots and the memory that it names stay in place. They
+stay charged to their user, who has the waiting threads, and the daemon continues to serve. The process ends only when
+such copies hold too much of its memory: nothing else would release it.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from kvoffloadd.model import I64Array, U32Array
 log = logging.getLogger(__name__)
 
 FULL_SHARE = 1 / 2
-"""Of memory: more than one user may hold (see `cache.memory.held`), so that it takes several to end the process."""
+"""The quarantined share of memory that ends the process. It is more than one user may hold (see `cache.memory.held`),
+so several users are necessary.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class Quarantine:
-    """Ends jobs, and keeps those that do not end. `trusted`: users whose copies end the process instead, by `fatal`:
-    their threads are the daemon's own as well. `held_bytes`: of memory; what several jobs hold counts once.
+    """Ends jobs, and keeps those that do not end. `trusted`: users with copies that end the process instead, by
+    `fatal`: their threads are the daemon's own as well. `held_bytes`: held memory; slots of several jobs count once.
     """
 
     jobs: Jobs
     trusted: Collection[int]
     fatal: Callable[[str], None]
     held_bytes: int = 0
-    _held: dict[Job, tuple[I64Array, I64Array]] = field(default_factory=dict)  # its parts, each once, and their bytes
-    _holders: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))  # of each part: how many of these jobs
+    _held: dict[Job, tuple[I64Array, I64Array]] = field(default_factory=dict)  # its distinct parts, and their bytes
+    _holders: U32Array = field(default_factory=lambda: np.zeros(0, np.uint32))  # how many held jobs have each part
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __iter__(self) -> Iterator[Job]:
-        """The jobs that are held."""
+        """Iterates over the held jobs."""
         return iter(self._held)
 
     async def end(self, uid: int, running: set[Job], stuck_s: float, whose: str) -> bool:
-        """Wait until these jobs, of which nothing more is to begin, have ended. False: a thread has been at one chunk
-        for `stuck_s`; they are held until `until_ended`. `whose`: for messages.
+        """Waits until these jobs have ended; no more work of theirs may begin. Returns False if a thread has been at
+        one chunk for `stuck_s`; the jobs are held until `until_ended`. `whose`: for messages.
         """
         if await self.jobs.end(running, stuck_s):
             return True
@@ -71,10 +73,10 @@ class Quarantine:
 
     def _hold(self, job: Job) -> None:
         if job in self._held:
-            return  # its registration ends as well as its session
+            return  # its registration and its session both end
         entries = self.jobs.cache.entries
         if not len(self._holders):
-            self._holders = np.zeros(len(entries.parts.row), np.uint32)  # for the worst case, and used little by little
+            self._holders = np.zeros(len(entries.parts.row), np.uint32)  # for the worst case; few pages are touched
         parts = np.unique(job.parts)
         sizes = entries.payload_bytes(parts)
         self._held[job] = parts, sizes
@@ -82,7 +84,7 @@ class Quarantine:
         self._holders[parts] += 1
 
     async def until_ended(self, running: set[Job]) -> None:
-        """Wait until these jobs have ended, which may be never: for a task that nobody waits for."""
+        """Waits until these jobs have ended, which may be never: only for a background task."""
         await asyncio.gather(*map(self._until_ended, running))
 
     async def _until_ended(self, job: Job) -> None:

@@ -10,7 +10,7 @@ from kvoffloadd.protocol.messages import Gap, Push
 from kvoffloadd.server.peers.outbox import Outbox
 
 FRAME_BYTES = 256
-"""Bytes of a frame beside the keys that it names."""
+"""The bytes of a frame in addition to the keys that it names."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,10 +20,10 @@ class Subscription:
     outbox: Outbox
     push: Callable[[Push | Encoded], None]  # queues a message for the peer
     events_max: int  # frames that may wait in the outbox
-    missed: bool = False  # events were dropped, and the peer does not know yet
+    missed: bool = False  # events were dropped, and the peer has no notice yet
 
     def send(self, event: Encoded) -> None:
-        """Send an event; when the peer reads too slowly it is dropped, and a `gap` follows later."""
+        """Sends an event. If the peer reads too slowly, the event is dropped, and a `gap` follows later."""
         if self._has_room(len(event.frame)):
             self.send_gap()
             self.push(event)
@@ -31,7 +31,7 @@ class Subscription:
             self.missed = True
 
     def send_gap(self) -> None:
-        """Send a `gap` if events were dropped and the peer reads again."""
+        """Sends a `gap` if events were dropped and the peer reads again."""
         if self.missed and self._has_room(0):
             self.missed = False
             self.push(Gap())

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class UnderWay:
-    """Maps each task to the seq of the request that it answers. `seqs` is to be read only."""
+    """Maps each task to the seq of the request that it answers. `seqs` is read-only for callers."""
 
     seqs: dict[asyncio.Task[None], int] = field(default_factory=dict)
 
     def add(self, task: asyncio.Task[None], seq: int) -> None:
-        """The task answers the request of this seq."""
+        """Records that the task answers the request of this seq."""
         self.seqs[task] = seq
         task.add_done_callback(self.seqs.pop)
 
     async def finish_others(self, deadline_s: float) -> list[int]:
-        """Wait for all but the task that this is called in. Cancels those that are late, and returns their seqs."""
+        """Waits for all tasks but the current one. Cancels those that are late, and returns their seqs."""
         others = {task: seq for task, seq in self.seqs.items() if task is not asyncio.current_task()}
         if not others:
             return []
@@ -28,6 +28,6 @@ class UnderWay:
         return [others[task] for task in late]
 
     def cancel(self) -> None:
-        """Cancel them all."""
+        """Cancels all tasks."""
         for task in list(self.seqs):
             task.cancel()

@@ -1,4 +1,4 @@
-"""Stores and loads of one session: checked whole, then started; exactly one completion each."""
+"""Stores and loads of one session: each is checked completely, then started, and has exactly one completion."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ _MISS, _HIT, _PENDING, _RESERVED, _NO_SPACE = (
     int(state) for state in (KeyState.MISS, KeyState.HIT, KeyState.PENDING, KeyState.RESERVED, KeyState.NO_SPACE)
 )
 STEP_GROUPS = 64
-"""Groups of a job that one step checks: a millisecond or two."""
+"""The groups of a job that one step checks, in a millisecond or two."""
 COMPLETION_BYTES = 512
-"""A `completed` without its `failed` lists, at most."""
+"""The largest size of a `completed` without its `failed` lists."""
 _KEY_BYTES, _PAYLOAD_BYTES, _DESCRIPTOR_BYTES = 40, 96, 24
-"""What a job under way holds here of the daemon's own memory for each key, for each payload, beside its block ids, and
-for each descriptor if it has so few that they are made at once.
+"""The daemon's memory that a job under way takes in addition to its block ids: per key, per payload, and per descriptor
+if there are few enough that all are made at once.
 """
 
 
 @dataclass(slots=True, eq=False)
 class SessionJobs:
-    """All jobs of one session. `push` queues a message for the peer."""
+    """The jobs of one session. `push` queues a message for the peer."""
 
     context: Context
     namespace: Namespace
@@ -70,8 +70,8 @@ class SessionJobs:
     push: Callable[[Push], None]
     limits: LimitsConfig
     running: dict[int, SessionJob] = field(default_factory=dict)
-    closed: bool = False  # no job begins any more
-    jobs_max: int = field(init=False)  # under way at once
+    closed: bool = False  # no further job may begin
+    jobs_max: int = field(init=False)  # the cap on jobs under way
 
     def __post_init__(self) -> None:
         self.jobs_max = self.limits.jobs_of_session
@@ -79,8 +79,8 @@ class SessionJobs:
     # --- requests ---
 
     def store(self, message: Store, registration: Registration) -> Steps[Accepted]:
-        """Reserve slots (or take those of the named lease), and start copying in. If that can't be, what has no lease
-        is freed, and nothing charged.
+        """Reserves slots (or takes those of the named lease), and starts copying in. On failure, frees slots without a
+        lease, and charges nothing.
         """
         groups = yield from self._check(message.groups, registration, distinct=True)
         options = self._options(message, registration)
@@ -115,7 +115,7 @@ class SessionJobs:
         return reply
 
     def load(self, message: Load, registration: Registration) -> Steps[Accepted]:
-        """Copy out the keys that hit; the completion names the others."""
+        """Copies out the keys that hit; the completion names the others."""
         groups = yield from self._check(message.groups, registration)
         options = self._options(message, registration, urgent=message.expedited)
         self._admit(message)
@@ -154,7 +154,9 @@ class SessionJobs:
         return reply
 
     def _find_below(self, groups: list[GroupJob], lookups: list[LookupResult], *, ask: bool) -> list[GroupLookup]:
-        """What may come from below, if anything. `ask`: also from the store that hosts share."""
+        """Returns the groups' lookups in the tiers below, or an empty list if no key may come from there. `ask`:
+        includes the store that hosts share.
+        """
         if self.context.lower is None:
             return []
         named = [(group.keyspace, group.first, group.keys) for group in groups]
@@ -162,14 +164,14 @@ class SessionJobs:
         return below if any(group.below.any() for group in below) else []
 
     def cancel(self, job_id: int) -> None:
-        """Raises UnknownNameError unless the job is under way in this session."""
+        """Cancels a job. Raises UnknownNameError unless the job is under way in this session."""
         request = self.running.get(job_id)
         if request is None or request.job is None:
             raise UnknownNameError(f"this session has no job {job_id} under way")
         request.job.cancel()
 
     def cancel_all(self) -> Steps[set[Job]]:
-        """Cancel all jobs. Returns those that still have to end. No job may be begun from now on."""
+        """Cancels all jobs, and returns those that have not ended. No further job may begin."""
         self.closed = True
         jobs = {request.job for request in self.running.values() if request.job is not None}
         for job in jobs:
@@ -178,7 +180,7 @@ class SessionJobs:
         return jobs
 
     def while_open(self, steps: Steps[T]) -> Steps[T]:
-        """The same steps. Raises StateError or DrainingError between two of them if no job may begin any more."""
+        """Runs the same steps. Raises StateError or DrainingError between two of them if no further job may begin."""
         with contextlib.closing(steps):
             try:
                 while True:
@@ -190,7 +192,9 @@ class SessionJobs:
                 return result
 
     def slow(self, least_s: float) -> list[dict[str, Any]]:
-        """Returns for `status` the jobs that have been under way for at least `least_s`, and what each waits for."""
+        """Returns for `status` the jobs that have been under way for at least `least_s`, with the phase in which each
+        waits.
+        """
         now = self.context.loop.time()
         return [
             {
@@ -204,12 +208,14 @@ class SessionJobs:
             if (job := request.job) is not None and now - job.began_s >= least_s
         ]
 
-    # --- checks, none of which changes anything ---
+    # --- checks without effects ---
 
     def _check(
         self, groups: Sequence[GroupBlocks], registration: Registration, *, distinct: bool = False
     ) -> Steps[list[GroupJob]]:
-        """`distinct`: no key may be named twice. Raises PeerErrors, and, between steps, what `check_open` raises."""
+        """Checks the groups of a job. `distinct`: no key may be named twice. Raises PeerErrors, and, between steps, the
+        errors of `check_open`.
+        """
         if len({item.group for item in groups}) != len(groups):
             raise DuplicateError("a group is named twice in one job")
         named, key_bytes = [], self.namespace.key_bytes
@@ -221,7 +227,7 @@ class SessionJobs:
                     f"of {sorted(number for number, group in registration.groups.items() if group.held)}"
                 )
             named.append((item, registered))
-        # Before anything whose time grows with their number.
+        # This check comes before all work in proportion to the number of keys.
         total, cap = sum(len(i.keys) // key_bytes * r.price for i, r in named), self.limits.keys_per_request
         if total > cap:
             raise LimitError(
@@ -233,12 +239,12 @@ class SessionJobs:
                 yield
                 self.check_open()
             checked.append((item, registered, *self._arrays(item, registered, distinct=distinct)))
-        # Of this moment: what was cleared during the steps goes on in its new keyspace.
+        # Looked up last: a group that was cleared during the steps continues in its new keyspace.
         spaces = self.namespace.keyspaces
         return [GroupJob(spaces[i.group], registered, keys, blocks, i.first) for i, registered, keys, blocks in checked]
 
     def _arrays(self, item: GroupBlocks, registered: RegisteredGroup, *, distinct: bool) -> tuple[U64Array, U32Array]:
-        """Keys and block ids."""
+        """Returns keys and block ids."""
         keys = keys_array(item.keys, self.namespace.key_bytes)
         if distinct and has_duplicates(keys):
             raise DuplicateError(f"group {item.group}: a key is stored twice in one job")
@@ -259,7 +265,7 @@ class SessionJobs:
         return keys, blocks
 
     def check_open(self) -> None:
-        """Raises StateError or DrainingError if no job may begin any more."""
+        """Raises StateError or DrainingError if no further job may begin."""
         if self.closed:
             raise StateError("the session has ended")
         if self.context.draining:
@@ -273,8 +279,8 @@ class SessionJobs:
             raise LimitError(f"{len(self.running)} jobs are under way in this session, which is its cap")
 
     def _charge(self, groups: list[GroupJob]) -> Charge:
-        """Charge the job until its end, and reserve room for its completion: the last checks that can refuse it. Pair
-        with `_refund`. Raises LimitError, or BusyError, with nothing charged.
+        """Charges the job until its end, and reserves room for its completion: the last checks that can refuse it. Pair
+        with `_refund`. Raises LimitError or BusyError, and then charges nothing.
         """
         outbox_bytes = COMPLETION_BYTES + sum(8 + 4 * len(group.keys) for group in groups)
         descriptors = sum(len(group.keys) * group.registered.descriptors for group in groups)
@@ -296,10 +302,10 @@ class SessionJobs:
             raise LeaseError(f"lease {lease_id} does not cover all keys of this load")
 
     def _leased(self, groups: list[GroupJob], lease: WriteLease) -> list[Reservation]:
-        """What the lease has reserved of these groups. A key of which it has not all that is missing is not stored: it
-        was never reserved, or is gone. A lease keeps slots, not keys: one whose slots are all filled can be evicted
-        before another rank names it, for a part that was stored before; and keys can be cleared or found corrupt. It is
-        pending where another request has reserved it, or another job fills it.
+        """Returns the parts of these groups that the lease has reserved. A key is stored only if the lease has all of
+        its missing parts; otherwise it was never reserved, or is gone. A lease keeps slots, not keys: a key with all
+        slots filled can be evicted before another rank names it, for a part that was stored before; and keys can be
+        cleared or found corrupt. A key is pending if another request has reserved it, or another job fills it.
         """
         entries = self.context.cache.entries
         lookups = self.context.cache.find_all([(group.keyspace, group.keys) for group in groups])
@@ -331,7 +337,7 @@ class SessionJobs:
     # --- the life of a job ---
 
     def _begin(self, request: SessionJob, start: Callable[[], Job]) -> None:
-        """Add the job, and start it; its end comes later. If it can't be started, nothing of it is left."""
+        """Adds the job, and starts it; its end comes later. A job that can't be started leaves no trace."""
         self.running[request.id] = request
         for progress in (self.namespace.jobs, self.context.jobs.progress):
             request.counted.append((progress, progress.begin()))
@@ -343,7 +349,7 @@ class SessionJobs:
         request.registration.running.add(request.job)
 
     def _remove(self, request: SessionJob) -> None:
-        """The job has ended, or was never started: nothing counts for it any more."""
+        """Removes a job that has ended, or was never started, from all counts."""
         del self.running[request.id]
         self._refund(request.charge)
         for progress, number in request.counted:
@@ -352,7 +358,7 @@ class SessionJobs:
     def _complete(self, request: SessionJob, result: Completion) -> None:
         if request.job is not None:
             request.registration.running.discard(request.job)
-            request.job = None  # it names the request: the collector alone would find that both are of no use
+            request.job = None  # breaks a reference cycle, which would wait for the garbage collector
         self._remove(request)
         completed = Completed(
             job=request.id,
@@ -366,6 +372,6 @@ class SessionJobs:
 
 
 def _lacking(reserved: Sequence[Reservation]) -> str:
-    """How many of a store's keys got no space; empty: none."""
+    """Returns a remark on how many of a store's keys got no space; empty: none."""
     lacking = sum(int(np.count_nonzero(one.states == _NO_SPACE)) for one in reserved)
     return f"no space for {lacking} of {sum(len(one.states) for one in reserved)} keys" if lacking else ""

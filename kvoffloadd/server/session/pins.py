@@ -1,5 +1,5 @@
-"""`lookup`, `pin` and `prefetch`: the reply about keys, a lease, and a `ready` once the tiers below memory have brought
-what they could.
+"""`lookup`, `pin` and `prefetch`: the reply about keys, a lease, and a `ready` when the tiers below memory have
+finished.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvoffloadd.server.peers.instance import Instance
 from kvoffloadd.server.peers.outbox import Outbox
 
 READY_BYTES, READY_BYTES_PER_GROUP, READY_BYTES_PER_KEY = 128, 8, 6
-"""A `ready` at most: a state and a boundary per key, and the rest."""
+"""The parts of the largest `ready`: a state and a boundary per key, and the other fields."""
 
 
 _MISS, _PENDING = int(KeyState.MISS), int(KeyState.PENDING)
@@ -40,23 +40,23 @@ class Lookups(NamedTuple):
 
     @property
     def states(self) -> list[bytes]:
-        """Packed states of each group, as the reply has them."""
+        """Packed states of each group, in the form of the reply."""
         return [group.lookup.states.tobytes() for group in self.groups]
 
     @property
     def boundaries(self) -> bytes:
-        """Packed lengths of prefixes that can be restored, as the reply has them."""
+        """Packed lengths of prefixes that can be restored, in the form of the reply."""
         hits = [GroupHits(group.keyspace.schema, group.first, group.lookup.hits) for group in self.groups]
         return packed_boundaries(hits)
 
     @property
     def reach(self) -> int:
-        """How many tokens can be restored of a prompt that has all groups."""
+        """The number of tokens that can be restored of a prompt that has all groups."""
         return int.from_bytes(self.boundaries[:4], "little")
 
     @property
     def rows(self) -> U32Array:
-        """Rows of all keys that hit."""
+        """The rows of all keys that hit."""
         if len(self.groups) == 1:
             return self.groups[0].lookup.hit_rows
         return np.concatenate([np.zeros(0, np.uint32), *(group.lookup.hit_rows for group in self.groups)])
@@ -67,11 +67,11 @@ class Lookups(NamedTuple):
 
     @property
     def num_below(self) -> int:
-        """Keys that may yet come from a tier below."""
+        """The number of keys that may still come from a tier below."""
         return sum(int(np.count_nonzero(group.below)) for group in self.groups)
 
     def leave_out_elsewhere(self) -> None:
-        """What does not hit and is not on this host's disks is a miss, although it may be on its way."""
+        """Turns pending keys that are not on this host's disks into misses, although they may be on their way."""
         for group in self.groups:
             group.lookup.states[(group.lookup.states == _PENDING) & ~group.on_disk] = _MISS
 
@@ -79,8 +79,8 @@ class Lookups(NamedTuple):
 def find_all(
     cache: Cache, lower: LowerTiers | None, groups: list[tuple[Keyspace, int, U64Array]], *, ask: bool = False
 ) -> Lookups:
-    """Look keys up in all tiers of this host; with `ask`, also choose those that the remote store is to be asked for.
-    Changes nothing. The number is the position of a group's first key.
+    """Looks keys up in all tiers of this host; with `ask`, also selects the keys to request from the remote store.
+    Changes nothing. The number in each group is the position of its first key.
     """
     lookups = cache.find_all([(keyspace, keys) for keyspace, _, keys in groups])
     if lower is not None:
@@ -96,7 +96,7 @@ class PendingPin:
     """A pin or prefetch that waits for the tiers below memory, to send its `ready`."""
 
     seq: int
-    answered: Lookups  # what the reply said
+    answered: Lookups  # the lookups in the reply
     lease: ReadLease | None
     charged: int  # keys charged in advance, which may join the lease
     outbox_bytes: int  # reserved for the `ready`
@@ -106,7 +106,7 @@ class PendingPin:
 
 @dataclass(slots=True, eq=False)
 class PendingPins:
-    """All pins and prefetches of one session that wait for the tiers below. `push` queues a message for the peer."""
+    """The pins and prefetches of one session that wait for the tiers below. `push` queues a message for the peer."""
 
     context: Context
     instance: Instance
@@ -115,10 +115,12 @@ class PendingPins:
     waiting: set[PendingPin] = field(default_factory=set)
 
     def pin(self, seq: int, answered: Lookups, *, tell_tiers: bool) -> m.Found:
-        """Lease what hits, as far as its user may hold it, and bring the rest from below into the lease."""
+        """Leases the keys that hit, as far as their user may hold them, and brings the others from below into the
+        lease.
+        """
         self._leave_out(answered.groups, [group.lookup.hits for group in answered.groups])
         rows, below = answered.rows, answered.num_below
-        # All keys that hit when the tiers below are through join the lease, also those that others store meanwhile.
+        # All keys that hit when the tiers below have finished join the lease, even those that others store meanwhile.
         later = answered.num_keys - len(rows) if below else 0
         ready_bytes = _ready_bytes(answered) if below else 0
         lease = None
@@ -130,21 +132,21 @@ class PendingPins:
         cache, reply = self.context.cache, _found(seq, answered, lease, below, tiers)
         used = [(group.keyspace, group.lookup, group.first) for group in answered.groups]
         if below:
-            cache.uses.add(used)  # what is behind a gap is known when the tiers below are through
+            cache.uses.add(used)  # keys behind a gap are known when the tiers below have finished
         else:
             cache.uses.add_prompt(used, answered.reach)
         for group in answered.groups:
             cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.asked)
         if cache.lookups.waiting:
-            self.context.loop.call_soon(cache.lookups.classify_misses)  # behind the reply
+            self.context.loop.call_soon(cache.lookups.classify_misses)  # after the reply
         if below and lease is not None:
             lease.growing = True
             self._fetch(PendingPin(seq, answered, lease, later, ready_bytes), Urgency.PIN)
         return reply
 
     def prefetch(self, seq: int, answered: Lookups) -> m.Found:
-        """Bring keys from below into memory. What hits, and what has come, is held until all has come, and charged as a
-        lease until then.
+        """Brings keys from below into memory. Keys that hit, and keys that have come, are held until all have come, and
+        charged as a lease until then.
         """
         below = answered.num_below
         if below:
@@ -158,14 +160,14 @@ class PendingPins:
         return _found(seq, answered, None, below)
 
     def close(self) -> None:
-        """Drop all that wait: the session ends, and no `ready` will be sent."""
+        """Drops all waiting pins: the session ends, and no `ready` will be sent."""
         for waiting in list(self.waiting):
             self._end(waiting)
 
     def _fetch(self, waiting: PendingPin, urgent: int) -> None:
         lower = self.context.lower
         if lower is None:
-            raise LookupError("there is no tier below memory")  # and so no key is there
+            raise LookupError("there is no tier below memory")  # unreachable: without a tier, no key is below
         self.waiting.add(waiting)
         ready = partial(self._ready, waiting)
         waiting.fetch = lower.fetch(waiting.answered.groups, urgent, ready, self.instance.flow)
@@ -173,7 +175,9 @@ class PendingPins:
         waiting.timer = self.context.loop.call_later(deadline_s, self._ready, waiting)
 
     def _ready(self, waiting: PendingPin) -> None:
-        """The tiers below are through, or the deadline is over. What came is held by the fetch until this returns."""
+        """Sends the `ready` when the tiers below have finished, or at the deadline. The fetch holds the keys that came
+        until this returns.
+        """
         cache = self.context.cache
         before = waiting.answered.groups
         groups = [
@@ -202,7 +206,7 @@ class PendingPins:
 
     def _leave_out(self, groups: list[GroupLookup], joining: list[BoolArray]) -> None:
         """Turns keys that would join a lease (`joining`, of each group), but that its user may not hold, into misses:
-        from the prompt's end on, in all groups alike, so that what is left can be restored.
+        from the prompt's end on, in all groups alike, so that the remaining keys can be restored.
         """
         cache, uid = self.context.cache, self.instance.uid
         if not groups or not cache.entries.held.bounds(uid):
@@ -230,13 +234,13 @@ class PendingPins:
             waiting.timer.cancel()
         if waiting.fetch is not None:
             waiting.fetch.cancel()
-            waiting.fetch = None  # which refers to this: see `Collector`
+            waiting.fetch = None  # breaks a reference cycle: see `Collector`
         self.outbox.unreserve(waiting.outbox_bytes, leases=waiting.charged)
 
 
 def _used(before: list[GroupLookup], now: list[GroupLookup], hits: list[BoolArray]) -> list[Used]:
-    """Returns these hits of a request for which the tiers below have brought what they could. What they could not bring
-    this time is pending, and not gone.
+    """Returns the uses of these hits, after the tiers below have brought the keys that they could. A key that they
+    could not bring this time counts as pending, not as gone.
     """
     used = []
     for first, group, some in zip(before, now, hits, strict=True):
@@ -246,7 +250,7 @@ def _used(before: list[GroupLookup], now: list[GroupLookup], hits: list[BoolArra
 
 
 def _ready_bytes(answered: Lookups) -> int:
-    """A `ready` of this takes as many bytes at most."""
+    """Returns the largest size of the `ready` for these lookups."""
     return READY_BYTES + READY_BYTES_PER_GROUP * len(answered.groups) + READY_BYTES_PER_KEY * answered.num_keys
 
 

@@ -1,4 +1,4 @@
-"""Checking a registration: a worker's tensors in attached memory, and its part of each group."""
+"""Checks a registration: a worker's tensors in attached memory, and its part of each group."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from kvoffloadd.model import GroupKind, GroupSchema, Ref, U16Array
 from kvoffloadd.protocol.messages import GroupSpec, ReadySpec, RefSpec, Register, TensorSpec
 
 PLAN_BASE = 32
-"""A registration or a group without descriptors costs about as much as so many."""
+"""The cost of a registration or a group without descriptors, in descriptors."""
 NAMED_COST = 4
-"""An allocation that a registration names takes about as much as so many descriptors."""
+"""The cost of an allocation that a registration names, in descriptors."""
 
 GROUPS_PER_NAMESPACE_MAX = 256
 GROUP_SPECS = 4
-"""A group takes as long as so many tensors or refs."""
+"""The time that a group takes, in tensors or refs."""
 LARGE_SPECS, LARGE_DESCRIPTORS = 512, 1 << 15
-"""A registration of no more tensors and refs, and of no more descriptors, is drafted by the event loop itself: that
-takes some milliseconds at most.
+"""The event loop drafts registrations up to these numbers of tensors and refs, and of descriptors: that takes some
+milliseconds at most.
 """
 SIGNAL_BYTES = 8
 
 
 @dataclass(slots=True, eq=False)
 class Attachment:
-    """An attached allocation, and what keeps it mapped."""
+    """An attached allocation, and the uses that keep it mapped."""
 
     allocation: Allocation
     device: Device
@@ -55,7 +55,7 @@ class Attachment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldPart:
-    """Which bytes of this rank's tensors are a part of a group's keys, and what they are."""
+    """The bytes of this rank's tensors that are a part of a group's keys, and their composition."""
 
     part: int
     plan: GroupPlan
@@ -64,7 +64,7 @@ class HeldPart:
 
 @dataclass(frozen=True, eq=False)
 class RegisteredGroup:
-    """This rank's view of a group. Derived values are cached: each job uses them."""
+    """This rank's view of a group. Derived values are cached, since each job uses them."""
 
     schema: GroupSchema
     held: tuple[HeldPart, ...]  # ascending by part; empty if the rank has no part of the group
@@ -75,27 +75,27 @@ class RegisteredGroup:
 
     @cached_property
     def parts(self) -> U16Array:
-        """u16 (held,): the parts that this rank holds."""
+        """The parts that this rank holds: u16 (held,)."""
         return np.array([held.part for held in self.held], np.uint16)
 
     @cached_property
     def plans(self) -> tuple[GroupPlan, ...]:
-        """Returns the plans of the same parts."""
+        """The plans of the same parts."""
         return tuple(held.plan for held in self.held)
 
     @cached_property
     def num_blocks(self) -> int:
-        """Block ids at or above are refused."""
+        """The number of blocks; block ids at or above it are refused."""
         return min(held.plan.num_blocks for held in self.held)
 
     @cached_property
     def descriptors(self) -> int:
-        """Descriptors of each key, all held parts together."""
+        """The number of descriptors of each key, in all held parts together."""
         return sum(len(held.plan.size) for held in self.held)
 
     @cached_property
     def price(self) -> int:
-        """How many keys a key counts as: what it costs, it costs for each part."""
+        """The number of keys that one key counts as: its costs arise for each part."""
         return self.schema.price(len(self.held))
 
 
@@ -107,13 +107,15 @@ class Registration:
     device: Device | None  # of its tensors; None: it has no tensors
     groups: dict[int, RegisteredGroup]
     families: dict[int, Family]  # by group: the groups that may share bytes with it
-    allocations: frozenset[int]  # that it names
+    allocations: frozenset[int]  # the allocations that it names
     signals: list[Allocation]  # memory in which the worker signals that blocks are ready
     running: set[Job] = field(default_factory=set)  # jobs that use its memory
     descriptors: int = 0  # charged for its plans
 
     def ready(self, spec: ReadySpec) -> ReadySignal:
-        """Where a job's signal is read. Raises UnknownNameError, or ExtentError for a place that is no u64 of it."""
+        """Returns the place of a job's signal. Raises UnknownNameError, or ExtentError if the place is not an aligned
+        u64 within the signal's memory.
+        """
         if spec.signal >= len(self.signals):
             raise UnknownNameError(f"registration {self.id} has no signal {spec.signal} (signals: {len(self.signals)})")
         signal = self.signals[spec.signal]
@@ -123,19 +125,19 @@ class Registration:
 
 
 def plan_descriptors(groups: Sequence[GroupSpec]) -> int:
-    """What the plans of these groups will cost, in descriptors; even an empty one costs something."""
+    """Returns the cost of these groups' plans, in descriptors; even an empty plan costs something."""
     return PLAN_BASE + sum(PLAN_BASE + spec.blocks_per_key * sum(ref.count for ref in spec.refs) for spec in groups)
 
 
 def cost(message: Register) -> int:
-    """What a registration costs, in descriptors: its plans, and the allocations that it goes on naming, which may be
-    thousands without a group.
+    """Returns a registration's cost, in descriptors: its plans, and the allocations that it continues to name, which
+    may be thousands without a group.
     """
     return plan_descriptors(message.groups) + NAMED_COST * (len(message.tensors) + len(message.signals))
 
 
 def schema_of(spec: GroupSpec) -> GroupSchema:
-    """Raises SchemaError for a window that does not fit the kind, or a part that does not exist."""
+    """Returns the schema. Raises SchemaError for a window that does not fit the kind, or a part that does not exist."""
     kind = GroupKind(spec.kind)
     if kind in (GroupKind.FULL, GroupKind.MAMBA) and spec.window_keys:
         raise SchemaError(f"group {spec.group}: a {kind} group has no window, not one of {spec.window_keys} keys")
@@ -147,10 +149,10 @@ def schema_of(spec: GroupSpec) -> GroupSchema:
 
 
 def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attachment]) -> list[Tensor]:
-    """The tensors at this process's addresses.
+    """Returns the tensors at this process's addresses.
 
     Raises UnknownNameError for an allocation that this session has not attached, ExtentError for rows that overlap or
-    leave what the kernel says is there.
+    exceed the size that the kernel reports.
     """
     tensors = []
     for number, spec in enumerate(specs):
@@ -174,7 +176,7 @@ def locate(specs: Sequence[TensorSpec], attached: Mapping[int, Attachment]) -> l
 
 
 def find_signals(numbers: Sequence[int], attached: Mapping[int, Attachment]) -> list[Allocation]:
-    """The memory of a registration's signals. Raises UnknownNameError, or MemoryKindError for memory that a GPU has."""
+    """Returns the memory of a registration's signals. Raises UnknownNameError, or MemoryKindError for GPU memory."""
     found = []
     for number in numbers:
         entry = attached.get(number)
@@ -188,26 +190,26 @@ def find_signals(numbers: Sequence[int], attached: Mapping[int, Attachment]) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draft:
-    """A registration checked as far as its own message and the place of its memory allow."""
+    """A registration after the checks that need only its message and the place of its memory."""
 
     groups: list[RegisteredGroup]
     families: dict[int, Family]
 
 
 def is_large(message: Register) -> bool:
-    """Whether drafting takes so long that a thread should do it."""
+    """Returns whether drafting takes long enough that a thread should do it."""
     specs = len(message.tensors) + sum(GROUP_SPECS + len(spec.refs) for spec in message.groups)
     return specs > LARGE_SPECS or plan_descriptors(message.groups) > LARGE_DESCRIPTORS
 
 
 def named(message: Register, attached: Mapping[int, Attachment]) -> dict[int, Attachment]:
-    """The attached allocations that a registration names."""
+    """Returns the attached allocations that a registration names."""
     numbers = {spec.allocation for spec in message.tensors} | set(message.signals)
     return {number: attached[number] for number in numbers if number in attached}
 
 
 def draft(message: Register, attached: Mapping[int, Attachment]) -> Draft:
-    """Check and derive all that does not depend on other registrations. May run in any thread. `attached`: see
+    """Checks and derives everything that does not depend on other registrations. May run in any thread. `attached`: see
     `named`. Raises PeerErrors.
     """
     located = locate(message.tensors, attached)
@@ -222,7 +224,7 @@ def draft(message: Register, attached: Mapping[int, Attachment]) -> Draft:
 
 
 def check(message: Register, attached: Mapping[int, Attachment], cache: Cache, namespace: Namespace) -> None:
-    """Check against other registrations, as far as possible before there is a draft. Raises PeerErrors."""
+    """Checks against other registrations, as far as possible without a draft. Raises PeerErrors."""
     if len({entry.device for entry in _of_tensors(message, attached)}) > 1:
         raise ExtentError("tensors on several devices: register those of each device separately")
     find_signals(message.signals, attached)
@@ -240,7 +242,7 @@ def build(
     cache: Cache,
     namespace: Namespace,
 ) -> Registration:
-    """Check everything, then make the groups known to the namespace. Raises PeerErrors and LimitError, having changed
+    """Checks everything, then adds the groups to the namespace. Raises PeerErrors and LimitError, and then changes
     nothing.
     """
     check(message, attached, cache, namespace)
@@ -280,7 +282,7 @@ def _ref(spec: RefSpec) -> Ref:
 
 
 def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: Tensors) -> RegisteredGroup:
-    """Make one group of its specs, one for each part that the rank holds, and the refs of each."""
+    """Makes one group from its specs, one for each part that the rank holds, and the refs of each."""
     schema = schema_of(specs[0])
     held: dict[int, HeldPart] = {}
     for spec, mine in zip(specs, refs, strict=True):
@@ -295,7 +297,9 @@ def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: T
 
 
 def _check_known(group: RegisteredGroup, cache: Cache, namespace: Namespace) -> None:
-    """Check a group against other registrations of it. Raises SchemaError, or ExtentError for too large payloads."""
+    """Checks a group against other registrations of it. Raises SchemaError, or ExtentError for payloads that are too
+    large.
+    """
     namespace.check_schema(group.schema)
     known = namespace.keyspaces.get(group.group)
     for held in group.held:

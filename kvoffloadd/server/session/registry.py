@@ -1,4 +1,4 @@
-"""Attached memory and registrations of one session, and when memory is unmapped."""
+"""Attached memory and registrations of one session, and the time of unmapping."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ from kvoffloadd.server.session.registration import (
 log = logging.getLogger(__name__)
 
 AT_ONCE = 64
-"""Allocations that are let go at once, and may end in the same turn of the loop."""
+"""The number of allocations that are released together, and may end in the same turn of the loop."""
 
 
 def tables_bytes(size_bytes: int) -> int:
-    """What the kernel needs for a mapping of which each page is touched: a table of 4 KiB for each 2 MiB."""
+    """Returns the size of the kernel's page tables for a fully touched mapping: a table of 4 KiB for each 2 MiB."""
     return -(-size_bytes // HUGE_PAGE_BYTES) * PAGE_BYTES
 
 
@@ -70,7 +70,7 @@ class Registry:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the peer's memory that are mapped here."""
+        """The bytes of the peer's memory that are mapped here."""
         return sum(entry.allocation.charged_bytes for entry in self.attached.values())
 
     @property
@@ -79,16 +79,17 @@ class Registry:
         return sorted({entry.device.kind for entry in self.attached.values()})
 
     def sizes_bytes(self, numbers: list[int]) -> list[int]:
-        """Sizes of allocations that have just been attached. Raises StateError if the session has ended since."""
+        """Returns the sizes of newly attached allocations. Raises StateError if the session has ended since."""
         try:
             return [self.attached[number].allocation.size_bytes for number in numbers]
         except KeyError:
             raise StateError("the session has ended, or has detached this memory, meanwhile") from None
 
     def detach(self, numbers: list[int]) -> asyncio.Task[None]:
-        """Let allocations go that no registration names, now or once none is being drafted. The task unmaps them.
+        """Releases allocations that no registration names, now or after the drafts that name them. The task unmaps
+        them.
 
-        Raises UnknownNameError, having changed nothing.
+        Raises UnknownNameError, and then changes nothing.
         """
         for number in numbers:
             if number not in self.attached:
@@ -108,8 +109,8 @@ class Registry:
     # --- shared memory ---
 
     def attach(self, fds: list[int]) -> asyncio.Task[list[int]]:
-        """Map all of them or none; the task's result: allocation ids. It raises MemoryKindError, LimitError. The caller
-        owns `fds`, which must be open at the call.
+        """Maps all of them or none; the task returns allocation ids, or raises MemoryKindError or LimitError. The
+        caller owns `fds`, which must be open at the call.
 
         Raises MemoryKindError, BusyError, LimitError.
         """
@@ -122,7 +123,7 @@ class Registry:
         return self._to_the_end(work)
 
     async def _map_all(self, fds: list[int], sizes: list[int]) -> list[int]:
-        """All of them are charged."""
+        """Maps allocations that are already charged."""
         host, uid = self.context.host, self.account.uid
         mapped: list[Allocation] = []
         try:
@@ -146,7 +147,7 @@ class Registry:
 
     @staticmethod
     def _charge_of(size_bytes: int) -> dict[str, int]:
-        """What shared memory of this size is charged."""
+        """Returns the charges for shared memory of this size."""
         tables = tables_bytes(size_bytes)
         return {"fds": 1, "mappings": 1, "mapped_bytes": size_bytes, "page_table_bytes": tables}
 
@@ -159,7 +160,7 @@ class Registry:
     # --- memory of GPUs ---
 
     def attach_ipc(self, message: AttachIpc) -> asyncio.Task[list[int]]:
-        """Open all handles or none; the task's result: allocation ids. It raises PeerErrors, LimitError, DeviceError.
+        """Opens all handles or none; the task returns allocation ids, or raises PeerErrors, LimitError or DeviceError.
 
         Raises ForbiddenError, MessageError.
         """
@@ -171,8 +172,9 @@ class Registry:
         return self._to_the_end(self._open_handles(message.device, handles))
 
     def _check_may_name_handles(self) -> None:
-        """A handle proves nothing: the driver opens any process's for the daemon, whoever names it. The descriptors of
-        `attach_vmm` prove that the peer has the memory.
+        """Checks the user's right to name handles. A handle proves nothing: the driver opens any process's handle for
+        the daemon, no matter which process names it. The descriptors of `attach_vmm` prove that the peer has the
+        memory.
         """
         uid, context = self.account.uid, self.context
         if uid not in context.trusted_uids and uid not in context.config.cuda.ipc_uids:
@@ -207,8 +209,8 @@ class Registry:
             return allocation
 
     def attach_vmm(self, message: AttachVmm, fds: list[int]) -> asyncio.Task[list[int]]:
-        """Map chunks; the task's result: the id of their allocation. The caller owns `fds`, which must be open at
-        the call. The task raises PeerErrors, LimitError, DeviceError.
+        """Maps chunks; the task returns the id of their allocation, or raises PeerErrors, LimitError or DeviceError.
+        The caller owns `fds`, which must be open at the call.
 
         Raises MessageError, BusyError.
         """
@@ -229,7 +231,7 @@ class Registry:
             try:
                 await device.add_chunks(entry.allocation, fds, sizes)
             except BaseException:
-                if not message.extends:  # the peer will not learn its number
+                if not message.extends:  # the peer does not learn its number
                     await self._unmap(number)
                 raise
             self._check_open()
@@ -238,7 +240,9 @@ class Registry:
             self.context.closer.close(self.account.uid, fds)
 
     def _duplicates(self, fds: list[int]) -> list[int]:
-        """Duplicate descriptors, held until the closer has closed them. Raises BusyError, with none made."""
+        """Duplicates descriptors, which count as held until the closer has closed them. Raises BusyError, and then
+        makes none.
+        """
         made: list[int] = []
         closer, uid = self.context.closer, self.account.uid
         try:
@@ -266,7 +270,7 @@ class Registry:
 
     @contextlib.contextmanager
     def _charged(self, **amounts: int) -> Iterator[None]:
-        """Charge for the block, and refund if it raises. Raises LimitError."""
+        """Charges for the block, and refunds if it raises. Raises LimitError."""
         self.account.charge(**amounts)
         try:
             yield
@@ -275,7 +279,7 @@ class Registry:
             raise
 
     def _to_the_end(self, work: Coroutine[Any, Any, list[int]]) -> asyncio.Task[list[int]]:
-        """Run this to its end, so that what it maps is recorded, even if the request is cancelled."""
+        """Runs the work to its end, so that its mappings are recorded, even if the request is cancelled."""
         return self.context.spawn(work, errors_are_handled=True)
 
     def _check_open(self) -> None:
@@ -285,8 +289,8 @@ class Registry:
     # --- registrations ---
 
     def register(self, namespace: Namespace, message: Register) -> int:
-        """The id of a new registration, which is not `is_large`. Raises PeerErrors and LimitError, having changed
-        nothing.
+        """Returns the id of a new registration, which is not `is_large`. Raises PeerErrors and LimitError, and then
+        changes nothing.
         """
         descriptors = self._descriptors(message)
         with self._charged(descriptors=descriptors):  # before any plan is made
@@ -295,9 +299,9 @@ class Registry:
             return self._build(namespace, message, draft(message, attached), descriptors)
 
     async def register_large(self, namespace: Namespace, message: Register) -> int:
-        """Does what `register` does, but a thread makes the plans. Everything may have changed meanwhile, and is
-        checked again by `build`; but the memory it names stays mapped, even if other registrations of it end. It is
-        charged until the thread is done, even if the request is cancelled.
+        """Registers like `register`, but a thread makes the plans. Everything may have changed meanwhile, and `build`
+        checks it again; but the memory that the message names stays mapped, even if other registrations of it end. The
+        charge stays until the thread has finished, even if the request is cancelled.
         """
         descriptors = self._descriptors(message)
         attached = named(message, self.attached)
@@ -311,7 +315,7 @@ class Registry:
     async def _draft_and_build(
         self, namespace: Namespace, message: Register, attached: dict[int, Attachment], descriptors: int
     ) -> int:
-        """One of each user at a time: all users share the threads."""
+        """Drafts and builds one registration of each user at a time: all users share the threads."""
         try:
             async with self.account.drafting:
                 self._check_open()
@@ -328,11 +332,11 @@ class Registry:
             for number, entry in attached.items():
                 entry.drafts -= 1
                 if entry.left and not entry.uses and not entry.drafts and self.attached.get(number) is entry:
-                    del self.attached[number]  # at once: no registration is to name it before the task runs
+                    del self.attached[number]  # at once, so that no registration names it before the task runs
                     self.context.spawn(self._release(entry))
 
     def _descriptors(self, message: Register) -> int:
-        """How many descriptors its plans will have. Raises LimitError if it has too many tensors."""
+        """Returns the number of descriptors of the message's plans. Raises LimitError if it has too many tensors."""
         cap = self.limits.tensors_per_registration
         if len(message.tensors) > cap:
             raise LimitError(f"{len(message.tensors)} tensors in one registration; the cap is {cap}")
@@ -348,14 +352,14 @@ class Registry:
         return number
 
     def registration(self, number: int) -> Registration:
-        """Raises UnknownNameError if this session has no such registration."""
+        """Returns the registration. Raises UnknownNameError if this session has none of this number."""
         registration = self.registrations.get(number)
         if registration is None:
             raise UnknownNameError(f"this session has no registration {number}")
         return registration
 
     def unregister(self, number: int) -> asyncio.Task[None]:
-        """Ends a registration, which no job can name from now on. The task waits for the jobs that name it, then
+        """Ends a registration, so that no further job can name it. The task waits for the jobs that name it, then
         unmaps memory that no other registration names. A second call meanwhile returns the same task. Raises
         UnknownNameError.
         """
@@ -382,7 +386,7 @@ class Registry:
                     await self._unmap(number)
 
     async def close(self) -> None:
-        """Unmap everything; the session's copies have ended."""
+        """Unmaps everything; the session's copies have ended."""
         self._closed = True
         for error in await asyncio.gather(*self._ending.values(), return_exceptions=True):
             if error is not None:
@@ -401,13 +405,13 @@ class Registry:
     async def _release(self, entry: Attachment) -> None:
         try:
             await entry.device.unmap(entry.allocation)
-        finally:  # this task may be cancelled while it waits; the unmapping goes on
+        finally:  # this task may be cancelled while it waits; the unmapping continues
             self._refund(entry.allocation, entry.device)
 
 
 async def _in_shares(calls: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> list[BaseException]:
-    """All of them, some at a time: thousands that end at once would make one long turn of the loop. Returns what they
-    have raised: those behind go on all the same.
+    """Makes all calls, some at a time: thousands that end at once would make one long turn of the loop. Returns their
+    exceptions; calls after a failed one still run.
     """
     failed: list[BaseException] = []
     for begin in range(0, len(calls), AT_ONCE):

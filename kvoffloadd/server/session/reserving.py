@@ -1,4 +1,4 @@
-"""`reserve`: what it asks for, checked, and the lease on what it gets."""
+"""The checks of a `reserve` request, and the lease on the reserved parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from kvoffloadd.server.peers.instance import Instance
 
 
 def wanted_of(message: m.Reserve, groups: Sequence[tuple[Keyspace, int, U64Array]]) -> list[Wanted]:
-    """`groups`: the keys of the message, each from a position on. Raises SchemaError for parts that there are not."""
+    """Returns the parts that a request wants. `groups`: the keys of the message, each group from a position on. Raises
+    SchemaError for parts that do not exist.
+    """
     found = []
     for keyspace, first, keys in groups:
         wanted = sorted(set(range(keyspace.schema.parts) if message.parts is None else message.parts))
@@ -41,7 +43,9 @@ def check_distinct(request: Sequence[Wanted]) -> None:
 
 @dataclass(slots=True, eq=False)
 class LeaseInMaking:
-    """A context that is charged for all that is wanted, and at its end for what was granted."""
+    """A context manager that charges for all wanted parts on entry, and keeps only the charge for granted parts on
+    exit.
+    """
 
     instance: Instance
     account: Account
@@ -49,7 +53,7 @@ class LeaseInMaking:
     _kept: int = 0
 
     def __enter__(self) -> Self:
-        """Raises LimitError."""
+        """Charges for all wanted parts. Raises LimitError."""
         self.account.charge(leases=self._most)
         return self
 
@@ -61,7 +65,7 @@ class LeaseInMaking:
         return LEASE_KEYS + sum(len(wanted.keys) * len(wanted.parts) for wanted in self.request)
 
     def grant(self, seq: int, reserved: Sequence[Reservation]) -> m.Reserved:
-        """The reply, with a lease on what was reserved, if anything was."""
+        """Returns the reply, with a lease on the reserved parts, if there are any."""
         parts = np.concatenate([np.zeros(0, np.int64), *(r.parts for r in reserved)])
         lease = 0
         if len(parts):

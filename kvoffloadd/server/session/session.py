@@ -1,7 +1,7 @@
 """One peer's session: each request is checked, carried out, and answered once. No socket here.
 
-A handler returns the reply; or steps that end with it, where the request may be long; or a coroutine, where something
-else has to end first. Whatever it raises becomes the error reply.
+A handler returns the reply; or steps that end with it, for a request that may be long; or a coroutine, if the reply has
+to wait. An exception of the handler becomes the error reply.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _MAY_SEND = {role: frozenset(m.REQUESTS[tag] for tag in tags) for role, tags in 
 
 
 def fingerprint(spec: m.NamespaceSpec, uid: int) -> bytes:
-    """16 bytes that name a namespace: all its fields and the owner's uid."""
+    """Returns 16 bytes that identify a namespace: a hash of all its fields and the owner's uid."""
     fields = [uid, spec.model, spec.revision, spec.dtype, spec.layout, spec.parallel, spec.salt, spec.key_bytes]
     return hashlib.blake2b(msgpack.packb(fields), digest_size=16).digest()
 
@@ -75,7 +75,7 @@ def _limits_of(limits: LimitsConfig, config: Config) -> m.Limits:
 
 
 def _check_price(limits: LimitsConfig, keys: int) -> None:
-    """Raises LimitError if a request counts as more keys than it may have."""
+    """Raises LimitError if a request counts as more keys than allowed."""
     if keys > (cap := limits.keys_per_request):
         raise LimitError(f"{keys} keys in one request, counted for parts as well; the cap is {cap}: ask in pieces")
 
@@ -95,7 +95,7 @@ class Session:
         self._outbox = outbox
         self._push = push
         self._account = context.accounts.of(peer.uid)
-        self._limits = context.config.limits  # for good: the welcome has announced them
+        self._limits = context.config.limits  # fixed: the welcome has announced them
         self._instance: Instance | None = None
         self._namespace: Namespace | None = None
         self._jobs: SessionJobs | None = None
@@ -108,8 +108,9 @@ class Session:
     # --- dispatch ---
 
     def handle(self, message: m.Message, fds: list[int]) -> Answer:
-        """Carry out one request. Raises KvOffloadError: the request failed and changed nothing. The caller owns `fds`
-        and keeps them open until the answer is there. Where it gets steps, the next request waits for their end.
+        """Carries out one request. A KvOffloadError means that the request failed and changed nothing. The caller owns
+        `fds` and keeps them open until the answer is there. If the answer is steps, the next request waits for their
+        end.
         """
         if isinstance(message, m.Hello):
             return self._hello(message)
@@ -124,14 +125,14 @@ class Session:
 
     @classmethod
     def waits(cls, message: m.Message) -> bool:
-        """Whether `handle` returns a coroutine for this request, which may have begun by then."""
+        """Returns whether `handle` returns a coroutine for this request, which may have begun by then."""
         if isinstance(message, m.Register):
             return is_large(message)
         return isinstance(message, m.Attach | m.AttachVmm) or type(message) in cls._LATER
 
     @property
     def privileged(self) -> bool:
-        """Root, or the daemon's own user."""
+        """Whether the peer is root, or the daemon's own user."""
         return self.peer.uid in self._context.trusted_uids
 
     @property
@@ -187,7 +188,7 @@ class Session:
         return m.Attached(seq=seq, allocations=numbers, sizes_bytes=self._registry.sizes_bytes(numbers))
 
     async def _detach(self, message: m.Detach) -> m.Reply:
-        """Begins like a large registration, and so after one that was asked for before."""
+        """Begins like a large registration, and therefore after one that was requested before."""
         await asyncio.shield(self._registry.detach(message.allocations))
         return m.Done(seq=message.seq)
 
@@ -252,7 +253,7 @@ class Session:
     def _reserve(self, message: m.Reserve) -> Steps[m.Reply]:
         if self._context.draining:
             raise DrainingError("the daemon is shutting down and takes no new reservations")
-        self._clears.last = None  # the next clear is to reach what is stored now
+        self._clears.last = None  # the next clear must reach keys that are stored now
         wanted = wanted_of(message, self._keys_of(message.groups))
         _check_price(self._limits, sum(len(one.keys) * one.keyspace.schema.price(len(one.parts)) for one in wanted))
         check_distinct(wanted)
@@ -267,7 +268,7 @@ class Session:
     # --- jobs ---
 
     def _store(self, message: m.Store) -> Steps[m.Reply]:
-        self._clears.last = None  # the next clear is to reach what is stored now
+        self._clears.last = None  # the next clear must reach keys that are stored now
         return self._own_jobs().store(message, self._registry.registration(message.registration))
 
     def _load(self, message: m.Load) -> Steps[m.Reply]:
@@ -307,7 +308,7 @@ class Session:
         return m.Drained(seq=message.seq, jobs=jobs.left(last), unsealed=0 if settled else unsealed)
 
     def _check_scope(self, others: bool) -> None:
-        """Raises ForbiddenError if this session may not act on other namespaces than its own."""
+        """Raises ForbiddenError if this session may act only on its own namespace and `others` is set."""
         if others and not self.privileged:
             raise ForbiddenError("only root and the daemon's own user may act on all namespaces, or on others")
 
@@ -349,10 +350,11 @@ class Session:
         return m.Done(seq=seq)
 
     async def close(self) -> None:
-        """End what this session holds: its copies first, then its leases if it was its instance's last, then memory.
+        """Ends the session's copies first, then its leases if it was its instance's last session, then unmaps its
+        memory.
 
-        May be called more than once; all calls return when it is done. Memory of which a copy does not end stays
-        mapped: see `Quarantine`.
+        May be called more than once; all calls return when everything is done. Memory stays mapped while a copy of it
+        does not end: see `Quarantine`.
         """
         if self._closing is None:
             self._closing = self._context.spawn(self._close())
@@ -361,9 +363,9 @@ class Session:
     async def _close(self) -> None:
         context, instance = self._context, self._instance
         if instance is None:
-            return  # it never said hello
+            return  # the session had no hello
         copy = context.config.copy
-        # Each of these runs even if one before it fails: those in `ends` from the last to the first, then `memory`.
+        # Each callback runs even if an earlier one fails: those in `ends` from the last to the first, then `memory`.
         async with contextlib.AsyncExitStack() as memory, contextlib.AsyncExitStack() as ends:
             ends.callback(self._leave_namespace)
             ends.push_async_callback(self._leave_instance, instance)
@@ -374,7 +376,7 @@ class Session:
                 context.counters.drains_late += 1
                 context.spawn(self._close_memory_late(running))
                 return
-            memory.push_async_callback(self._registry.close)  # only now: no copy uses it any more
+            memory.push_async_callback(self._registry.close)  # only now does no copy use it
 
     async def _close_memory_late(self, running: set[Job]) -> None:
         await self._context.quarantine.until_ended(running)
@@ -407,11 +409,11 @@ class Session:
         }
 
     def slow_jobs(self, least_s: float) -> list[dict[str, Any]]:
-        """Returns for `status` its jobs that have been under way for longer."""
+        """Returns for `status` the session's jobs that have been under way for at least `least_s`."""
         slow = self._jobs.slow(least_s) if self._jobs else []
         return [{"session": self.id, "pid": self.peer.pid, **job} for job in slow]
 
-    # --- what the session has; StateError if it has not ---
+    # --- the session's resources; StateError if they are missing ---
 
     def _own_namespace(self) -> Namespace:
         if self._namespace is None:

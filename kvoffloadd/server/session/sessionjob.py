@@ -1,4 +1,4 @@
-"""One job of a session: its checked request, and what it is charged."""
+"""One job of a session: its request after the checks, and its charges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvoffloadd.server.session.registration import RegisteredGroup, Registration
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupJob:
-    """One group's share of a job, checked."""
+    """One group's share of a job, after the checks."""
 
     keyspace: Keyspace
     registered: RegisteredGroup
@@ -26,17 +26,17 @@ class GroupJob:
 class Charge(NamedTuple):
     """Bytes that a job is charged until its end."""
 
-    outbox_bytes: int  # for its completion, reserved in the outbox
-    job_bytes: int  # for what it holds in memory, to its uid
+    outbox_bytes: int  # reserved in the outbox for its completion
+    job_bytes: int  # charged to its uid for the memory that it holds
 
 
 @dataclass(slots=True, eq=False)
 class SessionJob:
-    """A peer's store or load."""
+    """One store or load of a peer."""
 
     id: int
     registration: Registration
     charge: Charge
-    remark: str = ""  # for the peer's people, if nothing goes wrong
+    remark: str = ""  # for the `reason` of a job without failures
     job: Job | None = None  # once it is under way
-    counted: list[tuple[Progress, int]] = field(default_factory=list)  # its number in each `Progress` it is counted in
+    counted: list[tuple[Progress, int]] = field(default_factory=list)  # its number in each `Progress` that counts it

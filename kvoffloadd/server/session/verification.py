@@ -1,4 +1,4 @@
-"""The self-audit on request: the conservation laws, and payloads and records against their checksums."""
+"""The self-audit on request: checks the conservation laws, and payloads and records against their checksums."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FINDINGS_MAX = 1000
 
 @dataclass(slots=True)
 class AuditRun:
-    """What was found wrong, and how much was looked at."""
+    """The findings, and the number of items checked."""
 
     findings: list[str] = field(default_factory=list)
     slots: int = 0
@@ -32,14 +32,14 @@ class AuditRun:
 
 
 async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) -> AuditRun:
-    """The daemon serves on meanwhile, but not what is found wrong: keys whose payloads in memory differ are dropped,
-    and once the books are wrong, all loads are verified. Records on disk are checked at each read; with `repair` those
-    that are bad are dropped now.
+    """Runs the self-audit while the daemon continues to serve. Drops keys with payloads in memory that do not match,
+    and verifies all further loads once the books are wrong. Records on disk are checked at each read anyway; with
+    `repair`, bad ones are dropped now.
     """
     audit = AuditRun()
     await _check_books(context, audit)
     if audit.findings and context.jobs.verify_loads is not True:
-        # A place that two keys believe to be theirs shows in a checksum, and nowhere else.
+        # Only a checksum reveals a place that two keys share by mistake.
         log.critical("the self-audit found errors: from now on payloads are verified at each load; restart the daemon")
         context.jobs.verify_loads = True
     columns = context.cache.entries.parts
@@ -51,7 +51,7 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
         parts = sealed[start : start + CHUNK_PARTS]
         parts = parts[columns.state[parts] == PartState.SEALED]
         for turn in in_turns(parts, context.cache.entries.payload_bytes(parts)):
-            mine = turn[columns.state[turn] == PartState.SEALED]  # others may have gone during the turns before
+            mine = turn[columns.state[turn] == PartState.SEALED]  # other parts may be gone since the previous turn
             wrong = await _wrong_payloads(context, mine)
             audit.payloads += len(mine)
             audit.findings += [f"payload: part record {n} does not match its checksum{DROPPED}" for n in wrong.tolist()]
@@ -68,13 +68,13 @@ async def _check_books(context: Context, audit: AuditRun) -> None:
         for found in context.audit():
             audit.findings += found
             await asyncio.sleep(0)
-    except (LookupError, ValueError) as error:  # a number in the books names what is not there
+    except (LookupError, ValueError) as error:  # a number in the books refers to a missing entry
         log.exception("the self-audit could not be completed")
         audit.findings.append(f"the tables are damaged, so not everything could be checked: {error!r}")
 
 
 async def _wrong_payloads(context: Context, parts: I64Array) -> I64Array:
-    """Those of the sealed parts that do not match; one that is evicted meanwhile is not judged."""
+    """Returns the sealed parts that do not match their checksums; skips parts that are evicted meanwhile."""
     columns, cache = context.cache.entries.parts, context.cache
     generations, expected = columns.generation[parts], columns.digest[parts]
     sizes = cache.entries.payload_bytes(parts)
