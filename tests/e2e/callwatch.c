@@ -15,6 +15,10 @@ struct iovec;
 long syscall(long number, ...);
 typedef long offset;
 
+/* Longer paths are cut off. All that a call needs of the stack must stay small: Python's signal handlers call write() on
+ * an alternate stack of a few KiB, which lies in the heap. */
+enum { PATH_BYTES = 512, LINE_BYTES = PATH_BYTES + 64 };
+
 static int is_below(const char *path) {
     const char *below = getenv("CALLWATCH_BELOW");
     return below && path[0] == '/' && !strncmp(path, below, strlen(below));
@@ -22,9 +26,10 @@ static int is_below(const char *path) {
 
 static void write_line(const char *call, const char *path) {
     const char *log = getenv("CALLWATCH_LOG");
-    char line[4400];
+    char line[LINE_BYTES];
     int first = syscall(SYS_gettid) == syscall(SYS_getpid);
     int size = snprintf(line, sizeof line, "%s %s %s\n", first ? "loop" : "lane", call, path);
+    if (size >= (int)sizeof line) size = sizeof line - 1;
     int fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0600);
     if (fd < 0) return;
     syscall(SYS_write, fd, line, (long)size);
@@ -40,12 +45,12 @@ static int path_of(int fd, char *path, int size) {
 }
 
 static void look_fd(const char *call, int fd) {
-    char path[4096];
+    char path[PATH_BYTES];
     if (path_of(fd, path, sizeof path) && is_below(path)) write_line(call, path);
 }
 
 static void look_at(const char *call, int dir_fd, const char *name) {
-    char path[4096] = "", full[8400];
+    char path[PATH_BYTES] = "", full[PATH_BYTES];
     if (!name) return;
     if (!strncmp(name, "/proc/self/fd/", 14)) {
         look_fd(call, atoi(name + 14));
@@ -58,7 +63,7 @@ static void look_at(const char *call, int dir_fd, const char *name) {
 }
 
 static void look_blocking(int fd) {
-    char path[4096], text[32];
+    char path[PATH_BYTES], text[32];
     if (!getenv("CALLWATCH_BLOCKING") || syscall(SYS_gettid) != syscall(SYS_getpid)) return;
     if (syscall(SYS_fcntl, fd, F_GETFL) & O_NONBLOCK || !path_of(fd, path, sizeof path)) return;
     if (strncmp(path, "pipe:", 5) && strncmp(path, "/dev/", 5) && strncmp(path, "socket:", 7)) return;
