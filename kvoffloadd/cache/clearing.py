@@ -1,8 +1,8 @@
-"""Clearing namespaces: the epoch changes at once, slots are freed, and disks and store record it. Event loop only.
+"""Clears namespaces: the epoch changes at once, slots are freed, and disks and store record it. Event loop only.
 
-A clear is done when it has taken effect on this host, which is at once. What a disk or the remote store has not
-recorded of it yet, the daemon repeats by itself: `Arrivals` at each root, `Eras` in the store, both as long as it runs.
-They record the epoch that the clear began, so no repetition clears anything anew.
+A clear is done when it has taken effect on this host, which is at once. If a disk or the remote store has not recorded
+it yet, the daemon repeats that by itself: `Arrivals` for each root, `Eras` for the store, both as long as it runs. They
+record the epoch that the clear began, so no repetition clears keys anew.
 """
 
 from __future__ import annotations
@@ -31,30 +31,32 @@ REMOTE: Final = "remote"
 """The name of the remote store among the places that record a clear; the others are paths of disk roots."""
 
 COUNTED_MAX: Final = 1024
-"""How many clears that are not recorded are counted, the latest of each scope; the oldest are left out."""
+"""The number of counted clears that are not recorded, the latest of each scope; the oldest are left out."""
 
 GROUPS_AT_ONCE: Final = 64
-"""Clears of many namespaces are begun in steps, each for so many groups: some milliseconds."""
+"""The number of groups for which each step of a clear of many namespaces is begun: a few milliseconds."""
 
 Names = frozenset[bytes] | None
-"""Fingerprints of the namespaces that a clear reaches; None: of all, whether they are open or not."""
+"""Fingerprints of the namespaces that a clear reaches; None: all namespaces, whether they are open or not."""
 
 
 @dataclass(slots=True, eq=False)
 class Clearing:
-    """A clear that has taken effect: nothing that was stored before it hits."""
+    """A clear that has taken effect: no key that was stored before it hits."""
 
     names: Names
     epochs: list[tuple[Names, int]]
-    """The epochs that it began, and of which namespaces each."""
+    """The epochs that it began, each with its namespaces."""
     swept: asyncio.Task[tuple[int, int]]
-    """Ends when memory has dropped what was cleared. Its result: (keys, bytes)."""
+    """Ends when memory has dropped the cleared keys. Its result: (keys, bytes)."""
     tried: asyncio.Task[None]
     """Ends when each place has recorded the clear, or has failed to do so once."""
     roots: list[Root]  # that have not recorded it, as far as known
     eras: list[NamespaceEra]  # that the remote store has not ended, as far as known
     left: int = 0
-    """How many more namespaces it was to reach: in the meantime others had taken all groups that there can be."""
+    """The number of further namespaces that it could not reach: in the meantime other requests had taken all groups
+    that there can be.
+    """
 
 
 _Walks = list[Iterator[tuple[int, int]]]
@@ -62,7 +64,7 @@ _Walks = list[Iterator[tuple[int, int]]]
 
 @dataclass(slots=True, eq=False)
 class _Effect:
-    """What a clear that has taken effect leaves to be done: in memory, on disk, and in the store."""
+    """Describes the remaining work of a clear that has taken effect: in memory, on disk, and in the store."""
 
     names: Names
     epoch: int
@@ -72,7 +74,7 @@ class _Effect:
 
 
 class Clearings:
-    """All clears of one daemon. `spawn` runs a task that the daemon owns."""
+    """Performs all clears of one daemon. `spawn` runs a task that the daemon owns."""
 
     def __init__(
         self,
@@ -85,12 +87,12 @@ class Clearings:
         self._disk = disk
         self._remote = remote
         self._spawn = spawn
-        self._open: dict[Names, Clearing] = {}  # the last of each scope, unless it is known to be recorded
+        self._open: dict[Names, Clearing] = {}  # the last of each scope, unless it is known as recorded
         self._running: set[asyncio.Task[Any]] = set()
 
     @changing
     def begin(self, names: Names) -> Clearing:
-        """Clear these namespaces, in one moment. It goes on to its end, whatever becomes of who has requested it.
+        """Clears these namespaces, in one moment. The clear goes on to its end, even if its client goes away.
 
         Raises LimitError: nothing was changed.
         """
@@ -98,8 +100,8 @@ class Clearings:
         return self._carry_out(names, [self._take_effect(names)])
 
     def begin_matching(self, pattern: str) -> asyncio.Task[Clearing]:
-        """Clear, for the operator, the namespaces whose names, as `status` shows them, match this shell pattern: each
-        in one moment, and all of them in steps. Its result has taken effect.
+        """Clears, for the operator, the namespaces with names, as `status` shows them, that match this shell pattern:
+        each in one moment, and all of them in steps. The task's result has taken effect.
 
         Raises:
             UnknownNameError: there are none.
@@ -131,7 +133,7 @@ class Clearings:
 
     @changing
     def _take_effect(self, names: Names) -> _Effect:
-        """When this returns nothing older hits."""
+        """Advances the epochs. After the return, no older key hits."""
         epochs = self._cache.epochs
         if names is None:
             epochs.advance_all()
@@ -143,7 +145,9 @@ class Clearings:
 
     @changing
     def _carry_out(self, names: Names, effects: Collection[_Effect]) -> Clearing:
-        """What is left to be done, for all of them together: tasks beside each other share no turn."""
+        """Starts the remaining work of all effects together: separate tasks would each take their full time in every
+        turn of the loop.
+        """
         self._cache.save_state()
         eras = [known for effect in effects for known in effect.eras]
         disk_keyspaces = [keyspace for effect in effects for keyspace in effect.disk_keyspaces]
@@ -162,7 +166,9 @@ class Clearings:
     async def _record(
         self, swept: asyncio.Task[Any], disk_keyspaces: list[DiskKeyspace], eras: Collection[NamespaceEra]
     ) -> None:
-        """Neither half waits for the other: a store may take long, or not answer at all."""
+        """Records a clear on the disks and in the store. Neither waits for the other: a store may take long, or not
+        answer at all.
+        """
         halves: list[Coroutine[Any, Any, None]] = []
         if self._disk:
             halves.append(_finish_on_disk(self._disk, swept, disk_keyspaces))
@@ -171,7 +177,7 @@ class Clearings:
         await asyncio.gather(*halves)
 
     def unrecorded(self, clearing: Clearing) -> list[str]:
-        """Which places have not recorded it yet: paths of disk roots, REMOTE."""
+        """Returns the places that have not recorded the clear yet: paths of disk roots, REMOTE."""
         self._look(clearing)
         return [root.name for root in clearing.roots] + [REMOTE] * bool(clearing.eras)
 
@@ -183,7 +189,7 @@ class Clearings:
         return clearing
 
     async def wait_recorded(self, clearing: Clearing, wait_s: float) -> None:
-        """Wait until each place has recorded it, for so long at most."""
+        """Waits until each place has recorded the clear, at most `wait_s` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await asyncio.shield(clearing.tried)
@@ -193,10 +199,10 @@ class Clearings:
                     await self._remote.eras.changes.wait_for(lambda: not self._look(clearing).eras)
 
     async def close(self, deadline_s: float) -> None:
-        """Wait for clears that are being begun, or recorded for the first time."""
+        """Waits for clears that are being begun, or recorded for the first time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                while self._running:  # one that has begun is then recorded
+                while self._running:  # a clear that has begun is then recorded
                     await asyncio.wait(self._running)
 
     def figures(self) -> dict[str, Any]:
@@ -214,7 +220,9 @@ class Clearings:
         return task
 
     def _count(self, clearing: Clearing) -> None:
-        """Whatever records it records what it makes obsolete, too."""
+        """Counts a clear until it is recorded. It replaces the clears that it makes obsolete: their places record them
+        with it.
+        """
         if clearing.names is None:
             self._open.clear()
         self._open.pop(clearing.names, None)
@@ -230,11 +238,11 @@ class Clearings:
 
 
 async def clear_here(cache: Cache, disk: DiskTier | None, fingerprint: bytes, epoch: int | None) -> None:
-    """Clear a namespace on this host alone, since another host has done so, by this number; None: by a new one. What a
-    disk can't record of it now, it records later.
+    """Clears a namespace on this host alone, since another host has done so, by the number `epoch`; None: by a new
+    number. A disk that can't record the clear now records it later.
     """
     namespaces = [n for n in cache.namespaces.values() if n.fingerprint == fingerprint]
-    _check(cache, namespaces, everything=True)  # no user's cap stands in the way: elsewhere it is done
+    _check(cache, namespaces, everything=True)  # no user's cap prevents it: on the other host it is done
     with changing:
         if epoch is None:
             cache.epochs.advance(fingerprint)
@@ -248,9 +256,9 @@ async def clear_here(cache: Cache, disk: DiskTier | None, fingerprint: bytes, ep
 
 
 def _check(cache: Cache, namespaces: Collection[Namespace], *, everything: bool) -> None:
-    """Raises LimitError if these can't be cleared now: their groups get new numbers beside the old ones.
+    """Raises LimitError if these can't be cleared now: their groups get new numbers in addition to the old ones.
 
-    `everything`: the operator clears them; no user's cap stands in the way.
+    `everything`: the operator clears them; no user's cap prevents it.
     """
     needed: Counter[int] = Counter()
     for namespace in namespaces:
@@ -261,7 +269,7 @@ def _check(cache: Cache, namespaces: Collection[Namespace], *, everything: bool)
 
 
 def _batches(namespaces: Collection[Namespace]) -> list[frozenset[bytes]]:
-    """Their fingerprints, in batches of `GROUPS_AT_ONCE` groups, or of a single namespace that has more."""
+    """Returns their fingerprints, in batches of `GROUPS_AT_ONCE` groups, or of a single namespace that has more."""
     batches: list[frozenset[bytes]] = []
     batch: list[bytes] = []
     groups = 0
@@ -278,7 +286,9 @@ def _batches(namespaces: Collection[Namespace]) -> list[frozenset[bytes]]:
 def _take_effect(
     cache: Cache, disk: DiskTier | None, names: Collection[bytes] | None, namespaces: Collection[Namespace]
 ) -> tuple[_Walks, list[DiskKeyspace]]:
-    """The epochs have advanced. When this returns nothing older hits; what is to be freed is left."""
+    """Clears memory and disk after the epochs have advanced. After the return, no older key hits; the walks and disk
+    keyspaces that it returns are still to free.
+    """
     cache.forget_clears()
     disk_keyspaces = disk.clears.begin(names) if disk else []
     walks = [cache.clear(namespace) for namespace in namespaces]
@@ -298,6 +308,6 @@ def _sweep(walks: _Walks) -> Steps[tuple[int, int]]:
 
 
 async def _finish_on_disk(disk: DiskTier, swept: asyncio.Task[Any], disk_keyspaces: list[DiskKeyspace]) -> None:
-    """Clears disks after memory: of keys that are in both, the tier that drops them last emits the event."""
+    """Clears disks after memory: for keys in both, the tier that drops them last emits the event."""
     await asyncio.wait([swept])
     await disk.clears.finish(disk_keyspaces)

@@ -1,6 +1,6 @@
-"""What the tiers below memory may have of a request's keys, and bringing it into memory. Event loop only.
+"""Finds which of a request's keys the tiers below memory may have, and brings them into memory. Event loop only.
 
-The disk knows at once which keys it has. The remote store has to be asked: its tier says which keys it will ask for,
+The disk knows at once which keys it has. The remote store has to be asked: its tier returns which keys it will ask for,
 and a fetch begins with the question.
 """
 
@@ -25,7 +25,7 @@ from kvoffloadd.scheduling.lanes import DAEMON, Flow
 
 
 class GroupLookup(NamedTuple):
-    """One group's keys of a request, looked up in all tiers."""
+    """Describes one group's keys of a request, looked up in all tiers."""
 
     keyspace: Keyspace
     first: int  # position of the first key in its prompt
@@ -36,12 +36,12 @@ class GroupLookup(NamedTuple):
 
     @property
     def below(self) -> BoolArray:
-        """Keys that may yet come."""
+        """Returns the keys that may still come."""
         return self.on_disk if self.asked is None else self.on_disk | self.asked
 
     @property
     def tiers(self) -> U8Array:
-        """u8 (keys,), `Tier` per key: from where it may yet come; MEMORY for all others."""
+        """Returns u8 (keys,), a `Tier` per key: where it may still come from; MEMORY for all others."""
         tiers = self.on_disk * np.uint8(Tier.DISK)
         if self.asked is not None:
             tiers[self.asked] = Tier.REMOTE
@@ -50,27 +50,29 @@ class GroupLookup(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LowerFetch:
-    """A request's wait for all tiers below memory. What came from one is held until the last one has ended."""
+    """Waits for all tiers below memory, for one request. Rows that came from one are held until the last one
+    has ended.
+    """
 
     done: Callable[[], None]
     left: dict[Fetches, Fetch] = field(default_factory=dict)
 
     def keep(self, rows: U32Array) -> None:
-        """Hold these rows as long as it goes on: it must not evict what the same request names."""
+        """Holds these rows until the end of the fetch: it must not evict keys that the same request names."""
         for tier, fetch in self.left.items():
             tier.keep(fetch, rows)
             return
 
     @changing
     def cancel(self) -> None:
-        """`done` is not called any more."""
+        """Cancels the fetch. `done` is not called any more."""
         for tier, fetch in self.left.items():
             tier.cancel(fetch)
         self.left.clear()
 
     @changing
     def ended(self, tier: Fetches) -> None:
-        """This tier has brought what it could."""
+        """Records that this tier has brought what it could."""
         fetch = self.left.pop(tier, None)
         if fetch is None:
             return
@@ -82,7 +84,7 @@ class LowerFetch:
 
 
 class LowerTiers:
-    """The tiers below memory, one of them at least."""
+    """Combines the tiers below memory, at least one of them."""
 
     def __init__(self, disk: DiskTier | None, remote: RemoteTier | None) -> None:
         self.disk = disk
@@ -91,8 +93,8 @@ class LowerTiers:
     def find(
         self, groups: Sequence[tuple[Keyspace, int, U64Array]], lookups: Sequence[LookupResult], *, ask: bool
     ) -> list[GroupLookup]:
-        """Which keys of a request, looked up in memory, may yet come. Sets their states to PENDING. With `ask`, also
-        those that the remote store is to be asked for: `fetch` them then.
+        """Returns which keys of a request, looked up in memory, may still come, and sets their states to PENDING. With
+        `ask`, this includes keys that the remote store must be asked for: `fetch` them then.
         """
         named = [(keyspace, keys) for keyspace, _, keys in groups]
         if self.disk is not None:
@@ -108,8 +110,8 @@ class LowerTiers:
         ]
 
     def touch(self, groups: Sequence[GroupLookup]) -> None:
-        """A request uses these keys elsewhere: what of them is on disk alone moves on when its segment goes, as if it
-        had been read.
+        """Marks keys that a request uses elsewhere: those on disk alone are kept as if they had been read when their
+        segment is reclaimed.
         """
         for group in groups:
             if self.disk is not None and group.on_disk.any():
@@ -125,9 +127,9 @@ class LowerTiers:
         *,
         whole: bool = False,
     ) -> LowerFetch:
-        """Bring what may yet come of these keys into memory, as far as there is room; of what the remote store has only
-        what the longest prefix needs that can be restored, unless all is wanted (`whole`). `done()` is called once,
-        later: during the call what came is held, and a new lookup finds it.
+        """Brings keys that may still come into memory, as far as there is room. The remote store brings only the keys
+        of the longest prefix that can be restored, unless `whole`. `done()` is called once, later: during the call the
+        new rows are held, and a new lookup finds them.
         """
         fetch = LowerFetch(done)
         on_disk = [

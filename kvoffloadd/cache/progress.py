@@ -1,4 +1,4 @@
-"""Waiting until all jobs (or stores) up to a number have ended, which begin in order and end in any order.
+"""Waits until all jobs (or stores) up to a number have ended, which begin in order and end in any order.
 
 Event loop only.
 """
@@ -18,36 +18,36 @@ from operator import attrgetter
 from kvoffloadd.cache.memory.changing import changing
 
 WAKES_PER_TURN = 16
-"""Waiting tasks that go on in one turn of the loop: each may have as much to do as a request."""
+"""The number of waiting tasks that go on in one turn of the loop: each may have as much to do as a request."""
 
 _number = attrgetter("number")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """A call of `resume()` that is due once all up to `number` have ended."""
+    """Describes a call of `resume()` that is due once all up to `number` have ended."""
 
     number: int
     resume: Callable[[], None]
 
 
 class Progress:
-    """What has begun and not ended, by number."""
+    """Keeps what has begun and not ended, by number."""
 
     def __init__(self) -> None:
         self.last = 0  # the number of the last one that began
-        # Oldest first. A plain dict would look for its first one behind the places of all that have gone.
+        # Oldest first. A plain dict would search for its first entry among the places of all that have gone.
         self._open: OrderedDict[int, None] = OrderedDict()
-        self._waiters: list[Waiter] = []  # the lowest number first, so that an end looks at none that still waits
+        self._waiters: list[Waiter] = []  # the lowest number first, so that an end inspects none that still waits
 
     def begin(self) -> int:
-        """Begin one more. Returns its number. Pair with `end`."""
+        """Begins one more. Returns its number. Pair with `end`."""
         self.last += 1
         self._open[self.last] = None
         return self.last
 
     def end(self, number: int) -> None:
-        """This one has ended: resume the waiters that wait for nothing else."""
+        """Ends this one, and resumes the waiters that wait for nothing else."""
         del self._open[number]
         oldest = next(iter(self._open), self.last + 1)
         passed = bisect_left(self._waiters, oldest, key=_number)
@@ -57,35 +57,41 @@ class Progress:
             waiter.resume()
 
     def is_past(self, number: int) -> bool:
-        """Whether all up to this one have ended."""
+        """Returns whether all up to this one have ended."""
         return next(iter(self._open), number + 1) > number
 
     def left(self, number: int) -> int:
-        """How many up to this one have not ended."""
+        """Returns how many up to this one have not ended."""
         return sum(1 for _ in takewhile(lambda begun: begun <= number, self._open))
 
     @changing
     def join(self, number: int, resume: Callable[[], None]) -> Waiter:
-        """Have `resume` called when all up to this one have ended; some has not yet. Pair with `leave`."""
+        """Registers `resume` for a call when all up to this one have ended; some must not have ended yet. Pair with
+        `leave`.
+        """
         waiter = Waiter(number, resume)
         insort(self._waiters, waiter, key=_number)
         return waiter
 
     @changing
     def leave(self, waiter: Waiter) -> None:
-        """Drop a waiter; nothing happens if it has been resumed."""
+        """Removes a waiter; nothing happens if it has been resumed."""
         with suppress(ValueError):
             self._waiters.remove(waiter)
 
 
 class Waits:
-    """Tasks that wait for some progress until a deadline: woken a few each turn of the loop, however many are due."""
+    """Wakes tasks that wait for some progress until a deadline: a few in each turn of the loop, for any number of
+    tasks.
+    """
 
     def __init__(self) -> None:
         self._due: deque[asyncio.Future[None]] = deque()
 
     async def until_past(self, progress: Progress, number: int, until_s: float) -> bool:
-        """Wait until all up to this number have ended; False: they have not at `until_s`, a time of the loop."""
+        """Waits until all up to this number have ended. Returns False if they have not at `until_s`, a time of the
+        loop.
+        """
         if progress.is_past(number):
             return True
         loop = asyncio.get_running_loop()

@@ -1,7 +1,8 @@
 """Warm restarts: a daemon takes over the sealed keys that its predecessor left in the arena. Event loop only.
 
-Only what was sealed is taken over, key by key, if all parts are there; what was being written, retired or cleared is
-not. Payloads count as unverified until they have been hashed again: at their first load, or all before serving.
+Only sealed keys are taken over, one by one, if all their parts are there. Keys that were being written, retired or
+cleared are not. Payloads count as unverified until they have been hashed again: at their first load, or all before
+serving.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from kvoffloadd.storage.slotrecords import RecoveredSlots
 
 @changing
 def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
-    """Take over what the tier's pool holds; nothing has been stored yet. The rows that were taken over.
+    """Takes over the sealed keys in the tier's pool; nothing has been stored yet. Returns the rows that were taken
+    over.
 
-    The epochs of the saved state, and of disks, are known by now: what was cleared since is left behind.
+    The epochs of the saved state, and of disks, are known now: keys that were cleared since are left behind.
     """
     tier = cache.tier
     found = tier.slot_records.read()
@@ -57,14 +59,16 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
 
 
 def _insert(cache: Cache, keyspace: Keyspace, found: RecoveredSlots) -> tuple[U32Array, I64Array, I64Array]:
-    """Rows of the keys that are whole; of each of their parts its record, and its index in `found`."""
+    """Inserts the complete keys. Returns their rows, and for each of their parts its record and its index in
+    `found`.
+    """
     parts = keyspace.schema.parts
     fits = found.parts < parts
     fits[fits] = found.sizes[fits] == keyspace.part_pages[found.parts[fits]]
     at = np.flatnonzero(fits)
     hashes = cache.entries.index.hash(keyspace.id, found.keys)
-    # Part by part of each key, together: a key is whole if its run is 0, 1, 2... By its hash: to sort by the key itself
-    # takes three times as long, and two keys of one hash would at worst be left behind.
+    # Groups the parts of each key, in order: a key is complete if its run is 0, 1, 2... It sorts by hash: sorting by
+    # the key itself takes three times as long, and two keys of one hash would at worst be left behind.
     at = at[np.lexsort((found.parts[at], hashes[at]))]
     keys = found.keys[at]
     begins = np.ones(len(at), bool)
@@ -74,7 +78,7 @@ def _insert(cache: Cache, keyspace: Keyspace, found: RecoveredSlots) -> tuple[U3
     whole = (found.parts[at[first[:, None] + np.arange(parts)]] == np.arange(parts)).all(axis=1)
     first = first[whole]
     first = first[: cache.entries.parts.runs.ready(parts, len(first))]
-    first = first[np.argsort(found.orders[at[first]], kind="stable")]  # what was stored last goes last
+    first = first[np.argsort(found.orders[at[first]], kind="stable")]  # the keys stored last come last
     mine = at[first[:, None] + np.arange(parts)]
     first = mine[:, 0]
     positions = np.zeros(len(first), np.uint32)

@@ -1,28 +1,29 @@
-"""Taking roots in at start and when they come back: recover their keys, merge what their manifests know of clears.
+"""Takes roots in at start and when they come back: recovers their keys, merges the clears in their manifests.
 
 A root comes in five steps:
 
 1. its directory is taken and its manifest read (`Root.open`);
-2. the clears in its manifest are merged, and disk keyspaces of older epochs go;
+2. the clears in its manifest are merged, and disk keyspaces of older epochs are closed;
 3. all its segments are scanned (`Root.recover`);
 4. the clears that its records prove are merged; records of current epochs come into the catalog, and the root is OK;
 5. the merged epochs are written to its manifest, and to those of the others.
 
-The odd ones wait for the disk, which may hang for ever: they hold nothing that another root needs. The even ones change
-the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one merges, disk keyspaces
-of old epochs are closed and the epochs have not risen yet, so that a record which came in then would be found and
+The odd steps wait for the disk, which may hang for ever: they hold nothing that another root needs. The even steps
+change the catalog and the epochs. They wait for no disk, and one root makes them at a time: while one merges, disk
+keyspaces of old epochs are closed and the epochs have not risen yet. A record that came in then would be found and
 outlive the clear.
 
-The order holds whatever happens between the steps:
+The order holds for any event between the steps:
 
 - *A clear.* The epochs rise at once. Some records of a keyspace at a time are compared with them and put into the
-  catalog without a pause, so that the clear closes the disk keyspaces of those that were there before it, and later
-  ones do not count.
+  catalog without a pause. So the clear closes the disk keyspaces of records that came before it, and later records do
+  not count.
 - *Another root's clears are merged.* As a clear; the lock keeps the merge whole.
-- *A copy.* A root is accepted at the start of step 2, in the turn of the loop in which it is compared with those that
-  were accepted before. Of two copies the second is let go; the clears in its manifest are merged all the same.
+- *A copy.* A root is accepted at the start of step 2, in the turn of the loop in which it is compared with the roots
+  that were accepted before. Of two copies the second is released; the clears in its manifest are merged all the same.
 - *The root goes again.* It is OFF before the end of step 4, so that nothing reads or writes there. I/O that fails ends
-  its coming with nothing in the catalog, and it begins anew with step 1. I/O that hangs keeps it OFF, and it alone.
+  the arrival with nothing in the catalog, and the arrival begins anew with step 1. I/O that hangs keeps only this root
+  OFF.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class Arrivals:
         self._changing = asyncio.Lock()  # the catalog and the epochs: steps 2 and 4
 
     async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], object]) -> None:
-        """Take in the roots, in their order: of two copies the first is used. One that does not answer comes later."""
+        """Takes in the roots, in their order: of two copies the first is used. A root that does not answer
+        comes later.
+        """
         opening = {root: self._disk.loop.create_task(root.open()) for root in self._disk.roots}
         for root, opened in opening.items():
             came = asyncio.Event()
@@ -86,7 +89,7 @@ class Arrivals:
             await root.probe.wait_for(came)
 
     async def _watch(self, root: Root, opened: Awaitable[Manifest | None], came: asyncio.Event) -> None:
-        """Take a root in, and notice when it goes off and when it comes back, until cancelled."""
+        """Takes a root in, and notices when it goes off and when it comes back, until cancelled."""
         try:
             await self._log_errors(root, self._arrive(root, opened))
         finally:
@@ -103,13 +106,13 @@ class Arrivals:
             log.warning("disk %s: %s", root.name, error)
 
     async def check(self, root: Root) -> None:
-        """Check that a root answers and is the same directory; if not, take it off, and in again when it is back."""
+        """Checks that a root answers and is the same directory. If not, takes it off, and in again when it is back."""
         disk = self._disk
         if await root.probe.check():
             disk.numbers.changes.notify_all()
             await self._clears.save_epochs([root])
             return
-        # Before all that waits for the disk: it may hang.
+        # Before any wait for the disk: the disk may hang.
         self._promotion.give_up(root)
         root.give_up()
         for ordinal in list(root.pool.segments):
@@ -119,7 +122,7 @@ class Arrivals:
         await self._arrive(root, root.open())
 
     async def _arrive(self, root: Root, opened: Awaitable[Manifest | None]) -> None:
-        """All five steps, or as many as it gets to; `opened` is the first."""
+        """Goes through all five steps, or as many as succeed; `opened` is the first."""
         self.coming.add(root)
         try:
             manifest = await opened
@@ -135,7 +138,7 @@ class Arrivals:
             self.coming.discard(root)
 
     async def _accept(self, root: Root, manifest: Manifest) -> None:
-        """Accept or reject an opened root, and merge the clears in its manifest in both cases."""
+        """Accepts or rejects an opened root, and merges the clears in its manifest in both cases."""
         if not self._cache.epochs.recalls(manifest.base_epoch, manifest.last_epoch, *manifest.epochs.values()):
             root.health.become(RootState.OFF, "its manifest has clears of the future: is this host's clock right?")
             await root.directory.reject()
@@ -148,7 +151,7 @@ class Arrivals:
             confirmed = self._cache.confirmed
             if confirmed.is_over(manifest.confirmed_s, time.time()):
                 self._distrust(root)
-            elif manifest.confirmed_s and confirmed.at_s:  # until a round has seen what it has, too
+            elif manifest.confirmed_s and confirmed.at_s:  # until a round has covered its keys, too
                 confirmed.at_s = min(confirmed.at_s, manifest.confirmed_s)
         async with self._changing:
             await self._merge_epochs(manifest.base_epoch, manifest.last_epoch, manifest.epochs)
@@ -157,7 +160,9 @@ class Arrivals:
 
     @staticmethod
     def _distrust(root: Root) -> None:
-        """The shared store remembers clears for a while; who has not asked it since then can't know of them."""
+        """Voids the keys of a root that was last confirmed too long ago: the shared store remembers clears for a
+        limited time only, and may have forgotten some since then.
+        """
         log.warning(
             "disk %s: what it has was not confirmed by the remote store for more than %d days, and is removed",
             root.name,
@@ -166,7 +171,7 @@ class Arrivals:
         root.distrust()
 
     async def _recover(self, root: Root) -> None:
-        """Read what a root holds, and put it into the catalog: steps 3 and 4."""
+        """Reads what a root holds, and puts it into the catalog: steps 3 and 4."""
         try:
             found = await root.recover()
         except (OSError, KvOffloadError) as error:
@@ -175,7 +180,7 @@ class Arrivals:
             return
         records = sum(len(recovered.entries) for _, recovered in found)
         async with self._changing:
-            # A record of an epoch that no manifest knows: its clear could not be saved, but is valid all the same.
+            # A record of an epoch that no manifest has: its clear could not be saved, but is valid all the same.
             recalls = self._cache.epochs.recalls
             await self._merge_epochs(0, 0, {name: epoch for name, epoch in root.epochs.items() if recalls(epoch)})
             with changing:
@@ -190,7 +195,7 @@ class Arrivals:
             yield from self._add_to_catalog(segment, recovered)
 
     def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> Steps[None]:
-        """Each step adds some records of one keyspace: there may be a thousand keyspaces in a segment."""
+        """Adds some records of one keyspace in each step: there may be a thousand keyspaces in a segment."""
         order = np.argsort(recovered.entries["space"], kind="stable")  # once for all
         starts = np.searchsorted(recovered.entries["space"][order], np.arange(len(recovered.keyspaces) + 1)).tolist()
         for number, name in enumerate(recovered.keyspaces):
@@ -201,7 +206,7 @@ class Arrivals:
 
     @changing
     def _add(self, segment: Segment, name: KeyspaceId, entries: np.ndarray) -> None:
-        """Add records of one keyspace, unless it was cleared."""
+        """Adds records of one keyspace, unless it was cleared."""
         if name.epoch != self._cache.epochs.of(name.fingerprint):
             return
         disk_keyspace = self._disk.catalog.disk_keyspaces.open(name)
@@ -209,9 +214,9 @@ class Arrivals:
             self._disk.catalog.put(disk_keyspace, entries, segment.ordinal)
 
     async def _merge_epochs(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
-        """Merge clears that a late root knows of and this daemon does not. Keys that may be older than such a clear go:
-        those that came from an arena file or a disk, those on disk of older epochs, and if another daemon has cleared
-        since this run began, those that were stored in this run.
+        """Merges clears that a late root has recorded and this daemon does not know. Removes keys that may be older
+        than such a clear: keys that came from an arena file or a disk, keys on disk of older epochs, and if another
+        daemon has cleared since this run began, keys that were stored in this run.
         """
         cache, catalog = self._cache, self._disk.catalog
         later = cache.epochs.merged(base, last, by_namespace)
@@ -220,11 +225,11 @@ class Arrivals:
         with changing:
             for disk_keyspace in catalog.disk_keyspaces.values():
                 if disk_keyspace.name.epoch != later.of(disk_keyspace.name.fingerprint):
-                    catalog.disk_keyspaces.close(disk_keyspace)  # nothing more is promoted from it
-            cache.epochs.last = later.last  # a clear meanwhile must be later than all that is merged
-            cache.epochs.rising = later  # nothing more comes from the remote store
+                    catalog.disk_keyspaces.close(disk_keyspace)  # no more keys are promoted from it
+            cache.epochs.last = later.last  # a clear in the meantime must be later than all merged ones
+            cache.epochs.rising = later  # no more keys come from the remote store
             try:
-                # Before the new epoch is written down, for a successor must not find these keys in it.
+                # Before the new epoch is recorded, since a successor must not find these keys in it.
                 for namespace in [n for n in cache.namespaces.values() if n.epoch != later.of(n.fingerprint)]:
                     for _ in cache.drop_older(namespace, later.of(namespace.fingerprint)):
                         await asyncio.sleep(0)
@@ -239,10 +244,10 @@ class Arrivals:
 
     @changing
     def _renew(self, namespace: Namespace) -> None:
-        """Go on in the epoch that the namespace has by now."""
+        """Continues in the current epoch of the namespace."""
         epoch = self._cache.epochs.of(namespace.fingerprint)
         if namespace.epoch != epoch:
             namespace.epoch = epoch
             for keyspace in namespace.keyspaces.values():
                 self._disk.reopen_keyspace(keyspace)
-                self._demotion.offer_again(keyspace)  # what it has on disk is void
+                self._demotion.offer_again(keyspace)  # its keys on disk are void

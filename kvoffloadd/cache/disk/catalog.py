@@ -1,8 +1,8 @@
-"""The catalog of the disk tier: which key's records lie where. Event loop only; no I/O.
+"""The catalog of the disk tier: where the records of each key lie. Event loop only; no I/O.
 
 A **disk keyspace** holds the keys of one group in one epoch of a namespace, with one schema and one set of part sizes:
 records of two disk keyspaces are never taken for each other. A row is a key; it has one place (segment, page) for each
-part. A key is complete when every part has its place, and only then found.
+part. A key is complete when every part has its place. Lookups find only complete keys.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ _FREE = 0xFFFF
 """`missing` of a row that is free: more than any disk keyspace has parts."""
 
 AUDIT_RECORDS = 32_768
-"""Records that one step of the audit checks."""
+"""The number of records that one step of the audit checks."""
 
 STEP_RECORDS = 4096
-"""Records that one step of a walk removes, so that no step blocks the loop for more than a few milliseconds."""
+"""The number of records that one step of a walk removes, so that no step blocks the loop for more than a few
+milliseconds.
+"""
 
 
 class Catalog:
-    """Rows and record numbers are dense small numbers, as in memory; page 0 of a segment is no record's place."""
+    """Records the places of keys. Rows and record numbers are dense small numbers, as in memory; no record's place is
+    page 0 of a segment.
+    """
 
     def __init__(self, max_records: int, seed: int) -> None:
         self.index = Index(max_records, seed)
@@ -57,14 +61,16 @@ class Catalog:
     # --- disk keyspaces ---
 
     def empty(self, disk_keyspace: DiskKeyspace) -> Iterator[U64Array]:
-        """Forget a closed disk keyspace, some keys a step; each step tells those of them that were complete."""
+        """Forgets a closed disk keyspace, some keys in each step. Each step yields those of its keys that were
+        complete.
+        """
         for start in range(0, self.index.rows_end, STEP_RECORDS * 16):
             span = slice(start, min(start + STEP_RECORDS * 16, self.index.rows_end))
             mine = (self.index.keyspace[span] == disk_keyspace.id) & (self.missing[span] < disk_keyspace.name.parts)
             rows = (np.flatnonzero(mine) + start).astype(np.uint32)
             for at in range(0, len(rows), STEP_RECORDS):
                 some = rows[at : at + STEP_RECORDS]
-                # Again: rows that went meanwhile keep what they had, though their runs may be others' now.
+                # Again: rows that went in the meantime keep their values, though other keys may have their runs now.
                 held = (self.index.keyspace[some] == disk_keyspace.id) & (self.missing[some] < disk_keyspace.name.parts)
                 some = some[held]
                 keys = self.index.keys[some[self.missing[some] == 0]]
@@ -76,31 +82,32 @@ class Catalog:
     # --- keys ---
 
     def find(self, disk_keyspace: DiskKeyspace, keys: U64Array) -> I64Array:
-        """The row of each key that is complete on disk; -1 for the others. Changes nothing."""
+        """Returns the row of each key that is complete on disk; -1 for the others. Changes nothing."""
         rows = self.index.find(disk_keyspace.id, keys) if disk_keyspace.open else np.full(len(keys), -1, np.int64)
         rows[self.missing[rows] != 0] = -1  # row -1 reads some other row, and is -1 either way
         return rows
 
     def find_all(self, disk_keyspaces: U16Array, keys: U64Array) -> I64Array:
-        """The same for keys of several open disk keyspaces, by each one's number."""
+        """Finds keys of several open disk keyspaces, by each one's number, as `find`."""
         rows = self.index.find(disk_keyspaces, keys)
         rows[self.missing[rows] != 0] = -1
         return rows
 
     def complete(self, disk_keyspace: DiskKeyspace, keys: U64Array) -> BoolArray:
-        """Which keys are complete on a disk keyspace that may be closed."""
+        """Returns which keys are complete on a disk keyspace that may be closed."""
         rows = self.index.find(disk_keyspace.id, keys)
         found: BoolArray = (rows >= 0) & (self.missing[rows] == 0)
         return found
 
     def places(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> I64Array:
-        """(n, parts) record numbers."""
+        """Returns the record numbers, shape (n, parts)."""
         return RunAllocator.of(self.first[rows], disk_keyspace.name.parts)
 
     def put(self, disk_keyspace: DiskKeyspace, entries: Records, segment: int) -> None:
-        """Records (format.ENTRY) have been written to a segment, each in place of where its part of its key was before.
+        """Enters records (format.ENTRY) that have been written to a segment. Each replaces the previous place of its
+        part of its key.
 
-        What does not fit into the catalog any more is left out: such records are garbage.
+        Records that do not fit into the catalog any more are left out: they are garbage.
         """
         if not disk_keyspace.open or not len(entries):
             return
@@ -126,18 +133,18 @@ class Catalog:
         self._place(disk_keyspace, mine, records, segment, pages)
 
     def learn_sizes(self, disk_keyspace: DiskKeyspace, parts: np.ndarray, payload_bytes: np.ndarray) -> None:
-        """These parts of its keys have payloads of so many bytes. What is known of a part stays."""
+        """Records the payload sizes of these parts of its keys. Known sizes stay."""
         new = disk_keyspace.part_bytes[parts] == 0
         if new.any():
             disk_keyspace.part_bytes[parts[new]] = payload_bytes[new]
 
     def mark_used(self, rows: I64Array) -> None:
-        """These keys were read since they were written: they move on when their segment goes."""
+        """Marks keys that were read since they were written: their records move on when their segment is reclaimed."""
         self._mark(rows, 1)
 
     @changing
     def mark_unused(self, rows: I64Array) -> None:
-        """These keys count as not read from now on."""
+        """Marks keys as not read from now on."""
         self._mark(rows, 0)
 
     def _mark(self, rows: I64Array, used: int) -> None:
@@ -148,7 +155,9 @@ class Catalog:
             self._count_pages(self._used_pages, records[self.page[records] != 0], +1 if used else -1)
 
     def forget(self, records: I64Array) -> U32Array:
-        """These records are gone or bad. Returns the rows of the keys that were complete and are not any more."""
+        """Forgets records that are gone or bad. Returns the rows of the keys that were complete and are not any
+        more.
+        """
         records = records[self.page[records] != 0]
         rows = self.row[records]
         lost: U32Array = distinct(rows[self.missing[rows] == 0])
@@ -167,7 +176,7 @@ class Catalog:
     # --- segments ---
 
     def in_segment(self, segment: int) -> I64Array:
-        """Records that lie in this segment, by page."""
+        """Returns the records that lie in this segment, by page."""
         members = np.concatenate([np.zeros(0, np.uint32), *self._members.get(segment, ())])
         members = distinct(members).astype(np.int64)
         members = members[(self.segment[members] == segment) & (self.page[members] != 0)]
@@ -175,16 +184,16 @@ class Catalog:
         return found
 
     def live_pages(self, segment: int) -> int:
-        """Pages of a segment whose records have their place there."""
+        """Returns the pages of a segment that hold the current records of keys."""
         return self._live_pages[segment]
 
     def used_pages(self, segment: int) -> int:
-        """How many of these hold records of keys that were read since they were written."""
+        """Returns how many of the live pages hold records of keys that were read since they were written."""
         return self._used_pages[segment]
 
     @changing
     def close_segment(self, segment: int) -> None:
-        """All records of it are forgotten."""
+        """Drops the counts of a segment after all its records are forgotten."""
         self._members.pop(segment, None)
         self._live_pages.pop(segment, None)
         self._used_pages.pop(segment, None)
@@ -193,15 +202,15 @@ class Catalog:
 
     @property
     def keys(self) -> int:
-        """Complete keys."""
+        """Returns the number of complete keys."""
         return sum(disk_keyspace.keys for disk_keyspace in self.disk_keyspaces.values())
 
     def packed(self, rows: U32Array, key_bytes: int) -> bytes:
-        """The rows' keys, `key_bytes` each."""
+        """Returns the rows' keys packed, `key_bytes` each."""
         return pack(self.index.keys[rows], key_bytes)
 
     def listing(self, disk_keyspace: DiskKeyspace, start: int, count: int) -> U32Array:
-        """Rows of complete keys of a disk keyspace among the `count` rows from `start` on."""
+        """Returns the rows of complete keys of a disk keyspace among the `count` rows from `start` on."""
         end = min(start + count, self.index.rows_end)
         mine = (self.index.keyspace[start:end] == disk_keyspace.id) & (self.missing[start:end] == 0)
         rows = (np.flatnonzero(mine) + start).astype(np.uint32)
@@ -209,7 +218,7 @@ class Catalog:
         return live
 
     def memory_bytes(self) -> int:
-        """Bytes of the index and the columns in use."""
+        """Returns the used bytes of the index and the columns."""
         rows = self.first.itemsize + self.missing.itemsize + self.used.itemsize
         records = self.row.itemsize + self.segment.itemsize + self.page.itemsize
         members = 4 * sum(len(some) for group in self._members.values() for some in group)
@@ -217,8 +226,8 @@ class Catalog:
         return self.index.memory_bytes() + self.index.rows_end * rows + used + members
 
     def steps(self, segments: Callable[[], set[int]]) -> Iterator[list[str]]:
-        """What is wrong, bit by bit, of everything; nothing: empty lists. `segments`: those that the tier has. What a
-        step finds is true of its moment: the catalog may change before the next one.
+        """Checks the whole catalog in steps. Each step yields a list of errors, empty if there are none, which is true
+        at its moment: the catalog may change before the next one. `segments` returns the tier's segments.
         """
         yield [f"catalog: {finding}" for finding in self.index.check_table()]
         yield self._check_count()
@@ -281,7 +290,7 @@ class Catalog:
         return findings
 
     def _check_rows(self, start: int, stop: int) -> list[str]:
-        """The keys that records from `start` to `stop` belong to."""
+        """Checks the keys that the records from `start` to `stop` belong to."""
         findings = []
         rows = distinct(self.row[start + np.flatnonzero(self.page[start:stop] != 0)])
         keyspaces = self.index.keyspace[rows]
@@ -297,12 +306,12 @@ class Catalog:
     def _distinct(
         self, keys: U64Array, parts: U16Array, pages: U32Array, width: int
     ) -> tuple[U64Array, U16Array, U32Array, I64Array, U64Array]:
-        """The last place of each (key, part), the index of its key for each, and the distinct keys."""
+        """Returns the last place of each (key, part), the index of its key for each, and the distinct keys."""
         if width == 1 and not has_duplicates(keys):
             return keys, parts, pages, np.arange(len(keys)), keys
         names, row_of = np.unique(keys, axis=0, return_inverse=True)
         row_of = row_of.reshape(-1).astype(np.int64)
-        # Last of equals: the later record of a segment lies at the higher page.
+        # The last of equals: the later record of a segment lies at the higher page.
         place = row_of * width + parts
         order = np.lexsort((pages, place))
         last = order[np.append(place[order][1:] != place[order][:-1], True)]
@@ -336,19 +345,19 @@ class Catalog:
         self._members.setdefault(segment, []).append(records.astype(np.uint32))
 
     def _count_places(self, records: I64Array, sign: int) -> None:
-        """These records have their places now, or are about to lose them."""
+        """Counts the places of these records, which have them now (+1), or are about to lose them (-1)."""
         self._count_pages(self._live_pages, records, sign)
         self._count_pages(self._used_pages, records[self.used[self.row[records]] != 0], sign)
 
     def _count_pages(self, pages: Counter[int], records: I64Array, sign: int) -> None:
-        """Add the pages of these records to those of their segments, or subtract them."""
+        """Adds the pages of these records to those of their segments, or subtracts them."""
         segments, numbers = np.unique(self.segment[records], return_inverse=True)
         sums = np.bincount(numbers, weights=self._pages_of(records), minlength=len(segments))  # exact below 2^53
         for segment, count in zip(segments.tolist(), sums.astype(np.int64).tolist(), strict=True):
             pages[segment] += sign * count
 
     def _pages_of(self, records: I64Array) -> I64Array:
-        """What each record takes in its segment."""
+        """Returns the number of pages that each record takes in its segment."""
         rows = self.row[records]
         parts, sizes = records - self.first[rows], np.zeros(len(records), np.int64)
         for disk_keyspace, at in self._by_keyspace(rows):
@@ -366,7 +375,7 @@ class Catalog:
         self.index.remove(rows)
         self.runs.free(disk_keyspace.name.parts, self.first[rows])
         self.index.free(rows)
-        self.missing[rows] = _FREE  # or `empty` takes them for rows of a later disk keyspace of this number
+        self.missing[rows] = _FREE  # or `empty` would take them for rows of a later disk keyspace of this number
         disk_keyspace.rows -= len(rows)
 
     def _by_keyspace(self, rows: U32Array) -> Iterator[tuple[DiskKeyspace, BoolArray]]:

@@ -20,39 +20,41 @@ log = logging.getLogger(__name__)
 
 
 class DiskClears:
-    """All clears that the disks take part in. A root that takes longer than `stuck_s` to write one does not answer."""
+    """Performs all clears that the disks take part in. A root that takes longer than `stuck_s` to write one does not
+    answer.
+    """
 
     def __init__(self, contents: DiskContents, stuck_s: float) -> None:
         self.changes = Changes()
-        """Hears of each root that has recorded clears."""
+        """Notifies of each root that has recorded clears."""
         self._contents = contents
         self._stuck_s = stuck_s
-        self._recorded: dict[Root, Manifest] = {}  # what each root has recorded, also while it is off
+        self._recorded: dict[Root, Manifest] = {}  # the manifest that each root has recorded, also while it is off
         self._emptying: set[int] = set()
 
     @changing
     def begin(self, names: Collection[bytes] | None) -> list[DiskKeyspace]:
-        """The epochs of these namespaces (fingerprints; None: of all) have advanced: close disk keyspaces of older
-        epochs, so that their keys are not found any more. Returns them for `finish`.
+        """Closes disk keyspaces of older epochs after the epochs of these namespaces (fingerprints; None: of all) have
+        advanced, so that their keys are not found any more. Returns them for `finish`.
         """
         old = []
         epochs = self._contents.cache.epochs
         for disk_keyspace in self._contents.catalog.disk_keyspaces.of_namespaces(names):
             if disk_keyspace.id in self._emptying:
-                continue  # an earlier clear sees to it
+                continue  # an earlier clear handles it
             if disk_keyspace.name.epoch != epochs.of(disk_keyspace.name.fingerprint):
                 self._contents.catalog.disk_keyspaces.close(disk_keyspace)
                 old.append(disk_keyspace)
         return old
 
     async def finish(self, disk_keyspaces: list[DiskKeyspace]) -> None:
-        """Record a clear, then free what the closed disk keyspaces take."""
+        """Records a clear, then frees what the closed disk keyspaces take."""
         await self.save_epochs(self._contents.roots)
         await self.empty(disk_keyspaces)
 
     def unrecorded(self, roots: Sequence[Root], epochs: Collection[tuple[Collection[bytes] | None, int]]) -> list[Root]:
-        """Which of these roots have not recorded a clear: the epochs that it began, each of these namespaces (None: of
-        all).
+        """Returns which of these roots have not recorded a clear: the epochs that it began, each of these namespaces
+        (None: of all).
         """
         return [
             root
@@ -62,13 +64,13 @@ class DiskClears:
         ]
 
     async def empty(self, disk_keyspaces: list[DiskKeyspace]) -> None:
-        """Free what these closed disk keyspaces take."""
+        """Frees what these closed disk keyspaces take."""
         for disk_keyspace in disk_keyspaces:
             if (
                 disk_keyspace.id in self._emptying
                 or self._contents.catalog.disk_keyspaces.get(disk_keyspace.id) is not disk_keyspace
             ):
-                continue  # another clear has begun with it, or done it
+                continue  # another clear has begun with it, or finished it
             with changing:
                 self._emptying.add(disk_keyspace.id)
                 try:
@@ -82,9 +84,9 @@ class DiskClears:
                     self._emptying.discard(disk_keyspace.id)
 
     async def save_epochs(self, roots: Sequence[Root]) -> None:
-        """Write the epochs to these roots' manifests. Where that fails, `Arrivals.check` repeats it."""
+        """Writes the epochs to these roots' manifests. If that fails, `Arrivals.check` repeats it."""
         await asyncio.gather(*map(self._save_at, roots))
-        self._contents.numbers.changes.notify_all()  # what was stored since may be written now
+        self._contents.numbers.changes.notify_all()  # keys that were stored since may be written now
 
     async def _save_at(self, root: Root) -> None:
         epochs, confirmed = self._contents.cache.epochs, self._contents.cache.confirmed

@@ -1,6 +1,6 @@
-"""Roots, segments and the catalog, and which keyspace in memory has its keys in which disk keyspace.
+"""Roots, segments and the catalog, and the disk keyspace of each keyspace in memory.
 
-Event loop only. What moves keys there and back is built on it: see `disktier`.
+Event loop only. The modules that move keys between disk and memory build on it: see `disktier`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RECORDS_MAX = 1 << 28
 
 
 class DiskContents:
-    """The roots, and the catalog of what is on them."""
+    """Holds the roots, and the catalog of their records."""
 
     def __init__(
         self, cache: Cache, config: DiskConfig, files: Files, loop: asyncio.AbstractEventLoop, seed: int
@@ -52,11 +52,13 @@ class DiskContents:
     # --- names ---
 
     def of(self, keyspace: Keyspace) -> DiskKeyspace | None:
-        """Its disk keyspace; None before the sizes of all its parts are known, or if its user has too many."""
+        """Returns the disk keyspace of a keyspace; None before the sizes of all its parts are known, or if its user has
+        too many.
+        """
         return self._opened.get(keyspace)
 
     def open_keyspace(self, keyspace: Keyspace) -> None:
-        """Find the disk keyspace of a keyspace, once the sizes of all its parts are known."""
+        """Finds the disk keyspace of a keyspace, once the sizes of all its parts are known."""
         if keyspace in self._opened or not all(keyspace.part_bytes):
             return
         schema, namespace = keyspace.schema, keyspace.namespace
@@ -75,37 +77,37 @@ class DiskContents:
             )
 
     def reopen_keyspace(self, keyspace: Keyspace) -> None:
-        """Its namespace goes on in another epoch."""
+        """Opens the disk keyspace of a keyspace again when its namespace goes on in another epoch."""
         self._opened.pop(keyspace, None)
         self.open_keyspace(keyspace)
 
     def close_keyspace(self, keyspace: Keyspace) -> None:
-        """The namespace of a keyspace is forgotten; what its disk keyspace has stays."""
+        """Closes a keyspace after its namespace is forgotten; its disk keyspace keeps its keys."""
         disk_keyspace = self.of(keyspace)
         if disk_keyspace is not None and self._keyspaces.get(disk_keyspace.id) is keyspace:
             del self._keyspaces[disk_keyspace.id]
             self.discard_unused(disk_keyspace)
 
     def discard_unused(self, disk_keyspace: DiskKeyspace) -> None:
-        """Free the number of a disk keyspace that has no keys and no open keyspace in memory."""
+        """Frees the number of a disk keyspace that has no keys and no open keyspace in memory."""
         if disk_keyspace.open and not disk_keyspace.rows and disk_keyspace.id not in self._keyspaces:
             self.catalog.disk_keyspaces.discard(disk_keyspace)
 
     def keyspace_of(self, disk_keyspace: DiskKeyspace) -> Keyspace | None:
-        """The keyspace in memory whose keys this disk keyspace holds, if it is open."""
+        """Returns the keyspace in memory with the keys that this disk keyspace holds, if it is open."""
         keyspace = self._keyspaces.get(disk_keyspace.id)
         if keyspace is None or keyspace.retired or self.of(keyspace) is not disk_keyspace:
             return None
         return keyspace
 
     def payload_bytes(self, disk_keyspace: DiskKeyspace, records: I64Array) -> I64Array:
-        """Size of each record's payload."""
+        """Returns the size of each record's payload."""
         parts = records - self.catalog.first[self.catalog.row[records]]
         sizes: I64Array = disk_keyspace.part_bytes[parts]
         return sizes
 
     def namespaces(self) -> set[bytes]:
-        """Fingerprints of the namespaces that may have keys on disk."""
+        """Returns the fingerprints of the namespaces that may have keys on disk."""
         return {
             disk_keyspace.name.fingerprint
             for disk_keyspace in self.catalog.disk_keyspaces.values()
@@ -113,7 +115,7 @@ class DiskContents:
         }
 
     def segment(self, ordinal: int) -> tuple[Root, Segment] | None:
-        """The segment and its root; None if the root is off."""
+        """Returns the segment and its root; None if the root is off."""
         for root in self.roots:
             segment = root.pool.segments.get(ordinal)
             if segment is not None and root.holds(segment):
@@ -123,8 +125,8 @@ class DiskContents:
     # --- lookups ---
 
     def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
-        """Which keys are complete on disk; also in a disk keyspace that is being emptied, since the events of their
-        removal are emitted there.
+        """Returns which keys are complete on disk. Includes keys of a disk keyspace that is being emptied, since their
+        removal events are emitted there.
         """
         disk_keyspace = self.of(keyspace)
         if disk_keyspace is None or self._keyspaces.get(disk_keyspace.id) is not keyspace:
@@ -132,8 +134,8 @@ class DiskContents:
         return self.catalog.complete(disk_keyspace, keys)
 
     def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
-        """List packed keys on disk from the catalog row `cursor` on. Returns them and the next row, 0 at the end.
-        Includes keys that memory has, too: one that was read since memory was listed would be missing otherwise.
+        """Lists packed keys on disk from the catalog row `cursor` on. Returns them and the next row, 0 at the end.
+        Includes keys that memory has, too: otherwise a key that was read since memory was listed would be missing.
         """
         disk_keyspace = self.of(keyspace)
         if disk_keyspace is None or not disk_keyspace.open:
@@ -146,7 +148,7 @@ class DiskContents:
 
     @changing
     def lose(self, records: I64Array, why: int = Reason.EVICTED) -> U32Array:
-        """Drop records that are gone or bad. Returns the catalog rows of the keys that are not on disk any more."""
+        """Drops records that are gone or bad. Returns the catalog rows of the keys that are not on disk any more."""
         catalog = self.catalog
         listened = [s for s in self._keyspaces.values() if s.namespace.listeners]
         keys = {}
@@ -167,16 +169,16 @@ class DiskContents:
         return lost
 
     def remove_keyspace(self, disk_keyspace: DiskKeyspace) -> Keyspace | None:
-        """The disk keyspace is about to be emptied. Returns the keyspace in memory that has it open, if any."""
+        """Prepares a disk keyspace for being emptied. Returns the keyspace in memory that has it open, if any."""
         return self._keyspaces.pop(disk_keyspace.id, None)
 
     def record_miss_reason(self, disk_keyspace: DiskKeyspace, keys: U64Array, why: int) -> None:
-        """Remember why these keys went. Those that memory still holds are no misses, and recorded when they go."""
+        """Records why these keys went. Keys that memory still holds are no misses, and are recorded when they go."""
         ghosts, name = self.cache.entries.ghosts, disk_keyspace.name
         ghosts.went(name.fingerprint, ghosts.hash(name.group, keys), why)
 
     def emit_removed(self, keyspace: Keyspace, keys: U64Array) -> None:
-        """Emit an event for those keys, removed from disk, that are not in memory either."""
+        """Emits an event for those of these keys, removed from disk, that are not in memory either."""
         held = self.cache.entries.find(keyspace, keys)
         resident = held >= 0
         resident[resident] = self.cache.entries.complete(held[resident])

@@ -1,4 +1,4 @@
-"""Demotion: complete, sealed keys are written to disk behind what the engines do, within a budget.
+"""Demotion: writes complete, sealed keys to disk in the background, within a budget.
 
 Event loop only. The write lanes read slots of rows that are held here until the write has ended.
 """
@@ -28,36 +28,38 @@ from kvoffloadd.storage.disk.writer import WriteBatch
 
 BATCH_BYTES = 8 << 20
 BATCH_SHARE = 64
-"""What one write takes at most: bytes, and a fraction (1/n) of memory, since what is written can't be evicted."""
+"""The maximum size of one write: bytes, and a fraction (1/n) of memory, since keys that are being written can't be
+evicted.
+"""
 
 ROOM_S = 5.0
-"""How long a batch waits for a segment before it is dropped."""
+"""The time for which a batch waits for a segment before it is dropped."""
 
 
 @dataclass(slots=True, eq=False)
 class DemotionWrite:
-    """One batch under way. Its rows are held until all records are written."""
+    """Describes one batch under way. Its rows are held until all records are written."""
 
     offer: BacklogBatch
     disk_keyspace: DiskKeyspace
     left: int  # records that are not written yet
     failed: bool = False
-    dropped: bool = False  # some records were not taken by any root
-    again: bool = False  # and the keys are to be offered again
+    dropped: bool = False  # no root took some of the records
+    again: bool = False  # and the keys must be offered again
 
 
 @dataclass(slots=True)
 class DemotionCounters:
-    """What was written since the start."""
+    """Counts what was written since the start."""
 
     keys: int = 0
     records: int = 0
     bytes: int = 0
-    not_demoted: Counter[str] = field(default_factory=Counter)  # keys that were to be written and were not, by reason
+    not_demoted: Counter[str] = field(default_factory=Counter)  # keys that were due and not written, by reason
 
 
 def only_in_memory(disk: DiskContents, keyspace: Keyspace, rows: U32Array) -> BoolArray:
-    """Which of these keys could be on disk, and are not."""
+    """Returns which of these keys could be on disk, and are not."""
     disk_keyspace = disk.of(keyspace)
     if disk_keyspace is None or not disk_keyspace.open or not len(rows):
         return np.zeros(len(rows), bool)
@@ -66,7 +68,7 @@ def only_in_memory(disk: DiskContents, keyspace: Keyspace, rows: U32Array) -> Bo
 
 
 class Demotion:
-    """The backlog of keys that wait to be written, and the writes under way."""
+    """Keeps the backlog of keys that wait to be written, and the writes under way."""
 
     def __init__(self, disk: DiskContents) -> None:
         self._disk = disk
@@ -89,41 +91,41 @@ class Demotion:
 
     @property
     def holds(self) -> int:
-        """Rows that are being written."""
+        """Returns the number of rows that are being written."""
         return sum(len(write.offer.rows) for write in self._writes)
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that wait to be written."""
+        """Returns the bytes that wait to be written."""
         return self.backlog.bytes
 
     @property
     def unwritten_bytes(self) -> int:
-        """Bytes that wait to be written or are being written."""
+        """Returns the bytes that wait to be written or are being written."""
         return self.backlog_bytes + sum(sum(w.offer.keyspace.part_bytes) * len(w.offer.rows) for w in self._writes)
 
     # --- offers ---
 
     @changing
     def adopted(self, rows: U32Array) -> None:
-        """These keys were found in memory at the start, sealed."""
+        """Offers sealed keys that were found in memory at the start."""
         if not self._config.second_use:
             for keyspace, _ in self._cache.entries.by_keyspace(rows):
-                self.offer_again(keyspace)  # there may be more of them than the backlog has room for
+                self.offer_again(keyspace)  # there may be more than the backlog has room for
 
     @changing
     def offer_again(self, keyspace: Keyspace) -> None:
-        """Keys of this keyspace were not written, or what was written is void: offer all keys that only memory has, as
-        soon as some root may take them.
+        """Offers all keys of this keyspace that only memory has, as soon as some root may take them. Called if its keys
+        were not written, or their records are void.
         """
-        if not self._config.on_evict:  # then they are offered before they are evicted
+        if not self._config.on_evict:  # otherwise they are offered before they are evicted
             self._again.add(keyspace)
             self._again_changes.notify_all()
 
     # --- writing ---
 
     async def run(self) -> None:
-        """Write what is offered, until cancelled."""
+        """Writes the offered keys, until cancelled."""
         with changing:
             while True:
                 await self._write_next()
@@ -135,7 +137,7 @@ class Demotion:
             await self._write(batch)
 
     async def run_again(self) -> None:
-        """Offer the keyspaces of `offer_again` as soon as they may be written, until cancelled."""
+        """Offers the keyspaces of `offer_again` as soon as they may be written, until cancelled."""
         with changing:
             while True:
                 await self._again_changes.wait_for(lambda: bool(self._again))
@@ -147,26 +149,26 @@ class Demotion:
                     await self._disk.numbers.changes.wait(self._config.retry_s)
 
     def _may_write(self, keyspace: Keyspace) -> bool:
-        """Whether a root works whose manifest has the keyspace's epoch."""
+        """Returns whether a root works that has the keyspace's epoch in its manifest."""
         disk_keyspace = self._disk.of(keyspace)
         return disk_keyspace is not None and any(
             r.state == RootState.OK and r.directory.has_epoch(disk_keyspace.name) for r in self._disk.roots
         )
 
     async def flush(self, deadline_s: float) -> int:
-        """Write all that is in memory alone, until the deadline. Returns the bytes that were not written by then."""
+        """Writes all keys that only memory has, until the deadline. Returns the bytes that were not written by then."""
         until = self._disk.loop.time() + deadline_s
         left_bytes = {
             keyspace: await self._offer_all(keyspace, until)
             for keyspace in list(self._cache.entries.keyspaces.values())
         }
         await self._until(0, until)
-        for keyspace in [keyspace for keyspace in self._again if not keyspace.retired]:  # no root took what it offered
+        for keyspace in [keyspace for keyspace in self._again if not keyspace.retired]:  # no root took its keys
             left_bytes[keyspace] = await self._left_bytes(keyspace)
         return sum(left_bytes.values()) + self.unwritten_bytes
 
     async def _left_bytes(self, keyspace: Keyspace) -> int:
-        """Bytes of a keyspace that only memory has, without those that wait or are being written."""
+        """Returns the bytes of a keyspace that only memory has, without those that wait or are being written."""
         left, entries = 0, self._cache.entries
         for rows in entries.scan(keyspace):
             rows = entries.live(rows)
@@ -176,7 +178,7 @@ class Demotion:
         return left * sum(keyspace.part_bytes)
 
     async def _offer_all(self, keyspace: Keyspace, until: float) -> int:
-        """Offer the keys of a keyspace that only memory has, as the backlog has room, until the loop time `until`.
+        """Offers the keys of a keyspace that only memory has, as the backlog has room, until the loop time `until`.
         Returns the bytes that were not offered.
         """
         left = 0
@@ -195,7 +197,9 @@ class Demotion:
         return left * size
 
     async def _until(self, backlog_bytes: int, until: float) -> None:
-        """Wait until no more than this waits to be written (0: nor is being written), or until loop time `until`."""
+        """Waits until at most `backlog_bytes` wait to be written (0: and no write is under way), or until loop time
+        `until`.
+        """
         while self._disk.loop.time() < until:
             if self.backlog_bytes <= backlog_bytes and (backlog_bytes or not self._writes):
                 return
@@ -203,7 +207,7 @@ class Demotion:
 
     async def _write(self, offer: BacklogBatch) -> None:
         keyspace, disk_keyspace = offer.keyspace, self._disk.of(offer.keyspace)
-        if disk_keyspace is None:  # it was when the offer was taken
+        if disk_keyspace is None:  # it was open when the offer was taken
             return
         sizes = keyspace.part_bytes
         usable = [
@@ -249,12 +253,12 @@ class Demotion:
             begin += took
 
     def _why_not(self) -> str:
-        """Why no root takes keys of a keyspace: a label of the metric."""
+        """Returns why no root takes keys of a keyspace: a label of the metric."""
         states = {root.state for root in self._disk.roots}
         return "clear not noted" if RootState.OK in states else "no room" if RootState.FULL in states else "no disk"
 
     async def _append(self, write: DemotionWrite, batch: WriteBatch) -> int:
-        """Append the head of a batch to the root with the least load. Returns how many records it took; 0: no room."""
+        """Appends the head of a batch to the root with the least load. Returns how many records it took; 0: no room."""
         until = self._disk.loop.time() + ROOM_S
         while True:
             largest = int(batch.entries["payload_bytes"].max())
@@ -302,7 +306,7 @@ class Demotion:
             self.counters.not_demoted["write failed"] += len(offer.rows)
         elif write.disk_keyspace is not self._disk.of(
             offer.keyspace
-        ):  # a root that came late knew of a clear: what was written is void
+        ):  # the clears of a root that came late have voided the written records
             self.backlog.offer(offer.rows)
         else:
             self.counters.keys += len(offer.rows)

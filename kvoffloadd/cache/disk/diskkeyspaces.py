@@ -1,4 +1,4 @@
-"""The disk keyspaces of a catalog: by number, by name, by namespace, and how many each user has. Event loop only."""
+"""The disk keyspaces of a catalog: by number, by name, by namespace, and their counts by user. Event loop only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISK_KEYSPACES_MAX = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class DiskKeyspace:
-    """The keys of one group in one epoch of a namespace, on disk."""
+    """Describes the keys of one group in one epoch of a namespace, on disk."""
 
     id: int
     name: KeyspaceId
@@ -24,12 +24,14 @@ class DiskKeyspace:
     keys: int = 0  # complete ones
     open: bool = True  # a closed one takes no more records
     part_bytes: I64Array = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Payload size of each part, which its name determines; 0 until a record of it or its group's sizes are known."""
+    """The payload size of each part, which its name determines; 0 until a record of it or its group's sizes are
+    known.
+    """
     uid: int | None = None  # its user; None until the group is registered
 
 
 class DiskKeyspaces(dict[int, DiskKeyspace]):
-    """Open and closed ones by their numbers. Only its own methods add and remove them."""
+    """Maps numbers to open and closed disk keyspaces. Only its methods add and remove them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,10 +41,11 @@ class DiskKeyspaces(dict[int, DiskKeyspace]):
         self._next_number = 0
 
     def open(self, name: KeyspaceId, uid: int | None = None) -> DiskKeyspace | None:
-        """Returns the open one of this name, made if it is new; None if there are too many. `uid`: its user, if known.
+        """Returns the open disk keyspace of this name, and makes it if it is new; None if there are too many. `uid` is
+        its user, if known.
 
-        A user has at most as many as there are left for all others then: disk keyspaces stay as long as they have keys,
-        also when their namespaces are forgotten, and whatever some users do, the next one finds room.
+        A user has at most as many as are then left for all others. Disk keyspaces stay as long as they have keys, even
+        if their namespaces are forgotten, so this limit keeps room for the next user.
         """
         disk_keyspace = self._by_name.get(name)
         left = DISK_KEYSPACES_MAX - 1 - len(self)
@@ -59,18 +62,20 @@ class DiskKeyspaces(dict[int, DiskKeyspace]):
         return disk_keyspace
 
     def of_namespaces(self, names: Collection[bytes] | None) -> list[DiskKeyspace]:
-        """Returns those of these namespaces (fingerprints; None: of all), closed ones too."""
+        """Returns the disk keyspaces of these namespaces (fingerprints; None: of all), including closed ones."""
         if names is None:
             return list(self.values())
         return [one for name in names for one in self._by_fingerprint.get(name, {}).values()]
 
     def close(self, disk_keyspace: DiskKeyspace) -> None:
-        """Nothing of it is found from now on. `Catalog.empty` frees what it takes."""
+        """Closes a disk keyspace: its keys are not found from now on. `Catalog.empty` frees what it takes."""
         disk_keyspace.open = False
         self._by_name.pop(disk_keyspace.name, None)
 
     def discard(self, disk_keyspace: DiskKeyspace) -> None:
-        """Forget one without keys, whose number may be reused. A write under way finds it closed."""
+        """Forgets a disk keyspace without keys, and releases its number for reuse. A write under way finds it
+        closed.
+        """
         self.close(disk_keyspace)
         del self[disk_keyspace.id]
         mine = self._by_fingerprint[disk_keyspace.name.fingerprint]
@@ -83,7 +88,7 @@ class DiskKeyspaces(dict[int, DiskKeyspace]):
                 del self._by_uid[disk_keyspace.uid]
 
     def check(self) -> list[str]:
-        """The audit: a list of what is wrong."""
+        """Returns the audit's list of errors."""
         by_uid = Counter(one.uid for one in self.values() if one.uid is not None)
         findings = [] if by_uid == self._by_uid else [f"catalog: users have {by_uid} shelves, counted {self._by_uid}"]
         listed = {number: one for some in self._by_fingerprint.values() for number, one in some.items()}

@@ -1,4 +1,4 @@
-"""The disk tier below memory, which puts together catalog, demotion, promotion, reclaim and scrub. Event loop only."""
+"""The disk tier below memory, which combines catalog, demotion, promotion, reclaim and scrub. Event loop only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MISS, _PENDING = int(KeyState.MISS), int(KeyState.PENDING)
 
 
 class DiskTier(DiskContents):
-    """The `LocalTier` on disk."""
+    """Implements `LocalTier` on disk."""
 
     def __init__(
         self, cache: Cache, config: DiskConfig, files: Files, loop: asyncio.AbstractEventLoop, seed: int
@@ -51,7 +51,7 @@ class DiskTier(DiskContents):
     # --- life ---
 
     async def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
-        """Take the roots in, and start the background tasks. `spawn` runs a task that the daemon owns."""
+        """Takes the roots in, and starts the background tasks. `spawn` runs a task that the daemon owns."""
 
         def keep(work: Coroutine[Any, Any, None]) -> None:
             self._tasks.append(spawn(work))
@@ -63,7 +63,7 @@ class DiskTier(DiskContents):
         keep(self.demotion.run_again())
 
     async def close(self, flush_s: float, deadline_s: float) -> bool:
-        """Write what is in memory alone, seal, and close the roots. False: some I/O does not end."""
+        """Writes the keys that only memory has, seals, and closes the roots. Returns False if some I/O does not end."""
         if left := await self.demotion.flush(flush_s):
             log.warning("%d bytes were not written to disk in time and are lost", left)
         for task in self._tasks:
@@ -115,7 +115,9 @@ class DiskTier(DiskContents):
     # --- lookups ---
 
     def on_disk(self, keyspace: Keyspace, keys: U64Array, lookup: LookupResult) -> BoolArray:
-        """Which keys of a lookup are on disk, or on their way from there. Sets their state in `lookup` to PENDING."""
+        """Returns which keys of a lookup are on disk, or on their way from there. Sets their state in `lookup` to
+        PENDING.
+        """
         on_disk = np.zeros(len(keys), bool)
         misses = np.flatnonzero(lookup.states == KeyState.MISS)
         disk_keyspace = self.of(keyspace)
@@ -129,7 +131,7 @@ class DiskTier(DiskContents):
 
     @changing
     def touch(self, keyspace: Keyspace, keys: U64Array) -> None:
-        """These keys count as read."""
+        """Marks these keys as read."""
         disk_keyspace = self.of(keyspace)
         if disk_keyspace is not None:
             rows = self.catalog.find(disk_keyspace, keys)
@@ -138,11 +140,11 @@ class DiskTier(DiskContents):
     # --- audit ---
 
     def check(self) -> list[str]:
-        """The audit in one go: a list of what is wrong."""
+        """Audits everything at once: returns a list of errors."""
         return [finding for findings in self.steps() for finding in findings]
 
     def steps(self) -> Iterator[list[str]]:
-        """The audit in steps. Each yields what is wrong at its moment."""
+        """Audits in steps. Each yields a list of errors, which is true at its moment."""
         yield from self.catalog.steps(lambda: {ordinal for root in self.roots for ordinal in root.pool.segments})
         yield [
             f"disk: {root.name} uses {root.pool.used_bytes} bytes of {root.capacity_bytes}"
@@ -173,10 +175,10 @@ class DiskTier(DiskContents):
 def find_on_disk(
     disk: DiskTier, groups: Sequence[tuple[Keyspace, U64Array]], lookups: Sequence[LookupResult]
 ) -> list[BoolArray]:
-    """`DiskTier.on_disk` of each keyspace's keys, in one go."""
+    """Finds the keys of several keyspaces at once, as `DiskTier.on_disk`."""
     if len(groups) < 2:
         return [disk.on_disk(keyspace, keys, lookup) for (keyspace, keys), lookup in zip(groups, lookups, strict=True)]
-    # Of keyspaces without a disk keyspace that is open, or in doubt, nothing is looked up.
+    # Keyspaces without an open disk keyspace, or in doubt, have no keys to look up.
     disk_keyspaces = [
         its if (its := disk.of(keyspace)) is not None and its.open and not keyspace.namespace.doubt else None
         for keyspace, _ in groups

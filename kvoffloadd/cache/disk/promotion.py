@@ -1,7 +1,7 @@
-"""Promotion: keys on disk are read into memory slots, verified, and only then served.
+"""Promotion: reads keys on disk into memory slots, and verifies them before they are served.
 
 Event loop only. The read lanes of the disk's roots write into slots that are reserved here. When a root goes off, no
-fetch waits for its reads any more: their slots are free at once, but for those that a thread is at. See `fetches`.
+fetch waits for its reads any more: their slots are free at once, except those that a thread is writing. See `fetches`.
 """
 
 from __future__ import annotations
@@ -35,47 +35,49 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 4 << 20
 PIECE_RECORDS = 128
 PIECE_SHARE = 64
-"""What one ticket of a read lane reads at most: bytes, records, and a fraction (1/n) of memory, since a disk that hangs
-keeps the slots of what its threads read.
+"""The maximum size of the reads of one ticket of a read lane: bytes, records, and a fraction (1/n) of memory, since a
+disk that hangs keeps the slots that its threads read into.
 """
 
 _RESERVED = int(KeyState.RESERVED)
 
 WINDOW_SHARES: Final = {Urgency.LOAD: 8, Urgency.PIN: 16, Urgency.PREFETCH: 16}
-"""By urgency, a fraction (1/n) of memory: what may be reserved at once for reading, from all roots together."""
+"""The memory that may be reserved at once for reading, from all roots together: a fraction (1/n) of memory, by
+urgency.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class DiskRead(PendingRead):
-    """What one ticket of a read lane reads."""
+    """Describes the reads of one ticket of a read lane."""
 
     root: Root = field(kw_only=True)
     segment: int = field(kw_only=True)
-    records: I64Array = field(kw_only=True)  # where from: record numbers of the catalog, in this segment
-    reads: np.ndarray = field(kw_only=True)  # the same for the lane: an array of READ
+    records: I64Array = field(kw_only=True)  # the source: record numbers of the catalog, in this segment
+    reads: np.ndarray = field(kw_only=True)  # the source for the lane: an array of READ
     ticket: Ticket | None = None
 
     def cancel(self) -> bool:
-        """See `Ticket.cancel`."""
+        """Cancels the ticket, see `Ticket.cancel`."""
         return self.ticket is not None and self.ticket.cancel()
 
 
 @dataclass(slots=True)
 class PromotionCounters:
-    """What was read since the start."""
+    """Counts what was read since the start."""
 
     keys: int = 0
     bytes: int = 0
-    without_space: int = 0  # keys that memory had no room for
+    without_space: int = 0  # keys for which memory had no room
     # Records that did not come.
-    damaged: int = 0  # they did not verify
+    damaged: int = 0  # verification failed
     unreadable: int = 0  # the disk gave an error
     cancelled: int = 0  # not read, and still on disk: no fetch waited any more, or the root did not answer
     no_resources: int = 0  # not read, and still on disk: the system had no descriptors or memory
 
 
 class Promotion(Fetches):
-    """All reads from disk to memory that are under way."""
+    """Performs all reads from disk to memory."""
 
     def __init__(self, disk: DiskContents) -> None:
         super().__init__(disk.cache, disk.loop)
@@ -91,7 +93,7 @@ class Promotion(Fetches):
 
     @changing
     def give_up(self, root: Root) -> None:
-        """This root does not answer: no fetch waits for its reads any more."""
+        """Gives up the reads of a root that does not answer: no fetch waits for them any more."""
         for reading in list(self._readings.values()):
             for piece, ticket in list(reading.pieces.items()):
                 if isinstance(piece, DiskRead) and piece.root is root:
@@ -119,7 +121,7 @@ class Promotion(Fetches):
     def _start(self, fetch: Fetch, wanted: KeysBelow, woken: Window[Fetch] | None) -> Window[Fetch] | None:
         keyspace = wanted.keyspace
         if keyspace.retired or keyspace.namespace.doubt:
-            return None  # cleared meanwhile, or it may have been
+            return None  # it was cleared in the meantime, or may have been
         found = self._cache.find(keyspace, wanted.keys)
         at, rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
         disk_keyspace = self._disk.of(keyspace)
@@ -142,7 +144,7 @@ class Promotion(Fetches):
     def _needed(
         self, keyspace: Keyspace, disk_keyspace: DiskKeyspace, rows: U32Array
     ) -> tuple[BoolArray, Counter[Root]]:
-        """Which of these catalog rows are on roots that work, and how many bytes each root is to read for them."""
+        """Returns which of these catalog rows are on working roots, and how many bytes each root must read for them."""
         catalog = self._disk.catalog
         segments = catalog.segment[catalog.places(disk_keyspace, rows)]
         sizes = np.asarray(keyspace.part_bytes, np.int64)
@@ -158,7 +160,7 @@ class Promotion(Fetches):
         return there, needed
 
     def _read(self, fetch: Fetch, wanted: KeysBelow, catalog_rows: I64Array) -> None:
-        """Reserve slots and read into them."""
+        """Reserves slots and reads into them."""
         cache, catalog, keyspace = self._cache, self._disk.catalog, wanted.keyspace
         all_parts = np.arange(keyspace.schema.parts, dtype=np.uint16)
         reservation = reserve(cache, keyspace, wanted.keys, all_parts, 0, positions=wanted.positions)
@@ -200,8 +202,8 @@ class Promotion(Fetches):
 
     @changing
     def _settle(self, reading: ReadBatch, piece: DiskRead, status: U8Array, digests: U64Array) -> None:
-        """A read has ended: nothing touches its slots any more."""
-        piece.ticket = None  # which refers to the piece: see `Collector`
+        """Ends a read: nothing accesses its slots any more."""
+        piece.ticket = None  # the ticket refers to the piece: see `Collector`
         good = status == OK
         if not self._settle_read(reading, piece, good, digests):
             return
@@ -211,7 +213,7 @@ class Promotion(Fetches):
         self._leave(reading, piece)
 
     def _count_failures(self, reading: ReadBatch, piece: DiskRead, status: U8Array) -> None:
-        """Count records that did not come. Bad ones are dropped; the others can be tried again."""
+        """Counts records that could not be read. Bad ones are dropped; the others can be read again."""
         catalog, counters = self._disk.catalog, self.counters
         damaged, unreadable, gone, cancelled, starved = (
             int((status == reason).sum()) for reason in (DAMAGED, FAILED, GONE, NOT_READ, NO_RESOURCES)
@@ -221,9 +223,9 @@ class Promotion(Fetches):
         counters.cancelled += cancelled
         counters.no_resources += starved
         bad = (status == DAMAGED) | (status == FAILED)
-        # Only where the catalog still means this place: the record may have moved on meanwhile.
+        # Only where the catalog still names this place: the record may have moved in the meantime.
         bad &= (catalog.segment[piece.records] == piece.segment) & (catalog.page[piece.records] == piece.reads["page"])
-        self._disk.lose(piece.records[bad], Reason.CORRUPT)  # what is gone goes with its segment
+        self._disk.lose(piece.records[bad], Reason.CORRUPT)  # records that are gone are removed with their segment
         if damaged or unreadable:
             log.warning(
                 "disk: %d of %d records of group %d failed verification; their keys are misses now",
@@ -234,8 +236,8 @@ class Promotion(Fetches):
 
 
 def pieces(segments: U32Array, reads: np.ndarray, piece_bytes: int = PIECE_BYTES) -> list[tuple[int, I64Array]]:
-    """Split reads into pieces for one ticket each: of one segment, by page, with bounded bytes and records. Returns the
-    segment of each piece and the indices of its reads.
+    """Splits reads into pieces for one ticket each: of one segment, by page, with bounded bytes and records. Returns
+    the segment of each piece and the indices of its reads.
     """
     order = np.lexsort((reads["page"], segments))
     ordered = segments[order]

@@ -1,11 +1,11 @@
-"""Reclaim: segments are used again for new records, those first that hold little; what is of use in them is written
-again.
+"""Reclaim: frees segments for new records, those with few live records first, and rewrites the useful records in them.
 
-Of the older half of the segments, and of all of which nothing is lost, the one that holds the least goes first, and of
-equals the oldest, as in a log: what was written last was asked for last. If a segment is at most half live, nothing of
-it is lost: all its records are rewritten. From one that holds more only those go on that were read since they were
-written, as far as a share of it allows; one of which more than that was read takes its place behind the others, and has
-to be read again before it does so a second time. So each segment that is reclaimed gains at least half of its space.
+Of the older half of the segments, and of all segments that lose nothing, the one that holds the least is reclaimed
+first, and among equals the oldest, as in a log: the records written last were requested last. If a segment is at most
+half live, it loses nothing: all its records are rewritten. From a fuller segment, only records that were read since
+they were written are rewritten, up to a share of the segment. If more records than this share were read, the segment is
+spared: it takes its place after the others, and must be read again before it is spared a second time. So each segment
+that is reclaimed gains at least half of its space.
 
 Event loop only, one task per root.
 """
@@ -40,29 +40,31 @@ from kvoffloadd.storage.disk.writer import WriteBatch
 log = logging.getLogger(__name__)
 
 REWRITE_BYTES = 8 << 20
-"""Bytes that are read and written again in one go."""
+"""The number of bytes that are read and written again at a time."""
 
 REWRITE_SHARE, WHOLE_SHARE = 4, 2
 """Fractions (1/n) of a segment. At most a quarter is rewritten of records that were read. If at most half is live, all
-of that is. So reclaiming it always gains room.
+live records are. So reclaiming it always gains room.
 """
 
 FILL_STEPS = 8
-"""What segments hold is compared in steps of this fraction (1/n)."""
+"""The live shares of segments are compared in steps of this fraction (1/n)."""
 
 SPARED_MAX = 4
-"""How many segments may be spared before one is reclaimed, so that finding one is bounded."""
+"""The number of segments that may be spared before one is reclaimed, so that the search is bounded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Staging:
-    """Memory between a read and the write that moves what was read."""
+    """Holds memory between a read and the write that moves its records."""
 
     memory: U8Array
 
 
 class Allowance(NamedTuple):
-    """What of a segment is written again: all that is live, or what was read; and how many pages that may take."""
+    """Describes what of a segment is rewritten: all that is live, or what was read; and how many pages that may
+    take.
+    """
 
     all_of_it: bool
     pages: int
@@ -81,7 +83,7 @@ class Reclaim:
         self._staging: set[Staging] = set()
 
     async def keep(self, root: Root, retry_s: float) -> None:
-        """Whenever the root has no segment ahead, make one, until cancelled."""
+        """Makes a segment whenever the root has none ahead, until cancelled."""
         changes = self._disk.numbers.changes
         with changing:
             while True:
@@ -97,7 +99,7 @@ class Reclaim:
         if root.pool.may_grow:
             if await root.pool.grow():
                 return True
-            if root.pool.may_grow:  # it failed, and not for want of space
+            if root.pool.may_grow:  # it failed for another reason than lack of space
                 return False
         victim, spared = self.victim(root)
         if victim is None or not root.pool.wants_segment:
@@ -105,7 +107,7 @@ class Reclaim:
         for segment in spared:
             await self._spare(segment)
         allowance = self._allowance(victim, self._room_pages(root))
-        # Other writes meanwhile must not take the room: then all records in use would be lost.
+        # Other writes must not take the room in the meantime: then all records in use would be lost.
         root.writer.reserved_pages = _with_footer(allowance.pages)
         try:
             if not await root.pool.may_recycle(victim):
@@ -115,16 +117,16 @@ class Reclaim:
         finally:
             root.writer.reserved_pages = 0
         if root.health.write_errors > errors:
-            return False  # what is used of it may be nowhere else
+            return False  # records in use may exist only there
         await self.give_up(victim, again)
         return victim.ordinal in root.pool.segments and await root.pool.recycle(victim)
 
     # --- which segment ---
 
     def victim(self, root: Root) -> tuple[Segment | None, list[Segment]]:
-        """The segment to be reclaimed next (None: none is sealed), and those that come before it and are spared."""
+        """Returns the segment to reclaim next (None: none is sealed), and those that come before it and are spared."""
         by_place, room_pages = sorted(root.pool.sealed(), key=lambda segment: segment.place), self._room_pages(root)
-        # What was written last goes last, unless it can be written again.
+        # The segments written last are reclaimed last, unless they can be rewritten.
         older = -(-len(by_place) // 2)
         eligible = (
             segment
@@ -138,7 +140,7 @@ class Reclaim:
         return (first[0] if first else None), []
 
     async def _spare(self, segment: Segment) -> None:
-        """Its place is behind the others now, until it is read again."""
+        """Moves a segment after the others, until it is read again."""
         catalog = self._disk.catalog
         segment.spared_at = self._disk.numbers.number()
         records = catalog.in_segment(segment.ordinal)
@@ -150,33 +152,35 @@ class Reclaim:
 
     @staticmethod
     def _room_pages(root: Root) -> int:
-        """How many pages of records can be written again now, with what they add to the footer."""
+        """Returns how many pages of records can be rewritten now, including their entries in the footer."""
         return root.pool.open_segment.free_pages if root.pool.open_segment is not None else 0
 
     def _fill(self, segment: Segment) -> int:
-        """How much of it is live, in steps."""
+        """Returns the live share of a segment, in steps."""
         live_bytes = self._disk.catalog.live_pages(segment.ordinal) * PAGE_BYTES
         return -(-live_bytes * FILL_STEPS // segment.size_bytes)
 
     def _loses_nothing(self, segment: Segment, room_pages: int) -> bool:
-        """Whether nothing of it is live, or all of that is written again."""
+        """Returns whether no record of a segment is live, or all live records are rewritten."""
         live_pages = self._disk.catalog.live_pages(segment.ordinal)
         is_little = live_pages * PAGE_BYTES <= segment.size_bytes // WHOLE_SHARE
         return not live_pages or (self._rewrite_hot and is_little and _with_footer(live_pages) <= room_pages)
 
     def _is_spared(self, segment: Segment, room_pages: int) -> bool:
-        """Whether more of it was read than would be rewritten, since it was written or was spared before."""
+        """Returns whether more of a segment was read than would be rewritten, since it was written or was spared
+        before.
+        """
         allowance = self._allowance(segment, room_pages)
         return self._rewrite_hot and self._disk.catalog.used_pages(segment.ordinal) > allowance.pages
 
     def _allowance(self, segment: Segment, room_pages: int) -> Allowance:
-        """What of it is written again, if anything is."""
+        """Returns what of a segment is rewritten, if anything is."""
         if self._loses_nothing(segment, room_pages):
             return Allowance(True, self._disk.catalog.live_pages(segment.ordinal))
         return Allowance(False, segment.size_bytes // REWRITE_SHARE // PAGE_BYTES if self._rewrite_hot else 0)
 
     async def _forget_gone(self, root: Root, segment: Segment) -> None:
-        """The file of this segment was removed: so are its keys."""
+        """Forgets the keys of a segment with a removed file."""
         root.writer.withdraw(segment)
         await self._disk.numbers.changes.wait_for(lambda: segment.fd == -1)
         lost = await self.forget(segment.ordinal)
@@ -187,7 +191,9 @@ class Reclaim:
         )
 
     async def give_up(self, segment: Segment, again: list[np.ndarray]) -> None:
-        """Drop all records of this segment from the catalog; memory rows of `again` are written anew."""
+        """Drops all records of this segment from the catalog, and offers the memory rows of `again` for another
+        write.
+        """
         catalog = self._disk.catalog
         for rows in await self.forget(segment.ordinal):
             self.keys_evicted += len(rows)
@@ -196,8 +202,8 @@ class Reclaim:
             self._demotion.backlog.offer(rows)
 
     async def forget(self, ordinal: int) -> list[np.ndarray]:
-        """Drop every record of a segment from the catalog, some at a time. Returns the catalog rows of the keys that
-        were dropped, which other keys may have by now.
+        """Drops every record of a segment from the catalog, some at a time. Returns the catalog rows of the keys that
+        were dropped. Other keys may have these rows by now.
         """
         lost = []
         records = self._disk.catalog.in_segment(ordinal)
@@ -211,8 +217,8 @@ class Reclaim:
     # --- rewriting ---
 
     async def _rewrite(self, root: Root, segment: Segment, allowance: Allowance) -> list[np.ndarray]:
-        """Write the used records of a segment again, or all that are live if they are few. Returns memory rows of keys
-        that are better written from there.
+        """Rewrites the used records of a segment, or all that are live if they are few. Returns memory rows of keys
+        that are better written from memory.
         """
         catalog = self._disk.catalog
         left = allowance.pages * PAGE_BYTES
@@ -225,8 +231,8 @@ class Reclaim:
             await asyncio.sleep(0)
             disk_keyspace = catalog.disk_keyspaces.get(number)
             if disk_keyspace is None or not disk_keyspace.open:
-                continue  # cleared, before this or while others were moved
-            # From disk even where memory has them: it may evict them before they are written from there.
+                continue  # cleared before, or while others were moved
+            # From disk even if memory has them: it may evict them before they are written from memory.
             complete = self._complete(segment, disk_keyspace, mine)
             used = catalog.used[catalog.row[complete]] != 0
             wanted = np.concatenate([complete[used], complete[~used]]) if allowance.all_of_it else complete[used]
@@ -234,7 +240,7 @@ class Reclaim:
             if moved is None:
                 break
             left -= moved
-            # Bounded as well: where memory holds more than the disk, all of it would be written for ever.
+            # Bounded as well: if memory holds more than the disk, all of it would be written for ever.
             keyspace = self._disk.keyspace_of(disk_keyspace)
             if keyspace is not None:
                 size = int(record_pages(np.asarray(keyspace.part_bytes)).sum()) * PAGE_BYTES
@@ -244,7 +250,9 @@ class Reclaim:
         return from_memory
 
     def _complete(self, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array) -> I64Array:
-        """Those of these records that lie in this segment now, of keys of this disk keyspace that are complete."""
+        """Returns those of these records that lie in this segment now and belong to complete keys of this disk
+        keyspace.
+        """
         catalog = self._disk.catalog
         rows = catalog.row[records]
         lies_here = (catalog.segment[records] == segment.ordinal) & (catalog.page[records] != 0)
@@ -254,7 +262,7 @@ class Reclaim:
         return subset
 
     def _resident(self, keyspace: Keyspace, records: I64Array) -> U32Array:
-        """Memory rows of those keys of these records that memory has, too."""
+        """Returns the memory rows of those keys of these records that memory has, too."""
         entries = self._disk.cache.entries
         rows = entries.find(keyspace, self._disk.catalog.index.keys[self._disk.catalog.row[records]])
         rows = rows[rows >= 0]
@@ -264,7 +272,7 @@ class Reclaim:
     async def _move_some(
         self, root: Root, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array, left: int
     ) -> int | None:
-        """Write as many of these records again as `left` bytes take. Returns their bytes; None: there is no room."""
+        """Rewrites as many of these records as `left` bytes take. Returns their bytes; None: there is no room."""
         sizes = self._disk.payload_bytes(disk_keyspace, records)
         costs = record_pages(sizes) * PAGE_BYTES
         fits = np.cumsum(costs) <= left
@@ -279,7 +287,9 @@ class Reclaim:
     async def _move(
         self, root: Root, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array, sizes: I64Array
     ) -> bool:
-        """Read records and write them behind the newest. False: there is no room for more, or the root is off."""
+        """Reads records and writes them after the newest. Returns False if there is no room for more, or the root is
+        off.
+        """
         if not root.holds(segment):
             return False
         catalog = self._disk.catalog
@@ -339,7 +349,7 @@ class Reclaim:
 
 
 def _with_footer(pages: int) -> int:
-    """What so many pages of records take at most, with what they add to the footer: for each two of them an entry, and
-    a keyspace, of 64 bytes.
+    """Returns the maximum number of pages that this many pages of records take with the footer: for each two of them an
+    entry, and a keyspace, of 64 bytes.
     """
     return pages + pages // 64 + 1

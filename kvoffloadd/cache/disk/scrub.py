@@ -1,4 +1,4 @@
-"""Scrub: every record that the catalog names is read from disk and checked, while the daemon serves."""
+"""Scrub: reads every record that the catalog names from disk and checks it, while the daemon serves."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FINDINGS_MAX = 1000
 
 
 class Scrub:
-    """The scrub of all roots; its reads come behind all others."""
+    """Scrubs all roots; its reads come after all others."""
 
     def __init__(self, disk: DiskContents, counters: PromotionCounters) -> None:
         self._disk = disk
         self._counters = counters
 
     async def run(self, *, repair: bool) -> tuple[int, list[str]]:
-        """Read all records. Returns their number and what is wrong; with `repair` bad records are dropped. Records that
-        are dropped or rewritten meanwhile are not judged.
+        """Reads all records. Returns their number and a list of errors; with `repair` bad records are dropped. Records
+        that are dropped or rewritten in the meantime are not judged.
         """
         catalog, count = self._disk.catalog, 0
         findings: list[str] = []
@@ -55,8 +55,8 @@ class Scrub:
         return count, findings
 
     def _sizes(self, segment: Segment, records: I64Array) -> I64Array:
-        """Bytes from each of these records of a segment, which come by page, to the next: an upper bound of its size,
-        which may not be known since the start. All of them together are no more than the segment.
+        """Returns the bytes from each of these records of a segment, which come by page, to the next. This is an upper
+        bound of the record's size, which may not be known since the start. The sum is at most the size of the segment.
         """
         ends = np.append(self._disk.catalog.page[records], segment.size_bytes // PAGE_BYTES).astype(np.int64)
         sizes: I64Array = np.diff(ends) * PAGE_BYTES

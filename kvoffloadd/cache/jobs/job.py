@@ -1,13 +1,12 @@
-"""One store or load under way: what it is to do, what it waits for, and how it ends.
+"""One store or load under way: what it does, what it waits for, and how it ends.
 
 Ownership: everything here belongs to the event loop. The copy lanes read and write the bytes that a job's copy names;
-the hash lane reads slots. Both tell the loop when they are done, and only then is anything freed.
+the hash lane reads slots. Both notify the loop when they have finished, and nothing is freed before.
 
-The life of a job is one coroutine, which waits in `step`, `pause` and `let_others_go_first` alone. It is no task: it
-runs to its first wait within `Jobs.store` or `Jobs.load`, and goes on within the callback of whatever it waited for. So
-nothing happens between that callback and what the job makes of it, a job that waits for nothing but its copy has begun
-it when the request is answered (a large one some turns of the loop later), and a job is never cancelled while its copy
-is in flight.
+The life of a job is one coroutine, which waits only in `step`, `pause` and `let_others_go_first`. It is not a task: it
+runs to its first wait within `Jobs.store` or `Jobs.load`, and goes on within the callback that it waits for. So nothing
+happens between that callback and the job's reaction. A job that waits only for its copy has begun it when the request
+is answered (a large one some turns of the loop later). A job is never cancelled while its copy is in flight.
 """
 
 from __future__ import annotations
@@ -44,30 +43,32 @@ from kvoffloadd.storage.hashing import hash_payloads, in_turns
 T = TypeVar("T")
 
 VERIFY_URGENT = 0
-"""Verification comes before sealing: see `sealing`."""
+"""The urgency of verification, which comes before sealing: see `sealing`."""
 
 STEP_PARTS = 8192
-"""Parts of a store that one turn of the loop commits or frees: it takes a millisecond or two."""
+"""The number of parts of a store that one turn of the loop commits or frees: it takes a millisecond or two."""
 
 SOON_PARTS = 512
-"""A store of no more parts is sealed in the turn in which it ends: that takes a tenth of a millisecond."""
+"""The maximum number of parts of a store that is sealed in the turn in which it ends: that takes a tenth of a
+millisecond.
+"""
 
 _SHORT = (MemoryError, OSError, RuntimeError)
-"""What a device raises that is short of memory or threads: it costs the job, which has its end all the same."""
+"""The errors of a device that lacks memory or threads. Such an error fails the job, which still reports its end."""
 
 
 class Phase(StrEnum):
-    """What a job waits for."""
+    """Names what a job waits for."""
 
     DISK = "disk"  # or the remote store
     VERIFICATION = "verification"  # of payloads, before they are loaded
     SIGNAL = "signal"  # the worker's
     COPY = "copy"
-    END = "end"  # nothing: it ends behind the reply
+    END = "end"  # nothing: it ends after the reply
 
 
 class Stopped(Exception):
-    """A job ends before its copy has begun. The message is the reason, for the worker."""
+    """Ends a job before its copy has begun. The message is the reason, for the worker."""
 
     def __init__(self, outcome: Outcome, reason: str = "") -> None:
         super().__init__(reason)
@@ -76,10 +77,10 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyOptions:
-    """How a job is to be copied."""
+    """Describes how to copy a job."""
 
     device: Device
-    deadline_s: float  # loop time after which no further piece of it begins
+    deadline_s: float  # loop time after which no more pieces of it begin
     urgent: bool = False  # before other jobs of its direction
     ready: ReadySignal | None = None  # nothing is copied before this signal; None: at once
     flow: Flow = DAEMON  # the user and engine whose share of the lanes it uses
@@ -87,7 +88,7 @@ class CopyOptions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """How a job ended."""
+    """Describes how a job ended."""
 
     outcome: Outcome
     bytes: int
@@ -97,7 +98,7 @@ class Completion:
 
 
 class Owner(Protocol):
-    """What a job uses of `Jobs`."""
+    """Declares what a job uses of `Jobs`."""
 
     cache: Cache
     lower: LowerTiers | None
@@ -107,10 +108,10 @@ class Owner(Protocol):
     verify_loads: bool | str  # AUTO: by devices that hash what they load
 
     def drop(self, rows: U32Array) -> None:
-        """These keys hold wrong bytes."""
+        """Drops keys with wrong bytes."""
 
     def remove(self, job: Job, result: CopyResult) -> None:
-        """The job has ended with this result: it is not under way any more, and counts."""
+        """Removes a job that has ended with this result, and counts it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -121,18 +122,19 @@ class Job:
     direction: Direction
     options: CopyOptions
     on_end: Callable[[Completion], None]  # called once, after the last access
-    # Record numbers that it reads or writes; and, of a load, the row of each one's key, which it holds.
+    # The record numbers that it reads or writes; for a load, also the row of each one's key, which the load holds.
     parts: I64Array = field(default_factory=lambda: NO_PARTS)
     rows: U32Array = field(default_factory=lambda: NO_ROWS)
-    lists: list[BlockList] = field(default_factory=list)  # what is copied; given to the copy when it begins
-    # By group: of each payload that is copied the index of its key, and the indices of the keys that are not copied.
+    lists: list[BlockList] = field(default_factory=list)  # what is copied; the copy takes the lists over when it begins
+    # By group: the index of the key of each payload that is copied, and the indices of the keys that are not copied.
     chosen: list[I64Array] = field(default_factory=list)
     lost: list[I64Array] = field(default_factory=list)
-    # Which parts have failed verification (load), or were cleared meanwhile (store); and which a load's copy verifies.
+    # Which parts have failed verification (load), or were cleared in the meantime (store); and which of them a load's
+    # copy verifies.
     bad: BoolArray = field(init=False)
     hashed: BoolArray = field(init=False)
-    later: LoadRequest | None = None  # of a load: what it fetches before it is planned again
-    settled: int = 0  # of a store: how many of its parts, the last ones, are committed or freed by now
+    later: LoadRequest | None = None  # for a load: what it fetches before it is planned again
+    settled: int = 0  # for a store: how many of its parts, the last ones, are committed or freed
     phase: Phase = Phase.END
     copy: Copy | None = None
     waiting: SignalWait | None = None  # for the worker's signal
@@ -143,14 +145,14 @@ class Job:
     _give_up: Callable[[], bool] | None = None  # how to stop what it waits for, see `step`
 
     def take(self, parts: I64Array, lists: list[BlockList], lost: list[I64Array]) -> None:
-        """Copy these parts, whose payloads are in the lists in the same order. `lost`: keys that its end names."""
+        """Sets the parts to copy; the lists have their payloads in the same order. `lost`: keys that its end names."""
         self.bad, self.hashed = np.zeros((2, len(parts)), bool)
         self.parts, self.lists, self.lost = parts, lists, lost
         self.chosen = [one.keys for one in lists]
 
     @changing
     def hold(self, plan: LoadPlan) -> None:
-        """Take what is planned, and hold its keys in place of those held so far."""
+        """Takes over a plan, and holds its keys in place of the keys held so far."""
         self.take(plan.parts, plan.lists, plan.lost)
         self.owner.cache.hold(plan.rows)
         if len(self.rows):
@@ -158,13 +160,13 @@ class Job:
         self.rows = plan.rows
 
     def start(self, life: Coroutine[None, Any, None]) -> None:
-        """Run the job's coroutine to its first wait."""
+        """Runs the job's coroutine to its first wait."""
         self._life = life
         self._go_on(None)
 
     def busy_s(self, now: float) -> float:
-        """Seconds that a thread has been at the worker's memory for this job; 0 if none is. `now`: of
-        time.monotonic().
+        """Returns the seconds that a thread has been working on the worker's memory for this job; 0 if none is. `now`:
+        of time.monotonic().
         """
         at = self.copy or self.waiting
         return at.busy_s(now) if at is not None and not self.ended.is_set() else 0.0
@@ -173,8 +175,8 @@ class Job:
         self.stop(Outcome.CANCELLED)
 
     def stop(self, outcome: Outcome) -> None:
-        """Drop what has not begun; the job ends with this outcome. `on_end` is still called, after the last access."""
-        if self.stopped is None or outcome is Outcome.CANCELLED:  # what the worker asked for last
+        """Drops what has not begun; the job ends with this outcome. `on_end` is still called, after the last access."""
+        if self.stopped is None or outcome is Outcome.CANCELLED:  # the worker's last request counts
             self.stopped = outcome
         give_up = self._give_up
         if give_up is not None and give_up():
@@ -186,11 +188,13 @@ class Job:
     def step(
         self, phase: Phase, begin: Callable[[Callable[[T], None]], Callable[[], bool]], until_s: float | None = None
     ) -> Generator[None, T, T]:
-        """Begin something, and wait for what it calls back with. `begin(resume)`: `resume` is to be called once, later;
-        it returns how to give it up, which says whether it is over at once: then `resume` is not called. `until_s`:
-        loop time at which the job is stopped.
+        """Begins an operation, waits until it calls back, and returns the value that it brings.
 
-        Raises Stopped: the job was stopped before, or what it waits for was given up.
+        `begin(resume)` begins the operation, which calls `resume` once, later. It returns a function that gives the
+        operation up, and that returns whether it ended at once: then `resume` is not called. `until_s`: loop time at
+        which the job is stopped.
+
+        Raises Stopped: the job was stopped before, or the operation was given up.
         """
         if self.stopped is not None:
             raise Stopped(self.stopped)
@@ -209,13 +213,13 @@ class Job:
 
     @types.coroutine
     def pause(self) -> Generator[None, None, None]:
-        """Go on in the next turn of the loop, stopped or not: for what comes behind the copy."""
+        """Goes on in the next turn of the loop, stopped or not: for work after the copy."""
         next_turn(self._go_on)
         yield
 
     @types.coroutine
     def let_others_go_first(self) -> Generator[None, None, None]:
-        """Go on behind whatever comes in the next turn of the loop, stopped or not: see `behind_others`."""
+        """Goes on after all other work of the next turn of the loop, stopped or not: see `behind_others`."""
         behind_others(self._go_on)
         yield
 
@@ -227,7 +231,7 @@ class Job:
     # --- the life of a store ---
 
     async def store(self) -> None:
-        """The life of a store: its parts are committed or freed, and sealed."""
+        """Runs a store: its parts are committed or freed, and sealed."""
         result = await self._result(self._copy())
         seals: Iterable[None] = ()
         if result.outcome is Outcome.DONE:
@@ -241,13 +245,13 @@ class Job:
             await self.let_others_go_first()
 
     async def _commit(self, digests: U64Array | None) -> Iterable[None]:
-        """Make what was stored readable. Then it is to be sealed, from its first part on: by the steps that this
-        returns, with these digests, or by the hash lane.
+        """Makes stored parts readable. Returns steps that seal them with these digests, from the first part on; without
+        digests, the hash lane seals them.
         """
         entries = self.owner.cache.entries
         generations = entries.parts.generation
-        kept, at_commit = deque([np.zeros(0, np.int64)]), deque([generations[:0]])  # which of the parts
-        # By keyspace, and how often it was dropped from by then: the parts of all steps but the last.
+        kept, at_commit = deque([np.zeros(0, np.int64)]), deque([generations[:0]])  # the indices of the parts
+        # The keyspaces, how often each was dropped from until then, and the parts, of all steps but the last.
         early: list[tuple[Keyspace, int, I64Array]] = []
 
         def commit(step: slice) -> None:
@@ -256,14 +260,14 @@ class Job:
                 keyspaces = entries.by_keyspace(entries.parts.row[parts])
                 early.extend((keyspace, keyspace.drops, at + step.start) for keyspace, at in keyspaces)
             some = self.owner.cache.commit(parts)
-            if len(some) < len(parts):  # cleared meanwhile
+            if len(some) < len(parts):  # cleared in the meantime
                 self.bad[step] = ~np.isin(parts, some)
             kept.appendleft(step.start + np.flatnonzero(~self.bad[step]))
             at_commit.appendleft(generations[some])
 
         await self._settle(commit)
         for keyspace, drops, at in early:
-            # Cleared between two steps: to the worker the store was still running.
+            # Cleared between two steps: for the worker the store was still running.
             if keyspace.retired or keyspace.drops > drops:
                 self.bad[at] = True
         which, then = np.concatenate(kept), np.concatenate(at_commit)
@@ -274,8 +278,8 @@ class Job:
         return ()
 
     async def _settle(self, do: Callable[[slice], None]) -> None:
-        """Commit or free a store's parts step by step, each in a turn of its own. The last come first, as in
-        an `Admission`: so the beginning of a prompt is the last to be evicted.
+        """Commits or frees a store's parts step by step, each step in a separate turn. The last parts come first, as in
+        an `Admission`: so the beginning of a prompt is evicted last.
         """
         for end in range(len(self.parts), 0, -STEP_PARTS):
             if self.settled:
@@ -287,7 +291,7 @@ class Job:
     # --- the life of a load ---
 
     async def load(self) -> None:
-        """The life of a load, whose keys are held."""
+        """Runs a load; its keys are held."""
         result = await self._result(self._copy_out())
         self.owner.cache.unhold(self.rows)
         self._end(result)
@@ -302,8 +306,8 @@ class Job:
         return result
 
     async def _fetch(self, request: LoadRequest) -> None:
-        """Bring keys into memory, and plan the load again: what came is held until the job waits again. The job has no
-        use for its keys from then on, nor for their keyspaces.
+        """Brings keys into memory, and plans the load again: keys that came are held until the job's next wait. From
+        then on, the job uses neither its keys nor their keyspaces.
         """
         cache, lower = self.owner.cache, self.owner.lower
         if lower is not None:
@@ -312,7 +316,7 @@ class Job:
         plan = plan_load(cache.entries, request.groups, lookups)
         try:
             cache.check_hold(self.options.flow.uid, plan.rows)
-        except LimitError as error:  # others have stored some of it meanwhile
+        except LimitError as error:  # other requests have stored some of the keys in the meantime
             raise Stopped(Outcome.FAILED, str(error)) from None
         self.hold(plan)
         self.later = None
@@ -329,8 +333,8 @@ class Job:
         return give_up
 
     async def _verify(self) -> None:
-        """Check the payloads whose checksums are due, one turn of the lane after the other, and drop what is wrong. The
-        copy checks those that it can hash.
+        """Verifies the payloads that must be checked, one turn of the lane after the other, and drops keys with wrong
+        bytes. The copy verifies the payloads that it can hash.
         """
         columns, device = self.owner.cache.entries.parts, self.options.device
         if verifies(self.owner.verify_loads, device):
@@ -356,7 +360,7 @@ class Job:
             self._drop_wrong(turn, digests)  # at once, before another job loads them
 
     async def _check_hashed(self, digests: U64Array | None) -> None:
-        """Drop what the copy has found wrong, of very many payloads in some turns of the loop."""
+        """Drops keys that the copy has found wrong, of very many payloads in several turns of the loop."""
         if digests is None:
             raise ValueError("a device was to hash what it loads, and did not")
         copied = np.flatnonzero(self.hashed & ~self.bad)
@@ -368,9 +372,9 @@ class Job:
 
     @changing
     def _drop_wrong(self, at: I64Array, digests: U64Array) -> None:
-        """These payloads of a load have these checksums."""
+        """Compares payloads of a load with these checksums, and drops keys with wrong bytes."""
         columns, parts = self.owner.cache.entries.parts, self.parts[at]
-        words = np.flatnonzero(digests != np.take(columns.digest, parts, axis=0))  # of two a payload
+        words = np.flatnonzero(digests != np.take(columns.digest, parts, axis=0))  # each payload has two words
         wrong = np.unique(words // 2)
         if len(wrong):
             self.owner.drop(self.rows[at[wrong]])
@@ -392,12 +396,12 @@ class Job:
     # --- both ---
 
     async def finish(self) -> None:
-        """The life of a job that has nothing to move."""
+        """Runs a job that has nothing to move."""
         await self.step(Phase.END, next_turn)
         self._end(CopyResult(Outcome.DONE, 0, 0, 0, 0.0))
 
     def _end(self, result: CopyResult) -> None:
-        """Report the result: the job has had its last access, and has nothing to free any more."""
+        """Reports the result: the job has had its last access, and has nothing to free any more."""
         failed = self._failed(result.outcome)
         outcome = Outcome.PARTIAL if result.outcome is Outcome.DONE and any(map(len, failed)) else result.outcome
         self.owner.remove(self, result)
@@ -414,12 +418,12 @@ class Job:
         return [np.union1d(chosen[m], lost) for chosen, lost, m in zip(self.chosen, self.lost, masks, strict=True)]
 
     async def _result(self, steps: Coroutine[None, Any, CopyResult]) -> CopyResult:
-        """How the job's steps end. One that does not come to its copy has its end all the same, behind its reply."""
+        """Returns how the job's steps end. A job that does not reach its copy still ends, after its reply."""
         try:
             return await steps
         except Stopped as stopped:
             return CopyResult.not_begun(stopped.outcome, str(stopped))
-        except Exception as error:  # noqa: BLE001  end of a job: nobody else would give it one
+        except Exception as error:  # noqa: BLE001  end of a job: otherwise it would have none
             about = {"message": "a job failed by a bug of ours", "exception": error}
             asyncio.get_running_loop().call_exception_handler(about)
         with suppress(Stopped):
@@ -427,15 +431,15 @@ class Job:
         return CopyResult.not_begun(Outcome.FAILED, "it met a bug in the daemon; its log has the details")
 
     async def _copy(self) -> CopyResult:
-        """Wait for the worker's signal, if there is to be one, then copy. Raises Stopped: no copy has begun."""
+        """Waits for the worker's signal, if there is one, then copies. Raises Stopped: no copy has begun."""
         try:
             if self.options.ready is not None:
                 await self._await_signal(self.options.ready)
             if len(self.parts) > STEP_PARTS:
-                await self.step(Phase.COPY, behind_others)  # planning takes a turn of its own
+                await self.step(Phase.COPY, behind_others)  # planning takes a separate turn
             return await self.step(Phase.COPY, self._submit)
         except _SHORT as error:
-            await self.step(Phase.END, next_turn)  # behind the reply
+            await self.step(Phase.END, next_turn)  # after the reply
             raise Stopped(Outcome.FAILED, f"the job could not start: {type(error).__name__}: {error}") from None
 
     async def _await_signal(self, ready: ReadySignal) -> None:
@@ -465,24 +469,26 @@ class Job:
 
         def give_up() -> bool:
             copy.cancel()
-            return False  # its end comes behind the last access
+            return False  # its end comes after the last access
 
         return give_up
 
 
 def verifies(verify_loads: bool | str, device: Device) -> bool:
-    """Whether all sealed payloads are verified when they are loaded to this device; not only what was adopted."""
+    """Returns whether all sealed payloads are verified when they are loaded to this device, not only adopted ones."""
     return device.hashed_load_bytes > 0 if verify_loads == AUTO else bool(verify_loads)
 
 
 def next_turn(resume: Callable[[None], None]) -> Callable[[], bool]:
-    """Go on in the next turn of the loop: something to begin, for `Job.step`."""
+    """Goes on in the next turn of the loop: an operation for `Job.step`."""
     asyncio.get_running_loop().call_soon(resume, None)
     return lambda: False
 
 
 def behind_others(resume: Callable[[None], None]) -> Callable[[], bool]:
-    """Go on in the turn after the next, for `Job.step`: in the next one, this would come before sockets are read."""
+    """Goes on in the turn after the next: an operation for `Job.step`. In the next turn, it would run before sockets
+    are read.
+    """
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, resume, None)
     return lambda: False

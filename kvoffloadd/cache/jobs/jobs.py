@@ -30,28 +30,28 @@ from kvoffloadd.scheduling.patience import Patience
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 STUCK_LOOKS = 10
-"""Looks at a chunk before it is given up."""
+"""The number of checks of a chunk before it is given up."""
 
 NO_KEYS = np.zeros(0, np.int64)
 
 
 class Verification(StrEnum):
-    """What is verified of a device's loads."""
+    """Names what is verified of a device's loads."""
 
-    COPIED = "copied"  # all that is sealed, while it is copied; before, where that can't be
-    BEFORE = "before"  # all that is sealed, before it is copied
-    ADOPTED = "adopted"  # what an earlier daemon left, and nothing else
+    COPIED = "copied"  # all sealed payloads, during the copy; before it, where that is not possible
+    BEFORE = "before"  # all sealed payloads, before the copy
+    ADOPTED = "adopted"  # only payloads that an earlier daemon left
 
 
 TOOK_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Bounds of how long jobs take: from one of a few small keys to one that waits for a slow disk."""
+"""Bounds of job durations: from a job of a few small keys to one that waits for a slow disk."""
 
 
 @dataclass(slots=True)
 class JobCounters:
-    """What the jobs of one direction have moved since the start."""
+    """Counts what the jobs of one direction have moved since the start."""
 
-    jobs: int = 0  # also those that had nothing to move
+    jobs: int = 0  # including those that had nothing to move
     keys: int = 0  # payloads that were moved
     bytes: int = 0
     seconds: float = 0.0
@@ -68,7 +68,7 @@ class JobCounters:
 
 @dataclass(slots=True, eq=False)
 class Jobs:
-    """All jobs of the daemon that are under way, and the sealing of what they stored."""
+    """Keeps all jobs of the daemon that are under way, and seals what they have stored."""
 
     cache: Cache
     lower: LowerTiers | None
@@ -88,17 +88,17 @@ class Jobs:
 
     @property
     def unsealed(self) -> int:
-        """Parts that wait for their checksum."""
+        """Returns the number of parts that wait for their checksum."""
         return self.sealing.unsealed
 
     @property
     def holds(self) -> int:
-        """Rows that running loads hold."""
+        """Returns the number of rows that running loads hold."""
         return sum(len(job.rows) for job in self.running)
 
     @property
     def reserved(self) -> int:
-        """Parts that running stores own."""
+        """Returns the number of parts that running stores own."""
         return sum(len(job.parts) - job.settled for job in self.running if job.direction is Direction.STORE)
 
     # --- store ---
@@ -106,8 +106,8 @@ class Jobs:
     def store(
         self, parts: I64Array, lists: list[BlockList], options: CopyOptions, on_end: Callable[[Completion], None]
     ) -> Job:
-        """Copy into reserved parts that the job owns from here on; commit or abort them at the end. `lists`: by group,
-        where each part's payload is copied from, in the same order.
+        """Copies into reserved parts that the job owns from here on, and commits or aborts them at the end. `lists`: by
+        group, the source of each part's payload, in the same order.
         """
         job = Job(self, Direction.STORE, options, on_end)
         job.take(parts, lists, [NO_KEYS] * len(lists))
@@ -124,11 +124,12 @@ class Jobs:
         on_end: Callable[[Completion], None],
         later: LoadRequest | None = None,
     ) -> Job:
-        """Copy out what is planned, which is held until the end.
+        """Copies the planned parts, which are held until the end.
 
-        With `later`, its keys below memory are brought there first, while those of the plan are held; what is copied is
-        what is planned then. A key whose payload was adopted (with `verify_loads`: sealed) and does not
-        match its checksum is dropped, and bad: before the copy, or by a copy that hashes, which may have copied it.
+        With `later`, keys below memory are first brought there, while the keys of the plan are held; the load is then
+        planned again. A key is dropped, and bad, if its payload was adopted (with `verify_loads`: sealed) and does not
+        match its checksum. The check comes before the copy, or during a copy that hashes, which may have copied the
+        payload.
         """
         job = Job(self, Direction.LOAD, options, on_end, later=later)
         job.hold(plan)
@@ -137,14 +138,14 @@ class Jobs:
         return job
 
     def verification(self, device: Device) -> Verification:
-        """What is verified of loads to this device, and when."""
+        """Returns what is verified of loads to this device, and when."""
         if not verifies(self.verify_loads, device):
             return Verification.ADOPTED
         return Verification.COPIED if device.hashed_load_bytes else Verification.BEFORE
 
     async def verify_adopted(self) -> None:
-        """Hash all that was adopted and not loaded since, and drop what is wrong. No engine is served yet, but a root
-        that comes late may know that some of it was cleared.
+        """Hashes all payloads that were adopted and not loaded since, and drops keys with wrong bytes. No engine is
+        served yet, but a root that comes late may show that some of the keys were cleared.
         """
         columns = self.cache.entries.parts
         parts = np.flatnonzero(columns.unverified[: columns.runs.used])
@@ -159,7 +160,7 @@ class Jobs:
 
     @changing
     def drop(self, rows: U32Array) -> None:
-        """These keys hold wrong bytes: they are misses from now on. Loads under way leave them out if their copy has
+        """Drops keys with wrong bytes: they are misses from now on. Loads under way leave them out if their copy has
         not begun; otherwise they report them as bad.
         """
         if not len(rows):
@@ -172,7 +173,7 @@ class Jobs:
     # --- both ---
 
     def remove(self, job: Job, result: CopyResult) -> None:
-        """The job has ended with this result: count it."""
+        """Removes a job that has ended with this result, and counts it."""
         self.running.remove(job)
         counters = self.counters[job.direction]
         counters.jobs += 1
@@ -191,19 +192,21 @@ class Jobs:
             setattr(counters, name, getattr(counters, name) + len(job.parts))
 
     async def drain(self, progress: Progress, last: int, deadline_s: float) -> bool:
-        """Wait until these jobs up to the number `last` have ended, and all that was stored by then has its checksum,
-        or has gone; False at the deadline. For any number of callers: see `Waits`.
+        """Waits until these jobs up to the number `last` have ended, and all parts that were stored by then are sealed
+        or gone. Returns False at the deadline. For any number of callers: see `Waits`.
         """
         until_s = asyncio.get_running_loop().time() + deadline_s
         return await self.waits.until_past(progress, last, until_s) and await self.until_sealed(until_s)
 
     async def until_sealed(self, until_s: float) -> bool:
-        """Wait until all that was stored by now has its checksum, or has gone; False: not by that time of the loop."""
+        """Waits until all parts that were stored by now are sealed or gone. Returns False if they are not at that loop
+        time.
+        """
         return await self.waits.until_past(self.sealing.stores, self.sealing.stores.last, until_s)
 
     async def settle(self, jobs: set[Job], deadline_s: float) -> bool:
-        """Wait until these jobs have ended; False at the deadline. For one caller for each job: all callers that wait
-        for the same one go on in the same turn.
+        """Waits until these jobs have ended. Returns False at the deadline. For one caller for each job: all callers
+        that wait for the same job go on in the same turn.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -214,8 +217,8 @@ class Jobs:
         return True
 
     async def end(self, jobs: set[Job], stuck_s: float) -> bool:
-        """Wait until these jobs, of which nothing more is to begin, have ended. False: a thread has been at one
-        chunk of one of them, or at its worker's signal, for `stuck_s` seconds, and may be at it for ever.
+        """Waits until these jobs have ended; no more work of them may begin. Returns False if a thread has been working
+        on one chunk of one of them, or on its worker's signal, for `stuck_s` seconds, and may do so for ever.
 
         A late event loop, or chunks of other jobs that take long, are no reason to give up.
         """

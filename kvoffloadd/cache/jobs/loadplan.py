@@ -1,4 +1,4 @@
-"""What a load copies, planned from its keys and from what is in memory of them. Planning changes nothing."""
+"""Plans what a load copies, from its keys and the parts of them in memory. Planning changes nothing."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ NO_PARTS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupLoad:
-    """One group's share of a load, and where its payloads are copied to."""
+    """Describes one group's share of a load, and the destination of its payloads."""
 
     keyspace: Keyspace
     keys: U64Array  # (n, WORDS)
     blocks: U32Array  # (n, blocks_per_key)
-    parts: U16Array  # (held,) part numbers that the rank holds
+    parts: U16Array  # (held,) numbers of the parts that the rank holds
     plans: tuple[GroupPlan, ...]  # of the same parts
-    # (n,) keys that the reply promised, since they hit or may come from below. Keys that were stored meanwhile were not
-    # promised, and the job may not write to their blocks.
+    # (n,) keys that the reply promised, since they hit or may come from below. Keys that were stored in the meantime
+    # were not promised, and the job may not write to their blocks.
     wanted: BoolArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadRequest:
-    """A load some of whose keys are below memory: these are fetched first, then the load is planned again."""
+    """Describes a load that has keys below memory: these are fetched first, then the load is planned again."""
 
     groups: list[GroupLoad]
     below: list[GroupLookup]
@@ -44,16 +44,18 @@ class LoadRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """What a load copies. `parts` are in the order of the lists' payloads."""
+    """Describes what a load copies. `parts` are in the order of the lists' payloads."""
 
-    rows: U32Array  # of each part the row of its key
+    rows: U32Array  # the row of each part's key
     parts: I64Array  # record numbers
-    lists: list[BlockList]  # by group: where each part's payload is copied to
+    lists: list[BlockList]  # by group: the destination of each part's payload
     lost: list[I64Array]  # by group: indices of the keys that are not copied
 
 
 def plan_load(entries: KeyTable, groups: Sequence[GroupLoad], lookups: Sequence[LookupResult]) -> LoadPlan:
-    """Plan what of these groups is in memory now: `lookups` are their keys', of this turn of the event loop."""
+    """Plans the copy of the parts of these groups that are in memory now. `lookups` are those of their keys, from this
+    turn of the event loop.
+    """
     chosen, rows, parts, lost = [], [NO_ROWS.astype(np.int64)], [NO_PARTS], []
     for group, lookup in zip(groups, lookups, strict=True):
         mask = lookup.hits & group.wanted

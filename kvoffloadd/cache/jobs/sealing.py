@@ -1,8 +1,8 @@
-"""Sealing: the checksums of what was stored. A store brings those that its copy has found, and seals step by step when
-it has ended. The others are taken in the hash lane, each engine's in its own turns.
+"""Sealing: records the checksums of stored parts. A store brings the checksums that its copy has computed, and seals
+step by step after its end. The hash lane computes the others, in turns for each engine.
 
-Event loop only. What waits for the lane is bounded by the memory tier: a part that lost its slot meanwhile needs no
-checksum.
+Event loop only. The memory tier bounds the parts that wait for the lane: a part that lost its slot in the meantime
+needs no checksum.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from kvoffloadd.scheduling.lanes import TURN_BYTES, Flow, Lane
 from kvoffloadd.storage.hashing import hash_payloads
 
 SEAL_URGENT = 1
-"""Behind the checks before loads (0), which jobs wait for; but with a share of its own."""
+"""The urgency of sealing: after the checks before loads (0), which jobs wait for; but with a separate share."""
 
 TICKETS_PER_THREAD = 2
-"""In the lane, of one engine: one is hashed while the loop makes the next."""
+"""The tickets of one engine in the lane, per thread: one is hashed while the loop makes the next."""
 
 BATCH_PARTS = 8192
-"""Parts of a store that wait together: what a turn of the lane takes is found among no more at a time."""
+"""The number of parts of a store that wait together, which bounds the work of finding the next turn of the lane."""
 
 SIFT_PARTS = 4096
-"""Parts that wait are looked through each time that so many, and as many as are there, have come."""
+"""Waiting parts are looked through each time that their number has doubled and then risen by this many."""
 
 
 @dataclass(slots=True, eq=False)
 class UnsealedStore:
-    """A store of which something is left to seal."""
+    """Describes a store that has parts left to seal."""
 
     number: int  # in `Sealing.stores`
     uid: int
@@ -46,7 +46,7 @@ class UnsealedStore:
 
 
 class SealBatch(NamedTuple):
-    """Parts of one store that wait, and their generations at its commit."""
+    """Lists waiting parts of one store, and their generations at its commit."""
 
     store: UnsealedStore
     parts: I64Array
@@ -55,8 +55,8 @@ class SealBatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Sealing:
-    """`stores`: those of which something is left to seal. `unsealed`: parts that wait, or are hashed; `by_uid`: of each
-    user.
+    """Seals stored parts. `stores`: those with parts left to seal. `unsealed`: the number of parts that wait, or are
+    being hashed; `by_uid`: their number for each user.
     """
 
     cache: Cache
@@ -70,7 +70,7 @@ class Sealing:
 
     @changing
     def add(self, flow: Flow, parts: I64Array, generations: U16Array) -> None:
-        """These parts have been committed by a store of this flow's engine; they had these generations then."""
+        """Adds parts that a store of this flow's engine has committed, with their generations at that time."""
         if not len(parts):
             return
         self._waiting.setdefault(flow, deque()).extend(self._begin(flow, parts, generations))
@@ -79,7 +79,9 @@ class Sealing:
         self._submit(flow)
 
     def seal_hashed(self, flow: Flow, parts: I64Array, generations: U16Array, digests: U64Array) -> Iterator[None]:
-        """The same, with checksums. They wait from now on; each step of the iterator seals some, the last one, too."""
+        """Adds parts as `add`, with checksums. They wait from now on; each step of the iterator seals some, including
+        the last one.
+        """
         return self._seal_steps(self._begin(flow, parts, generations), digests)
 
     def _seal_steps(self, batches: list[SealBatch], digests: U64Array) -> Iterator[None]:
@@ -103,8 +105,8 @@ class Sealing:
         return [SealBatch(store, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]) for at in starts]
 
     def _submit(self, flow: Flow) -> None:
-        """Submits as many tickets of the flow as may be in the lane at a time, or none if the lane is closing: what
-        waits is then lost.
+        """Submits as many tickets of the flow as may be in the lane at a time, or none if the lane is closing: the
+        waiting parts are then lost.
         """
         if self.lane.closing:
             return
@@ -119,7 +121,7 @@ class Sealing:
             )
 
     def _next_turn(self, flow: Flow) -> tuple[list[SealBatch], U64Array, I64Array]:
-        """What is hashed next of the flow, about a turn of the lane, and the address and bytes of each payload."""
+        """Takes the flow's next parts to hash, about a turn of the lane, and the address and size of each payload."""
         entries, waiting = self.cache.entries, self._waiting[flow]
         taken, room = list[SealBatch](), TURN_BYTES
         taken_addresses, taken_sizes = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
@@ -142,7 +144,7 @@ class Sealing:
         return taken, np.concatenate(taken_addresses), np.concatenate(taken_sizes)
 
     def _only(self, batch: SealBatch) -> SealBatch:
-        """Those of the parts that still are what they were; the others are not waited for any more."""
+        """Keeps the parts that are unchanged since their commit; the others no longer wait."""
         columns = self.cache.entries.parts
         same: BoolArray = (columns.generation[batch.parts] == batch.generations) & (
             columns.state[batch.parts] == PartState.COMMITTED
@@ -179,7 +181,7 @@ class Sealing:
     def _seal(self, batch: SealBatch, digests: U64Array) -> None:
         self._settle(batch.store, len(batch.parts))
         sealed = self.cache.seal(batch.parts, batch.generations, digests)
-        self.cache.sealed(sealed)  # others have lost their slots, which may be those of other keys by now
+        self.cache.sealed(sealed)  # the other parts have lost their slots, which may belong to other keys now
 
     def _settle(self, store: UnsealedStore, count: int) -> None:
         self.unsealed -= count

@@ -1,4 +1,4 @@
-"""The conservation laws of the cache, checked from its columns. Walks everything: for tests, `verify` and drills."""
+"""Checks the conservation laws of the cache from its columns. Walks everything: for tests, `verify` and drills."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 STEP_ROWS = 8_192
-"""Rows, records or slots that one step looks at, so that none holds the loop for more than some milliseconds."""
+"""The number of rows, records or slots that one step inspects, so that no step blocks the loop for more than a few
+milliseconds.
+"""
 
 
 def check(cache: Cache, holds: int, reserved: int) -> list[str]:
-    """What is wrong; nothing: an empty list.
+    """Returns a list of errors, empty if there are none.
 
     `holds` is the number of rows that all read leases and running loads name, `reserved` the number of parts that all
     write leases and running stores own.
@@ -28,9 +30,10 @@ def check(cache: Cache, holds: int, reserved: int) -> list[str]:
 
 
 def steps(cache: Cache, accounts: Callable[[], tuple[int, int]]) -> Iterator[list[str]]:
-    """The same, bit by bit. What a step finds is true of its moment: the cache may change before the next one.
+    """Checks in steps, as `check`. Each step's findings are true at its moment: the cache may change before the next
+    one.
 
-    `accounts`: `holds` and `reserved`, asked for in the step that needs them.
+    `accounts` returns `holds` and `reserved`; the step that needs them calls it.
     """
     entries, tier = cache.entries, cache.tier
     yield _check_counts(entries, *accounts())
@@ -50,7 +53,7 @@ def steps(cache: Cache, accounts: Callable[[], tuple[int, int]]) -> Iterator[lis
 
 
 def _spans(end: Callable[[], int], step: int) -> Iterator[int]:
-    """0, `step`, ... below what `end` is by then."""
+    """Yields 0, `step`, ... up to the current result of `end`."""
     start = 0
     while start < end():
         yield start
@@ -141,7 +144,7 @@ def _check_bytes(entries: KeyTable) -> list[str]:
 
 
 def _check_held(entries: KeyTable) -> list[str]:
-    """What counts for the shares of users."""
+    """Checks the counts on which the shares of users depend."""
     findings, end = [], entries.index.rows_end
     held = np.bincount(entries.index.keyspace[:end][entries.leases[:end] > 0], minlength=NUMBERS)
     if not np.array_equal(held, entries.held.rows):
@@ -168,7 +171,7 @@ def _check_held(entries: KeyTable) -> list[str]:
 def _of_keyspaces(
     entries: KeyTable, end: int, counts: BoolArray, sizes_of: Callable[[Keyspace], list[int]]
 ) -> I64Array:
-    """The sums, for each keyspace below `end`, of the sizes of its parts over the records that count."""
+    """Returns the sum, for each keyspace below `end`, of the sizes of its parts over the records that count."""
     base, sizes = np.zeros(end, np.int64), [0]
     for keyspace in list(entries.keyspaces.values()):
         base[keyspace.id] = len(sizes)
@@ -185,7 +188,9 @@ def _of_keyspaces(
 
 
 def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
-    """Each has the records that it names, they the slots, slots and records of the pool agree, and it is found."""
+    """Checks that each row has the records that it names, that these have the slots, that slots and records agree with
+    the pool, and that lookups find the row.
+    """
     entries, tier = cache.entries, cache.tier
     parts, findings = entries.parts, []
     found_at = entries.index.find(entries.index.keyspace[rows], entries.index.keys[rows])
@@ -206,18 +211,18 @@ def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
             findings.append(f"index: a retired key of group {keyspace.schema.group} is found")
         pages = np.broadcast_to(keyspace.part_pages, records.shape)
         filled = parts.state[records] != PartState.EMPTY
-        if not filled.any(axis=1).all():  # there are only as many rows as there can be slots
+        if not filled.any(axis=1).all():  # there are only as many row numbers as there can be slots
             findings.append(f"rows: a key of group {keyspace.schema.group} has no slot")
         taken.append(records[filled])
         sizes.append(pages[filled])
         live.append(records[is_live].ravel())
-    records = np.concatenate(taken)  # of all keyspaces at once: there may be hundreds, of few keys each
+    records = np.concatenate(taken)  # of all keyspaces at once: there may be hundreds with few keys each
     findings += tier.check_slots(parts.page[records], np.concatenate(sizes), records.astype(np.uint32))
     return findings + _check_sealed(cache, np.concatenate(live))
 
 
 def _check_sealed(cache: Cache, records: I64Array) -> list[str]:
-    """What a successor would be told of these parts of live keys."""
+    """Checks what a successor would find of these parts of live keys."""
     entries = cache.entries
     sealed = records[entries.parts.state[records] == PartState.SEALED]
     rows = entries.parts.row[sealed]
@@ -231,7 +236,7 @@ def _check_sealed(cache: Cache, records: I64Array) -> list[str]:
 
 
 def _check_records(entries: KeyTable, start: int, stop: int) -> list[str]:
-    """What is not empty is a key's, and what is a key's is not free."""
+    """Checks that each record that is not empty belongs to a key, and that no record of a key is free."""
     owned = entries.owners(np.arange(start, stop)) >= 0
     findings = [f"parts: {finding}" for finding in entries.parts.runs.check_blocks(start, stop)]
     stranded = int(np.count_nonzero((entries.parts.state[start:stop] != PartState.EMPTY) & ~owned))
@@ -243,7 +248,9 @@ def _check_records(entries: KeyTable, start: int, stop: int) -> list[str]:
 
 
 def _check_slots(cache: Cache, slabs: range) -> list[str]:
-    """A slot that is owned is its owner's, and a successor is told of it if that is sealed and can be found."""
+    """Checks that each owned slot belongs to its owner, and that a successor finds exactly the slots that are sealed
+    and belong to live keys.
+    """
     findings = []
     entries = cache.entries
     pages, owners = cache.tier.owned(slabs)

@@ -1,7 +1,8 @@
-"""Where a search for keys that may go for their part records has found none, so that the next one need not look there.
+"""Remembers where a search for evictable keys, for the sake of their part records, has found none. The next search
+skips these blocks.
 
-A block of part records is barren until something of it is let go: a lease ends, or a part is committed or freed. Whose
-keys were searched for, and which, makes a difference: what is let go of one user is nothing to a search for another's.
+A block of part records is barren until one of its keys is released: a lease ends, or a part is committed or freed. The
+user and the kind of the search matter: keys that one user releases are of no use to a search for another user's keys.
 Event loop only.
 """
 
@@ -16,8 +17,8 @@ from kvoffloadd.model import BoolArray, U16Array, U32Array
 
 
 class BarrenBlocks:
-    """Flags of blocks, for each kind of search: for keys of this user (None: of anybody), and of them for those that
-    lack parts, or for all. False: there are none of which anything is known.
+    """Keeps flags of blocks for each kind of search: for keys of one user (None: of all users), and among them for keys
+    that lack parts, or for all keys. The object is false while it has no flags.
     """
 
     def __init__(self, keyspaces: Keyspaces, max_records: int) -> None:
@@ -29,23 +30,27 @@ class BarrenBlocks:
         return bool(self._flags)
 
     def of(self, uid: int | None, spares: bool) -> BoolArray:
-        """Which blocks are barren, to be set by the search. `spares`: it looks for keys that lack parts alone."""
+        """Returns which blocks are barren; the search sets the flags. With `spares`, it searches only for keys that
+        lack parts.
+        """
         flags = self._flags.get((uid, spares))
         if flags is None:
             flags = self._flags[uid, spares] = np.zeros(self._num_blocks, bool)
         return flags
 
     def forget_all(self) -> None:
-        """No search is likely soon."""
+        """Forgets all flags, since no search is likely soon."""
         self._flags.clear()
 
     def forget(self, uid: int) -> None:
-        """No search for keys of this user is likely soon."""
+        """Forgets the flags of searches for this user's keys, since none is likely soon."""
         for spares in (False, True):
             self._flags.pop((uid, spares), None)
 
     def let_go(self, first: U32Array, keyspaces: U16Array) -> None:
-        """Keys with these first records, in these keyspaces, may be able to go now. A key's records are in a block."""
+        """Resets the flags of blocks that have keys with these first records, in these keyspaces: they may be evictable
+        now. All records of a key are in one block.
+        """
         uids = {self._keyspaces[number].namespace.uid for number in distinct(keyspaces).tolist()}
         for (uid, _), flags in self._flags.items():
             if uid is None or uid in uids:

@@ -39,12 +39,12 @@ from kvoffloadd.storage.memory import MemoryTier
 
 log = logging.getLogger(__name__)
 
-_IN_LOCAL = 1 << 46  # a snapshot's cursor from here on is one of the local tier
+_IN_LOCAL = 1 << 46  # a snapshot's cursor from here on is a cursor of the local tier
 
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What happened since the start."""
+    """Counts events since the start."""
 
     parts_reserved: int = 0
     parts_committed: int = 0
@@ -65,21 +65,21 @@ NO_ROWS = np.zeros(0, np.uint32)
 
 
 class Unfinished(Protocol):
-    """A request between two of its steps, for the self-audit."""
+    """A request between two of its steps, as the self-audit sees it."""
 
     def __hash__(self) -> int: ...
 
     @property
     def num_held(self) -> int:
-        """How often it holds rows now."""
+        """Returns how often the request holds rows now."""
 
     @property
     def num_reserved(self) -> int:
-        """Parts that it has reserved by now."""
+        """Returns the number of parts that it has reserved."""
 
 
 class Cache:
-    """The memory tier's keys. `make_policy(capacity_rows, max_rows)` makes an eviction policy."""
+    """Holds the memory tier's keys. `make_policy(capacity_rows, max_rows)` makes an eviction policy."""
 
     def __init__(self, tier: MemoryTier, make_policy: Callable[[int, int], Policy], seed: int) -> None:
         self.tier = tier
@@ -100,21 +100,21 @@ class Cache:
 
     @property
     def lower(self) -> list[LowerTier]:
-        """The tiers below memory."""
+        """Returns the tiers below memory."""
         return self.entries.lower
 
     @changing
     def attach(self, lower: LowerTier) -> None:
-        """Put a tier below memory."""
+        """Puts a tier below memory."""
         self.entries.lower.append(lower)
 
     def attach_local(self, local: LocalTier) -> None:
-        """Put a tier of this host below memory; there is one at most."""
+        """Puts a tier of this host below memory; there can be only one."""
         self.local = self.entries.local = local
         self.attach(local)
 
     def sealed(self, parts: I64Array) -> None:
-        """Tell the tiers below that the checksums of these parts are known now."""
+        """Notifies the tiers below that the checksums of these parts are known."""
         for lower in self.lower:
             lower.sealed(parts)
 
@@ -122,7 +122,7 @@ class Cache:
 
     @changing
     def open_namespace(self, fingerprint: bytes, uid: int, label: str, key_bytes: int) -> Namespace:
-        """The namespace of this fingerprint, made if it is new. Pair with `close_namespace`."""
+        """Returns the namespace of this fingerprint, and makes it if it is new. Pair with `close_namespace`."""
         namespace = self.namespaces.find(fingerprint)
         if namespace is None:
             namespace = self.namespaces[fingerprint] = Namespace(
@@ -133,17 +133,17 @@ class Cache:
 
     @changing
     def close_namespace(self, namespace: Namespace) -> None:
-        """A session has left. A namespace without sessions is forgotten once it has no keys."""
+        """Counts a session's leave. A namespace without sessions is forgotten once it has no keys."""
         self.namespaces.leave(namespace)
 
     def check_groups(self, namespace: Namespace, groups: AbstractSet[int]) -> None:
-        """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
+        """Raises LimitError if the new ones among the groups are more than the namespace's user may have."""
         self.namespaces.check_groups(namespace, groups)
 
     @changing
     def declare(self, namespace: Namespace, schema: GroupSchema, number: int | None = None) -> Keyspace:
-        """The keyspace of a group, made if the group is new; `number`: the id of one that is adopted. Raises
-        SchemaError if it is known with other properties.
+        """Returns the keyspace of a group, and makes it if the group is new. `number` is the id of an adopted keyspace.
+        Raises SchemaError if the group is known with other properties.
         """
         namespace.check_schema(schema)
         keyspace = namespace.keyspaces.get(schema.group)
@@ -159,8 +159,8 @@ class Cache:
         payload_bytes: dict[int, int],
         compositions: Mapping[int, Composition] = MappingProxyType({}),
     ) -> None:
-        """A rank has registered its parts with these payload sizes, and as far as it tells with these compositions.
-        Raises SchemaError if another rank's differ.
+        """Records the payload sizes of the parts that a rank has registered, and the compositions that it has named.
+        Raises SchemaError if they differ from those of another rank.
         """
         for part, size in payload_bytes.items():
             keyspace.check_part(part, size, compositions.get(part, UNKNOWN))
@@ -176,15 +176,15 @@ class Cache:
                 lower.rename_keyspace(keyspace)
 
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
-        """Make room in queues and below for parts whose payload sizes, `known`, have just become known."""
+        """Makes room in queues and in the tiers below for parts with payload sizes, `known`, that have become known."""
         self.eviction.admit(keyspace, known)
         for lower in self.lower:
             lower.open_keyspace(keyspace)
 
     @changing
     def save_state(self) -> None:
-        """Save namespaces and epochs for a successor: before the slot record of a key whose group has changed is
-        written, and at once after a clear.
+        """Saves namespaces and epochs for a successor: before the slot record of a key is written if its group has
+        changed, and at once after a clear.
         """
         self._state_changed = False
         names, left_out = pack_state(self.namespaces.values(), self.epochs, self.tier.pool.names_bytes_max)
@@ -200,12 +200,12 @@ class Cache:
             )
 
     def _replace(self, old: Keyspace) -> None:
-        """The group of a keyspace begins anew, empty."""
+        """Replaces the group's keyspace with a new, empty one."""
         namespace = old.namespace
         keyspace = self.entries.keyspaces.add(namespace, old.schema, old.part_bytes)
         keyspace.compositions = old.compositions
         namespace.keyspaces[old.schema.group] = keyspace
-        if old.queue is not None:  # the same one, which takes no memory: in the midst of a clear nothing may fail
+        if old.queue is not None:  # the same queue, which takes no memory: nothing may fail during a clear
             keyspace.queue = old.queue
             keyspace.queue.join(keyspace)
         self.entries.keyspaces.retire(old)
@@ -216,13 +216,14 @@ class Cache:
     # --- reading ---
 
     def find(self, keyspace: Keyspace, keys: U64Array) -> LookupResult:
-        """Where each key stands: HIT, PENDING (a part is being stored), MISS. Changes nothing. In a keyspace that was
-        retired since the caller got hold of it, all is a miss; so is what is in doubt (see `Doubt`).
+        """Returns the state of each key: HIT, PENDING (a part is being stored) or MISS. Changes nothing. All keys are
+        misses if the keyspace was retired after the caller had obtained it; so are keys that are in doubt (see
+        `Doubt`).
         """
         return self.find_all([(keyspace, keys)])[0]
 
     def find_all(self, groups: Sequence[tuple[Keyspace, U64Array]]) -> list[LookupResult]:
-        """`find` of each keyspace's keys, in one go: some hundred groups of a request cost little more than one."""
+        """Looks up the keys of several keyspaces at once, as `find`: hundreds of groups cost little more than one."""
         if not groups:
             return []
         counts = [(keyspace, len(keys)) for keyspace, keys in groups]
@@ -235,7 +236,7 @@ class Cache:
         )
 
     def results(self, found: Sequence[tuple[Keyspace, I64Array]]) -> list[LookupResult]:
-        """What `find_all` says of keys whose rows have been found."""
+        """Returns the result of `find_all` for keys with rows that have been found."""
         if len(found) == 1:
             results = [self._result(found[0][1])]
         else:
@@ -247,7 +248,9 @@ class Cache:
         return results
 
     def _mask(self, result: LookupResult, doubt: Doubt) -> None:
-        """What is in doubt is a miss. It keeps its row: whoever stores it anew finds that it is there."""
+        """Turns hits that are in doubt into misses. They keep their rows: a request that stores them finds them in
+        memory.
+        """
         at = np.flatnonzero(result.hits)
         if doubt is Doubt.INHERITED:
             at = at[self.entries.inherited[result.rows[at]] != 0]
@@ -263,8 +266,8 @@ class Cache:
 
     @changing
     def keep(self, groups: Sequence[tuple[Keyspace, U64Array]], *, soon: bool) -> None:
-        """A client says of these keys, of each group in prompt order, when they will be used: see `Policy.keep`. Keys
-        that are being stored count, too.
+        """Passes on a client's announcement of when it will use these keys, of each group in prompt order: see
+        `Policy.keep`. Keys that are being stored count, too.
         """
         self.uses.settle()
         for keyspace, keys in groups:
@@ -285,8 +288,8 @@ class Cache:
             self.entries.held.check(uid, self.entries.unheld_pages(rows))
 
     def may_hold(self, uid: int, rows: U32Array) -> BoolArray:
-        """Which of these keys, in prompt order and each named once, this user may hold: the first, and all that are
-        held already.
+        """Returns which of these keys, in prompt order and each named once, this user may hold: the first ones, and all
+        that are held already.
         """
         if not self.entries.held.bounds(uid):
             return np.ones(len(rows), bool)
@@ -297,12 +300,12 @@ class Cache:
 
     @changing
     def hold(self, rows: U32Array) -> None:
-        """Keep keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
+        """Protects keys from eviction; pair with `unhold`. A row counts once for each time it is named."""
         self.entries.count_leases(rows, 1)
 
     @changing
     def unhold(self, rows: U32Array) -> None:
-        """End a `hold`. Keys that were retired meanwhile go now."""
+        """Ends a `hold`. Keys that were retired in the meantime are freed now."""
         if not len(rows):
             return
         self.entries.count_leases(rows, -1)
@@ -314,7 +317,9 @@ class Cache:
     # --- writing: `reservation` reserves, then commit or abort ---
 
     def commit(self, parts: I64Array) -> I64Array:
-        """The bytes of these parts are written. Returns the parts to be hashed: all but those of retired keys."""
+        """Commits parts after their bytes are written. Returns the parts that must be hashed: all but those of retired
+        keys.
+        """
         self.counters.parts_committed += len(parts)
         self.tier.touch(self.entries.parts.page[parts])
         kept, rows = self.entries.commit(parts)
@@ -324,7 +329,7 @@ class Cache:
 
     @changing
     def abort(self, parts: I64Array) -> None:
-        """These reserved parts will not be written, or their bytes are not valid. No copy touches them any more."""
+        """Aborts reserved parts that will not be written, or have invalid bytes. No copy accesses them any more."""
         entries = self.entries
         rows = distinct(entries.parts.row[parts])
         entries.vacate(parts)
@@ -336,7 +341,7 @@ class Cache:
             self.eviction.readmit(rows)
 
     def seal(self, parts: I64Array, generations: U16Array, digests: U64Array) -> I64Array:
-        """Take checksums of committed parts; those of slots that were freed meanwhile are ignored. Returns the parts
+        """Stores checksums of committed parts; ignores parts that lost their slots in the meantime. Returns the parts
         that are sealed now.
         """
         columns = self.entries.parts
@@ -350,7 +355,7 @@ class Cache:
         return parts
 
     def _write_slot_records(self, parts: I64Array, digests: U64Array) -> None:
-        """Write slot records of sealed parts, for a successor."""
+        """Writes slot records of sealed parts, for a successor."""
         entries = self.entries
         rows = entries.parts.row[parts]
         live = entries.state[rows] == RowState.LIVE
@@ -370,7 +375,7 @@ class Cache:
 
     @changing
     def drop(self, rows: U32Array) -> None:
-        """These keys hold wrong bytes: no lookup finds them from now on; their slots go with their last lease."""
+        """Drops keys with wrong bytes: no lookup finds them from now on. Their slots go with their last lease."""
         live = self.entries.live(distinct(rows))
         self.counters.keys_corrupt += len(live)
         self.entries.retire(live, Reason.CORRUPT)
@@ -378,8 +383,8 @@ class Cache:
             log.warning("memory: %d keys did not match their checksums; these keys are misses now", len(live))
 
     def clear(self, namespace: Namespace) -> Iterator[tuple[int, int]]:
-        """The namespace's epoch has advanced: from the first step on nothing of the old one hits. Each step frees some
-        keys, and yields (keys, bytes). See `clearing.clear`, which makes it durable.
+        """Clears a namespace after its epoch has advanced: from the first step on, no key of the old epoch hits. Each
+        step frees some keys, and yields (keys, bytes). `clearing.clear` makes the clear durable.
         """
         with changing:
             namespace.epoch = self.epochs.of(namespace.fingerprint)
@@ -395,8 +400,8 @@ class Cache:
                     yield keys - keyspace.keys, held_bytes - keyspace.bytes
 
     def drop_older(self, namespace: Namespace, epoch: int) -> Iterator[None]:
-        """Drop keys that may have been stored before a clear, which has become known by its number `epoch`; some each
-        step. If the clear was before this run, these are the keys that were not stored in this run.
+        """Drops keys that may have been stored before a clear with the number `epoch`, which has become known; some in
+        each step. If the clear was before this run, these are the keys that were not stored in this run.
         """
         with changing:
             anything = epoch > self.epochs.began
@@ -412,13 +417,13 @@ class Cache:
 
     @changing
     def forget_clears(self) -> None:
-        """If too many clears are remembered, forget those of namespaces of which nothing is left here."""
+        """Forgets clears of namespaces that have nothing left here, if too many clears are remembered."""
         if len(self.epochs.by_namespace) > REMEMBERED_MAX:
             below = self.local.namespaces() if self.local is not None else set()
             self.epochs.forget(self.namespaces.keys() | below)
 
     def snapshot(self, keyspace: Keyspace, cursor: int) -> tuple[bytes, int]:
-        """List packed complete keys from row `cursor` on. Returns them and the next cursor (0: the end). Keys of the
+        """Lists packed complete keys from row `cursor` on. Returns them and the next cursor (0: the end). Keys of the
         local tier below come last. A retired keyspace has none.
         """
         if keyspace.retired:
@@ -434,7 +439,7 @@ class Cache:
         return packed, 0 if self.local is None else _IN_LOCAL
 
     def figures(self) -> dict[str, int]:
-        """Counters and gauges, for `status`."""
+        """Returns counters and gauges, for `status`."""
         return {
             **self.lookups.totals(),
             **asdict(self.counters),

@@ -1,14 +1,14 @@
-"""Marks changes of the cache's tables, so that an unexpected error in one of them is known by its type.
+"""Marks changes of the cache's tables, so that the type of an unexpected error shows that it broke one of them off.
 
-`with changing:` stands around whatever must happen as a whole: tables are in order before it and after it, and not in
-between. `@changing` does the same for a function. An error that passes through becomes a `CacheTornError`, except one
-that was raised on purpose: such an error changes nothing. Marks may be nested. Entering and leaving one takes a
-fraction of a microsecond; what only marked changes call, such as `Cache.commit`, has no mark.
+`with changing:` encloses a change that must happen as a whole: tables are consistent before it and after it, but not
+during it. `@changing` does the same for a function. An error that passes through becomes a `CacheTornError`, except an
+error that was raised on purpose: such an error changes nothing. Marks may be nested. Entering and leaving one takes a
+fraction of a microsecond. Functions that only marked changes call, such as `Cache.commit`, have no mark.
 
 A change may last over several turns of the event loop. A task that serves the cache as long as the daemon runs is one
-change: if it ended, what it was at would stay half done. Only the tasks that take disk roots in and watch them mark
-single changes, since most of what can fail in them is the disk's. Reads are not marked: an error in one costs the
-request or job that it serves. Nor are calls of a device: a job fails alone if its device does.
+change: if it ended, its current work would stay half done. Only the tasks that take disk roots in and watch them mark
+single changes, since most of their errors are errors of the disk. Reads are not marked: an error in one costs the
+request or job that it serves. Calls of a device are not marked either: a job fails alone if its device does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class CacheTornError(Exception):
     """An error broke off a change of the cache's tables, which may be half-written. Its cause is that error.
 
-    It is no `KvOffloadError`: what handles errors that were raised on purpose must not handle this one.
+    It is not a `KvOffloadError`: code that handles errors that were raised on purpose must not handle this one.
     """
 
 
@@ -70,7 +70,7 @@ def _raise_torn(error: BaseException) -> None:
 
 
 def torn_by(error: BaseException | None) -> CacheTornError | None:
-    """The `CacheTornError` that led to this error, or is this error; None: no table is torn."""
+    """Returns the `CacheTornError` that led to this error, or is this error; None: no table is torn."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, CacheTornError):

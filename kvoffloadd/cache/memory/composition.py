@@ -1,4 +1,6 @@
-"""What the bytes of a part are: which dtypes and layers, as far as sessions tell, so that unlike ones never meet."""
+"""Describes what the bytes of a part are: which dtypes and layers, as far as sessions name them, so that unlike bytes
+never mix.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ _DIGEST_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """Describes one part of a group. Both are empty where a ref of the part does not name them.
+    """Describes one part of a group. Both fields are empty where a ref of the part does not name them.
 
-    `dtypes`: the dtype, or the names of several and a digest of what has which. `layers`: a digest of the layers.
+    `dtypes`: the dtype, or the names of several dtypes and a digest of their assignment. `layers`: a digest of the
+    layers.
     """
 
     dtypes: str = ""
@@ -27,7 +30,7 @@ class Composition:
 
     @classmethod
     def of(cls, refs: Sequence[Ref]) -> Self:
-        """Derives the composition of these refs. How their bytes are cut into refs makes no difference."""
+        """Derives the composition of these refs. The division of their bytes into refs makes no difference."""
         dtypes, layers = "", b""
         if refs and all(ref.dtype for ref in refs):
             names = sorted({ref.dtype for ref in refs})
@@ -40,15 +43,17 @@ class Composition:
 
     @property
     def known(self) -> bool:
-        """Whether anything is known."""
+        """Returns whether anything is known."""
         return bool(self.dtypes or self.layers)
 
     def filled(self, other: Composition) -> Composition:
-        """What is known of the two together, which do not differ."""
+        """Combines the known fields of two compositions that do not differ."""
         return Composition(self.dtypes or other.dtypes, self.layers or other.layers)
 
     def conflict(self, other: Composition) -> tuple[str, str] | None:
-        """What both know and differ in: what this one has, and what the other has."""
+        """Returns the first field that both know and that differs: the value of this one, and the value of the other;
+        None if they agree.
+        """
         if self.dtypes and other.dtypes and self.dtypes != other.dtypes:
             return f"elements of {self.dtypes}", f"of {other.dtypes}"
         if self.layers and other.layers and self.layers != other.layers:
@@ -60,6 +65,6 @@ UNKNOWN = Composition()
 
 
 def _digest(pieces: Iterable[tuple[str | bytes, int]]) -> bytes:
-    """Digests pieces (what, bytes), where neighbours that are the same count as one."""
+    """Digests pieces (what, bytes); equal neighbours count as one."""
     joined = [(what, sum(size for _, size in same)) for what, same in itertools.groupby(pieces, key=lambda one: one[0])]
     return hashlib.blake2b(msgpack.packb(joined), digest_size=_DIGEST_BYTES).digest()

@@ -1,4 +1,4 @@
-"""How far what a namespace holds may be believed, where hosts share a store: another host may have cleared it."""
+"""Defines how far the keys of a namespace are valid where hosts share a store: another host may have cleared it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import enum
 
 
 class Doubt(enum.IntEnum):
-    """What of a namespace does not hit, though it is there.
+    """Names the keys of a namespace that do not hit, though they are in memory.
 
-    NONE: all hits. INHERITED: what was stored before this run does not, since no look at the shared store has told yet
-    what other hosts have cleared. ALL: nothing does, since the last look is too long ago though the store answers, or
-    since the store has lost what tells of clears.
+    NONE: all keys hit. INHERITED: keys from before this run do not, since no round of the shared store has reported yet
+    what other hosts have cleared. ALL: no key does, since the last round is too long ago though the store answers, or
+    since the store has lost its records of clears.
     """
 
     NONE = 0

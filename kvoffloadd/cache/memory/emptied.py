@@ -1,4 +1,6 @@
-"""Namespaces of which no key may be left. Whoever comes or goes looks at these alone, not at all that there are."""
+"""Keeps the namespaces that may have no keys any more. A session that comes or goes inspects only these, not all
+namespaces.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from kvoffloadd.cache.memory.namespace import Namespace
 
 
 class Emptied:
-    """A queue of them for each user. A namespace that nobody uses, and that has no keys, is always in it."""
+    """Keeps a queue of these namespaces for each user. A namespace without sessions and keys is always in it."""
 
     def __init__(self) -> None:
         self._by_uid: dict[int, dict[Namespace, None]] = {}
@@ -17,18 +19,18 @@ class Emptied:
         return namespace in self._by_uid.get(namespace.uid, ())
 
     def add(self, namespace: Namespace) -> None:
-        """Its last session has left, or its last key may have gone."""
+        """Adds a namespace after its last session has left, or its last key may have gone."""
         self._by_uid.setdefault(namespace.uid, {})[namespace] = None
 
     def discard(self, namespace: Namespace) -> None:
-        """It was forgotten."""
+        """Removes a namespace that was forgotten."""
         mine = self._by_uid.get(namespace.uid, {})
         mine.pop(namespace, None)
         if not mine:
             self._by_uid.pop(namespace.uid, None)
 
     def take(self, uid: int) -> Iterator[Namespace]:
-        """Those of this user, the first ones first. Each leaves the queue."""
+        """Yields the namespaces of this user, the oldest entry first, and removes each from the queue."""
         mine = self._by_uid.get(uid, {})
         while mine:
             namespace = next(iter(mine))
@@ -38,6 +40,6 @@ class Emptied:
             yield namespace
 
     def take_any(self) -> Iterator[Namespace]:
-        """Those of all users, one user's after the other's."""
+        """Yields the namespaces of all users, one user after the other."""
         while self._by_uid:
             yield from self.take(next(iter(self._by_uid)))

@@ -1,7 +1,8 @@
-"""Events of keys that wait to be told, in a queue for each namespace. Event loop only.
+"""Keeps events of keys that wait for delivery, in a queue for each namespace. Event loop only.
 
 All queues share one bound. A user may have no more of it than is then left for all others, and a namespace no more of
-that than is left for the user's other ones (see `shares`): who makes events faster than they are told loses his own.
+that than is left for the user's other ones (see `shares`): a user who makes events faster than they are delivered loses
+only this user's events.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from kvoffloadd.scheduling.shares import share_left
 
 WAITING_BYTES_MAX = 128 << 20
 EVENT_BYTES = 256
-"""What an event takes beside its keys, at most."""
+"""The maximum memory of an event in addition to its keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Event:
-    """Keys of one namespace and group became complete, or were removed."""
+    """Reports that keys of one namespace and group became complete, or were removed."""
 
     namespace: Namespace
     group: int
@@ -29,7 +30,7 @@ class Event:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that it takes."""
+        """Returns the bytes of memory that the event takes."""
         return EVENT_BYTES + len(self.added) + len(self.removed)
 
 
@@ -37,26 +38,27 @@ class Event:
 class _EventQueue:
     events: deque[Event] = field(default_factory=deque)
     bytes: int = 0
-    lost: bool = False  # events older than these, and nobody was told
+    lost: bool = False  # older events were lost, and the loss is not reported yet
 
 
 class WaitingEvents:
-    """The events of all namespaces."""
+    """Keeps the events of all namespaces."""
 
     def __init__(self, bytes_max: int = WAITING_BYTES_MAX) -> None:
         self.lost = 0  # since the start
         self._bytes_max = bytes_max
         self._bytes = 0
         self._bytes_by_uid = Counter[int]()
-        self._queues: dict[Namespace, _EventQueue] = {}  # those of which there is something to tell
+        self._queues: dict[Namespace, _EventQueue] = {}  # those that have something to report
 
     def waits(self, namespace: Namespace) -> bool:
-        """Whether there is something to tell of this namespace."""
+        """Returns whether there are events or losses of this namespace to report."""
         return namespace in self._queues
 
     def put(self, event: Event) -> None:
-        """The event waits behind those of its namespace. Without room, it takes that of the oldest of them, which are
-        lost. What then waits is later than what was lost, so it is right after a snapshot that was read in between.
+        """Adds an event to its namespace's queue. Without room, it replaces the oldest events of the queue, which are
+        lost. The events left in the queue are later than the lost ones, so they are valid after a snapshot that was
+        read in between.
         """
         queue = self._queues.setdefault(event.namespace, _EventQueue())
         room = self._left(event.namespace.uid, queue.bytes)
@@ -71,7 +73,7 @@ class WaitingEvents:
 
     @changing
     def take(self, namespace: Namespace) -> Event | None:
-        """The oldest event of a namespace. None: there is none."""
+        """Returns the oldest event of a namespace, and removes it; None if there is none."""
         queue = self._queues.get(namespace)
         if queue is None:
             return None
@@ -82,7 +84,9 @@ class WaitingEvents:
 
     @changing
     def take_loss(self, namespace: Namespace) -> bool:
-        """Whether events were lost that are older than those that wait: to be told before the next one, once."""
+        """Returns, once, whether events were lost that are older than the waiting ones. The caller reports the loss
+        before the next event.
+        """
         queue = self._queues.get(namespace)
         if queue is None or not queue.lost:
             return False
@@ -90,7 +94,7 @@ class WaitingEvents:
         return True
 
     def _left(self, uid: int, bytes_of_namespace: int) -> int:
-        """How many more bytes a namespace of this user may have."""
+        """Returns how many more bytes a namespace of this user may have."""
         left = share_left(self._bytes_max, self._bytes, self._bytes_by_uid[uid])
         return share_left(left, 0, bytes_of_namespace)
 

@@ -1,4 +1,4 @@
-"""Eviction: making room for new slots, within one slot size and between sizes and users. Event loop only."""
+"""Eviction makes room for new slots, within one slot size and between sizes and users. Event loop only."""
 
 from __future__ import annotations
 
@@ -23,40 +23,44 @@ NO_ROWS = np.zeros(0, np.uint32)
 
 SLABS_TRIED = 8
 RECORDS_MAX = 1 << 18
-"""A bound on the work of one request, in part records. When keys with about so many are evicted, it ends with the room
-that there is: keys of thousands of parts, of which few are there, would take hundreds of milliseconds. When so many
-were looked at in vain, it takes over slabs instead.
+"""The maximum work of one request, in part records. An eviction that has removed keys with about this many records ends
+with the room that it has gained: keys with thousands of parts, most of them empty, would take hundreds of milliseconds.
+A search that has inspected this many records without success takes over slabs instead.
 """
 SPARE_MAX, SPARE_SHARE = 1024, 256
-"""Slots that are freed beyond those that are wanted: so many, or so small a share of all slots of the size. Most stores
-then find room, and the price of an eviction, hundreds of microseconds for however few keys, is paid once for many.
+"""The maximum number of slots that an eviction frees in addition to the wanted ones, and their maximum share (1/n) of
+all slots of the size. Most stores then find room. The fixed cost of an eviction, hundreds of microseconds for any
+number of keys, is paid once for many stores.
 """
 QUEUES_MAX, QUEUES_PER_USER = 64, 16
-"""Each takes memory and mappings. Engines have few slot sizes; one too many shares its user's queue that is next in
-size, and a user too many somebody else's.
+"""The maximum number of queues. Each takes memory and mappings. Engines have few slot sizes. Beyond the limits, a new
+size shares the user's queue with the nearest size, and a new user shares a queue of another user.
 """
 TAKEOVER_GAIN = 1.25
-"""A slab changes hands only if its keys are worth so many times less: it takes more with it than is wanted now."""
+"""A slab changes hands only if its keys are worth less by this factor, since a takeover evicts more than is
+wanted now.
+"""
 SAMPLE_SLOTS = 16
-"""Slots of a slab by which it is judged."""
+"""The number of slots by which a slab is judged."""
 TAKEOVER_SHARE = 2
-"""Where no slab of another size was worth so little, they are judged again once this fraction (1/n) of a slab's slots
-was evicted: that costs as much as several evictions.
+"""If no slab of another size was worth little enough, slabs are judged again after this fraction (1/n) of a slab's
+slots has been evicted. Judging slabs costs as much as several evictions.
 """
 QUEUES_ASKED = 8
-"""Queues that are asked at a time what they would evict next: each takes a tenth of a millisecond or more, and there
-may be one for each user. They take turns, but for two: whose keys need the room, and which had the least valuable key
-the last time.
+"""The number of queues that one search asks for their next victims. Each takes a tenth of a millisecond or more, and
+there may be one for each user. The queues take turns, except for two: the queue of the keys that need the room, and the
+queue that had the least valuable key the last time.
 """
 
 
 class Eviction:
-    """Queues by user and slot size, and the balance between them. `make_policy(capacity_rows, max_rows)` makes a
-    policy; all that it makes share a clock.
+    """Keeps queues by user and slot size, and the balance between them.
 
-    Keys compete by what they are worth in a page of memory. Of the queues of one slot size, each says what it would
-    evict next, and the least valuable of these keys go. Between sizes, whole slabs change hands: a size that needs room
-    takes over another size's slab if its keys are worth less than its own next victims, or if it has none.
+    `make_policy(capacity_rows, max_rows)` makes a policy; all policies that it makes share a clock.
+
+    Keys compete by their worth per page of memory. Each queue of a slot size names the keys that it would evict next,
+    and the least valuable of these keys are evicted. Between sizes, whole slabs change hands: a size that needs room
+    takes over another size's slab if the keys in it are worth less than its own next victims, or if it has no victims.
     """
 
     def __init__(self, entries: KeyTable, make_policy: Callable[[int, int], Policy]) -> None:
@@ -70,11 +74,11 @@ class Eviction:
         self.slabs_taken_over = 0
         self._turn = 0
         self._cheapest: Queue | None = None
-        self._evicted_since: dict[int, int] = {}  # slots, by size, since slabs of other sizes were judged in vain
+        self._evicted_since: dict[int, int] = {}  # slots, by size, since a judgment found no slab to take
 
     def prepare(self, uid: int, groups: Iterable[Sequence[int]]) -> None:
-        """Make the queues that are missing for groups of this user whose parts have payloads of these sizes, so that
-        `admit` needs no memory. Raises LimitError if there is none, having changed nothing that matters.
+        """Makes the missing queues for this user's groups, which have parts with payloads of these sizes, so that
+        `admit` needs no memory. Raises LimitError if there is no memory; nothing that matters has changed then.
         """
         self.queues = {place: queue for place, queue in self.queues.items() if queue.num_spaces}
         if self._cheapest not in self.queues.values():
@@ -90,8 +94,8 @@ class Eviction:
             raise LimitError(f"the daemon gets no memory for tables of keys of another size: {error}") from None
 
     def admit(self, keyspace: Keyspace, known: Iterable[int]) -> None:
-        """Count parts whose payload sizes, `known`, have become known; with the first a keyspace gets its queue. Raises
-        LimitError as `prepare`, unless that was called.
+        """Counts parts with payload sizes, `known`, that have become known. The first of them gives a keyspace its
+        queue. Raises LimitError as `prepare`, unless `prepare` was called before.
         """
         known, before = list(known), self.num_sizes
         if keyspace.queue is None:
@@ -110,7 +114,7 @@ class Eviction:
             )  # fmt: skip
 
     def _queue_place(self, uid: int, size: int) -> tuple[int, int]:
-        """Which queue is for keys of this user whose first slot has this size."""
+        """Returns the queue for this user's keys that have a first slot of this size."""
         mine = sum(owner == uid for owner, _ in self.queues)
         if (uid, size) in self.queues or max(mine * QUEUES_MAX // QUEUES_PER_USER, len(self.queues)) < QUEUES_MAX:
             return uid, size
@@ -118,12 +122,13 @@ class Eviction:
 
     @property
     def num_sizes(self) -> int:
-        """How many slot sizes the keyspaces use."""
+        """Returns the number of slot sizes that the keyspaces use."""
         return len(self.sizes)
 
     def make_room(self, size: int, wanted: int, asking: Queue | None = None) -> int:
-        """Evict until `wanted` slots of `size` pages are free, and some to spare. Returns how many of those wanted are:
-        fewer if no more keys can be evicted. `asking`: the queue of the keys that need them.
+        """Evicts keys until `wanted` slots of `size` pages are free, and some to spare. Returns how many of the wanted
+        slots are free: fewer than `wanted` if no more keys can be evicted. `asking` is the queue of the keys that need
+        the slots.
         """
         self._entries.uses.settle()
         free = self._tier.num_free(size)
@@ -147,7 +152,7 @@ class Eviction:
         return min(free, wanted)
 
     def readmit(self, rows: U32Array) -> None:
-        """These rows, in prompt order, were unheld: those that are evictable now enter their queues again."""
+        """Returns rows that are no longer held, in prompt order, to their queues, as far as they are evictable now."""
         self._entries.uses.settle()
         self.any_aside = any(queue.policy.num_aside for queue in self.queues.values())
         if not self.any_aside:
@@ -158,7 +163,7 @@ class Eviction:
             queue.policy.readmit(rows[indices])
 
     def victims(self, queues: Sequence[Queue], wanted: int) -> U32Array:
-        """What queues of keys that compete would evict next, see `Policy.victims`. Nothing is evicted."""
+        """Returns the keys that these competing queues would evict next, see `Policy.victims`. Evicts nothing."""
         return self._least_valuable([self._next(queue, wanted) for queue in queues])[:wanted]
 
     def _next(self, queue: Queue, wanted: int) -> U32Array:
@@ -168,7 +173,9 @@ class Eviction:
         return rows
 
     def _least_valuable(self, found: Sequence[U32Array]) -> U32Array:
-        """Join what several queues would evict next: each in its order, those first that are worth less in a page."""
+        """Joins the next victims of several queues: in the order of each queue, keys that are worth less per page
+        first.
+        """
         found = [rows for rows in found if len(rows)]
         if len(found) <= 1:
             return found[0] if found else NO_ROWS
@@ -176,7 +183,7 @@ class Eviction:
         return np.concatenate(found)[np.argsort(worth, kind="stable")]
 
     def _worth(self, rows: U32Array) -> F64Array:
-        """What each key is worth in one of its pages."""
+        """Returns what each key is worth per page."""
         worth = np.zeros(len(rows))
         for queue, indices in self._entries.by_queue(rows):
             worth[indices] = queue.policy.worth(rows[indices])
@@ -189,15 +196,15 @@ class Eviction:
     def _victims(
         self, size: int, slots: int, tries: int, records_max: int, asking: Queue | None
     ) -> tuple[U32Array, int]:
-        """Choose keys whose eviction frees up to so many slots: at least one key, if one that may be evicted is among
-        the next keys of about `records_max` parts. Returns the rows, and how many parts the inspected keys have.
+        """Chooses keys that free up to `slots` slots by their eviction: at least one key, if an evictable key is among
+        the next keys of about `records_max` parts. Returns the rows, and the number of parts of the inspected keys.
         """
         found, looked_at = list[U32Array](), 0
         queues = self._in_turn([q for q in self.queues.values() if q.most_per_key(size) and len(q.policy)], asking)
         for number, queue in enumerate(queues):
             if number >= QUEUES_ASKED and found:
                 break
-            most = (records_max - looked_at) // (len(queues) - number)  # so that no queue uses up all
+            most = (records_max - looked_at) // (len(queues) - number)  # no queue uses up the limit alone
             rows, more = self._search(queue, size, slots, tries, most)
             looked_at += more
             if len(rows):
@@ -210,18 +217,18 @@ class Eviction:
         """Returns the queues in the order in which they are asked."""
         if len(queues) <= QUEUES_ASKED:
             return queues
-        self._turn += QUEUES_ASKED - 2  # beside the two that are asked each time
+        self._turn += QUEUES_ASKED - 2  # the two queues that are asked each time take no turn
         at = self._turn % len(queues)
         order = queues[at:] + queues[:at]
         order.sort(key=lambda queue: queue is not self._cheapest and queue is not asking)
         return order
 
     def _search(self, queue: Queue, size: int, slots: int, tries: int, records_max: int) -> tuple[U32Array, int]:
-        """`_victims` of one queue.
+        """Chooses victims of one queue, as `_victims`.
 
-        Keys may have fewer slots than the most that their queue counts with, or none: keys without any stay. So each
-        further try inspects more keys than would be enough if all had the most, and looks further ahead as long as no
-        key has any.
+        Keys may have fewer slots than the maximum that their queue assumes, or none; keys without slots stay. So each
+        further try inspects more keys than would be enough if all had the maximum, and looks further ahead as long as
+        no key has slots.
         """
         looked_at = 0
         ahead, seen = max(min(-(-slots // queue.most_per_key(size)) * tries, slots), tries), 0
@@ -239,11 +246,11 @@ class Eviction:
         return NO_ROWS, looked_at
 
     def _records(self, rows: U32Array) -> int:
-        """How many parts all these keys have together."""
+        """Returns the number of parts of all these keys together."""
         return int(self._entries.widths(rows).sum())
 
     def _slots(self, rows: U32Array, size: int) -> I64Array:
-        """How many slots of this size each key has."""
+        """Returns how many slots of this size each key has."""
         entries = self._entries
         counts = np.zeros(len(rows), np.int64)
         for keyspace, indices in entries.by_keyspace(rows):
@@ -253,14 +260,17 @@ class Eviction:
         return counts
 
     def _is_takeover_due(self, size: int, victims: U32Array) -> bool:
-        """Whether slabs of other sizes are to be judged: there are no victims, or enough was evicted since."""
+        """Returns whether slabs of other sizes must be judged: there are no victims, or enough slots were evicted
+        since.
+        """
         since = self._evicted_since.get(size, self._tier.slab_pages)
         return not len(victims) or since * size * TAKEOVER_SHARE >= self._tier.slab_pages
 
     def _take_slabs(self, size: int, victims: U32Array, wanted: int, evicted: int) -> int:
-        """Take over slabs of other sizes whose keys are worth less than these victims, in as much memory; if there are
-        no victims, the slabs whose keys are worth the least. It ends when `wanted` slots are free, or when enough
-        records were evicted in all, with the `evicted` ones before. Returns as `_take_slab`, of all of them.
+        """Takes over slabs of other sizes if the keys in them are worth less than these victims, in as much memory. If
+        there are no victims, it takes the slabs that have the least valuable keys. It ends when `wanted` slots are
+        free, or when enough records were evicted in all, including the `evicted` ones before. Returns the number of
+        records as `_take_slab`, for all slabs.
         """
         limit = float(np.average(self._worth(victims), weights=self._pages(victims))) if len(victims) else math.inf
         before, judged = evicted, -1
@@ -282,12 +292,12 @@ class Eviction:
         return self._tier.num_free(size) < wanted and evicted < RECORDS_MAX
 
     def _take_slab(self, slab: int) -> int:
-        """Evict all that is in a slab, for any size, unless something is held or being written. Returns how many
-        records went, at least 1; 0 if the slab was not taken.
+        """Evicts all keys in a slab, with their slots of all sizes, unless one of them is held or being written.
+        Returns the number of evicted records, at least 1; 0 if the slab was not taken.
         """
         rows = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
         if not self._entries.evictable(rows).all():
-            self._tier.touch_slab(slab)  # next time others are tried
+            self._tier.touch_slab(slab)  # the next call tries other slabs
             return 0
         records = self._records(rows)
         self.drop(rows)
@@ -306,23 +316,23 @@ class Eviction:
         return list({*slabs[:SLABS_TRIED].tolist(), *np.intersect1d(owned, slabs).tolist()})
 
     def _worth_of_slabs(self, slabs: Sequence[int]) -> dict[int, float]:
-        """What the keys in each slab are worth in a page of it, by some of them."""
+        """Returns the worth per page of the keys in each slab, estimated from some of them."""
         samples = [self._sample(slab) for slab in slabs]
         worth = np.split(self._worth(np.concatenate([NO_ROWS, *samples])), np.cumsum([len(some) for some in samples]))
         return {
             slab: float(some.mean()) * self._tier.share_used(slab) if len(some) else 0.0
-            for slab, some in zip(slabs, worth, strict=False)  # behind the last sample is nothing
+            for slab, some in zip(slabs, worth, strict=False)  # nothing follows the last sample
         }
 
     def _sample(self, slab: int) -> U32Array:
         owners = self._tier.owners_in(slab)
         some = self._entries.parts.row[owners[:: max(1, -(-len(owners) // SAMPLE_SLOTS))]]
         live: U32Array = some[self._entries.state[some] == RowState.LIVE]
-        return live  # others wait for a copy alone: no policy has them
+        return live  # the other keys only wait for a copy: no policy has them
 
     def _resize(self, size: int) -> None:
-        """A slab has become one of `size`: set how many keys each policy has to expect. Only slot sizes in use count,
-        and no policy is set below the keys that it has.
+        """Adapts the policies after a slab has become one of `size`: sets how many keys each policy has to expect. Only
+        slot sizes in use count, and no policy is set below the number of keys that it has.
         """
         slots = {pages: self._tier.num_slots(pages) for pages in {*self._tier.sizes(), size}}
         for queue in self.queues.values():
@@ -330,11 +340,11 @@ class Eviction:
             if rows:
                 try:
                     queue.policy.resize(max(1, min(rows), len(queue.policy)))
-                except MemoryError as error:  # it goes on with the tables that it has
+                except MemoryError as error:  # the policy keeps the tables that it has
                     log.warning("memory: the tables of an eviction policy can't be resized: %s", error)
 
     def drop(self, rows: U32Array) -> None:
-        """Evict these rows, which must be evictable."""
+        """Evicts these rows, which must be evictable."""
         self.keys_evicted += len(rows)
         for lower in self._entries.lower:
             lower.evicted(rows[self._entries.complete(rows)])

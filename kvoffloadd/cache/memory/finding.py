@@ -1,9 +1,10 @@
-"""Finding keys in steps: of very many, the event loop serves others in between.
+"""Finds keys in steps: a search for very many keys lets the event loop serve other requests in between.
 
-What is found is held until the end, so that it is neither evicted nor given to other keys meanwhile. It may be cleared:
-then it counts as not found. Keys of which nothing is committed are not held, since such a row can lose all its slots,
-and there are only as many rows as there can be slots. Nor are those that their user may not hold (see `HeldMemory`),
-or requests without end would keep others from all memory. Both are looked for again at the end.
+Rows that are found are held until the end, so that they are neither evicted nor given to other keys in the meantime. A
+clear may remove such keys; then they count as not found. Keys without committed parts are not held, since such a row
+can lose all its slots, and there are only as many rows as there can be slots. Keys that their user may not hold (see
+`HeldMemory`) are not held either, or endless requests would keep other users from all memory. Both kinds are looked up
+again at the end.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from kvoffloadd.model import BoolArray, I64Array, U32Array, U64Array
 from kvoffloadd.scheduling.steps import Steps
 
 STEP_KEYS = 1 << 14
-"""Keys that one step finds: a millisecond, or two if the table is large."""
+"""The number of keys that one step finds: a millisecond, or two if the table is large."""
 
 GROUP_KEYS = 64
-"""What a group costs besides its keys, as a number of keys."""
+"""The cost of a group in addition to its keys, as a number of keys."""
 
 _ANEW = np.int64(-2)
-"""Stands for the row of a key that has to be looked for again."""
+"""Stands for the row of a key that must be looked up again."""
 
 
 def find_in_steps(cache: Cache, groups: Sequence[tuple[Keyspace, U64Array]]) -> Steps[list[LookupResult]]:
-    """`Cache.find_all`. The result holds nothing, and is valid until the loop turns."""
+    """Looks up keys as `Cache.find_all`, in steps. The result holds nothing, and is valid until the loop turns."""
     if sum(len(keys) for _, keys in groups) <= STEP_KEYS:
         return cache.find_all(groups)
     with changing:
@@ -46,7 +47,9 @@ def find_in_steps(cache: Cache, groups: Sequence[tuple[Keyspace, U64Array]]) -> 
 
 
 class Finding:
-    """`groups`: keyspaces, and keys of each. Run `steps` to the end for `rows` and `results`; `release` it always."""
+    """Finds the keys of `groups`: keyspaces, and keys of each. Run `steps` to the end for `rows` and `results`; always
+    call `release`.
+    """
 
     def __init__(self, cache: Cache, groups: Sequence[tuple[Keyspace, U64Array]]) -> None:
         self._cache = cache
@@ -54,20 +57,20 @@ class Finding:
         self._found: list[list[I64Array]] = [[] for _ in groups]
         self._uid = groups[0][0].namespace.uid if groups else None
         self._held: list[U32Array] = []
-        self.pages = 0  # of keys that nobody held before
+        self.pages = 0  # of keys that were not held before
 
     @property
     def num_reserved(self) -> int:
-        """Always 0: a lookup reserves nothing."""
+        """Returns 0: a lookup reserves nothing."""
         return 0
 
     @property
     def num_held(self) -> int:
-        """How often rows are held now."""
+        """Returns how often rows are held now."""
         return sum(map(len, self._held))
 
     def steps(self) -> Iterator[None]:
-        """Each finds some keys."""
+        """Finds some keys in each step."""
         room = STEP_KEYS
         for found, (keyspace, keys) in zip(self._found, self._groups, strict=True):
             begin = 0
@@ -83,7 +86,7 @@ class Finding:
             yield
 
     def hold(self, rows: I64Array) -> BoolArray:
-        """Hold those of these rows, too, that have something committed, as far as their user may. Returns which."""
+        """Holds those of these rows that have committed parts, as far as their user may hold them. Returns which."""
         kept = rows >= 0
         kept[kept] = self._cache.entries.has_committed(rows[kept])
         if self._uid is not None:
@@ -95,7 +98,7 @@ class Finding:
         return kept
 
     def rows(self) -> list[I64Array]:
-        """The row of each key, or -1, by group. What is not held is valid until the loop turns."""
+        """Returns the row of each key, or -1, by group. Rows that are not held are valid until the loop turns."""
         none, found = np.zeros(0, np.int64), list[I64Array]()
         for (keyspace, keys), some in zip(self._groups, self._found, strict=True):
             rows = np.concatenate([none, *some])
@@ -107,12 +110,12 @@ class Finding:
         return found
 
     def results(self) -> list[LookupResult]:
-        """What `Cache.find_all` says of the groups now."""
+        """Returns the current result of `Cache.find_all` for the groups."""
         return self._cache.results(
             [(keyspace, rows) for (keyspace, _), rows in zip(self._groups, self.rows(), strict=True)]
         )
 
     def release(self) -> None:
-        """End all holds."""
+        """Ends all holds."""
         held, self._held, self.pages = self._held, [], 0
         self._cache.unhold(np.concatenate([NO_ROWS, *held]))

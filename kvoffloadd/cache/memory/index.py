@@ -1,17 +1,16 @@
-"""Which row a key has: a vectorised hash table without per-key Python objects.
+"""The index finds the row of a key: a vectorised hash table without per-key Python objects.
 
 Extendible hashing: the top bits of a key's hash choose a segment through a directory; the bottom bits choose a bucket
-of 16 slots in it, with overflow into the next bucket. A full segment splits in two, each at its own time, so growth
-costs a few segments at a time, however many keys are held. All columns are reserved for the worst case and committed
-lazily. A slot holds a 16-bit tag of the hash and a row number; a row holds the whole key and its keyspace, which are
-compared before a row is ever answered: two keys are never taken for each other, whatever their hashes.
+of 16 slots in it, with overflow into the next bucket. A full segment splits in two. Segments fill at different times,
+so growth costs a few segments at a time, for any number of keys. All columns are reserved for the worst case and
+committed lazily. A slot holds a 16-bit tag of the hash and a row number; a row holds the whole key and its keyspace,
+which are compared before a row is returned: two keys are never taken for each other, even if their hashes are equal.
 
-Equal hashes can't be told apart by splitting. Without the seed such keys can't be chosen (see `KeyHash`);
-and if there were some, all work stays bounded: a segment splits only so often, and takes no more keys than it has room
-for.
+Splitting can't separate equal hashes. Without the seed, a client can't choose such keys (see `KeyHash`). Even with such
+keys, all work stays bounded: a segment splits a limited number of times, and takes no more keys than it has room for.
 
-C code does most of this where it was compiled: for a few keys, a fortieth of the price of numpy's dozens of small
-operations.
+The compiled helper does most of this work where it is available: for a few keys, it takes a fortieth of the time of
+numpy's dozens of small operations.
 
 Event loop only.
 """
@@ -21,7 +20,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.ma  # or the first np.unique would, in the midst of serving: it takes 12 ms
+import numpy.ma  # imported here, or the first np.unique would import it while the daemon serves: it takes 12 ms
 import numpy.typing as npt
 
 from kvoffloadd.cache.memory.keyhash import KeyHash
@@ -33,26 +32,28 @@ from kvoffloadd.native import loader
 Numbers = TypeVar("Numbers", bound=npt.NDArray[Any])
 
 WORDS = 4
-"""u64 words of a stored key: `model.KEY_BYTES_MAX` bytes, zero padded. A key's width is a property of its space."""
+"""u64 words of a stored key: `model.KEY_BYTES_MAX` bytes, zero padded. A key's width is a property of its namespace."""
 
 _BUCKETS, _SLOTS = 64, 16
 _SEGMENT = _BUCKETS * _SLOTS
 _FULL, _FULL_SPREAD = int(_SEGMENT * 0.85), int(_SEGMENT * 0.2)
-"""A segment is full at this many slots, or at up to `_FULL_SPREAD` fewer, each at a number of its own. With one number
-for all, they would fill at the same time, and a single insertion might have to rewrite the whole table.
+"""A segment is full at this many slots, or at up to `_FULL_SPREAD` fewer: each segment has another limit. With one
+limit for all, they would fill at the same time, and a single insertion might have to rewrite the whole table.
 """
 _EXPECTED_FILL = 0.65
 _EMPTY, _DEAD, _FIRST_TAG = 0, 1, 2
 _DEEPER_MAX = 3
-"""How many splits deeper than all segments together would be a segment may be. Keys of different hashes need fewer."""
+"""The number of splits by which a segment may be deeper than all segments together would be. Keys with different hashes
+need fewer.
+"""
 
 
 class Index:
-    """(keyspace, key) -> row.
+    """Maps (keyspace, key) to a row.
 
-    Rows are dense small numbers, reused after `free`; their columns live here and with the owner.
-    `max_keys` bounds the rows; `seed`, below 2**128, is the hash's secret: nobody who does not know it can choose keys
-    that collide.
+    Rows are dense small numbers, reused after `free`; their columns are here and in the owner of the index. `max_keys`
+    bounds the rows. `seed`, below 2**128, is the hash's secret: a client that does not know it can't choose keys that
+    collide.
     """
 
     def __init__(self, max_keys: int, seed: int) -> None:
@@ -60,7 +61,7 @@ class Index:
         self.max_keys = max_keys
         self.keys: U64Array = reserve_array((max_keys, WORDS), np.uint64)
         self.keyspace: U16Array = reserve_array((max_keys,), np.uint16)
-        self._rows_used = 0  # rows ever handed out; those below it that are free are in _free
+        self._rows_used = 0  # rows ever handed out; the free ones among them are in _free
         self._free: U32Array = reserve_array((max_keys,), np.uint32)
         self._num_free = 0
         # Splits leave segments at least a third full on average; eight times the need is virtual memory only.
@@ -80,16 +81,18 @@ class Index:
 
     @property
     def rows_end(self) -> int:
-        """Every row ever handed out is below this."""
+        """Returns the end of the rows: every row ever handed out is below it."""
         return self._rows_used
 
     def hash(self, keyspace: int | U16Array, keys: U64Array) -> U64Array:
-        """u64 per key, of which every bit counts. `keys`: (n, WORDS)."""
+        """Returns a u64 hash per key, with 64 significant bits. `keys`: (n, WORDS)."""
         return self._hash(keyspace, keys)
 
     def find(self, keyspace: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> I64Array:
-        """The row of each key, or -1. `keys`: (n, WORDS); `keyspace`: of all of them, or of each; `hashes`: what `hash`
-        says of them, if the caller has asked. Changes nothing.
+        """Returns the row of each key, or -1. Changes nothing.
+
+        `keys`: (n, WORDS); `keyspace`: of all of them, or of each; `hashes`: the result of `hash` for them, if the
+        caller has it.
         """
         h = self.hash(keyspace, keys) if hashes is None else hashes
         if loader.HELPER is None:
@@ -118,7 +121,9 @@ class Index:
         return found
 
     def expect(self, count: int) -> None:
-        """Make room at once for so many keys in a table that is empty still: growing one by one takes twice as long."""
+        """Makes room at once for `count` keys in a table that is still empty: growth in small steps takes twice as
+        long.
+        """
         if self._num_segments > 1 or len(self):
             return
         depth = 0
@@ -129,8 +134,8 @@ class Index:
         self._depth[: self._num_segments] = self._directory_depth
 
     def insert(self, keyspace: int | U16Array, keys: U64Array, hashes: U64Array | None = None) -> U32Array:
-        """New rows for keys that are distinct and not in the table; the caller guarantees both and enough free rows.
-        `keyspace` and `hashes` as in `find`.
+        """Returns new rows for keys that are distinct and not in the table; the caller guarantees both and enough free
+        rows. `keyspace` and `hashes` as in `find`.
 
         Raises:
             LimitError: too many keys have almost equal hashes. Nothing was inserted.
@@ -145,10 +150,10 @@ class Index:
         return rows
 
     def remove(self, rows: U32Array) -> None:
-        """Forget keys by row. Their columns stay readable until `free`.
+        """Forgets keys by row. Their columns stay readable until `free`.
 
         Raises:
-            LookupError: a row is not in the table, which is a bug of ours. Others may be forgotten by then.
+            LookupError: a row is not in the table, which is a bug of the daemon. Other rows may be forgotten then.
         """
         if not len(rows):
             return
@@ -176,12 +181,12 @@ class Index:
         raise LookupError(f"{len(left)} of {len(rows)} rows are not in the table")
 
     def free(self, rows: U32Array) -> None:
-        """Give removed rows back for reuse."""
+        """Takes removed rows back for reuse."""
         self._free[self._num_free : self._num_free + len(rows)] = rows
         self._num_free += len(rows)
 
     def memory_bytes(self) -> int:
-        """Bytes of the table that have been in use: columns up to the highest row, and segments."""
+        """Returns the used bytes of the table: columns up to the highest row, and segments."""
         per_row = self.keys.itemsize * WORDS + self.keyspace.itemsize
         per_segment = _SEGMENT * (self._tags.itemsize + self._rows.itemsize) + 9
         free = self._free.itemsize * self._num_free
@@ -189,11 +194,11 @@ class Index:
 
     @property
     def num_found(self) -> int:
-        """Rows that lookups can find."""
+        """Returns the number of rows that lookups can find."""
         return int(self._live[: self._num_segments].sum())
 
     def check_table(self) -> list[str]:
-        """What is wrong with the table itself, whatever the keys are."""
+        """Returns a list of errors of the table itself, independent of its keys."""
         findings = []
         live = self._in_table()
         seen = np.zeros(self._rows_used, bool)
@@ -224,7 +229,7 @@ class Index:
         return np.maximum(tag, np.uint16(_FIRST_TAG))
 
     def _set_directory(self, directory: U32Array, depth: int) -> None:
-        """`depth`: how many top bits of a hash choose a segment."""
+        """Sets the directory. `depth` is the number of top bits of a hash that choose a segment."""
         self._directory, self._directory_depth = directory, depth
         columns = (self.keys, self.keyspace, self._tags, self._rows, self._used, self._live, self._full, directory)
         # `Table` of _indexfind.c. The columns stay where they are; `directory` is kept for as long as this is.
@@ -239,7 +244,7 @@ class Index:
         return np.concatenate([old, new])
 
     def _place(self, h: U64Array, rows: U32Array) -> None:
-        """Put rows into free slots; the segments have room."""
+        """Puts rows into free slots; the segments have room."""
         if loader.HELPER is not None:
             loader.HELPER.place_rows(self._table, h, rows)
             return
@@ -260,7 +265,7 @@ class Index:
             bucket, tag, rows = _next(bucket[~fits]), tag[~fits], rows[~fits]
 
     def _make_room(self, h: U64Array) -> None:
-        """Split or clean segments until the keys with these hashes fit. Raises LimitError if that does not help."""
+        """Splits or cleans segments until the keys with these hashes fit. Raises LimitError if that does not help."""
         while len(h):
             ordered = np.sort(self._home(h) // _BUCKETS)
             begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
@@ -277,7 +282,7 @@ class Index:
             self._rebuild(segment, split)
 
     def _rebuild(self, segments: I64Array, crowded: I64Array) -> None:
-        """Rewrite segments without dead slots; half of the keys of those that are `crowded` move to new ones."""
+        """Rewrites segments without dead slots. Half of the keys of each `crowded` segment move to a new one."""
         buckets = (segments[:, None] * _BUCKETS + np.arange(_BUCKETS)).reshape(-1)
         rows = self._rows.take(buckets, axis=0)[self._tags.take(buckets, axis=0) >= _FIRST_TAG]
         self._tags[buckets] = _EMPTY
@@ -288,7 +293,7 @@ class Index:
             self._place(self.hash(self.keyspace[rows], self.keys.take(rows, axis=0)), rows)
 
     def _split_directory(self, segments: I64Array) -> None:
-        """Give half of what leads to each of these segments to a new one."""
+        """Gives half of the directory entries of each of these segments to a new segment."""
         if (self._depth[segments] == self._directory_depth).any():
             self._set_directory(np.repeat(self._directory, 2), self._directory_depth + 1)
         new = np.arange(self._num_segments, self._num_segments + len(segments))
@@ -297,7 +302,7 @@ class Index:
         self._depth[new] = self._depth[segments]
         heir = np.zeros(self._num_segments, np.uint32)
         heir[segments] = new
-        # What leads to a segment shares as many top bits as it is deep: the next bit tells the halves apart.
+        # Directory entries of a segment share as many top bits as it is deep: the next bit separates the halves.
         at = np.flatnonzero(heir[self._directory])
         old = self._directory[at]
         upper = at >> (self._directory_depth - self._depth[old].astype(np.int64)) & 1 == 1
@@ -305,7 +310,7 @@ class Index:
 
 
 def _nth_bit() -> U8Array:
-    """(65536, 17): where the n-th set bit of a number is, from 0 on; 16 if it has none."""
+    """Makes the table (65536, 17) of the places of the n-th set bit of a number, from 0 on; 16 if it has none."""
     numbers = np.arange(1 << _SLOTS)
     found = np.full((len(numbers), _SLOTS + 1), _SLOTS, np.uint8)
     rank = np.zeros(len(numbers), np.int64)
@@ -320,7 +325,7 @@ _NTH_BIT = _nth_bit()
 
 
 def distinct(numbers: Numbers) -> Numbers:
-    """Each number once, ascending. `np.unique` does the same, and takes twenty times as long."""
+    """Returns each number once, ascending. `np.unique` does the same, but takes twenty times as long."""
     ordered: Any = np.sort(numbers)
     first = np.ones(len(ordered), bool)
     first[1:] = ordered[1:] != ordered[:-1]
@@ -329,24 +334,24 @@ def distinct(numbers: Numbers) -> Numbers:
 
 
 def first_of_each(numbers: npt.NDArray[Any]) -> I64Array:
-    """Where each number occurs first, ascending."""
+    """Returns the places where each number occurs first, ascending."""
     found: I64Array = np.sort(np.unique(numbers, return_index=True)[1])
     return found
 
 
 def count_up(counts: Numbers, at: I64Array | U32Array) -> None:
-    """Add 1 at each of these places, as often as it is named."""
+    """Adds 1 at each of these places, as often as it is named."""
     # With other dtypes `ufunc.at` takes thirty times as long.
     np.add.at(counts, at.astype(np.intp, copy=False), counts.dtype.type(1))
 
 
 def count_down(counts: Numbers, at: I64Array | U32Array) -> None:
-    """Take 1 away at each of these places, as often as it is named."""
+    """Subtracts 1 at each of these places, as often as it is named."""
     np.subtract.at(counts, at.astype(np.intp, copy=False), counts.dtype.type(1))
 
 
 def _equal(a: U64Array, b: U64Array) -> BoolArray:
-    """Which rows of two (n, WORDS) arrays are equal."""
+    """Returns which rows of two (n, WORDS) arrays are equal."""
     differ = a[:, 0] ^ b[:, 0]
     for word in range(1, WORDS):
         differ |= a[:, word] ^ b[:, word]
@@ -355,13 +360,15 @@ def _equal(a: U64Array, b: U64Array) -> BoolArray:
 
 
 def _next(bucket: I64Array) -> I64Array:
-    """The bucket that takes the overflow: the next one of the same segment, round."""
+    """Returns the bucket that takes the overflow: the next one of the same segment, cyclically."""
     after: I64Array = (bucket & ~np.int64(_BUCKETS - 1)) | ((bucket + 1) & np.int64(_BUCKETS - 1))
     return after
 
 
 def _order(numbers: I64Array) -> I64Array:
-    """What sorts these numbers, below 2**40. Sorting them together with their places is faster than an argsort."""
+    """Returns the order that sorts these numbers, below 2**40. To sort them together with their places is faster than
+    an argsort.
+    """
     bits = np.uint64(len(numbers).bit_length())
     keyed = numbers.astype(np.uint64) << bits | np.arange(len(numbers), dtype=np.uint64)
     return (np.sort(keyed) & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)

@@ -1,4 +1,4 @@
-"""The hash of keys: by a secret, so that nobody can choose keys that collide."""
+"""Hashes keys with a secret, so that a client can't choose keys that collide."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _HALVES = KEY_BYTES_MAX // 4
 
 
 class KeyHash:
-    """(keyspace, key) -> u64, by a secret that is drawn from `seed` (below 2**SEED_BITS) and `purpose`.
+    """Maps (keyspace, key) to a u64, with a secret that is derived from `seed` (below 2**SEED_BITS) and `purpose`.
 
     Multilinear hashing (Lemire and Kaser, 2014), twice: a sum modulo 2**64 of each 32-bit half of the key, and of the
-    keyspace, times a secret factor of its own, of which the upper 32 bits are taken. Over the choice of the secret, the
-    hashes of any two different keys are uniform and independent: they are equal with chance 2**-64, and any b bits of
-    them with chance 2**-b, however the keys were chosen without knowing the secret. Sums of whole words
-    would not do: the top bits of a word reach only the top bits of its product, whatever the factor.
+    keyspace, each times another secret factor; the hash takes the upper 32 bits of the sum. Over the choice of the
+    secret, the hashes of any two different keys are uniform and independent: they are equal with probability 2**-64,
+    and any b bits of them with probability 2**-b, for any choice of keys that does not depend on the secret. Sums of
+    whole words would not be enough: the top bits of a word affect only the top bits of its product, for any factor.
 
-    What follows is a bijection with secret factors, which takes the sums' linearity away: who learns of two keys that
-    share some bits can't tell from that which others do.
+    A bijection with secret factors follows, which removes the linearity of the sums: a client that learns of two keys
+    with some equal hash bits can't infer which other keys share them.
     """
 
     def __init__(self, seed: int, purpose: str) -> None:
@@ -37,7 +37,7 @@ class KeyHash:
         self._secret = np.concatenate([words[:-2], self._mixers])
 
     def __call__(self, keyspace: int | U16Array | U64Array, keys: U64Array) -> U64Array:
-        """u64 per key. `keys`: (n, WORDS); `keyspace`: of all keys, or of each."""
+        """Returns a u64 per key. `keys`: (n, WORDS); `keyspace`: of all keys, or of each."""
         if loader.HELPER is None:
             return self._in_numpy(keyspace, keys)
         hashes = np.empty(len(keys), np.uint64)

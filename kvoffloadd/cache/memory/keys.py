@@ -1,4 +1,4 @@
-"""Packed keys as arrays. Pure."""
+"""Converts between packed keys and arrays. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ODD = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np
 
 
 def keys_array(packed: bytes, key_bytes: int) -> U64Array:
-    """(n, WORDS) u64 of packed keys. Raises KeyWidthError unless they are a whole number of keys."""
+    """Returns packed keys as a u64 array (n, WORDS). Raises KeyWidthError unless they are a whole number of keys."""
     if len(packed) % key_bytes:
         raise KeyWidthError(
             f"{len(packed)} bytes of keys are not a multiple of this namespace's key width of {key_bytes}"
@@ -27,17 +27,17 @@ def keys_array(packed: bytes, key_bytes: int) -> U64Array:
 
 
 def join_keys(keys: Iterable[U64Array]) -> U64Array:
-    """All of them in one array, row behind row in memory, which is what their bytes are read as: of some with no or one
-    row numpy alone makes columns.
+    """Joins arrays of keys into one array with contiguous rows, since callers read their bytes in this order. For
+    arrays with at most one row, numpy alone would store columns.
     """
     return np.ascontiguousarray(np.concatenate(list(keys)))
 
 
 def has_duplicates(keys: U64Array) -> bool:
-    """Whether a key occurs twice."""
+    """Returns whether a key occurs twice."""
     if len(keys) < 2:
         return False
-    # Equal keys have equal sums: in the common case one sort of numbers tells that there are none.
+    # Equal keys have equal sums: in the common case one sort of numbers shows that there are none.
     sums = np.sort(keys[:, 0] + keys[:, 1] * _ODD[0] + keys[:, 2] * _ODD[1] + keys[:, 3] * _ODD[2])
     if (sums[1:] != sums[:-1]).all():
         return False
@@ -46,13 +46,13 @@ def has_duplicates(keys: U64Array) -> bool:
 
 
 def pack(keys: U64Array, key_bytes: int) -> bytes:
-    """The keys, `key_bytes` each."""
+    """Returns the keys packed, `key_bytes` each."""
     raw = np.ascontiguousarray(keys).view(np.uint8).reshape(len(keys), KEY_BYTES_MAX)
     return raw[:, :key_bytes].tobytes()
 
 
 def spans(counts: Iterable[int]) -> list[slice]:
-    """Where each of several lists lies that follow one another, by their lengths."""
+    """Returns the slices of consecutive lists in one joined list, from the lengths of the lists."""
     found, begin = [], 0
     for count in counts:
         found.append(slice(begin, begin + count))

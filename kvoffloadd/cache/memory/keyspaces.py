@@ -1,8 +1,8 @@
-"""The table of keyspaces by number, and the cap on how many each user may have. Event loop only.
+"""The table of keyspaces by number, and the cap on the number of keyspaces of each user. Event loop only.
 
-Rows, and the records that outlive them in a pool, name their keyspace by its number alone. So a number is given out
-again only when nothing refers to the `Keyspace` that had it any more: not the table, which keeps a keyspace as long as
-it has rows, nor a request that found it earlier, such as a pin that waits for the disk.
+Rows, and the records that outlive them in a pool, name their keyspace by its number alone. So a number is reused only
+when nothing refers to its former `Keyspace` any more: neither the table, which keeps a keyspace as long as it has rows,
+nor a request that found it earlier, such as a pin that waits for the disk.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvoffloadd.errors import LimitError
 from kvoffloadd.model import GroupSchema, I64Array, U16Array
 
 NUMBERS = 1 << 16
-"""Numbers are below this: what a column of the index has room for."""
+"""Numbers are below this limit, which a column of the index sets."""
 
 NOBODY = -1
 
 
 class Keyspaces(dict[int, Keyspace]):
-    """Keyspaces by number. A keyspace is retired when its namespace is cleared or forgotten, and leaves the table when
-    its last row is free, too. Until then it counts against the cap of its user, `groups_max`.
+    """Maps numbers to keyspaces. A keyspace is retired when its namespace is cleared or forgotten, and leaves the table
+    when its last row is free, too. Until then it counts against the cap of its user, `groups_max`.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.groups_max = NUMBERS
-        self.widths: U16Array = np.zeros(NUMBERS, np.uint16)  # parts of a key of each that is on the table
+        self.widths: U16Array = np.zeros(NUMBERS, np.uint16)  # parts of a key, for each keyspace on the table
         self.pages: I64Array = np.zeros(NUMBERS, np.int64)  # of all slots of a key, as far as they are known
         self.uids: I64Array = np.full(NUMBERS, NOBODY, np.int64)  # of its user
         self.by_uid: Counter[int] = Counter()
@@ -42,16 +42,16 @@ class Keyspaces(dict[int, Keyspace]):
         self._next = 0
 
     def has(self, keyspace: Keyspace) -> bool:
-        """Whether it is on the table."""
+        """Returns whether the keyspace is on the table."""
         return self.get(keyspace.id) is keyspace
 
     def has_room(self, uid: int, count: int) -> bool:
-        """Whether a user may have so many more."""
+        """Returns whether a user may have this many more."""
         return self.by_uid[uid] + count <= self.groups_max
 
     def check_room(self, uid: int, count: int, *, cleared: bool = False) -> None:
-        """Raises LimitError if a user may not have so many more. `cleared`: they replace others, which may be held a
-        while: a user at the cap can clear, but leases can't keep any number of cleared keyspaces.
+        """Raises LimitError if a user may not have this many more. `cleared`: they replace others, which may be held
+        for a while: a user at the cap can clear, but leases can't keep an unlimited number of cleared keyspaces.
         """
         cap = 2 * self.groups_max if cleared else self.groups_max
         if (held := self.by_uid[uid]) + count > cap:
@@ -60,17 +60,17 @@ class Keyspaces(dict[int, Keyspace]):
         self.check_numbers(count)
 
     def check_numbers(self, count: int) -> None:
-        """Raises LimitError if all users together can't have so many more."""
+        """Raises LimitError if all users together can't have this many more."""
         if len(self._referred) + count > NUMBERS:
             raise LimitError(f"all users together have reached the maximum of {NUMBERS} groups")
 
     def add(
         self, namespace: Namespace, schema: GroupSchema, part_bytes: Sequence[int], number: int | None = None
     ) -> Keyspace:
-        """Add a current keyspace. `number`: the one that its slot records in the arena name. The caller has checked
-        the user's cap.
+        """Adds a current keyspace. `number` is the number that its slot records in the arena name. The caller has
+        checked the user's cap.
 
-        Raises LimitError if no number is left, ValueError if `number` is another keyspace's.
+        Raises LimitError if no number is left, ValueError if `number` belongs to another keyspace.
         """
         self.check_numbers(1)
         if number is None:
@@ -88,8 +88,8 @@ class Keyspaces(dict[int, Keyspace]):
         return keyspace
 
     def numbers_of(self, uid: int | None) -> I64Array:
-        """The numbers of a user's keyspaces on the table; None: of all. Looked for again only after some have come or
-        gone.
+        """Returns the numbers of a user's keyspaces on the table; None: of all users. The result is kept until
+        keyspaces come or go.
         """
         numbers = self._numbers.get(uid)
         if numbers is None:
@@ -102,16 +102,18 @@ class Keyspaces(dict[int, Keyspace]):
             self._numbers.pop(key, None)
 
     def count_pages(self, keyspace: Keyspace) -> None:
-        """The sizes of its parts have changed."""
+        """Counts the pages of a keyspace again after the sizes of its parts have changed."""
         self.pages[keyspace.id] = keyspace.part_pages.sum()
 
     def retire(self, keyspace: Keyspace) -> None:
-        """No lookup finds its keys from now on, and none are added."""
+        """Retires a keyspace: no lookup finds its keys from now on, and none are added."""
         keyspace.retired = True
         self.let_go(keyspace)
 
     def let_go(self, keyspace: Keyspace) -> None:
-        """Rows of it have gone, or it was retired: take it off the table if it is retired and has no rows any more."""
+        """Removes a retired keyspace without rows from the table. Called after it was retired, or rows of it were
+        freed.
+        """
         if keyspace.retired or not keyspace.rows:
             self.emptied.add(keyspace.namespace)
         if keyspace.retired and not keyspace.rows and self.has(keyspace):

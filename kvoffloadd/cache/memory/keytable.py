@@ -1,7 +1,7 @@
 """The table of keys: each key's row in the index, part records and slots, from insertion to the end of its last lease.
 
-Event loop only. A key that is retired (evicted, cleared, corrupt) is out of the index at once, but its slots stay
-until no lease holds it and no copy writes it; then they are freed, and its row number can be used again.
+Event loop only. A retired key (evicted, cleared, corrupt) leaves the index at once. Its slots stay until no lease holds
+it and no copy writes it; then they are freed, and its row number can be used again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ from kvoffloadd.native import loader
 from kvoffloadd.storage.memory import MemoryTier
 
 SCAN_ROWS, STEP_ROWS = 65_536, 8192
-"""Rows per step of a walk that reads them, and of one that changes them, so that no step blocks the loop for long."""
+"""The number of rows per step of a walk that reads them, and of a walk that changes them: no step blocks the loop for
+long.
+"""
 
 
 class RowState:
-    """The state of a row number. Plain ints."""
+    """Names the states of a row number. Plain ints."""
 
     FREE: Final = 0  # unused
     LIVE: Final = 1  # in the index
@@ -42,7 +44,7 @@ class RowState:
 
 
 class KeyTable:
-    """All keys held. Rows and part records are plain numbers; their data is in the columns here."""
+    """Holds all keys. Rows and part records are plain numbers; their data is in the columns here."""
 
     def __init__(self, tier: MemoryTier, seed: int) -> None:
         # Every row has at least one slot, and a slot at least one page.
@@ -51,23 +53,21 @@ class KeyTable:
         self.max_rows = max_rows
         self.index = Index(max_rows, seed)
         self.ghosts = MissReasons(seed)
-        # Four times what complete keys could ever take, which have a page for each record: see `scarcity`.
+        # Complete keys have a page for each record and could never take more than a quarter of this: see `scarcity`.
         self.parts = PartTable(4 * max_rows + (1 << 16))
         self.records_by_uid: Counter[int] = Counter()
         # Columns, by row.
         self.first: U32Array = reserve_array((max_rows,), np.uint32)  # its first part record
         self.missing: U16Array = reserve_array((max_rows,), np.uint16)  # parts that are not committed
-        self.leases: U32Array = reserve_array((max_rows,), np.uint32)  # how often it is held
+        self.leases: U32Array = reserve_array((max_rows,), np.uint32)  # the number of holds
         self.state: U8Array = reserve_array((max_rows,), np.uint8)  # a `RowState`
-        self.inherited: U8Array = reserve_array(
-            (max_rows,), np.uint8
-        )  # 1: not stored in this run, but by an earlier one
-        # Whether something before it in its prompt was gone when it was last asked for: it can't be restored.
+        self.inherited: U8Array = reserve_array((max_rows,), np.uint8)  # 1: stored by an earlier run, not by this one
+        # Whether a key before it in its prompt was missing at the last request for it: then it can't be restored.
         self.lost: BoolArray = reserve_array((max_rows,), np.bool_)
         self.lower: list[LowerTier] = []
         self.local: LocalTier | None = None
         self.uses = Uses(self.parts, self.first, self.lost, tier.touch, self.lower)
-        self.num_retired = 0  # rows that are RETIRED
+        self.num_retired = 0  # rows in state RETIRED
         self.keyspaces = Keyspaces()
         self.held = HeldMemory(self.keyspaces, tier.num_pages)
         self.barren = BarrenBlocks(self.keyspaces, self.parts.runs.max_records)
@@ -78,8 +78,9 @@ class KeyTable:
     def insert(
         self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array, hashes: U64Array, positions: U32Array
     ) -> U32Array:
-        """Make live rows with EMPTY parts for keys that are not held: of each keyspace in turn so many. All have as
-        many parts and the same queue, and there is room for rows and parts. `hashes`: those of `Index.hash`.
+        """Makes live rows with EMPTY parts for keys that are not in memory: for each keyspace in turn, the given number
+        of the keys. All keys have the same number of parts and the same queue, and there is room for rows and parts.
+        `hashes`: the results of `Index.hash`.
 
         Raises:
             InternalError: a keyspace is retired: its keys would never be found, nor freed.
@@ -106,7 +107,7 @@ class KeyTable:
         return rows
 
     def commit(self, parts: I64Array) -> tuple[I64Array, U32Array]:
-        """These parts are valid now. Returns those whose keys are live, and the rows of all."""
+        """Marks parts as valid. Returns those that have live keys, and the rows of all."""
         rows = self.parts.row[parts]
         self.parts.state[parts] = PartState.COMMITTED
         count_down(self.missing, rows)
@@ -119,23 +120,23 @@ class KeyTable:
         return kept, every
 
     def records(self, rows: I64Array | U32Array, parts: U16Array) -> I64Array:
-        """Record numbers, shape (rows, parts)."""
+        """Returns record numbers, shape (rows, parts)."""
         records: I64Array = self.first[rows].astype(np.int64)[:, None] + parts.astype(np.int64)[None, :]
         return records
 
     def check_current(self, keyspace: Keyspace) -> None:
-        """Raises InternalError if no keys may be added to the keyspace: the caller should have known."""
+        """Raises InternalError if no keys may be added to the keyspace: such a call is a bug of the caller."""
         if keyspace.retired or self.keyspaces.get(keyspace.id) is not keyspace:
             raise InternalError(f"space {keyspace.id} of {keyspace.namespace.label} is retired")
 
     # --- queries, one result per row ---
 
     def find(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
-        """The row of each key, or -1. Keys of a retired keyspace have no rows."""
+        """Returns the row of each key, or -1. Keys of a retired keyspace have no rows."""
         return self.find_all([(keyspace, len(keys))], keys)
 
     def find_all(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array) -> I64Array:
-        """`find` for keys of several keyspaces: of each in turn so many."""
+        """Returns the rows of keys of several keyspaces, as `find`: each keyspace comes with the number of its keys."""
         rows = self.index.find(numbers_of(keyspaces), keys)
         if len(keyspaces) == 1 and not keyspaces[0][0].retired:
             return rows
@@ -147,7 +148,7 @@ class KeyTable:
         return rows
 
     def find_for_insert(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array) -> tuple[I64Array, U64Array]:
-        """`find_all` before the keys that have no row are inserted. Returns the hashes of all keys, too.
+        """Returns the rows as `find_all`, and the hashes of all keys, before the keys without a row are inserted.
 
         Raises:
             InternalError: a keyspace is retired.
@@ -159,7 +160,9 @@ class KeyTable:
         return self.index.find(numbers, keys, hashes), hashes
 
     def states(self, rows: I64Array) -> tuple[U8Array, bool]:
-        """HIT for each row whose parts are all committed, MISS for others and for -1; and whether there are others."""
+        """Returns HIT for each row with all parts committed, MISS for other rows and for -1; and whether there are
+        other rows.
+        """
         states = np.empty(len(rows), np.uint8)
         if loader.HELPER is not None:
             return states, loader.HELPER.mark_hits(rows, self.missing, states) > 0
@@ -168,7 +171,7 @@ class KeyTable:
         return states, bool(np.count_nonzero(held) > np.count_nonzero(states))
 
     def count_leases(self, rows: U32Array, by: int) -> None:
-        """Each row is held so many times more, for each time it is named."""
+        """Adds `by` to the holds of each row, for each time it is named."""
         if by < 0 and self.barren:
             self.barren.let_go(self.first[rows], self.index.keyspace[rows])
         keyspaces, held = self.index.keyspace, self.held.rows
@@ -182,17 +185,17 @@ class KeyTable:
         np.add.at(held, keyspaces[every], now.astype(np.int64) - before)
 
     def unheld_pages(self, rows: U32Array) -> int:
-        """The pages of those of these keys that nobody holds, each once."""
+        """Returns the pages of those of these keys that are not held, each once."""
         fresh = distinct(rows[self.leases[rows] == 0])
         return int(self.keyspaces.pages[self.index.keyspace[fresh]].sum())
 
     def complete(self, rows: I64Array | U32Array) -> BoolArray:
-        """Whether all parts of each key are committed."""
+        """Returns whether all parts of each key are committed."""
         flags: BoolArray = self.missing[rows] == 0
         return flags
 
     def has_committed(self, rows: I64Array | U32Array) -> BoolArray:
-        """Whether a part of each key is committed."""
+        """Returns whether a part of each key is committed."""
         flags = self.complete(rows)
         others = np.flatnonzero(~flags)
         for width, indices in self.by_width(rows[others]):
@@ -201,7 +204,7 @@ class KeyTable:
         return flags
 
     def in_flight(self, rows: I64Array | U32Array) -> BoolArray:
-        """Whether a part of each key is reserved or being written."""
+        """Returns whether a part of each key is reserved or being written."""
         flags = np.zeros(len(rows), bool)
         unready = np.flatnonzero(self.missing[rows] > 0)
         for width, indices in self.by_width(rows[unready]):
@@ -210,14 +213,14 @@ class KeyTable:
         return flags
 
     def evictable(self, rows: U32Array) -> BoolArray:
-        """Whether each key is live, not held and not in flight."""
+        """Returns whether each key is live, not held and not in flight."""
         flags: BoolArray = (self.leases[rows] == 0) & (self.state[rows] == RowState.LIVE)
         unheld = np.flatnonzero(flags)
         flags[unheld] = ~self.in_flight(rows[unheld])
         return flags
 
     def vacant(self, rows: U32Array) -> BoolArray:
-        """Whether no part of each key has a slot."""
+        """Returns whether no part of each key has a slot."""
         flags = np.zeros(len(rows), bool)
         for width, indices in self.by_width(rows):
             states = self.parts.state[self.parts.run(self.first[rows[indices]], width)]
@@ -225,7 +228,9 @@ class KeyTable:
         return flags
 
     def owners(self, records: I64Array) -> I64Array:
-        """The row of the key that has each of these records; -1 for a free record, which still names its former row."""
+        """Returns the row of the key that has each of these records; -1 for a free record, which still names its former
+        row.
+        """
         rows = self.parts.row[records].astype(np.int64)
         rows[self.state[rows] == RowState.FREE] = -1
         used = np.flatnonzero(rows >= 0)
@@ -235,14 +240,14 @@ class KeyTable:
         return rows
 
     def live(self, rows: U32Array) -> U32Array:
-        """The subset of the rows that are live."""
+        """Returns those of the rows that are live."""
         subset: U32Array = rows[self.state[rows] == RowState.LIVE]
         return subset
 
     # --- removal ---
 
     def retire(self, rows: U32Array, why: int = Reason.EVICTED) -> None:
-        """Take these live keys out of the index. Slots that are held or being written are freed later."""
+        """Removes live keys from the index. Slots that are held or being written are freed later."""
         if not len(rows):
             return
         self.uses.settle()
@@ -254,12 +259,12 @@ class KeyTable:
         self.num_retired += len(rows)
         self.free_retired(rows)
         held = rows[self.state[rows] == RowState.RETIRED]
-        for width, indices in self.by_width(held):  # their slots are not free yet, but a successor may not find them
+        for width, indices in self.by_width(held):  # their slots are not free yet, but a successor must not find them
             records = self.parts.run(self.first[held[indices]], width).ravel()
             self.tier.slot_records.erase(self.parts.page[records[self.parts.state[records] == PartState.SEALED]])
 
     def free_retired(self, rows: U32Array) -> None:
-        """Free slots, records and numbers of those of these rows that are retired and not held."""
+        """Frees slots, records and numbers of those of these rows that are retired and not held."""
         retired = self.state[rows] == RowState.RETIRED
         if not retired.any():
             return
@@ -280,7 +285,7 @@ class KeyTable:
         self.index.free(rows)
 
     def vacate(self, parts: I64Array) -> None:
-        """Free the slots of these parts, in whatever state they are."""
+        """Frees the slots of these parts, in any state."""
         if not len(parts):
             return
         valid = parts[self.parts.state[parts] >= PartState.COMMITTED]
@@ -296,8 +301,8 @@ class KeyTable:
     # --- counts and events ---
 
     def account(self, parts: I64Array, *, committed: int = 0, reserved: int = 0) -> None:
-        """Count, for each keyspace, the bytes of these parts that are committed (+1) or vacated (-1), and the pages of
-        their slots that are reserved (+1), or not any more (-1).
+        """Counts, for each keyspace, the bytes of these parts that are committed (+1) or vacated (-1), and the pages of
+        their slots that are reserved (+1), or no longer reserved (-1).
         """
         rows = self.parts.row[parts]
         if (committed or reserved < 0) and self.barren:
@@ -311,11 +316,11 @@ class KeyTable:
                 self.held.reserved[keyspace.id] += reserved * pages
 
     def payload_addresses(self, parts: I64Array) -> U64Array:
-        """u64 addresses of the parts' payloads, valid while the parts are held."""
+        """Returns u64 addresses of the parts' payloads, valid while the parts are held."""
         return self.parts.page[parts].astype(np.uint64) * np.uint64(PAGE_BYTES) + np.uint64(self.tier.address)
 
     def payload_bytes(self, parts: I64Array) -> I64Array:
-        """Size of each part's payload."""
+        """Returns the size of each part's payload."""
         rows = self.parts.row[parts]
         sizes = np.zeros(len(parts), np.int64)
         for keyspace, indices in self.by_keyspace(rows):
@@ -324,8 +329,8 @@ class KeyTable:
         return sizes
 
     def record_change(self, rows: U32Array, *, added: bool, why: int = Reason.EVICTED) -> None:
-        """Complete keys were added or removed: update the counts and the reasons of later misses, and emit an event if
-        the namespace has listeners.
+        """Records that complete keys were added or removed: updates the counts and the reasons of later misses, and
+        emits an event if the namespace has listeners.
         """
         by_namespace: dict[bytes, list[tuple[Keyspace, I64Array]]] = {}
         for keyspace, indices in self.by_keyspace(rows):
@@ -341,13 +346,13 @@ class KeyTable:
                 self.ghosts.went(fingerprint, hashes, why)
             for keyspace, indices in keyspaces if keyspaces[0][0].namespace.listeners else ():
                 changed = self.index.keys[rows[indices]]
-                # Keys that the local tier holds could be served before, and can be served after.
+                # Keys of the local tier can be served both before and after the change.
                 if self.local is not None:
                     changed = changed[~self.local.holds_keys(keyspace, changed)]
                 self.emit_event(keyspace, changed, added=added)
 
     def emit_event(self, keyspace: Keyspace, keys: U64Array, *, added: bool) -> None:
-        """Queue an event for subscribed sessions: these keys can be served from now on, or no longer."""
+        """Queues an event for subscribed sessions: these keys can be served from now on, or no longer."""
         if not len(keys):
             return
         packed = pack(keys, keyspace.namespace.key_bytes)
@@ -355,31 +360,31 @@ class KeyTable:
         self.events.put(Event(keyspace.namespace, keyspace.schema.group, *pair))
 
     def packed(self, rows: U32Array, keyspace: Keyspace) -> bytes:
-        """The rows' keys, `key_bytes` each."""
+        """Returns the rows' keys packed, `key_bytes` each."""
         return pack(self.index.keys[rows], keyspace.namespace.key_bytes)
 
     def memory_bytes(self) -> int:
-        """Bytes of index, part records and row columns in use."""
+        """Returns the used bytes of index, part records and row columns."""
         per_row = self.first.itemsize + self.missing.itemsize + self.leases.itemsize + self.state.itemsize
         return self.index.memory_bytes() + self.parts.memory_bytes() + self.index.rows_end * per_row
 
     # --- walks ---
 
     def scan(self, keyspace: Keyspace) -> Iterator[U32Array]:
-        """Rows of a keyspace that are not free, a bounded number per step. Ends early when there are none."""
+        """Yields the rows of a keyspace that are not free, a bounded number per step. Ends early when none is left."""
         for start in range(0, self.index.rows_end, STEP_ROWS):
             if not keyspace.rows:
                 return
             yield self.scan_step(keyspace, start, STEP_ROWS)
 
     def scan_step(self, keyspace: Keyspace, start: int, count: int) -> U32Array:
-        """Rows of a keyspace that are not free, among the `count` rows from `start` on."""
+        """Returns the rows of a keyspace that are not free, among the `count` rows from `start` on."""
         end = min(start + count, self.index.rows_end)
         used = (self.index.keyspace[start:end] == keyspace.id) & (self.state[start:end] != RowState.FREE)
         return (np.flatnonzero(used) + start).astype(np.uint32)
 
     def by_keyspace(self, rows: I64Array | U32Array) -> Iterator[tuple[Keyspace, I64Array]]:
-        """Group rows by keyspace: yields each keyspace with the indices of its rows in `rows`."""
+        """Groups rows by keyspace: yields each keyspace with the indices of its rows in `rows`."""
         keyspaces = self.index.keyspace[rows]
         if not len(keyspaces):
             return
@@ -394,7 +399,9 @@ class KeyTable:
             yield self.keyspaces[number], indices
 
     def by_queue(self, rows: U32Array) -> Iterator[tuple[Queue, I64Array]]:
-        """Group rows by the queue of their keyspace, as `by_keyspace`; without rows of keyspaces that have no queue."""
+        """Groups rows by the queue of their keyspace, as `by_keyspace`. Leaves out rows of keyspaces that have no
+        queue.
+        """
         queues: dict[int, tuple[Queue, list[I64Array]]] = {}
         for keyspace, indices in self.by_keyspace(rows):
             if keyspace.queue:
@@ -403,12 +410,12 @@ class KeyTable:
             yield queue, np.concatenate(groups)
 
     def widths(self, rows: I64Array | U32Array) -> U16Array:
-        """How many parts each key has."""
+        """Returns the number of parts of each key."""
         widths: U16Array = self.keyspaces.widths[self.index.keyspace[rows]]
         return widths
 
     def by_width(self, rows: I64Array | U32Array) -> Iterator[tuple[int, I64Array]]:
-        """Group rows by the number of parts of their keys, as `by_keyspace`."""
+        """Groups rows by the number of parts of their keys, as `by_keyspace`."""
         widths = self.widths(rows)
         if len(widths) and (widths == widths[0]).all():
             yield int(widths[0]), np.arange(len(widths))
@@ -417,23 +424,25 @@ class KeyTable:
             yield width, np.flatnonzero(widths == width)
 
 
-# --- keys of several groups of a request as one array, one group behind the other: fixed costs are paid once ---
+# --- keys of several groups of a request as one array, one group after the other: fixed costs are paid once ---
 
 
 def _total(sizes: list[int] | I64Array, numbers: int | I64Array, count: int) -> int:
-    """The sum of the sizes with these numbers; of so many if it is only one number."""
+    """Returns the sum of the sizes with these numbers; `count` times the size if there is only one number."""
     return count * int(sizes[numbers]) if isinstance(numbers, int) else int(np.asarray(sizes, np.int64)[numbers].sum())
 
 
 def numbers_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U16Array:
-    """The number of the keyspace if there is only one; else one per key, for so many keys of each keyspace in turn."""
+    """Returns the number of the keyspace if there is only one, or else one number per key, for each keyspace's count of
+    keys in turn.
+    """
     if len(keyspaces) == 1:
         return keyspaces[0][0].id
     return np.repeat(np.array([keyspace.id for keyspace, _ in keyspaces], np.uint16), [count for _, count in keyspaces])
 
 
 def groups_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U64Array:
-    """`numbers_of` with the numbers that groups have in their namespace."""
+    """Returns group numbers as `numbers_of`: the numbers that groups have in their namespace."""
     if len(keyspaces) == 1:
         return keyspaces[0][0].schema.group
     return np.repeat(
@@ -442,7 +451,7 @@ def groups_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> int | U64Array:
 
 
 def begins_of(keyspaces: Sequence[tuple[Keyspace, int]]) -> I64Array | None:
-    """Where the keys of each keyspace begin, for those that have keys; None: there is only one keyspace."""
+    """Returns where the keys of each keyspace begin, for those that have keys; None if there is only one keyspace."""
     if len(keyspaces) == 1:
         return None
     counts = np.array([count for _, count in keyspaces if count], np.int64)

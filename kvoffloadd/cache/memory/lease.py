@@ -19,8 +19,8 @@ from kvoffloadd.errors import LeaseError
 from kvoffloadd.model import BoolArray, I64Array, U32Array
 
 LEASE_KEYS = 64
-"""What a lease is charged, beside its keys or parts, until it ends. Its objects take some 300 bytes, a key under it 4
-and a part 8: if only keys counted, a user could hold a hundred times as much memory in leases of one key, and any
+"""The charge of a lease in addition to its keys or parts, until it ends. Its objects take about 300 bytes, a key under
+it 4 and a part 8: if only keys counted, a user could hold a hundred times as much memory in leases of one key, and any
 amount in leases that have been filled.
 """
 _NO_ROWS, _NO_PARTS = np.zeros(0, np.uint32), np.zeros(0, np.int64)
@@ -28,22 +28,24 @@ _NO_ROWS, _NO_PARTS = np.zeros(0, np.uint32), np.zeros(0, np.int64)
 
 @dataclass(slots=True, eq=False)
 class ReadLease:
-    """Rows that may not be evicted."""
+    """Names rows that may not be evicted."""
 
     id: int
-    rows: U32Array  # a row is in it as often as it was named
+    rows: U32Array  # a row occurs once for each time it was named
     growing: bool = False  # keys that come from disk are about to join
 
 
 @dataclass(slots=True, eq=False)
 class WriteLease:
-    """Reserved parts that no job fills yet. A store takes its parts out of the lease."""
+    """Names reserved parts that no job fills yet. A store takes its parts out of the lease."""
 
     id: int
     parts: I64Array  # record numbers, sorted
 
     def has(self, parts: I64Array) -> BoolArray:
-        """Which of these parts it has. Costs no more for a large lease: a request may ask for each of its groups."""
+        """Returns which of these parts the lease has. The time hardly grows with the lease: a request may call this for
+        each of its groups.
+        """
         found: BoolArray = np.zeros(parts.shape, bool)
         if len(self.parts):
             at = np.minimum(np.searchsorted(self.parts, parts), len(self.parts) - 1)
@@ -53,7 +55,7 @@ class WriteLease:
 
 @dataclass(slots=True)
 class Holdings:
-    """What all leases of an instance hold."""
+    """Counts what all leases of an instance hold."""
 
     read: int = 0  # read leases
     keys: int = 0  # keys under them, counted once for each lease
@@ -62,7 +64,7 @@ class Holdings:
 
 
 class LetGo(NamedTuple):
-    """What leases have let go of: the caller unholds the rows, aborts the parts and refunds the charge."""
+    """Lists what leases have released: the caller unholds the rows, aborts the parts and refunds the charge."""
 
     rows: U32Array
     parts: I64Array
@@ -70,10 +72,10 @@ class LetGo(NamedTuple):
 
 
 class Leases:
-    """The leases of one instance, by id. Ids begin at a random number: they don't show how many leases others have, and
-    an id of another instance, named by mistake, is most likely unknown here.
+    """Keeps the leases of one instance, by id. Ids begin at a random number: they don't show how many leases others
+    have, and an id of another instance, named by mistake, is most likely unknown here.
 
-    `held` sums up what they hold. The caller holds the rows in the cache, and charges the user.
+    `held` has the sums over all leases. The caller holds the rows in the cache, and charges the user.
     """
 
     def __init__(self) -> None:
@@ -102,14 +104,14 @@ class Leases:
 
     @changing
     def grow(self, lease: ReadLease, rows: U32Array) -> None:
-        """Add rows to a lease that has not ended."""
+        """Adds rows to a lease that has not ended."""
         lease.rows = np.concatenate([lease.rows, rows])
         self.held.keys += len(rows)
 
     @changing
     def fill(self, lease: WriteLease, parts: I64Array) -> None:
-        """A job takes these parts out of a lease that has not ended. The lease stays until its release, even when it is
-        empty: another rank may yet name it, for parts that were stored before.
+        """Removes parts that a job takes over from a lease that has not ended. The lease stays until its release, even
+        if it is empty: another rank may still name it, for parts that were stored before.
         """
         lease.parts = np.setdiff1d(lease.parts, parts, assume_unique=True)
         self.held.parts -= len(parts)
@@ -122,7 +124,7 @@ class Leases:
         return lease
 
     def holds(self, lease: ReadLease) -> bool:
-        """Whether this lease has not ended."""
+        """Returns whether this lease has not ended."""
         return self._leases.get(lease.id) is lease
 
     def write(self, lease_id: int) -> WriteLease:
@@ -136,7 +138,7 @@ class Leases:
         return lease_id in self._leases
 
     def size(self, lease_id: int) -> int:
-        """How many rows or parts a lease has; of one that has ended 0."""
+        """Returns the number of rows or parts of a lease; 0 if it has ended."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return 0
@@ -144,13 +146,13 @@ class Leases:
 
     @changing
     def end(self, lease_id: int, most: int = sys.maxsize) -> LetGo:
-        """End a lease; one that has more than `most` rows or parts only loses its last ones. Raises LeaseError if this
-        instance holds no such lease.
+        """Ends a lease. A lease with more than `most` rows or parts does not end, but loses its last ones. Raises
+        LeaseError if this instance holds no such lease.
         """
         lease = self._leases.get(lease_id)
         if lease is None:
             raise LeaseError(f"this instance holds no lease {lease_id}")
-        if isinstance(lease, ReadLease) and len(lease.rows) <= most:  # as `_cut`, by fewer operations
+        if isinstance(lease, ReadLease) and len(lease.rows) <= most:  # like `_cut`, with fewer operations
             del self._leases[lease_id]
             self.held.keys -= len(lease.rows)
             self.held.read -= 1
@@ -159,20 +161,20 @@ class Leases:
 
     @changing
     def end_some(self, most: int) -> LetGo:
-        """End the oldest leases that together have at most `most` rows and parts, counting one more for each lease. A
-        lease that has more than is left of `most` only loses its last ones.
+        """Ends the oldest leases that together have at most `most` rows and parts, counting one more for each lease. A
+        lease with more than the rest of `most` does not end, but loses its last ones.
         """
         cuts: list[LetGo] = []
         while most > 0 and self._leases:
             cut = self._cut(next(iter(self._leases.values())), most)
             most -= 1 + len(cut.rows) + len(cut.parts)
             cuts.append(cut)
-        cuts.reverse()  # the first rows are evicted last: the youngest lease's, and of each the beginning of its prompt
+        cuts.reverse()  # the first rows are evicted last: the youngest lease's, and in each the beginning of its prompt
         rows, parts, charged = zip(*cuts, strict=True) if cuts else ((_NO_ROWS,), (_NO_PARTS,), ())
         return LetGo(np.concatenate(rows), np.concatenate(parts), sum(charged))
 
     def _cut(self, lease: ReadLease | WriteLease, most: int) -> LetGo:
-        """Take up to `most` rows or parts out of the lease, the last ones. It ends if none is left."""
+        """Removes up to `most` rows or parts from the lease, the last ones. The lease ends if none is left."""
         rows, parts = _NO_ROWS, _NO_PARTS
         if isinstance(lease, ReadLease):
             rows, lease.rows = lease.rows[-most:], lease.rows[:-most]

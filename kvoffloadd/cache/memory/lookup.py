@@ -11,30 +11,30 @@ from kvoffloadd.model import BoolArray, GroupKind, GroupSchema, I64Array, U8Arra
 
 TOKENS_MAX = (1 << 32) - 1
 _FEW = 32
-"""So many boundaries Python packs faster than numpy."""
+"""Up to this number of boundaries, Python packs faster than numpy."""
 
 
 class LookupResult(NamedTuple):
     """The result of a lookup: three arrays with one item for each key."""
 
-    rows: I64Array  # -1: the key has none
+    rows: I64Array  # -1: the key has no row
     states: U8Array  # `model.KeyState`
     hits: BoolArray
 
     @property
     def num_hits(self) -> int:
-        """How many of the keys hit."""
+        """Returns the number of keys that hit."""
         return int(np.count_nonzero(self.hits))
 
     @property
     def hit_rows(self) -> U32Array:
-        """Rows of the keys that hit, in order."""
+        """Returns the rows of the keys that hit, in order."""
         rows = self.rows if self.num_hits == len(self.rows) else self.rows[self.hits]
         return rows.astype(np.uint32)
 
 
 class GroupHits(NamedTuple):
-    """One group's part of a lookup."""
+    """Describes one group's share of a lookup."""
 
     schema: GroupSchema
     first: int  # position of the first key in its prompt; the engine has the keys before it
@@ -42,11 +42,11 @@ class GroupHits(NamedTuple):
 
 
 def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
-    """Every prefix length, in tokens up to TOKENS_MAX, that all the groups can serve, longest first.
+    """Returns every prefix length, in tokens up to TOKENS_MAX, that all the groups can serve, longest first.
 
-    A boundary lies behind a whole number of keys of every group, and behind what is held locally. Full attention needs
-    every key before it; a sliding window the last `window_keys` before it; chunked attention those since the start of
-    its chunk; Mamba the one state right before it.
+    A boundary lies after a whole number of keys of every group, and after the keys that the engine holds. Full
+    attention needs every key before it; a sliding window the last `window_keys` before it; chunked attention those
+    since the start of its chunk; Mamba the one state right before it.
     """
     if len(groups) == 1 and groups[0].schema.kind is GroupKind.FULL:
         found = _full_boundaries(groups[0])
@@ -57,7 +57,7 @@ def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
         lengths = lengths[lengths <= TOKENS_MAX]
         if common is None:
             common = lengths
-        elif not np.array_equal(common, lengths):  # groups are often alike, and that is seen much faster
+        elif not np.array_equal(common, lengths):  # groups are often alike, and the comparison is much faster
             common = np.intersect1d(common, lengths, assume_unique=True)
         if not len(common):
             break
@@ -67,7 +67,7 @@ def restorable_boundaries(groups: list[GroupHits]) -> U32Array:
 
 
 def packed_boundaries(groups: list[GroupHits]) -> bytes:
-    """`restorable_boundaries` as little-endian u32."""
+    """Returns `restorable_boundaries` as little-endian u32."""
     if len(groups) == 1 and groups[0].schema.kind is GroupKind.FULL:
         found = _full_boundaries(groups[0])
         if len(found) <= _FEW:
@@ -76,7 +76,7 @@ def packed_boundaries(groups: list[GroupHits]) -> bytes:
 
 
 def _full_boundaries(group: GroupHits) -> range:
-    """`restorable_boundaries` of full attention alone: most lookups ask for nothing else."""
+    """Returns `restorable_boundaries` of full attention alone: most lookups ask for nothing else."""
     tokens, keys = group.schema.tokens_per_key, len(group.hits)
     if np.count_nonzero(group.hits) < keys:
         keys = int(group.hits.argmin())
@@ -85,7 +85,7 @@ def _full_boundaries(group: GroupHits) -> range:
 
 
 def _servable_lengths(group: GroupHits) -> I64Array:
-    """Prefix lengths in keys, ascending, above `first`, whose need this group's hits meet."""
+    """Returns the prefix lengths in keys, ascending, above `first`, for which this group's hits are sufficient."""
     end = group.first + len(group.hits)
     lengths = np.arange(group.first + 1, end + 1, dtype=np.int64)
     misses = np.where(group.hits, np.int64(-1), lengths - 1)

@@ -12,43 +12,45 @@ class LowerTier(Protocol):
     """A tier to which keys in memory are written, and from which they are read back. Event loop only; nothing waits."""
 
     def open_keyspace(self, keyspace: Keyspace) -> None:
-        """Payload sizes of some of its parts have become known."""
+        """Is called when payload sizes of some parts of the keyspace have become known."""
 
     def rename_keyspace(self, keyspace: Keyspace) -> None:
-        """More of its composition has become known. What the tier has of it was stored when less was known, so it is
-        not its own any more: other keyspaces of which no more is known may have it.
+        """Is called when more of the keyspace's composition has become known. The tier's keys of it were stored when
+        less was known, so it loses them: they are left to keyspaces with a composition that is known no better.
         """
 
     def close_keyspace(self, keyspace: Keyspace) -> None:
-        """Its namespace is forgotten. What the tier has of it stays."""
+        """Is called when the keyspace's namespace is forgotten. The tier keeps its keys of it."""
 
     def reset(self, rows: U32Array) -> None:
-        """These rows are used for new keys: forget what the tier has recorded by row."""
+        """Forgets what the tier has recorded for these rows, which get new keys."""
 
     def sealed(self, parts: I64Array) -> None:
-        """The checksums of these parts are known now."""
+        """Is called when the checksums of these parts are known."""
 
     def used(self, rows: U32Array) -> None:
-        """A request uses these keys."""
+        """Is called when a request uses these keys."""
 
     def lost(self, rows: U32Array) -> None:
-        """Something before these keys in their prompts is gone: nobody can use them, unless it is stored again."""
+        """Is called when a key before these in their prompts is gone: no request can use them, unless it is stored
+        again.
+        """
 
     def found_again(self, rows: U32Array) -> None:
-        """What was gone before these keys, which were lost, is stored again."""
+        """Is called when the missing keys before these, which were lost, are stored again."""
 
     def evicted(self, rows: U32Array) -> None:
-        """These complete keys are about to leave memory, for want of room."""
+        """Is called before these complete keys leave memory for lack of room."""
 
 
 class LocalTier(LowerTier, Protocol):
-    """A lower tier of this host alone: what it has is known here, without asking anybody."""
+    """A lower tier of this host alone: a query needs no other host."""
 
     def holds_keys(self, keyspace: Keyspace, keys: U64Array) -> BoolArray:
-        """Which of the keys the tier can serve."""
+        """Returns which of the keys the tier can serve."""
 
     def namespaces(self) -> set[bytes]:
-        """Fingerprints of the namespaces of which the tier may have keys."""
+        """Returns the fingerprints of the namespaces that the tier may have keys of."""
 
     def snapshot(self, keyspace: Keyspace, cursor: int, count: int) -> tuple[bytes, int]:
-        """List packed keys among `count` rows from `cursor` on. Returns them and the next cursor, 0 at the end."""
+        """Lists packed keys among `count` rows from `cursor` on. Returns them and the next cursor, 0 at the end."""

@@ -22,34 +22,34 @@ _LABEL_CHARS, _FINGERPRINT_CHARS = 40, 8
 
 @dataclass(slots=True, eq=False)
 class Queue:
-    """Keys that compete for the same slots, in order of eviction."""
+    """Keeps keys that compete for the same slots, in order of eviction."""
 
     policy: Policy
-    # How many keyspaces use slots of each size, in pages; one Counter, which all queues share.
+    # The number of keyspaces that use slots of each size, in pages; one Counter, which all queues share.
     sizes: Counter[int] = field(default_factory=Counter)
     _keyspaces: dict[int, Counter[int]] = field(default_factory=dict)  # by slot size, then by slots per key
     _widths: Counter[int] = field(default_factory=Counter)  # keyspaces by the parts of their keys
 
     def most_per_key(self, size: int) -> int:
-        """The most slots of this size that one key has; 0: no keyspace uses them."""
+        """Returns the most slots of this size that one key has; 0: no keyspace uses them."""
         return max(self._keyspaces.get(size, ()), default=0)
 
     @property
     def num_spaces(self) -> int:
-        """Keyspaces whose keys are in this queue."""
+        """Returns the number of keyspaces that have their keys in this queue."""
         return self._widths.total()
 
     @property
     def widest(self) -> int:
-        """The most parts that one key has."""
+        """Returns the most parts that one key has."""
         return max(self._widths, default=1)
 
     def join(self, keyspace: Keyspace) -> None:
-        """Keys of this keyspace enter this queue from now on."""
+        """Joins a keyspace to the queue: its keys enter this queue from now on."""
         self._widths[keyspace.schema.parts] += 1
 
     def add_parts(self, keyspace: Keyspace, known: Iterable[int]) -> None:
-        """Count the slots of parts whose payload sizes, `known`, have become known."""
+        """Counts the slots of parts with payload sizes, `known`, that have become known."""
         for size, more in Counter(map(slot_pages, known)).items():
             before = keyspace.slots.get(size, 0)
             if before:
@@ -58,7 +58,7 @@ class Queue:
             self._count(size, before + more, 1)
 
     def leave(self, keyspace: Keyspace) -> None:
-        """A keyspace is gone: it uses no slots any more."""
+        """Removes a keyspace that is gone: it uses no slots any more."""
         self._widths[keyspace.schema.parts] -= 1
         self._widths += Counter()  # drops zeros
         for size, slots in keyspace.slots.items():
@@ -76,7 +76,7 @@ class Queue:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Keyspace:
-    """The keys of one group in one epoch of a namespace."""
+    """Holds the counts and properties of the keys of one group in one epoch of a namespace."""
 
     id: int  # in the index; no other keyspace has the same while this object lives, see `Keyspaces`
     namespace: Namespace
@@ -86,7 +86,7 @@ class Keyspace:
     compositions: list[Composition] = field(init=False)  # of each part, as far as it is known
     queue: Queue | None = None  # chosen by the first payload size that becomes known
     retired: bool = False  # it was cleared, or its namespace is forgotten
-    drops: int = 0  # grows when a clear begins, or ends, to take its keys: one of before it, see `Cache.drop_older`
+    drops: int = 0  # grows when a clear begins, or ends, to take its older keys, see `Cache.drop_older`
     slots: dict[int, int] = field(default_factory=dict)  # slots per key, by size in pages, as counted in the queue
     packed: tuple[int, bytes] | None = None  # for `savedstate`: the epoch when it was packed, and the result
     rows: int = 0  # in any state
@@ -98,7 +98,7 @@ class Keyspace:
         self._count_pages()
 
     def set_part_bytes(self, sizes: Mapping[int, int]) -> None:
-        """These parts, by number, have payloads of these sizes."""
+        """Sets the payload sizes of these parts, by number."""
         for part, size in sizes.items():
             self.part_bytes[part] = size
         self._count_pages()
@@ -107,7 +107,7 @@ class Keyspace:
         self.part_pages = -(-np.array(self.part_bytes, np.int64) // PAGE_BYTES)
 
     def fill_compositions(self, found: Mapping[int, Composition]) -> bool:
-        """Take what is told of these parts, by number, and was not known. Returns whether there was anything."""
+        """Adds compositions of these parts, by number, as far as they were unknown. Returns whether any was new."""
         filled = list(self.compositions)
         for part, composition in found.items():
             filled[part] = filled[part].filled(composition)
@@ -134,14 +134,14 @@ class Keyspace:
 
 @dataclass(slots=True, eq=False)
 class Namespace:
-    """The keys that engines of the same user, model and layout share. Keys of two namespaces never meet."""
+    """Groups the keys that engines of the same user, model and layout share. Keys of two namespaces never mix."""
 
-    fingerprint: bytes  # a hash of all that makes it this namespace
+    fingerprint: bytes  # a hash of everything that identifies the namespace
     uid: int
-    label: str  # what the engine calls its model
+    label: str  # the engine's name of its model
     key_bytes: int
     epoch: int  # see `Epochs`
-    doubt: Doubt = Doubt.NONE  # what of it does not hit now
+    doubt: Doubt = Doubt.NONE  # which of its keys do not hit now
     keyspaces: dict[int, Keyspace] = field(default_factory=dict)  # by group
     sessions: int = 0
     listeners: int = 0  # sessions that are subscribed to its events
@@ -154,12 +154,12 @@ class Namespace:
 
     @property
     def keys(self) -> int:
-        """Complete keys held."""
+        """Returns the number of complete keys in memory."""
         return sum(keyspace.keys for keyspace in self.keyspaces.values())
 
     @property
     def bytes(self) -> int:
-        """Committed payload bytes held."""
+        """Returns the committed payload bytes in memory."""
         return sum(keyspace.bytes for keyspace in self.keyspaces.values())
 
     def check_schema(self, schema: GroupSchema) -> None:
@@ -172,8 +172,8 @@ class Namespace:
 
 
 def shape_of(keyspace: Keyspace) -> bytes:
-    """16 bytes of its group's schema, the sizes of all its parts, and what is known of their compositions: in another
-    layout a key is another key.
+    """Returns 16 bytes that identify its group's schema, the sizes of all its parts, and the known compositions: in
+    another layout a key is another key.
     """
     schema = keyspace.schema
     facts: list[object] = [

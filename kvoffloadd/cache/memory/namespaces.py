@@ -10,12 +10,13 @@ from kvoffloadd.cache.memory.keytable import KeyTable
 from kvoffloadd.cache.memory.namespace import Namespace
 
 LOOKED_AT = 16
-"""Namespaces that a session which comes or goes looks at: more than one can add."""
+"""The number of namespaces that a session inspects when it comes or goes: more than one session can add."""
 
 
 class Namespaces(dict[bytes, Namespace]):
-    """One without sessions is forgotten some time after it has no keys any more. Those that may be in this state are
-    known (see `Emptied`), and some of them are looked at whenever a session comes or goes.
+    """Maps fingerprints to namespaces. A namespace without sessions is forgotten some time after its last key has gone.
+    Namespaces that may be in this state are known (see `Emptied`), and some of them are inspected whenever a session
+    comes or goes.
     """
 
     def __init__(self, entries: KeyTable) -> None:
@@ -24,8 +25,8 @@ class Namespaces(dict[bytes, Namespace]):
         self._emptied = entries.keyspaces.emptied
 
     def find(self, fingerprint: bytes) -> Namespace | None:
-        """The one of this name. One that nobody uses, and that has no keys, is forgotten instead: its groups may be
-        declared anew.
+        """Returns the namespace of this name. A namespace without sessions and without keys is forgotten instead: its
+        groups may be declared anew.
         """
         namespace = self.get(fingerprint)
         if namespace is not None and self.is_unused(namespace):
@@ -34,19 +35,19 @@ class Namespaces(dict[bytes, Namespace]):
         return namespace
 
     def enter(self, namespace: Namespace) -> None:
-        """A session has come. Pair with `leave`."""
+        """Counts a session that has come. Pair with `leave`."""
         namespace.sessions += 1
         self._forget_unused(itertools.islice(self._emptied.take_any(), LOOKED_AT))
 
     def leave(self, namespace: Namespace) -> None:
-        """A session has left."""
+        """Counts a session that has left."""
         namespace.sessions -= 1
         if not namespace.sessions:
             self._emptied.add(namespace)
         self._forget_unused(itertools.islice(self._emptied.take_any(), LOOKED_AT))
 
     def check_groups(self, namespace: Namespace, groups: AbstractSet[int]) -> None:
-        """Raises LimitError if those of the groups that are new are more than the namespace's user may have."""
+        """Raises LimitError if the new ones among the groups are more than the namespace's user may have."""
         more = len(groups - namespace.keyspaces.keys())
         keyspaces = self._entries.keyspaces
         if more and not keyspaces.has_room(namespace.uid, more):
@@ -55,12 +56,12 @@ class Namespaces(dict[bytes, Namespace]):
             keyspaces.check_room(namespace.uid, more)
 
     def is_unused(self, namespace: Namespace) -> bool:
-        """Nobody is there, it has no keys, and it was not forgotten yet."""
+        """Returns whether a namespace has no sessions and no keys, and was not forgotten yet."""
         has_keys = any(keyspace.rows for keyspace in namespace.keyspaces.values())
         return not namespace.sessions and not has_keys and self.get(namespace.fingerprint) is namespace
 
     def check(self) -> list[str]:
-        """What is wrong: some would never be forgotten."""
+        """Returns a list of errors: namespaces that would never be forgotten."""
         lost = [namespace for namespace in self.values() if self.is_unused(namespace)]
         return [f"namespace {one.name}: unused, and would stay" for one in lost if one not in self._emptied]
 
@@ -75,5 +76,5 @@ class Namespaces(dict[bytes, Namespace]):
             self._entries.keyspaces.retire(keyspace)
             for lower in self._entries.lower:
                 lower.close_keyspace(keyspace)
-        self._emptied.discard(namespace)  # to retire them has put it there again
+        self._emptied.discard(namespace)  # the retirement of its keyspaces has added it again
         namespace.keyspaces.clear()  # they refer to it, too: their numbers would wait for the garbage collector

@@ -17,7 +17,7 @@ from kvoffloadd.model import U8Array, U16Array, U32Array, U64Array
 
 
 class PartState:
-    """Life of a part; those from COMMITTED on hold valid bytes, those from RESERVED on hold a slot.
+    """Names the states of a part. Parts from COMMITTED on hold valid bytes, parts from RESERVED on hold a slot.
 
     Plain ints, not an enum: they are compared with arrays on hot paths, where an enum member costs more than the rest.
     """
@@ -29,8 +29,8 @@ class PartState:
 
 
 class PartTable:
-    """Part records in runs of P, one run per key. A late hash is told apart by `generation`, which is the record's
-    whatever run it is part of, and changes each time that the record is emptied.
+    """Keeps part records in runs of P, one run per key. A `generation` identifies a late hash: it belongs to the
+    record, in any run, and changes each time that the record is emptied.
     """
 
     def __init__(self, max_parts: int) -> None:
@@ -45,6 +45,6 @@ class PartTable:
     run = staticmethod(RunAllocator.of)
 
     def memory_bytes(self) -> int:
-        """Bytes of the columns up to the highest record in use."""
+        """Returns the bytes of the columns up to the highest record in use."""
         per_part = sum(c.itemsize for c in (self.row, self.page, self.state, self.generation, self.unverified)) + 16
         return self.runs.used * per_part + self.runs.memory_bytes()

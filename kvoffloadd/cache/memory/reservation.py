@@ -1,5 +1,5 @@
-"""Reserving slots: what a request wants them for (`Wanted`), and those it gets (`Reservation`), for very many keys in
-steps (`Admission`). Event loop only.
+"""Reserves slots: what a request wants them for (`Wanted`), the slots that it gets (`Reservation`), and reservations of
+very many keys in steps (`Admission`). Event loop only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U16Array, U
 from kvoffloadd.scheduling.steps import Steps
 
 STEP_KEYS = 4096
-"""Keys and parts for which one step makes room, or takes slots: a few milliseconds."""
+"""The number of keys and parts for which one step makes room, or takes slots: a few milliseconds."""
 
 _RESERVED, _HIT, _PENDING, _NO_SPACE = (
     int(state) for state in (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
@@ -33,10 +33,10 @@ _Slice = list[tuple[int, slice]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reservation:
-    """What was reserved, key by key, part by part: of each payload four numbers."""
+    """Describes what was reserved, key by key and part by part, with four numbers for each payload."""
 
     parts: I64Array  # its record number
-    addresses: U64Array  # where it is to be written
+    addresses: U64Array  # where the payload must be written
     keys: I64Array  # the index of its key among the keys of the request
     columns: I64Array  # the index of its part among the parts that are wanted
     states: U8Array  # a `KeyState` for each key of the request
@@ -44,7 +44,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """Parts of some keys of a keyspace, for which slots are wanted."""
+    """Names parts of some keys of a keyspace for which slots are wanted."""
 
     keyspace: Keyspace
     keys: U64Array  # distinct
@@ -53,27 +53,27 @@ class Wanted:
 
     @classmethod
     def from_first(cls, keyspace: Keyspace, keys: U64Array, parts: U16Array, first: int) -> Wanted:
-        """Keys that follow one another in their prompt, from this position on."""
+        """Makes a `Wanted` for keys that follow one another in their prompt, from this position on."""
         return cls(keyspace, keys, parts, np.arange(first, first + len(keys), dtype=np.uint32))
 
     def is_like(self, other: Wanted) -> bool:
-        """Whether the keys of both take the same slots."""
+        """Returns whether the keys of both take the same slots."""
         a, b = self.keyspace, other.keyspace
         return a.queue is b.queue and a.part_bytes == b.part_bytes and np.array_equal(self.parts, other.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """Groups of one request that are alike, joined into one, one behind the other."""
+    """Joins the like groups of one request into one list of keys, one group after the other."""
 
-    keyspaces: list[tuple[Keyspace, int]]  # and how many of the keys are in each
+    keyspaces: list[tuple[Keyspace, int]]  # and the number of keys in each
     keys: U64Array
     parts: U16Array
     positions: U32Array
 
     @classmethod
     def of(cls, groups: Sequence[Wanted]) -> Joined:
-        """Join at least one group."""
+        """Joins one or more groups."""
         keyspaces, first = [(wanted.keyspace, len(wanted.keys)) for wanted in groups], groups[0]
         keys, positions = first.keys, first.positions
         if len(groups) > 1:
@@ -82,13 +82,13 @@ class Joined:
         return cls(keyspaces, keys, first.parts, positions)
 
     def counts(self, indices: I64Array) -> list[tuple[Keyspace, int]]:
-        """How many of the keys with these indices, ascending, are in each keyspace."""
+        """Returns how many of the keys with these indices, ascending, are in each keyspace."""
         ends = np.cumsum([count for _, count in self.keyspaces])
         numbers = np.diff(np.searchsorted(indices, ends), prepend=0).tolist()
         return [(keyspace, number) for (keyspace, _), number in zip(self.keyspaces, numbers, strict=True)]
 
     def split(self, made: Reservation) -> list[Reservation]:
-        """The reservation of each group."""
+        """Returns the reservation of each group."""
         if len(self.keyspaces) == 1:
             return [made]
         key_spans = spans(count for _, count in self.keyspaces)
@@ -102,14 +102,16 @@ class Joined:
 
 
 def reserve_in_steps(cache: Cache, request: Sequence[Wanted]) -> Steps[list[Reservation]]:
-    """`reserve_all`. The caller owns what is reserved; steps that are closed early leave nothing reserved."""
+    """Reserves as `reserve_all`, in steps. The caller owns what is reserved; steps that are closed early leave nothing
+    reserved.
+    """
     if sum(map(_size, request)) <= STEP_KEYS:
         return reserve_all(cache, request)
     with changing:
         admission = Admission(cache, request)
         cache.unfinished.add(admission)
         try:
-            yield  # whoever asks has checked as much
+            yield  # the caller's checks of the keys have taken about a step's time
             yield from admission.steps()
             return admission.reservations()
         except BaseException:
@@ -122,7 +124,9 @@ def reserve_in_steps(cache: Cache, request: Sequence[Wanted]) -> Steps[list[Rese
 def reserve(
     cache: Cache, keyspace: Keyspace, keys: U64Array, parts: U16Array, first: int, positions: U32Array | None = None
 ) -> Reservation:
-    """`reserve_all` of one group. `first` is the position of its first key, or `positions` has each one's."""
+    """Reserves as `reserve_all`, for one group. `first` is the position of its first key; `positions` has the position
+    of each key.
+    """
     if positions is None:
         return reserve_all(cache, [Wanted.from_first(keyspace, keys, parts, first)])[0]
     return reserve_all(cache, [Wanted(keyspace, keys, parts, positions)])[0]
@@ -132,12 +136,13 @@ def reserve(
 def reserve_all(
     cache: Cache, request: Sequence[Wanted], *, take: bool = True, beside_pages: int = 0
 ) -> list[Reservation]:
-    """Slots for what one request wants, in key order, evicting what is needed and some to spare, and nothing that the
-    request names. Its groups are distinct. Without `take` it gets none, and learns what is there.
+    """Reserves slots for what one request wants, in key order. Evicts what is needed and some to spare, but nothing
+    that the request names. The groups of the request are distinct. Without `take`, reserves nothing and only returns
+    the states.
 
-    States: RESERVED; HIT (these parts are there); PENDING (another request reserved some of them); NO_SPACE for
-    the keys of a group behind the last one that could be served, and for all if the index can't hold those that are
-    new. No user gets more than it may hold (see `HeldMemory`), where `beside_pages` that the caller holds do not count.
+    States: RESERVED; HIT (these parts are in memory); PENDING (another request has reserved some of them); NO_SPACE for
+    the keys of a group after the last one that could be served, and for all if the index can't hold those that are new.
+    No user gets more than it may hold (see `HeldMemory`); `beside_pages` that the caller holds do not count.
 
     Raises:
         SchemaError: no rank has registered a wanted part yet.
@@ -162,12 +167,12 @@ def reserve_all(
     if len(present):
         cache.unhold(present)
     if len(joined) == len(request):
-        return reserved  # no two are alike
+        return reserved  # no two groups are alike
     return [r for groups, joint in zip(joined, reserved, strict=True) for r in groups.split(joint)]
 
 
 def _find_again(cache: Cache, joined: Sequence[Joined], found: Sequence[tuple[I64Array, U64Array]]) -> None:
-    """Keys that were lost, since something before them was gone, are in use again when what was gone is stored."""
+    """Marks lost keys as in use again, since the missing keys before them are stored again."""
     cache.uses.settle_losses()
     lost = cache.entries.lost
     for groups, (rows, _) in zip(joined, found, strict=True):
@@ -175,7 +180,7 @@ def _find_again(cache: Cache, joined: Sequence[Joined], found: Sequence[tuple[I6
         queue = groups.keyspaces[0][0].queue
         if len(again) and queue is not None:
             cache.uses.settle()
-            again = again[lost[rows[again]]]  # others were used meanwhile
+            again = again[lost[rows[again]]]  # the other keys were used in the meantime
             lost[rows[again]] = False
             queue.policy.touch(rows[again].astype(np.uint32), groups.positions[again])
             for lower in cache.entries.lower:
@@ -183,7 +188,9 @@ def _find_again(cache: Cache, joined: Sequence[Joined], found: Sequence[tuple[I6
 
 
 def _alike(request: Sequence[Wanted]) -> list[list[Wanted]]:
-    """Groups whose keys take the same slots are one list of keys: what it takes is paid once, not for each group."""
+    """Collects consecutive groups with keys that take the same slots: joined, they pay the fixed costs once, not for
+    each group.
+    """
     alike: list[list[Wanted]] = []
     for wanted in request:
         if alike and wanted.is_like(alike[-1][0]):
@@ -194,13 +201,13 @@ def _alike(request: Sequence[Wanted]) -> list[list[Wanted]]:
 
 
 def _pages_of(wanted: Joined, made: Reservation) -> int:
-    """How many pages of slots these parts take."""
+    """Returns the number of pages that the slots of these parts take."""
     return int(wanted.keyspaces[0][0].part_pages[wanted.parts[made.columns]].sum())
 
 
 def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, left: int) -> Reservation:
-    """`reserve_all` of groups that are alike, of at most so many pages. `rows` of their keys, -1 for new ones, which
-    get theirs here.
+    """Reserves as `reserve_all`, for groups that are alike, up to `left` pages. `rows` has the row of each key, -1 for
+    new keys, which get their rows here.
     """
     states = np.full(len(rows), _RESERVED, np.uint8)
     empty = np.ones((len(rows), len(wanted.parts)), bool)
@@ -228,10 +235,10 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, lef
 def _take_slots(
     cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, empty: BoolArray, at: I64Array
 ) -> I64Array:
-    """Take slots for the `empty` wanted parts of the keys with indices `at`, in order; new keys get their `rows`.
-    Returns the records, shape (keys, parts), of the keys that got all their slots: the others got none.
+    """Takes slots for the `empty` wanted parts of the keys with indices `at`, in order; new keys get their `rows`.
+    Returns the records, shape (keys, parts), of the keys that got all their slots; the other keys got none.
 
-    One slot size after the other: the slots of one are taken before room is made for the next.
+    The slot sizes follow one another: the slots of one size are taken before room is made for the next.
     """
     entries, tier, parts = cache.entries, cache.tier, cache.entries.parts
     keyspace = wanted.keyspaces[0][0]
@@ -251,10 +258,10 @@ def _take_slots(
             counts = wanted.counts(new) if len(wanted.keyspaces) > 1 else [(keyspace, len(new))]
             try:
                 rows[new] = entries.insert(counts, wanted.keys[new], hashes[new], wanted.positions[new])
-            except LimitError:  # the index has no room for them, though memory has
+            except LimitError:  # the index has no room for the keys, though memory has
                 return np.zeros((0, len(wanted.parts)), np.int64)
             records = entries.records(rows[at[:fits]], wanted.parts)
-        else:  # what was reserved for those that get no slots of this size; some parts have none yet
+        else:  # undoes what was reserved for keys that get no slots of this size; some parts have none yet
             undone = records[fits:][empty[at[fits:served]]]
             cache.abort(undone[parts.state[undone] == PartState.RESERVED])
         served, records = fits, records[:fits]
@@ -267,36 +274,38 @@ def _take_slots(
 
 
 class Admission:
-    """What one request for very many keys wants, and what of it is reserved so far. Run `steps` to the end for
-    `reservations`, or `give_up`. Its groups are distinct, and each names a key once.
+    """Reserves slots for very many keys of one request, in steps. Run `steps` to the end for `reservations`, or call
+    `give_up`. The groups of the request are distinct, and each names a key once.
 
-    Room is made first. Then the keys are inserted from the last to the first, as a policy takes a prompt, so that its
-    beginning is evicted last; if there is no room for all of them, or others take it meanwhile, from the first on, and
-    no slots are taken behind the first of a group that got none. A group that was cleared goes on in its new keyspace:
-    what was reserved before is of the cleared one, and found to be cleared when it is committed.
+    The steps make room first. Then they insert the keys from the last to the first, as a policy takes a prompt, so that
+    its beginning is evicted last. If there is no room for all keys, or other requests take it in the meantime, they
+    insert the keys from the first on, and take no slots after the first key of a group that got none. A group that is
+    cleared goes on in its new keyspace: slots that were reserved before belong to the cleared one, which the commit
+    detects.
     """
 
     def __init__(self, cache: Cache, request: Sequence[Wanted]) -> None:
         self._cache = cache
         self._request = list(request)
         self._fits = True
-        self._gaps: set[int] = set()  # groups of which some key got no slots
-        # What is there of its keys, at the beginning or found in a step, is not evicted to make room for the others.
+        self._gaps: set[int] = set()  # groups with a key that got no slots
+        # Its keys that were in memory at the beginning, or that a step finds, are not evicted to make room for the
+        # others.
         self._present = Finding(cache, [(wanted.keyspace, wanted.keys) for wanted in request])
         self._made: list[list[tuple[int, Reservation]]] = [[] for _ in request]  # by group: of keys from an index on
 
     @property
     def num_reserved(self) -> int:
-        """Parts that are reserved by now."""
+        """Returns the number of parts that are reserved now."""
         return sum(len(made.parts) for group in self._made for _, made in group)
 
     @property
     def num_held(self) -> int:
-        """How often rows are held now."""
+        """Returns how often rows are held now."""
         return self._present.num_held
 
     def steps(self) -> Iterator[None]:
-        """Each reserves some. Raises as `reserve_all`."""
+        """Reserves some of the keys in each step. Raises as `reserve_all`."""
         yield from self._make_room()
         slices = list(_slices(self._request))
         if self._fits:
@@ -305,27 +314,27 @@ class Admission:
             yield from self._take(slices)
 
     def _take(self, slices: list[_Slice]) -> Iterator[None]:
-        """Reserve these, in this order. For keys behind a gap in their group nothing is evicted."""
+        """Reserves these slices, in this order. Evicts nothing for keys after a gap in their group."""
         for one in slices:
             behind = [(number, keys) for number, keys in one if number in self._gaps]
             without = self._reserve([(number, keys) for number, keys in one if number not in self._gaps], take=True)
             without += self._reserve(behind, take=False)
-            if self._fits and without:  # others were faster, or sizes of slots took each other's memory
-                self._cache.counters.keys_without_space -= without  # they are tried again, from the first key on
+            if self._fits and without:  # other requests were faster, or slot sizes took each other's memory
+                self._cache.counters.keys_without_space -= without  # the next try begins with the first key
                 self._fits = False
                 self._free()
                 return
             yield
 
     def _reserve(self, one: _Slice, *, take: bool) -> int:
-        """How many of these keys got no slots."""
+        """Reserves these keys. Returns how many of them got no slots."""
         without = 0
         wanted = [self._cut(number, keys) for number, keys in one]
         reserved = reserve_all(self._cache, wanted, take=take, beside_pages=self._present.pages)
         for (number, keys), some, made in zip(one, wanted, reserved, strict=True):
             self._made[number].append((keys.start, made))
             others = (made.states != _RESERVED) & (made.states != _NO_SPACE)
-            if others.any():  # some may have been stored meanwhile: the steps that follow must not evict them
+            if others.any():  # some may have been stored in the meantime: the next steps must not evict them
                 self._present.hold(self._cache.entries.find(some.keyspace, some.keys[others]))
             lacking = int(np.count_nonzero(made.states == _NO_SPACE))
             if lacking and not self._fits:
@@ -334,14 +343,14 @@ class Admission:
         return without
 
     def reservations(self) -> list[Reservation]:
-        """The reservation of each group; the caller owns them from now on."""
+        """Returns the reservation of each group; the caller owns them from now on."""
         found = [_joined(sorted(made, key=lambda one: one[0])) for made in self._made]
         self._made = [[] for _ in self._request]
         self._present.release()
         return found
 
     def give_up(self) -> None:
-        """Free all that is reserved, and hold nothing any more."""
+        """Frees all that is reserved, and ends all holds."""
         self._free()
         self._present.release()
 
@@ -359,7 +368,7 @@ class Admission:
         return Wanted(wanted.keyspace, wanted.keys[keys], wanted.parts, wanted.positions[keys])
 
     def _make_room(self) -> Iterator[None]:
-        """Evict until there are free slots for all that the request lacks, or no more keys can go."""
+        """Evicts keys until there are free slots for all that the request lacks, or no more keys can be evicted."""
         yield from self._present.steps()
         missing, asking = Counter[int](), dict[int, Queue | None]()
         by_group = iter(self._present.rows())
@@ -373,7 +382,7 @@ class Admission:
                 asking[pages] = wanted.keyspace.queue
         uid, wanted_pages = self._request[0].keyspace.namespace.uid, sum(size * n for size, n in missing.items())
         if wanted_pages > self._cache.entries.held.left(uid, self._present.pages):
-            self._fits = False  # its user may not have them all: each slice makes the room that it may
+            self._fits = False  # the user may not have all slots: each slice makes the room that it may
             return
         yield
         for pages, count in missing.items():
@@ -391,7 +400,7 @@ def _size(wanted: Wanted) -> int:
 
 
 def _slices(request: Sequence[Wanted]) -> Iterator[_Slice]:
-    """All keys of the request, in order, each time about STEP_KEYS parts of them."""
+    """Yields all keys of the request, in order, about STEP_KEYS parts of them at a time."""
     one, room = _Slice(), STEP_KEYS
     for number, wanted in enumerate(request):
         begin, width = 0, len(wanted.parts)
@@ -408,7 +417,7 @@ def _slices(request: Sequence[Wanted]) -> Iterator[_Slice]:
 
 
 def _joined(made: list[tuple[int, Reservation]]) -> Reservation:
-    """Join the reservations of consecutive keys; each comes with the index of its first key."""
+    """Joins the reservations of consecutive keys; each comes with the index of its first key."""
     none: I64Array = np.zeros(0, np.int64)
     return Reservation(
         np.concatenate([none, *(one.parts for _, one in made)]),

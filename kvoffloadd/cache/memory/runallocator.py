@@ -1,9 +1,9 @@
 """An allocator of runs of consecutive record numbers. Event loop only.
 
-Numbers come in blocks, and no run crosses from one into the next. What was given back waits in a list of its width, to
-be given out again as it is: that costs next to nothing, and suits callers that always want the same widths. If lists
-grow long, or other widths are short, their runs go to a map of free numbers instead, where neighbours are one without
-further work, and whence runs of any width are cut, block by block.
+Numbers come in blocks, and no run crosses from one block into the next. A run that is given back waits in a list of its
+width for its reuse: that costs next to nothing, and suits callers that always want the same widths. If lists grow long,
+or other widths are short, their runs go to a map of free numbers instead. Neighbours join in the map without further
+work, and runs of any width are cut from it, block by block.
 """
 
 from __future__ import annotations
@@ -16,25 +16,29 @@ from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, I64Array, U16Array, U32Array
 
 BLOCK = 4096
-"""Numbers of a block: some times the parts that a key may have."""
+"""The numbers of a block: several times the parts that a key may have."""
 
 LISTED_MAX = 1 << 18
-"""Numbers that lists hold before what is given back goes to the map: what it takes at most to empty them at once."""
+"""The limit of numbers in lists. Beyond it, runs that are given back go to the map. It bounds the work of emptying all
+lists at once.
+"""
 
 BLOCKS_AT_ONCE = 16
 VAIN_MAX = 1024
-"""Blocks of the map that one step looks at; those that one call looks at in vain before it ends with what it has."""
+"""The number of blocks of the map that one step inspects. A call ends with its current result after this many blocks
+without success.
+"""
 
 
 class RunAllocator:
-    """Gives out runs of consecutive numbers below `max_records`, and takes them back whole."""
+    """Allocates runs of consecutive numbers below `max_records`, and takes them back whole."""
 
     def __init__(self, max_records: int) -> None:
         self.max_records = max_records
         self.used = 0
-        """Every number ever given out is below this."""
+        """The end of the numbers: every number ever allocated is below it."""
         self.taken = 0
-        """Numbers that are given out."""
+        """The count of allocated numbers."""
         self._listed: dict[int, list[U32Array]] = {}
         self._counts: Counter[int] = Counter()  # of runs in a list, by width
         self._num_listed = 0
@@ -44,10 +48,11 @@ class RunAllocator:
         self._longest: U16Array = reserve_array((blocks,), np.uint16)  # the map of a block has nothing longer
 
     def ready(self, width: int, wanted: int) -> int:
-        """How many of `wanted` runs can be allocated, whatever is given back until then. Fewer than there are only if
-        it met so many blocks in vain that the next call is to go on.
+        """Returns how many of `wanted` runs can be allocated, regardless of runs that are given back until then. The
+        result is lower than the actual number only if the call met too many blocks without success; the next call then
+        goes on.
         """
-        if self._is_crowded:  # perhaps with widths that are not wanted any more
+        if self._is_crowded:  # some of the widths may not be in use any more
             self._unlist()
         for make in (self._cut, self._open, self._merge):
             if self._counts[width] >= wanted:
@@ -56,7 +61,7 @@ class RunAllocator:
         return min(wanted, self._counts[width])
 
     def allocate(self, width: int, count: int) -> U32Array:
-        """The first number of each of `count` runs. The caller has made sure that they are `ready`."""
+        """Returns the first number of each of `count` runs. The caller has made sure that they are `ready`."""
         runs: list[U32Array] = []
         pool = self._listed.get(width, [])
         left = count
@@ -77,31 +82,31 @@ class RunAllocator:
             return
         self.taken -= len(first) * width
         if self._num_listed + len(first) * width > LISTED_MAX:
-            self._is_crowded = True  # to empty the lists here would take ready runs from later calls of that width
+            self._is_crowded = True  # emptying the lists here would take ready runs from later calls of that width
             self._put(width, first)
         else:
             self._list(width, first.copy())
 
     @staticmethod
     def of(first: U32Array | I64Array, width: int) -> I64Array:
-        """(n, width) numbers of the runs that begin at `first`."""
+        """Returns the (n, width) numbers of the runs that begin at `first`."""
         return first.astype(np.int64)[:, None] + np.arange(width, dtype=np.int64)
 
     def listed(self) -> I64Array:
-        """Numbers that are free and in a list."""
+        """Returns the numbers that are free and in a list."""
         pools = [self.of(first, width).ravel() for width, pool in self._listed.items() for first in pool]
         return np.concatenate([np.zeros(0, np.int64), *pools])
 
     def in_map(self, start: int, stop: int) -> BoolArray:
-        """Which of these numbers are free and in no list."""
+        """Returns which of these numbers are free and in no list."""
         return self._map[start:stop].copy()
 
     def memory_bytes(self) -> int:
-        """Bytes of the lists and the map."""
+        """Returns the bytes of the lists and the map."""
         return 4 * sum(self._counts.values()) + self.used + 2 * -(-self.used // BLOCK)
 
     def check(self) -> list[str]:
-        """What is wrong; nothing: an empty list. Walks everything."""
+        """Returns a list of errors, empty if there are none. Walks everything."""
         findings = []
         listed = self.listed()
         counts = Counter({width: sum(map(len, pool)) for width, pool in self._listed.items()})
@@ -116,7 +121,7 @@ class RunAllocator:
         return findings
 
     def check_blocks(self, start: int, stop: int) -> list[str]:
-        """Checks that each block between these numbers is known for the runs that it has."""
+        """Checks that the recorded longest run of each block between these numbers is not shorter than its runs."""
         blocks = np.arange(start // BLOCK, -(-stop // BLOCK))
         _, lengths, of = stretches(self._map.reshape(-1, BLOCK)[blocks])
         return ["a block has a longer run than it is known for"] if (lengths > self._longest[blocks[of]]).any() else []
@@ -129,7 +134,7 @@ class RunAllocator:
         self._num_listed += len(first) * width
 
     def _unlist(self) -> None:
-        """All that is in lists goes to the map."""
+        """Moves all runs from lists to the map."""
         pools, self._listed = self._listed, {}
         self._counts.clear()
         self._num_listed, self._is_crowded = 0, False
@@ -144,13 +149,13 @@ class RunAllocator:
         ordered = np.sort(first // BLOCK)
         begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if len(ordered) else np.zeros(0, np.int64)
         blocks, count = ordered[begins], np.diff(begins, append=len(ordered))
-        # At worst each of them, and one run more, was between two that were free before.
+        # In the worst case each of them, and one run more, was between two runs that were free before.
         longest = self._longest[blocks] * (count + 1) + width * count
         self._longest[blocks] = np.minimum(longest, BLOCK)
 
     def _cut(self, width: int, missing: int) -> None:
-        """Move runs from the map to the list, lowest first: a block's worth at least, so that it is not looked at for
-        each one.
+        """Moves runs from the map to the list, lowest first. Takes at least all of a block's runs, so that the block is
+        not inspected for each run.
         """
         missing = max(missing, BLOCK // width)
         blocks = np.flatnonzero(self._longest[: -(-self.used // BLOCK)] >= width)
@@ -172,7 +177,7 @@ class RunAllocator:
                 return
 
     def _open(self, width: int, missing: int) -> None:
-        """Take blocks into use that never were."""
+        """Takes blocks into use that never were."""
         blocks = -(-missing // max(1, BLOCK // width))
         begin, self.used = self.used, min(self.used + blocks * BLOCK, self.max_records)
         if self.used > begin:
@@ -182,24 +187,26 @@ class RunAllocator:
             self._cut(width, missing)
 
     def _merge(self, width: int, missing: int) -> None:
-        """What other widths have, too."""
+        """Adds runs from the lists of other widths."""
         missing += self._counts[width]
         self._unlist()
         self._cut(width, missing)
 
 
 def stretches(free: BoolArray) -> tuple[I64Array, I64Array, I64Array]:
-    """Begin, length and row of each longest run of True in the rows of an array."""
+    """Returns begin, length and row of each longest run of True in the rows of an array."""
     padded = np.zeros((len(free), free.shape[1] + 2), bool)
     padded[:, 1:-1] = free
     flat = padded.ravel()
-    edges = np.flatnonzero(flat[1:] != flat[:-1])  # into a run and out of it, by turns
+    edges = np.flatnonzero(flat[1:] != flat[:-1])  # edges into a run and out of it alternate
     begins, ends = edges[0::2], edges[1::2]
     return begins % padded.shape[1], ends - begins, begins // padded.shape[1]
 
 
 def pieces(begins: I64Array, lengths: I64Array, width: int, wanted: int) -> tuple[I64Array, I64Array]:
-    """The first numbers of up to `wanted` runs of `width` that lie in these stretches, and how many each has."""
+    """Returns the first numbers of up to `wanted` runs of `width` within these stretches, and the number of runs in
+    each.
+    """
     ends = np.minimum((lengths // width).cumsum(), wanted)
     counts = np.diff(ends, prepend=0)
     first = np.repeat(begins, counts) + width * (np.arange(counts.sum()) - np.repeat(ends - counts, counts))

@@ -1,4 +1,4 @@
-"""Namespaces and epochs as they are saved beside the arena, for a warm restart. Pure."""
+"""Packs and reads namespaces and epochs that are saved next to the arena, for a warm restart. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvoffloadd.model import (
 log = logging.getLogger(__name__)
 
 _ARRAYS_BYTES = 10
-"""Headers of two arrays, at most."""
+"""The maximum size of two array headers."""
 
 _Fingerprint = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _Epoch = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
@@ -37,7 +37,7 @@ _Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
 
 class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
-    """One keyspace, as `_pack_keyspace` lists it. Within the bounds that a session's groups have."""
+    """Describes one keyspace, as `_pack_keyspace` lists it. It is within the bounds of a session's groups."""
 
     number: Annotated[int, msgspec.Meta(ge=0, lt=NUMBERS)]
     fingerprint: _Fingerprint
@@ -69,7 +69,7 @@ class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether its fields go together."""
+        """Returns whether its fields are consistent."""
         compositions = self.compositions
         is_chunked = self.kind is GroupKind.CHUNKED
         return (
@@ -82,7 +82,7 @@ class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedState(msgspec.Struct, frozen=True, array_like=True):
-    """Namespaces and epochs as a predecessor saved them. `base`, `last` and `epochs`: see `Epochs`."""
+    """Holds namespaces and epochs as a predecessor saved them. `base`, `last` and `epochs`: see `Epochs`."""
 
     base: _Epoch
     last: _Epoch
@@ -91,8 +91,8 @@ class SavedState(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether its keyspaces are sound, and can be together: each number and each group is one keyspace's, and a
-        namespace is one user's.
+        """Returns whether its keyspaces are sound and consistent: each number and each group belongs to one keyspace,
+        and a namespace belongs to one user.
         """
         keyspaces = self.keyspaces
         groups = {(one.fingerprint, one.group) for one in keyspaces}
@@ -105,7 +105,9 @@ class SavedState(msgspec.Struct, frozen=True, array_like=True):
 
 
 def pack_state(namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int) -> tuple[bytes, list[int]]:
-    """The packed state, for `read_saved_state`, and the uids whose keyspaces are left out, since they need too much."""
+    """Returns the packed state, for `read_saved_state`, and the users with keyspaces that are left out, since they need
+    too much space.
+    """
     by_uid: dict[int, list[bytes]] = {}
     for namespace in namespaces:
         packed = by_uid.setdefault(namespace.uid, [])
@@ -122,8 +124,8 @@ def pack_state(namespaces: Iterable[Namespace], epochs: Epochs, bytes_max: int) 
 
 
 def _pack_keyspace(keyspace: Keyspace) -> bytes:
-    """One keyspace, packed once, since there may be tens of thousands that have not changed. Empty if not all its part
-    sizes are known: no key of it could be taken over.
+    """Packs one keyspace, once, since there may be tens of thousands that have not changed. The result is empty if not
+    all its part sizes are known: none of its keys could be taken over.
     """
     namespace, schema = keyspace.namespace, keyspace.schema
     if keyspace.packed is None or keyspace.packed[0] != namespace.epoch:
@@ -139,8 +141,8 @@ def _pack_keyspace(keyspace: Keyspace) -> bytes:
 
 
 def _pack_compositions(keyspace: Keyspace) -> list[list[Any]]:
-    """One more field, `packed_compositions`; none if nothing is known. Earlier daemons take the last field for the
-    sizes of parts, and leave a keyspace behind in which one is 0: they can't compare compositions.
+    """Returns one more field, `packed_compositions`, or none if nothing is known. Earlier daemons take the last field
+    for the sizes of parts, and leave a keyspace behind if one of them is 0: they can't compare compositions.
     """
     if not any(composition.known for composition in keyspace.compositions):
         return []
@@ -150,8 +152,8 @@ def _pack_compositions(keyspace: Keyspace) -> list[list[Any]]:
 
 
 def read_saved_state(names: bytes) -> SavedState | None:
-    """Unpack what `pack_state` packed, whose checksum the caller has verified. None: nothing was saved, or, with a
-    warning, something that `pack_state` does not pack: this start is a cold one.
+    """Unpacks the result of `pack_state`; the caller has verified its checksum. Returns None if nothing was saved, or,
+    with a warning, if `pack_state` does not pack such a state: this start is a cold one.
     """
     if not names:
         return None

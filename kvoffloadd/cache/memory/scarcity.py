@@ -1,9 +1,10 @@
-"""Making room for part records, and the share of them that one user may have. Event loop only.
+"""Makes room for part records, and bounds the share of them that one user may have. Event loop only.
 
-A key takes a record for each of its parts, also for those that were never stored. Keys that are complete can't take
-more than there are pages, about a quarter of all. So if records are short, they are those of keys that lack parts: such
-keys go first, whatever the policies say, since they can't be loaded. What can't go (leases to write, stores under way)
-is bounded by user: the share that is left to the others would do for a memory full of complete keys.
+A key takes a record for each of its parts, including parts that were never stored. Complete keys can't take more
+records than there are pages, about a quarter of all. So if records are short, keys that lack parts have them: such keys
+are evicted first, regardless of the policies, since they can't be loaded. Keys that can't be evicted (leases to write,
+stores under way) are bounded by user: the share left to the other users is sufficient for a memory full of complete
+keys.
 """
 
 from __future__ import annotations
@@ -21,27 +22,27 @@ from kvoffloadd.model import BoolArray, I64Array, U32Array
 NO_ROWS = np.zeros(0, np.uint32)
 WINDOW = 8 * BLOCK
 WINDOWS_MAX = 16
-"""Records that one step looks for victims in, and the steps of one search: some milliseconds. The next one goes on, and
-passes over what is barren (see `BarrenBlocks`).
+"""The records that one step inspects for victims, and the number of steps of one search: a few milliseconds. The next
+search goes on, and skips barren blocks (see `BarrenBlocks`).
 """
 
 
 class Scarcity:
-    """`evict` drops rows that are evictable."""
+    """Makes room for part records. `evict` drops rows that are evictable."""
 
     def __init__(self, entries: KeyTable, evict: Callable[[U32Array], None]) -> None:
         self._entries = entries
         self._evict = evict
-        self._hand = 0  # where the next search begins, so that all take their turns
+        self._hand = 0  # where the next search begins, so that all records take turns
 
     @property
     def share(self) -> int:
-        """Records that one user may have."""
+        """Returns the number of records that one user may have."""
         return self._entries.parts.runs.max_records * 3 // 4
 
     def make_room(self, keyspace: Keyspace, wanted: int) -> int:
-        """Evict until there are records for so many new keys of the keyspace; fewer if no more can go. Returns how many
-        there are. For a key that finds none nothing is evicted.
+        """Evicts keys until there are records for `wanted` new keys of the keyspace, or no more keys can be evicted.
+        Returns for how many there are records. For a key that gets no records, nothing is evicted.
         """
         entries, width, uid = self._entries, keyspace.schema.parts, keyspace.namespace.uid
         if not wanted:
@@ -52,7 +53,7 @@ class Scarcity:
         if ready == wanted:
             self._forget(uid)
             return ready
-        # A user with so many records has keys that lack parts: they go before those of others.
+        # A user with this many records has keys that lack parts: they are evicted before those of other users.
         is_cause = entries.records_by_uid[uid] > self.share // 3
         for whose, spares in ((uid, True), (None, True), (None, False)):
             if ready < wanted and (whose is None or is_cause):
@@ -61,10 +62,10 @@ class Scarcity:
         return ready
 
     def _forget(self, uid: int) -> None:
-        """Drop what is known of searches once there are many records again."""
+        """Forgets the results of searches once there are many free records again."""
         barren = self._entries.barren
         if barren and self._entries.parts.runs.taken < self.share // 2:
-            barren.forget_all()  # also of users who never ask again
+            barren.forget_all()  # also for users who make no more searches
         elif barren and self._entries.records_by_uid[uid] < self.share // 2:
             barren.forget(uid)
 
@@ -72,8 +73,8 @@ class Scarcity:
         return self.share - self._entries.records_by_uid[uid]
 
     def _shrink(self, uid: int, width: int, wanted: int) -> int:
-        """Evict what lacks parts of this user until his share has room for so many keys, as far as it can go. Returns
-        how many it has room for.
+        """Evicts this user's keys that lack parts until the user's share has room for `wanted` keys, or no more can be
+        evicted. Returns the number of keys that it has room for.
         """
         found, over, mine = [NO_ROWS], wanted * width - self._left(uid), self._mine(uid)
         for _, _, _, rows in self._windows(uid, mine, spares=True):
@@ -90,7 +91,7 @@ class Scarcity:
         return wanted
 
     def _clear_runs(self, width: int, wanted: int, uid: int | None, spares: bool) -> None:
-        """Evict what lies where there could be so many runs more, as far as it may go (see `_idle`)."""
+        """Evicts keys where `wanted` more runs could lie, as far as the keys are evictable (see `_idle`)."""
         mine = None if uid is None else self._mine(uid)
         for start, stop, owners, rows in self._windows(uid, mine, spares=spares):
             could = self._entries.parts.runs.in_map(start, stop) | np.isin(owners, rows)
@@ -106,12 +107,12 @@ class Scarcity:
     def _windows(
         self, uid: int | None, mine: BoolArray | None, *, spares: bool
     ) -> Iterator[tuple[int, int, I64Array, U32Array]]:
-        """Begin, end and owners of some records after the others, and the owners that may go (see `_idle`), where there
-        are any. Once round at most: none of them twice.
+        """Yields begin, end and owners of one window of records after the other, and the evictable owners (see
+        `_idle`), where there are any. Goes round once at most: no record comes twice.
         """
         used, barren = self._entries.parts.runs.used, self._entries.barren.of(uid, spares)
         windows = np.logical_and.reduceat(barren, np.arange(0, len(barren), WINDOW // BLOCK))[: -(-used // WINDOW)]
-        # What is in use may have grown since a search ended there: so it goes on from the begin of that window.
+        # The used range may have grown since a search ended there: so this one begins at the start of that window.
         order = np.roll(np.arange(len(windows)), -(self._hand // WINDOW) if self._hand < used else 0)
         for window in order[~windows[order]][:WINDOWS_MAX].tolist():
             start, stop = window * WINDOW, min((window + 1) * WINDOW, used)
@@ -131,8 +132,8 @@ class Scarcity:
         return mine
 
     def _idle(self, owners: I64Array, mine: BoolArray | None, *, spares: bool) -> U32Array:
-        """Those of the rows that may go, in the order of their records: of these keyspaces (None: of all), and `spares`
-        those that can be loaded.
+        """Returns the evictable rows in the order of their records: of these keyspaces (None: of all). `spares`
+        excludes keys that can be loaded.
         """
         entries = self._entries
         rows = owners[owners >= 0]

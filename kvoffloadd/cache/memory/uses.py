@@ -1,9 +1,10 @@
-"""Uses of keys that were answered and not counted yet. Event loop only.
+"""Collects uses of keys that were answered and not counted yet. Event loop only.
 
-To count a use in the eviction order takes longer than all else of a `pin`, and no answer depends on it. So uses wait
-here for some milliseconds, and are counted together, which takes little longer than one. Before anything that reads or
-changes the order, or takes keys away, they are counted at once: so the order is as if none had waited. A key that
-several requests use in this time counts as used once, by the last of them: they are likely to have one cause.
+To count a use in the eviction order takes longer than the rest of a `pin`, and no answer depends on it. So uses wait
+here for a few milliseconds, and are counted together, which takes little longer than one. Before an operation that
+reads or changes the order, or removes keys, they are counted at once, so the order is the same as without the wait. A
+key that several requests use in this time counts as used once, by the last of them: the requests are likely to have one
+cause.
 """
 
 from __future__ import annotations
@@ -24,26 +25,27 @@ from kvoffloadd.cache.memory.parttable import PartTable
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U32Array
 
 KEYS_MAX = 1 << 16
-"""So many keys do not wait any longer, so that counting them takes some milliseconds."""
+"""The maximum number of keys that wait, so that counting them takes a few milliseconds."""
 
 PIECE_KEYS = 1 << 13
-"""More keys of one group are counted in pieces of so many, each as a prompt of its own, the last piece first, so that
-the beginning is evicted last.
+"""The size of the pieces in which more keys of one group are counted: each piece as a separate prompt, the last piece
+first, so that the beginning is evicted last.
 """
 
 STEP_KEYS = 1 << 11
-"""Keys that one turn of the event loop counts (or one piece, if that is larger), unless the order is needed. So few
-because their rows are not in the processor's caches while copies run.
+"""The number of keys that one turn of the event loop counts (or one piece, if it is larger), unless the order is
+needed. It is small because the rows are not in the processor's caches while copies run.
 """
 
 Used = tuple[Keyspace, LookupResult, int]
-"""A group of a request, whose hits it uses, and the position of its first key in the prompt."""
+"""A group of a request, the lookup that has its hits, and the position of its first key in the prompt."""
 
 
 class Uses:
-    """`parts`, `first`, `lost`: columns of the table of keys. `touch`: notes a use of slots. `lower`: the tiers below.
+    """Collects uses and losses of keys, and counts them later.
 
-    `wake`: called when the first use waits; `settle_due` is to be called soon then.
+    `parts`, `first`, `lost`: columns of the table of keys. `touch`: notes a use of slots. `lower`: the tiers below.
+    `wake`: called when the first use waits; `settle_due` must be called soon then.
     """
 
     def __init__(
@@ -59,19 +61,19 @@ class Uses:
         self._first = first
         self._lost = lost
         self._lower = lower
-        self._waiting: deque[tuple[Used, bool]] = deque()  # and whether they are lost instead
+        self._waiting: deque[tuple[Used, bool]] = deque()  # the flag: they are lost, not used
         self._num_keys = 0
         self.wake: Callable[[], object] = lambda: None
         self._is_awake = False
 
     @property
     def waiting(self) -> bool:
-        """Whether uses were added that are not counted yet."""
+        """Returns whether uses were added that are not counted yet."""
         return bool(self._waiting)
 
     @changing
     def add(self, groups: Sequence[Used]) -> None:
-        """One request uses the keys that hit, of each of its groups."""
+        """Adds the uses of one request: the keys that hit, of each of its groups."""
         self._add(groups, lost=False)
 
     def _add(self, groups: Sequence[Used], *, lost: bool) -> None:
@@ -86,40 +88,41 @@ class Uses:
 
     @changing
     def add_prompt(self, groups: Sequence[Used], reach: int, used: Sequence[Used] | None = None) -> None:
-        """One request asks for all keys of a prompt, and its first `reach` tokens can be restored. If something behind
-        them is gone, the hits behind that serve nobody, now or later, unless it is stored again: these keys are lost,
-        until they are used. What is there and does not hit, since it is in doubt or may not be held, comes back.
+        """Adds a request for all keys of a prompt that can restore its first `reach` tokens. If a later key is gone,
+        the hits after it serve no request, now or later, unless it is stored again: these hits are lost until they are
+        used. Keys that are in memory and do not hit, since they are in doubt or may not be held, come back and are not
+        gone.
 
         `used`: the same groups, with those hits that the request uses now; None: all.
         """
         used = groups if used is None else used
         gone = _gone_from(groups, reach)
         if not gone or any((lookup.states == KeyState.PENDING).any() for _, lookup, _ in groups):
-            return self.add(used)  # nothing is gone, or it comes just now
+            return self.add(used)  # no key is gone, or it is on its way
         end = max(reach, min(gone))
         self._add(_split(groups, end)[1], lost=True)
         self._add(_split(used, end)[0], lost=False)
 
     def settle(self) -> None:
-        """Count all uses that were added."""
+        """Counts all uses that were added."""
         if self._waiting:
             waiting, self._waiting, self._num_keys = self._waiting, deque(), 0
             self._count(waiting)
 
     def settle_losses(self) -> None:
-        """Count all that waits, if keys are lost by some of it. A store asks for this: mostly, nothing is."""
+        """Counts all waiting uses if some keys among them are lost. A store calls this; mostly, there are none."""
         if any(lost for _, lost in self._waiting):
             self.settle()
 
     @changing
     def settle_due(self) -> bool:
-        """Count some of those that wait. Returns whether others are left, so that this is to be called again."""
+        """Counts some of the waiting uses. Returns whether others are left, so that this must be called again."""
         self._settle_some()
         self._is_awake = bool(self._waiting)
         return self._is_awake
 
     def _settle_some(self) -> None:
-        """Count those that were added first: one piece, and more up to STEP_KEYS."""
+        """Counts the oldest uses: one piece, and more up to STEP_KEYS."""
         some, room = list[tuple[Used, bool]](), STEP_KEYS
         while self._waiting and (not some or len(self._waiting[0][0][1].rows) <= room):
             some.append(self._waiting.popleft())
@@ -155,7 +158,7 @@ class Uses:
 
 
 def _split(groups: Sequence[Used], reach: int) -> tuple[list[Used], list[Used]]:
-    """The same groups up to so many tokens, and those behind with hits."""
+    """Splits the groups at this number of tokens: returns the groups up to there, and those after it that have hits."""
     before, behind = list[Used](), list[Used]()
     for keyspace, lookup, first in groups:
         at = max(0, reach // keyspace.schema.tokens_per_key - first)
@@ -167,8 +170,8 @@ def _split(groups: Sequence[Used], reach: int) -> tuple[list[Used], list[Used]]:
 
 
 def _gone_from(groups: Sequence[Used], reach: int) -> list[int]:
-    """Where the first key behind so many tokens begins that memory lacks, in tokens, of each group that lacks any. A
-    window lacks keys before that, which it has no need of.
+    """Returns, for each group that lacks keys after the first `reach` tokens, where the first missing key begins, in
+    tokens. A window may lack earlier keys, which it does not need.
     """
     found = []
     for keyspace, lookup, first in groups:
@@ -184,7 +187,7 @@ def _cut(lookup: LookupResult, keys: slice) -> LookupResult:
 
 
 def _pieces(used: Used) -> list[Used]:
-    """The same uses, in pieces, the last one first."""
+    """Splits the same uses into pieces, the last one first."""
     keyspace, lookup, first = used
     if len(lookup.rows) <= PIECE_KEYS:
         return [used]
@@ -193,8 +196,8 @@ def _pieces(used: Used) -> list[Used]:
 
 
 def _joined(groups: list[Used]) -> tuple[U32Array, U32Array, I64Array | None]:
-    """Rows of the keys that hit, each once, where it comes last; the position of each in its prompt, and where each
-    group begins in them. Every group has a hit.
+    """Returns the rows of the keys that hit, each once, at its last occurrence; the position of each in its prompt; and
+    where each group begins in them. Every group has a hit.
     """
     hits = [np.flatnonzero(lookup.hits) for _, lookup, _ in groups]
     rows = np.concatenate([lookup.rows[indices] for (_, lookup, _), indices in zip(groups, hits, strict=True)])
@@ -205,7 +208,8 @@ def _joined(groups: list[Used]) -> tuple[U32Array, U32Array, I64Array | None]:
         begins = np.cumsum(counts) - counts
     ordered = np.sort(rows)
     if (ordered[1:] == ordered[:-1]).any():
-        # The first in reverse. So what two prompts have in common is used after what the earlier one has alone.
+        # Finds the last occurrence in the reversed order. So the common keys of two prompts count as used after the
+        # keys that only the earlier one has.
         last = np.sort(len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1])
         rows, places = rows[last], places[last]
         if begins is not None:
