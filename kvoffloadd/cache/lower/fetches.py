@@ -57,8 +57,7 @@ class KeysBelow:
 
 
 def keys_below(keyspace: Keyspace, keys: U64Array, first: int, below: BoolArray) -> KeysBelow:
-    """Returns the distinct keys of the mask with their positions in the prompt. `first`: the position of the first key.
-    """
+    """Returns the distinct keys of the mask with their positions in the prompt. `first`: the position of the first key."""
     indices = np.flatnonzero(below)
     once = np.unique(keys[indices].view(np.dtype((np.void, KEY_BYTES_MAX))).ravel(), return_index=True)[1]
     indices = indices[np.sort(once)]
@@ -310,8 +309,7 @@ class Fetches(ABC):
         self._let_retired_go(reading, rows)
 
     def _let_retired_go(self, reading: ReadBatch, rows: U32Array) -> None:
-        """Unholds keys that are retired before the reading ends: memory does not bound rows without slots.
-        """
+        """Unholds keys that are retired before the reading ends: memory does not bound rows without slots."""
         entries = self._cache.entries
         retired = np.intersect1d(rows[entries.state[rows] == RowState.RETIRED], reading.rows)
         reading.rows = np.setdiff1d(reading.rows, retired)
