@@ -57,7 +57,7 @@ class KeysBelow:
 
 
 def keys_below(keyspace: Keyspace, keys: U64Array, first: int, below: BoolArray) -> KeysBelow:
-    """Returns the distinct keys of the mask with their positions in the prompt. `first`: the position of the first key."""
+    """Returns the distinct keys of the mask with their positions in the prompt. `first`: that of the first key."""
     indices = np.flatnonzero(below)
     once = np.unique(keys[indices].view(np.dtype((np.void, KEY_BYTES_MAX))).ravel(), return_index=True)[1]
     indices = indices[np.sort(once)]

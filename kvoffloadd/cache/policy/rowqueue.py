@@ -120,7 +120,7 @@ class RowQueues:
         self._home[rows] = queue + 1
 
     def readmit(self, rows: U32Array) -> U32Array:
-        """Puts the distinct rows that are aside behind all others of their queues, the first one first. Returns them."""
+        """Puts the distinct rows that are aside behind all others of their queues, first one first. Returns them."""
         if not self.num_aside:
             return rows[:0]
         homes = self._home[rows]

@@ -32,7 +32,7 @@ class Selection:
         return not self.missing or self._num_in_use >= IN_USE_MAX
 
     def block(self) -> int:
-        """The number of rows to examine in the next step: as many as were in vain before, so that there are few steps."""
+        """The number of rows to examine in the next step: as many as were in vain, so that there are few steps."""
         return min(max(self._wanted, self._num_in_use, BLOCK_MIN), BLOCK_MAX)
 
     def offer(self, rows: U32Array, queue: int = 0) -> int:

@@ -80,7 +80,7 @@ class EraAgreement:
         self._on_taken = on_taken
 
     async def settle(self, known: NamespaceEra) -> None:
-        """Agrees with the store on the era. A clear may begin here meanwhile: then this continues to the era after it."""
+        """Agrees with the store on the era. If a clear begins here meanwhile, this continues to the era after it."""
         for _ in range(TRIES):
             path = await self._path(known)
             if path and await self._agree(known, path):

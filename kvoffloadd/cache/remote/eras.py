@@ -167,7 +167,7 @@ class Eras:
 
     @changing
     def lost(self, fingerprint: bytes, number: int) -> None:
-        """Handles the absence of the marker of the era with this number: a host has cleared, or the store has lost it."""
+        """Handles the absence of the marker of the era with this number: a host has cleared, or the store lost it."""
         known = self._known.get(fingerprint)
         if known is not None and known.number == number and known.era is not None:
             known.era, known.tried_s = None, float("-inf")
@@ -244,7 +244,7 @@ class Eras:
                 look.cancel()
 
     def _is_connected(self) -> bool:
-        """Returns whether the store may be asked. A failing store counts: it may report other hosts' clears any time."""
+        """Returns whether the store may be asked. A failing store counts: it may report other hosts' clears."""
         return self._store.state in (RemoteState.OK, RemoteState.OPEN)
 
     async def _round(self) -> None:

@@ -48,7 +48,7 @@ class DiskVersionError(DiskManifestError):
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """Returns whether the system was out of descriptors or memory, which shows nothing about the disk or its contents."""
+    """Returns whether the system was out of descriptors or memory, which shows nothing about the disk."""
     return isinstance(error, MemoryError) or getattr(error, "errno", None) in _NO_RESOURCES
 
 

@@ -79,7 +79,7 @@ class Probe:
         return self._oldest.is_over(max(lane.oldest_running_s(now) for lane in self._lanes), now, self._stuck_s)
 
     def stands_still(self) -> bool:
-        """Returns whether there is I/O, none of it ended for `stuck_s`: reading a root with many records may take long."""
+        """Returns whether there is I/O, none of it ended for `stuck_s`: reading many records may take long."""
         now = time.monotonic()
         moved = [lane.newest_running_s(now) for lane in self._lanes if lane.running]
         still_s = min(*moved, now - self._directory.last_progress_s) if moved else 0.0

@@ -160,7 +160,7 @@ class Root:
         return kept
 
     async def _start_empty(self, reusable: list[tuple[str, int]]) -> None:
-        """Starts an empty root. The old contents go before the new manifest, since a manifest vouches for all contents."""
+        """Starts an empty root. The old contents go before the new manifest, which vouches for all contents."""
         remove = partial(self.directory.remove, [name for name, _ in reusable])
         await self.directory.perform(self.write_lane, remove)
         reusable.clear()
