@@ -126,7 +126,7 @@ class ArenaFile:
             ) from None
 
     def ask_for_huge_pages(self) -> None:
-        """Requests transparent huge pages, where the kernel allows and has them, for memory that is not populated yet."""
+        """Requests transparent huge pages, where the kernel allows and has them, for unpopulated memory."""
         self._mapping.ask_for_huge_pages()
         self._populate_step_bytes = HUGE_PAGE_BYTES
 

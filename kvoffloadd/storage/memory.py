@@ -24,7 +24,7 @@ from kvoffloadd.storage.slotrecords import SlotRecords
 
 @dataclass(slots=True)
 class _Size:
-    """The slabs and free slots of one slot size. `free[:num_free]` is a stack of first pages; the top is taken first."""
+    """The slabs and free slots of one slot size. `free[:num_free]` is a stack of first pages, taken from the top."""
 
     pages: int
     slabs: set[int] = field(default_factory=set)
@@ -112,7 +112,7 @@ class MemoryTier:
         return list(self._sizes)
 
     def take(self, size: int, owners: U32Array) -> U32Array:
-        """Takes one slot of `size` pages per owner, used now; the caller has checked `num_free`. Returns first pages."""
+        """Takes one slot of `size` pages per owner, used now; the caller has checked `num_free`. Returns their pages."""
         pool = self._sizes.setdefault(size, _Size(size))
         while pool.num_free < len(owners):
             slab = next((s for s in reversed(self._unassigned) if self._slab_length(s) >= size), None)

@@ -80,7 +80,7 @@ class RemoteTransfer:
         self._ended(self, status)
 
     def _tell_breaker(self, ok: bool | None, *, timed_out: bool = False) -> None:
-        """Reports the result to the breaker, once: a call may be late first, and end after that. None: it was not made."""
+        """Reports the result to the breaker, once: a call may be late first, and end after that. None: not made."""
         token, self._token = self._token, None
         if token is not None:
             self._flight.tell_breaker(token, ok, timed_out=timed_out)
