@@ -20,7 +20,7 @@ _OOM_SCORE = 500
 
 
 def main() -> int:
-    """Exit status: 0 if the daemon has ended or wants no more, 1 for what is on standard error."""
+    """Returns the exit status: 0 if the daemon has ended or wants no more, 1 with the reason on standard error."""
     faulthandler.enable()
     logging.basicConfig(format="%(message)s")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -228,7 +228,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
 
 
 class Swept(msgspec.Struct, frozen=True, tag="swept"):
-    """Answers a `Sweep`. `removed`: a number of objects, or a `Code`. `after`: where to continue; empty: this was all."""
+    """Answers a `Sweep`. `removed`: a number of objects, or a `Code`. `after`: where to continue; empty: nowhere."""
 
     id: int
     removed: int

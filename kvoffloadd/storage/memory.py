@@ -112,7 +112,7 @@ class MemoryTier:
         return list(self._sizes)
 
     def take(self, size: int, owners: U32Array) -> U32Array:
-        """Takes one slot of `size` pages per owner, used now; the caller has checked `num_free`. Returns their pages."""
+        """Takes one slot of `size` pages per owner, used now; the caller checks `num_free`. Returns first pages."""
         pool = self._sizes.setdefault(size, _Size(size))
         while pool.num_free < len(owners):
             slab = next((s for s in reversed(self._unassigned) if self._slab_length(s) >= size), None)

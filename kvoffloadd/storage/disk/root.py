@@ -116,7 +116,7 @@ class Root:
         return self.directory.manifest
 
     def _remark(self) -> None:
-        """Logs, once, any oddity of the file system."""
+        """Logs any oddity of the file system once."""
         directory = self.directory
         if self._has_remarked:
             return
