@@ -1,10 +1,10 @@
 """Names of objects in the remote store. Pure. The daemon and the agent make them alike.
 
-        kvo1/<fingerprint>/era                                      pointer: names a recent era of the namespace
-        kvo1/<fingerprint>/era/<generation>.<era>                   marker: this era's keys count while it exists
-        kvo1/<fingerprint>/after/<generation>.<era>                 successor: names the era after this one
-        kvo1/<fingerprint>/<generation>.<era>/<shape>/<group>/<key> a key with all its parts
-        kvo1/kept                                                   until when the small objects are kept (Valkey alone)
+    kvo1/<fingerprint>/era                                      pointer: names a recent era of the namespace
+    kvo1/<fingerprint>/era/<generation>.<era>                   marker: this era's keys count while it exists
+    kvo1/<fingerprint>/after/<generation>.<era>                 successor: names the era after this one
+    kvo1/<fingerprint>/<generation>.<era>/<shape>/<group>/<key> a key with all its parts
+    kvo1/kept                                                   until when the small objects are kept (Valkey alone)
 
 Everything of an era lies below one prefix, so that one sweep ends it. Bytes are in hexadecimal; of a shape's digest
 eight bytes: the object's header has all of it.

@@ -2,8 +2,8 @@
 
 It is a memfd, which systemd can keep for the next start, or a file with a path. In order:
 
-        header      one page: describes the rest
-        names       twice `NAMES_BYTES`: saved namespaces; written to the unused half, then wiped in the other
+    header      one page: describes the rest
+    names       twice `NAMES_BYTES`: saved namespaces; written to the unused half, then wiped in the other
     slabs       u32 each: pages of a slot, 0: unassigned
     records     64 bytes for each page of the arena, see `slotrecords`
     arena       from a multiple of 2 MiB on
@@ -110,7 +110,7 @@ class ArenaFile:
         """Makes a memfd of zeros, sealed against other sizes. `reserved`: of huge pages that the system has set aside.
 
         Raises:
-                ConfigError: there are not enough of these pages.
+            ConfigError: there are not enough of these pages.
         """
         size_bytes = file_bytes(capacity_bytes, slab_bytes, HUGE_PAGE_BYTES if reserved else PAGE_BYTES)
         fd = create_memfd("kvoffloadd-arena", size_bytes, reserved=reserved)
@@ -343,7 +343,7 @@ def open_file(path: Path) -> int:
     """Opens and locks the file at this path, made if there is none: no other daemon has it while the descriptor lives.
 
     Raises:
-            ConfigError: it can't be opened, belongs to another user, or is another daemon's.
+        ConfigError: it can't be opened, belongs to another user, or is another daemon's.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

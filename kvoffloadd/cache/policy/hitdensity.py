@@ -128,7 +128,7 @@ class HitDensity:
     that return at each age (a life table, with lost keys counted up to their last sighting), and that gives the
     density: the best ratio, over all times for which the key might be kept, of the chance of a hit within that time to
     the slot time spent until then. Old observations fade: their weight halves after as many uses of watched keys as the
-    window has slots. window has slots they count half.
+    window has slots.
 
     A key is out of reach without the keys before it in its prompt. Every use of it uses them, too: they were used as
     often or more, and as recently or later. So some keys are known to be worth no less than others, whatever few
@@ -223,7 +223,7 @@ def _unlearned(num_classes: int, chain: tuple[tuple[int, int], ...]) -> F64Array
 
 def _returns(hits: F64Array, unreturned: F64Array) -> tuple[F64Array, F64Array]:
     """Returns how many keys return in each bucket of age, and how many reach it; by class. All classes together add
-    some observations to each class, scaled by the belief that the class has more returns or fewer.
+    some observations to each class, scaled by the beliefs about its returns.
 
     `unreturned`: keys that were seen up to this age, without a return.
     """

@@ -436,8 +436,8 @@ class Eras:
         """Completes a clear. After it returns no host fetches anything that was stored there before.
 
         Raises:
-                NotDurableError: the store did not clear some namespaces, or did not confirm it. This daemon retries for
-                as long as it runs.
+            NotDurableError: the store did not clear some namespaces, or did not confirm it. This daemon retries
+                until it ends.
         """
         await self._store.changes.wait_for(lambda: self._store.state is not RemoteState.STARTING, VALUE_S)
         failed = list(filter(None, await asyncio.gather(*map(self._clear, cleared))))

@@ -1,7 +1,7 @@
 """The remote tier below memory: a store that the daemons of several hosts share. Event loop only.
 
-        contents   this host's knowledge: names, keys believed present, keys found missing
-        eras       the current era of each namespace, and clears that hold on every host
+    contents   this host's knowledge: names, keys believed present, keys found missing
+    eras       the current era of each namespace, and clears that hold on every host
     fetching   questions, and gets into slots
     pushing    puts
 

@@ -129,7 +129,7 @@ def parse_disk_faults(text: str) -> tuple[dict[str, int], dict[str, float]]:
     """Returns error numbers and delays in seconds, by operation, from lines like "write=EIO" and "read_delay_s=0.5".
 
     Raises:
-            ConfigError: a line is neither.
+        ConfigError: a line is neither.
     """
     errors: dict[str, int] = {}
     delays: dict[str, float] = {}

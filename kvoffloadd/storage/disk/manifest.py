@@ -86,7 +86,7 @@ async def read_manifest(path: Path, executor: Executor | None = None, files: Fil
 
     Raises:
         DiskVersionError: it is of another version.
-            DiskManifestError: it is damaged.
+        DiskManifestError: it is damaged.
         OSError: it can't be read.
     """
     found: Manifest | None = await _READ(path, files, executor=executor)
@@ -135,7 +135,7 @@ def decode_manifest(raw: bytes) -> Manifest:
 
     Raises:
         DiskVersionError: it is of another version.
-            DiskManifestError: it is damaged.
+        DiskManifestError: it is damaged.
     """
     text, found, checksum = raw.rpartition(_CHECKSUM)
     if not found or checksum != xxhash.xxh3_128_hexdigest(text).encode() + b"\n":

@@ -46,8 +46,8 @@ def open_root(
     directory stay locked until these are closed. `make_...`: creates what is absent.
 
     Raises:
-            BlockingIOError: another process uses it.
-            FileNotFoundError: something is absent, and may not be made.
+        BlockingIOError: another process uses it.
+        FileNotFoundError: something is absent, and may not be made.
         DiskError: a directory is another user's, or open to others.
     """
     segments = path / "segments"
@@ -120,8 +120,8 @@ def probe(files: Files, dir_fd: int, direct: bool | None) -> Abilities:
     works.
 
     Raises:
-            DiskError: O_DIRECT is required, and does not work.
-            OSError: another operation fails. Lack of space does not count: existing contents can be read.
+        DiskError: O_DIRECT is required, and does not work.
+        OSError: another operation fails. Lack of space does not count: existing contents can be read.
     """
     if direct is not False:
         try:

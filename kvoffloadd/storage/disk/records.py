@@ -46,7 +46,7 @@ def write_records(
     payload's last page. Not durable before the segment is synced.
 
     Raises:
-            OSError: part of the data may be there, which its next reader will detect.
+        OSError: part of the data may be there, which its next reader will detect.
     """
     if not len(headers):
         return

@@ -46,7 +46,7 @@ def check_root(
     `progress(bytes_done, bytes_total)`.
 
     Raises:
-            DiskError: this is no root, belongs to another user, or a daemon uses it.
+        DiskError: this is no root, belongs to another user, or a daemon uses it.
         OSError: its directories can't be read.
     """
     root = _Check(Path(path), repair, files or Files())

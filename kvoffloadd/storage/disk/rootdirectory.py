@@ -161,7 +161,7 @@ class RootDirectory:
         are not known. Then `create_manifest` makes a new one, after the old contents are removed.
 
         Raises:
-                OSError, DiskError: the root differs from the previous one, has a newer version, or can't be read.
+            OSError, DiskError: the root differs from the previous one, has a newer version, or can't be read.
         """
         async with self._writing:  # a write of the manifest from before the root was detached may still run
             try:

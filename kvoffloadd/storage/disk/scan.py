@@ -43,8 +43,8 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
     """Reads every file. Not `trusted`: none of the contents may be served.
 
     Raises:
-            OSError: the directory can't be read, or descriptors or memory are lacking now. An unreadable file is left
-                out, with a warning.
+        OSError: the directory can't be read, or descriptors or memory are lacking now. An unreadable file is left
+            out, with a warning.
     """
     names = await lane.perform(directory.segment_names)
     found = await _recover_all(directory, lane, names)

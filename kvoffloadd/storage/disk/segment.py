@@ -144,9 +144,9 @@ class SegmentMaker:
     space of the file system that a new file leaves.
 
     Raises, in any turn:
-            DiskError: the existing file is longer than a segment.
-            OSError: there is no new file, unless it could not be removed; the old contents may still be valid. ENOSPC
-                also for `min_free_bytes`.
+        DiskError: the existing file is longer than a segment.
+        OSError: there is no new file, unless it could not be removed; the old contents may still be valid. ENOSPC
+            also for `min_free_bytes`.
     """
 
     def __init__(
@@ -274,7 +274,7 @@ def try_segment(files: Files, segments_fd: int, name: str, *, direct: bool) -> N
     are not given up for a file that can't be written.
 
     Raises:
-            OSError: a write fails.
+        OSError: a write fails.
     """
     with files.open_to_write(segments_fd, name, direct=direct) as fd:
         size = files.size_bytes(fd) // PAGE_BYTES * PAGE_BYTES
@@ -299,7 +299,7 @@ def seal_segment(
 
     Raises:
         UsageError: the records leave no room for it.
-            OSError: the segment may have no footer; its records are unchanged.
+        OSError: the segment may have no footer; its records are unchanged.
     """
     footer = encode_footer(header.uuid, header.number, entries, keyspaces, header.segment_bytes)
     start = header.segment_bytes - len(footer)

@@ -122,7 +122,7 @@ class SegmentPool:
         """Takes the segments that a scan found. Removes files beyond the capacity, the oldest first; returns the rest.
 
         Raises:
-                OSError: a file can't be removed.
+            OSError: a file can't be removed.
         """
         kept, self._reusable, self._foreign_bytes = scan.kept, scan.reusable, scan.foreign_bytes
         self.segments = {segment.ordinal: segment for segment, _ in kept}
