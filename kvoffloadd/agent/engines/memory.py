@@ -270,7 +270,7 @@ def _is_kept(stat: os.stat_result) -> bool:
 
 
 def _keep(path: Path, kept_s: float) -> int:
-    """Returns 1, or 0: it is not there."""
+    """Marks an object as kept. Returns 1, or 0 if it is absent."""
     until_s = time.time() + kept_s
     try:
         os.utime(path, (until_s, until_s))

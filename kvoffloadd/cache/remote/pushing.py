@@ -165,7 +165,7 @@ class Pushing:
         self._store.put(names, addresses, keyspace.part_bytes, digests, time.monotonic() + PUT_S, done)
 
     async def _until_ready(self, num_bytes: int) -> None:
-        """Waits until the store takes puts, has room for `num_bytes` on their way, and the budget allows one more."""
+        """Waits until the store takes puts, has room for `num_bytes` under way, and the budget allows one more."""
         store, loop = self._store, self._remote.loop
         while True:
             now = loop.time()

@@ -1,6 +1,5 @@
 """Calls that the agent has, or will get: which ones wait, are being answered, or are overdue. Event loop only.
 
-
 Calls of one kind share a line, in which users and engines take turns (see `lanes.Flow`). The agent never has more of
 them than threads for them: calls that wait here have not begun, and can be withdrawn. A call that the agent has can't:
 only an answer, or the agent's end, ends it.

@@ -47,7 +47,7 @@ class HeaderPages:
         return self._free[self.num_free : self.num_free + count][::-1].copy()
 
     def give(self, pages: U32Array) -> None:
-        """Returns pages that are not in use any more."""
+        """Takes back pages that are not in use any more."""
         self._free[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
 
