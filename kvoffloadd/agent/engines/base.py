@@ -58,9 +58,9 @@ class Engine(Protocol):
     process if one takes too long, except `sweep`. If a call raises, all its names count as FAILED, and the exception is
     logged.
 
-    Codes are `agentwire.frames.Code`. Any code except FAILED, and any success, guarantees that nothing reads or writes the
-    memory of the call any more: not even an earlier attempt of the same call that was given up. An engine without that
-    certainty answers FAILED.
+    Codes are `agentwire.frames.Code`. Any code except FAILED, and any success, guarantees that nothing reads or writes
+    the memory of the call any more: not even an earlier attempt of the same call that was given up. An engine without
+    that certainty answers FAILED.
     """
 
     stops_at_once: ClassVar[bool]

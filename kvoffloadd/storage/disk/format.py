@@ -1,8 +1,8 @@
 """Converts between bytes on disk and arrays: segment headers, records' headers, footers. Pure; see docs/DISK_FORMAT.md.
 
-All values are little-endian, in pages of 4 KiB. Each header, footer and trailer page ends in the xxh3_128 of the bytes
-before it, so that no torn or flipped page passes for a whole one. Records and footers name the uuid of their segment:
-leftovers of an earlier use of the file are invalid.
+All values are little-endian, in pages of 4 KiB. Each header and trailer page ends in the xxh3_128 of the bytes before
+it, and a trailer has the digest of its footer, so that no torn or flipped page passes for a whole one. Records and
+footers name the uuid of their segment: leftovers of an earlier use of the file are invalid.
 """
 
 from __future__ import annotations
