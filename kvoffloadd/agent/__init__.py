@@ -1,1 +1,1 @@
-"""The agent: a process of its own that speaks to the remote store, so that nothing of it can hurt the daemon."""
+"""The agent: a separate process that speaks to the remote store, so that no failure there can hurt the daemon."""

@@ -16,11 +16,11 @@ log = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
 _UCRED = struct.Struct("3i")
 _OOM_SCORE = 500
-"""If memory runs out, the agent goes before the daemon."""
+"""If memory runs out, the kernel ends the agent before the daemon."""
 
 
 def main() -> int:
-    """Exit status: 0 if the daemon has ended or wants no more, 1 for what is on standard error."""
+    """Returns the exit status: 0 if the daemon has ended or wants no more, 1 with the reason on standard error."""
     faulthandler.enable()
     logging.basicConfig(format="%(message)s")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -34,13 +34,13 @@ def main() -> int:
         log.error("the daemon is not the parent of this process: remote.python must be the Python interpreter itself")
         return 1
     _go_first()
-    from kvoffloadd.agent.serve import Agent  # takes a while: the daemon's end is told by now
+    from kvoffloadd.agent.serve import Agent  # slow; the daemon's end is already watched
 
     return Agent(sock).run()
 
 
 def _socket() -> socket.socket:
-    """Standard input, which is nothing from now on: libraries may read it."""
+    """Returns the socket on standard input, and redirects standard input to nothing: libraries may read it."""
     sock = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -49,12 +49,12 @@ def _socket() -> socket.socket:
 
 
 def _die_with(sock: socket.socket) -> bool:
-    """Have the kernel end this process when the daemon ends. False: the daemon is not its parent, or not any more."""
+    """Makes the kernel end this process when the daemon ends. False: the daemon is not its parent, or not any more."""
     daemon = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
-    return os.getppid() == int(daemon)  # asked last: from here on, its end is told
+    return os.getppid() == int(daemon)  # asked last: from here on, the kernel reports its end
 
 
 def _go_first() -> None:
@@ -70,4 +70,4 @@ def _go_first() -> None:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # whatever threads of the engine still do ends here
+    os._exit(status)  # ends the engine's threads, whatever they do

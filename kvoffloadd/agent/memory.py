@@ -1,4 +1,4 @@
-"""The daemon's memory, as the agent maps it: the arena's slots and the header pages, and nothing before or behind."""
+"""The daemon's memory, as the agent maps it: only the arena's slots and the header pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _held: list[mmap.mmap] = []
 
 
 def map_memory(start: Start, arena_fd: int, headers_fd: int) -> Memory:
-    """Map it for as long as the process lives. The descriptors stay the caller's. Raises OSError, ValueError."""
+    """Maps it for as long as the process lives. The descriptors stay the caller's. Raises OSError, ValueError."""
     return Memory(
         _map(arena_fd, start.arena_offset, start.arena_bytes),
         _map(headers_fd, 0, start.header_bytes),
@@ -26,8 +26,8 @@ def _map(fd: int, offset: int, size_bytes: int) -> Region:
     length = before + size_bytes
     length += -length % page_bytes
     mapped = mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset - before)
-    # A child that a library forks would outlive this process, and the daemon would not know; and a core file would
-    # have users' prompts.
+    # A child that a library forks would outlive this process, without the daemon's knowledge; and a core file would
+    # contain users' prompts.
     mapped.madvise(mmap.MADV_DONTFORK)
     mapped.madvise(mmap.MADV_DONTDUMP)
     _held.append(mapped)

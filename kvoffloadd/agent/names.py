@@ -1,4 +1,4 @@
-"""Calls' packed fields -> what an engine takes: names and pieces of memory. Pure."""
+"""Converts calls' packed fields to an engine's arguments: names and pieces of memory. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvoffloadd.errors import FramingError
 
 
 def asked_names(call: Exists) -> list[str]:
-    """The era's marker, then each key."""
+    """Returns the era's marker, then each key."""
     space = call.space
     return [marker_name(space.fingerprint, space.generation, space.era), *key_names(space, call.keys)]
 
 
 def transfers(call: Get | Put, memory: Memory) -> list[ObjectTransfer]:
-    """One for each key. Raises FramingError if a field's size is wrong, or memory is meant that is not the agent's."""
+    """Returns one for each key. Raises FramingError if a field's size is wrong, or memory lies outside the agent's."""
     headers, parts, sizes = _u64(call.headers), _u64(call.parts), _u64(call.part_bytes)
     count, width = len(headers), len(sizes)
     if len(call.keys) != count * KEY_BYTES or len(parts) != count * width:

@@ -1,7 +1,7 @@
-"""The agent's work: frames from the daemon, calls of the engine in threads of their own kind, and an answer to each.
+"""The agent's work: frames from the daemon, calls of the engine in separate threads by kind, and an answer to each.
 
-`exists` never waits behind bytes, gets never behind puts, and nothing behind a sweep. The daemon sends no more calls of
-a kind than there are threads for it, or a few: nothing here grows.
+`exists` never waits behind bytes, gets never behind puts, and nothing behind a sweep. The daemon sends at most a few
+more calls of a kind than there are threads for it: nothing here grows.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_S: Final = 1.0
-"""What the engine gets to close: the process ends either way."""
+"""The time that the engine has to close: the process ends either way."""
 
 _READ_BYTES = 256 << 10
 
@@ -176,7 +176,7 @@ class Agent:
     # --- the socket ---
 
     def _receive(self) -> FromDaemon | None:
-        """The next message; None: the daemon is gone, or wants no more."""
+        """Returns the next message; None: the daemon is gone, or wants no more."""
         while (message := self._frames.next()) is None:
             try:
                 data, ancillary, _, _ = self._sock.recvmsg(_READ_BYTES, socket.CMSG_SPACE(FDS * array("i").itemsize))
@@ -190,7 +190,7 @@ class Agent:
 
     def _send(self, message: FromAgent) -> None:
         frame = encode(message, ANSWER_BYTES_MAX)
-        with self._sending, contextlib.suppress(ConnectionError):  # the daemon is gone: `_receive` sees it, too
+        with self._sending, contextlib.suppress(ConnectionError):  # the daemon is gone: `_receive` detects it, too
             self._sock.sendall(frame)
 
 
@@ -205,12 +205,12 @@ def _change(engine: Engine, call: Write | Renew | Remove) -> list[int]:
 
 
 def _many(call: Callable[[], Sequence[T]], count: int, failed: T) -> list[T]:
-    """What the engine answers for each; `failed` for all if it raises, or answers for another number of them: whose
-    answers these are nobody knows then.
+    """Returns the engine's answer for each; `failed` for all if it raises, or answers for another number of them, which
+    leaves the answers without owners.
     """
     try:
         answers = list(call())
-    except Exception:  # a client of a store may raise anything, and others' calls go on
+    except Exception:  # a client of a store may raise anything, and other calls continue
         log.exception("the engine failed")
         return [failed] * count
     if len(answers) != count:
@@ -220,7 +220,7 @@ def _many(call: Callable[[], Sequence[T]], count: int, failed: T) -> list[T]:
 
 
 def _that_fit(values: Sequence[bytes | int | None]) -> list[bytes | int | None]:
-    """The first ones, as many as one answer holds; SIZE in place of what is no small object."""
+    """Returns the first ones, as many as one answer holds; SIZE in place of objects that are too large."""
     fit: list[bytes | int | None] = []
     left_bytes = VALUES_BYTES_MAX
     for value in values:

@@ -1,1 +1,1 @@
-"""What the daemon and its agent both know: frames and names of objects."""
+"""The knowledge that the daemon and its agent share: frames and names of objects."""

@@ -1,12 +1,12 @@
 """Frames between the daemon and its agent, the process that speaks to the remote store. Bytes and structs, no I/O.
 
-A frame is a u32 little-endian length and that many bytes of msgpack. The agent begins with `Greeting`, so that
-descriptors are only given to the right process of the right version. Then comes `Start`, which carries two of them: the
-arena's and the header pages'. It is answered by `Started`, or by `Refused`, which ends the agent. From then on each
-call has an id of its own and exactly one answer: `Values` to a `Read`, `Swept` to a `Sweep`, else `Answer`.
+A frame is a u32 little-endian length and that many bytes of msgpack. The agent begins with `Greeting`, so that only the
+right process of the right version gets descriptors. Then comes `Start`, which carries two of them: the arena's and the
+header pages'. The agent answers with `Started`, or with `Refused`, which ends it. From then on each call has a unique
+id and exactly one answer: `Values` to a `Read`, `Swept` to a `Sweep`, otherwise `Answer`.
 
-Packed fields are little-endian: keys of 32 bytes, offsets and sizes as u64, codes as i64. Nothing of numpy is needed to
-read them: the agent may run in an environment of its own.
+Packed fields are little-endian: keys of 32 bytes, offsets and sizes as u64, codes as i64. Reading them needs no numpy:
+the agent may run in a separate environment.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from kvoffloadd.agentwire.names import Space
 from kvoffloadd.errors import FramingError
 
 VERSION: Final = 2
-"""Of these frames. Daemon and agent are of one release, whatever else their environments have."""
+"""The version of these frames. Daemon and agent have the same release, whatever else differs in their environments."""
 
 PREFIX: Final = struct.Struct("<I")
 FRAME_BYTES_MAX: Final = 8 << 20
-"""Of a frame to the agent."""
+"""The limit of a frame to the agent."""
 ANSWER_BYTES_MAX: Final = 256 << 10
-"""Of a frame from the agent."""
+"""The limit of a frame from the agent."""
 KEYS_MAX: Final = 4096
-"""Keys of one call."""
+"""The limit of keys in one call."""
 PARTS_MAX: Final = 123
-"""Parts of one key: what a header page has room for."""
+"""The limit of parts of one key: a header page has no room for more."""
 ADDRESSES_MAX: Final = 256 << 10
-"""Parts of all keys of one call together."""
+"""The limit of parts of all keys in one call together."""
 VALUE_BYTES_MAX: Final = 64 << 10
-"""Of a small object that is read or written whole."""
+"""The limit of bytes of a small object, which is read or written whole."""
 READ_NAMES_MAX: Final = 512
-"""Names of one `Read`: the agent may have to hold as many small objects."""
+"""The limit of names in one `Read`: the agent may have to hold as many small objects."""
 VALUES_BYTES_MAX: Final = 192 << 10
-"""Of all small objects of one `Values`."""
+"""The limit of bytes of all small objects in one `Values`."""
 NAMES_MAX: Final = 4096
-"""Names of one `Remove` or `Renew`."""
+"""The limit of names in one `Remove` or `Renew`."""
 AFTER_MAX: Final = 64
-"""Letters that say where a sweep goes on."""
+"""The limit of letters in a sweep's position."""
 TEXT_MAX: Final = 2000
-"""Letters of a reason."""
+"""The limit of letters in a reason."""
 
 READ_THREADS: Final = 4
 CHANGE_THREADS: Final = 2
-"""Threads of the agent that read small objects, and that write, renew and remove them: calls that are with it at once.
-Sweeps have one of their own.
+"""The agent's threads that read small objects, and that write, renew and remove them: the number of calls that it has
+at once. Sweeps have a separate one.
 """
 
 FDS: Final = 2
-"""Descriptors that `Start` carries."""
+"""The number of descriptors that `Start` carries."""
 
 HEADER_BYTES: Final = 4096
-"""Of the page before an object's payloads."""
+"""The size of the page before an object's payloads."""
 
 
 class Presence(enum.IntEnum):
-    """What is known of an object, one code each in the answer to `Exists`."""
+    """The presence of an object, one code each in the answer to `Exists`."""
 
     NO = 0
     YES = 1
@@ -69,17 +69,18 @@ class Presence(enum.IntEnum):
 
 
 class Code(enum.IntEnum):
-    """Why an object did not come, or did not go. In an answer, bytes that came or went are 0 or more.
+    """Why an object was not transferred. In an answer, transferred bytes are 0 or more.
 
-    Each but FAILED also says that nothing moves between the object and the memory of the call any more. FAILED says so
-    only for engines that stop at once. For the others, memory may be read and written until the agent's end.
+    Each except FAILED also guarantees that nothing moves between the object and the memory of the call any more. FAILED
+    guarantees it only for engines that stop at once. For the others, memory may be read and written until the agent's
+    end.
     """
 
     MISS = -1  # there is none
-    NOT_COMPLETE = -2  # somebody is still writing it
+    NOT_COMPLETE = -2  # a client is still writing it
     NO_SPACE = -3  # the store has no room for it
-    LEASE_OVER = -4  # the store took it back while it came: the bytes are worth nothing
-    SIZE = -5  # it has another size; what was written lies within the memory of the call
+    LEASE_OVER = -4  # the store took it back while it came: the bytes are worthless
+    SIZE = -5  # it has another size; the written bytes lie within the memory of the call
     REFUSED = -6  # it failed before anything moved
     FAILED = -7
 
@@ -91,8 +92,8 @@ CODE_MIN: Final = min(Code)
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Comes with two descriptors: the arena's file, of which the agent maps `arena_bytes` from `arena_offset` on, and
-    the header pages, `header_bytes` of them. `settings`: the engine's own.
+    """Starts the engine. Comes with two descriptors: the arena's file, which the agent maps for `arena_bytes` from
+    `arena_offset` on, and the header pages, `header_bytes` of them. `settings`: the engine's settings.
     """
 
     engine: str
@@ -113,7 +114,7 @@ class Exists(msgspec.Struct, frozen=True, tag="exists"):
 
 
 class Get(msgspec.Struct, frozen=True, tag="get"):
-    """Answer: for each key bytes that came, or a `Code`.
+    """Answer: for each key the received bytes, or a `Code`.
 
     `headers`: (n,) offsets in the header pages; `parts`: (n, p) offsets in the arena; `part_bytes`: (p,) sizes.
     """
@@ -140,15 +141,15 @@ class Put(msgspec.Struct, frozen=True, tag="put"):
 
 
 class Read(msgspec.Struct, frozen=True, tag="read"):
-    """Small objects."""
+    """Reads small objects."""
 
     id: int
     names: list[str]
 
 
 class Write(msgspec.Struct, frozen=True, tag="write"):
-    """A small object. `if_absent`: one that is there stays, which is no failure. `kept_s`: it is not evicted for so
-    long, and may go after that; None: it may be evicted any time. Answer: its bytes, or a `Code`.
+    """Writes a small object. `if_absent`: an existing one stays, which is no failure. `kept_s`: the time in which it is
+    not evicted; it may go after that; None: it may be evicted any time. Answer: its bytes, or a `Code`.
     """
 
     id: int
@@ -159,7 +160,7 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Keep small objects for `kept_s` from now on, if the engine can. Answer: for each 1 (it is there), 0 (there is
+    """Keeps small objects for `kept_s` from now on, if the engine can. Answer: for each 1 (it is there), 0 (there is
     none) or a `Code`.
     """
 
@@ -176,7 +177,7 @@ class Remove(msgspec.Struct, frozen=True, tag="remove"):
 
 
 class Sweep(msgspec.Struct, frozen=True, tag="sweep"):
-    """Remove some of what has this prefix. `after`: empty, or what the answer to the step before says."""
+    """Removes some objects with this prefix. `after`: empty, or from the answer to the previous step."""
 
     id: int
     prefix: str
@@ -190,21 +191,21 @@ Call = Exists | Get | Put | Read | Write | Renew | Remove | Sweep
 
 
 class Greeting(msgspec.Struct, frozen=True, tag="greeting"):
-    """The agent runs."""
+    """Reports that the agent runs."""
 
     version: int
     pid: int
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """The engine is there. `stops_at_once`: see `Engine`. `about`: its name and version, for people."""
+    """Reports that the engine is ready. `stops_at_once`: see `Engine`. `about`: its name and version, for people."""
 
     stops_at_once: bool
     about: str
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The engine can't start. `fault`: whose fault it is, "operator", "store" or "daemon"."""
+    """Reports that the engine can't start. `fault`: its cause, "operator", "store" or "daemon"."""
 
     fault: str
     reason: str
@@ -218,8 +219,8 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Values(msgspec.Struct, frozen=True, tag="values"):
-    """Answers a `Read`: for each name the object, None (there is none) or a `Code`. It has at least one, and not all if
-    they don't fit: the caller asks for the other names again.
+    """Answers a `Read`: for each name the object, None (there is none) or a `Code`. It has at least one, and only the
+    first ones if not all fit: the caller asks for the other names again.
     """
 
     id: int
@@ -227,7 +228,7 @@ class Values(msgspec.Struct, frozen=True, tag="values"):
 
 
 class Swept(msgspec.Struct, frozen=True, tag="swept"):
-    """Answers a `Sweep`. `removed`: a number of objects, or a `Code`. `after`: where to go on; empty: this was all."""
+    """Answers a `Sweep`. `removed`: a number of objects, or a `Code`. `after`: where to continue; empty: nowhere."""
 
     id: int
     removed: int
@@ -244,7 +245,7 @@ _from_agent = msgspec.msgpack.Decoder(FromAgent)
 
 
 def encode(message: FromDaemon | FromAgent, bytes_max: int = FRAME_BYTES_MAX) -> bytes:
-    """One frame. Raises FramingError if it would be larger than `bytes_max`."""
+    """Returns one frame. Raises FramingError if it would be larger than `bytes_max`."""
     body = _encoder.encode(message)
     if len(body) > bytes_max:
         raise FramingError(f"a {type(message).__name__} of {len(body)} bytes; the cap is {bytes_max}")
@@ -252,7 +253,7 @@ def encode(message: FromDaemon | FromAgent, bytes_max: int = FRAME_BYTES_MAX) ->
 
 
 class Frames:
-    """Bytes of a stream in, messages out. `by_agent`: whose messages these are."""
+    """Decodes a stream of bytes into messages. `by_agent`: whether the agent sends them."""
 
     def __init__(self, *, by_agent: bool) -> None:
         self._pending = bytearray()
@@ -260,11 +261,13 @@ class Frames:
         self._bytes_max = ANSWER_BYTES_MAX if by_agent else FRAME_BYTES_MAX
 
     def receive(self, data: bytes | memoryview) -> None:
-        """Take what the socket gave."""
+        """Takes bytes from the socket."""
         self._pending += data
 
     def next(self) -> FromDaemon | FromAgent | None:
-        """The next message; None: more bytes are needed. Raises FramingError: the stream is unusable from here on."""
+        """Returns the next message; None: more bytes are needed. Raises FramingError: the stream is unusable from here
+        on.
+        """
         if len(self._pending) < PREFIX.size:
             return None
         (size,) = PREFIX.unpack_from(self._pending)

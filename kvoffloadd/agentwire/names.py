@@ -1,8 +1,8 @@
 """Names of objects in the remote store. Pure. The daemon and the agent make them alike.
 
-    kvo1/<fingerprint>/era                                      pointer: names an era of the namespace, a late one
-    kvo1/<fingerprint>/era/<generation>.<era>                   marker: this era's keys count while it is there
-    kvo1/<fingerprint>/after/<generation>.<era>                 successor: names the era that came after this one
+    kvo1/<fingerprint>/era                                      pointer: names a recent era of the namespace
+    kvo1/<fingerprint>/era/<generation>.<era>                   marker: this era's keys count while it exists
+    kvo1/<fingerprint>/after/<generation>.<era>                 successor: names the era after this one
     kvo1/<fingerprint>/<generation>.<era>/<shape>/<group>/<key> a key with all its parts
     kvo1/kept                                                   until when the small objects are kept (Valkey alone)
 
@@ -18,18 +18,17 @@ PREFIX = "kvo1"
 KEPT_NAME = f"{PREFIX}/kept"
 """A sorted set: names of small objects by the seconds of the server's clock until which they are kept."""
 KEY_BYTES = 32
-"""Of each packed key, whatever its own width."""
+"""The size of each packed key, whatever its real width."""
 
 FINGERPRINT_BYTES, SHAPE_BYTES, ERA_BYTES = 16, 16, 8
 _SHAPE_NAME_BYTES = 8
 
 
 class Space(msgspec.Struct, frozen=True):
-    """What the names of a call's keys have in common.
+    """The common parts of the names of a call's keys.
 
     `fingerprint`: of the namespace, 16 bytes; `shape`: of the group's schema and the sizes of its parts, 16 bytes;
-    `generation` and `era`: of the namespace, `era` is 8 random bytes; `key_bytes`: how many of a key's 32 bytes are its
-    own.
+    `generation` and `era`: of the namespace, `era` is 8 random bytes; `key_bytes`: the significant bytes of a key's 32.
     """
 
     fingerprint: bytes

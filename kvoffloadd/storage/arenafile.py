@@ -1,14 +1,14 @@
-"""The file behind the memory tier: the arena, and before it what a successor needs to take it over.
+"""The file behind the memory tier: the arena, preceded by the data that a successor needs to take it over.
 
-It is a memfd, which systemd can keep for the next start, or a file that has a path. In order:
+It is a memfd, which systemd can keep for the next start, or a file with a path. In order:
 
-    header      one page: what the rest is for
-    names       twice `NAMES_BYTES`: saved namespaces; written where they are not, then wiped where they were
+    header      one page: describes the rest
+    names       twice `NAMES_BYTES`: saved namespaces; written to the unused half, then wiped in the other
     slabs       u32 each: pages of a slot, 0: unassigned
     records     64 bytes for each page of the arena, see `slotrecords`
     arena       from a multiple of 2 MiB on
 
-The writer may be killed between any two instructions: each part is valid or not by itself. Event loop only.
+The writer may be killed between any two instructions: each part is valid or invalid by itself. Event loop only.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ ATTEMPTS_MAX = 3
 _MAGIC = b"KVOFPOOL"
 _HEADER = struct.Struct("<8sIIQQQ")  # magic, version, page bytes, capacity bytes, slab bytes, seed
 SEQUENCE_MAX: Final = 1 << 62
-"""A state with this number or a later one is not ours. What follows the last one that is has the number 0; even, so
-that it is not written where that is.
+"""The limit of states: this number and later ones are invalid. The state after the last valid one has the number 0,
+which is even, so that it is not written over the last one.
 """
 
-_NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of what follows
-_ATTEMPTS_AT = 512  # in the header's page: u32, starts that began to take it over and were not heard of again
+_NAMES = struct.Struct("<QQ16s")  # sequence number, bytes, xxh3_128 of both and of the data behind
+_ATTEMPTS_AT = 512  # in the header's page: u32, take-overs that began and neither succeeded nor were withdrawn
 _OWNER_AT = 520  # in the header's page, see `arenaowner`
-_AGENT_AT = _OWNER_AT + OWNER_BYTES  # as for the owner: its agent, whose transfers use the arena, too
+_AGENT_AT = _OWNER_AT + OWNER_BYTES  # as for the owner: its agent, whose transfers also use the arena
 _ALIGN_BYTES = HUGE_PAGE_BYTES
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs", "")
 
 
 END_S = 30.0
-"""How long the former owner of the file may take to end, once it is being killed."""
+"""How long the former owner of the file may take to end after it is killed."""
 
 
 class ArenaFile:
@@ -70,11 +70,11 @@ class ArenaFile:
 
     `is_old`: another process made and filled it. `seed`: secret of the process that made it. `reserved`: it lies in
     huge pages that the system has set aside. `huge_bytes`: of the arena, in huge pages of any kind; 0 before it is
-    populated, None if this kernel does not tell.
+    populated, None if this kernel does not report it.
     """
 
     def __init__(self, fd: int, capacity_bytes: int, slab_bytes: int, *, is_old: bool) -> None:
-        """Takes over a file of the right size. One that `is_old` is `unfit` for no reason."""
+        """Takes over a file of the right size. An `is_old` file has passed `unfit`."""
         num_pages = capacity_bytes // PAGE_BYTES
         num_slabs = -(-num_pages // (slab_bytes // PAGE_BYTES))
         self.fd: Final = fd
@@ -107,10 +107,10 @@ class ArenaFile:
 
     @classmethod
     def make(cls, capacity_bytes: int, slab_bytes: int, *, reserved: bool = False) -> Self:
-        """A new memfd of zeros, sealed against other sizes. `reserved`: of huge pages that the system has set aside.
+        """Makes a memfd of zeros, sealed against other sizes. `reserved`: of huge pages that the system has set aside.
 
         Raises:
-            ConfigError: there are not enough of those.
+            ConfigError: there are not enough of these pages.
         """
         size_bytes = file_bytes(capacity_bytes, slab_bytes, HUGE_PAGE_BYTES if reserved else PAGE_BYTES)
         fd = create_memfd("kvoffloadd-arena", size_bytes, reserved=reserved)
@@ -126,17 +126,17 @@ class ArenaFile:
             ) from None
 
     def ask_for_huge_pages(self) -> None:
-        """The kernel gives transparent huge pages where it may and has them, for what is not populated yet."""
+        """Requests transparent huge pages, where the kernel allows and has them, for unpopulated memory."""
         self._mapping.ask_for_huge_pages()
         self._populate_step_bytes = HUGE_PAGE_BYTES
 
     def populate(self, threads: int, stop: threading.Event) -> None:
-        """Make the kernel provide every page, until `stop` is set. Blocks. Raises ResourceError if it has none."""
+        """Makes the kernel provide every page, until `stop` is set. Blocks. Raises ResourceError if it has none."""
         address, step_bytes = self._mapping.address, self._populate_step_bytes
         populate(address, self.size_bytes, threads, stop, fd=self.fd, step_bytes=step_bytes)
 
     def count_huge_pages(self) -> None:
-        """Sets `huge_bytes`, once the arena is populated. Blocks. Safe beside `close`."""
+        """Sets `huge_bytes`, once the arena is populated. Blocks. Safe during `close`."""
         self.huge_bytes = found = huge_bytes(self.address, self.capacity_bytes)
         if found:
             log.info("memory: %s of %s are in huge pages", format_bytes(found), format_bytes(self.capacity_bytes))
@@ -144,36 +144,36 @@ class ArenaFile:
     # --- the agent ---
 
     def record_agent(self, pid: int) -> None:
-        """This process is about to be given the arena: a successor waits for its end, too."""
+        """Records the process that is about to get the arena: a successor waits for its end, too."""
         _write(self._whole, _AGENT_AT, process(pid))
 
     def erase_agent(self) -> None:
-        """The agent is dead."""
+        """Erases the record of the agent, which is dead."""
         _write(self._whole, _AGENT_AT, bytes(OWNER_BYTES))
 
     # --- starts that fail ---
 
     def record_attempt(self) -> None:
-        """Count a take-over that begins. If it ends the process again and again, the file becomes `unfit`."""
+        """Counts a take-over that begins. If take-overs repeatedly end the process, the file becomes `unfit`."""
         self._attempts[0] += 1
 
     def withdraw_attempt(self) -> None:
-        """The take-over does not happen now, for a reason that lies elsewhere."""
+        """Withdraws a take-over that fails for a reason outside the file."""
         self._attempts[0] -= 1
 
     def record_success(self) -> None:
-        """The take-over has succeeded."""
+        """Records the success of the take-over."""
         self._attempts[0] = 0
 
     # --- saved namespaces ---
 
     @property
     def names_bytes_max(self) -> int:
-        """What `save_names` has room for."""
+        """The limit of `save_names` in bytes."""
         return NAMES_BYTES - _NAMES.size
 
     def save_names(self, names: bytes) -> bool:
-        """Remember them in place of the ones before; False, and nothing is remembered, if they are too many."""
+        """Saves names in place of the previous ones. Returns False, with nothing saved, if they are too many."""
         self._sequence = (self._sequence + 1) % SEQUENCE_MAX
         at = PAGE_BYTES + (self._sequence % 2) * NAMES_BYTES
         fits = len(names) <= self.names_bytes_max
@@ -181,12 +181,12 @@ class ArenaFile:
         head = struct.pack("<QQ", self._sequence, len(kept))
         _write(self._whole, at + _NAMES.size, kept)
         _write(self._whole, at, head + xxhash.xxh3_128_digest(head + kept))
-        # The ones before say of numbers whose they were: they must not take the place of these if these are damaged.
+        # The previous names map numbers to other namespaces: damage to these must not bring them back.
         _write(self._whole, PAGE_BYTES + (1 - self._sequence % 2) * NAMES_BYTES, bytes(_NAMES.size))
         return fits
 
     def names(self) -> bytes:
-        """What was saved last; nothing: empty."""
+        """Returns the names saved last; empty if there are none."""
         return max(self._names(0), self._names(1))[1]
 
     def _names(self, copy: int) -> tuple[int, bytes]:
@@ -199,7 +199,7 @@ class ArenaFile:
         return (sequence, kept) if valid else (0, b"")
 
     def close(self) -> None:
-        """Unmap the file and close the descriptor; other processes that have the file keep its contents."""
+        """Unmaps the file and closes the descriptor; other processes that have the file keep its contents."""
         self._mapping.close()
         os.close(self.fd)
 
@@ -215,16 +215,17 @@ def check_pool_fits(memory: MemoryConfig) -> None:
 def inherit(
     fd: int | None, capacity_bytes: int, slab_bytes: int, check_fits: Callable[[int], None]
 ) -> ArenaFile | None:
-    """A pool that another process has left in this descriptor; None, and the descriptor is closed, if it is unfit.
+    """Returns a pool that another process has left in this descriptor; None, with the descriptor closed, if it is
+    unfit.
 
-    `check_fits` is called with the bytes that the kernel has yet to provide, and raises if there are not so many.
+    `check_fits` is called with the bytes that the kernel has yet to provide, and raises if these are lacking.
     """
     if fd is None:
         return None
     pid = _await_owner(fd)
     reason = f"process {pid} still uses it" if pid else unfit(fd, capacity_bytes, slab_bytes)
     if not reason:
-        if block_bytes(fd) < HUGE_PAGE_BYTES:  # such pages are no part of the memory that is available
+        if block_bytes(fd) < HUGE_PAGE_BYTES:  # such pages are not part of the available memory
             check_fits(lacking_bytes(fd))
         return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=True)
     log.warning("memory: a cold start, because the old pool can't be used: %s", reason)
@@ -236,7 +237,7 @@ def inherit(
 
 
 def discard(fd: int) -> None:
-    """Close an unused arena file, and free its memory now: another process may keep the descriptor for long."""
+    """Closes an unused arena file, and frees its memory now: another process may keep the descriptor for long."""
     try:
         with mmap.mmap(fd, 0) as whole:
             whole.madvise(mmap.MADV_REMOVE)
@@ -246,8 +247,8 @@ def discard(fd: int) -> None:
 
 
 def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Callable[[int], None]) -> ArenaFile:
-    """The pool at this path, as it was left if it can be used. `check_fits` is told how many bytes have yet to be
-    found, and raises if there are not so many.
+    """Returns the pool at this path, with its contents if it can be used. `check_fits` is called with the bytes that
+    have yet to be provided, and raises if these are lacking.
 
     Raises:
         ConfigError: the file can't be used.
@@ -267,7 +268,7 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
         if os.fstat(fd).st_size:
             log.warning("memory: a cold start, because %s can't be used: %s", path, reason)
         os.ftruncate(fd, 0)
-        if block_bytes(fd) < HUGE_PAGE_BYTES:  # such pages are no part of the memory that is available
+        if block_bytes(fd) < HUGE_PAGE_BYTES:  # such pages are not part of the available memory
             check_fits(capacity_bytes)
         empty_file(fd, file_bytes(capacity_bytes, slab_bytes, block_bytes(fd)), path)
         return ArenaFile(fd, capacity_bytes, slab_bytes, is_old=False)
@@ -277,26 +278,26 @@ def open_pool(path: Path, capacity_bytes: int, slab_bytes: int, check_fits: Call
 
 
 def _await_owner(fd: int) -> int:
-    """The pid of the process that had the pool, or of its agent, if it does not end."""
+    """Returns the pid of the process that had the pool, or of its agent, if it does not end."""
     if not stat.S_ISREG(os.fstat(fd).st_mode):
-        return 0  # `unfit` says so
+        return 0  # `unfit` reports it
     owner = os.pread(fd, OWNER_BYTES, _OWNER_AT)
     if len(owner) < OWNER_BYTES:
         return 0
     if pid := await_end(owner, END_S):
         return pid
-    agent = os.pread(fd, OWNER_BYTES, _AGENT_AT)  # only now: its owner has written it until its own end
+    agent = os.pread(fd, OWNER_BYTES, _AGENT_AT)  # only now: its owner has written it until the owner's end
     return await_end(agent, END_S, kill=True) if len(agent) == OWNER_BYTES else 0
 
 
 def file_bytes(capacity_bytes: int, slab_bytes: int, unit_bytes: int = PAGE_BYTES) -> int:
-    """Size of the whole file, a multiple of `unit_bytes`."""
+    """Returns the size of the whole file, a multiple of `unit_bytes`."""
     size = arena_offset(capacity_bytes, slab_bytes) + capacity_bytes
     return size + -size % unit_bytes
 
 
 def arena_offset(capacity_bytes: int, slab_bytes: int) -> int:
-    """Bytes before the arena."""
+    """Returns the bytes before the arena."""
     num_pages = capacity_bytes // PAGE_BYTES
     num_slabs = -(-num_pages // (slab_bytes // PAGE_BYTES))
     before = PAGE_BYTES + 2 * NAMES_BYTES + _pages(4 * num_slabs) + _pages(8 * RECORD_WORDS * num_pages)
@@ -309,13 +310,13 @@ def block_bytes(fd: int) -> int:
 
 
 def lacking_bytes(fd: int) -> int:
-    """How much of the file has no memory, or no place on its disk, yet."""
+    """Returns the bytes of the file without memory, or without a place on its disk, so far."""
     found = os.fstat(fd)
     return max(0, found.st_size - found.st_blocks * 512)
 
 
 def unfit(fd: int, capacity_bytes: int, slab_bytes: int) -> str:
-    """Why this file can't be gone on with; empty if it can."""
+    """Returns why this file can't be taken over; empty if it can."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         return "it is no file"
@@ -339,10 +340,10 @@ def unfit(fd: int, capacity_bytes: int, slab_bytes: int) -> str:
 
 
 def open_file(path: Path) -> int:
-    """The file at this path, made if there is none, and locked: no other daemon has it while the descriptor lives.
+    """Opens and locks the file at this path, made if there is none: no other daemon has it while the descriptor lives.
 
     Raises:
-        ConfigError: it can't be opened, is not ours, or is another daemon's.
+        ConfigError: it can't be opened, belongs to another user, or is another daemon's.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -364,7 +365,7 @@ def open_file(path: Path) -> int:
 
 
 def empty_file(fd: int, size_bytes: int, path: Path) -> None:
-    """Make an empty file one of so many zeros, all of them allocated now: writing where there is no room kills.
+    """Makes an empty file one of this number of zeros, all allocated now: a write without room kills the process.
 
     Raises:
         ConfigError: there is no room.

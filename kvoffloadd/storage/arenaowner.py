@@ -1,8 +1,8 @@
-"""The record of which processes use an arena file, so that a successor can wait for their end.
+"""The record of the processes that use an arena file, so that a successor can wait for their end.
 
-A killed process lets go of its locks before its GPUs have let go of its memory: what they still copy then would land in
-what the successor has long given to another key. The kernel reports a process as dead only after both. The same holds
-for the agent, whose transfers from a remote store go on until its own end.
+A killed process releases its locks before its GPUs have released its memory: unfinished copies would then land in slots
+that the successor has given to other keys. The kernel reports a process as dead only after both. The same holds for the
+agent, whose transfers from a remote store continue until its end.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def this_process() -> bytes:
-    """`OWNER_BYTES` that name it."""
+    """Returns `OWNER_BYTES` that name this process."""
     return process(os.getpid())
 
 
 def process(pid: int) -> bytes:
-    """`OWNER_BYTES` that name a process that lives."""
+    """Returns `OWNER_BYTES` that name a living process."""
     return _OWNER.pack(pid, _start_ticks(pid), _boot())
 
 
 def is_of_another_boot(owner: bytes) -> bool:
-    """Whether the kernel that it ran under is gone, and with it perhaps what it wrote last to a file on a disk."""
+    """Returns whether the process ran before the last boot, which may have lost its last writes to a file on a disk."""
     boot = _OWNER.unpack(owner)[2] if len(owner) == OWNER_BYTES else _NOBODY
     return boot not in (_NOBODY, _boot())
 
 
 def await_end(owner: bytes, patience_s: float, *, kill: bool = False) -> int:
-    """Its pid, if that process still lives after so many seconds; 0 if it is dead. `kill`: it has no business any more.
+    """Returns the pid of the process if it still lives after these seconds; 0 if it is dead. `kill`: kills it first.
 
-    One of another pid namespace can't be seen, and counts as dead.
+    A process in another pid namespace is invisible, and counts as dead.
     """
     pid, start_ticks, boot = _OWNER.unpack(owner)
     if boot != _boot() or not 0 < pid < 1 << 31 or pid == os.getpid():
@@ -49,7 +49,7 @@ def await_end(owner: bytes, patience_s: float, *, kill: bool = False) -> int:
     except OSError:
         return 0
     try:
-        if _start_ticks(pid) != start_ticks:  # the number has been given anew
+        if _start_ticks(pid) != start_ticks:  # the number has been reused
             return 0
         if kill:
             with contextlib.suppress(OSError):  # it is dead, or another user's
@@ -67,7 +67,7 @@ def _boot() -> bytes:
 
 
 def _start_ticks(pid: int) -> int:
-    """Field 22 of proc(5)'s stat; the name before it may hold spaces. 0: there is no such process."""
+    """Returns field 22 of proc(5)'s stat; the name before it may hold spaces. 0: there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])

@@ -1,6 +1,6 @@
 """Checksums of payloads in memory: xxh3_128, as 2 u64 each. Pure; runs in the threads of the hash lane.
 
-The checksum guards against our own and the machine's errors, not against an attacker who can write to the arena.
+The checksum guards against errors of the program and the machine, not against an attacker with access to the arena.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ANY_BYTES = ctypes.c_char * (1 << 47)
 
 
 def _hash_one_by_one(addresses: U64Array, sizes: I64Array) -> U64Array:
-    # One view from the first of them on: its slices cost a fraction of a view of each payload.
+    # One view from the first of them on: slicing it costs a fraction of a view of each payload.
     first = int(addresses.min())
     view = memoryview(_ANY_BYTES.from_address(first)).cast("B")
     begins = (addresses - np.uint64(first)).astype(np.int64)
@@ -29,7 +29,7 @@ def _hash_one_by_one(addresses: U64Array, sizes: I64Array) -> U64Array:
 
 
 def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:
-    """(n, 2) u64: the xxh3_128 of `sizes[i]` bytes at `addresses[i]`, high half first.
+    """Returns (n, 2) u64: the xxh3_128 of `sizes[i]` bytes at `addresses[i]`, high half first.
 
     The caller guarantees that the ranges are mapped. Other threads run meanwhile.
     """
@@ -49,8 +49,8 @@ def hash_payloads(addresses: U64Array, sizes: I64Array) -> U64Array:
 def in_turns(
     items: I64Array, sizes: I64Array, turn_bytes: int | None = None, turn_items: int = 1 << 62
 ) -> list[I64Array]:
-    """The items, which have these sizes, cut into what a lane does in one turn: about so many bytes (None: TURN_BYTES),
-    and no more than so many items.
+    """Splits items of these sizes into the turns of a lane: each of about `turn_bytes` (None: TURN_BYTES), and
+    of at most `turn_items` items.
     """
     if not len(items):
         return []

@@ -1,10 +1,10 @@
 """The memory tier: an arena of shared memory, cut into slabs of equal slots.
 
-A slot is named by the number of its first 4 KiB page in the arena, so its address is arithmetic. Slot sizes are
-exact: a payload's bytes rounded up to pages. A slab belongs to one slot size at a time; a slab whose slots are all
-free can be given to another size. This file knows places, not keys: what is in a slot is the caller's `owner` number.
+A slot is named by the number of its first 4 KiB page in the arena, so its address is arithmetic. Slot sizes are exact:
+a payload's bytes rounded up to pages. A slab belongs to one slot size at a time; a slab with only free slots can change
+its size. This module knows places, not keys: the contents of a slot are the caller's `owner` number.
 
-Event loop only, but for `prefault`.
+Event loop only, except `prefault`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ from kvoffloadd.storage.slotrecords import SlotRecords
 
 @dataclass(slots=True)
 class _Size:
-    """The slabs and free slots of one slot size. `free[:num_free]` is a stack of first pages; the top is handed out
-    first.
-    """
+    """The slabs and free slots of one slot size. `free[:num_free]` is a stack of first pages, taken from the top."""
 
     pages: int
     slabs: set[int] = field(default_factory=set)
@@ -46,11 +44,11 @@ class _Size:
 
 
 class MemoryTier:
-    """`capacity_bytes` of pinned-able shared memory. The last slab may be short, so that any capacity is used whole."""
+    """`capacity_bytes` of pinnable shared memory. The last slab may be short, so that any capacity is used whole."""
 
     def __init__(self, capacity_bytes: int, slab_bytes: int, pool: ArenaFile | None = None) -> None:
-        """Owns the `pool`, which has this capacity; without one, a new one is made. One that is old has its slots free
-        but for those that `restore` names, which comes first then.
+        """Owns the `pool`, which has this capacity; without one, a new one is made. The slots of an old pool are free,
+        except those that `restore` names, which comes first then.
         """
         self.num_pages = capacity_bytes // PAGE_BYTES
         self.slab_pages = min(slab_bytes // PAGE_BYTES, self.num_pages)
@@ -66,7 +64,7 @@ class MemoryTier:
         self._unassigned: list[int] = list(range(self.num_slabs - 1, -1, -1))
         self._sizes: dict[int, _Size] = {}
         self._closed = threading.Event()
-        self._prefaulting = threading.Lock()  # held while pages are touched: they must be there
+        self._prefaulting = threading.Lock()  # held while pages are touched, which requires the mapping
 
     @property
     def capacity_bytes(self) -> int:
@@ -74,8 +72,8 @@ class MemoryTier:
         return self.num_pages * PAGE_BYTES
 
     def prefault(self, threads: int) -> None:
-        """Make the kernel provide every page now. Blocks; call it off the loop. Safe beside use of the arena; ended by
-        `close`. Raises ResourceError if there is no memory for it.
+        """Makes the kernel provide every page now. Blocks; call it off the loop. Safe while the arena is in use;
+        `close` ends it. Raises ResourceError if memory is lacking.
         """
         with self._prefaulting:
             self.pool.populate(threads, self._closed)
@@ -83,11 +81,11 @@ class MemoryTier:
             self.pool.count_huge_pages()
 
     def close(self) -> None:
-        """Unmap. The caller guarantees that nothing reads or writes the arena any more."""
+        """Unmaps the arena. The caller guarantees that nothing reads or writes the arena any more."""
         if self._closed.is_set():
             raise UsageError("the memory tier is closed already")
         self._closed.set()
-        with self._prefaulting:  # it ends within a millisecond or so
+        with self._prefaulting:  # it ends within about a millisecond
             self.pool.close()
 
     @property
@@ -96,7 +94,7 @@ class MemoryTier:
         return self.slab_pages * PAGE_BYTES
 
     def num_free(self, size: int) -> int:
-        """Slots of `size` pages that can be taken without evicting, unassigned slabs included."""
+        """Returns the slots of `size` pages that can be taken without evicting, including unassigned slabs."""
         known = self._sizes.get(size)
         free = known.num_free if known else 0
         last = self.num_slabs - 1
@@ -105,16 +103,16 @@ class MemoryTier:
         return free + whole * (self.slab_pages // size) + short
 
     def num_slots(self, size: int) -> int:
-        """Slots of `size` pages, used and free, those of unassigned slabs included."""
+        """Returns the slots of `size` pages, used and free, including those of unassigned slabs."""
         known = self._sizes.get(size)
         return self.num_free(size) + (int(self._slab_used[list(known.slabs)].sum()) if known else 0)
 
     def sizes(self) -> list[int]:
-        """Slot sizes that have slabs."""
+        """Returns the slot sizes that have slabs."""
         return list(self._sizes)
 
     def take(self, size: int, owners: U32Array) -> U32Array:
-        """One slot of `size` pages per owner, used now; the caller has made sure of `num_free`. Returns first pages."""
+        """Takes one slot of `size` pages per owner, used now; the caller checks `num_free`. Returns first pages."""
         pool = self._sizes.setdefault(size, _Size(size))
         while pool.num_free < len(owners):
             slab = next((s for s in reversed(self._unassigned) if self._slab_length(s) >= size), None)
@@ -125,11 +123,11 @@ class MemoryTier:
         pages = pool.pop(len(owners))
         self._owner[pages] = owners + np.uint32(1)
         np.add.at(self._slab_used, pages // self.slab_pages, 1)
-        self.touch(pages)  # or a slab that was just taken over would be the coldest, as what was in it before
+        self.touch(pages)  # otherwise a slab just taken over would be the coldest, like its previous contents
         return pages
 
     def restore(self, pages: U32Array, owners: U32Array) -> None:
-        """Take over these slots of an old pool; its other slots are free. Nothing has been taken yet."""
+        """Takes over these slots of an old pool; its other slots are free. No slot has been taken yet."""
         used = np.zeros(self.num_slabs, bool)
         used[pages // self.slab_pages] = True
         for slab in np.flatnonzero(self.pool.slabs).tolist():
@@ -148,7 +146,7 @@ class MemoryTier:
             pool.free[: len(kept)] = kept
 
     def give(self, pages: U32Array) -> None:
-        """Free slots of any sizes; they are the next to be handed out."""
+        """Frees slots of any sizes; they are the next ones to be taken."""
         self.slot_records.erase(pages)
         slabs = pages // self.slab_pages
         self._owner[pages] = 0
@@ -158,17 +156,17 @@ class MemoryTier:
             self._sizes[size].push(pages[sizes == size][::-1])
 
     def touch_slab(self, slab: int) -> None:
-        """Note that something in the slab is in use."""
+        """Notes a use of something in the slab."""
         self._tick += 1
         self.slab_touched[slab] = self._tick
 
     def touch(self, pages: U32Array) -> None:
-        """Note a use of these slots; feeds `coldest_slabs`."""
+        """Notes a use of these slots, for `coldest_slabs`."""
         self._tick += 1
         self.slab_touched[pages // self.slab_pages] = self._tick
 
     def coldest_slabs(self, size: int) -> I64Array:
-        """Slabs of other sizes that could hold a slot of `size` pages, least recently touched first."""
+        """Returns the slabs of other sizes that could hold a slot of `size` pages, least recently touched first."""
         slabs = np.flatnonzero((self._slab_size != size) & (self._slab_size != 0))
         if self._slab_length(self.num_slabs - 1) < size:
             slabs = slabs[slabs != self.num_slabs - 1]
@@ -176,22 +174,22 @@ class MemoryTier:
         return order
 
     def slabs_of(self, pages: U32Array) -> I64Array:
-        """The slab that each of these pages is in."""
+        """Returns the slab of each of these pages."""
         return (pages // self.slab_pages).astype(np.int64)
 
     def share_used(self, slab: int) -> float:
-        """Which share of a slab its used slots take."""
+        """Returns the share of a slab that its used slots take."""
         return float(self._slab_used[slab] * self._slab_size[slab] / self._slab_length(slab))
 
     def owners_in(self, slab: int) -> U32Array:
-        """Owners of the used slots of a slab."""
+        """Returns the owners of the used slots of a slab."""
         first = slab * self.slab_pages
         owners = self._owner[first : first + self._slab_length(slab)]
         used: U32Array = owners[owners != 0] - np.uint32(1)
         return used
 
     def unassign(self, slab: int) -> bool:
-        """Give a slab without used slots back for any size; False (nothing changed) if it is in use."""
+        """Releases a slab without used slots for any size; False (nothing changed) if it is in use."""
         if self._slab_used[slab]:
             return False
         pool = self._sizes[int(self._slab_size[slab])]
@@ -208,8 +206,8 @@ class MemoryTier:
         return True
 
     def gauges(self) -> dict[str, int]:
-        """Bytes by use: capacity = used + free + unassigned + tail (what no slot of a slab's size covers). And
-        `huge_bytes`: in huge pages, if the kernel tells.
+        """Returns bytes by use: capacity = used + free + unassigned + tail (not covered by slots of a slab's size). And
+        `huge_bytes`: in huge pages, if the kernel reports them.
         """
         used = int((self._slab_used * self._slab_size).sum())  # not slab by slab: a TiB has 16,384
         free = sum(pool.num_free * pool.pages for pool in self._sizes.values())
@@ -223,14 +221,14 @@ class MemoryTier:
         return {f"{name}_bytes": pages * PAGE_BYTES for name, pages in figures.items()} | huge
 
     def owned(self, slabs: range) -> tuple[U32Array, U32Array]:
-        """First pages, ascending, of the slots in these slabs that are taken, and their owners."""
+        """Returns the first pages, ascending, of the taken slots in these slabs, and their owners."""
         first = slabs.start * self.slab_pages
         owner = self._owner[first : slabs.stop * self.slab_pages]
         at = np.flatnonzero(owner)
         return (at + first).astype(np.uint32), owner[at] - np.uint32(1)
 
     def check_slots(self, pages: U32Array, sizes: I64Array, owners: U32Array) -> list[str]:
-        """Audit: compare with what the caller knows of these taken slots: their owners, and sizes in pages."""
+        """Audits these taken slots: compares them with the caller's owners and sizes in pages."""
         findings = []
         if (self._owner[pages] != owners + np.uint32(1)).any():
             findings.append("memory: a slot's owner differs from its part")
@@ -239,7 +237,7 @@ class MemoryTier:
         return findings
 
     def check_pools(self) -> list[str]:
-        """Audit of slabs and free lists; nothing wrong: an empty list."""
+        """Audits slabs and free lists; an empty list: no errors."""
         findings = []
         for pool in self._sizes.values():
             slots = sum(self._slab_length(s) // pool.pages for s in pool.slabs)
@@ -254,7 +252,7 @@ class MemoryTier:
             findings.append("memory: a slab is lost or held twice")
         return findings
 
-    # --- inside ---
+    # --- internals ---
 
     def _slab_length(self, slab: int) -> int:
         return min(self.slab_pages, self.num_pages - slab * self.slab_pages)

@@ -1,5 +1,5 @@
-"""Pages of 4 KiB that end in the xxh3_128 of the bytes before it, high half first: no torn or flipped page is taken for
-a whole one. Pure.
+"""Pages of 4 KiB that end in the xxh3_128 of the bytes before it, high half first: no torn or flipped page passes for a
+whole one. Pure.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ CHECKSUM_OFFSET = PAGE_BYTES - 16
 
 
 def digest_of(raw: U8Array) -> tuple[int, int]:
-    """xxh3_128 of flat bytes, high half first."""
+    """Returns the xxh3_128 of flat bytes, high half first."""
     value = xxhash.xxh3_128_intdigest(raw.data)
     return value >> 64, value & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def sign_page(page: U8Array) -> None:
-    """Write the checksum of a page, (4096,), to its end."""
+    """Writes the checksum of a page, (4096,), to its end."""
     page[CHECKSUM_OFFSET:].view("<u8")[:] = digest_of(page[:CHECKSUM_OFFSET])
 
 
 def is_signed(page: U8Array) -> bool:
-    """Whether a page, (4096,), ends in the checksum of the rest."""
+    """Returns whether a page, (4096,), ends in the checksum of the rest."""
     high, low = page[CHECKSUM_OFFSET:].view("<u8").tolist()
     return digest_of(page[:CHECKSUM_OFFSET]) == (high, low)

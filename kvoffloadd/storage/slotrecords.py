@@ -25,7 +25,7 @@ _ORDERS = 1 << 31
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecoveredSlots:
-    """Records that are whole: arrays with one item for each."""
+    """Whole records: arrays with one item for each."""
 
     pages: U32Array  # first page of the slot
     sizes: I64Array  # pages of the slot
@@ -63,11 +63,11 @@ class SlotRecords:
         self._order = 0
 
     def assign(self, slab: int, size: int) -> None:
-        """The slots of this slab, none of which has a record, have `size` pages from now on; 0: it has none."""
+        """Sets the slot size of this slab, which has no records, to `size` pages; 0: it has no slots."""
         self._slabs[slab] = size
 
     def write(self, pages: U32Array, keys: U64Array, digests: U64Array, keyspaces: I64Array, parts: I64Array) -> None:
-        """Write the records of slots with sealed payloads. They share an order number above all before."""
+        """Writes the records of slots with sealed payloads. They share an order number above all previous ones."""
         if not len(pages):
             return
         self._order = (self._order + 1) % _ORDERS
@@ -80,11 +80,11 @@ class SlotRecords:
         self._records[at, _CHECK] = self._checks(at, words)
 
     def erase(self, pages: U32Array) -> None:
-        """Erase the records of these slots."""
+        """Erases the records of these slots."""
         self._records[self._places(pages), _CHECK] = 0
 
     def read(self) -> RecoveredSlots:
-        """Read the records that a predecessor has left; those that are not whole are erased."""
+        """Returns the records of a predecessor; erases records that are not whole."""
         at, pages, sizes = self._slots(range(len(self._slabs)))
         written = self._records[at, _CHECK] != 0
         at, pages, sizes = at[written], pages[written], sizes[written]
@@ -109,7 +109,7 @@ class SlotRecords:
     def check(
         self, pages: U32Array, keys: U64Array, digests: U64Array, keyspaces: I64Array, parts: I64Array
     ) -> list[str]:
-        """Audit: compare records with what the caller knows of these slots, which are sealed and can be found."""
+        """Audits records: compares them with the caller's data of these slots, which are sealed and can be found."""
         at = self._places(pages)
         words = self._records[at]
         same = (words[:, :4] == keys).all(axis=1) & (words[:, 4:6] == digests).all(axis=1)
@@ -119,15 +119,15 @@ class SlotRecords:
         return [f"slot records: {wrong} of sealed slots are wrong or missing"] if wrong else []
 
     def written(self, slabs: range) -> U32Array:
-        """First pages, ascending, of the slots in these slabs that have a record."""
+        """Returns the first pages, ascending, of the slots in these slabs that have a record."""
         at, pages, _ = self._slots(slabs)
         found: U32Array = pages[self._records[at, _CHECK] != 0]
         return found
 
-    # --- inside ---
+    # --- internals ---
 
     def _slots(self, slabs: range) -> tuple[I64Array, U32Array, I64Array]:
-        """Returns every slot of these slabs as they are: place of its record, first page, pages."""
+        """Returns every slot of these slabs: place of its record, first page, pages."""
         places, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for slab in (slabs.start + np.flatnonzero(self._slabs[slabs.start : slabs.stop])).tolist():
             size, first = int(self._slabs[slab]), slab * self._slab_pages
@@ -139,7 +139,7 @@ class SlotRecords:
         return at, (at - in_slab + in_slab * of).astype(np.uint32), of
 
     def _places(self, pages: U32Array) -> I64Array:
-        """Records of a slab are neighbours, so that those of large slots share pages."""
+        """Returns the places of records: those of a slab are neighbours, so that records of large slots share pages."""
         wide = pages.astype(np.int64)
         slabs = wide // self._slab_pages
         first = slabs * self._slab_pages
@@ -147,7 +147,7 @@ class SlotRecords:
         return places
 
     def _checks(self, at: I64Array, words: U64Array) -> U64Array:
-        """u64 per record, never 0."""
+        """Returns a u64 per record, never 0."""
         check: U64Array = at.astype(np.uint64) ^ self._seed
         for word in range(_CHECK):
             check = (check ^ words[:, word]) * _MIX

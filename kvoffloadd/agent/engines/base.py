@@ -1,4 +1,4 @@
-"""What the agent needs of a store's client."""
+"""The agent's interface to a store's client."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Where pieces of transfers lie: for engines that must register memory with their hardware."""
+    """The memory of the pieces of transfers: for engines that must register memory with their hardware."""
 
     arena: Region
     headers: Region
@@ -37,8 +37,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTransfer:
-    """An object, and where its bytes come from or go to: address and bytes of each piece, in the object's order, the
-    header page first. Its size is the sum.
+    """An object, and the places of its bytes: address and bytes of each piece, in the object's order, the header page
+    first. Its size is the sum.
     """
 
     name: str
@@ -55,61 +55,63 @@ class Engine(Protocol):
 
     Called from several threads at once: one for `exists`, `get_threads` for `get`, `put_threads` for `put`, some for
     `read`, some for `write`, `renew` and `remove`, and one for `sweep`. Calls may take long: the daemon kills this
-    process if one takes too long, but for `sweep`. What a call raises counts as FAILED for all that it names, and is
+    process if one takes too long, except `sweep`. If a call raises, all its names count as FAILED, and the exception is
     logged.
 
-    Codes are `agentframes.Code`. Any code but FAILED, and any success, says that nothing reads or writes the memory of
-    the call any more: not even an earlier attempt of the same call that was given up. An engine that can't be sure
-    answers FAILED.
+    Codes are `agentwire.frames.Code`. Any code except FAILED, and any success, guarantees that nothing reads or writes
+    the memory of the call any more: not even an earlier attempt of the same call that was given up. An engine without
+    that certainty answers FAILED.
     """
 
     stops_at_once: ClassVar[bool]
-    """Whether FAILED says so, too, because giving up a transfer ends it. False: only the end of this process does."""
+    """Whether FAILED guarantees it, too, because giving up a transfer ends it. False: only the end of this process
+    does.
+    """
 
     def start(self, settings: Mapping[str, Any], memory: Memory) -> None:
-        """Connect. Called once, before all else. Raises EngineError."""
+        """Connects. Called once, before all else. Raises EngineError."""
 
     def about(self) -> str:
-        """Name and version of the client, for people."""
+        """Returns name and version of the client, for people."""
 
     def exists(self, names: Sequence[str]) -> list[int]:
-        """A `Presence` for each name."""
+        """Returns a `Presence` for each name."""
 
     def get(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """Returns for each the object's bytes, all of which came, or a `Code`. Writes nowhere but to the pieces. An
-        object of another size is SIZE.
+        """Returns for each the object's bytes, all of them received, or a `Code`. Writes only to the pieces. An object
+        of another size is SIZE.
         """
 
     def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """Returns for each the object's bytes, or a `Code`. One that is there already stays as it is: a success."""
+        """Returns for each the object's bytes, or a `Code`. An existing object stays unchanged: a success."""
 
     def read(self, names: Sequence[str]) -> list[bytes | int | None]:
-        """Returns for each the small object, None (there is none) or a `Code`. One that does not come within a second
-        or so is FAILED, and holds up neither the others nor later calls.
+        """Returns for each the small object, None (there is none) or a `Code`. An object that takes longer than about a
+        second is FAILED, and delays neither the others nor later calls.
         """
 
     def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
-        """Write a small object: its bytes, or a `Code`. `if_absent`: one that is there stays, which is a success.
-        Without it, the value takes the place of one that is there. `kept_s`: it is not evicted for so long, in as many
-        copies as there can be, and may go after that. One that was kept, and stays, is renewed.
+        """Writes a small object. Returns its bytes, or a `Code`. `if_absent`: an existing one stays, which is a
+        success. Without it, the value replaces an existing one. `kept_s`: the time in which it is not evicted, in as
+        many copies as possible; it may go after that. An existing kept one that stays is renewed.
         """
 
     def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
-        """Returns for each 1 (it is there), 0 (there is none) or a `Code`. What is there is kept for `kept_s` from now
-        on, or, with an engine that can't do that, as long as it is asked for. The engine may also remove what is kept
-        no longer.
+        """Returns for each 1 (it is there), 0 (there is none) or a `Code`. Existing objects are kept for `kept_s` from
+        now on, or, by an engine that can't do that, as long as hosts ask for them. The engine may also remove expired
+        objects.
         """
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """Return for each 1 (removed), 0 (there was none) or a `Code`: it may still be there, as it may while somebody
-        reads it, and is to be removed again. Leases and pins keep nothing.
+        """Returns for each 1 (removed), 0 (there was none) or a `Code`: it may still be there, for example while a
+        client reads it, and must be removed again. Leases and pins keep nothing.
         """
 
     def sweep(self, prefix: str, after: str) -> tuple[int, str]:
-        """Remove objects whose name begins so, some thousand or for half a second: how many, or a `Code`, and the
-        `after` of the next step; empty: this was the last one. The first step has an empty one. What is written
+        """Removes objects with names of this prefix, some thousand or for half a second. Returns how many, or a `Code`,
+        and the `after` of the next step; empty: this was the last one. The first step has an empty one. Objects written
         meanwhile may stay.
         """
 
     def close(self) -> None:
-        """The process is about to end. May be called while other calls are under way."""
+        """Closes the engine, as the process is about to end. May be called while other calls are under way."""

@@ -1,7 +1,8 @@
-"""A store for tests: objects are files in a directory, which several agents share. With faults, switched while it runs.
+"""A store for tests: objects are files in a directory, which several agents share. A switch file adds faults at run
+time.
 
-Settings: `directory`; `capacity_bytes` (0: any): what was put first goes first, but for what is kept; `faults`: path
-of the switch file, see `parse_engine_faults`.
+Settings: `directory`; `capacity_bytes` (0: any): the oldest objects go first, except kept ones; `faults`: path of the
+switch file, see `parse_engine_faults`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OPERATIONS = ("start", "exists", "get", "put", "read", "write", "renew", "remove
 _DELAY = "_delay_s"
 _POLL_S = 0.005
 _LATE_EVERY_S = 0.002
-_STOP_S = 1.0  # after which all threads have stopped
+_STOP_S = 1.0  # within this time all threads have stopped
 _READERS = 8
 _READ_S = 1.0
 _SWEPT = 100  # objects of one step
@@ -37,13 +38,13 @@ Faults = dict[str, str | float]
 
 
 def parse_engine_faults(text: str) -> Faults:
-    """Faults from lines like "get=hang" and "exists_delay_s=0.5", for the operations of `Engine`.
+    """Returns faults from lines like "get=hang" and "exists_delay_s=0.5", for the operations of `Engine`.
 
     For each: `hang` (for as long as the line is there), `raise`, `crash` (SIGSEGV), `stop` (SIGSTOP), or the name of a
-    `Code`. For `exists`: `all`, `none`, `unknown`. For `get`: `late` (FAILED, and the bytes go on being written for as
-    long as the process lives), `flip` and `flip_header` (one bit), `shorter` and `longer` (the object's size is wrong),
-    `swap` (another object's bytes, of those that are asked for). For `put`: `lost` (a success without an object). For
-    `read`: any fault and a text, for each name with this text in it alone.
+    `Code`. For `exists`: `all`, `none`, `unknown`. For `get`: `late` (FAILED, and writing goes on for as long as the
+    process lives), `flip` and `flip_header` (one bit), `shorter` and `longer` (the object's size is wrong), `swap`
+    (another object's bytes, of the requested ones). For `put`: `lost` (a success without an object). For `read`: any
+    fault and a text, only for names that contain this text.
     """
     faults: Faults = {}
     for line in filter(None, (line.strip() for line in text.splitlines())):
@@ -55,7 +56,7 @@ def parse_engine_faults(text: str) -> Faults:
 
 
 class MemoryEngine:
-    """Behaves like engines whose transfers go on when they are given up."""
+    """Behaves like engines with transfers that go on after they are given up."""
 
     stops_at_once: ClassVar[bool] = False
 
@@ -113,7 +114,7 @@ class MemoryEngine:
         return [self._put(t.name, [_view(*piece) for piece in t.pieces], if_absent=True) for t in transfers]
 
     def read(self, names: Sequence[str]) -> list[bytes | int | None]:
-        """Each name may hang by itself."""
+        """Reads each name separately, as each may hang."""
         if isinstance(fault := self._plant("read"), Code):
             return [fault] * len(names)
         lots = {name: [name] for name in names}
@@ -152,7 +153,7 @@ class MemoryEngine:
         return [_remove(self._path(name)) for name in names]
 
     def sweep(self, prefix: str, after: str) -> tuple[int, str]:
-        """Some at a time, of what is there now."""
+        """Removes some at a time, of the present objects."""
         fault = self._plant("sweep")
         if isinstance(fault, Code):
             return fault, ""
@@ -166,7 +167,7 @@ class MemoryEngine:
     # --- objects ---
 
     def _path(self, name: str) -> Path:
-        """Where it is, unless it was kept, and is over."""
+        """Returns the object's path, after removing an expired object."""
         path = self._directory / quote(name, safe="")
         _remove_if_over(path)
         return path
@@ -181,7 +182,7 @@ class MemoryEngine:
             return Code.MISS
 
     def _put(self, name: str, pieces: Sequence[memoryview], *, if_absent: bool, kept_s: float | None = None) -> int:
-        """Written aside, then linked: nobody ever sees a part of it."""
+        """Writes a temporary file, then links it: no reader ever sees a part of it."""
         size_bytes = sum(map(len, pieces))
         if self._capacity_bytes and size_bytes > self._capacity_bytes // 4:
             return Code.NO_SPACE
@@ -224,8 +225,8 @@ class MemoryEngine:
     # --- faults ---
 
     def _plant(self, operation: str, name: str = "") -> Code | str:
-        """Wait or end as the switch says; then what else it asks for, or nothing. `name`: of what is asked for alone,
-        for faults that are for some names.
+        """Waits or ends as the switch file demands; then returns any other fault, or nothing. `name`: the only name
+        requested, for faults of certain names.
         """
         began = time.monotonic()
         while True:
@@ -258,18 +259,18 @@ class MemoryEngine:
 
 
 class StoppingMemoryEngine(MemoryEngine):
-    """Behaves like engines whose transfers end when they are given up."""
+    """Behaves like engines with transfers that end when they are given up."""
 
     stops_at_once: ClassVar[bool] = True
 
 
 def _is_kept(stat: os.stat_result) -> bool:
-    """Such objects can't be written to, and are of the time until which they are kept."""
+    """Returns whether the object is kept: such files are read-only, and their time is the end of being kept."""
     return not stat.st_mode & stat_bits.S_IWUSR
 
 
 def _keep(path: Path, kept_s: float) -> int:
-    """1, or 0: it is not there."""
+    """Marks an object as kept. Returns 1, or 0 if it is absent."""
     until_s = time.time() + kept_s
     try:
         os.utime(path, (until_s, until_s))
@@ -298,7 +299,7 @@ def _view(address: int, size_bytes: int) -> memoryview:
 
 
 def _spoil(transfer: ObjectTransfer, fault: str) -> int:
-    """What to answer, after the fault was planted in what came."""
+    """Returns the answer, after spoiling the received bytes with the fault."""
     if fault == "flip_header":
         _view(*transfer.pieces[0])[HEADER_BYTES // 2] ^= 0x10
     elif fault == "flip":

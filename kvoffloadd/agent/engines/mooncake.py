@@ -1,9 +1,9 @@
-"""Mooncake Store as an engine: a client that lends no memory of its own to the cluster.
+"""Mooncake Store as an engine: a client that lends no memory to the cluster.
 
-Of versions around 0.3.13; what is said of its calls here was measured, or read in its source. It has no deadlines: a
-transfer that is given up after a minute goes on in its threads, so only the end of this process ends it. It has no
-authentication either, and listens at random ports on all addresses: whoever reaches them can read and write all memory
-that is registered. So on TCP, which does not need it, nothing is ever registered.
+For versions around 0.3.13; the notes on its calls were measured, or read in its source. It has no deadlines: a transfer
+that is given up after a minute goes on in its threads, so only the end of this process ends it. It has no
+authentication either, and listens at random ports on all addresses: any peer that reaches them can read and write all
+registered memory. So on TCP, which does not need it, nothing is ever registered.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _ENVIRONMENT: Final = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",
     "MC_LOG_LEVEL": "ERROR",
 }
-"""Its own settings, which are read as it starts; those of the agent's environment come first. With its defaults, some
+"""Mooncake's settings, which it reads as it starts; the agent's environment takes precedence. With its defaults, some
 calls last two minutes.
 """
 
 _LENT_BYTES: Final = 0
 _STAGING_BYTES: Final = 16 << 20
-"""Memory of its own, through which it reads what stores have on their disks."""
+"""The engine's memory for reading objects that stores have on their disks."""
 _MASTER_ANSWERS_S: Final = 2.0
 _SURE_S: Final = 30.0
 """A transfer that fails sooner has ended. Mooncake waits for one until its end, or for 60 s (wait_for_completion)."""
 _PINNED_COPIES: Final = 3
 _READERS: Final = 16
 _READ_S: Final = 1.0
-"""Within this time a small object comes, or is FAILED."""
+"""Within this time a small object arrives, or is FAILED."""
 _READ_TOGETHER: Final = 64
 
 _OK: Final = 0
@@ -66,7 +66,7 @@ _CODES: Final = {
     -707: Code.LEASE_OVER,
     _INVALID: Code.SIZE,  # the object is larger than its place
 }
-"""Mooncake's ErrorCode, which are final, to ours. All others depend on when they come."""
+"""Mooncake's final ErrorCodes and their codes here. The meaning of all others depends on their time."""
 _PLAIN_PREFIX: Final = re.compile(r"[0-9A-Za-z/._]+")
 
 
@@ -74,7 +74,7 @@ class MooncakeEngine:
     """Settings: `master` ("HOST:PORT", or "etcd://..." where there are several), `host` (this host's address in the
     cluster's network), `protocol` ("tcp" or "rdma"), `devices` (for rdma, comma-separated; empty: all), `replicas`.
 
-    `store`: what speaks to the cluster, for tests; else a `MooncakeDistributedStore` of its own.
+    `store`: the client of the cluster, for tests; otherwise a new `MooncakeDistributedStore`.
     """
 
     stops_at_once: ClassVar[bool] = False
@@ -89,7 +89,7 @@ class MooncakeEngine:
         self._readers = Readers(_READERS)
 
     def start(self, settings: Mapping[str, Any], memory: Memory) -> None:
-        """Join the cluster. Takes up to five seconds if the master does not answer. Raises EngineError."""
+        """Joins the cluster. Takes up to five seconds if the master does not answer. Raises EngineError."""
         host, master = str(settings["host"]), str(settings["master"])
         protocol = str(settings.get("protocol", "tcp"))
         self._tcp = protocol == "tcp"
@@ -111,7 +111,7 @@ class MooncakeEngine:
         self._about = f"{_version()} over {protocol}"
 
     def _register(self, memory: Memory) -> None:
-        """RDMA reaches only what is registered; with local access, so not for others."""
+        """Registers memory, which RDMA needs; with local access only, so that no peer reaches it."""
         for region in (memory.arena, memory.headers):
             if code := self._store.register_buffer(region.address, region.size_bytes):
                 raise EngineError(
@@ -122,25 +122,25 @@ class MooncakeEngine:
         self._small.register = self._store.register_buffer
 
     def about(self) -> str:
-        """The package's name and version."""
+        """Returns the package's name and version."""
         return self._about
 
     def exists(self, names: Sequence[str]) -> list[int]:
-        """One call for all; also renews the leases of those that are there."""
+        """Makes one call for all, which also renews the leases of the existing objects."""
         known = {0: Presence.NO, 1: Presence.YES}
         return [known.get(found, Presence.UNKNOWN) for found in self._store.batch_is_exist(list(names))]
 
     def get(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """One call for all. What is wrong with one does not stop the others."""
+        """Makes one call for all. A failure of one does not stop the others."""
         began = time.monotonic()
         came = self._store.batch_get_into_multi_buffers(*_columns(transfers))
         failed = self._code_of_failures(time.monotonic() - began)
-        # A checksum of Mooncake's own is not needed: ours tells.
+        # Mooncake's checksum is unnecessary: the header page has one.
         codes = [
             transfer.size_bytes if code == _BAD_CHECKSUM else _checked(code, transfer, failed)
             for transfer, code in zip(transfers, came, strict=True)
         ]
-        # An object that is smaller than its place fails like a transfer that breaks off.
+        # An object that is smaller than its place fails like an interrupted transfer.
         if broken := [i for i, code in enumerate(came) if code == _TRANSFER_FAILED and codes[i] == Code.REFUSED]:
             there = self._sizes([transfers[i].name for i in broken])
             for i in broken:
@@ -149,7 +149,7 @@ class MooncakeEngine:
         return codes
 
     def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """One call for all. Of an object that is there already no bytes are sent."""
+        """Makes one call for all. Sends nothing for existing objects."""
         began = time.monotonic()
         went = self._store.batch_put_from_multi_buffers(*_columns(transfers), self._ordinary)
         failed = self._code_of_failures(time.monotonic() - began)
@@ -159,7 +159,7 @@ class MooncakeEngine:
         ]
 
     def _code_of_failures(self, took_s: float) -> Code:
-        """What to call failures of a call that took so long."""
+        """Returns the code for failures of a call that took this long."""
         return Code.REFUSED if self._tcp and took_s < _SURE_S else Code.FAILED
 
     def _sizes(self, names: Sequence[str]) -> dict[str, int]:
@@ -172,11 +172,11 @@ class MooncakeEngine:
         }
 
     def read(self, names: Sequence[str]) -> list[bytes | int | None]:
-        """One call for each store that has some of them: one that can't be reached takes up to a minute to say so."""
+        """Makes one call for each store with some of them: an unreachable store fails only after up to a minute."""
         until_s = time.monotonic() + _READ_S
         replicas = self._store.batch_get_replica_desc(list(names))
         if time.monotonic() >= until_s:
-            return [Code.FAILED] * len(names)  # the master does not answer: to ask again would take as long
+            return [Code.FAILED] * len(names)  # the master does not answer: another question would take as long
         lots: dict[str, list[str]] = {}
         for name in replicas:
             if replicas[name]:
@@ -211,7 +211,7 @@ class MooncakeEngine:
             return values
 
     def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
-        """An empty one is refused: Mooncake takes it, and has nothing."""
+        """Refuses an empty object: Mooncake accepts it, and stores nothing."""
         if not 0 < len(value) <= VALUE_BYTES_MAX:
             return Code.REFUSED
         write = self._store.put_from if if_absent else self._store.upsert_from
@@ -227,8 +227,8 @@ class MooncakeEngine:
         return _CODES.get(code, Code.FAILED)
 
     def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
-        """Nothing makes a pin longer but to write the object anew, and there is none meanwhile. What is over can be
-        evicted, but not as long as somebody asks for it: this renews its lease, as each read and lookup does.
+        """Renews leases only. Only a rewrite makes a pin longer, and the object would be absent meanwhile. An expired
+        object can be evicted, but not while clients ask for it: this renews its lease, as each read and lookup does.
         """
         known = {Presence.NO: 0, Presence.YES: 1}
         return [known.get(Presence(presence), Code.FAILED) for presence in self.exists(names)]
@@ -249,11 +249,11 @@ class MooncakeEngine:
         return (removed if removed >= 0 else Code.REFUSED), ""
 
     def close(self) -> None:
-        """Nothing: to leave takes a second, and the process's end does the same."""
+        """Does nothing: leaving takes a second, and the process's end does the same."""
 
 
 def _columns(transfers: Sequence[ObjectTransfer]) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """Names, addresses and sizes. Raises EngineError: a name is there twice, which Mooncake would mix up."""
+    """Returns names, addresses and sizes. Raises EngineError for a duplicate name, which Mooncake would mix up."""
     names = [transfer.name for transfer in transfers]
     if len(set(names)) != len(names):
         raise EngineError("a name occurs twice in one call", fault="daemon")
@@ -268,7 +268,7 @@ def _checked(code: int, transfer: ObjectTransfer, failed: Code) -> int:
 
 
 def _place(replicas: Sequence[Any]) -> str:
-    """The store that is asked for an object: the first one that has it in memory. Empty: it is on a disk."""
+    """Returns the store to ask for an object: the first one that has it in memory. Empty: it is on a disk."""
     for replica in replicas:
         if replica.is_memory_replica():
             return str(replica.get_memory_descriptor().buffer_descriptor.transport_endpoint)
@@ -296,7 +296,7 @@ def _version() -> str:
 
 
 def _check_host(host: str) -> None:
-    """It must be an address of ours: peers connect to it. Raises EngineError."""
+    """Checks that the address belongs to this host: peers connect to it. Raises EngineError."""
     try:
         (family, kind, number, _, address), *_ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
         with socket.socket(family, kind, number) as probe:
@@ -308,7 +308,7 @@ def _check_host(host: str) -> None:
 
 
 def _check_master(master: str) -> None:
-    """Whether somebody listens there, since `setup` does not say why it failed. Raises EngineError."""
+    """Checks that a server listens there, since `setup` does not explain its failures. Raises EngineError."""
     if "://" in master:
         return
     host, _, port = master.rpartition(":")
@@ -321,8 +321,8 @@ def _check_master(master: str) -> None:
 
 
 class _Pins:
-    """How small objects are kept: by a pin that ends by itself, if the master allows one that is so long
-    (`--max_kv_soft_pin_ttl`, a day as it comes); else for good, as nothing else is sure.
+    """Keeps small objects by a pin that ends by itself, if the master allows one of that length
+    (`--max_kv_soft_pin_ttl`, a day by default); otherwise for good, as nothing else is reliable.
     """
 
     def __init__(self) -> None:
@@ -347,7 +347,7 @@ class _Pins:
         return config
 
     def pin_for_good(self, kept_s: float) -> bool:
-        """The master does not take such a pin. Whether another one is worth a try."""
+        """Notes that the master refuses such a pin. Returns whether another one is worth a try."""
         if self._for_good:
             return False
         self._for_good = True
@@ -359,7 +359,7 @@ class _Pins:
 
 
 class _SmallPage:
-    """Memory for one small object. Once given up it is never used again: late bytes may still come."""
+    """Memory for one small object. An abandoned page is never used again: late bytes may still arrive."""
 
     def __init__(self) -> None:
         memory = mmap.mmap(-1, VALUE_BYTES_MAX)
@@ -369,7 +369,7 @@ class _SmallPage:
 
 
 class _SmallPages:
-    """Pages that are in nobody's hands. Those that were given up stay mapped as long as the process lives."""
+    """Free pages. Abandoned pages stay mapped as long as the process lives."""
 
     def __init__(self) -> None:
         self.register: Any = None
@@ -379,7 +379,7 @@ class _SmallPages:
 
     @contextmanager
     def pages(self, count: int) -> Iterator[list[_SmallPage]]:
-        """So many for the caller alone. After an exception, none of them is used again."""
+        """Lends this number of pages to the caller. After an exception, none of them is used again."""
         with self._lock:
             taken, self._free = self._free[:count], self._free[count:]
         try:

@@ -1,4 +1,4 @@
-"""Engines by name. Each is imported only when it is asked for."""
+"""Engines by name. Each is imported only on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENGINES = {
 
 
 def make_engine(name: str) -> Engine:
-    """Raises EngineError if there is none of this name, or its package is not installed."""
+    """Returns an engine. Raises EngineError if there is none of this name, or its package is not installed."""
     place = ENGINES.get(name)
     if place is None:
         raise EngineError(f"unknown engine {name!r}; known are {', '.join(ENGINES)}", fault="operator")

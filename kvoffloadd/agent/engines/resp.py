@@ -1,7 +1,7 @@
 """A connection to a Valkey or Redis server: RESP2 over TCP or TLS, payloads straight from and to the caller's memory.
 
-Blocking, for one thread at a time. Every wait ends at the deadline that was set last. After any error but `ReplyError`
-the connection is closed, and nothing reads or writes the caller's memory any more.
+Blocking, for one thread at a time. Every wait ends at the latest deadline. After any error except `ReplyError` the
+connection is closed, and nothing reads or writes the caller's memory any more.
 
 https://valkey.io/topics/protocol/
 """
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Final
 
 _READ_BYTES: Final = 16 << 10
-"""How much is read at once where no payload is expected. What it takes of a payload is copied to its place."""
+"""The size of a read where no payload is expected. Bytes of a payload in it are copied to their place."""
 _LINE_BYTES_MAX: Final = 64 << 10
 _STRING_BYTES_MAX: Final = 1 << 20
 _ITEMS_MAX: Final = 1 << 20
 _DEPTH_MAX: Final = 8
-"""Of a reply that is read whole. Payloads, which are larger, go to the caller's memory."""
+"""The depth of a reply that is read whole. Payloads, which are larger, go to the caller's memory."""
 _VECTORS_MAX: Final = 512
-"""Of one call: below IOV_MAX."""
+"""The pieces of one call: below IOV_MAX."""
 _CRLF: Final = b"\r\n"
 
 Piece = bytes | memoryview
@@ -31,7 +31,7 @@ Reply = int | bytes | str | list["Reply"] | None
 
 
 class ReplyError(Exception):
-    """The server refuses a command, and the connection goes on. `kind`: the first word of what it says."""
+    """The server refuses a command, and the connection goes on. `kind`: the first word of the server's text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -44,7 +44,7 @@ class ProtocolError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a server is, and who asks. `port` 0: `host` is a Unix socket's path. `tls`: None: plain."""
+    """The address of a server, and the user. `port` 0: `host` is a Unix socket's path. `tls`: None: plain."""
 
     host: str
     port: int
@@ -55,8 +55,8 @@ class Server:
 
 
 class RespConnection:
-    """Connected and authenticated. Raises OSError or ReplyError. `until_s`: the deadline of all that follows, a
-    `time.monotonic()`; TimeoutError then.
+    """A connected and authenticated client. Raises OSError or ReplyError. `until_s`: the deadline of all later
+    operations, a `time.monotonic()`; TimeoutError then.
     """
 
     def __init__(self, server: Server, until_s: float) -> None:
@@ -93,19 +93,19 @@ class RespConnection:
         return plain
 
     def close(self) -> None:
-        """Closes at once, whatever is on its way. Idempotent."""
+        """Closes at once, even with data under way. Idempotent."""
         self._sock.close()
         self._plain.close()
 
     # --- commands ---
 
     def ask(self, *words: str | bytes) -> Reply:
-        """One command, and its reply."""
+        """Sends one command, and returns its reply."""
         self.send([command(*words)])
         return self.reply()
 
     def send(self, pieces: Sequence[Piece]) -> None:
-        """All of these bytes."""
+        """Sends all of these bytes."""
         if self._sock is not self._plain:
             for piece in pieces:
                 self._wait()
@@ -123,7 +123,7 @@ class RespConnection:
     # --- replies ---
 
     def reply(self, depth: int = 0) -> Reply:
-        """The next reply, whole. Raises ReplyError if it is one. `depth`: of the array it is in."""
+        """Returns the next reply, whole. Raises ReplyError if it is an error. `depth`: of the enclosing array."""
         kind, rest = self._line()
         if kind == b"+":
             return rest.decode("utf-8", "replace")
@@ -140,8 +140,8 @@ class RespConnection:
         raise _refusal(kind, rest)
 
     def reply_into(self, pieces: Sequence[memoryview]) -> int | None:
-        """The size of the string that comes next, which fills `pieces` if it has their size, and is dropped if it has
-        another; None: nil.
+        """Reads the next string into `pieces` if it has their size, and drops it if it has another. Returns its size;
+        None: nil.
         """
         kind, rest = self._line()
         if kind != b"$":
@@ -170,7 +170,7 @@ class RespConnection:
             raise ProtocolError("a string is not terminated")
 
     def _line(self) -> tuple[bytes, bytes]:
-        """A line's first letter, and the rest of it."""
+        """Returns a line's first letter, and the rest of it."""
         line = b""
         while True:
             found = self._read.find(_CRLF[1:], self._at, self._end)
@@ -187,7 +187,7 @@ class RespConnection:
         return line[:1], line[1 : -len(_CRLF)]
 
     def _fill(self, piece: memoryview) -> None:
-        """First from what was read already, the rest straight from the socket."""
+        """Fills the pieces first from data read before, the rest straight from the socket."""
         at = min(len(piece), self._end - self._at)
         piece[:at] = self._view[self._at : self._at + at]
         self._at += at
@@ -218,18 +218,18 @@ class RespConnection:
         return left_s
 
     def _wait(self) -> None:
-        """Have the next operation end at the deadline."""
+        """Makes the next operation end at the deadline."""
         self._sock.settimeout(self._left())
 
 
 def command(*words: str | bytes) -> bytes:
-    """Encodes the command as it is sent."""
+    """Returns the command as it is sent."""
     encoded = [word.encode() if isinstance(word, str) else word for word in words]
     return b"".join([b"*%d\r\n" % len(encoded), *(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)])
 
 
 def command_with(words: Sequence[str], pieces: Sequence[Piece], after: Sequence[str] = ()) -> list[Piece]:
-    """A command with a string of these pieces among its words, which is not joined."""
+    """Returns a command with a string of these pieces among its words, which are not joined."""
     size = sum(map(len, pieces))
     count = b"*%d\r\n" % (len(words) + 1 + len(after))
     strings = [

@@ -1,4 +1,4 @@
-"""Small objects read side by side, for clients of stores whose calls may hang: one that does holds up no other."""
+"""Reads small objects concurrently, for clients of stores with calls that may hang: one that does delays no other."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Values = Sequence[bytes | int | None]
 
 
 class Readers:
-    """So many threads. A lot that does not come in time keeps its thread, and fails at once until that is free again:
-    however often it is asked for, it takes no further ones.
+    """A limited number of threads. A lot that misses its time keeps its thread, and fails at once until that is free
+    again: repeated requests for it take no further threads.
     """
 
     def __init__(self, threads: int) -> None:
@@ -30,8 +30,8 @@ class Readers:
     def read(
         self, lots: Mapping[str, Sequence[str]], work: Callable[[Sequence[str]], Values], until_s: float
     ) -> dict[str, bytes | int | None]:
-        """What `work` finds for each name. `lots`: names that share their fate, as those that are on one machine; of
-        what is late, or fails, all are FAILED.
+        """Returns the results of `work` for each name. `lots`: names that share their fate, as those on one machine; if
+        a lot is late, or fails, all of its names are FAILED.
         """
         asked = {lot: self._threads.submit(work, names) for lot, names in lots.items() if not self._is_late(lot)}
         wait(asked.values(), max(until_s - time.monotonic(), 0.0))
@@ -46,7 +46,7 @@ class Readers:
             return self._late[lot] > 0
 
     def _values(self, lot: str, call: Future[Values]) -> Values | None:
-        """None: there are none in time."""
+        """Returns None if there are no values in time."""
         if call.cancel():
             return None  # it had not begun
         if not call.done():
@@ -56,7 +56,7 @@ class Readers:
             return None
         try:
             return call.result()
-        except Exception:  # a client of a store may raise anything, and the other lots are there
+        except Exception:  # a client of a store may raise anything, and the other lots continue
             log.exception("the engine failed")
             return None
 

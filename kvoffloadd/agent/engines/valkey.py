@@ -1,12 +1,12 @@
-"""Valkey as an engine, or what speaks its protocol: Redis, Dragonfly, Garnet. One server, or one address for several.
+"""Valkey as an engine, or a compatible server: Redis, Dragonfly, Garnet. One server, or one address for several.
 
-A connection for each call that is under way; each call has a deadline. A call that is given up closes its connection,
-so nothing comes any more: this engine stops at once.
+Each call under way has a connection and a deadline. A call that is given up closes its connection, so no more bytes
+arrive: this engine stops at once.
 
-The server is to be bounded (`maxmemory`) and to evict what was used least recently of what has a time to live
-(`maxmemory-policy volatile-lru`): all has one but what is kept, which such a server therefore never evicts. The date of
-its end is in a sorted set, and whoever renews something removes what is over. With `allkeys-lru`, what is kept stays as
-long as it is asked for more often than the rest. There are no leases.
+The server must be bounded (`maxmemory`) and evict the least recently used objects with a time to live
+(`maxmemory-policy volatile-lru`): all have one except kept ones, which such a server therefore never evicts. A sorted
+set has the dates of their ends, and every renewal removes expired ones. With `allkeys-lru`, kept objects stay as long
+as they are requested more often than the rest. There are no leases.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from kvoffloadd.agentwire.names import KEPT_NAME
 T = TypeVar("T")
 
 DEADLINE_S: Final = 4.0
-"""Of a call that moves bytes, unless `deadline_s` says otherwise: shorter than what the daemon kills the agent for."""
+"""The deadline of a call that moves bytes, unless `deadline_s` is set: shorter than the daemon's limit for killing the
+agent.
+"""
 _SMALL_S: Final = 1.0
-"""Of all others, if `deadline_s` is not shorter."""
+"""The deadline of all other calls, unless `deadline_s` is shorter."""
 _ANSWERS_SHARE: Final = 0.05
-"""What part of a put's time is left to read answers, whatever of it could be sent."""
+"""The share of a put's time that is left for reading answers, however many objects were sent."""
 _PORT: Final = 6379
 _TLS_OF_SCHEME: Final = {"redis": False, "valkey": False, "rediss": True, "valkeys": True, "unix": False}
 _OBJECT_BYTES_MAX: Final = 512 << 20
-"""The server's `proto-max-bulk-len`, as it comes: it ends connections that send more."""
+"""The server's default `proto-max-bulk-len`: it ends connections that send more."""
 _SHARE_MAX: Final = 16
-"""An object may have one part in so many of `maxmemory`: the server would evict all others for one that is too large,
-and only then refuse it.
+"""An object may take one part in this number of `maxmemory`: for a larger one the server would evict all others, and
+only then refuse it.
 """
 _TTL_S: Final = 7 * 86400
-"""Of what is not kept, unless `ttl_s` says otherwise. It is not renewed: who computes it then puts it there again."""
+"""The life of other objects, unless `ttl_s` is set. It is not renewed: a later computation stores the key again."""
 _SCANNED: Final = 1000
 _STEP_REMOVED, _STEP_S = 1000, 0.5
-"""After so many objects, or so long, a step of a sweep ends."""
+"""After this number of objects, or this time, a step of a sweep ends."""
 _OVER_MAX: Final = 1000
-"""Objects that are kept no longer, and are removed at once."""
+"""The number of expired kept objects that are removed at once."""
 _PLAIN_PREFIX: Final = re.compile(r"[0-9A-Za-z/._-]+")
 _NO_SPACE: Final = "OOM"
 _ELSEWHERE: Final = ("MOVED", "CLUSTERDOWN", "CROSSSLOT")
@@ -72,7 +74,7 @@ class ValkeyEngine:
         self._idle: list[RespConnection] = []
 
     def start(self, settings: Mapping[str, Any], memory: Memory) -> None:
-        """Connect, and see whether it takes commands of ours. Raises EngineError."""
+        """Connects, and checks that the server takes the engine's commands. Raises EngineError."""
         self._server = _server(settings)
         self._deadline_s = float(settings.get("deadline_s", DEADLINE_S))
         self._small_s = min(_SMALL_S, self._deadline_s)
@@ -98,7 +100,7 @@ class ValkeyEngine:
         return f"the server at {self._server.host}" + (f":{self._server.port}" if self._server.port else "")
 
     def about(self) -> str:
-        """The server's name and version, if it tells."""
+        """Returns the server's name and version, if it reports them."""
         return self._about
 
     # --- connections ---
@@ -126,8 +128,8 @@ class ValkeyEngine:
             self._idle.append(connection)
 
     def _call(self, work: Callable[[RespConnection], T], deadline_s: float | None = None) -> T:
-        """Once more if the server has closed the connection, as one that was started again has. All calls are such that
-        twice is as good as once. What was kept from before is of no use then either.
+        """Calls again if the server has closed the connection, for example by a restart. Repeating any of the calls is
+        harmless. Older idle connections are useless then, too.
         """
         until_s = time.monotonic() + (self._small_s if deadline_s is None else deadline_s)
         try:
@@ -139,7 +141,7 @@ class ValkeyEngine:
                 return work(connection)
 
     def close(self) -> None:
-        """Those that are idle; the others end with their calls."""
+        """Closes idle connections; the others end with their calls."""
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -148,7 +150,7 @@ class ValkeyEngine:
     # --- objects ---
 
     def exists(self, names: Sequence[str]) -> list[int]:
-        """All in one go. Counts as use of those that are there, which puts off their eviction."""
+        """Asks for all in one go. Counts as a use of existing objects, which delays their eviction."""
         known: Mapping[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
         try:
             replies = self._call(lambda connection: _ask_all(connection, "TOUCH", names))
@@ -160,7 +162,7 @@ class ValkeyEngine:
         ]
 
     def get(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """One after the other, all asked for at once. What is wrong with one does not stop the others."""
+        """Gets one after another, all requested at once. A failure of one does not stop the others."""
         codes: list[int] = []
 
         def work(connection: RespConnection) -> None:
@@ -171,8 +173,8 @@ class ValkeyEngine:
         return self._transfer(work, codes, len(transfers))
 
     def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
-        """One after the other, without waiting for answers in between. If the link is too slow for all of them, those
-        that were stored by then count.
+        """Puts one after another, without waiting for answers in between. If the link is too slow for all of them,
+        those stored by then count.
         """
         codes: list[int] = []
         sendable = [transfer for transfer in transfers if self._fits(transfer)]
@@ -195,7 +197,7 @@ class ValkeyEngine:
         return transfer.size_bytes <= self._object_bytes_max
 
     def _transfer(self, work: Callable[[RespConnection], None], codes: list[int], count: int) -> list[int]:
-        """`codes`, which `work` fills; FAILED for what it did not get to. The connection is closed then."""
+        """Returns `codes`, which `work` fills; FAILED for the remaining ones. The connection is closed then."""
         with suppress(OSError):
             self._call(work, self._deadline_s)
         return codes + [Code.FAILED] * (count - len(codes))
@@ -203,7 +205,7 @@ class ValkeyEngine:
     # --- small objects ---
 
     def read(self, names: Sequence[str]) -> list[bytes | int | None]:
-        """What is too large is not asked for: it would hold up the others."""
+        """Skips objects that are too large: they would delay the others."""
 
         def work(connection: RespConnection) -> list[bytes | int | None]:
             sizes = _ask_all(connection, "STRLEN", names)
@@ -221,7 +223,7 @@ class ValkeyEngine:
             return [Code.FAILED] * len(names)
 
     def write(self, name: str, value: bytes, *, if_absent: bool, kept_s: float | None) -> int:
-        """What is kept has its date before it is there: whatever happens, it does not stay for ever."""
+        """Writes the date of a kept object before the object: whatever happens, it does not stay for ever."""
         if len(value) > VALUE_BYTES_MAX:
             return Code.REFUSED
         words = (*(("NX",) if if_absent else ()), *(self._expires if kept_s is None else ()))
@@ -240,7 +242,7 @@ class ValkeyEngine:
         return len(value)
 
     def renew(self, names: Sequence[str], kept_s: float) -> list[int]:
-        """Those that are there get another date. After that, so that none of them goes, what is over is removed."""
+        """Renews the dates of existing objects, and afterwards, so that none of them goes, removes expired ones."""
 
         def work(connection: RespConnection) -> list[int]:
             replies = _ask_all(connection, "TOUCH", names)
@@ -255,7 +257,7 @@ class ValkeyEngine:
             return [Code.FAILED] * len(names)
 
     def remove(self, names: Sequence[str]) -> list[int]:
-        """The server frees their memory later, by itself."""
+        """Removes objects; the server frees their memory later, by itself."""
         try:
             replies = self._call(lambda connection: _ask_all(connection, "UNLINK", names))
         except OSError:
@@ -263,7 +265,7 @@ class ValkeyEngine:
         return [reply if isinstance(reply, int) else Code.REFUSED for reply in replies]
 
     def sweep(self, prefix: str, after: str) -> tuple[int, str]:
-        """FAILED when a step takes too long: what is left is there for the next sweep."""
+        """Returns FAILED when a step takes too long: the rest is left to the next sweep."""
         if not _PLAIN_PREFIX.fullmatch(prefix):
             raise EngineError(f"{prefix!r} is not a prefix of names", fault="daemon")
         try:
@@ -273,7 +275,7 @@ class ValkeyEngine:
 
 
 def _ask_all(connection: RespConnection, verb: str, names: Sequence[str]) -> list[Reply | ReplyError]:
-    """The same command for each name, in one go."""
+    """Sends the same command for each name, in one go."""
     connection.send([b"".join(command(verb, name) for name in names)])
     replies: list[Reply | ReplyError] = []
     for _ in names:
@@ -307,7 +309,9 @@ def _value_of(reply: Reply | ReplyError) -> bytes | int | None:
 
 
 def _keep(connection: RespConnection, names: Sequence[str], kept_s: float) -> float:
-    """Write down until when they are kept, by the server's clock, which is the same for all hosts: what it says."""
+    """Writes the time until which they are kept, by the server's clock, which is the same for all hosts. Returns that
+    clock.
+    """
     reply = connection.ask("TIME")
     if not isinstance(reply, list) or not reply or not isinstance(reply[0], bytes):
         raise OSError("unexpected answer to TIME")
@@ -319,7 +323,7 @@ def _keep(connection: RespConnection, names: Sequence[str], kept_s: float) -> fl
 
 
 def _remove_over(connection: RespConnection, now_s: float) -> None:
-    """Remove some of what is kept no longer. What is renewed at this very moment may go, too: after so long without it,
+    """Removes some expired objects. An object renewed at this moment may go, too: after that long without a renewal,
     that is a loss like any other.
     """
     found = connection.ask("ZRANGE", KEPT_NAME, "-inf", str(now_s), "BYSCORE", "LIMIT", "0", str(_OVER_MAX))
@@ -355,7 +359,7 @@ def _code_of(error: ReplyError) -> Code:
 
 
 def _information(connection: RespConnection) -> dict[str, str]:
-    """What `INFO` says; not everybody may ask."""
+    """Returns the contents of `INFO`, which not every user may call."""
     try:
         info = connection.ask("INFO")
     except ReplyError:
@@ -375,7 +379,7 @@ def _about(fields: Mapping[str, str]) -> str:
 
 
 def _server(settings: Mapping[str, Any]) -> Server:
-    """Raises EngineError: they can't be right, or a file can't be read."""
+    """Returns the server of the settings. Raises EngineError: they can't be right, or a file can't be read."""
     url = urlsplit(str(settings["url"]))
     try:
         tls, port = _TLS_OF_SCHEME.get(url.scheme), url.port or _PORT

@@ -1,1 +1,1 @@
-"""What both lower tiers share: requests that wait for keys, and keys that wait to be written."""
+"""Parts that both lower tiers share: requests that wait for keys, and keys that wait to be written."""

@@ -1,7 +1,7 @@
 """The backlog of a tier below memory: complete, sealed keys that wait to be written there, within a budget.
 
-Event loop only. Which keys are offered, and when, is decided here alike for every tier: as soon as they are sealed,
-when they are used again, or before memory evicts them.
+Event loop only. The same rules decide for every tier which keys are offered, and when: as soon as they are sealed, when
+they are used again, or before memory evicts them.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ LOOK_AHEAD_S = 0.05
 
 LOOK_AHEAD_KEYS = 4096
 OFFERS_PER_TURN = 64
-"""Batches that one turn of the loop inspects: after a clear all that wait may be void."""
+"""The number of batches that one turn of the loop inspects: after a clear all waiting batches may be void."""
 
 ADMISSION_SLOTS = 1 << 20
 
 
 @dataclass(slots=True)
 class Budget:
-    """A token bucket for bytes and operations a second; 0: no limit. May go into debt for one batch."""
+    """A token bucket for bytes and operations a second; 0: no limit. One batch may overdraw it."""
 
     bytes_per_s: int
     ops_per_s: int
     free_at_s: float = 0.0
 
     def delay_s(self, now: float) -> float:
-        """Seconds until the next batch may begin."""
+        """Returns the seconds until the next batch may begin."""
         return max(0.0, self.free_at_s - now)
 
     def spend(self, num_bytes: int, ops: int, now: float) -> None:
-        """Count a batch that begins now."""
+        """Counts a batch that begins now."""
         for_bytes = num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
         for_ops = ops / self.ops_per_s if self.ops_per_s else 0.0
         self.free_at_s = max(self.free_at_s, now) + max(for_bytes, for_ops)
@@ -55,23 +55,23 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BacklogBatch:
-    """Keys of one keyspace to be written."""
+    """Keys of one keyspace that wait to be written."""
 
     keyspace: Keyspace
     rows: U32Array  # of memory
     records: U32Array  # the first part record of each key
-    generations: U16Array  # of these records: if one has changed, its row is another key's, with whatever record
+    generations: U16Array  # of these records: a changed one shows that its row is another key's
     tries: int = 0  # so far
 
     def only(self, chosen: BoolArray | slice) -> BacklogBatch:
-        """These of its keys."""
+        """Returns the batch with only these of its keys."""
         return replace(self, rows=self.rows[chosen], records=self.records[chosen], generations=self.generations[chosen])
 
 
 class Backlog:
-    """Keys that wait. `missing(keyspace, rows)`: which of these keys the tier could have, and has not. `dropped` counts
-    keys that were to be written and were not, by reason. `on_evict`: write only keys that memory is about to evict.
-    `second_use`: write only keys that were used again. `batch_bytes`: what one write takes at most; it may change.
+    """Keys that wait. `missing(keyspace, rows)`: which of these keys the tier could have but lacks. `dropped` counts
+    keys that were not written as intended, by reason. `on_evict`: only keys that memory is about to evict are written.
+    `second_use`: only keys that were used again are written. `batch_bytes`: the limit of one write; it may change.
     """
 
     def __init__(
@@ -94,36 +94,36 @@ class Backlog:
         self.bytes = 0
         self.queue: deque[BacklogBatch] = deque()
         self.changes = Changes()
-        """Hears of keys that begin to wait."""
-        # By row of memory: 1 if it waits to be written, or is being written.
+        """Reports keys that begin to wait."""
+        # By row of memory: 1 if it waits for a write, or is being written.
         self._waiting: U8Array = reserve_array((cache.entries.max_rows,), np.uint8)
         self._uses = UseCounts(ADMISSION_SLOTS) if second_use else None
 
     # --- calls from memory, see `LowerTier` ---
 
     def reset(self, rows: U32Array) -> None:
-        """These rows are used for new keys."""
+        """Resets rows that get new keys."""
         self._waiting[rows] = 0
 
     def sealed(self, parts: I64Array) -> None:
-        """The checksums of these parts are known now."""
+        """Takes parts with newly known checksums."""
         rows = distinct(self._cache.entries.parts.row[parts])
         if self._uses is not None:
-            # Ranks store their parts one after the other: that is one use of the key, not many.
+            # Ranks store their parts one after another: that is one use of the key, not many.
             rows = self._admitted(self._whole(rows))
         if not self._on_evict:
             self.offer(rows)
 
     def used(self, rows: U32Array) -> None:
-        """These keys were used in memory."""
+        """Takes keys that were used in memory."""
         if self._uses is not None:
             rows = self._admitted(rows)
             if not self._on_evict:
                 self.offer(rows)
 
     def evicted(self, rows: U32Array) -> None:
-        """These keys are about to leave memory. Count those that were to be written, and never were offered: they had
-        no checksum yet; or, where eviction decides, memory needed their room before it was looked ahead to them.
+        """Counts keys that are about to leave memory and should have been written, but never were offered: they had no
+        checksum yet; or, where eviction decides, memory needed their room before the look-ahead reached them.
         """
         rows = self.known(rows)
         for keyspace, indices in self._cache.entries.by_keyspace(rows):
@@ -139,7 +139,7 @@ class Backlog:
 
     @changing
     def offer(self, rows: U32Array) -> None:
-        """Write these keys, if they are complete, sealed and missing in the tier."""
+        """Queues these keys for writing, if they are complete, sealed and missing in the tier."""
         rows = self._cache.entries.live(rows)
         for keyspace, indices in self._cache.entries.by_keyspace(rows):
             offered = rows[indices]
@@ -148,7 +148,7 @@ class Backlog:
                 self.enqueue(keyspace, wanted, 0)
 
     def enqueue(self, keyspace: Keyspace, rows: U32Array, tries: int) -> None:
-        """Let these keys wait, as far as there is room."""
+        """Lets these keys wait, as far as there is room."""
         size = sum(keyspace.part_bytes)
         if not tries:
             rows = rows[self._waiting[rows] == 0]
@@ -165,21 +165,21 @@ class Backlog:
         self.changes.notify_all()
 
     def settle(self, rows: U32Array) -> None:
-        """These keys are written, or will not be: they may be offered again."""
+        """Releases keys that are written, or will not be: they may be offered again."""
         self._waiting[rows] = 0
 
     def num_outside(self, rows: U32Array) -> int:
-        """How many of these keys neither wait nor are being written."""
+        """Returns how many of these keys neither wait nor are being written."""
         return int(np.count_nonzero(self._waiting[rows] == 0))
 
     def writable(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
-        """Which keys are complete, sealed and missing in the tier."""
+        """Returns which keys are complete, sealed and missing in the tier."""
         flags = self._sealed(keyspace, rows)
         flags[flags] = self._missing(keyspace, rows[flags])
         return flags
 
     def known(self, rows: U32Array) -> U32Array:
-        """The subset of the keys that were used twice; all, if `second_use` is off."""
+        """Returns the subset of the keys that were used twice; all, if `second_use` is off."""
         index = self._cache.entries.index
         if self._uses is None or not len(rows):
             return rows
@@ -188,11 +188,11 @@ class Backlog:
 
     @changing
     def look_ahead(self) -> None:
-        """Offer what the memory tier would evict next."""
+        """Offers the next victims of the memory tier."""
         tier, eviction = self._cache.tier, self._cache.eviction
         for size in {size for _, size in eviction.queues}:
             queues = [queue for (_, of_size), queue in eviction.queues.items() if of_size == size]
-            # Slots per key as the keys have them now, not as they might have at most.
+            # Counts the keys' present slots, not their maximum.
             num_keys = sum(len(queue.policy) for queue in queues)
             per_key = max(1, (tier.num_slots(size) - tier.num_free(size)) // max(1, num_keys))
             ahead = min(LOOK_AHEAD_KEYS, max(1, tier.num_slots(size) // per_key // 8))
@@ -201,7 +201,7 @@ class Backlog:
             self.offer(self.known(eviction.victims(queues, ahead)))
 
     def _whole(self, rows: U32Array) -> U32Array:
-        """The subset of the keys whose parts are all sealed."""
+        """Returns the subset of keys with all parts sealed."""
         rows = self._cache.entries.live(rows)
         whole = np.zeros(len(rows), bool)
         for keyspace, indices in self._cache.entries.by_keyspace(rows):
@@ -215,7 +215,7 @@ class Backlog:
         return sealed
 
     def _admitted(self, rows: U32Array) -> U32Array:
-        """Count a use of each key. Returns the subset that was used before."""
+        """Counts a use of each key. Returns the subset that was used before."""
         index = self._cache.entries.index
         if self._uses is None or not len(rows):
             return rows
@@ -227,7 +227,7 @@ class Backlog:
     # --- writing ---
 
     async def next(self) -> BacklogBatch | None:
-        """`take`, and if nothing waits, wait for an offer. None: nothing is to be written yet."""
+        """Returns `take`, and if nothing waits, waits for an offer. None: it is too early to write."""
         batch = self.take()
         if batch is not None or self.queue:
             return batch
@@ -237,8 +237,8 @@ class Backlog:
 
     @changing
     def take(self) -> BacklogBatch | None:
-        """Take the next keys to write out of the queue: of one keyspace, still the same keys, no more than one write
-        takes. None: there are none, at least not among the first batches.
+        """Takes the next keys to write out of the queue: of one keyspace, still valid, no more than one write takes.
+        None: there are none, at least not among the first batches.
         """
         for _ in range(min(OFFERS_PER_TURN, len(self.queue))):
             offer = self.queue.popleft()
@@ -258,7 +258,7 @@ class Backlog:
         return None
 
     def _still(self, offer: BacklogBatch) -> BoolArray:
-        """Which rows are still those of the keys that were offered."""
+        """Returns which rows still belong to the offered keys."""
         entries = self._cache.entries
         same: BoolArray = entries.state[offer.rows] == RowState.LIVE
         same &= entries.parts.generation[offer.records] == offer.generations

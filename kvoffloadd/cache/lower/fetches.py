@@ -1,11 +1,11 @@
 """Fetches: requests wait for keys that a tier below memory has, while batches of them are read into slots.
 
-Event loop only. Whatever a tier's threads or processes write to are slots that are reserved here, and nowhere else;
-until a payload is verified its part is in state RESERVED, which no lookup hits.
+Event loop only. A tier's threads and processes write only to slots that are reserved here; until a payload is verified
+its part is in state RESERVED, which no lookup hits.
 
-A tier may never answer. The slots that it could keep are bounded by windows. A read that has not begun is cancelled
-when no fetch waits for it any more. One that has begun may write into its slots at any time: if it is not waited for to
-its end, they are quarantined until then.
+A tier may never answer. Windows bound the slots that it could keep. A read that has not begun is cancelled when no
+fetch waits for it any more. A read that has begun may write into its slots at any time: if no fetch waits for its end,
+they are quarantined until then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvoffloadd.scheduling.lanes import DAEMON, Flow
 from kvoffloadd.scheduling.turns import Continuation, Turns
 
 SLICE_KEYS = 256
-"""Keys that one turn of the loop reserves slots for."""
+"""The number of keys that one turn of the loop reserves slots for."""
 
 SLICES_PER_WINDOW = 4
 
@@ -49,7 +49,7 @@ class Urgency:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeysBelow:
-    """Distinct keys of a keyspace that a tier below memory has, or that are on their way from there."""
+    """Distinct keys of a keyspace that a tier below memory has, or that are under way from there."""
 
     keyspace: Keyspace
     keys: U64Array
@@ -57,7 +57,7 @@ class KeysBelow:
 
 
 def keys_below(keyspace: Keyspace, keys: U64Array, first: int, below: BoolArray) -> KeysBelow:
-    """The distinct keys of the mask, with their positions in the prompt. `first`: the position of the first key."""
+    """Returns the distinct keys of the mask with their positions in the prompt. `first`: that of the first key."""
     indices = np.flatnonzero(below)
     once = np.unique(keys[indices].view(np.dtype((np.void, KEY_BYTES_MAX))).ravel(), return_index=True)[1]
     indices = indices[np.sort(once)]
@@ -68,17 +68,17 @@ class Cancellable(Protocol):
     """A read that may not have begun."""
 
     def cancel(self) -> bool:
-        """True: nothing touches its slots from now on. False: it has begun, and they are its own until it ends."""
+        """Returns True if nothing touches its slots from now on, False if it has begun and owns them until it ends."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingRead:
     """Some parts of a batch that are read together."""
 
-    parts: I64Array  # where to: record numbers in memory
+    parts: I64Array  # the destination: record numbers in memory
     window: Window[Fetch]
     num_bytes: int  # of the window
-    quarantined: bool = False  # no fetch waits for it any more, but its slots may still be written
+    quarantined: bool = False  # no fetch waits for it any more, but the read may still write to its slots
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +90,7 @@ class Fetch:
     slices: deque[KeysBelow]  # keys that it has not begun with
     flow: Flow
     readings: dict[ReadBatch, list[KeysBelow]] = field(default_factory=dict)  # with keys to begin anew after each
-    rows: list[U32Array] = field(default_factory=list)  # what came, held until `done` has returned
+    rows: list[U32Array] = field(default_factory=list)  # fetched rows, held until `done` has returned
     lookups: int = 0  # answers that it waits for, before its keys are known
     idle: bool = False  # it has found `slices` empty
     ended: bool = False  # `done` was called, or never will be
@@ -126,33 +126,33 @@ class Fetches(ABC):
         self._quarantine: set[PendingRead] = set()
         self._next_id = 1
 
-    # --- what a tier does in its own way ---
+    # --- tier-specific operations ---
 
     @abstractmethod
     def _windows_of(self, urgent: int) -> Iterable[Window[Fetch]]:
-        """The windows of this urgency."""
+        """Returns the windows of this urgency."""
 
     @abstractmethod
     def _all_windows(self) -> Iterable[Window[Fetch]]:
-        """All of them."""
+        """Returns all windows."""
 
     @abstractmethod
     def _start(self, fetch: Fetch, wanted: KeysBelow, woken: Window[Fetch] | None) -> Window[Fetch] | None:
-        """Begin to read the keys of a slice, and join readings that others have begun. Returns a window that has no
-        room for it: then nothing was done.
+        """Begins to read the keys of a slice, and joins readings of other fetches. Returns a window that has no room
+        for it, with nothing changed.
         """
 
     @abstractmethod
     def _count_given_up(self, piece: PendingRead) -> None:
-        """These reads go on, but nobody waits for them."""
+        """Counts reads that go on without a waiting fetch."""
 
     @abstractmethod
     def _count_keys(self, number: int) -> None:
-        """So many keys came whole."""
+        """Counts keys that came whole."""
 
     @abstractmethod
     def _hurry(self, reading: ReadBatch, fetch: Fetch) -> None:
-        """A fetch that is more urgent, or of another engine, waits for this reading, too."""
+        """Raises the urgency of a reading that a more urgent fetch, or one of another engine, joins."""
 
     # --- figures ---
 
@@ -174,11 +174,11 @@ class Fetches(ABC):
         return sum(piece.num_bytes for piece in self._quarantine)
 
     def reset(self, rows: U32Array) -> None:
-        """These rows are used for new keys."""
+        """Resets rows that get new keys."""
         self._reading[rows] = 0
 
     def under_way(self, rows: I64Array) -> BoolArray:
-        """Which of these memory rows are being read."""
+        """Returns which of these memory rows are being read."""
         mask: BoolArray = self._reading[rows] != 0
         return mask
 
@@ -186,8 +186,9 @@ class Fetches(ABC):
 
     @changing
     def fetch(self, wanted: list[KeysBelow], urgent: int, done: Callable[[], None], flow: Flow = DAEMON) -> Fetch:
-        """Bring these keys into memory, as far as there is room. `done()` is called once, later: during the call what
-        came is held, and a new lookup finds it. Call `cancel` to wait no longer. `flow`: whose share of the lanes.
+        """Brings these keys into memory, as far as there is room. Calls `done()` once, later: during the call the
+        fetched rows are held, and a new lookup finds them. Call `cancel` to stop waiting. `flow`: the flow that pays
+        for the lanes.
         """
         fetch = Fetch(urgent, done, self._slices(wanted, urgent), flow)
         self._fetches.add(fetch)
@@ -206,7 +207,7 @@ class Fetches(ABC):
 
     @changing
     def cancel(self, fetch: Fetch) -> None:
-        """`done` is not called any more. Reads without another fetch are cancelled, unless they have begun."""
+        """Stops a fetch without calling `done`. Reads without another fetch are cancelled, unless they have begun."""
         if fetch.ended:
             return
         fetch.ended = True
@@ -221,20 +222,20 @@ class Fetches(ABC):
 
     @changing
     def keep(self, fetch: Fetch, rows: U32Array) -> None:
-        """Hold these rows as long as the fetch goes on: it must not evict what the same request names."""
+        """Holds these rows during the fetch, which must not evict keys that the same request names."""
         self._hold(fetch, rows)
 
     # --- one slice a turn ---
 
     def _go_on_later(self, fetch: Fetch) -> None:
-        """Users and engines take turns, however many fetches each has."""
+        """Schedules the fetch's next turn: users and engines take turns, however many fetches each has."""
         if fetch.turn is None:
             fetch.turn = Continuation(self._turns, fetch.flow, partial(self._advance, fetch))
         fetch.turn.later()
 
     @changing
     def _advance(self, fetch: Fetch, woken: Window[Fetch] | None = None) -> None:
-        """Begin with the next slice. `woken`: the window that the fetch waited for; its turn ends with this call."""
+        """Begins the next slice. `woken`: the window that the fetch waited for; its turn ends with this call."""
         full = None
         if not fetch.slices:
             fetch.idle = True
@@ -247,20 +248,20 @@ class Fetches(ABC):
         else:
             wanted = fetch.slices[0]
             full.wait(fetch, fetch.flow, len(wanted.keys) * sum(wanted.keyspace.part_bytes))
-        if woken is not None and full is not woken:  # there may be room for another one
+        if woken is not None and full is not woken:  # there may be room for another waiter
             for window in self._all_windows() if full is None else (woken,):
                 self._wake(window)
 
     def _wake(self, window: Window[Fetch]) -> None:
-        """There is more room in the window, or a turn is over: the next fetch goes on."""
+        """Wakes the next fetch of a window with more room, or with an ended turn."""
         while (fetch := window.next()) is not None:
             if not fetch.ended:
                 self._loop.call_soon(self._advance, fetch, window)
                 return
 
     def _join_others(self, fetch: Fetch, wanted: KeysBelow, found: LookupResult) -> None:
-        """Hold those of a slice that are in memory by now, and wait for those that others read."""
-        if len(found.hit_rows):  # read or stored meanwhile
+        """Holds keys of a slice that are in memory by now, and waits for keys that other fetches read."""
+        if len(found.hit_rows):  # these were read or stored meanwhile
             self._hold(fetch, found.hit_rows)
         held = np.flatnonzero((found.rows >= 0) & ~found.hits)
         numbers = self._reading[found.rows[held]]
@@ -272,7 +273,7 @@ class Fetches(ABC):
     # --- readings ---
 
     def _begin(self, fetch: Fetch, keyspace: Keyspace, parts: I64Array) -> ReadBatch:
-        """Begin to read reserved parts of distinct keys, for a fetch."""
+        """Begins to read reserved parts of distinct keys, for a fetch."""
         entries = self._cache.entries
         rows = distinct(entries.parts.row[parts])
         reading = ReadBatch(self._next_id, fetch.urgent, fetch.flow, keyspace, rows, len(parts), [])
@@ -285,8 +286,8 @@ class Fetches(ABC):
         return reading
 
     def _settle_read(self, reading: ReadBatch, piece: PendingRead, good: BoolArray, digests: U64Array) -> bool:
-        """A read has ended: nothing touches its slots any more, and these of its parts were verified. False: it was in
-        quarantine, and is of no use.
+        """Ends a read: nothing touches its slots any more, and these of its parts were verified. Returns False if it
+        was in quarantine, and is useless.
         """
         if piece.quarantined:
             self._quarantine.remove(piece)
@@ -302,15 +303,13 @@ class Fetches(ABC):
         return True
 
     def _abort(self, reading: ReadBatch, parts: I64Array) -> None:
-        """Free the slots of parts that did not come."""
+        """Frees the slots of parts that did not come."""
         rows = distinct(self._cache.entries.parts.row[parts])
         self._cache.abort(parts)
         self._let_retired_go(reading, rows)
 
     def _let_retired_go(self, reading: ReadBatch, rows: U32Array) -> None:
-        """Unhold those of these keys that are retired before the reading ends: rows that have no slots any more are not
-        bounded by memory.
-        """
+        """Unholds keys that are retired before the reading ends: memory does not bound rows without slots."""
         entries = self._cache.entries
         retired = np.intersect1d(rows[entries.state[rows] == RowState.RETIRED], reading.rows)
         reading.rows = np.setdiff1d(reading.rows, retired)
@@ -318,7 +317,9 @@ class Fetches(ABC):
         self._cache.unhold(retired)
 
     def _put_in_quarantine(self, reading: ReadBatch, piece: PendingRead) -> None:
-        """Keep the slots of a read that does not end. Its keys are misses, and can be stored again in other slots."""
+        """Quarantines the slots of a read that does not end. Its keys are misses, and can be stored again in other
+        slots.
+        """
         piece.quarantined = True
         self._quarantine.add(piece)
         self._count_given_up(piece)
@@ -359,7 +360,7 @@ class Fetches(ABC):
     # --- fetches ---
 
     def _join(self, fetch: Fetch, reading: ReadBatch, wanted: KeysBelow | None) -> None:
-        """Have a fetch wait for a reading. `wanted`: its keys in it, if another fetch has begun the reading."""
+        """Makes a fetch wait for a reading. `wanted`: its keys in it, if another fetch has begun the reading."""
         joined = reading in fetch.readings
         again = fetch.readings.setdefault(reading, [])
         if wanted is not None and reading.cancelled:
@@ -372,8 +373,8 @@ class Fetches(ABC):
             self._hurry(reading, fetch)
 
     def _look_again(self, fetch: Fetch, wanted: list[KeysBelow]) -> None:
-        """Begin anew with keys whose reading was cancelled before this fetch joined. Only these: what could not be read
-        would fail again. It ends, since each time another fetch must have begun a reading and cancelled it.
+        """Retries keys of a reading that was cancelled before this fetch joined. Only these: unreadable keys would fail
+        again. The retries end, since each needs another fetch that began a reading and cancelled it.
         """
         fetch.slices.extend(wanted)
         if wanted and fetch.idle:
@@ -394,7 +395,7 @@ class Fetches(ABC):
     def _let_go(self, fetch: Fetch) -> None:
         fetch.slices.clear()
         self._fetches.discard(fetch)
-        fetch.turn = None  # which refers to the fetch: see `Collector`
+        fetch.turn = None  # it refers to the fetch: see `Collector`
         for rows in fetch.rows:
             self._cache.unhold(rows)
         fetch.rows.clear()

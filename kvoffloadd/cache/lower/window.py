@@ -22,22 +22,22 @@ class Window(Generic[T]):
         self._waiting: FairQueue[T] = FairQueue(max(limit_bytes, 1))
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so much may be reserved now. What is larger than the whole window goes alone."""
+        """Returns whether this number of bytes may be reserved now. Requests larger than the whole window go alone."""
         return not self.used_bytes or self.used_bytes + num_bytes <= self.limit_bytes
 
     @property
     def is_busy(self) -> bool:
-        """Whether others wait for room: a newcomer has to wait behind them."""
+        """Whether other fetches wait for room: a new one has to wait behind them."""
         return bool(self.used_bytes and (self._first or len(self._waiting)))
 
     def wait(self, waiter: T, flow: Flow, num_bytes: int) -> None:
-        """Queue a waiter that wants so many bytes."""
+        """Queues a waiter that wants this number of bytes."""
         self._waiting.push(((flow.uid, flow.divisor), (flow.instance, 1)), waiter, max(num_bytes, 1))
 
     def wait_first(self, waiter: T) -> None:
-        """Queue a waiter that `next` has returned, and for which there was no room yet, before all others."""
+        """Queues a waiter, returned by `next` but still without room, before all others."""
         self._first.append(waiter)
 
     def next(self) -> T | None:
-        """Take the waiter whose turn it is out of the queue; None: none waits."""
+        """Takes the waiter whose turn it is out of the queue; None: none waits."""
         return self._first.popleft() if self._first else self._waiting.take()

@@ -18,12 +18,12 @@ POLICIES: dict[str, Callable[[int, int, Clock | None], Policy]] = {
 """Name to constructor: `(capacity_rows, max_rows, clock)`."""
 
 DEFAULT_POLICY = "hit-density"
-"""What hits most on the traces in docs/benchmarks/policies.md."""
+"""The policy with the most hits on the traces in docs/benchmarks/policies.md."""
 
 
 def create_policy(name: str, capacity_rows: int, max_rows: int, clock: Clock | None = None) -> Policy:
-    """A policy without rows. `capacity_rows`: how many it is expected to hold; `max_rows`: row numbers are below it;
-    `clock`: shared with the policies that its keys are compared with.
+    """Returns a policy without rows. `capacity_rows`: the expected number of rows; `max_rows`: row numbers are below
+    it; `clock`: shared with the policies that its keys are compared with.
     """
     try:
         make = POLICIES[name]

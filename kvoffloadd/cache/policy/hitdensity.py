@@ -1,4 +1,4 @@
-"""Hit-density eviction: the keys go that earn the fewest hits per slot and time."""
+"""Hit-density eviction: evicts the keys that earn the fewest hits per slot and time."""
 
 from __future__ import annotations
 
@@ -22,44 +22,46 @@ TURNS_MAX = 3
 REACH_SLOTS = 4096
 
 NUM_BUCKETS = 64
-"""Ages are told apart by half powers of two; these cover 32 bits."""
+"""The number of age classes, one for each half power of two; these cover 32 bits."""
 
 WINDOW_SLOTS = 1 << 16
-"""Keys observed at a time. More would sharpen the estimates a little and make `refresh` slower."""
+"""The number of keys observed at a time. More would sharpen the estimates a little and make `refresh` slower."""
 
 PIECE_SLOTS = 1 << 14
-"""Looked through at a time by `refresh`: what these take fits into the processor's caches."""
+"""The number of slots that `refresh` examines at a time: their data fits into the processor's caches."""
 
 REFRESH_EVENTS_MIN, REFRESH_EVENTS_MAX = 256, 8192
 
-# What is believed before anything was seen, and in ages where nothing is ever seen: this share of the keys that were
-# used once comes back in each bucket. That falls as 1 / age: the order within a class is LRU. The weights are in keys:
-# how many must be seen to count as much as the belief, and as what all classes together show.
+# The belief before any observation, and for ages without observations: this share of the keys used once returns in each
+# bucket. That falls as 1 / age: the order within a class is LRU. The weights are numbers of observed keys that count as
+# much as the belief, and as the observations of all classes together.
 PRIOR_RETURNS = 0.008
 PRIOR_WEIGHT = 500.0
 POOLED_WEIGHT = 20.0
 
 BELIEF_BY_USES = {1: 1.0, 2: 5.0, 4: 10.0, 8: 15.0, 16: 20.0}
-"""By the uses from which on keys are of other classes: how many times likelier these are believed to return. So keys
-that were used more than once outlive a flood of others that nobody has seen the like of.
+"""By the use counts at which classes begin: how many times likelier keys of the class are believed to return. So keys
+used more than once outlive a flood of keys without a precedent.
 """
 
 TRUSTED_AT = 2.0
-"""This is believed in full where keys that were used more than once return so many times as often as those used once
-do at their ages. If they return no more often, all are believed to be alike.
+"""The ratio of returns, at equal ages, of keys used more than once to keys used once at which the belief applies in
+full. If the ratio is at most 1, all classes are believed to be alike.
 """
 
 TRUST_WEIGHT = 100.0
-"""In returns: how many must be seen for that to count as much as the belief."""
+"""The number of observed returns that count as much as the belief."""
 
 RETURNS_MAX = 0.8
-"""No belief goes beyond this share of returns."""
+"""The highest believed share of returns."""
 
 BELIEF_IN_DONE = 0.01
-"""Of the returns that are believed of others, before anything was seen: as if such keys were a hundred times older."""
+"""A fraction of the returns believed of other keys before any observation: as if keys in DONE were a hundred times
+older.
+"""
 
 WORTH_SLACK = 1.05
-"""Keys are taken from the queue that has the least valuable one until they are worth so many times those of others."""
+"""Victims come from the queue with the least valuable key until its keys are worth this many times those of others."""
 
 _EDGES = 2.0 ** (np.arange(NUM_BUCKETS + 1) / 2)
 _LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS), np.bool_))
@@ -68,9 +70,9 @@ _MANTISSA_BITS, _EXPONENT_BIAS = 52, 1023  # of a float64
 
 
 def _class_table() -> U8Array:
-    """Class by turns (less one) and uses: few, since all keys of a conversation share one fate.
+    """Returns the class by turns (less one) and uses: few, since all keys of a conversation share one fate.
 
-    Uses above 16 make no class of their own: hits on all workloads were the same with one more at 64.
+    Uses above 16 have no separate class: hits on all workloads were the same with one more at 64.
     """
     table = np.zeros((TURNS_MAX, USES_MAX + 1), np.uint8)
     for turns in range(TURNS_MAX):
@@ -84,10 +86,10 @@ def _class_table() -> U8Array:
 
 CLASSES = _class_table()
 SOON = int(CLASSES.max()) + 1
-"""The class of keys of which a client says that they will be used again soon."""
+"""The class of keys that a client expects to use again soon."""
 
 DONE = SOON + 1
-"""And not at all."""
+"""The class of keys that a client does not expect to use again."""
 
 LOST = DONE + 1
 """The class of keys that can't be restored: worth nothing."""
@@ -96,7 +98,7 @@ NUM_CLASSES = LOST + 1
 
 
 def _beliefs() -> F64Array:
-    """How many times likelier the keys of each class are believed to return."""
+    """Returns how many times likelier the keys of each class are believed to return."""
     beliefs = np.ones((NUM_CLASSES, 1))
     for uses, times in BELIEF_BY_USES.items():
         beliefs[CLASSES[:, uses]] = times
@@ -108,7 +110,9 @@ BELIEFS = _beliefs()
 
 
 def _chain() -> list[tuple[int, int]]:
-    """Pairs of classes (behind, before) that follow each other along a prompt, from its end on: uses fall along it."""
+    """Returns pairs of classes (behind, before) that follow each other along a prompt, from its end: uses fall along
+    it.
+    """
     pairs = [(int(classes[uses]), int(classes[2 * uses])) for uses in (1, 2, 4, 8) for classes in CLASSES]
     return list(dict.fromkeys(pairs))
 
@@ -119,23 +123,23 @@ CHAIN = _chain()
 class HitDensity:
     """Watches a sample of keys and estimates, for each class and age, the hits that keeping such a key is worth.
 
-    A watched slot holds the class and time of its key's last use. The key's return is a hit at some age; being
-    overwritten by another key, and waiting still, say only that it did not return until now. These give the share of
-    keys that return at each age (a life table, with the keys lost from sight counted as far as they were seen), and
-    that gives the density: the best ratio, over all times one might keep the key for, of the chance of a hit within
-    that time to the slot time spent until then. Old observations fade: after as many uses of watched keys as the
-    window has slots they count half.
+    A watched slot holds the class and time of its key's last use. The key's return is a hit at some age; a key that is
+    overwritten by another key, or still waits, shows only that it has not returned yet. These give the share of keys
+    that return at each age (a life table, with lost keys counted up to their last sighting), and that gives the
+    density: the best ratio, over all times for which the key might be kept, of the chance of a hit within that time to
+    the slot time spent until then. Old observations fade: their weight halves after as many uses of watched keys as the
+    window has slots.
 
-    A key is out of reach without those before it in its prompt. Every use of it uses them, too: they were used as often
-    or more, and as lately or later. So some keys are known to be worth no less than others, whatever few observations
-    seem to say: at each age a class no less than one behind it in prompts (`chain`: pairs, behind and before), and in
-    a class the younger key. Without this, chance observations have keys evicted in the midst of prompts.
+    A key is out of reach without the keys before it in its prompt. Every use of it uses them, too: they were used as
+    often or more, and as recently or later. So some keys are known to be worth no less than others, whatever few
+    observations suggest: at each age a class is worth no less than one behind it in prompts (`chain`: pairs, behind and
+    before), and in a class the younger key. Without this, chance observations evict keys in the middle of prompts.
     """
 
     def __init__(self, num_classes: int, chain: Sequence[tuple[int, int]] = ()) -> None:
         self._chain = chain
         # By whether the key came back (1) or was lost from sight (0), by class + 1, and by the bucket of its age then.
-        # What is counted for class + 1 = 0, the slots where no key was watched, means nothing.
+        # The counts for class + 1 = 0, the slots without a watched key, are meaningless.
         self._ends = np.zeros((2, num_classes + 1, NUM_BUCKETS))
         self._events = 0
         self._events_faded = 0
@@ -145,14 +149,14 @@ class HitDensity:
         self._density: list[list[float]] = self._table.tolist()  # the same: looked up one by one, lists are faster
 
     def forget_window(self) -> None:
-        """Stop watching the keys of now; what was learned stays."""
+        """Stops watching the present keys; the learned densities stay."""
         self._code = np.zeros(WINDOW_SLOTS, np.uint8)  # class + 1; 0 = nothing watched
         self._stamp = np.zeros(WINDOW_SLOTS, np.uint32)
 
     def record(self, slots: U32Array, known: BoolArray, classes: U8Array, now: int | U32Array) -> None:
-        """Keys were used at `now` (all, or each), and are of these classes from now on.
+        """Records that keys were used at `now` (all, or each), and are of these classes from now on.
 
-        Slots beyond the window are not watched. `known`: the slot is the key's own from an earlier use.
+        Slots beyond the window are not watched. `known`: the slot belongs to the key from an earlier use.
         """
         watched = np.flatnonzero(slots < WINDOW_SLOTS)
         if len(watched) < len(slots):
@@ -175,13 +179,13 @@ class HitDensity:
         self._events_faded = self._events
 
     def density(self, key_class: int, age: int) -> float:
-        """Hits per unit of time that a slot earns with such a key; comparable between classes and ages."""
+        """Returns the hits per unit of time that a slot earns with such a key; comparable between classes and ages."""
         place = 2 * math.log2(max(age, 1))
         edge, of_class = int(place), self._density[key_class]
         return of_class[edge] + (place - edge) * (of_class[edge + 1] - of_class[edge])
 
     def densities(self, classes: int | I64Array, ages: U32Array) -> F64Array:
-        """`density` of each of these keys, which are of one class, or each of its own."""
+        """Returns the `density` of each of these keys, which share one class or have one each."""
         places = 2 * np.log2(np.maximum(ages, 1))
         edges = places.astype(np.int64)
         found: F64Array = self._table[classes, edges]
@@ -189,8 +193,8 @@ class HitDensity:
         return found
 
     def refresh(self, now: int) -> None:
-        """Work the densities out anew; takes a millisecond or two, whatever the capacity. Worth its time if `is_stale`:
-        much was observed since the last time.
+        """Computes the densities anew; takes a millisecond or two, whatever the capacity. Worthwhile if `is_stale`:
+        many observations have come since the last time.
         """
         self._fade()
         self.is_stale = False
@@ -202,7 +206,7 @@ class HitDensity:
         self._density = self._table.tolist()
 
     def _cells(self, slots: U32Array | slice, now: int | U32Array) -> I64Array:
-        """Class + 1 and age of what is watched in these slots, as an index into one half of `_ends`."""
+        """Returns class + 1 and age of the keys watched in these slots, as an index into one half of `_ends`."""
         ages = np.maximum(np.uint32(now) - self._stamp[slots], 1).astype(np.float64)
         ages *= ages
         # The exponent of the square, as in `bucket`: exact, where a logarithm may round across an edge.
@@ -212,16 +216,16 @@ class HitDensity:
 
 @functools.cache
 def _unlearned(num_classes: int, chain: tuple[tuple[int, int], ...]) -> F64Array:
-    """The densities of one that has seen nothing. A registration may make very many of these."""
+    """Returns the densities without observations. A registration may make very many policies."""
     nothing = np.zeros((num_classes, NUM_BUCKETS))
     return densities(_in_order(*_returns(nothing, nothing), chain))
 
 
 def _returns(hits: F64Array, unreturned: F64Array) -> tuple[F64Array, F64Array]:
-    """How many keys return in each bucket of age, and how many reach it; by class. All classes together are worth some
-    observations more in each, which class by class are believed to show more returns or fewer.
+    """Returns how many keys return in each bucket of age, and how many reach it; by class. All classes together add
+    some observations to each class, scaled by the beliefs about its returns.
 
-    `unreturned`: keys that were seen up to this age, and had not come back.
+    `unreturned`: keys that were seen up to this age, without a return.
     """
     ended = hits + unreturned
     older = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
@@ -233,10 +237,10 @@ def _returns(hits: F64Array, unreturned: F64Array) -> tuple[F64Array, F64Array]:
 
 
 def _trusted_beliefs(returned: F64Array, expected: F64Array) -> F64Array:
-    """`BELIEFS`, as far as what was seen bears them out. `expected`: the returns of each class if all were alike.
+    """Returns `BELIEFS`, as far as observations confirm them. `expected`: the returns of each class if all were alike.
 
-    In a working set that moves, keys that were used often are the next to die. Beliefs in them would keep them, since
-    nothing is seen of ages at which keys are gone.
+    In a working set that moves, keys used often are the next to die. Beliefs in them would keep them, since ages at
+    which keys are gone have no observations.
     """
     once, more = (
         (returned[classes].sum() + TRUST_WEIGHT * before) / (expected[classes].sum() + TRUST_WEIGHT)
@@ -248,27 +252,28 @@ def _trusted_beliefs(returned: F64Array, expected: F64Array) -> F64Array:
 
 
 def _in_order(hits: F64Array, at_risk: F64Array, chain: Sequence[tuple[int, int]]) -> F64Array:
-    """The share of keys which return, no less in a class than in those behind it.
+    """Returns the share of keys that return, no less in a class than in those behind it.
 
-    Two classes that are in the wrong order get the share of both together, as in isotonic regression.
+    Two classes in the wrong order get the share of both together, as in isotonic regression.
     """
     share = hits / at_risk
     for behind, before in chain:
         together = (hits[behind] + hits[before]) / (at_risk[behind] + at_risk[before])
         wrong = share[behind] > share[before]
         share[behind, wrong] = share[before, wrong] = together[wrong]
-    for behind, before in chain:  # what one pair has lowered may be wrong for another
+    for behind, before in chain:  # lowering one pair may break another
         np.maximum(share[before], share[behind], out=share[before])
     return np.asarray(share)
 
 
 def densities(returns: F64Array) -> F64Array:
-    """Hits for each slot and time, by class and the begins of buckets, and the end of the last one: none less than at a
-    greater age.
+    """Returns the hits for each slot and time, by class and the begins of buckets, and the end of the last one: none
+    less than at a greater age.
     """
     density = np.empty_like(returns)
-    for number, shares in enumerate(returns):  # one class at a time: what it takes fits into the processor's caches
-        # Of those left at one edge, the share left at another: by logarithms, since tiny shares have lost their digits.
+    for number, shares in enumerate(returns):  # one class at a time fits into the processor's caches
+        # The share of keys left at one edge that is left at another: by logarithms, since tiny shares have lost their
+        # digits.
         logs = np.concatenate((np.zeros(1), np.cumsum(np.log1p(-shares))))
         left = np.exp(np.minimum(logs - logs[:-1, None], 0.0))
         spent = np.cumsum((left[:, :-1] + left[:, 1:]) * _HALF_WIDTHS, axis=1)
@@ -280,11 +285,11 @@ def densities(returns: F64Array) -> F64Array:
 class HitDensityPolicy:
     """A `Policy` with one LRU queue per class of key. The next victim is the least valuable of the queues' oldest.
 
-    The class of a key tells how often it was used, and in which turn of its conversation, as far as the prompt shows:
-    use counts fall in steps along it, one step a turn. What a class is worth at which age is learned (`HitDensity`).
-    That takes too long where a batch comes by in a row whose keys return much later or never (a sweep). What keys used
-    once are worth therefore falls as soon as few keys are used that were used before (`Returning`).
-    A key that was not used for 2**32 ticks of the clock looks young again.
+    The class of a key combines its use count and its turn in the conversation, as far as the prompt shows: use counts
+    fall in steps along it, one step a turn. The worth of a class at each age is learned (`HitDensity`). That is too
+    slow for a sweep: a batch in a row whose keys return much later or never. Therefore the worth of keys used once
+    falls as soon as few of the used keys were used before (`Returning`). A key that was not used for 2**32 ticks of the
+    clock looks young again.
     """
 
     def __init__(self, capacity_rows: int, max_rows: int, clock: Clock | None = None) -> None:
@@ -296,8 +301,8 @@ class HitDensityPolicy:
         self._returning = Returning(capacity_rows)
         self._learned = HitDensity(NUM_CLASSES, CHAIN)
         self._clock = clock or Clock()
-        # By the position behind its last key: turns and uses that the last prompt to end there had come to. A request's
-        # new keys arrive in calls of their own, and go on from where its known keys or its earlier chunks ended.
+        # By the position behind its last key: turns and uses of the last prompt that ended there. A request's new keys
+        # arrive in separate calls, and continue where its known keys or its earlier chunks ended.
         self._reach = [(0, 0)] * REACH_SLOTS
 
     def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
@@ -316,10 +321,10 @@ class HitDensityPolicy:
         self._enqueue(rows, classes, begins, self._queues.move)
 
     def keep(self, rows: U32Array, *, soon: bool) -> None:
-        """See `Policy`. What clients say makes classes of their own, so that it counts for as much as it has turned out
+        """See `Policy`. Clients' expectations make separate classes, so that they count for as much as they have proved
         to be worth.
 
-        A key that was used more often than its prompt has turns belongs to other prompts, too: it is not done with.
+        A key that was used more often than its prompt has turns also belongs to other prompts: it is not done.
         """
         if not soon and len(rows):
             uses = self._uses[rows]
@@ -370,8 +375,8 @@ class HitDensityPolicy:
         return self._queues.num_aside
 
     def resize(self, capacity_rows: int) -> None:
-        """See `Policy`. Its memory only grows, which forgets the use counts of keys not held: where others take slabs
-        over, what was learned is needed to get them back.
+        """See `Policy`. The memory of use counts only grows, and growing forgets those of keys that are not held: when
+        others take slabs over, the learned densities are needed to get them back.
         """
         self._returning.resize(capacity_rows)
         if slots_for(GHOSTS_PER_ROW * capacity_rows) > self._counts.num_slots:
@@ -389,9 +394,9 @@ class HitDensityPolicy:
         positions: U32Array,
         begins: I64Array | None,
     ) -> U8Array:
-        """Count one more use of each key, and learn from it. Returns their classes, which fall along the prompt.
+        """Counts one more use of each key, and learns from it. Returns their classes, which fall along the prompt.
 
-        `uses`: the counts so far; None: as remembered.
+        `uses`: the previous counts; None: as remembered.
         """
         slots, known, uses = self._counts.count(tags, uses, begins)
         now: int | U32Array
@@ -411,12 +416,12 @@ class HitDensityPolicy:
         return classes
 
     def _turns(self, uses: U8Array, positions: U32Array) -> int:
-        """Steps of the use counts from the prompt's begin to its last key here, 1..TURNS_MAX."""
+        """Returns the steps of the use counts from the prompt's begin to its last key here, 1..TURNS_MAX."""
         steps = int(np.count_nonzero(uses[1:] != uses[:-1]))
         return self._turns_by(steps, int(uses[0]), int(uses[-1]), int(positions[0]), int(positions[-1]))
 
     def _turns_of_each(self, uses: U8Array, positions: U32Array, begins: I64Array) -> I64Array:
-        """The same of several prompts."""
+        """Returns the same for several prompts."""
         ends = begins + lengths(begins, len(uses)) - 1
         steps = np.add.reduceat(changes(uses, begins), begins, dtype=np.int64)
         told = (steps, uses[begins], uses[ends], positions[begins], positions[ends])
@@ -433,7 +438,7 @@ class HitDensityPolicy:
     def _enqueue(
         self, rows: U32Array, classes: U8Array, begins: I64Array | None, put: Callable[[int, U32Array], None]
     ) -> None:
-        """Put the rows behind all others of the queues of their classes, last key first."""
+        """Puts the rows behind all others of the queues of their classes, last key first."""
         if begins is not None:
             new = changes(classes, begins)
             new[begins] = True
@@ -448,7 +453,7 @@ class HitDensityPolicy:
             start = end
 
     def _refresh(self) -> None:
-        # Only where it is asked: what is only used needs no densities.
+        # Refreshes only where densities are read: a policy that only records uses needs none.
         if self._learned.is_stale and self._clock.take_turn():
             self._learned.refresh(self._clock.now)
 
@@ -461,7 +466,9 @@ class HitDensityPolicy:
         return density * self._factor(queue)
 
     def _up_to(self, limit: float, queue: int, rows: U32Array) -> U32Array:
-        """The rows of a queue that are not worth more, and one at least: it is in order of age, so they come first."""
+        """Returns a queue's rows worth no more than the limit, at least one: the queue is in order of age, so they come
+        first.
+        """
         if self._worth_in(queue, int(rows[-1])) <= limit:
             return rows
         more = self._learned.densities(queue, self._clock.ages(self._stamp[rows])) * self._factor(queue) > limit
@@ -473,7 +480,7 @@ class HitDensityPolicy:
 
 
 class Front:
-    """How far one call of `victims` has come in one queue. Reads the queue no further than it is asked to."""
+    """The progress of one call of `victims` in one queue. Reads no more of the queue than necessary."""
 
     def __init__(self, queues: RowQueues, queue: int, block: Callable[[], int]) -> None:
         self.queue = queue
@@ -482,17 +489,17 @@ class Front:
         self._rows: U32Array | None = None
 
     def first(self) -> int:
-        """The oldest row not yet passed, or NOWHERE."""
+        """Returns the oldest row not yet passed, or NOWHERE."""
         return self._first
 
     def rows(self) -> U32Array:
-        """Some of the rows not yet passed, oldest first; at least one, unless `first` says that there is none."""
+        """Returns some of the rows not yet passed, oldest first; at least one, unless `first` returns NOWHERE."""
         if self._rows is None:
             self._rows = next(self._blocks)
         return self._rows
 
     def skip(self, count: int) -> None:
-        """Pass this many of `rows`."""
+        """Passes this number of `rows`."""
         rows = self.rows()[count:]
         self._rows = rows if len(rows) else next(self._blocks, None)
         self._first = NOWHERE if self._rows is None else int(self._rows[0])

@@ -21,7 +21,7 @@ class Lru:
     """
 
     def __init__(self, capacity_rows: int, max_rows: int, clock: Clock | None = None) -> None:
-        """`capacity_rows` is of no use to this policy."""
+        """This policy ignores `capacity_rows`."""
         self._queues = RowQueues(3, max_rows)
         self._clock = clock or Clock()
         self._stamp = np.zeros(max_rows, np.uint32)

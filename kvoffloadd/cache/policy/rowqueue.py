@@ -17,19 +17,19 @@ MERGE_TRIES = 8
 class RowQueues:
     """`num_queues` queues, oldest row first; a row is in one of them, aside, or in none.
 
-    A row's place is an index into the pool, and a pool entry counts only while its row says that it is there. So
-    taking a row out touches its own columns alone, wherever it lies, and leaves a stale entry behind. A chunk goes back
-    to the pool when its last row leaves it. While more than half of all entries are stale, every chunk that is taken
-    pays for a few tries to merge neighbours, so no call ever sweeps the pool.
+    A row's place is an index into the pool, and a pool entry counts only while its row refers to it. So removing a row
+    touches only its columns, wherever it lies, and leaves a stale entry behind. A chunk returns to the pool when its
+    last row leaves it. While more than half of all entries are stale, every chunk that is taken pays for a few tries to
+    merge neighbours, so no call ever sweeps the pool.
 
-    A row that is aside is in no queue, but belongs to one: `readmit` puts it at that one's end.
+    A row that is aside is in no queue, but belongs to one: `readmit` puts it at the end of that queue.
 
     Memory: 5 bytes per row below the highest one used, and 4 bytes per entry of the chunks in use.
     """
 
     def __init__(self, num_queues: int, max_rows: int, chunk_rows: int = 1024) -> None:
-        """`num_queues` is below 255; `chunk_rows`: entries per chunk, a power of two. Nothing of the pool is committed
-        before it is used.
+        """`num_queues` is below 255; `chunk_rows`: entries per chunk, a power of two. The pool's memory is committed as
+        it is used.
         """
         self._aside = num_queues  # the last queue, for rows aside
         num_queues += 1
@@ -59,7 +59,7 @@ class RowQueues:
         return sum(self._sizes)
 
     def size(self, queue: int) -> int:
-        """Rows in this queue, without those aside."""
+        """Returns the number of rows in this queue, without those aside."""
         return self._sizes[queue]
 
     @property
@@ -73,7 +73,7 @@ class RowQueues:
         return self._fresh - len(self._free)
 
     def queues_of(self, rows: U32Array) -> I64Array:
-        """The queue that each row is in, or belongs to if it is aside."""
+        """Returns the queue that each row is in, or belongs to if it is aside."""
         chunks, which = np.unique((self._place[rows] - np.uint32(1)) >> np.uint32(self._shift), return_inverse=True)
         queues = np.array([self._queue_of[chunk] for chunk in chunks.tolist()], np.int64)[which]
         aside = queues == self._aside
@@ -82,7 +82,7 @@ class RowQueues:
         return queues
 
     def append(self, queue: int, rows: U32Array) -> None:
-        """Put distinct rows that are in no queue behind all others, `rows[0]` first."""
+        """Puts distinct rows that are in no queue behind all others, `rows[0]` first."""
         self._sizes[queue] += len(rows)
         at = 0
         while at < len(rows):
@@ -96,7 +96,7 @@ class RowQueues:
             at += count
 
     def discard(self, rows: U32Array) -> None:
-        """Take distinct rows out of where they are; each must be in a queue or aside."""
+        """Removes distinct rows from their places; each must be in a queue or aside."""
         if not len(rows):
             return
         if self.num_aside:
@@ -110,19 +110,17 @@ class RowQueues:
             self._leave(chunk, count)
 
     def move(self, queue: int, rows: U32Array) -> None:
-        """Put distinct rows that are in some queue or aside behind all others of this one, `rows[0]` first."""
+        """Puts distinct rows that are in some queue or aside behind all others of this one, `rows[0]` first."""
         self.discard(rows)
         self.append(queue, rows)
 
     def set_aside(self, queue: int, rows: U32Array) -> None:
-        """Take distinct rows that are in some queue or aside out of every scan's way; they belong to this queue."""
+        """Puts distinct rows that are in some queue or aside out of every scan's way; they belong to this queue."""
         self.move(self._aside, rows)
         self._home[rows] = queue + 1
 
     def readmit(self, rows: U32Array) -> U32Array:
-        """Put those of the distinct rows that are aside behind all others of their queues, the first one first. Returns
-        them.
-        """
+        """Puts the distinct rows that are aside behind all others of their queues, first one first. Returns them."""
         if not self.num_aside:
             return rows[:0]
         homes = self._home[rows]
@@ -132,7 +130,7 @@ class RowQueues:
         return rows
 
     def head(self, queue: int) -> int:
-        """The oldest row, or NOWHERE if the queue is empty."""
+        """Returns the oldest row, or NOWHERE if the queue is empty."""
         if not self._sizes[queue]:
             return NOWHERE
         chunk = self._first[queue]
@@ -146,7 +144,7 @@ class RowQueues:
         return row
 
     def scan(self, queue: int, block: Callable[[], int]) -> Iterator[U32Array]:
-        """The rows, oldest first, at most `block()` at a time. Nothing may be changed until the scan is over."""
+        """Yields the rows, oldest first, at most `block()` at a time. Nothing may be changed until the scan is over."""
         chunk = self._first[queue]
         while chunk != NOWHERE:
             base = chunk << self._shift
@@ -204,7 +202,7 @@ class RowQueues:
         return bool(self._free) or self._fresh < self._num_chunks
 
     def _free_chunk(self, chunk: int) -> None:
-        """Unlink a chunk without live entries and give it back."""
+        """Unlinks a chunk without live entries and gives it back."""
         queue, before, after = self._queue_of[chunk], self._previous[chunk], self._next[chunk]
         if before == NOWHERE:
             self._first[queue] = after
@@ -219,7 +217,7 @@ class RowQueues:
         self._free.append(chunk)
 
     def _merge_next(self) -> None:
-        """Look at one chunk and its younger neighbour: if one chunk can hold the live rows of both, let it."""
+        """Examines one chunk and its younger neighbour, and merges them if one chunk can hold the live rows of both."""
         if self._sweep == NOWHERE:
             self._sweep_queue = (self._sweep_queue + 1) % len(self._first)
             self._sweep = self._first[self._sweep_queue]

@@ -21,7 +21,7 @@ PROMOTION_FREQUENCY = 2
 """Uses since its insertion that take a key from the small to the main queue."""
 
 CHANCES_MIN = 4096
-"""A call of `victims` gives at most this many second chances, or 16 per victim wanted; then it takes what comes."""
+"""The limit of second chances in one call of `victims`, or 16 per victim wanted; then it takes the next rows."""
 
 
 ONE = np.zeros(1, np.int64)
@@ -30,8 +30,8 @@ ONE = np.zeros(1, np.int64)
 class S3Fifo:
     """A `Policy` with the queues of Yang et al., SOSP 2023. A request's keys enter last key first.
 
-    Keys on their way out wait in a queue of their own, since the caller may change its mind; those that were used
-    meanwhile go to the main queue.
+    Keys about to be evicted wait in a separate queue, since the caller may drop its plan; keys used meanwhile go to the
+    main queue.
     """
 
     def __init__(self, capacity_rows: int, max_rows: int, clock: Clock | None = None) -> None:
@@ -47,8 +47,8 @@ class S3Fifo:
     def insert(self, rows: U32Array, hashes: U64Array, positions: U32Array, begins: I64Array | None = None) -> None:
         tags = hashes.astype(np.uint32)
         ghosts = self._ghosts.contains(tags)
-        # A key was used whenever one that follows it was. This mends what the ghost list lost: a gap would be evicted
-        # first, and takes all that follows it out of reach.
+        # A key is used whenever one that follows it is. This repairs losses of the ghost list: a key that looks unused
+        # would be evicted first, and all keys behind it would be out of reach.
         begins = ONE if begins is None else begins
         ghosts = highest_from_here(ghosts.view(np.uint8), begins) > 0
         self._tag[rows] = tags
@@ -65,10 +65,10 @@ class S3Fifo:
         self._use(rows)
 
     def keep(self, rows: U32Array, *, soon: bool) -> None:
-        """See `Policy`. Ignored."""
+        """See `Policy`. This policy ignores the hint."""
 
     def lose(self, rows: U32Array) -> None:
-        """See `Policy`. Those that are used meanwhile go to the main queue."""
+        """See `Policy`. Keys that are used meanwhile go to the main queue."""
         self._frequency[rows] = 0
         self._from_small[rows] = True
         self._stamp[rows] = self._clock.long_ago
@@ -92,11 +92,11 @@ class S3Fifo:
         return chosen
 
     def worth(self, rows: U32Array) -> F64Array:
-        """See `Policy`. Less for all keys that never came to the main queue than for others."""
+        """See `Policy`. All keys that never came to the main queue are worth less than others."""
         return ~self._from_small[rows] + 1 / (1.0 + self._clock.ages(self._stamp[rows]))
 
     def readmit(self, rows: U32Array) -> None:
-        """See `Policy`. They go to the end of the queue that they were in."""
+        """See `Policy`. The rows go to the end of their previous queue."""
         self._stamp[self._queues.readmit(rows[::-1])] = self._clock.now
 
     @property
@@ -127,7 +127,7 @@ class S3Fifo:
         return MAIN if size(MAIN) else None
 
     def _choose(self, queue: int, rows: U32Array, selection: Selection) -> None:
-        """Move the rows of one block on, as far as they are looked at: to the main queue, or out of the way."""
+        """Moves the examined rows of one block: to the main queue, or out of the way."""
         least = PROMOTION_FREQUENCY if queue == SMALL else 1
         stays = self._frequency[rows] >= least
         if self._chances <= 0:
@@ -144,7 +144,7 @@ class S3Fifo:
 
 
 class GhostList:
-    """Tags of the last `length` keys that were added, as far as none took another's slot: 8 bytes per slot."""
+    """Tags of the last `length` added keys, except those replaced in their slots: 8 bytes per slot."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -155,14 +155,14 @@ class GhostList:
         self._added = 0
 
     def add(self, tags: U32Array) -> None:
-        """Add keys."""
+        """Adds keys."""
         slots = tags & self._mask
         self._tags[slots] = tags
         self._order[slots] = np.arange(self._added + 1, self._added + 1 + len(tags)).astype(np.uint32)
         self._added += len(tags)
 
     def contains(self, tags: U32Array) -> BoolArray:
-        """Which of the keys are among the last `length`."""
+        """Returns which of the keys are among the last `length`."""
         slots = tags & self._mask
         order = self._order[slots]
         age = np.uint32(self._added & 0xFFFFFFFF) - order

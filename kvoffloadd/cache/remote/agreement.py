@@ -1,7 +1,7 @@
-"""Agreement with the store, and so with other hosts, on the era of one namespace. See `eras`. Event loop only.
+"""Agrees with the store, and so with other hosts, on the era of one namespace. See `eras`. Event loop only.
 
 Each call works on one `NamespaceEra`, whose lock the caller holds, and has a deadline. It raises RemoteStoreError if
-the store does not answer, an object can't be read, or others come between; the next look goes on.
+the store does not answer, an object can't be read, or other hosts interfere; the next look continues.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from kvoffloadd.storage.remote.values import NotRead
 log = logging.getLogger(__name__)
 
 VALUE_S: Final = 2.0
-"""How long one small object may take."""
+"""The time limit for one small object."""
 
 SWEEP_S: Final = 4.0
-"""How long one look removes markers of eras that nobody knows any more; the next one goes on from there."""
+"""The time that one look spends on removing markers of unknown eras; the next look continues from there."""
 
 TRIES: Final = 8
-"""How often others may come between, before it is left to the next time."""
+"""The number of interferences by other hosts after which a look gives up until the next one."""
 
 LINKS_KEPT: Final = 4
-"""Successors of so many eras that are over are kept: a host may be on the way."""
+"""The number of ended eras that keep their successors: a host may still follow them."""
 
 LINKS_MAX: Final = 64
-"""Successors that one look follows. Then the pointer is written anew, and the next look goes on from there."""
+"""The number of successors that one look follows. Then it rewrites the pointer, and the next look continues there."""
 
 UNSURE_POLLS: Final = 3
-"""A host that has found no pointer, nor the marker of the era that it knows, waits for so many polls before it believes
-what it has: the store may have lost a clear that other hosts know, and write again in their next round.
+"""A host that finds neither the pointer nor the marker of its known era waits for this number of polls before it trusts
+its own state: the store may have lost a clear that other hosts know and record again in their next round.
 """
 
 GAP_S: Final = 0.05
-"""Where there is no pointer, it is looked for again after so long."""
+"""The delay before a second look for an absent pointer."""
 
 KEPT_S: Final = 31 * 24 * 3600.0
-"""How long the store keeps small objects that nobody renews. Longer than `UNCONFIRMED_MAX_S`: who has not looked for
-so long believes nothing that it has.
+"""The time for which the store keeps small objects without renewal. It exceeds `UNCONFIRMED_MAX_S`: a host that has not
+looked for that long trusts none of its data.
 """
 
 
@@ -58,7 +58,7 @@ class AheadError(RemoteStoreError):
 
 
 class EraAgreement:
-    """`clear_here`: see `Eras`. `on_taken(known)` is called when an era was taken that was not known before."""
+    """`clear_here`: see `Eras`. `on_taken(known)` is called when a previously unknown era is taken."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class EraAgreement:
         clear_here: Callable[[bytes, int | None], Awaitable[None]],
         on_taken: Callable[[NamespaceEra], None],
     ) -> None:
-        self.made = 0  # eras made here
+        self.made = 0  # the number of eras that this host has made
         self.cleared_elsewhere = 0
         self._store = store
         self._epochs = epochs
@@ -80,7 +80,7 @@ class EraAgreement:
         self._on_taken = on_taken
 
     async def settle(self, known: NamespaceEra) -> None:
-        """Agree with the store on the era. A clear may begin here meanwhile: then this goes on to the era after it."""
+        """Agrees with the store on the era. If a clear begins here meanwhile, this continues to the era after it."""
         for _ in range(TRIES):
             path = await self._path(known)
             if path and await self._agree(known, path):
@@ -91,17 +91,17 @@ class EraAgreement:
         raise RemoteStoreError("other hosts keep changing the era of a namespace")
 
     async def clear(self, known: NamespaceEra) -> None:
-        """End the era that the store has, since this host has cleared."""
+        """Ends the era that the store has, since this host has cleared."""
         await self.remove_markers(known, known.over)
         await self.settle(known)
 
     async def remove_markers(self, known: NamespaceEra, eras: Collection[Era]) -> None:
-        """No key of these eras counts any more."""
+        """Removes the eras' markers, so that none of their keys counts any more."""
         if eras:
             await self._store.remove([marker_of(known, era) for era in eras], until())
 
     async def renew(self, known: NamespaceEra) -> None:
-        """Have the store keep the small objects of the era that counts."""
+        """Makes the store keep the small objects of the current era."""
         if known.era is not None:
             names = [pointer_name(known.fingerprint), marker_of(known, known.era)]
             await self._store.renew(names, KEPT_S, until())
@@ -109,11 +109,11 @@ class EraAgreement:
     # --- the path ---
 
     async def _path(self, known: NamespaceEra) -> list[Era]:
-        """The eras from the pointer to the last one. Empty: look again."""
+        """Returns the eras from the pointer to the last one. Empty: look again."""
         name, first = known.fingerprint, await self._first(known)
         if first is not None:
             return await self._follow(known, first)
-        if known.unmade:  # the pointer that is gone may have led to an era that others are in
+        if known.unmade:  # the lost pointer may have led to an era that other hosts use
             await self._sweep_markers(known)
         if known.era is None or await self._value(marker_of(known, known.era)) is None:
             known.unsure_until_s = self._clock.now_s + self._unsure_s
@@ -124,9 +124,9 @@ class EraAgreement:
         return []
 
     async def _sweep_markers(self, known: NamespaceEra) -> None:
-        """Remove the markers of all eras of the namespace. A store with very many objects takes several looks."""
+        """Removes the markers of all eras of the namespace. A store with very many objects takes several looks."""
         starts, after = known.swept
-        if starts != self._store.starts:  # another connection: the store may have been started anew, too
+        if starts != self._store.starts:  # a new connection: the store may have restarted, too
             after = ""
         _, after = await self._store.sweep(markers_prefix(known.fingerprint), until(SWEEP_S), after)
         known.swept = self._store.starts, after
@@ -134,9 +134,9 @@ class EraAgreement:
             raise RemoteStoreError("the markers of a namespace's eras are not all removed yet")
 
     async def _first(self, known: NamespaceEra) -> Era | None:
-        """The era that the pointer names."""
+        """Returns the era that the pointer names."""
         first = await self._read(known, pointer_name(known.fingerprint))
-        if first is None and known.era is None:  # an engine may write it anew by removing it first
+        if first is None and known.era is None:  # an engine may rewrite the pointer by removing it first
             await asyncio.sleep(GAP_S)
             first = await self._read(known, pointer_name(known.fingerprint))
         return first
@@ -161,7 +161,7 @@ class EraAgreement:
     # --- agreeing ---
 
     async def _agree(self, known: NamespaceEra, path: list[Era]) -> bool:
-        """Whether the last era can be taken; if not, do what has to be done about it."""
+        """Returns whether the last era can be taken; if not, does what is necessary."""
         name, last = known.fingerprint, path[-1]
         if known.era is not None and last != known.era:
             mine = (await self._follow(known, known.era))[-1]
@@ -172,7 +172,8 @@ class EraAgreement:
         if known.made is not None and known.made.generation == epoch and known.made in path:
             known.unmade = False
         if known.unmade and last.generation >= epoch:
-            # A host whose clock is ahead has cleared, and we did not know: our clear must have a later number.
+            # This host's clear needs a later number than the clear of a host whose clock is ahead, which was unknown
+            # here.
             known.forget(last, self._again_s)
             await self.remove_markers(known, path)
             self._epochs.last = max(self._epochs.last, last.generation)
@@ -196,7 +197,7 @@ class EraAgreement:
         return False
 
     async def _replace(self, known: NamespaceEra, last: Era, epoch: int) -> None:
-        """End the last era, with a new one of this generation."""
+        """Ends the last era with a new one of this generation."""
         if epoch == last.generation and last.is_last:
             await self._clear_here(known.fingerprint, None)
             return
@@ -205,7 +206,7 @@ class EraAgreement:
             await self._store.remove([marker_of(known, made)], until())
 
     async def _end(self, known: NamespaceEra, era: Era, after: Era) -> Era | None:
-        """End an era. Returns its successor, which is another one if another host was faster."""
+        """Ends an era. Returns its successor, which another host may have made first."""
         await self._write(known, successor_of(known, era), after)
         found = await self._read(known, successor_of(known, era))
         if found is not None:
@@ -213,8 +214,8 @@ class EraAgreement:
         return found
 
     async def _move_pointer(self, known: NamespaceEra, path: list[Era]) -> None:
-        """Have the pointer name the last era, so that pointer and successor both lead there: either may be lost.
-        Forget eras that are long over. Who ended one may have gone before it had removed the marker.
+        """Makes the pointer name the last era, so that pointer and successor both lead there: the store may lose
+        either. Forgets eras that ended long ago. The host that ended one may have stopped before it removed the marker.
         """
         await self.remove_markers(known, path[:-1])
         value = encode_era(known.fingerprint, path[-1])
@@ -225,7 +226,7 @@ class EraAgreement:
         known.passed = passed[-LINKS_KEPT:]
 
     async def _make(self, known: NamespaceEra, era: Era) -> Era:
-        """A new era, with its marker; `era`: what it begins with."""
+        """Makes a new era with its marker. The era's id begins with `era`."""
         made = new_era(era)
         value = encode_era(known.fingerprint, made)
         await self._store.write_value(marker_of(known, made), value, until(), if_absent=True, kept_s=KEPT_S)
@@ -236,14 +237,14 @@ class EraAgreement:
     # --- small objects ---
 
     async def _value(self, name: str) -> bytes | NotRead | None:
-        """A small object; `NotRead`: it is too large to be one of ours."""
+        """Returns a small object; `NotRead`: it is too large to be valid."""
         (value,) = await self._store.read_values([name], until())
         if isinstance(value, NotRead) and value.code != Code.SIZE:
             raise RemoteStoreError(f"a small object can't be read ({value})")
         return value
 
     async def _read(self, known: NamespaceEra, name: str) -> Era | None:
-        """The era that a small object names. One that is damaged is removed."""
+        """Returns the era that a small object names. Removes a damaged object."""
         value = await self._value(name)
         if value is None:
             return None
@@ -254,21 +255,21 @@ class EraAgreement:
         return era
 
     async def _write(self, known: NamespaceEra, name: str, era: Era) -> None:
-        """Have a small object name an era, unless it is there."""
+        """Makes a small object name an era, unless the object exists."""
         value = encode_era(known.fingerprint, era)
         await self._store.write_value(name, value, until(), if_absent=True, kept_s=KEPT_S)
 
 
 def until(seconds: float = VALUE_S) -> float:
-    """The deadline of a call that begins now."""
+    """Returns the deadline of a call that begins now."""
     return time.monotonic() + seconds
 
 
 def successor_of(known: NamespaceEra, era: Era) -> str:
-    """The name of the object that names the era after this one."""
+    """Returns the name of the object that names the era after this one."""
     return successor_name(known.fingerprint, era.generation, era.id)
 
 
 def marker_of(known: NamespaceEra, era: Era) -> str:
-    """The name of the object without which no key of the era counts."""
+    """Returns the name of the object without which no key of the era counts."""
     return marker_name(known.fingerprint, era.generation, era.id)

@@ -1,7 +1,7 @@
 """Eras, and the small objects that name them. Pure.
 
-Whoever can write to the store can write these objects. So an era is read only if there is room behind it: the writer
-and the reader of each number have the same bound, and what is made from a number that was read can be read again.
+Every client with write access to the store can write these objects. So an era is read only if later numbers exist: the
+writer and the reader of each number have the same bound, and a number derived from a valid one is valid again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAGIC: Final = b"KVOERA1\n"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Era:
-    """See `eras`. `generation`: the namespace's epoch. `id`: four bytes that count eras of the generation, big-endian,
-    then random ones.
+    """An era; see `eras`. `generation`: the namespace's epoch. `id`: a big-endian four-byte count of eras of the
+    generation, then random bytes.
     """
 
     generation: int
@@ -35,7 +35,7 @@ class Era:
 
     @property
     def count(self) -> int:
-        """Which era of its generation it is."""
+        """The era's number in its generation."""
         return int.from_bytes(self.id[:_COUNT_BYTES])
 
     @property
@@ -44,18 +44,22 @@ class Era:
         return self.count >= COUNT_MAX
 
     def after(self, epoch: int) -> Era:
-        """What a later era of this generation, or of a later one, begins with; of this one unless it `is_last`."""
+        """Returns the begin of the id of a later era of this generation, or of a later generation if this era
+        `is_last`.
+        """
         count = 0 if epoch > self.generation else self.count + 1
         return Era(epoch, count.to_bytes(_COUNT_BYTES))
 
 
 def new_era(begins: Era) -> Era:
-    """An era that nobody else makes: of what its id begins with the count stays, and the rest is random."""
+    """Returns a unique era: keeps the count of the given id and makes the rest random."""
     return Era(begins.generation, begins.id[:_COUNT_BYTES] + secrets.token_bytes(ERA_BYTES - _COUNT_BYTES))
 
 
 def encode_era(fingerprint: bytes, era: Era) -> bytes:
-    """The value of a small object of this namespace that names the era. Raises ValueError: no reader would take it."""
+    """Returns the value of a small object of this namespace that names the era. Raises ValueError if no reader would
+    accept it.
+    """
     if not (0 <= era.generation <= EPOCH_MAX and era.count <= COUNT_MAX and len(era.id) == ERA_BYTES):
         raise ValueError(f"{era} is beyond the last era")
     fields = _ERA.pack(_MAGIC, era.generation, era.id)
@@ -63,7 +67,7 @@ def encode_era(fingerprint: bytes, era: Era) -> bytes:
 
 
 def decode_era(fingerprint: bytes, value: bytes) -> Era | None:
-    """The era that a small object names; None: it is damaged, another namespace's, or beyond the last era."""
+    """Returns the era that a small object names; None: it is damaged, another namespace's, or beyond the last era."""
     fields = value[: _ERA.size]
     if len(fields) < _ERA.size or value[_ERA.size :] != xxhash.xxh3_128_digest(fingerprint + fields):
         return None

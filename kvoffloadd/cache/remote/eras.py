@@ -1,43 +1,42 @@
-"""Eras: what was stored in the remote store before a `clear` is never fetched after it, by no host. Event loop only.
+"""Eras: no host ever fetches what was stored in the remote store before a `clear` after it. Event loop only.
 
 A namespace's **era** is a generation and an id. It is part of the name of each object, so that another era's keys have
-other names. Three kinds of small objects say which era counts:
+other names. Three kinds of small objects determine the current era:
 
 - The era's **marker**: no key of the era counts while it is absent. Each question to the store asks for it, too. So
-  whoever removes it has cleared the store for everybody, at once.
-- The era's **successor** names the era after it, as soon as there is one. It is only ever written where there is none,
-  so of several hosts that end an era at once one wins, and the others go on from what that one wrote.
-- The namespace's **pointer** names an era from which successors lead to the last one, which is the one that counts.
-  Whoever finds that it lags behind moves it there, so that hosts hear of an era from the pointer and from the successor
-  of theirs: the store may lose either.
+  removing it clears the store for all hosts at once.
+- The era's **successor** names the next era once that exists. A host writes it only where none exists, so among several
+  hosts that end an era at once one wins, and the others continue from the winner's successor.
+- The namespace's **pointer** names an era from which successors lead to the last one, which is current. A host that
+  finds a lagging pointer moves it to the last era, so that hosts learn of an era from the pointer and from the
+  successor of their era: the store may lose either.
 
-Eras are in order (generation, id), and successors lead upwards alone. The generation is the namespace's epoch (see
-`epochs`), on every host: the number of the last clear that reached it. So the store remembers clears as a disk's
+Eras are ordered by (generation, id), and successors lead only upwards. The generation is the namespace's epoch (see
+`epochs`) on every host: the number of the last clear that reached it. So the store remembers clears as a disk's
 manifest does, and the same rules hold for the last era:
 
-- Its generation is later than our epoch: another host has cleared. We clear what is here, and go on in that epoch,
-  which is durable in the manifests and beside the arena.
-- It is earlier: we have cleared, and the store does not know, or has forgotten it (it was away, or it failed over to a
-  copy from before). It gets a successor with our epoch. Nobody goes back.
-- It is equal: the era is taken, if its marker is there. If not, the store has lost the marker: the era gets a successor
-  with the same generation, since nothing was cleared. A marker that is gone is never put again.
+- Its generation is later than this host's epoch: another host has cleared. This host clears its own contents and
+  continues in that epoch, which is durable in the manifests and next to the arena.
+- Its generation is earlier: this host has cleared, and the store does not know, or has forgotten the clear (it was
+  away, or it failed over to an older copy). The era gets a successor with this host's epoch. No host goes back.
+- Its generation is equal: the era is taken if its marker exists. If not, the store has lost the marker: the era gets a
+  successor with the same generation, since nothing was cleared. No host ever restores a lost marker.
 
-If the store loses the pointer, hosts may be in eras that no path joins. Then the earlier one gets the later one for its
-successor. Until all have looked, within `poll_s`, a clear may miss an era of which its host never heard.
+If the store loses the pointer, hosts may use eras that no path joins. Then the earlier era gets the later one as its
+successor. Until all hosts have looked, within `poll_s`, a clear may miss an era unknown to its host.
 
-A **round** looks at every namespace that memory or a disk has, every `poll_s`. The pointers and successors of all are
-read in few calls, and most have nothing new. Each of the others has a **look** of its own (see `agreement`): bounded in
-time, beside the other looks, and whatever becomes of it the round goes on.
+A **round** looks at every namespace in memory or on a disk, every `poll_s`. Few calls read all pointers and successors,
+and most show no change. Each changed namespace has a separate **look** (see `agreement`): its time is bounded, looks
+run concurrently, and the round continues regardless of their results.
 
-What no look has confirmed is in **doubt** (see `doubt`), unless the store is known to be away:
+Contents that no look has confirmed are in **doubt** (see `doubt`), unless the store is known to be away:
 
-- Before the first look at a namespace in this run nothing of an earlier run hits: it may have been cleared meanwhile.
+- Before the first look at a namespace in this run nothing from an earlier run hits: a clear may have come meanwhile.
 - Nothing at all hits for some looks if the store has lost the pointer and the era's marker: other hosts may know of a
-  clear that it has lost, too. If there was no pointer at the first look, nothing of an earlier run hits meanwhile.
+  clear that it has lost, too. If the first look found no pointer, nothing from an earlier run hits meanwhile.
 - If the last look is older than `doubt_s`, counted only while the store answers, nothing hits.
 
-A clear is made again after a while, and whenever the store was away, since a store that fails over may bring back what
-was removed.
+Clears are repeated after a while, and after each absence of the store, since a failover may restore removed objects.
 """
 
 from __future__ import annotations
@@ -74,40 +73,40 @@ from kvoffloadd.storage.remote.values import NotRead
 log = logging.getLogger(__name__)
 
 LOOK_S: Final = 6.0
-"""How long one look may take."""
+"""The time limit of one look."""
 
 LOOKS_MAX: Final = 16
-"""Looks at once, at namespaces whose era was known before; as many clears; and as many first looks, which are many when
-many namespaces are opened.
+"""The number of concurrent looks at namespaces with a previously known era, of concurrent clears, and of concurrent
+first looks, which are many when many namespaces are opened.
 """
 
 READ_NAMESPACES: Final = 128
-"""Namespaces of one call."""
+"""The number of namespaces in one call."""
 
 OVERDUE_POLLS: Final = 5
 OVERDUE_S_MIN: Final = 5.0
-"""A namespace is named as overdue when so many polls have passed since it was seen, and so many seconds."""
+"""A namespace is reported as overdue if `OVERDUE_POLLS` polls and at least these seconds have passed since a look."""
 
 DOUBT_POLLS: Final = 10
 DOUBT_S_MIN: Final = 15.0
-"""When so many have passed, its keys do not hit any more."""
+"""A namespace's keys no longer hit if `DOUBT_POLLS` polls and at least these seconds have passed since a look."""
 
 AWAY_ROUNDS: Final = 1
 """After more rounds without any answer the store is known to be away."""
 
 SHOWN_MAX: Final = 1000
-"""`status` tells the eras of so many namespaces, since its frame is bounded."""
+"""The number of namespaces whose eras `status` reports, since its frame is bounded."""
 
 NAMED_MAX: Final = 64
-"""Namespaces in one list of `status`."""
+"""The number of namespaces in one list of `status`."""
 
 _CANARY: Final = pointer_name(bytes(FINGERPRINT_BYTES))
-"""A name that nobody writes: whoever answers that it is absent is a store that works."""
+"""A name that no host writes: a store that reports it as absent works."""
 
 
 class Eras:
-    """The eras of all namespaces that memory or a disk has. `clear_here(fingerprint, epoch)` clears this host's memory
-    and disk, since another host has cleared the namespace; None: with a number of our own. It runs to its end.
+    """The eras of all namespaces in memory or on a disk. `clear_here(fingerprint, epoch)` clears this host's memory and
+    disk after another host's clear; with None it uses a number of this host. It runs to completion.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Eras:
         clear_here: Callable[[bytes, int | None], Awaitable[None]],
     ) -> None:
         self.changes = Changes()
-        """Hears of each era that is known from now on, and of each clear that the store has recorded."""
+        """Reports each newly known era, and each clear that the store has recorded."""
         self.sweeps = Sweeps(store)
         self.lost_markers = 0
         self._store = store
@@ -130,12 +129,12 @@ class Eras:
         self._known: dict[bytes, NamespaceEra] = {}
         self._clock = StoreClock(2 * poll_s + VALUE_S)
         self._agreement = EraAgreement(store, cache.epochs, self._clock, poll_s, self._clear_to_its_end, self._on_taken)
-        self._silences = 0  # rounds without an answer since the last one that had one
-        self._was_away = False  # since the last round that had an answer
+        self._silences = 0  # rounds without an answer since the last answered one
+        self._was_away = False  # since the last answered round
         self._numbers = 0
         self._wanted = Changes()
         self._urgent: set[bytes] = set()
-        self._checked: set[bytes] = set()  # of those of which only a clear is remembered
+        self._checked: set[bytes] = set()  # namespaces with nothing here but a remembered clear
         self._starts = 0
         self._looks: dict[NamespaceEra, asyncio.Task[None]] = {}
         self._clears: set[asyncio.Task[None]] = set()
@@ -145,30 +144,30 @@ class Eras:
         cache.doubt_of = self.doubt_of
 
     def of(self, fingerprint: bytes) -> NamespaceEra | None:
-        """The namespace's era, if one is known, of the epoch in which this host is."""
+        """Returns the namespace's era, if it is known and belongs to this host's epoch."""
         known, epochs = self._known.get(fingerprint), self._cache.epochs
         if known is None or known.era is None or known.era.generation != epochs.of(fingerprint):
             return None
         return None if epochs.is_rising(fingerprint) else known
 
     def is_current(self, fingerprint: bytes, number: int) -> bool:
-        """Whether this is still the era."""
+        """Returns whether this is still the era."""
         known = self.of(fingerprint)
         return known is not None and known.number == number
 
     @changing
     def want(self, fingerprint: bytes) -> None:
-        """Find out its era soon."""
+        """Requests a look at the namespace soon."""
         known = self._known.get(fingerprint)
         if known is not None and time.monotonic() - known.tried_s < self._poll_s:
-            return  # the next round is as soon as that of the others
+            return  # the next round comes as soon as a look would
         if self.of(fingerprint) is None:
             self._urgent.add(fingerprint)
             self._wanted.notify_all()
 
     @changing
     def lost(self, fingerprint: bytes, number: int) -> None:
-        """The marker of the era with this number is absent: somebody has cleared, or the store has lost it."""
+        """Handles the absence of the marker of the era with this number: a host has cleared, or the store lost it."""
         known = self._known.get(fingerprint)
         if known is not None and known.number == number and known.era is not None:
             known.era, known.tried_s = None, float("-inf")
@@ -178,7 +177,7 @@ class Eras:
     # --- doubt ---
 
     def doubt_of(self, fingerprint: bytes) -> Doubt:
-        """How far what this host has of the namespace may be believed now."""
+        """Returns how far this host's contents of the namespace are trusted now."""
         if self._is_away():
             return Doubt.NONE
         known = self._known.get(fingerprint)
@@ -191,22 +190,22 @@ class Eras:
         return Doubt.NONE if known.unsure_until_s is None else Doubt.ALL
 
     def _is_away(self) -> bool:
-        """Whether the store is known not to answer."""
+        """Returns whether the store is known not to answer."""
         if self._store.state is RemoteState.STARTING:
             return bool(self._store.reason)
         return not self._is_connected() or self._silences > AWAY_ROUNDS
 
     def _unseen_s(self, known: NamespaceEra) -> float:
-        """How long the store has answered since it last told this era, or since it was first to."""
+        """Returns how long the store has answered since it last reported this era, or was first due to report it."""
         return self._clock.now_s - (known.since_s if known.seen_s is None else known.seen_s)
 
     def _tell(self) -> None:
-        """Tell memory how far each namespace may be believed."""
+        """Updates the doubt of each namespace in memory."""
         for fingerprint, namespace in self._cache.namespaces.items():
             namespace.doubt = self.doubt_of(fingerprint)
 
     async def watch(self) -> None:
-        """Follow the state of the store, until cancelled."""
+        """Follows the state of the store, until cancelled."""
         with changing:
             while True:
                 self._tell()
@@ -215,12 +214,12 @@ class Eras:
     # --- rounds ---
 
     async def run(self) -> None:
-        """Look at the eras of all namespaces, until cancelled."""
+        """Looks at the eras of all namespaces, until cancelled."""
         with changing:
             await self._look_in_rounds()
 
     async def _look_in_rounds(self) -> None:
-        due_s = 0.0  # when the next round is due; what is urgent is looked at before
+        due_s = 0.0  # when the next round is due; urgent looks come before it
         try:
             while True:
                 if not self._is_connected():
@@ -245,26 +244,26 @@ class Eras:
                 look.cancel()
 
     def _is_connected(self) -> bool:
-        """Whether it may be asked. Also while it fails: it may tell of other hosts' clears any time."""
+        """Returns whether the store may be asked. A failing store counts: it may report other hosts' clears."""
         return self._store.state in (RemoteState.OK, RemoteState.OPEN)
 
     async def _round(self) -> None:
-        """Look at all namespaces once."""
+        """Looks at all namespaces once."""
         names, urgent = self._names(), self._take_urgent()
         for known in list(self._known.values()):
             if known.is_idle and known not in self._looks and known.fingerprint not in names:
-                del self._known[known.fingerprint]  # nothing of it is left here
+                del self._known[known.fingerprint]  # the host has nothing of it any more
         names |= self._known.keys()
         for name in names:
             self._know(name).is_remembered = False
             self._known[name].is_back |= self._was_away
         self._checked &= self._cache.epochs.by_namespace.keys()
         for name in self._cache.epochs.by_namespace.keys() - names - self._checked:
-            self._know(name).is_remembered = True  # the store may not have heard of that clear
+            self._know(name).is_remembered = True  # the store may not know of that clear
             names.add(name)
 
         def order(name: bytes) -> tuple[bool, bool, float]:
-            """Puts first what was seen longest ago: of many, the store may not read the last ones in time."""
+            """Puts namespaces seen longest ago first: the store may not read the last of many in time."""
             known = self._known[name]
             return name not in urgent, known.is_remembered, known.seen_s or 0.0
 
@@ -278,7 +277,7 @@ class Eras:
         return urgent
 
     async def _ask(self, names: Collection[bytes]) -> bool:
-        """Look at these namespaces. False: the store does not answer."""
+        """Looks at these namespaces. Returns False if the store does not answer."""
         order = list(names)
         try:
             for begin in range(0, max(len(order), 1), READ_NAMESPACES):
@@ -295,7 +294,7 @@ class Eras:
         return True
 
     def _names(self) -> set[bytes]:
-        """Namespaces of which this host has anything that another host may have cleared."""
+        """Returns namespaces with contents on this host that another host may have cleared."""
         local = self._cache.local
         return set(self._cache.namespaces) | (local.namespaces() if local is not None else set())
 
@@ -306,9 +305,9 @@ class Eras:
         return known
 
     async def _with_news(self, some: Sequence[NamespaceEra]) -> list[NamespaceEra]:
-        """Those to look at. The others have been seen as they were, or can't be read now.
+        """Returns the namespaces that need a look. The others are unchanged, or unreadable now.
 
-        Raises RemoteStoreError: the store does not answer.
+        Raises RemoteStoreError if the store does not answer.
         """
         eras = [known.era for known in some]
         names = [_CANARY, *(pointer_name(known.fingerprint) for known in some)]
@@ -326,7 +325,7 @@ class Eras:
                 if known.has_markers_to_remove(now_s):
                     news.append(known)
                 continue
-            if known.is_remembered and pointer is None:  # nothing of it is there either
+            if known.is_remembered and pointer is None:  # the store has nothing of it either
                 self._checked.add(known.fingerprint)
                 continue
             pointed = decode_era(known.fingerprint, pointer) if isinstance(pointer, bytes) else None
@@ -338,7 +337,7 @@ class Eras:
         return news
 
     def _seen(self, known: NamespaceEra) -> None:
-        """The store has told its era just now."""
+        """Records that the store has just reported the era."""
         if known.unsure_until_s is None or self._clock.now_s >= known.unsure_until_s:
             known.unsure_until_s, known.is_ahead = None, False
             known.seen_s, known.confirmed_s = self._clock.now_s, time.time()
@@ -349,7 +348,7 @@ class Eras:
             namespace.doubt = self.doubt_of(known.fingerprint)
 
     def _confirm(self, names: set[bytes]) -> None:
-        """The end of a round: since when all that is here is confirmed."""
+        """Records, at the end of a round, the time since which all contents of this host are confirmed."""
         times = [known.confirmed_s for name in names if (known := self._known.get(name)) is not None]
         told = [at_s for at_s in times if at_s is not None]
         if len(told) == len(times) and names >= self._names():
@@ -379,8 +378,8 @@ class Eras:
 
     async def _look_at(self, known: NamespaceEra) -> None:
         if self._cache.confirmed.is_over(int(known.confirmed_s or 0), time.time()):
-            await self._clear_to_its_end(known.fingerprint, None)  # the store has forgotten what was cleared meanwhile
-        # Neither waits for the other to succeed: an era that can't be agreed on hides no marker that came back.
+            await self._clear_to_its_end(known.fingerprint, None)  # the store has forgotten the clears made meanwhile
+        # Neither depends on the success of the other: an era without agreement hides no marker that came back.
         with suppress(RemoteStoreError):
             await self._remove_again(known)
         await self._agreement.settle(known)
@@ -390,13 +389,13 @@ class Eras:
             known.renewed_s = time.monotonic()
 
     async def _remove_again(self, known: NamespaceEra) -> None:
-        """Markers of eras that were cleared here, if it is time; and then what is left of the eras."""
+        """Removes the markers of eras cleared here, when due or after an absence of the store. Then queues sweeps."""
         due, eras, again_s = known.is_due(time.monotonic()), known.over, known.again_s
         if not (due or known.is_back):
             return
         await self._agreement.remove_markers(known, eras)
         known.is_back = False
-        if due and known.again_s == again_s:  # or another one was cleared meanwhile: all of it is done again
+        if due and known.again_s == again_s:  # otherwise another era was cleared meanwhile: all removals repeat
             for era in known.unswept:
                 self.sweeps.add(era_prefix(known.fingerprint, era.generation, era.id))
             known.again_s, known.unswept = None, []
@@ -407,7 +406,7 @@ class Eras:
         self.changes.notify_all()
 
     async def _clear_to_its_end(self, fingerprint: bytes, epoch: int | None) -> None:
-        """Clear here, also if the look that has found it out is over before."""
+        """Clears here, to the end even if the look that requested it ends earlier."""
 
         async def clear() -> None:
             await self._clear_here(fingerprint, epoch)
@@ -421,8 +420,8 @@ class Eras:
 
     @changing
     def begin_clear(self, names: Collection[bytes] | None) -> list[NamespaceEra]:
-        """The epochs of these namespaces (None: of all) have advanced: nothing of their eras counts here from now on.
-        Returns what is to be given to `finish_clear`.
+        """Ends the eras of these namespaces (None: of all), whose epochs have advanced: nothing of them counts here
+        from now on. Returns the argument for `finish_clear`.
         """
         fingerprints = self._known.keys() | self._names() if names is None else names
         cleared = [self._know(name) for name in fingerprints]
@@ -434,11 +433,11 @@ class Eras:
         return cleared
 
     async def finish_clear(self, cleared: Collection[NamespaceEra]) -> None:
-        """When this returns no host fetches anything that was stored there before.
+        """Completes a clear. After it returns no host fetches anything that was stored there before.
 
         Raises:
-            NotDurableError: the store did not do it of some, or did not say so. It is tried again as long as this
-            daemon runs.
+            NotDurableError: the store did not clear some namespaces, or did not confirm it. This daemon retries
+                until it ends.
         """
         await self._store.changes.wait_for(lambda: self._store.state is not RemoteState.STARTING, VALUE_S)
         failed = list(filter(None, await asyncio.gather(*map(self._clear, cleared))))
@@ -449,7 +448,7 @@ class Eras:
             )
 
     async def _clear(self, known: NamespaceEra) -> str:
-        """Why the store did not do it; empty: it did."""
+        """Returns why the store did not clear; empty: it did."""
         try:
             async with self._clear_slots, asyncio.timeout(LOOK_S), known.changing:
                 await self._agreement.clear(known)
@@ -487,5 +486,5 @@ class Eras:
 
 
 def _unreadable(value: bytes | NotRead | None) -> bool:
-    """Whether it can't be read now. What is too large to be one of ours is news."""
+    """Returns whether the value can't be read now. An object too large to be valid counts as a change."""
     return isinstance(value, NotRead) and value.code != Code.SIZE

@@ -1,11 +1,12 @@
-"""Fetching: keys that the remote store has are read into memory slots, verified, and only then served.
+"""Fetching reads keys from the remote store into memory slots, verifies them, and only then serves them.
 
-Event loop only. A fetch begins with a question: which of these keys does the store have, and is the era's marker there?
-From the answer it chooses what the longest prefix needs that can be restored, and gets that in the order of the prompt.
-What came is committed once the marker was seen again after it: so it was not cleared before it was whole.
+Event loop only. A fetch begins with a question: which of these keys does the store have, and does the era's marker
+exist? From the answer it chooses the keys of the longest restorable prefix, and gets them in the order of the prompt.
+Fetched keys are committed once the marker was seen again afterwards: so no clear preceded their complete arrival.
 
-A request waits for `fetch_s` at most. What has not come by then is a miss, and may be stored by others. A get that has
-begun can't be stopped: its slots are in quarantine, and count as on their way, until the store's door calls back.
+A request waits for `fetch_s` at most. Keys that have not arrived by then are misses, and other requests may store them.
+A get that has begun can't be stopped: its slots are in quarantine, and count as under way, until `RemoteStore` calls
+back.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from kvoffloadd.storage.remote.questions import QUESTION_KEYS, ExistsResult
 from kvoffloadd.storage.remote.transfers import GetResult, Names, RemoteStatus
 
 GET_BYTES, GET_KEYS = 8 << 20, 256
-"""Of one get, about."""
+"""The approximate size of one get."""
 
 CHECK_S: Final = 1.0
-"""How long it may take to see the era's marker again."""
+"""The time limit for seeing the era's marker again."""
 
 FAILED_TTL_S: Final = 10.0
-"""A key that the store said it had, and then did not give, is not asked for again for so long."""
+"""The store is not asked again for this long for a key that it reported and then did not deliver."""
 
 WINDOW_SHARES: Final = {Urgency.LOAD: 4, Urgency.PIN: 2, Urgency.PREFETCH: 4}
-"""By urgency, a fraction (1/n) of the bytes that may be on their way."""
+"""By urgency, a fraction (1/n) of the bytes that may be under way."""
 
 LATE_SHARE: Final = 8
-"""Nothing is asked for while more than this fraction (1/n) of the bytes that may be on their way is late: half of the
+"""Nothing is requested while more than this fraction (1/n) of the bytes that may be under way is late: half of the
 smallest window.
 """
 
@@ -58,7 +59,7 @@ BOUNDS_S: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 _RESERVED = int(KeyState.RESERVED)
 _DROPPED: Final = 255
-"""In place of a `RemoteStatus`: nobody waits for the key any more, or it may have been cleared. It is counted."""
+"""Replaces a `RemoteStatus`: no request waits for the key any more, or it may have been cleared. It is counted."""
 
 NO_KEYS: U64Array = np.zeros((0, 4), np.uint64)
 
@@ -68,15 +69,15 @@ class RemoteFetch(Fetch):
     """A request's wait for the store."""
 
     groups: Sequence[RemoteKeys] = field(kw_only=True)
-    there: list[BoolArray] = field(kw_only=True)  # by group: keys that the store has, or that are on their way
+    there: list[BoolArray] = field(kw_only=True)  # by group: keys that the store has, or that are under way
     until_s: float = field(kw_only=True)  # time.monotonic()
-    whole: bool = field(kw_only=True)  # all that is there is wanted, not only what a prefix needs
+    whole: bool = field(kw_only=True)  # whether all available keys are wanted, not only those of a prefix
     timer: asyncio.TimerHandle | None = None
 
 
 @dataclass(slots=True, eq=False)
 class RemoteRead(PendingRead):
-    """What one get brings: whole keys."""
+    """One get under way, of whole keys."""
 
     keyspace: Keyspace = field(kw_only=True)
     place: RemotePlace = field(kw_only=True)
@@ -84,17 +85,17 @@ class RemoteRead(PendingRead):
     began_s: float = field(kw_only=True)
     give_up: Callable[[RemoteRead], bool] = field(kw_only=True)
     transfer: RemoteTransfer | None = None
-    result: GetResult | None = None  # it came; the marker is looked at
+    result: GetResult | None = None  # set once the data has come, while the marker is checked
     over: bool = False
 
     def cancel(self) -> bool:
-        """True: its slots are free. False: they are not before its end."""
+        """Returns True if its slots are free, False if they are in use until its end."""
         return self.give_up(self)
 
 
 @dataclass(slots=True)
 class FetchCounters:
-    """Since the start. `not_fetched`: keys that were asked for and did not come, by reason."""
+    """Counts since the start. `not_fetched`: requested keys that did not come, by reason."""
 
     asked: int = 0
     found: int = 0
@@ -104,19 +105,19 @@ class FetchCounters:
 
 
 class FetchRate:
-    """Bytes a second, of late. Time in which nothing was under way does not count."""
+    """The recent rate in bytes a second. Time with nothing under way does not count."""
 
     def __init__(self) -> None:
         self._bytes = self._seconds = self._last_s = 0.0
 
     def add(self, num_bytes: int, began_s: float, ended_s: float) -> None:
-        """So much has come between these two times."""
+        """Records the bytes that came between these two times."""
         self._seconds = 0.8 * self._seconds + max(0.0, ended_s - max(began_s, self._last_s))
         self._bytes = 0.8 * self._bytes + num_bytes
         self._last_s = ended_s
 
     def bytes_within(self, seconds: float) -> int:
-        """What may come in so many seconds."""
+        """Returns the bytes expected within these seconds."""
         return int(self._bytes / self._seconds * seconds) if self._seconds else 1 << 62
 
 
@@ -136,7 +137,7 @@ class RemoteFetching(Fetches):
 
     @property
     def is_worth_asking(self) -> bool:
-        """Whether a fetch could bring anything: the store answers, and what is late does not fill a window."""
+        """Whether a fetch could bring anything: the store answers, and late bytes do not fill a window."""
         return self._store.can_read() and LATE_SHARE * self.quarantined_bytes <= self._remote.config.inflight_bytes
 
     # --- requests ---
@@ -145,7 +146,7 @@ class RemoteFetching(Fetches):
     def request(
         self, groups: Sequence[RemoteKeys], urgent: int, done: Callable[[], None], flow: Flow = DAEMON, *, whole: bool
     ) -> Fetch:
-        """Ask for these keys, and bring what the longest prefix needs that can be restored with them (`whole`: all).
+        """Asks for these keys, and fetches those of the longest prefix that can be restored with them (`whole`: all).
         `done` as in `fetch`; it is called within `fetch_s`.
         """
         config = self._remote.config
@@ -165,7 +166,7 @@ class RemoteFetching(Fetches):
         return fetch
 
     def _ask(self, fetch: RemoteFetch, group: RemoteKeys, there: BoolArray, now_s: float) -> None:
-        """Ask for a group's keys, but for those that are on their way."""
+        """Asks for a group's keys, except those under way."""
         asked = np.zeros(0, np.int64) if group.asked is None else np.flatnonzero(group.asked)
         if not len(asked):
             return
@@ -208,15 +209,15 @@ class RemoteFetching(Fetches):
         self._answer(fetch)
 
     def _has_marker(self, place: RemotePlace, answer: ExistsResult) -> bool:
-        """Whether the era counts, by what the store says and by what is known here."""
+        """Returns whether the era counts, by the store's answer and by what is known here."""
         if answer.marker == Presence.NO:
             self._remote.eras.lost(place.space.fingerprint, place.number)
         return answer.marker == Presence.YES and self._remote.is_current(place)
 
     @changing
     def _answer(self, fetch: RemoteFetch) -> None:
-        """One of the answers that the fetch waits for is there."""
-        if fetch.ended or not fetch.lookups:  # it did not wait so long
+        """Takes one of the answers that the fetch waits for."""
+        if fetch.ended or not fetch.lookups:  # the fetch did not wait for this long
             return
         fetch.lookups -= 1
         if fetch.lookups:
@@ -249,11 +250,11 @@ class RemoteFetching(Fetches):
 
     @changing
     def _expire(self, fetch: RemoteFetch) -> None:
-        """Its time is over. What it alone waits for is given up."""
+        """Ends the fetch, as its time is over, and gives up the reads that only it waits for."""
         if fetch.ended:
             return
         self.counters.not_fetched["late"] += sum(len(wanted.keys) for wanted in fetch.slices)
-        if fetch.lookups:  # of those found in answers that came, none is asked for any more
+        if fetch.lookups:  # no key found by earlier answers is requested any more
             self.counters.not_fetched["late"] += sum(int(np.count_nonzero(mask)) for mask in fetch.there)
         fetch.slices.clear()
         fetch.lookups = 0
@@ -292,16 +293,16 @@ class RemoteFetching(Fetches):
         self.counters.keys += number
 
     def _hurry(self, reading: ReadBatch, fetch: Fetch) -> None:
-        pass  # the agent has it, or is about to: what is on its way is bounded
+        pass  # the agent has it, or will soon: bytes under way are bounded
 
     def _give_room(self, piece: PendingRead) -> None:
-        if not piece.quarantined:  # else it is on its way still
+        if not piece.quarantined:  # otherwise it is still under way
             super()._give_room(piece)
 
     def _start(self, fetch: Fetch, wanted: KeysBelow, woken: Window[Fetch] | None) -> Window[Fetch] | None:
         keyspace, window = wanted.keyspace, self._windows[fetch.urgent]
         if keyspace.retired:
-            return None  # cleared meanwhile
+            return None  # it was cleared meanwhile
         found = self._cache.find(keyspace, wanted.keys)
         missing = np.flatnonzero(found.rows < 0)
         place = self._remote.place(keyspace)
@@ -319,7 +320,7 @@ class RemoteFetching(Fetches):
         return None
 
     def _get(self, fetch: RemoteFetch, wanted: KeysBelow, place: RemotePlace) -> None:
-        """Reserve slots, and have the store fill them."""
+        """Reserves slots, and makes the store fill them."""
         keyspace, width = wanted.keyspace, wanted.keyspace.schema.parts
         all_parts = np.arange(width, dtype=np.uint16)
         made = reserve(self._cache, keyspace, wanted.keys, all_parts, 0, positions=wanted.positions)
@@ -345,7 +346,7 @@ class RemoteFetching(Fetches):
             )  # fmt: skip
 
     def _give_up(self, reading: ReadBatch, read: RemoteRead) -> bool:
-        """Nobody waits for it any more. True: its slots are free."""
+        """Gives up a read without waiting fetches. Returns True if its slots are free."""
         if read.result is None and (read.transfer is None or not read.transfer.cancel()):
             return False
         self._settle(reading, read, np.full(len(read.keys), _DROPPED, np.uint8))
@@ -353,8 +354,8 @@ class RemoteFetching(Fetches):
 
     @changing
     def _came(self, reading: ReadBatch, read: RemoteRead, result: GetResult) -> None:
-        """Nothing touches the slots any more. What is right is committed once the marker was seen after it."""
-        read.transfer = None  # which refers to the read: see `Collector`
+        """Takes the result of a get, whose slots are free. Commits valid keys once the marker was seen afterwards."""
+        read.transfer = None  # it refers to the read: see `Collector`
         now_s = time.monotonic()
         self.get_s.add(now_s - read.began_s)
         if read.quarantined:
@@ -386,7 +387,7 @@ class RemoteFetching(Fetches):
     def _settle(
         self, reading: ReadBatch, read: RemoteRead, status: np.ndarray, digests: U64Array | None = None
     ) -> None:
-        """Commit what is right, and free the slots of the rest."""
+        """Commits valid keys, and frees the slots of the rest."""
         read.over, read.transfer = True, None
         good, width = status == RemoteStatus.OK, read.keyspace.schema.parts
         of_parts = np.repeat(good, width)
@@ -413,5 +414,5 @@ class RemoteFetching(Fetches):
 
 
 def _tokens_before(wanted: KeysBelow) -> int:
-    """Where a slice begins in its prompt."""
+    """Returns where a slice begins in its prompt."""
     return int(wanted.positions[0]) * wanted.keyspace.schema.tokens_per_key

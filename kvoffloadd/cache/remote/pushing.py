@@ -1,4 +1,4 @@
-"""Pushing: complete, sealed keys are put into the remote store behind what the engines do, within a budget.
+"""Pushing puts complete, sealed keys into the remote store in the background, within a budget.
 
 Event loop only. The store's client reads slots of rows that are held here until the put has ended.
 """
@@ -25,21 +25,21 @@ from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
 
 BATCH_BYTES = 16 << 20
 BATCH_SHARE = 64
-"""What one put takes at most: bytes, and a fraction (1/n) of memory, since what is put can't be evicted."""
+"""The limits of one put: bytes, and a fraction (1/n) of memory, since keys being put can't be evicted."""
 
 GROWS: Final = 16
-"""The next puts take half as much after one that the store could not end, and more after each other one: one part in so
-many of the most. A slow link has no time for the largest.
+"""After a put that the store could not finish the limit is halved; after each other put it grows by one part in this
+many of the maximum. A slow link has no time for the largest puts.
 """
 
 PUT_S: Final = 60.0
 """A put that has not begun by then is dropped."""
 
 PUTS_UNDER_WAY = 2
-"""One is on its way while the next is made."""
+"""One put is under way while the next is prepared."""
 
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
-"""How long nothing is pushed after the store had no room."""
+"""How long pushing pauses after the store had no room."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +52,7 @@ class PendingPush:
 
 @dataclass(slots=True)
 class PushCounters:
-    """Since the start. `not_pushed`: keys that were to be put and were not, by reason."""
+    """Counts since the start. `not_pushed`: keys that were not put as intended, by reason."""
 
     keys: int = 0
     bytes: int = 0
@@ -94,7 +94,7 @@ class Pushing:
         return sum(len(push.batch.rows) for push in self._pushes)
 
     def used(self, rows: U32Array) -> None:
-        """These keys were used in memory: they are looked at behind the reply, so that no pin waits for it."""
+        """Notes keys used in memory; they are examined after the reply, so that no pin waits for it."""
         if not self._counts_uses:
             return
         if not self._used:
@@ -102,12 +102,12 @@ class Pushing:
         self._used.append(rows)
 
     def evicted(self, rows: U32Array) -> None:
-        """These complete keys are about to leave memory."""
-        self._count_uses()  # while each row still is the key that was used
+        """Takes note of complete keys that are about to leave memory."""
+        self._count_uses()  # before the rows get other keys
         self.backlog.evicted(rows)
 
     def reset(self, rows: U32Array) -> None:
-        """These rows are used for new keys: what was used were others, cleared or dropped since."""
+        """Resets rows that get new keys: the noted uses were of other keys, cleared or dropped since."""
         self._used = [used[~np.isin(used, rows)] for used in self._used]
         self.backlog.reset(rows)
 
@@ -118,8 +118,8 @@ class Pushing:
             self.backlog.used(self._cache.entries.live(rows))
 
     def _missing(self, keyspace: Keyspace, rows: U32Array) -> BoolArray:
-        """Which of these keys are to be put: not those that came from there, or were put before; nor payloads of an
-        earlier run that nobody has verified since.
+        """Returns which of these keys are candidates: not keys that came from the store or were put before, nor
+        payloads of an earlier run that are not verified yet.
         """
         place = self._remote.place(keyspace)
         if place is None or not len(rows):
@@ -130,21 +130,21 @@ class Pushing:
         return mask
 
     async def run(self) -> None:
-        """Put what is offered, until cancelled."""
+        """Puts offered keys, until cancelled."""
         with changing:
             while True:
                 await self._push_next()
                 await asyncio.sleep(0)
 
     async def _push_next(self) -> None:
-        """Runs in a separate frame, so that nothing refers to a keyspace while there is nothing to put."""
+        """Puts the next batch. A separate frame, so that nothing refers to a keyspace while there is nothing to put."""
         if (batch := await self.backlog.next()) is not None:
             await self._push(batch)
 
     async def _push(self, batch: BacklogBatch) -> None:
         keyspace, rows = batch.keyspace, batch.rows
         place = self._remote.place(keyspace)
-        if place is None:  # it was when the batch was taken
+        if place is None:  # it was not None when the batch was taken
             self._drop(rows, "cleared")
             return
         entries, width = self._cache.entries, keyspace.schema.parts
@@ -165,7 +165,7 @@ class Pushing:
         self._store.put(names, addresses, keyspace.part_bytes, digests, time.monotonic() + PUT_S, done)
 
     async def _until_ready(self, num_bytes: int) -> None:
-        """Waits until the store takes puts, has room for `num_bytes` on their way, and the budget allows one more."""
+        """Waits until the store takes puts, has room for `num_bytes` under way, and the budget allows one more."""
         store, loop = self._store, self._remote.loop
         while True:
             now = loop.time()
@@ -181,9 +181,9 @@ class Pushing:
 
     @changing
     def _done(self, push: PendingPush, status: U8Array) -> None:
-        """Nothing reads the slots any more."""
+        """Ends a batch, whose slots nothing reads any more."""
         batch, good = push.batch, status == RemoteStatus.OK
-        self._remote.believe(batch.rows[good], push.place)  # of retired ones, too: `reset` comes before their next key
+        self._remote.believe(batch.rows[good], push.place)  # retired rows, too: `reset` precedes their next key
         self.counters.keys += int(np.count_nonzero(good))
         self.counters.bytes += int(np.count_nonzero(good)) * sum(batch.keyspace.part_bytes)
         for code in np.unique(status[~good]).tolist():
@@ -197,7 +197,7 @@ class Pushing:
         self._settle(push)
 
     def _size_batches(self, *, broke_off: bool) -> None:
-        """What the next puts take, after one that has ended."""
+        """Adapts the limit of the next puts to the result of one."""
         least, most = self._batch_bytes_max // GROWS, self._batch_bytes_max
         size = self.backlog.batch_bytes
         self.backlog.batch_bytes = max(size // 2, least) if broke_off else min(size + most // GROWS, most)

@@ -1,12 +1,12 @@
 """The remote tier below memory: a store that the daemons of several hosts share. Event loop only.
 
-    contents   what is known here: names, keys believed to be there, keys seen missing
-    eras       which era of a namespace counts, and clears that hold on every host
+    contents   this host's knowledge: names, keys believed present, keys found missing
+    eras       the current era of each namespace, and clears that hold on every host
     fetching   questions, and gets into slots
     pushing    puts
 
-A key that neither memory nor disk has may be there. Only the store knows, so it is asked: at most `lookup_keys` of a
-request, and none while it does not answer. All that it says is a hint until a payload has come and was verified.
+A key that neither memory nor disk has may be there. Only the store knows, so it is asked: for at most `lookup_keys` of
+a request, and for none while it does not answer. Its answers are hints until a payload has come and was verified.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class RemoteTier:
     # --- life ---
 
     def start(self, spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]) -> None:
-        """Start the store's agent and the background tasks. `spawn` runs a task that the daemon owns."""
+        """Starts the store's agent and the background tasks. `spawn` runs a task that the daemon owns."""
         self.store.start()
         self._tasks = [spawn(self.eras.run()), spawn(self.eras.watch()), spawn(self.eras.sweeps.run())]
         if not self.pushing.is_off:
             self._tasks.append(spawn(self.pushing.run()))
 
     async def close(self, deadline_s: float) -> bool:
-        """End the agent. False: it may still touch memory."""
+        """Ends the agent. Returns False if the agent may still touch memory."""
         for task in self._tasks:
             task.cancel()
         return await self.store.close(deadline_s)
@@ -97,10 +97,10 @@ class RemoteTier:
             self.pushing.used(rows)
 
     def lost(self, rows: U32Array) -> None:
-        """Nothing is done: other hosts may have what is gone here."""
+        """Does nothing: other hosts may have the keys lost here."""
 
     def found_again(self, rows: U32Array) -> None:
-        """Nothing is done, see `lost`."""
+        """Does nothing, see `lost`."""
 
     def evicted(self, rows: U32Array) -> None:
         if not self.pushing.is_off:
@@ -109,8 +109,8 @@ class RemoteTier:
     # --- lookups ---
 
     def to_ask(self, groups: Sequence[tuple[Keyspace, int, U64Array, LookupResult]]) -> list[BoolArray | None]:
-        """Which keys of a request the store is to be asked for, or are on their way from there, by group; None: none.
-        The number is the position of the group's first key. Sets their states to PENDING.
+        """Returns which keys of a request the store should be asked for or are under way from there, by group; None:
+        none. The number is the position of the group's first key. Sets their states to PENDING.
         """
         if not (self.fetching.is_worth_asking or self.fetching.reserved):
             return [None] * len(groups)
@@ -134,10 +134,10 @@ class RemoteTier:
         return masks
 
     def _misses(self, keyspace: Keyspace, keys: U64Array, lookup: LookupResult) -> BoolArray | None:
-        """Keys that might be there. None: there are none, or it is not worth while to ask."""
+        """Returns keys that the store might have. None: there are none, or asking is not worthwhile."""
         if not self.fetching.is_worth_asking or self._contents.place(keyspace) is None:
             return None
-        # A key of which memory has some parts is being stored by its ranks.
+        # The ranks are still storing a key that has some parts in memory.
         missing = np.flatnonzero((lookup.states == _MISS) & (lookup.rows < 0))
         missing = missing[~self._contents.missed(keyspace, keys[missing])]
         if not len(missing):
@@ -149,12 +149,12 @@ class RemoteTier:
     # --- clears ---
 
     def begin_clear(self, names: Collection[bytes] | None) -> list[NamespaceEra]:
-        """The epochs of these namespaces (None: of all) have advanced. Returns what the store has to end."""
+        """Takes the advance of these namespaces' epochs (None: of all). Returns what the store has to end."""
         return self.eras.begin_clear(names)
 
     async def record_clear(self, eras: Collection[NamespaceEra]) -> None:
-        """Have the store end these eras, so that no host fetches anything older. Those that it does not end now are
-        left to the polls of `Eras`.
+        """Makes the store end these eras, so that no host fetches anything older. The polls of `Eras` end the remaining
+        ones.
         """
         try:
             with changing:
@@ -163,7 +163,7 @@ class RemoteTier:
             log.warning("remote: a clear could not be recorded yet: %s", error)
 
     def unrecorded(self, eras: Collection[NamespaceEra]) -> list[NamespaceEra]:
-        """Which of these eras the store has not ended yet."""
+        """Returns which of these eras the store has not ended yet."""
         return [known for known in eras if known.unmade]
 
     # --- figures ---
@@ -175,11 +175,11 @@ class RemoteTier:
 
     @property
     def reserved(self) -> int:
-        """Parts that are on their way, or in quarantine."""
+        """Parts that are under way, or in quarantine."""
         return self.fetching.reserved
 
     def check(self) -> list[str]:
-        """Audit; nothing wrong: an empty list."""
+        """Audits the tier; an empty list: no errors."""
         return [f"remote: {finding}" for finding in self.store.check()]
 
     def figures(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class RemoteTier:
 def _cut(
     groups: Sequence[tuple[Keyspace, int, U64Array, LookupResult]], masks: Sequence[BoolArray | None], most: int
 ) -> None:
-    """Leave the first keys of the prompt in the masks, so many of all groups together."""
+    """Leaves only the first keys of the prompt in the masks, up to this total over all groups."""
     tokens, where = [], []
     for number, ((keyspace, first, _, _), mask) in enumerate(zip(groups, masks, strict=True)):
         if mask is not None:

@@ -1,4 +1,4 @@
-"""What is fetched of what the remote store has: the keys that the longest restorable prefix needs. Pure."""
+"""Chooses the keys to fetch from the remote store: those that the longest restorable prefix needs. Pure."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class RemoteKeys:
 
 
 def needed_keys(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], bytes_max: int) -> list[BoolArray]:
-    """Which keys to fetch, by group: those that the longest prefix needs which local keys and those that the store has
-    (`there`) restore together, if no more than `bytes_max` have to come for it. Nothing, if local keys restore as much.
+    """Returns the keys to fetch, by group: those that the longest prefix needs which local keys and the store's keys
+    (`there`) restore together, if they take no more than `bytes_max`. Returns none if local keys restore as much.
 
-    A prefix that ends with the keys of the request may be the whole prompt, of which an engine computes the last token
-    by itself: what the next shorter one needs comes with it. Where all groups have keys of one length, that is a key
-    more of each window, and a state.
+    A prefix that ends with the keys of the request may be the whole prompt, whose last token an engine always computes:
+    the keys that the next shorter prefix needs come with it. Where all groups have keys of one length, that is one more
+    key of each window, and a state.
     """
     local = _boundaries(groups, [group.local for group in groups])
     longest_local = local[0] if local else 0
@@ -43,7 +43,7 @@ def needed_keys(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], bytes_
             return masks
         return [mask | more for mask, more in zip(masks, _needed(groups, there, longer[at + 1]), strict=True)]
 
-    # What a prefix needs grows with it, or nearly so: the longest that fits is searched for by halves.
+    # A prefix's needs grow with its length, or nearly so: a binary search finds the longest that fits.
     low, high = 0, len(longer)
     while low < high:
         middle = (low + high) // 2
@@ -57,14 +57,14 @@ def needed_keys(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], bytes_
 
 
 def _boundaries(groups: Sequence[RemoteKeys], hits: Sequence[BoolArray]) -> list[int]:
-    """Longest first."""
+    """Returns the boundaries, longest prefix first."""
     of = [GroupHits(group.keyspace.schema, group.first, mask) for group, mask in zip(groups, hits, strict=True)]
     found: list[int] = restorable_boundaries(of).tolist()
     return found
 
 
 def _needed(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], tokens: int) -> list[BoolArray]:
-    """Keys of the store that a prefix of so many tokens needs."""
+    """Returns the store's keys that a prefix of this number of tokens needs."""
     masks = []
     for group, found in zip(groups, there, strict=True):
         schema = group.keyspace.schema

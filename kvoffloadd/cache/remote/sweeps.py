@@ -1,6 +1,6 @@
-"""Sweeps: the objects of eras that are over are removed from the store, in the background. Event loop only.
+"""Sweeps remove the objects of ended eras from the store, in the background. Event loop only.
 
-Nothing depends on a sweep: without its marker no key of an era counts, and what is left goes when the store needs room.
+Nothing depends on a sweep: without its marker no key of an era counts, and the store evicts leftovers for room.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvoffloadd.storage.remote.store import RemoteStore
 log = logging.getLogger(__name__)
 
 SWEEP_S: Final = 60.0
-"""How long the objects of one era may take."""
+"""The time limit for the objects of one era."""
 
 WAITING_MAX: Final = 256
-"""Eras whose objects are still to be removed. Of more, the first are forgotten."""
+"""The number of eras that wait for their sweep. Beyond it the first ones are forgotten."""
 
 
 class Sweeps:
-    """One at a time, in the order in which they were asked for."""
+    """Sweeps run one at a time, in the order of the requests."""
 
     def __init__(self, store: RemoteStore) -> None:
         self._store = store
@@ -32,14 +32,14 @@ class Sweeps:
         self._added = Changes()
 
     def add(self, prefix: str) -> None:
-        """Remove all objects below this prefix, some time."""
+        """Queues the removal of all objects below this prefix."""
         self._waiting[prefix] = None
         while len(self._waiting) > WAITING_MAX:
             del self._waiting[next(iter(self._waiting))]
         self._added.notify_all()
 
     async def run(self) -> None:
-        """Sweep what there is to sweep, until cancelled."""
+        """Sweeps queued prefixes, until cancelled."""
         with changing:
             while True:
                 await self._added.wait_for(lambda: bool(self._waiting))

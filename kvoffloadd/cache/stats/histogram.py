@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """How many values were at most each bound, and above the one before; `inf`: above all."""
+    """Counts of values at most each bound, and above the previous one; `inf`: above all."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = list(bounds)
@@ -15,7 +15,7 @@ class Histogram:
         self._sum = 0.0
 
     def add(self, value: float) -> None:
-        """Count a value."""
+        """Counts a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 

@@ -1,4 +1,4 @@
-"""A HyperLogLog sketch: how many different keys there were, to half a percent, in 32 KiB.
+"""A HyperLogLog sketch: the number of different keys, to half a percent, in 32 KiB.
 
 The estimator is Ertl's (2017), which needs neither a correction for small numbers nor a table.
 """
@@ -22,10 +22,10 @@ class HyperLogLog:
 
     def __init__(self) -> None:
         self._ranks: U8Array = np.zeros(_REGISTERS, np.uint8)
-        self._estimate: float | None = 0.0  # None: to be computed anew, since keys were added
+        self._estimate: float | None = 0.0  # None: keys were added, and the estimate is out of date
 
     def add(self, hashes: U64Array) -> None:
-        """Take in hashes of which every bit counts."""
+        """Adds hashes in which every bit counts."""
         register = (hashes >> np.uint64(64 - _BITS)).astype(np.intp)
         rest = (hashes << np.uint64(_BITS)) | _GUARD
         # The exponent of a float counts the leading zeros of a word.
@@ -34,7 +34,7 @@ class HyperLogLog:
         self._estimate = None
 
     def estimate(self) -> float:
-        """How many different hashes were added, with a standard error of 0.57 %."""
+        """Returns how many different hashes were added, with a standard error of 0.57 %."""
         if self._estimate is None:
             self._estimate = self._count()
         return self._estimate
@@ -51,7 +51,7 @@ class HyperLogLog:
 
 
 def _sigma(x: float) -> float:
-    """x + sum of x**(2**k) * 2**(k-1), for 0 <= x < 1."""
+    """Returns x + sum of x**(2**k) * 2**(k-1), for 0 <= x < 1."""
     y, z, before = 1.0, x, -1.0
     while z != before:
         x *= x
@@ -62,7 +62,7 @@ def _sigma(x: float) -> float:
 
 
 def _tau(x: float) -> float:
-    """(1 - x - sum of (1 - x**(2**-k))**2 * 2**-k) / 3, for 0 <= x <= 1."""
+    """Returns (1 - x - sum of (1 - x**(2**-k))**2 * 2**-k) / 3, for 0 <= x <= 1."""
     if x in (0.0, 1.0):
         return 0.0
     y, z, before = 1.0, 1 - x, -1.0

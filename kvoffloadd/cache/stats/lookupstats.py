@@ -1,10 +1,11 @@
-"""Lookup statistics by namespace: hits, misses by reason, and the hit rate that an infinite cache would have had.
+"""Lookup statistics by namespace: hits, misses by reason, and the hit rate of an infinite cache.
 
-Event loop only. Counting what hits costs a microsecond. What takes longer, a look at the reasons of misses, comes after
-the answer: before anything else changes what is held, or a key that is missed, stored and evicted counts as evicted.
+Event loop only. Counting hits costs a microsecond. The slower search for the reasons of misses comes after the answer,
+but before anything else changes the held keys: otherwise a key that is missed, stored and evicted would count as
+evicted.
 
-An infinite cache misses a key once, when it is asked for before it was ever stored. Counting different keys among such
-misses tells how many that are, whatever this cache has evicted since; all other keys asked for are its hits.
+An infinite cache misses a key once, when it is requested before it was ever stored. The number of different keys among
+such misses is the count of its misses, whatever this cache has evicted since; all other requested keys are its hits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvoffloadd.cache.stats.missreasons import REASONS, MissReasons, Reason
 from kvoffloadd.model import BoolArray, U64Array
 
 NAMESPACES_MAX = 64
-"""Namespaces that are counted separately since the start; all others count as one."""
+"""The number of namespaces counted separately since the start; all others count as one."""
 
 OTHERS: Final = "other"
 
@@ -34,10 +35,10 @@ class NamespaceStats:
 
     name: str
     uid: int | None  # None: of several users
-    keys: int = 0  # asked for
+    keys: int = 0  # requested
     hits: int = 0
     on_disk: int = 0
-    remote: int = 0  # that came from the remote store, as far as that was waited for
+    remote: int = 0  # came from the remote store, while a request waited
     missed: list[int] = field(default_factory=lambda: [0] * len(REASONS))  # by reason
     new: HyperLogLog = field(default_factory=HyperLogLog)  # different keys that an infinite cache would have missed
 
@@ -66,11 +67,11 @@ class _Batch:
     fingerprint: bytes
     group: int
     keys: U64Array
-    absent: BoolArray  # which of the keys have no row
+    absent: BoolArray  # keys without a row
 
 
 class LookupStats:
-    """All namespaces' figures. A namespace that is forgotten and comes again goes on where it was."""
+    """The figures of all namespaces. A forgotten namespace that returns continues its counts."""
 
     def __init__(self, ghosts: MissReasons) -> None:
         self._ghosts = ghosts
@@ -92,8 +93,8 @@ class LookupStats:
         on_disk: BoolArray,
         asked: BoolArray | None = None,
     ) -> None:
-        """Count the result of a lookup. `on_disk`: keys that are on disk, or on their way from there. `asked`: keys
-        that the remote store is asked for: they are left to `record_asked`. Call `classify_misses` soon after.
+        """Counts the result of a lookup. `on_disk`: keys that are on disk, or under way from there. `asked`: keys that
+        the remote store is asked for: they are left to `record_asked`. Call `classify_misses` soon after.
         """
         stats = self._of(keyspace.namespace)
         hits = int(np.count_nonzero(found.hits))
@@ -110,7 +111,7 @@ class LookupStats:
 
     @changing
     def record_asked(self, keyspace: Keyspace, keys: U64Array, found: LookupResult, asked: BoolArray) -> None:
-        """Count the keys of an earlier lookup that the remote store was asked for. `found`: where they stand now."""
+        """Counts the keys of an earlier lookup that the remote store was asked for. `found`: their states now."""
         stats = self._of(keyspace.namespace)
         total, hits = int(np.count_nonzero(asked)), int(np.count_nonzero(found.hits & asked))
         stats.keys += total
@@ -127,7 +128,9 @@ class LookupStats:
             self._waiting.append(batch)
 
     def figures(self, uid: int | None = None) -> list[dict[str, Any]]:
-        """A row for each namespace (None: of all users), the last one for those that are not counted separately."""
+        """Returns a row for each namespace (None: of all users), the last one for those that are not counted
+        separately.
+        """
         self.classify_misses()
         rows = [stats for stats in self._by_fingerprint.values() if uid in (None, stats.uid)]
         if uid is None and self._others.keys:
@@ -135,8 +138,8 @@ class LookupStats:
         return [stats.figures() for stats in rows]
 
     def totals(self, uid: int | None = None) -> dict[str, int]:
-        """Sums over namespaces (`uid` None: all users'): keys that hit, that were to come (they were under way, on
-        disk, or came from the remote store), that missed.
+        """Returns sums over namespaces (`uid` None: all users') of keys: hits; expected keys (under way, on disk, or
+        from the remote store); misses.
         """
         rows = [stats for stats in (*self._by_fingerprint.values(), self._others) if uid in (None, stats.uid)]
         hits, pending = sum(a.hits for a in rows), sum(a.on_disk + a.remote + a.missed[Reason.PENDING] for a in rows)
@@ -153,7 +156,7 @@ class LookupStats:
 
     @changing
     def classify_misses(self) -> None:
-        """Count the misses recorded since the last call by their reason."""
+        """Counts the misses recorded since the last call by their reason."""
         waiting, self._waiting = self._waiting, []
         parts: dict[bytes, list[_Batch]] = {}
         for batch in waiting:
@@ -172,4 +175,4 @@ class LookupStats:
 
 
 _NEVER_THERE = np.array([reason in ("never_stored", "other_namespace", "incomplete") for reason in REASONS])
-"""By reason: an infinite cache would not have had such a key either."""
+"""Whether, by reason, an infinite cache would have missed such a key, too."""

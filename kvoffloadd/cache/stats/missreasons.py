@@ -1,11 +1,11 @@
 """Why lookups miss: was a key never stored, evicted, cleared or corrupt? Event loop only.
 
-Two tables of fixed size, 16 MiB together, whose pages cost memory once they are written. Direct-mapped: a key takes its
-slot from the key that had it, so memory fades by itself. Both kinds of error only move a miss from one reason
-to another:
+Two tables of fixed size, 16 MiB together, whose pages cost memory once they are written. Direct-mapped: a key replaces
+the previous key in its slot, so memory fades by itself. Both kinds of error only move a miss from one reason to
+another:
 
-- A key that was forgotten counts as never stored: after as many other keys as a table has slots (4 Mi that went, 2 Mi
-  that were stored) 63 % of them.
+- A forgotten key counts as never stored: after as many other keys as a table has slots (4 Mi that went, 2 Mi that were
+  stored) 63 % of them.
 - A key that was never stored passes for one that went with chance 2**-13 at most, for one of another namespace with
   chance 2**-18.
 """
@@ -28,7 +28,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Reason:
-    """Why a key is missed. Plain ints: indices into `REASONS`. The first five are what a `MissReasons` can tell."""
+    """Why a key is missed. Plain ints: indices into `REASONS`. A `MissReasons` distinguishes the first five."""
 
     NEVER_STORED: Final = 0
     EVICTED: Final = 1
@@ -42,27 +42,27 @@ class Reason:
 REASONS = (
     "never_stored", "evicted", "cleared", "failed_verification", "other_namespace", "incomplete", "pending",
 )  # fmt: skip
-"""Names of the reasons, as `status` and metrics tell them."""
+"""Names of the reasons, for `status` and metrics."""
 
 
 class MissReasons:
-    """Keys that were complete once: how each went, by namespace; and which of its user's namespaces had each first.
-    Nothing that is told of one user depends on what another has stored: keys name prompts.
+    """Keys that were complete once: how each went, by namespace; and which of its user's namespaces had each first. No
+    report to one user depends on the keys that another has stored: keys name prompts.
 
     `seed`, below 2**128, is the secret of the hash. Keys are (n, WORDS) u64; a key of another group is another key.
     """
 
     def __init__(self, seed: int) -> None:
         self.hash = KeyHash(seed, "ghosts")
-        """(group, keys) -> u64 per key, the same in every namespace. All bits count."""
+        """Maps (group, keys) to a u64 per key, the same in every namespace. All bits count."""
         self._secret = hashlib.shake_256(seed.to_bytes(SEED_BITS // 8, "little") + b"namespaces").digest(16)
         self._salts: dict[bytes, np.uint64] = {}
         self._gone: U16Array = reserve_array((1 << _GONE_BITS,), np.uint16, scattered=True)
         self._stored: U32Array = reserve_array((1 << _STORED_BITS,), np.uint32, scattered=True)
 
     def came(self, uid: int, fingerprint: bytes, h: U64Array) -> None:
-        """Keys with these hashes are complete in this namespace. Where another one of the user had them before, that is
-        what stays known.
+        """Records that keys with these hashes are complete in this namespace. If another namespace of the user had them
+        before, that record stays.
         """
         h = self._of_user(uid, h)
         slots, marks = _slots(h, _STORED_BITS), _names(h)
@@ -70,13 +70,13 @@ class MissReasons:
         self._stored[slots] = np.where(_differ(known, marks), marks | self._number(fingerprint), known)
 
     def went(self, fingerprint: bytes, h: U64Array, reason: int) -> None:
-        """Keys with these hashes, which were complete, are not held any more: EVICTED, CLEARED or CORRUPT."""
+        """Records that complete keys with these hashes are not held any more: EVICTED, CLEARED or CORRUPT."""
         h = self._own(fingerprint, h)
         self._gone[_slots(h, _GONE_BITS)] = _marks(h) | np.uint16(reason)
 
     def why(self, uid: int, fingerprint: bytes, h: U64Array) -> U8Array:
-        """The reason for each key, by its `hash`, that was not held when this namespace asked for it. That may have
-        been some time ago: what it has stored itself since changes nothing. Changes nothing.
+        """Returns the reason for each key, by its `hash`, that was not held when this namespace asked for it. That may
+        have been some time ago: later stores of the namespace change nothing. Changes nothing.
         """
         of_user = self._of_user(uid, h)
         marks = _names(of_user)
@@ -90,7 +90,7 @@ class MissReasons:
         return reasons
 
     def _own(self, owner: bytes, h: U64Array) -> U64Array:
-        """The hashes of keys with their namespace, or user."""
+        """Returns the hashes of keys with their namespace, or user."""
         own: U64Array = (h ^ self._salt(owner)) * _GOLDEN
         own ^= own >> np.uint64(32)
         return own
@@ -99,7 +99,7 @@ class MissReasons:
         return self._own(b"uid %d" % uid, h)
 
     def _number(self, fingerprint: bytes) -> np.uint32:
-        """What stands for a namespace in a slot; never 0, which is an empty one."""
+        """Returns the number of a namespace in a slot; never 0, which marks an empty one."""
         return np.uint32(int(self._salt(fingerprint)) % ((1 << _NAMESPACE_BITS) - 1) + 1)
 
     def _salt(self, owner: bytes) -> np.uint64:
@@ -126,6 +126,6 @@ def _names(h: U64Array) -> U32Array:
 
 
 def _differ(stored: U32Array, names: U32Array) -> BoolArray:
-    """Which slots hold another key than this, or none."""
+    """Returns which slots hold another key than this, or none."""
     differ: BoolArray = (stored ^ names >= np.uint32(1 << _NAMESPACE_BITS)) | (stored == 0)
     return differ

@@ -22,9 +22,9 @@ _DELAY = "_delay_s"
 class FaultyFiles(Files):
     """Files with the faults that a switch file names, one a line; no file or no lines: none.
 
-    `write=EIO`: every write fails with this error; `read_delay_s=0.5`: every read takes so much longer. Of a close that
-    fails the descriptor is gone all the same. The file is looked at before each call, so that faults come and go while
-    the daemon runs; replace it in one step.
+    `write=EIO`: every write fails with this error; `read_delay_s=0.5`: every read takes this much longer. A close that
+    fails still releases the descriptor. The file is read before each call, so that faults come and go while the daemon
+    runs; replace it in one step.
     """
 
     def __init__(self, switch: Path) -> None:
@@ -107,7 +107,7 @@ class FaultyFiles(Files):
         errors, delays = self._faults()
         while (left := began + delays.get(operation, 0.0) - time.monotonic()) > 0:
             time.sleep(min(left, 0.05))
-            errors, delays = self._faults()  # they may change meanwhile
+            errors, delays = self._faults()  # the faults may change meanwhile
         if operation in errors:
             self.planted += 1
             number = errors[operation]
@@ -120,16 +120,16 @@ class FaultyFiles(Files):
             return {}, {}
         stamp = (found.st_ino, found.st_mtime_ns, found.st_size)
         if stamp != self._known[0]:
-            # One assignment of a whole tuple: threads of both lanes come here.
+            # One assignment of a whole tuple: threads of both lanes run this.
             self._known = (stamp, *parse_disk_faults(self._switch.read_text(encoding="utf-8")))
         return self._known[1:]
 
 
 def parse_disk_faults(text: str) -> tuple[dict[str, int], dict[str, float]]:
-    """Error numbers and delays in seconds, by operation, from lines like "write=EIO" and "read_delay_s=0.5".
+    """Returns error numbers and delays in seconds, by operation, from lines like "write=EIO" and "read_delay_s=0.5".
 
     Raises:
-        ConfigError: a line that is neither.
+        ConfigError: a line is neither.
     """
     errors: dict[str, int] = {}
     delays: dict[str, float] = {}

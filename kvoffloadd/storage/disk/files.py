@@ -1,6 +1,6 @@
 """System calls of the disk tier on directories and segment files, in one place, so that tests can replace them.
 
-Every method may block for as long as the disk likes: call them in threads. OSError passes through.
+Every method may block without limit on the disk: call them in threads. OSError passes through.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ _fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_l
 
 
 class DiskError(ResourceError):
-    """A directory of the disk tier can't be used; the message says why."""
+    """A directory of the disk tier can't be used; the message has the reason."""
 
     fault = "operator"
 
 
 class DiskManifestError(DiskError):
-    """A manifest that is not what was written."""
+    """A manifest is damaged."""
 
 
 class DiskVersionError(DiskManifestError):
-    """A manifest of another format version: it must not be overwritten."""
+    """A manifest has another format version and must not be overwritten."""
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """Whether the system was out of descriptors or memory: that says nothing about the disk or what is on it."""
+    """Returns whether the system was out of descriptors or memory, which shows nothing about the disk."""
     return isinstance(error, MemoryError) or getattr(error, "errno", None) in _NO_RESOURCES
 
 
 def lacks_allocation(error: OSError) -> bool:
-    """Whether the file system has no fallocate(2)."""
+    """Returns whether the error means that the file system has no fallocate(2)."""
     return error.errno in (errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in words, without a number, for people who read `status`."""
+    """Returns the text of an error without a number, for people who read `status`."""
     return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def is_segment_name(name: str) -> bool:
-    """Whether a segment file may have this name."""
+    """Returns whether a segment file may have this name."""
     return _SEGMENT_NAME.fullmatch(name) is not None
 
 
 def aligned_pages(count: int) -> U8Array:
-    """(count, 4096) bytes of anything that begin at a page boundary, as O_DIRECT wants them."""
+    """Returns (count, 4096) uninitialised bytes that begin at a page boundary, as O_DIRECT requires."""
     raw = np.empty((count + 1) * PAGE_BYTES, np.uint8)
     start = -raw.ctypes.data % PAGE_BYTES
     pages: U8Array = raw[start : start + count * PAGE_BYTES].reshape(count, PAGE_BYTES)
@@ -76,10 +76,10 @@ def aligned_pages(count: int) -> U8Array:
 
 
 class Files:
-    """The real thing. `direct` opens with O_DIRECT: then memory, offsets and sizes must be whole pages."""
+    """The real file system. `direct` opens with O_DIRECT: then memory, offsets and sizes must be whole pages."""
 
     def open_directory(self, path: str | Path) -> int:
-        """A descriptor of a directory that no other user may enter.
+        """Returns a descriptor of a directory that no other user may enter.
 
         Raises:
             DiskError: the directory is another user's, or open to others.
@@ -104,16 +104,16 @@ class Files:
         return fd
 
     def open_again(self, path: Path) -> int:
-        """A descriptor of a directory that was opened before, by the path of /proc to that."""
+        """Returns a descriptor of a directory that was opened before, by the path in /proc of its first descriptor."""
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def make_directory(self, path: str | Path) -> None:
-        """Make a private directory, if nothing has this name yet."""
+        """Makes a private directory, if nothing has this name yet."""
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
 
     def lock(self, fd: int) -> None:
-        """Hold an exclusive lock on a file or directory until its descriptor is closed.
+        """Holds an exclusive lock on a file or directory until its descriptor is closed.
 
         Raises:
             BlockingIOError: another process holds it.
@@ -121,15 +121,15 @@ class Files:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def open(self, dir_fd: int, name: str, *, create: bool, direct: bool, write: bool) -> int:
-        """A descriptor of a file; with `create` of a new one, and FileExistsError if there is one."""
-        # O_NONBLOCK means nothing to files; without it, a FIFO under the name of one would be waited for.
+        """Returns a descriptor of a file; with `create` of a new one, and FileExistsError if there is one."""
+        # O_NONBLOCK means nothing to files; without it, opening a FIFO with a file's name would block.
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_RDWR if write else os.O_RDONLY)
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if direct else 0
         return os.open(name, flags, 0o600, dir_fd=dir_fd)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
-        """Make the file at least so long, with space on the disk behind every byte: later writes should not lack it.
+        """Makes the file at least this long, with disk space behind every byte, so that later writes do not lack it.
         EOPNOTSUPP: the file system can't, see `lacks_allocation`.
         """
         if _fallocate(fd, 0, 0, size_bytes):
@@ -137,7 +137,7 @@ class Files:
             raise OSError(number, os.strerror(number))
 
     def write(self, fd: int, offset: int, buffers: Sequence[Any]) -> None:
-        """Write all buffers behind one another from `offset` on. After an error some of the bytes may be there."""
+        """Writes all buffers one after another from `offset` on. After an error some of the bytes may be there."""
         for first in range(0, len(buffers), _IOV_MAX):
             some = buffers[first : first + _IOV_MAX]
             size = sum(memoryview(one).nbytes for one in some)
@@ -151,14 +151,14 @@ class Files:
         step = PAGE_BYTES if _is_direct(fd) else 1
         before = 0
         while done < total:
-            done -= done % step  # the torn page is written again: O_DIRECT knows whole pages only
+            done -= done % step  # the torn page is written again: O_DIRECT takes only whole pages
             if done <= before:
                 raise OSError(errno.EIO, f"nothing more can be written at {offset + done}")
             before = done
             done += os.pwritev(fd, _rest(buffers, done), offset + done)
 
     def read(self, fd: int, offset: int, buffers: Sequence[Any]) -> int:
-        """Fill the buffers behind one another from `offset` on. Returns bytes read: fewer only at the file's end."""
+        """Fills the buffers one after another from `offset` on. Returns bytes read: fewer only at the file's end."""
         filled = 0
         for first in range(0, len(buffers), _IOV_MAX):
             some = buffers[first : first + _IOV_MAX]
@@ -186,28 +186,28 @@ class Files:
         return min(done, max(end - offset, 0))
 
     def drop_cached(self, fd: int, offset: int, size_bytes: int) -> None:
-        """These bytes need not stay in the page cache. What is dirty begins to be written. Advice: it never fails."""
+        """Lets these bytes leave the page cache. Starts writing dirty ones. Advice: it never fails."""
         with suppress(OSError):
             os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def sync(self, fd: int) -> None:
-        """Wait until the file's bytes are durable, and what is needed to find them."""
+        """Waits until the file's bytes, and the metadata to find them, are durable."""
         os.fdatasync(fd)
 
     def sync_directory(self, fd: int) -> None:
-        """Wait until the directory's names are durable."""
+        """Waits until the directory's names are durable."""
         os.fsync(fd)
 
     def unlink(self, dir_fd: int, name: str) -> None:
         os.unlink(name, dir_fd=dir_fd)
 
     def rename(self, dir_fd: int, old: str, new: str) -> None:
-        """Rename a file; what was called `new` is replaced in one step."""
+        """Renames a file; replaces a file named `new` in one step."""
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def names(self, dir_fd: int) -> list[str]:
-        """All names in a directory, in no order."""
-        # Opened anew: btrfs lists what there was when it was opened.
+        """Returns all names in a directory, unordered."""
+        # Opened anew: btrfs lists the contents at the time of opening.
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=dir_fd)
         try:
             return os.listdir(fd)
@@ -215,7 +215,7 @@ class Files:
             self.close(fd)
 
     def stat(self, name: str | Path, dir_fd: int | None = None) -> os.stat_result:
-        """What the system knows of the file with this name. Links are not followed."""
+        """Returns the status of the file with this name. Links are not followed."""
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
 
     def fstat(self, fd: int) -> os.stat_result:
@@ -225,23 +225,23 @@ class Files:
         return self.fstat(fd).st_size
 
     def space(self, fd: int) -> os.statvfs_result:
-        """What the file system has, and would still give to this user."""
+        """Returns the size of the file system and the space available to this user."""
         return os.fstatvfs(fd)
 
     def free_bytes(self, dir_fd: int) -> int:
-        """What the file system would still give to this user."""
+        """Returns the bytes that the file system still has for this user."""
         found = self.space(dir_fd)
         return found.f_bavail * found.f_frsize
 
     def is_overwritten_in_place(self, fd: int) -> bool:
-        """Whether a file of a copy-on-write file system has FS_NOCOW_FL."""
+        """Returns whether a file of a copy-on-write file system has FS_NOCOW_FL."""
         try:
             return bool(_flags(fd) & _NOCOW)
         except OSError:
             return False
 
     def overwrite_in_place(self, fd: int) -> bool:
-        """Give an empty file FS_NOCOW_FL. False: that can't be had."""
+        """Gives an empty file FS_NOCOW_FL. Returns False if the file system refuses."""
         try:
             fcntl.ioctl(fd, _SET_FLAGS, struct.pack("l", _flags(fd) | _NOCOW))
         except OSError:
@@ -249,12 +249,12 @@ class Files:
         return True
 
     def close(self, fd: int) -> None:
-        """Let go of a descriptor, also where this raises. It may wait for the disk, as on FUSE, NFS and CephFS."""
+        """Releases a descriptor, even when this raises. It may wait for the disk, as on FUSE, NFS and CephFS."""
         os.close(fd)
 
     @contextmanager
     def open_to_read(self, dir_fd: int, name: str, *, direct: bool) -> Iterator[int]:
-        """A descriptor to read from. What was read does not depend on how closing ends."""
+        """Opens a file for reading. The outcome of closing does not affect the data read."""
         fd = self.open(dir_fd, name, create=False, direct=direct, write=False)
         try:
             yield fd
@@ -264,7 +264,7 @@ class Files:
 
     @contextmanager
     def open_to_write(self, dir_fd: int, name: str, *, direct: bool) -> Iterator[int]:
-        """A descriptor of a file that is there, to write to it."""
+        """Opens an existing file for writing."""
         fd = self.open(dir_fd, name, create=False, direct=direct, write=True)
         try:
             yield fd
@@ -282,13 +282,13 @@ def _is_direct(fd: int) -> bool:
 
 
 def _rest(buffers: Sequence[Any], skip: int) -> list[Any]:
-    """What is left of the buffers behind their first `skip` bytes."""
+    """Returns the buffers without their first `skip` bytes."""
     left: list[Any] = []
     for one in buffers:
         size = memoryview(one).nbytes
         if skip == 0:
             left.append(one)
         elif skip < size:
-            left.append(np.frombuffer(one, np.uint8)[skip:])  # a memoryview can't cast all that ctypes makes
+            left.append(np.frombuffer(one, np.uint8)[skip:])  # a memoryview can't cast all formats that ctypes makes
         skip = max(skip - size, 0)
     return left

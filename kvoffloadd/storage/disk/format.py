@@ -1,8 +1,8 @@
-"""Bytes on disk <-> arrays: segment headers, records' headers, footers. Pure; docs/DISK_FORMAT.md is its document.
+"""Converts between bytes on disk and arrays: segment headers, records' headers, footers. Pure; see docs/DISK_FORMAT.md.
 
-Everything is little-endian and comes in pages of 4 KiB. A page of ours ends in the xxh3_128 of the bytes before it, so
-that no torn or flipped page is taken for a whole one. Records and footers name the uuid of their segment: what an
-earlier use of the file has left in it is not valid any more.
+All values are little-endian, in pages of 4 KiB. Each header and trailer page ends in the xxh3_128 of the bytes before
+it, and a trailer has the digest of its footer, so that no torn or flipped page passes for a whole one. Records and
+footers name the uuid of their segment: leftovers of an earlier use of the file are invalid.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Records = npt.NDArray[Any]
 
 FORMAT_VERSION = 1
 HEADER_PAGES = 1
-"""Pages before the first record of a segment."""
+"""The pages before the first record of a segment."""
 RECORD_HEADER_PAGES = 1
-"""Pages before the payload of a record."""
+"""The pages before the payload of a record."""
 TRAILER_PAGES = 1
-"""Pages at the end of a footer."""
+"""The pages at the end of a footer."""
 
 SEGMENT_MAGIC = int.from_bytes(b"KVOSEGM\n", "little")
 RECORD_MAGIC = int.from_bytes(b"KVORECD\n", "little")
@@ -41,7 +41,7 @@ ENTRY = np.dtype(
         "itemsize": 64,
     }
 )
-"""A record as a footer lists it. `page`: of its header, in the file. `keyspace`: index into the footer's keyspaces."""
+"""A record in a footer. `page`: of its header, in the file. `keyspace`: index into the footer's keyspaces."""
 
 SPACE_FIELDS = ("fingerprint", "shape", "epoch", "group", "parts", "key_bytes")
 SPACE = np.dtype(
@@ -70,7 +70,7 @@ RECORD = np.dtype(
         "itemsize": PAGE_BYTES,
     }
 )  # fmt: skip
-"""The page before a payload. `digest`: the payload's xxh3_128, high half first, as `hash_payloads` gives it."""
+"""The page before a payload. `digest`: the payload's xxh3_128, high half first, as `hash_payloads` returns it."""
 
 SEGMENT = np.dtype(
     {
@@ -97,8 +97,8 @@ TRAILER = np.dtype(
 
 
 class Problem(enum.Enum):
-    """Why a page is no segment header. FOREIGN: nothing of ours; VERSION: ours, of another version; DAMAGED: ours, but
-    not whole; UNWRITTEN: space was made for one, and it did not come, or only its end.
+    """Why a page is no segment header. FOREIGN: another program's; VERSION: of another format version; DAMAGED: a
+    damaged header; UNWRITTEN: space was allocated for a header, and nothing of it was written, or only its end.
     """
 
     FOREIGN = "foreign"
@@ -109,8 +109,8 @@ class Problem(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class KeyspaceId:
-    """Which keys can meet. `fingerprint`: of the namespace; `shape`: of the group's schema and the sizes of its parts;
-    both 16 bytes. `key_bytes`: how many of a key's 32 bytes are its own, the rest is zeros.
+    """Identifies keys that can be compared. `fingerprint`: of the namespace; `shape`: of the group's schema and the
+    sizes of its parts; both 16 bytes. `key_bytes`: the significant bytes of a key's 32; the rest is zeros.
     """
 
     fingerprint: bytes
@@ -123,8 +123,8 @@ class KeyspaceId:
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """`uuid`: 16 random bytes of this use of the file. `number`: rises with each use of any file, so that the oldest is
-    known. `created_s`: unix time, 0 where it is not known.
+    """A use of a segment file. `uuid`: 16 random bytes of this use. `number`: rises with each use of any file, so that
+    the oldest is known. `created_s`: unix time, 0 if unknown.
     """
 
     uuid: bytes
@@ -135,7 +135,7 @@ class SegmentHeader:
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What the last page of a sealed segment says: the footer begins at `footer_page`, and how much is in it."""
+    """The last page of a sealed segment: the footer begins at `footer_page` and has these sizes."""
 
     uuid: bytes
     number: int
@@ -147,13 +147,13 @@ class Trailer:
 
 
 def record_pages(payload_bytes: npt.NDArray[Any]) -> I64Array:
-    """Pages of each record: its header, and those of its payload."""
+    """Returns the pages of each record: its header and its payload."""
     pages: I64Array = -(-payload_bytes.astype(np.int64) // PAGE_BYTES) + RECORD_HEADER_PAGES
     return pages
 
 
 def footer_pages(num_entries: int, num_spaces: int) -> int:
-    """Pages at the end of a sealed segment, the trailer included."""
+    """Returns the pages at the end of a sealed segment, including the trailer."""
     return -(-(num_entries * ENTRY.itemsize + num_spaces * SPACE.itemsize) // PAGE_BYTES) + TRAILER_PAGES
 
 
@@ -161,7 +161,7 @@ def footer_pages(num_entries: int, num_spaces: int) -> int:
 
 
 def encode_segment_header(header: SegmentHeader) -> U8Array:
-    """Page 0, (4096,)."""
+    """Returns page 0, (4096,)."""
     page = np.zeros(PAGE_BYTES, np.uint8)
     fields = page.view(SEGMENT)[0]
     fields["magic"], fields["version"] = SEGMENT_MAGIC, FORMAT_VERSION
@@ -173,7 +173,7 @@ def encode_segment_header(header: SegmentHeader) -> U8Array:
 
 
 def decode_segment_header(page: U8Array) -> SegmentHeader | Problem:
-    """What page 0, (4096,), says."""
+    """Decodes page 0, (4096,)."""
     fields = page.view(SEGMENT)[0]
     if fields["magic"] == SEGMENT_MAGIC and fields["version"] == FORMAT_VERSION and is_signed(page):
         return SegmentHeader(
@@ -186,7 +186,7 @@ def _problem(page: U8Array) -> Problem:
     fields = page.view(SEGMENT)[0]
     if fields["magic"] == SEGMENT_MAGIC and fields["version"] == FORMAT_VERSION:
         return Problem.DAMAGED
-    # With the first words put right, a header of ours in which only these are wrong is whole again.
+    # With its first words corrected, a valid header that is damaged only there is whole again.
     mended = page.copy()
     fields_of_mended = mended.view(SEGMENT)[0]
     fields_of_mended["magic"], fields_of_mended["version"] = SEGMENT_MAGIC, FORMAT_VERSION
@@ -194,7 +194,7 @@ def _problem(page: U8Array) -> Problem:
         return Problem.DAMAGED
     if fields["magic"] == SEGMENT_MAGIC:
         return Problem.VERSION
-    # Its middle is zeros whether nothing of the header came or its end.
+    # The middle is zeros if nothing of the header was written, or only its end.
     fields_end = SEGMENT.fields["created_s"][1] + 8 if SEGMENT.fields else 0
     if fields["magic"] == 0 and not page[fields_end:CHECKSUM_OFFSET].any():
         return Problem.UNWRITTEN
@@ -207,8 +207,8 @@ def _problem(page: U8Array) -> Problem:
 def encode_records(
     out: U8Array, uuid: bytes, entries: Records, keyspaces: Records, digests: U64Array, now_s: int
 ) -> None:
-    """Write the header page of each entry to `out`, (n, 4096), which may hold anything before. `keyspaces`: of SPACE,
-    one of all entries or one of each. `now_s`: unix time.
+    """Writes the header page of each entry to `out`, (n, 4096), whatever it holds. `keyspaces`: of SPACE, one for all
+    entries or one for each. `now_s`: unix time.
     """
     out[:] = 0
     fields = out.view(RECORD)[:, 0]
@@ -225,8 +225,8 @@ def encode_records(
 
 
 def decode_records(pages: U8Array, uuid: bytes) -> tuple[Records, BoolArray]:
-    """Each page, (n, 4096), as a RECORD, and whether it is a whole one that belongs to this use of the segment. What
-    is not valid may hold anything.
+    """Returns each page, (n, 4096), as a RECORD, and whether it is whole and belongs to this use of the segment.
+    Invalid records have arbitrary contents.
     """
     records = pages.view(RECORD)[:, 0]
     valid: BoolArray = records["magic"] == RECORD_MAGIC
@@ -246,7 +246,7 @@ def decode_records(pages: U8Array, uuid: bytes) -> tuple[Records, BoolArray]:
 
 
 def encode_spaces(keyspaces: Sequence[KeyspaceId]) -> Records:
-    """The keyspaces as an array of SPACE."""
+    """Returns the keyspaces as an array of SPACE."""
     table = np.zeros(len(keyspaces), SPACE)
     for row, keyspace in zip(table, keyspaces, strict=True):
         row["fingerprint"], row["shape"] = _bytes(keyspace.fingerprint), _bytes(keyspace.shape)
@@ -256,7 +256,7 @@ def encode_spaces(keyspaces: Sequence[KeyspaceId]) -> Records:
 
 
 def decode_spaces(table: Records) -> list[KeyspaceId]:
-    """The keyspaces of an array with the fields of SPACE."""
+    """Returns the keyspaces of an array with the fields of SPACE."""
     return [
         KeyspaceId(
             row["fingerprint"].tobytes(), row["shape"].tobytes(), int(row["epoch"]), int(row["group"]),
@@ -269,7 +269,7 @@ def decode_spaces(table: Records) -> list[KeyspaceId]:
 def encode_footer(
     uuid: bytes, number: int, entries: Records, keyspaces: Sequence[KeyspaceId], segment_bytes: int
 ) -> U8Array:
-    """The last `footer_pages` pages of a sealed segment, as flat bytes. Entries come out by page."""
+    """Returns the last `footer_pages` pages of a sealed segment, as flat bytes. Entries are sorted by page."""
     pages = footer_pages(len(entries), len(keyspaces))
     out = np.zeros(pages * PAGE_BYTES, np.uint8)
     body, last = out[:-PAGE_BYTES], out[-PAGE_BYTES:]
@@ -288,7 +288,7 @@ def encode_footer(
 
 
 def decode_trailer(page: U8Array) -> Trailer | None:
-    """What the last page, (4096,), of a sealed segment says; None if it is no whole trailer."""
+    """Decodes the last page, (4096,), of a sealed segment; None if it is no whole trailer."""
     fields = page.view(TRAILER)[0]
     if fields["magic"] != TRAILER_MAGIC or fields["version"] != FORMAT_VERSION or not is_signed(page):
         return None
@@ -307,8 +307,8 @@ def decode_trailer(page: U8Array) -> Trailer | None:
 
 
 def decode_footer(pages: U8Array, uuid: bytes) -> tuple[Records, list[KeyspaceId]] | None:
-    """Entries and keyspaces of a footer, given as the flat bytes of all its pages; None if it is not whole, or of
-    another use of the segment.
+    """Returns the entries and keyspaces of a footer, given as the flat bytes of all its pages; None if it is not whole,
+    or belongs to another use of the segment.
     """
     trailer = decode_trailer(pages[-PAGE_BYTES:])
     if trailer is None or trailer.uuid != uuid:
@@ -324,7 +324,7 @@ def decode_footer(pages: U8Array, uuid: bytes) -> tuple[Records, list[KeyspaceId
 
 
 def _is_sound(entries: Records, table: Records, footer_page: int) -> bool:
-    """Whether the entries can be true: they lie behind one another before the footer, and their keyspaces exist."""
+    """Returns whether the entries are plausible: they lie in sequence before the footer, and their keyspaces exist."""
     if not len(entries):
         return True
     if entries["payload_bytes"].max() > footer_page * PAGE_BYTES or (entries["payload_bytes"] == 0).any():
@@ -338,7 +338,7 @@ def _is_sound(entries: Records, table: Records, footer_page: int) -> bool:
 
 
 def _have_parts(part: Records, parts: Records) -> BoolArray:
-    """Whether a key of so many parts may be one of ours, and has this one."""
+    """Returns whether a key may have this number of parts, and has this one."""
     has: BoolArray = (part < parts) & (parts <= PARTS_PER_KEY_MAX)
     return has
 

@@ -17,7 +17,7 @@ from kvoffloadd.units import format_path
 log = logging.getLogger(__name__)
 
 LASTING_S = 60.0
-"""A root that works for so long has recovered."""
+"""A root that has worked for this long has recovered."""
 
 RELAPSES_MAX = 4
 """How often the time between two tries doubles."""
@@ -29,23 +29,23 @@ class RootState:
     """The state of a root. Plain text."""
 
     OK: Final = "ok"
-    FULL: Final = "full"  # there is no space for a first segment, or for what is written
+    FULL: Final = "full"  # no space for a first segment, or for new data
     READ_ONLY: Final = "read-only"  # writes fail, reads go on
     OFF: Final = "off"  # not reachable, or not accepted
 
 
 def is_trouble(error: BaseException) -> bool:
-    """Whether this error says something about the disk; if not it is a bug."""
+    """Returns whether this error concerns the disk; otherwise it is a bug."""
     return isinstance(error, OSError | KvOffloadError | CancelledWork)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk has no room for what is written."""
+    """Returns whether the disk has no room for the data."""
     return getattr(error, "errno", None) in NO_SPACE
 
 
 class Health:
-    """A root's state, why, and how often reading and writing failed in a row."""
+    """A root's state and its reason, and the number of consecutive failures of reading and writing."""
 
     def __init__(self, path: Path) -> None:
         self.state: str = RootState.OFF
@@ -58,7 +58,7 @@ class Health:
         self._relapses = 0
 
     def become(self, state: str, reason: str = "") -> None:
-        """Change the state, and log the change."""
+        """Changes the state, and logs the change."""
         reason = format_path(reason)
         if (state, reason) != (self.state, self.reason):
             level = logging.INFO if state == RootState.OK else logging.WARNING
@@ -71,18 +71,18 @@ class Health:
         self.state, self.reason = state, reason
 
     def retry_factor(self) -> int:
-        """How many times as long as usual to wait before a root that fails is tried again: one that fails again and
-        again, soon after it has worked, is tried less and less often.
+        """Returns the factor by which the wait before the next try of a failing root grows: a root that repeatedly
+        fails soon after it has worked is tried less and less often.
         """
         return 1 if self.state == RootState.OK else 1 << min(max(self._relapses - 1, 0), RELAPSES_MAX)
 
     def write_failed(self, error: BaseException, *, lasting: bool = False) -> None:
-        """Count a failed write, unless by a bug. FULL or READ_ONLY if there is no point in going on; `lasting`: after
-        the first failure.
+        """Counts a failed write, unless it failed by a bug. Changes to FULL or READ_ONLY if continuing is pointless;
+        `lasting`: after the first failure.
         """
         if not is_trouble(error):
-            # A user who could provoke it must not take the disk from all others. No state here is in doubt by it: what
-            # was being written counts as never written, as after a crash.
+            # A user who could provoke this must not take the disk from all others. It puts no state here in doubt: an
+            # unfinished write counts as never written, as after a crash.
             log.error("disk %s: a write failed because of a bug in the daemon", self._path, exc_info=error)
             return
         self.write_errors += 1
@@ -93,11 +93,11 @@ class Health:
             self.stop_writing(error)
 
     def stop_writing(self, error: BaseException) -> None:
-        """FULL or READ_ONLY, for this reason, until `Probe` finds that writes succeed."""
+        """Changes to FULL or READ_ONLY, for this reason, until `Probe` finds that writes succeed."""
         self.become(RootState.FULL if is_full(error) else RootState.READ_ONLY, describe_error(error))
 
     def write_succeeded(self) -> None:
-        """A write into space that is allocated."""
+        """Notes a successful write into allocated space."""
         self.writes_failed = 0
 
     def figures(self) -> dict[str, str | int]:

@@ -1,6 +1,6 @@
-"""The manifest of a root: its identity, and the epochs of cleared namespaces. A small text that a person can read.
+"""The manifest of a root: its identity, and the epochs of cleared namespaces. A small readable text.
 
-A record is served only if its epoch is its namespace's: without the manifest, nothing is.
+A record is served only if its epoch matches its namespace's: without the manifest, no record is.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvoffloadd.storage.disk.files import DiskManifestError, DiskVersionError, F
 MANIFEST_NAME = "manifest"
 MANIFEST_VERSION = 1
 CONFIRMED_VERSION = 2
-"""Of manifests that say when a shared store has confirmed their epochs last."""
+"""The version of manifests with the time at which a shared store last confirmed their epochs."""
 
 _TEMPORARY_NAME = "manifest.new"
 _CHECKSUM = b"xxh3_128 "
 _BYTES_MAX = 256 << 20
 
 FILES: Final = Files()
-"""The real ones."""
+"""The real file system."""
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,24 @@ class Manifest:
 
     root_uuid: bytes
     base_epoch: int  # of namespaces that `epochs` does not list
-    last_epoch: int  # the highest one that was known when this was written
+    last_epoch: int  # the highest known epoch when this was written
     epochs: dict[bytes, int] = field(default_factory=dict)  # of namespaces, by fingerprint
-    confirmed_s: int = 0  # when a shared store has confirmed them last, in seconds since 1970; 0: never
+    confirmed_s: int = 0  # when a shared store last confirmed the epochs, in seconds since 1970; 0: never
 
     def epoch_of(self, fingerprint: bytes) -> int:
-        """Records of another epoch than this are dead."""
+        """Returns the epoch of a namespace: records of other epochs are dead."""
         return self.epochs.get(fingerprint, self.base_epoch)
 
     def has_clear(self, names: Collection[bytes] | None, epoch: int) -> bool:
-        """Whether it has the clear of these namespaces (None: of all) that began this epoch, or later ones."""
+        """Returns whether the manifest has the clear of these namespaces (None: of all) that began this epoch, or later
+        ones.
+        """
         if names is None:
             return self.base_epoch >= epoch
         return all(self.epoch_of(name) >= epoch for name in names)
 
     def covers(self, other: Manifest) -> bool:
-        """Whether all records that are dead by the other manifest are dead by this one, too."""
+        """Returns whether all records that are dead by the other manifest are dead by this one, too."""
         names = self.epochs.keys() | other.epochs.keys()
         later = all(self.epoch_of(name) >= other.epoch_of(name) for name in names)
         return later and self.base_epoch >= other.base_epoch
@@ -79,11 +81,12 @@ class _Stored(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def read_manifest(path: Path, executor: Executor | None = None, files: Files = FILES) -> Manifest | None:
-    """The manifest of the root directory `path`; None if there is none. `executor`: whose threads wait for the disk.
+    """Returns the manifest of the root directory `path`; None if there is none. `executor`: its threads wait for the
+    disk.
 
     Raises:
         DiskVersionError: it is of another version.
-        DiskManifestError: it is not what was written.
+        DiskManifestError: it is damaged.
         OSError: it can't be read.
     """
     found: Manifest | None = await _READ(path, files, executor=executor)
@@ -93,7 +96,7 @@ async def read_manifest(path: Path, executor: Executor | None = None, files: Fil
 async def write_manifest(
     path: Path, manifest: Manifest, executor: Executor | None = None, files: Files = FILES
 ) -> None:
-    """Replace the manifest of the root directory `path`, durably and in one step. One at a time. `executor`: as above.
+    """Replaces the manifest of the root directory `path`, durably and in one step. One at a time. `executor`: as above.
 
     Raises:
         OSError: the old one holds, or the new one does and may not be durable.
@@ -103,7 +106,7 @@ async def write_manifest(
 
 
 def read_manifest_in(files: Files, directory_fd: int) -> Manifest | None:
-    """The manifest of a root whose directory is open; blocks. Raises as `read_manifest`."""
+    """Returns the manifest of a root whose directory is open; blocks. Raises as `read_manifest`."""
     try:
         with files.open_to_read(directory_fd, MANIFEST_NAME, direct=False) as fd:
             raw = bytearray(min(files.size_bytes(fd), _BYTES_MAX))
@@ -113,7 +116,7 @@ def read_manifest_in(files: Files, directory_fd: int) -> Manifest | None:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as text: JSON, then a line with the checksum of all before it."""
+    """Returns the manifest as text: JSON, then a line with the checksum of all before it."""
     stored: dict[str, object] = {
         "version": CONFIRMED_VERSION if manifest.confirmed_s else MANIFEST_VERSION,
         "root_uuid": manifest.root_uuid.hex(),
@@ -128,11 +131,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(raw: bytes) -> Manifest:
-    """The manifest that this text is.
+    """Decodes the text of a manifest.
 
     Raises:
         DiskVersionError: it is of another version.
-        DiskManifestError: it is not what was written.
+        DiskManifestError: it is damaged.
     """
     text, found, checksum = raw.rpartition(_CHECKSUM)
     if not found or checksum != xxhash.xxh3_128_hexdigest(text).encode() + b"\n":
@@ -184,6 +187,6 @@ def _directory(path: Path, files: Files) -> Iterator[int]:
         files.close(fd)
 
 
-# Each is one call of a thread, with one wait for the disk: a disk may not answer for long, and who is cancelled
-# meanwhile leaves no open file behind. Thousands of clears take milliseconds to encode, too.
+# Each is one call of a thread, with one wait for the disk: a disk may not answer for long, and a caller that is
+# cancelled meanwhile leaves no open file behind. Thousands of clears take milliseconds to encode, too.
 _READ, _WRITE, _REPLACE = map(aiofiles.os.wrap, (_read, _write, _replace))

@@ -1,4 +1,4 @@
-"""Opening a root's directory, and trying out what its file system can do. Everything here blocks."""
+"""Opens a root's directory, and tests the abilities of its file system. Everything here blocks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvoffloadd.storage.disk.manifest import MANIFEST_NAME
 from kvoffloadd.units import format_path
 
 NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a disk that has no room for what is written."""
+"""Errors of a disk that has no room for the data."""
 
 COPY_ON_WRITE: Final = "btrfs"
-"""A file system that writes what is overwritten to another place, unless a file has FS_NOCOW_FL."""
+"""A file system that writes overwritten data to another place, unless a file has FS_NOCOW_FL."""
 
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _PROBE = re.compile("probe-[0-9a-f]{16}")
@@ -30,8 +30,8 @@ _PROBE_PAGES = 2
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What the file system of a directory can do. `direct`: O_DIRECT is to be used; `allocates`: fallocate(2);
-    `in_place`: FS_NOCOW_FL.
+    """The abilities of a directory's file system. `direct`: O_DIRECT works; `allocates`: fallocate(2); `in_place`:
+    FS_NOCOW_FL.
     """
 
     direct: bool
@@ -42,12 +42,12 @@ class Abilities:
 def open_root(
     files: Files, path: Path, *, make_root: bool = False, make_segments: bool = False, make_lock: bool = False
 ) -> tuple[int, int, int]:
-    """Descriptors of a root's directory, of the one with its segments, and of its lock. The lock and the directory are
-    locked until these are closed. `make_...`: if it is not there.
+    """Returns descriptors of a root's directory, of its segments' directory, and of its lock. The lock and the
+    directory stay locked until these are closed. `make_...`: creates what is absent.
 
     Raises:
         BlockingIOError: another process uses it.
-        FileNotFoundError: something is not there, and is not to be made.
+        FileNotFoundError: something is absent, and may not be made.
         DiskError: a directory is another user's, or open to others.
     """
     segments = path / "segments"
@@ -57,7 +57,7 @@ def open_root(
         directory_fd = files.open_directory(path)
         opened.callback(files.close, directory_fd)
         try:
-            files.lock(directory_fd)  # as well: whoever empties the directory removes the lock
+            files.lock(directory_fd)  # as well: emptying the directory removes the lock
         except BlockingIOError:
             raise
         except OSError:
@@ -81,7 +81,7 @@ def _open_lock(files: Files, directory_fd: int, *, make: bool) -> int:
 
 
 def has_manifest(files: Files, path: Path) -> bool:
-    """Whether a root is there: its file system is mounted, then."""
+    """Returns whether a root is there, which shows that its file system is mounted."""
     try:
         return stat.S_ISREG(files.stat(path / MANIFEST_NAME).st_mode)
     except FileNotFoundError:
@@ -89,7 +89,7 @@ def has_manifest(files: Files, path: Path) -> bool:
 
 
 def what_is_missing(files: Files, path: Path) -> str:
-    """Tell what is missing of a root that was there before, and can't be opened now."""
+    """Names the missing parts of a root that existed before, and can't be opened now."""
     try:
         files.stat(path)
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def what_is_missing(files: Files, path: Path) -> str:
 
 
 def what_changed(files: Files, path: Path, opened: tuple[int, int, int]) -> str:
-    """Why this is not the root any more whose descriptors `open_root` has returned; empty: it is. Raises OSError."""
+    """Returns why this is not the root of the descriptors from `open_root` any more; empty: it is. Raises OSError."""
     directory, segments, lock = map(files.fstat, opened)
     try:
         if not _same(files.stat(path), directory):
@@ -116,11 +116,12 @@ def _same(there: os.stat_result, here: os.stat_result) -> bool:
 
 
 def probe(files: Files, dir_fd: int, direct: bool | None) -> Abilities:
-    """Do to a temporary file in this directory all that is done to segments. `direct`: None for where it works.
+    """Performs all operations on segments with a temporary file in this directory. `direct`: None to use it where it
+    works.
 
     Raises:
-        DiskError: O_DIRECT is asked for, and does not work.
-        OSError: something else does not. Want of space is no reason: what is on the disk can be read.
+        DiskError: O_DIRECT is required, and does not work.
+        OSError: another operation fails. Lack of space does not count: existing contents can be read.
     """
     if direct is not False:
         try:
@@ -135,7 +136,7 @@ def probe(files: Files, dir_fd: int, direct: bool | None) -> Abilities:
 
 
 def _probe(files: Files, dir_fd: int, *, direct: bool) -> Abilities:
-    for left in files.names(dir_fd):  # by a process that was killed
+    for left in files.names(dir_fd):  # left by a process that was killed
         if _PROBE.fullmatch(left):
             with suppress(FileNotFoundError):
                 files.unlink(dir_fd, left)
@@ -153,7 +154,7 @@ def _probe(files: Files, dir_fd: int, *, direct: bool) -> Abilities:
                 if not lacks_allocation(error):
                     raise
                 allocates = False
-            for value in (0, 0x5A):  # what is overwritten is not written as what is new
+            for value in (0, 0x5A):  # overwriting differs from a first write
                 written[:], back[:] = value, 0xFF
                 files.write(fd, 0, [written])
                 files.sync(fd)
@@ -165,7 +166,7 @@ def _probe(files: Files, dir_fd: int, *, direct: bool) -> Abilities:
         finally:
             files.close(fd)
     finally:
-        # A file system that refuses O_DIRECT may have made the file all the same.
+        # A file system that refuses O_DIRECT may have made the file nevertheless.
         with suppress(FileNotFoundError):
             files.unlink(dir_fd, name)
     if came != back.nbytes or (written != back).any():

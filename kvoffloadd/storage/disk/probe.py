@@ -1,4 +1,4 @@
-"""Health checks of a root: whether it still answers, is the same directory, and can be written again."""
+"""Health checks of a root: whether it still answers, is the same directory, and accepts writes again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvoffloadd.storage.disk.segmentpool import SegmentPool
 T = TypeVar("T")
 
 READ_FAILURES_MAX = 16
-"""After so many failed reads in a row the root is taken off, and tried again later."""
+"""After this number of consecutive failed reads the root is taken off, and tried again later."""
 
 LOOKS = 8
-"""How often within `stuck_s` it is looked at whether a root answers."""
+"""How often within `stuck_s` a root is checked for an answer."""
 
 NO_ANSWER: Final = "the disk does not answer"
 
@@ -45,14 +45,14 @@ class Probe:
         self._pool = pool
         self._health = health
         self._loop = lanes[0].loop
-        self.lane = directory.lane  # not one of the others: they may hang
+        self.lane = directory.lane  # not one of the other lanes: they may hang
         self._lanes = (*lanes, self.lane)
         self._retry_s = retry_s
         self._stuck_s = stuck_s
         self._oldest, self._newest = Patience(stuck_s / LOOKS), Patience(stuck_s / LOOKS)
 
     async def pause(self) -> None:
-        """Wait until the next `check` is due. Sets the root OFF, and returns soon, if the disk does not answer."""
+        """Waits until the next `check` is due. Sets the root OFF, and returns soon, if the disk does not answer."""
         left = self._retry_s * self._health.retry_factor()
         until = self._loop.time() + left
         while left > 0 and self._health.state != RootState.OFF:
@@ -64,9 +64,7 @@ class Probe:
         await asyncio.sleep(max(left, 0))
 
     async def wait_for(self, came: asyncio.Event) -> None:
-        """Wait until the root has come, however long that takes; but if none of its I/O ends for `stuck_s`, set it OFF
-        and return.
-        """
+        """Waits for the root without a limit; but if none of its I/O ends for `stuck_s`, sets it OFF and returns."""
         while not came.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._newest.look_s):
@@ -76,19 +74,19 @@ class Probe:
                 return
 
     def hangs(self) -> bool:
-        """Whether some I/O takes longer than `stuck_s`."""
+        """Returns whether some I/O takes longer than `stuck_s`."""
         now = time.monotonic()
         return self._oldest.is_over(max(lane.oldest_running_s(now) for lane in self._lanes), now, self._stuck_s)
 
     def stands_still(self) -> bool:
-        """Whether there is I/O of which none has ended for `stuck_s`: to read a root of many records may take long."""
+        """Returns whether there is I/O, none of it ended for `stuck_s`: reading many records may take long."""
         now = time.monotonic()
         moved = [lane.newest_running_s(now) for lane in self._lanes if lane.running]
         still_s = min(*moved, now - self._directory.last_progress_s) if moved else 0.0
         return self._newest.is_over(still_s, now, self._stuck_s)
 
     async def check(self) -> bool:
-        """Whether the root is not OFF. It may have become so, or OK."""
+        """Returns whether the root is not OFF. May set it OFF, or OK."""
         if self._health.state == RootState.OFF:
             return False
         try:
@@ -109,7 +107,7 @@ class Probe:
         return True
 
     async def _ask(self, answer: Coroutine[Any, Any, T]) -> T:
-        """What the disk answers. Raises TimeoutError if it does not: if this or any other I/O takes too long."""
+        """Returns the disk's answer. Raises TimeoutError if this or any other I/O takes too long."""
         asked = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait({asked}, timeout=self._oldest.look_s))[0]:
@@ -120,8 +118,8 @@ class Probe:
             asked.cancel()
 
     async def _try_write(self) -> None:
-        """The state is OK again if what the next writes do succeeds. This lane has one thread: a trial that does not
-        end keeps the next one from beginning, and the root from being written to at the same place.
+        """Sets the state OK if operations like those of the next writes succeed. This lane has one thread: a trial that
+        does not end blocks the next one, which would write to the same place.
         """
         try:
             if not await self._ask(self._pool.try_write(self.lane)):

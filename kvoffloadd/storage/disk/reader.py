@@ -1,4 +1,4 @@
-"""Reading records of a root's segments, in the threads of its read lane."""
+"""Reads records of a root's segments, in the threads of its read lane."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 
 class Reader:
-    """`changes` hears when a read has ended, `on_gone` of segments whose files were removed. Counts what was read, and
-    errors, since the start.
+    """`changes` reports the end of each read, `on_gone` segments with removed files. Counts reads and errors since the
+    start.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Reader:
         done: Callable[[U8Array, U64Array], None],
         flow: Flow = BACKGROUND,
     ) -> Ticket:
-        """Read records (records.READ) to their addresses and verify them. `done(status, digests)`, once, later: nothing
-        touches the addresses any more then. A ticket that is cancelled has NOT_READ for all.
+        """Reads records (records.READ) to their addresses and verifies them. Calls `done(status, digests)` once, later:
+        nothing touches the addresses after that. A cancelled ticket has NOT_READ for all.
         """
         segment.readers += 1
         work = partial(
@@ -84,7 +84,7 @@ class Reader:
         return self.lane.submit(work, finish, flow=flow, urgent=urgent, cost_bytes=int(wanted["payload_bytes"].sum()))
 
     def _no_result(self, error: BaseException, count: int) -> U8Array:
-        """The status of `count` records whose reading ended with this error."""
+        """Returns the status of `count` records for a read that ended with this error."""
         if isinstance(error, CancelledWork):
             return np.full(count, NOT_READ, np.uint8)
         if lacks_resources(error):
@@ -94,7 +94,8 @@ class Reader:
         return np.full(count, FAILED, np.uint8)
 
     async def inspect(self, segment: Segment, pages: U32Array, cost_bytes: int) -> BoolArray:
-        """Which of the records at these pages are whole. In the background; `cost_bytes`: their approximate size.
+        """Returns which of the records at these pages are whole. In the background; `cost_bytes`: their approximate
+        size.
 
         Raises:
             OSError: nothing is known. ETIMEDOUT: `give_up` was called.
@@ -131,7 +132,7 @@ class Reader:
             ticket.cancel()
 
     def give_up(self) -> None:
-        """The disk does not answer: `inspect` raises. Callers of `read` have tickets to cancel."""
+        """Handles a disk that does not answer: `inspect` raises. Callers of `read` have tickets to cancel."""
         for ended in self._inspections:
             if not ended.done():
                 ended.set_exception(OSError(errno.ETIMEDOUT, "the disk does not answer"))

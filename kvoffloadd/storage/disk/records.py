@@ -1,7 +1,7 @@
-"""Records between a segment file and memory: many in one system call, straight from and to their slots.
+"""Moves records between a segment file and memory: many in one system call, straight from and to their slots.
 
-A record is reported good only after all of it was checked: the header page is whole and of this use of the segment, it
-is the record that was wanted, and the payload has the checksum that the header names.
+A record is reported good only after a check of all of it: the header page is whole and belongs to this use of the
+segment, the record is the wanted one, and the payload matches the header's checksum.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from kvoffloadd.storage.disk.format import KeyspaceId, Records, decode_records, 
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 READ = np.dtype([("page", "<u4"), ("part", "<u4"), ("payload_bytes", "<u8"), ("address", "<u8"), ("key", "<u8", (4,))])
-"""A record that is wanted. `page`: of its header; `address`: of a page-aligned slot of as many whole pages as the
-payload has.
+"""A wanted record. `page`: of its header; `address`: of a page-aligned slot with the payload's number of whole pages.
 """
 
 OK: Final = 0
 DAMAGED: Final = 1
-"""The place does not have the record that was wanted, or not all of it."""
+"""The place does not have the wanted record, or not all of it."""
 FAILED: Final = 2
-"""The disk gave an error for it."""
+"""The disk returned an error for it."""
 NOT_READ: Final = 3
 """It was cancelled before its turn came. Nothing is known about it."""
 NO_RESOURCES: Final = 4
@@ -41,13 +40,13 @@ RUN_BYTES = 8 << 20
 def write_records(
     files: Files, fd: int, page: int, headers: U8Array, addresses: U64Array, payload_bytes: I64Array
 ) -> None:
-    """Write records behind one another from `page` on: header page, payload, header page, ...
+    """Writes records one after another from `page` on: header page, payload, header page, ...
 
     `headers`: (n, 4096), page-aligned. The memory at each address is page-aligned, and readable to the end of the
     payload's last page. Not durable before the segment is synced.
 
     Raises:
-        OSError: some of it may be there, which the next reader of it will notice.
+        OSError: part of the data may be there, which its next reader will detect.
     """
     if not len(headers):
         return
@@ -70,10 +69,10 @@ def read_records(
     *,
     direct: bool,
 ) -> tuple[U8Array, U64Array]:
-    """Read the wanted records (READ) of one segment, each to its address, and check them.
+    """Reads the wanted records (READ) of one segment, each to its address, and checks them.
 
-    Returns OK, DAMAGED, FAILED, NO_RESOURCES or GONE for each, and the checksums (n, 2) of those that are OK. The slots
-    of the others hold anything. Never raises OSError.
+    Returns OK, DAMAGED, FAILED, NO_RESOURCES or GONE for each, and the checksums (n, 2) of records that are OK. The
+    slots of the others have arbitrary contents. Never raises OSError.
     """
     status = np.full(len(wanted), FAILED, np.uint8)
     digests = np.zeros((len(wanted), 2), np.uint64)
@@ -96,7 +95,7 @@ def read_records(
 
 
 def _runs(wanted: Records, order: I64Array) -> list[I64Array]:
-    """Indices of records that lie behind one another on disk, in pieces of about RUN_BYTES."""
+    """Returns indices of adjacent records on disk, in pieces of about RUN_BYTES."""
     first = wanted["page"][order].astype(np.int64)
     pages = record_pages(wanted["payload_bytes"][order])
     breaks = np.flatnonzero(first[1:] != first[:-1] + pages[:-1]) + 1
@@ -113,7 +112,7 @@ def _reason(error: OSError) -> int:
 
 
 def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8Array, status: U8Array) -> None:
-    """Set each status: OK for what came whole, DAMAGED for what is behind the file's end, or why it can't be read."""
+    """Sets each status: OK for whole reads, DAMAGED for records beyond the file's end, or the reason of a failure."""
     sizes = (record_pages(wanted["payload_bytes"][run]) - 1) * PAGE_BYTES
     buffers: list[Any] = []
     for at, address, size in zip(run.tolist(), wanted["address"][run].tolist(), sizes.tolist(), strict=True):
@@ -125,7 +124,7 @@ def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8
         if len(run) == 1 or lacks_resources(error):
             status[run] = _reason(error)
             return
-        # One bad place on the disk is no reason to lose its neighbours.
+        # One bad place on the disk must not lose its neighbours.
         for at in range(len(run)):
             _read_run(files, fd, wanted, run[at : at + 1], headers, status)
         return
@@ -136,7 +135,7 @@ def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8
 def _check(
     wanted: Records, headers: U8Array, uuid: bytes, keyspace: KeyspaceId, status: U8Array, digests: U64Array
 ) -> None:
-    """Set the status of what is not the wanted record to DAMAGED, and store the checksums of the others."""
+    """Sets the status of all but the wanted records to DAMAGED, and stores the checksums of the others."""
     came = np.flatnonzero(status == OK)
     records, valid = decode_records(headers[came], uuid)
     valid &= _matches(records, wanted[came], keyspace)

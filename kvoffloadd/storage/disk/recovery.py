@@ -1,7 +1,7 @@
-"""Recovering the contents of a segment file, at start or for a check. Blocks; never raises for what a file contains.
+"""Recovers the contents of a segment file, at start or for a check. Blocks; no file contents make it raise.
 
-A sealed segment is known from its footer; its payloads are verified when they are read. Any other is walked: only what
-is whole, header and payload, is believed.
+A sealed segment is known from its footer; its payloads are verified when they are read. Any other segment is walked:
+only records with whole headers and payloads are believed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvoffloadd.storage.disk.format import (
 )
 
 WALK_BYTES = 8 << 20
-"""A walk reads so much at once."""
+"""The size of one read of a walk."""
 
 
 class Kind(enum.Enum):
-    """SEALED: known from its footer. WALKED: it has none, its records were looked for. UNREADABLE: of another format
-    version. EMPTY: it was being made, and was never used. DAMAGED: ours, but it can't be known what it is. FOREIGN:
-    nothing of ours.
+    """SEALED: known from its footer. WALKED: without a footer, known from a search for records. UNREADABLE: of another
+    format version. EMPTY: left during its creation, never used. DAMAGED: a segment with unknown contents. FOREIGN:
+    another program's file.
     """
 
     SEALED = "sealed"
@@ -54,8 +54,7 @@ class Kind(enum.Enum):
 @dataclass(frozen=True, slots=True, eq=False)
 class Recovered:
     """A segment file. `entries` (ENTRY) ascend by page. `end_page`: the first one behind the last record. `damaged`:
-    records that were seen and dropped; `bad_pages`: where. `header_lost`: page 0 is damaged, the trailer told what it
-    was.
+    number of records dropped; `bad_pages`: their places. `header_lost`: page 0 is damaged, and the trailer replaces it.
     """
 
     name: str
@@ -72,7 +71,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
-    """What lies in a segment, whatever its footer says. `bad_pages`: whole headers whose payload is not theirs."""
+    """The contents of a segment, whatever its footer lists. `bad_pages`: whole headers without a matching payload."""
 
     keyspaces: list[KeyspaceId]
     entries: Records
@@ -82,7 +81,7 @@ class Walk:
 def recover_segment(
     files: Files, segments_fd: int, name: str, *, direct: bool, on_progress: Callable[[], None] = lambda: None
 ) -> Recovered:
-    """What this segment file holds. `on_progress` is called after each of many reads.
+    """Returns the contents of this segment file. `on_progress` is called after each of many reads.
 
     Raises:
         OSError: the file can't be opened or read.
@@ -154,7 +153,7 @@ def _end_page(entries: Records) -> int:
 
 
 def _read(files: Files, fd: int, page: int, count: int) -> U8Array:
-    """(count, 4096): pages of the file; zeros behind its end."""
+    """Returns (count, 4096): pages of the file; zeros behind its end."""
     pages = aligned_pages(count)
     came = files.read(fd, page * PAGE_BYTES, [pages])
     pages.reshape(-1)[came:] = 0
@@ -165,8 +164,8 @@ def _read(files: Files, fd: int, page: int, count: int) -> U8Array:
 
 
 def walk_segment(files: Files, fd: int, uuid: bytes, on_progress: Callable[[], None] = lambda: None) -> Walk:
-    """Look at every page for a header of this use of the file, and at the payload behind it: whole records are jumped
-    over, anything else is passed page by page.
+    """Examines every page for a header of this use of the file, and the payload behind it: skips whole records, and
+    passes anything else page by page.
 
     Raises:
         OSError: the file can't be read.
@@ -177,8 +176,8 @@ def walk_segment(files: Files, fd: int, uuid: bytes, on_progress: Callable[[], N
 def inspect_records(
     files: Files, segments_fd: int, name: str, uuid: bytes, pages: U32Array, *, direct: bool
 ) -> BoolArray:
-    """Returns for each page of a segment file whether a record begins there whose header and payload match their
-    checksums, whichever user it belongs to.
+    """Returns, for each page of a segment file, whether a record begins there with a header and a payload that match
+    their checksums, whichever user it belongs to.
 
     Raises:
         OSError: the file can't be opened or read.
@@ -204,7 +203,7 @@ class _Walker:
         self._piece: U8Array | None = None
 
     def walk(self) -> Walk:
-        """Walk the whole file."""
+        """Walks the whole file."""
         page = HEADER_PAGES
         while page < self._num_pages:
             window = self._fill(self._window, page, self._num_pages - page)
@@ -219,14 +218,14 @@ class _Walker:
         return Walk(decode_spaces(table[first]), entries, tuple(self._bad))
 
     def is_record(self, page: int) -> bool:
-        """Whether a whole record begins at this page."""
+        """Returns whether a whole record begins at this page."""
         header = self._fill(self._window, page, 1)
         records, valid = decode_records(header, self._uuid)
         return bool(valid.any()) and self._is_whole(header[1:], page, _end_of(records[0], page), records[0])
 
     def _read_records(self, window: U8Array, start: int) -> int:
-        """Take the whole records that begin in this window, which itself begins at page `start`. Returns the page to
-        go on from.
+        """Takes the whole records that begin in this window, which itself begins at page `start`. Returns the page to
+        continue from.
         """
         records, valid = decode_records(window, self._uuid)
         free = start
@@ -256,7 +255,7 @@ class _Walker:
         self._keyspaces.append(table)
 
     def _is_whole(self, rest: U8Array, page: int, end: int, record: Records) -> bool:
-        """Whether the payload has the checksum that its header names. `rest`: the pages of the window behind it."""
+        """Returns whether the payload matches its header's checksum. `rest`: the pages of the window behind it."""
         if end > self._num_pages:
             return False
         left = int(record["payload_bytes"])
@@ -287,5 +286,5 @@ class _Walker:
 
 
 def _end_of(record: Records, page: int) -> int:
-    """The first page behind a record whose header lies at this one."""
+    """Returns the first page behind a record with its header at this one."""
     return page + 1 - (-int(record["payload_bytes"]) // PAGE_BYTES)

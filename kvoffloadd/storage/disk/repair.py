@@ -1,4 +1,4 @@
-"""Offline check and repair of a root: reads every byte and takes out what is bad. Blocks for as long as that takes."""
+"""Offline check and repair of a root: reads every byte and removes bad records. Blocks for the whole time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEFT_ALONE = {
 
 @dataclass(slots=True)
 class RootReport:
-    """What was read: segment files, records, bytes. `repaired` of the findings do not hold any more."""
+    """Counts of the data read: segment files, records, bytes. `repaired`: the number of findings that were fixed."""
 
     segments: int = 0
     records: int = 0
@@ -40,13 +40,13 @@ def check_root(
     progress: Callable[[int, int], None] | None = None,
     files: Files | None = None,
 ) -> RootReport:
-    """Read every segment of the root directory `path`, payloads included. Holds the root's lock meanwhile.
+    """Reads every segment of the root directory `path`, including payloads. Holds the root's lock meanwhile.
 
-    `repair`: bad records are taken out of their segments, and segments of which nothing can be known are removed.
+    `repair`: bad records are removed from their segments, and segments without any known contents are deleted.
     `progress(bytes_done, bytes_total)`.
 
     Raises:
-        DiskError: this is no root, not ours, or a daemon uses it.
+        DiskError: this is no root, belongs to another user, or a daemon uses it.
         OSError: its directories can't be read.
     """
     root = _Check(Path(path), repair, files or Files())
@@ -75,23 +75,23 @@ class _Check:
         self._directory_fd, self._segments_fd, self._lock_fd = fds
 
     def close(self) -> None:
-        """Let the lock go, and the directories."""
+        """Releases the lock and the directories."""
         for fd in (self._segments_fd, self._directory_fd, self._lock_fd):
             self._files.close(fd)
 
     def check_manifest(self) -> None:
-        """Checks the manifest, without which nothing is served. It can't be repaired: what was cleared is not known."""
+        """Checks the manifest, without which nothing is served. It can't be repaired: the clears are unknown."""
         try:
             if read_manifest_in(self._files, self._directory_fd) is None:
                 self.report.findings.append("there is no manifest: a daemon will not serve what is here")
         except DiskVersionError as error:
-            self._repair = False  # a newer version may know things about the segments that this one does not
+            self._repair = False  # a newer version may know more about the segments than this one
             self.report.findings.append(f"{error}: nothing is repaired")
         except DiskError as error:
             self.report.findings.append(f"{error}: a daemon will not serve what is here")
 
     def check_segments(self, progress: Callable[[int, int], None] | None) -> None:
-        """All of them, by name."""
+        """Checks all segments, by name."""
         names = sorted(self._files.names(self._segments_fd))
         for name in names:
             if not is_segment_name(name):
@@ -165,7 +165,7 @@ class _Check:
 
 
 def _confirmed(found: Recovered, walk: Walk) -> BoolArray:
-    """Which entries of a footer a walk has found to be true in all that they say."""
+    """Returns which entries of a footer match a walk's findings completely."""
     entries, there = found.entries, walk.entries
     good: BoolArray = np.full(len(entries), len(there) > 0)
     if not len(there):

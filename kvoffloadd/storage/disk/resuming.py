@@ -1,7 +1,8 @@
-"""Going on in a segment that an earlier run of the daemon has written to.
+"""Resumes a segment that an earlier run of the daemon has written to.
 
-First, nothing must lie behind its last record that a later start could take for another one of this use of the file:
-what was being written when the daemon ended would come back among the records of this run, long after it was given up.
+First, nothing may lie behind its last record that a later start could take for another record of this use of the file:
+a write that was unfinished when the daemon ended would return among the records of this run, long after it was
+abandoned.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from kvoffloadd.storage.disk.recovery import WALK_BYTES, Kind, Recovered
 
 
 class SegmentResumer:
-    """Makes a sealed segment file ready to be appended to behind its last record, durably. Work of a lane, as
+    """Makes a sealed segment file ready for appending behind its last record, durably. Work of a lane, as
     `SegmentMaker`: a call takes one turn, and returns AGAIN, or at the end the descriptor, which the caller closes.
 
-    `found`: what it holds. If that is known from its footer, what lies behind the last record is looked at first.
+    `found`: its contents. If they are known from its footer, the space behind the last record is examined first.
     Otherwise it was walked, and the headers of all records that are not whole are known: those behind the last record
     are overwritten.
 
     Raises, in any turn:
-        DiskError: there is another record behind the last one, or the file is not as long as the header says.
+        DiskError: there is another record behind the last one, or the file's length differs from the header.
         OSError: it can't be read or written. It may have lost its footer, and holds the same records.
     """
 
@@ -63,7 +64,7 @@ class SegmentResumer:
             raise DiskError(f"it has {size} bytes, not {self._header.segment_bytes}")
 
     def _look(self) -> None:
-        """Looks at some of what lies behind the last record."""
+        """Examines some of the space behind the last record."""
         pages = aligned_pages(min(WALK_BYTES // PAGE_BYTES, self._num_pages - self._looked_at))
         came = self._files.read(self._fd, self._looked_at * PAGE_BYTES, [pages]) // PAGE_BYTES
         _, valid = decode_records(pages[:came], self._header.uuid)
@@ -74,7 +75,7 @@ class SegmentResumer:
         self._looked_at += came
 
     def _begin(self) -> None:
-        """The footer goes: it does not name what comes."""
+        """Overwrites damaged headers and the footer, which does not name the coming records."""
         nothing = aligned_pages(1)
         nothing[:] = 0
         for page in (*self._bad_pages, self._num_pages - 1):

@@ -1,8 +1,8 @@
 """A root: one directory of the disk tier, with its lanes, its segments and its health.
 
-Ownership: every field belongs to the event loop. Threads of the two lanes run the functions of `records`, `segment`
-and `recovery` on file descriptors and memory that their arguments name; the caller of `submit` keeps both
-alive. A system call that hangs can't be ended: a caller that waits for one has a deadline, or nothing depends on it.
+Ownership: every field belongs to the event loop. Threads of the two lanes run the functions of `records`, `segment` and
+`recovery` on file descriptors and memory that their arguments name; the caller of `submit` keeps both alive. A system
+call that hangs can't be ended: a caller that waits for one has a deadline, or nothing depends on it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from kvoffloadd.units import format_bytes, format_path
 log = logging.getLogger(__name__)
 
 MEMORY: Final = ("tmpfs", "ramfs")
-"""File systems that are memory."""
+"""File systems that live in memory."""
 
 
 class Root:
-    """Its parts do the work: `pool` has the segments, `writer` and `reader` move records, `probe` checks whether the
-    directory still answers. `numbers` are shared by all roots of a tier. `name`: its path in UTF-8.
+    """One directory of the disk tier. `pool` has the segments, `writer` and `reader` move records, `probe` checks
+    whether the directory still answers. All roots of a tier share `numbers`. `name`: its path in UTF-8.
     """
 
     def __init__(
@@ -89,22 +89,22 @@ class Root:
 
     @property
     def accepted(self) -> bool:
-        """The directory and its manifest are ours, and it is no copy of another root in use."""
+        """Whether the directory and its manifest belong to this daemon, and are no copy of another root in use."""
         return self.directory.accepted
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The lanes with all its threads."""
+        """The lanes with all threads of the root."""
         return self.read_lane, self.write_lane, self.probe.lane
 
     def holds(self, segment: Segment) -> bool:
-        """Whether what is in this segment can be read."""
+        """Returns whether the contents of this segment can be read."""
         return self.state != RootState.OFF and segment.ordinal in self.pool.segments
 
-    # --- coming ---
+    # --- opening ---
 
     async def open(self) -> Manifest | None:
-        """Lock the directory and read its manifest. None, and `state` OFF with a reason, if it can't be used."""
+        """Locks the directory and reads its manifest. None, and `state` OFF with a reason, if it can't be used."""
         try:
             await self.write_lane.perform(self.directory.open, urgent=FIRST)
             self._trusted = await self.directory.load_manifest()
@@ -116,7 +116,7 @@ class Root:
         return self.directory.manifest
 
     def _remark(self) -> None:
-        """Log, once, what is odd about the file system."""
+        """Logs any oddity of the file system once."""
         directory = self.directory
         if self._has_remarked:
             return
@@ -134,12 +134,12 @@ class Root:
             log.warning("disk %s: can't overwrite files in place: segments are made anew, not used again", self.name)
 
     def distrust(self) -> None:
-        """`recover` is to remove what is here, since nobody knows whether it was cleared."""
+        """Makes `recover` remove the contents, since they may have been cleared."""
         self._trusted = False
         self.directory.unconfirm()
 
     async def recover(self) -> list[tuple[Segment, Recovered]]:
-        """Recover every segment with contents, oldest first. Files beyond the capacity are removed. The caller sets the
+        """Recovers every segment with contents, oldest first. Removes files beyond the capacity. The caller sets the
         state OK when the records are in its catalog.
 
         Raises:
@@ -160,24 +160,24 @@ class Root:
         return kept
 
     async def _start_empty(self, reusable: list[tuple[str, int]]) -> None:
-        """A manifest vouches for all that is here, so the old contents go before there is a new one."""
+        """Starts an empty root. The old contents go before the new manifest, which vouches for all contents."""
         remove = partial(self.directory.remove, [name for name, _ in reusable])
         await self.directory.perform(self.write_lane, remove)
         reusable.clear()
         await self.directory.create_manifest()
         self._trusted = True
 
-    # --- going ---
+    # --- closing ---
 
     def give_up(self) -> None:
-        """The root is off: drop queued writes, and end inspections with an error. `detach` follows once the catalog
-        has no records of its segments any more; then `open` and `recover` may bring it back.
+        """Takes the root off: drops queued writes, and ends inspections with an error. `detach` follows once the
+        catalog has no records of its segments any more; then `open` and `recover` may bring it back.
         """
         self.writer.give_up()
         self.reader.give_up()
 
     async def detach(self) -> None:
-        """Close the directory, and forget segments and contents here, not on disk. Returns when no thread uses them
+        """Closes the directory, and forgets segments and contents here, not on disk. Returns when no thread uses them
         any more, which may never happen if the disk hangs.
         """
         await self.writer.settle()
@@ -190,7 +190,7 @@ class Root:
         await self.directory.close()
 
     async def close(self, deadline_s: float) -> bool:
-        """Seal open segments, and end the lanes. False: some I/O does not end, and its memory can't be released."""
+        """Seals open segments, and ends the lanes. Returns False if some I/O does not end, and keeps its memory."""
         if self.state != RootState.OFF:
             try:
                 async with asyncio.timeout(deadline_s):
@@ -202,7 +202,7 @@ class Root:
                 )
         until = self.read_lane.loop.time() + deadline_s
         ended = all(await asyncio.gather(self.read_lane.close(deadline_s), self.write_lane.close(deadline_s)))
-        if ended:  # else they use its descriptors still, which end with the process
+        if ended:  # otherwise they still use its descriptors, which end with the process
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await self.directory.close()

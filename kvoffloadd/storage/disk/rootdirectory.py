@@ -1,6 +1,6 @@
-"""The directory of a root: its lock, its manifest, and the check that it still is the same directory.
+"""The directory of a root: its lock, its manifest, and the check that it is still the same directory.
 
-Blocking methods run in threads. Those of `perform` only read the fields, which change while nothing of it is under way.
+Blocking methods run in threads. Those of `perform` only read the fields, which change while none of them is under way.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CONFIRM_S: Final = 24 * 3600
-"""A manifest in which nothing else is new is written again once the last confirmation is so much later."""
+"""A manifest without other news is rewritten once the last confirmation is this much later."""
 
 FIRST: Final = -1
-"""Urgency of work that all other work waits for."""
+"""The urgency of work that all other work waits for."""
 
 
 class RootDirectory:
-    """`direct`: O_DIRECT, None for where the file system allows. `min_free_bytes`: what new segments leave on the file
-    system. `lane`: where the manifest is read and written.
+    """`direct`: O_DIRECT, None to use it where the file system allows. `min_free_bytes`: free space of the file system
+    that new segments leave. `lane`: reads and writes the manifest.
     """
 
     def __init__(self, path: Path, files: Files, direct: bool | None, min_free_bytes: int, lane: Lane) -> None:
@@ -63,28 +63,28 @@ class RootDirectory:
         self.lane = lane
         self.accepted = False  # the caller has checked that it is no copy of a root in use
         self.last_progress_s = time.monotonic()
-        self.segments_fd = -1  # as the other descriptors: -1 while the directory is not ours
+        self.segments_fd = -1  # as the other descriptors: -1 while the directory is closed
         self.abilities = Abilities(direct=False)
         self.file_system = ""  # its type, as mounts(5) has it
         self.size_bytes = 0  # of the file system
-        self.manifest: Manifest | None = None  # as it is on disk
+        self.manifest: Manifest | None = None  # the manifest on disk
         self._wants_direct = direct
         self._min_free_bytes = min_free_bytes
         # Not the loop's own threads: a disk that hangs would block them for all other roots, unnoticed.
         self._executor = LaneExecutor(lane, FIRST)
         self._directory_fd = self._lock_fd = -1
-        self._uuid = b""  # of the root that was here first, which alone may come back; empty: any may come
+        self._uuid = b""  # of the first root here, which alone may return; empty: any may come
         self._device = 0  # st_dev of its directory
-        # Whether these of it were removed, and not only unmounted or moved: whoever empties it does so bit by bit.
+        # Whether these parts of it were removed, and not only unmounted or moved: a directory is emptied bit by bit.
         self._lost_segments = self._lost_lock = False
         self._writing = asyncio.Lock()  # held while the manifest is read or written
         self._writes: set[asyncio.Task[None]] = set()  # of manifests: the one under way, and the one that waits for it
-        self._waiting: asyncio.Task[None] | None = None  # the latter
-        self._next: Manifest | None = None  # what that one will write
+        self._waiting: asyncio.Task[None] | None = None  # the waiting one
+        self._next: Manifest | None = None  # its manifest
         self._using: set[asyncio.Task[Any]] = set()  # of `perform`
 
     async def perform(self, lane: Lane, work: Callable[[], T | Again], ended: Callable[[], None] | None = None) -> T:
-        """Run work that uses the directory's descriptors, before all else that waits in the lane. It goes on if this
+        """Runs work that uses the directory's descriptors, before all else that waits in the lane. It continues if this
         call is cancelled; `wait_idle` waits for its end, and `ended` is called then.
         """
         task = lane.loop.create_task(lane.perform(work, urgent=FIRST))
@@ -97,15 +97,15 @@ class RootDirectory:
     def _used(self, task: asyncio.Task[Any]) -> None:
         self._using.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller of `perform` has got it
+            task.exception()  # the caller of `perform` has received it
 
     async def wait_idle(self) -> None:
-        """Wait until no work of `perform` is under way."""
+        """Waits until no work of `perform` is under way."""
         while self._using:
             await asyncio.wait(set(self._using))
 
     def on_progress(self) -> None:
-        """One of many calls that are made together has ended: the disk answers. May be called from any thread."""
+        """Notes the end of one of many calls made together: the disk answers. May be called from any thread."""
         self.last_progress_s = time.monotonic()
 
     @property
@@ -114,12 +114,12 @@ class RootDirectory:
         return self.abilities.direct
 
     def open(self) -> None:
-        """Open and lock the directory, made if it is new; blocks. A root whose contents were removed begins anew.
+        """Opens and locks the directory, made if it is new; blocks. A root with removed contents begins anew.
 
         Raises:
             OSError, DiskError: it can't be used, or another process uses it.
         """
-        # A root that was there before and is not now is a file system that is not mounted: nothing is made there.
+        # A root that existed before and is absent now is on an unmounted file system: nothing may be made there.
         new, anew = not self._uuid, self._begins_anew()
         try:
             fds = open_root(
@@ -149,7 +149,7 @@ class RootDirectory:
         self._directory_fd, self.segments_fd, self._lock_fd = fds
 
     def _begins_anew(self) -> bool:
-        """Whether the root that was here is gone for ever, and this is where it was."""
+        """Returns whether the previous root is gone for ever, and this is its place."""
         try:
             is_gone = self._lost_segments or (self._lost_lock and not has_manifest(self.files, self.path))
             return is_gone and self.files.stat(self.path).st_dev == self._device
@@ -157,13 +157,13 @@ class RootDirectory:
             return False
 
     async def load_manifest(self) -> bool:
-        """Read the manifest. False: there is none to trust, so nothing here may be served, since clears are not known.
-        Then `create_manifest` makes a new one, after the old contents are removed.
+        """Reads the manifest. Returns False if there is no trustworthy one, so that nothing here may be served: clears
+        are not known. Then `create_manifest` makes a new one, after the old contents are removed.
 
         Raises:
-            OSError, DiskError: it is another root than before, or of a newer version, or can't be read.
+            OSError, DiskError: the root differs from the previous one, has a newer version, or can't be read.
         """
-        async with self._writing:  # a manifest may still be written from before the root was detached
+        async with self._writing:  # a write of the manifest from before the root was detached may still run
             try:
                 self.manifest = await read_manifest(self._here, self._executor, self.files)
             except DiskVersionError:
@@ -183,13 +183,13 @@ class RootDirectory:
         return True
 
     def unconfirm(self) -> None:
-        """What is here goes, and with it what is known of when it was confirmed."""
+        """Forgets the time of the last confirmation, as the contents are about to be removed."""
         if self.manifest is not None:
             self.manifest = replace(self.manifest, confirmed_s=0)
 
     async def create_manifest(self) -> None:
-        """Make the manifest of a new root durable; OSError passes through."""
-        async with self._writing:  # a clear may be recorded meanwhile: before this, or behind it
+        """Makes the manifest of a new root durable; OSError passes through."""
+        async with self._writing:  # a clear may be recorded meanwhile: before this, or after it
             if self.manifest is None:
                 raise DiskError(f"{self.name} is off")
             await write_manifest(self._here, self.manifest, self._executor, self.files)
@@ -206,28 +206,28 @@ class RootDirectory:
         return Path(f"/proc/self/fd/{self._directory_fd}")
 
     def has_epoch(self, keyspace: KeyspaceId) -> bool:
-        """Whether the durable manifest has the epoch of this keyspace, so that its records may be written here. On
-        another root, a later start would find them and not know of the clear before them.
+        """Returns whether the durable manifest has the epoch of this keyspace, so that its records may be written here.
+        On another root, a later start would find them without knowing of the clear before them.
         """
         return self.manifest is not None and self.manifest.epoch_of(keyspace.fingerprint) == keyspace.epoch
 
     def may_get_epoch(self, keyspace: KeyspaceId) -> bool:
-        """Whether `has_epoch`, or the manifest that is being written may have it."""
+        """Returns whether `has_epoch`, or the manifest that is being written may have it."""
         return self.has_epoch(keyspace) or bool(self._writes)
 
     async def write_epochs(self, base: int, last: int, epochs: dict[bytes, int], confirmed_s: int = 0) -> None:
-        """Make clears durable. The write goes on if this call is cancelled, since there is one temporary name for a
+        """Makes clears durable. The write continues if this call is cancelled, since there is one temporary name for a
         half-written manifest. `epochs` are copied, and cover those of earlier calls. `confirmed_s`: see `Manifest`.
 
-        One manifest is written at a time, and the next one is for all calls made meanwhile: no call waits for more than
+        One manifest is written at a time, and the next one serves all calls made meanwhile: no call waits for more than
         two, however many clears there are.
 
         Raises OSError or DiskError if that can't be done now.
         """
         if self.manifest is None or not self._uuid:
             raise DiskError(f"{self.name} is off")
-        # Only one write waits: later calls know all epochs that earlier ones did, and while a disk hangs there may be
-        # any number of calls.
+        # Only one write waits: later calls know all epochs of earlier ones, and while a disk hangs any number of calls
+        # may come.
         confirmed_s = confirmed_s or self.manifest.confirmed_s
         self._next = Manifest(self.manifest.root_uuid, base, last, dict(epochs), confirmed_s)
         if self._waiting is None:
@@ -239,10 +239,10 @@ class RootDirectory:
     def _wrote(self, task: asyncio.Task[None]) -> None:
         self._writes.discard(task)
         if not task.cancelled():
-            task.exception()  # the callers of `write_epochs` have got it
+            task.exception()  # the callers of `write_epochs` have received it
 
     async def wait_written(self) -> None:
-        """Wait until no clears are being made durable."""
+        """Waits until no clears are being made durable."""
         while self._writes:
             await asyncio.wait(set(self._writes))
 
@@ -253,16 +253,16 @@ class RootDirectory:
             if self.manifest is None or manifest is None or manifest.root_uuid != self.uuid:
                 raise DiskError(f"{self.name} is off")
             same = replace(manifest, confirmed_s=self.manifest.confirmed_s) == self.manifest
-            # Either way: a clock that was ahead has been set right.
+            # Either way: a clock that was ahead may have been corrected.
             if same and abs(manifest.confirmed_s - self.manifest.confirmed_s) < CONFIRM_S:
                 return
-            if not manifest.covers(self.manifest):  # the root has just come, and its clears are not merged yet
+            if not manifest.covers(self.manifest):  # the root is new, and its clears are not merged yet
                 raise DiskError(f"{self.name} has a record of later clears")
             await write_manifest(self._here, manifest, self._executor, self.files)
             self.manifest = manifest
 
     def segment_names(self) -> list[str]:
-        """Files that look like segments; blocks."""
+        """Returns files with names of segments; blocks."""
         return sorted(filter(self._may_be_segment, self.files.names(self.segments_fd)))
 
     def _may_be_segment(self, name: str) -> bool:
@@ -275,14 +275,14 @@ class RootDirectory:
             return False
 
     def remove(self, names: list[str]) -> None:
-        """Remove segment files, durably; blocks. Raises OSError."""
+        """Removes segment files, durably; blocks. Raises OSError."""
         for name in names:
             self.files.unlink(self.segments_fd, name)
             self.on_progress()
         self.files.sync_directory(self.segments_fd)
 
     def make_segment(self, name: str, header: SegmentHeader, *, reuse: bool) -> SegmentMaker:
-        """Work, for a lane, that makes a segment file, new or used before, ready to be appended to."""
+        """Returns work for a lane that makes a segment file, new or used before, ready for appending."""
         return SegmentMaker(
             self.files,
             self.segments_fd,
@@ -295,7 +295,7 @@ class RootDirectory:
         )
 
     def left_bytes(self, name: str, unless_known: int) -> int:
-        """What a segment file takes, 0 if there is none; blocks."""
+        """Returns the space that a segment file takes, 0 if there is none; blocks."""
         try:
             return self.files.stat(name, self.segments_fd).st_size
         except FileNotFoundError:
@@ -304,9 +304,9 @@ class RootDirectory:
             return unless_known
 
     def missing(self, names: list[str]) -> list[str]:
-        """Those of these segment files that were removed; blocks. Raises OSError."""
+        """Returns which of these segment files were removed; blocks. Raises OSError."""
         there = set(self.files.names(self.segments_fd))
-        # The second look is for files that are made while the directory is listed.
+        # The second check is for files that are made while the directory is listed.
         return [name for name in names if name not in there and not self._exists(name)]
 
     def _exists(self, name: str) -> bool:
@@ -317,9 +317,9 @@ class RootDirectory:
         return True
 
     def trouble(self) -> str:
-        """Why the directory is not the one that was opened; empty: it is. Blocks."""
+        """Returns why the directory is not the one that was opened; empty: it is. Blocks."""
         try:
-            # What was removed has no links; what is unmounted or moved still has.
+            # A removed directory has no links; an unmounted or moved one still has.
             self._lost_segments = not self.files.fstat(self.segments_fd).st_nlink
             self._lost_lock = not self.files.fstat(self._lock_fd).st_nlink
             return what_changed(self.files, self.path, (self._directory_fd, self.segments_fd, self._lock_fd))
@@ -327,7 +327,7 @@ class RootDirectory:
             return "" if lacks_resources(error) else describe_error(error)
 
     def try_directory(self) -> None:
-        """Make, write and remove a file; blocks. Raises OSError, but not for want of space."""
+        """Makes, writes and removes a file; blocks. Raises OSError, but not for lack of space."""
         probe(self.files, self._directory_fd, self.is_direct)
 
     def try_segment(self, name: str) -> None:
@@ -339,13 +339,13 @@ class RootDirectory:
         try_pages(self.files, self.segments_fd, name, start, stop, direct=self.is_direct)
 
     async def reject(self) -> None:
-        """Close a root that is not to be used. Another root may come here next."""
+        """Closes a root that can't be used. Another root may come here next."""
         await self.close()
         self._uuid = b""
 
     async def close(self) -> None:
-        """Close the directory, in the lane: that may wait for the disk. The caller guarantees that no other thread uses
-        its descriptors any more; what is being written of the manifest ends first.
+        """Closes the directory, in the lane: that may wait for the disk. The caller guarantees that no other thread
+        uses its descriptors any more; a write of the manifest that is under way ends first.
         """
         async with self._writing:
             fds = [fd for fd in (self.segments_fd, self._directory_fd, self._lock_fd) if fd != -1]
@@ -357,5 +357,5 @@ class RootDirectory:
 
     def _close(self, *fds: int) -> None:
         for fd in fds:
-            with suppress(OSError):  # nothing was written to these
+            with suppress(OSError):  # these descriptors were not written to
                 self.files.close(fd)

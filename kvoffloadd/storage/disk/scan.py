@@ -1,4 +1,4 @@
-"""Scanning a root's directory: segments with contents, files that can be used again, the rest."""
+"""Scans a root's directory: segments with contents, reusable files, the rest."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ class RootScan:
 
     kept: list[tuple[Segment, Recovered]] = field(default_factory=list)  # segments with contents, oldest first
     reusable: list[tuple[str, int]] = field(default_factory=list)  # segment files without: names and bytes
-    foreign_bytes: int = 0  # of files that are no segments of ours, and stay
+    foreign_bytes: int = 0  # of files that are no segments, and stay
     damaged_records: int = 0  # dropped
     damaged_segments: int = 0  # dropped
-    # By fingerprint, the latest epoch that a record names, whether the record is valid or not: its namespace was
-    # cleared then, even if no manifest says so.
+    # By fingerprint, the latest epoch in any record, valid or not: its namespace was cleared then, even if no manifest
+    # has the clear.
     epochs: dict[bytes, int] = field(default_factory=dict)
 
     def add_epochs(self, keyspaces: list[KeyspaceId]) -> None:
-        """Merge the epochs of keyspaces that a segment has records of."""
+        """Merges the epochs of keyspaces with records in a segment."""
         for keyspace in keyspaces:
             if self.epochs.get(keyspace.fingerprint, 0) < keyspace.epoch <= EPOCH_MAX:
                 self.epochs[keyspace.fingerprint] = keyspace.epoch
 
 
 async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbers, *, trusted: bool) -> RootScan:
-    """Read every file. Not `trusted`: nothing that is there may be served.
+    """Reads every file. Not `trusted`: none of the contents may be served.
 
     Raises:
-        OSError: the directory can't be read, or there are no descriptors or memory for it now. A file that can't be
-            read is left out, with a warning.
+        OSError: the directory can't be read, or descriptors or memory are lacking now. An unreadable file is left
+            out, with a warning.
     """
     names = await lane.perform(directory.segment_names)
     found = await _recover_all(directory, lane, names)
@@ -87,7 +87,9 @@ async def scan_root(directory: RootDirectory, lane: Lane, numbers: SequenceNumbe
 
 
 async def _recover_all(directory: RootDirectory, lane: Lane, names: list[str]) -> list[Recovered | None]:
-    """What each file holds; None: it can't be read. Raises OSError when all have ended, as `_recover` does."""
+    """Returns the contents of each file; None: it can't be read. Raises OSError when all have ended, as `_recover`
+    does.
+    """
     ended = await asyncio.gather(*(_recover(directory, lane, name) for name in names), return_exceptions=True)
     recovered: list[Recovered | None] = []
     for result in ended:
@@ -109,7 +111,7 @@ async def _recover(directory: RootDirectory, lane: Lane, name: str) -> Recovered
     try:
         return await lane.perform(work)
     except (OSError, MemoryError) as error:
-        if lacks_resources(error):  # which says nothing about this segment
+        if lacks_resources(error):  # this shows nothing about the segment
             raise OSError(errno.ENOMEM, f"the system is out of descriptors or memory: {error}") from error
         log.warning("%s/segments/%s can't be read: %s", directory.name, name, error)
         return None

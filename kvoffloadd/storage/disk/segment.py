@@ -31,57 +31,57 @@ from kvoffloadd.storage.disk.format import (
 )
 
 FILL_BYTES: Final = 4 << 20
-"""Zeros that one turn writes to a new file on a file system that can't allocate space."""
+"""The zeros that one turn writes to a new file on a file system that can't allocate space."""
 
 TRIAL_BYTES: Final = 1 << 20
 TRIAL_SHARE: Final = 16
-"""What is written to a new segment to find out whether it can be: bytes, and a fraction (1/n) of it."""
+"""The size of the trial write to a new segment: bytes, and a fraction (1/n) of it."""
 
 SEGMENTS_MIN = 8
-"""A root has room for at least so many segments, so that giving one up costs an eighth of it at most."""
+"""The minimum number of segments in a root, so that giving one up costs an eighth of it at most."""
 
 RECORD_PAGES_MIN: Final = 2
-"""Of a record: its header, and a page of its payload."""
+"""The smallest record: its header, and a page of its payload."""
 
 PLACE_MAX: Final = 1 << 62
-"""Places in history are below this. No daemon gets there by counting."""
+"""The limit of places in history. No daemon reaches it by counting."""
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A segment file of this run. Owned by the event loop; threads read what does not change while they are counted
-    in `writers` or `readers`: the file's name and descriptor, its header, rows of `keyspaces`.
+    """A segment file of this run. The event loop owns it; threads read fields that are constant while `writers` or
+    `readers` counts them: the file's name and descriptor, its header, rows of `keyspaces`.
     """
 
     ordinal: int  # its name in memory, never used twice while the daemon runs
     name: str  # of the file
     header: SegmentHeader
-    size_bytes: int  # of the file, which a start may have found shorter or longer than the header says
-    fd: int = -1  # -1 once it is sealed: readers open the file for themselves
+    size_bytes: int  # of the file, which a start may have found shorter or longer than in the header
+    fd: int = -1  # -1 once it is sealed: each reader opens the file
     next_page: int = 1
     keyspaces: dict[KeyspaceId, tuple[int, Records]] = field(default_factory=dict)  # index in the footer, row of SPACE
-    entries: list[Records] = field(default_factory=list)  # what was written, for the footer
+    entries: list[Records] = field(default_factory=list)  # written records, for the footer
     num_entries: int = 0  # of these, and of those that are being written
     writers: int = 0
     readers: int = 0
-    broken: bool = False  # a write has failed: no more is written here, and what it holds stays readable
-    gone: bool = False  # somebody has removed its file
-    spared_at: int = 0  # a place in history: when it was its turn to be reclaimed, but much of it had been read
+    broken: bool = False  # a write has failed: no more is written here, and its contents stay readable
+    gone: bool = False  # its file was removed
+    spared_at: int = 0  # a place in history: when it was due for reclaiming, but much of it had been read
 
     @property
     def place(self) -> int:
-        """Those with lower places are reclaimed before it."""
+        """The place in the order of reclaiming: lower ones come first."""
         return self.spared_at or self.header.number
 
     def room_end(self, more_entries: int = 0, more_keyspaces: int = 0) -> int:
-        """The page up to which there is room for records, with so many more in the footer."""
+        """Returns the page up to which there is room for records, with this number of further records in the footer."""
         return self.size_bytes // PAGE_BYTES - footer_pages(
             self.num_entries + more_entries, len(self.keyspaces) + more_keyspaces
         )
 
     @property
     def free_pages(self) -> int:
-        """How many pages there are for more records, and for what they add to the footer."""
+        """The number of pages for further records and their share of the footer."""
         return max(self.room_end() - self.next_page, 0)
 
     @property
@@ -90,7 +90,7 @@ class Segment:
         return self.next_page + RECORD_PAGES_MIN > self.room_end(1, 1)
 
     def keyspace_entry(self, keyspace: KeyspaceId) -> tuple[int, Records]:
-        """The entry of a keyspace in `keyspaces`, made if it is new."""
+        """Returns the entry of a keyspace in `keyspaces`, made if it is new."""
         entry = self.keyspaces.get(keyspace)
         if entry is None:
             entry = self.keyspaces[keyspace] = len(self.keyspaces), encode_spaces([keyspace])
@@ -99,8 +99,8 @@ class Segment:
 
 @dataclass(slots=True)
 class SequenceNumbers:
-    """What all roots of a tier share: the count of segments of this run, of segments ever, of records ever; and
-    `changes`: a root has more room, less to do, or another state.
+    """Counters that all roots of a tier share: segments of this run, segments ever, records ever; and `changes`: a root
+    has more room, less to do, or another state.
     """
 
     changes: Changes = field(default_factory=Changes)
@@ -109,23 +109,25 @@ class SequenceNumbers:
     _sequence: int = 0
 
     def ordinal(self) -> int:
-        """A name for a segment in this run."""
+        """Returns a name for a segment in this run."""
         self._ordinal += 1
         return self._ordinal
 
     def number(self) -> int:
-        """A segment's place in history."""
+        """Returns a segment's place in history."""
         self._number += 1
         return self._number
 
     def sequences(self, count: int) -> U64Array:
-        """`count` records' places in history."""
+        """Returns `count` records' places in history."""
         first = self._sequence + 1
         self._sequence += count
         return np.arange(first, first + count, dtype=np.uint64)
 
     def seen(self, number: int, sequence: int) -> None:
-        """These are in use on disk. A place beyond `PLACE_MAX` is not counted on from: nothing could follow."""
+        """Notes numbers in use on disk. Counting does not continue from a place beyond `PLACE_MAX`: nothing could
+        follow.
+        """
         if number <= PLACE_MAX:
             self._number = max(self._number, number)
         if sequence <= PLACE_MAX:
@@ -136,14 +138,14 @@ class SequenceNumbers:
 
 
 class SegmentMaker:
-    """Makes a segment file ready to be appended to, a new one or (`reuse`) one that is there, whose contents are void
+    """Makes a segment file ready for appending, a new one or (`reuse`) an existing one, with contents that are void
     from then on, durably. Work of a lane: a call takes one turn, and returns AGAIN, or at the end the descriptor, which
-    the caller closes. `copy_on_write`: files are overwritten in place only where FS_NOCOW_FL says so. `min_free_bytes`:
-    what a new file leaves on the file system.
+    the caller closes. `copy_on_write`: files are overwritten in place only with FS_NOCOW_FL. `min_free_bytes`: free
+    space of the file system that a new file leaves.
 
     Raises, in any turn:
-        DiskError: the file that is there is longer than a segment.
-        OSError: there is no new file, as far as it can still be removed; the old contents may still be valid. ENOSPC
+        DiskError: the existing file is longer than a segment.
+        OSError: there is no new file, unless it could not be removed; the old contents may still be valid. ENOSPC
             also for `min_free_bytes`.
     """
 
@@ -162,7 +164,7 @@ class SegmentMaker:
         self._copy_on_write = copy_on_write
         self._min_free_bytes = min_free_bytes
         self._fd = -1
-        self._filled = header.segment_bytes  # up to where there is space; less where the file system can't allocate it
+        self._filled = header.segment_bytes  # the end of allocated space; lower where the file system can't allocate it
 
     def __call__(self) -> int | Again:
         try:
@@ -202,8 +204,8 @@ class SegmentMaker:
                 self._filled = size // PAGE_BYTES * PAGE_BYTES
 
     def _replace(self) -> None:
-        """Make a new file of one that would take its size twice: the space of what is overwritten elsewhere is free
-        only when all that was written with it has been.
+        """Makes a new file in place of one that would take its size twice: the space of data overwritten elsewhere is
+        free only when all data written with it has been overwritten.
         """
         with self._files.open_to_read(self._segments_fd, self._name, direct=False) as fd:
             in_place = self._files.is_overwritten_in_place(fd)
@@ -212,8 +214,8 @@ class SegmentMaker:
             self._reuse = False
 
     def _fill(self) -> None:
-        """Write zeros where space could not be allocated: a bounded number in each turn, so that the disk is not taken
-        for one that hangs.
+        """Writes zeros where space could not be allocated: a bounded number in each turn, so that the disk does not
+        appear to hang.
         """
         size = min(FILL_BYTES, self._header.segment_bytes - self._filled)
         self._files.write(self._fd, self._filled, [_zeros(size)])
@@ -222,9 +224,9 @@ class SegmentMaker:
 
     def _begin(self) -> None:
         if self._reuse:
-            # The old trailer goes too: if the new header were damaged one day, it would be taken at its word.
+            # The old trailer goes too: if the new header were damaged later, the trailer would be believed.
             self._files.write(self._fd, self._header.segment_bytes - PAGE_BYTES, [_zeros(PAGE_BYTES)])
-        # Space that was allocated can still be missing, on a thin volume for one: a segment is used only if it can be
+        # Allocated space can still be missing, on a thin volume for example: a segment is used only if it can be
         # written.
         if size := trial_bytes(self._header.segment_bytes):
             self._files.write(self._fd, HEADER_PAGES * PAGE_BYTES, [_zeros(size)])
@@ -246,13 +248,13 @@ class SegmentMaker:
 def create_segment(
     files: Files, segments_fd: int, name: str, header: SegmentHeader, direct: bool, copy_on_write: bool = False
 ) -> int:
-    """Make a new segment file, durably, in one go: see `SegmentMaker`."""
+    """Makes a new segment file, durably, in one go: see `SegmentMaker`."""
     make = SegmentMaker(files, segments_fd, name, header, direct=direct, reuse=False, copy_on_write=copy_on_write)
     return _at_once(make)
 
 
 def recycle_segment(files: Files, segments_fd: int, name: str, header: SegmentHeader, direct: bool) -> int:
-    """Begin a new use of a segment file, in one go: see `SegmentMaker`."""
+    """Begins a new use of a segment file, in one go: see `SegmentMaker`."""
     return _at_once(SegmentMaker(files, segments_fd, name, header, direct=direct, reuse=True))
 
 
@@ -263,16 +265,16 @@ def _at_once(make: SegmentMaker) -> int:
 
 
 def trial_bytes(segment_bytes: int) -> int:
-    """How much of the space behind its header a new use of a segment writes at once."""
+    """Returns the size of the first write behind the header in a new use of a segment."""
     return min(TRIAL_BYTES, segment_bytes // TRIAL_SHARE // PAGE_BYTES * PAGE_BYTES)
 
 
 def try_segment(files: Files, segments_fd: int, name: str, *, direct: bool) -> None:
-    """Write again, as they are, the pages of a segment that its next use begins with (see `SegmentMaker`), so that its
-    contents are not given up for a file that can't be written.
+    """Rewrites unchanged the first pages that a segment's next use writes (see `SegmentMaker`), so that its contents
+    are not given up for a file that can't be written.
 
     Raises:
-        OSError: it can't.
+        OSError: a write fails.
     """
     with files.open_to_write(segments_fd, name, direct=direct) as fd:
         size = files.size_bytes(fd) // PAGE_BYTES * PAGE_BYTES
@@ -284,7 +286,7 @@ def try_segment(files: Files, segments_fd: int, name: str, *, direct: bool) -> N
 
 
 def try_pages(files: Files, segments_fd: int, name: str, start: int, stop: int, *, direct: bool) -> None:
-    """Write zeros to pages of a segment that hold nothing, durably. Raises OSError if that can't be done."""
+    """Writes zeros to unused pages of a segment, durably. Raises OSError if that fails."""
     with files.open_to_write(segments_fd, name, direct=direct) as fd:
         files.write(fd, start * PAGE_BYTES, [_zeros((stop - start) * PAGE_BYTES)])
         files.sync(fd)
@@ -293,11 +295,11 @@ def try_pages(files: Files, segments_fd: int, name: str, start: int, stop: int, 
 def seal_segment(
     files: Files, fd: int, header: SegmentHeader, entries: Records, keyspaces: Sequence[KeyspaceId]
 ) -> None:
-    """Write the footer, and make the whole segment durable.
+    """Writes the footer, and makes the whole segment durable.
 
     Raises:
         UsageError: the records leave no room for it.
-        OSError: the segment may have no footer; its records are what they were.
+        OSError: the segment may have no footer; its records are unchanged.
     """
     footer = encode_footer(header.uuid, header.number, entries, keyspaces, header.segment_bytes)
     start = header.segment_bytes - len(footer)
@@ -311,7 +313,7 @@ def seal_segment(
 
 
 def write_header(files: Files, fd: int, header: SegmentHeader) -> None:
-    """Write page 0. Not durable before a sync."""
+    """Writes page 0. Not durable before a sync."""
     files.write(fd, 0, [_aligned(encode_segment_header(header))])
 
 

@@ -1,8 +1,8 @@
 """The segments of a root: creating them, the open one, and the order in which they are reclaimed.
 
-Space is used as in a log of segments: a new segment is a new file as long as the capacity allows, then an old one, used
-again. Two are kept ready: the open one, and a clean one that follows it at once when it is full. A start goes on in the
-last one that was written to.
+Space is used as in a log of segments: a new segment is a new file within the capacity, then an old file, used again.
+Two are kept ready: the open one, and a clean one that follows at once when the open one is full. A start resumes the
+segment written last.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvoffloadd.storage.disk.segment import TRIAL_BYTES, Segment, SequenceNumber
 log = logging.getLogger(__name__)
 
 RESUME_SHARE = 8
-"""A start goes on in a segment of which this fraction (1/n) is free."""
+"""A start resumes a segment with at least this fraction (1/n) free."""
 
 OVERHEAD_BYTES = 128 << 10
 """The share of the capacity for the manifest, the directories and the block maps of the file system."""
 
 
 class SegmentPool:
-    """Owned by the event loop. `lane`: where segment files are made and removed. `retry_s`: how long to wait with new
-    files where the file system is full.
+    """The segments of one root, owned by the event loop. `lane`: makes and removes segment files. `retry_s`: the delay
+    before new files where the file system is full.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SegmentPool:
         self.segment_bytes = segment_bytes
         self.segments: dict[int, Segment] = {}  # by ordinal: those with contents, the open one and the clean one
         self.open_segment: Segment | None = None
-        self.gone: list[Segment] = []  # whose files were removed, see `lost`
+        self.gone: list[Segment] = []  # with removed files, see `lost`
         self.recycled = 0  # since the start
         self._directory = directory
         self._files = directory.files
@@ -73,7 +73,7 @@ class SegmentPool:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the files here, and what the file system needs for them."""
+        """Bytes of the files here, and of the file system's metadata for them."""
         segments = sum(segment.size_bytes for segment in self.segments.values())
         return OVERHEAD_BYTES + segments + sum(size for _, size in self._reusable) + self._foreign_bytes
 
@@ -87,7 +87,7 @@ class SegmentPool:
 
     @property
     def _may_create(self) -> bool:
-        """Whether there is capacity for another file, and space as far as is known."""
+        """Whether there is capacity for another file, and, as far as is known, space."""
         fits = self.used_bytes + self.segment_bytes <= self.capacity_bytes
         return fits and self._lane.loop.time() >= self._create_after
 
@@ -109,20 +109,20 @@ class SegmentPool:
         return bool(self._fitting or self._misfits) or self._may_create
 
     def sealed(self) -> list[Segment]:
-        """The segments that may be reclaimed."""
+        """Returns the segments that may be reclaimed."""
         return [segment for segment in self.segments.values() if segment.fd == -1]
 
     def oldest(self) -> Segment | None:
-        """The one that is to be reclaimed first if all hold as much; None: there is none."""
+        """Returns the first to be reclaimed among equally full segments; None: there is none."""
         return min(self.sealed(), key=lambda segment: segment.place, default=None)
 
     # --- adding segments ---
 
     async def adopt(self, scan: RootScan) -> list[tuple[Segment, Recovered]]:
-        """Begin with what a scan has found. Files beyond the capacity are removed, the oldest first; returns the rest.
+        """Takes the segments that a scan found. Removes files beyond the capacity, the oldest first; returns the rest.
 
         Raises:
-            OSError: one of them can't be removed.
+            OSError: a file can't be removed.
         """
         kept, self._reusable, self._foreign_bytes = scan.kept, scan.reusable, scan.foreign_bytes
         self.segments = {segment.ordinal: segment for segment, _ in kept}
@@ -132,8 +132,8 @@ class SegmentPool:
         return kept
 
     async def resume(self, segment: Segment, found: Recovered) -> bool:
-        """Go on in this sealed segment, behind its last record, if there is much room and nothing else lies there.
-        Else, and if that fails, its records stay as they are.
+        """Resumes this sealed segment behind its last record, if there is much room and nothing else lies there.
+        Otherwise, or if that fails, its records are unchanged.
         """
         room = (
             segment.size_bytes // PAGE_BYTES - found.end_page - footer_pages(len(found.entries), len(found.keyspaces))
@@ -155,20 +155,20 @@ class SegmentPool:
         return True
 
     async def grow(self) -> bool:
-        """Add the next segment: a new file, or an old one without contents. False, and maybe another state of the root,
-        if that failed.
+        """Adds the next segment: a new file, or an old one without contents. Returns False, with a possible change of
+        the root's state, if that failed.
         """
         while not self._fitting and self._misfits and not self._may_create:
             if not await self._remove(self._misfits[-1]):
                 return False
             self._create_after = 0.0
-        if fitting := self._fitting:  # first: its space is there, whatever the file system has left
+        if fitting := self._fitting:  # first: it has its space, even on a full file system
             self._reusable.remove(fitting[-1])
             return await self._prepare(*fitting[-1])
         return self._may_create and await self._prepare(secrets.token_hex(8), 0)
 
     async def may_recycle(self, segment: Segment) -> bool:
-        """Whether what this sealed segment holds may be given up for new records: its file can be written."""
+        """Returns whether this sealed segment's contents may be given up for new records: its file can be written."""
         if self._health.state != RootState.OK:
             return False
         try:
@@ -182,12 +182,12 @@ class SegmentPool:
         return True
 
     async def recycle(self, segment: Segment) -> bool:
-        """Make this sealed segment, which has no records in the catalog any more, the next one. One of another size
-        only leaves its space to `grow`. False as in `grow`.
+        """Makes this sealed segment, which has no records in the catalog any more, the next one. One of another size
+        only leaves its space to `grow`. Returns False as `grow` does.
         """
         await self._changes.wait_for(lambda: not segment.readers)
         if self._health.state == RootState.OFF or segment.ordinal not in self.segments:
-            return False  # it went meanwhile
+            return False  # it was removed meanwhile
         self.recycled += 1
         if segment.size_bytes != self.segment_bytes:
             self.empty(segment)
@@ -196,18 +196,18 @@ class SegmentPool:
         return await self._prepare(segment.name, segment.size_bytes)
 
     async def _prepare(self, name: str, size_bytes: int) -> bool:
-        """Make a file the clean segment, or the open one if there is none. `size_bytes`: 0 for a new file."""
+        """Makes a file the clean segment, or the open one if there is none. `size_bytes`: 0 for a new file."""
         number = self._numbers.number()
         header = SegmentHeader(secrets.token_bytes(16), number, self.segment_bytes, int(time.time()))
         make = self._directory.make_segment(name, header, reuse=bool(size_bytes))
         try:
             fd = await self._directory.perform(self._lane, make)
         except (OSError, KvOffloadError) as error:
-            # Also a new one: what made it fail may keep it from being removed, and then its space is taken.
+            # A new file, too: the cause of its failure may prevent its removal, and then its space is taken.
             size = partial(self._directory.left_bytes, name, size_bytes)
             if left_bytes := await self._directory.perform(self._lane, size):
                 self._reusable.append((name, left_bytes))
-            if not isinstance(error, FileNotFoundError):  # else it was removed, which is not the disk's trouble
+            if not isinstance(error, FileNotFoundError):  # otherwise it was removed, which is no fault of the disk
                 self._not_made(error, is_new=not size_bytes)
             return False
         if self._health.state == RootState.OFF:
@@ -224,9 +224,9 @@ class SegmentPool:
         return True
 
     def _not_made(self, error: BaseException, *, is_new: bool) -> None:
-        """Note that a file could not be made the next segment. If there is no space for a new one, none is made for a
-        while, and the root is FULL if it has no segment to write to or to recycle. If there is none in one whose space
-        was allocated, the root is FULL: others would fail as it does, so their contents are kept.
+        """Notes that a file could not be made the next segment. Without space for a new one, none is made for a while,
+        and the root is FULL if it has no segment to write to or to recycle. Without space in a file that had it
+        allocated, the root is FULL: other files would fail likewise, so their contents are kept.
         """
         if not is_full(error):
             self.write_failed(error)
@@ -245,11 +245,11 @@ class SegmentPool:
     # --- removing segments ---
 
     def advance(self) -> None:
-        """The open segment is full: the clean one is next."""
+        """Replaces the open segment, which is full, by the clean one."""
         self.open_segment, self._clean = self._clean, None
 
     def withdraw(self, segment: Segment) -> bool:
-        """Write no more to this one. Returns whether that could have been."""
+        """Stops writing to this segment. Returns whether it could have been written."""
         if segment is self.open_segment:
             self.advance()
         elif segment is self._clean:
@@ -259,25 +259,25 @@ class SegmentPool:
         return True
 
     def release_unsealed(self) -> list[Segment]:
-        """The segments that are open for writing, from now on without a successor; the caller seals them."""
+        """Returns the segments open for writing, from now on without a successor; the caller seals them."""
         unsealed = [segment for segment in (self.open_segment, self._clean) if segment is not None]
         self.open_segment = self._clean = None
         return unsealed
 
     def empty(self, segment: Segment) -> None:
-        """This closed segment has no contents any more: its file may be used again."""
+        """Makes the file of this closed segment, which has no contents any more, reusable."""
         if self.segments.pop(segment.ordinal, None) is not None and not segment.gone:
             self._reusable.append((segment.name, segment.size_bytes))
 
     def clear(self) -> None:
-        """The root is gone; its files stay as they are."""
+        """Forgets all segments of a root that is gone; its files stay unchanged."""
         self.segments.clear()
         self.gone.clear()
         self._reusable.clear()
 
     async def _remove(self, file: tuple[str, int]) -> bool:
-        """Remove a file without contents: only its space is of use."""
-        self._reusable.remove(file)  # what others add meanwhile stays
+        """Removes a file without contents, to free its space."""
+        self._reusable.remove(file)  # concurrent additions stay
         try:
             await self._unlink(file[0])
         except OSError as error:
@@ -293,13 +293,13 @@ class SegmentPool:
     # --- health ---
 
     def write_failed(self, error: BaseException, *, lasting: bool = False) -> None:
-        """Count what failed as the root's trouble: see `Health.write_failed`."""
+        """Counts a failure of the root: see `Health.write_failed`."""
         self._health.write_failed(error, lasting=lasting)
         self._changes.notify_all()
 
     async def try_write(self, lane: Lane) -> bool:
-        """Do to the disk what the next writes do. False: there is no segment to write to, and no space for one. Raises
-        OSError if they would fail.
+        """Performs operations like those of the next writes. Returns False if there is no segment to write to, and no
+        space for one. Raises OSError if they would fail.
         """
         directory, oldest = self._directory, self.oldest()
         segment = next((one for one in (self.open_segment, self._clean) if one is not None and not one.is_full), None)
@@ -312,7 +312,7 @@ class SegmentPool:
             works.append(partial(directory.try_pages, segment.name, segment.next_page, stop))
         elif oldest is not None:
             held = oldest
-            held.readers += 1  # what is read of it is written again: nothing else is to be there by then
+            held.readers += 1  # the data read is written again: the place must not change meanwhile
             works.append(partial(directory.try_segment, oldest.name))
         elif not works:
             return False
@@ -330,20 +330,20 @@ class SegmentPool:
             self._changes.notify_all()
 
     def lost(self, segment: Segment) -> None:
-        """The file of this segment was removed. It is found in `gone` until its contents are forgotten."""
+        """Notes that the file of this segment was removed. It is in `gone` until its contents are forgotten."""
         if not segment.gone:
             segment.gone = True
             self.gone.append(segment)
             self._changes.notify_all()
 
     async def look(self, lane: Lane) -> None:
-        """Notice files that were removed."""
+        """Detects removed files."""
         segments, reusable = list(self.segments.values()), [name for name, _ in self._reusable]
         names = [segment.name for segment in segments]
         try:
             missing = set(await self._directory.perform(lane, partial(self._directory.missing, names + reusable)))
         except OSError:
-            return  # reads and writes tell how the disk is
+            return  # reads and writes show the state of the disk
         for segment in segments:
             # A file may have been replaced meanwhile, under the name of this segment.
             if segment.name in missing and self.segments.get(segment.ordinal) is segment:

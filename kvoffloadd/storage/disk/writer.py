@@ -1,6 +1,6 @@
-"""Writing records to the open segment of a root, in the threads of its write lane, and sealing segments that are full.
+"""Writes records to the open segment of a root, in the threads of its write lane, and seals full segments.
 
-Batches lie behind one another in the order in which they are appended; several may be under way at once. A segment is
+Batches lie one after another in the order in which they are appended; several may be under way at once. A segment is
 sealed when it is full and the last batch in it has ended.
 """
 
@@ -29,13 +29,13 @@ from kvoffloadd.storage.disk.segment import Segment, seal_segment
 from kvoffloadd.storage.disk.segmentpool import SegmentPool
 
 OnWritten = Callable[[Segment, Records, BaseException | None], None]
-"""Called with the segment, the entries (format.ENTRY) with their pages, and why none of them is valid if so."""
+"""Called with the segment, the entries (format.ENTRY) with their pages, and an error if none of them is valid."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteBatch:
-    """Payloads of one keyspace to be written: `entries` (format.ENTRY; page and keyspace are filled in here), their
-    checksums and their addresses, which stay valid until the batch has ended.
+    """Payloads of one keyspace that wait for a write: `entries` (format.ENTRY; page and keyspace are filled in here),
+    their checksums and their addresses, which stay valid until the batch has ended.
     """
 
     keyspace: KeyspaceId
@@ -45,8 +45,8 @@ class WriteBatch:
 
 
 class Writer:
-    """Owned by the event loop. `changes` hears when a batch or the sealing of a segment has ended. The memory of a
-    batch belongs to the caller of `append`.
+    """Writes to a root, owned by the event loop. `changes` reports the end of a batch or of the sealing of a segment.
+    The memory of a batch belongs to the caller of `append`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Writer:
         self._next_batch = 0
         self._sealing: set[asyncio.Task[None]] = set()
 
-    # --- how much ---
+    # --- capacity ---
 
     @property
     def payload_bytes_max(self) -> int:
@@ -78,18 +78,18 @@ class Writer:
 
     @property
     def depth(self) -> int:
-        """Batches that keep the disk busy; more only wait."""
+        """The number of batches that keep the disk busy; further ones only wait."""
         return 2 * self._lane.threads
 
     @property
     def load(self) -> tuple[int, float]:
-        """Roots with less of it should get the next batch."""
+        """The load of the root: roots with less of it should get the next batch."""
         return self.writing, self.written_bytes / self._pool.capacity_bytes
 
     # --- batches ---
 
     def append(self, batch: WriteBatch, done: OnWritten, *, rewrite: bool = False) -> int:
-        """Write the first records of a batch behind one another; returns how many, 0 if there is no room right now.
+        """Writes the first records of a batch one after another; returns how many, 0 if there is no room right now.
 
         `rewrite`: they may take `reserved_pages`, too. `done` is called once, later, if any were taken.
         """
@@ -101,7 +101,7 @@ class Writer:
         room = segment.room_end(len(pages), 1)
         if ends[0] > room:
             if self.reserved_pages and not rewrite:
-                return 0  # what it holds room for would have no segment
+                return 0  # the records with reserved pages would have no segment
             self._pool.advance()
             self._seal_later(segment)
             return 0
@@ -133,30 +133,30 @@ class Writer:
             if is_trouble(result):
                 self.withdraw(segment)
             self._pool.write_failed(result)
-        self._changes.notify_all()  # first: waiters look in a later turn, whatever becomes of `done`
+        self._changes.notify_all()  # first: waiters run in a later turn, even if `done` fails
         done(segment, entries, result)
 
     def withdraw(self, segment: Segment) -> None:
-        """Write no more to this segment. It gets no footer, which would need a write: a start walks it."""
+        """Stops writing to this segment. It gets no footer, which would need a write: a start walks it."""
         segment.broken = True
         if self._pool.withdraw(segment):
             self._seal_later(segment)
 
     def give_up(self) -> None:
-        """The disk does not answer: batches that wait for a thread end with CancelledWork."""
+        """Handles a disk that does not answer: batches that wait for a thread end with CancelledWork."""
         for ticket in self._batches.values():
             ticket.cancel()
 
     # --- sealing ---
 
     async def settle(self) -> None:
-        """Seal what is open, as far as that is possible; when this returns nothing is being written."""
+        """Seals open segments, as far as possible; when this returns no write is under way."""
         self.seal_unsealed()
         if self._sealing:
             await asyncio.wait(set(self._sealing))
 
     def seal_unsealed(self) -> None:
-        """Begin to seal every segment that is open for writing."""
+        """Begins to seal every segment that is open for writing."""
         for segment in self._pool.release_unsealed():
             self._seal_later(segment)
 
@@ -176,9 +176,9 @@ class Writer:
         try:
             await self._lane.perform(work, urgent=FIRST)
         except CancelledWork:
-            return  # the lane ends, and the process: nobody closes it
+            return  # the lane ends, and the process: nothing closes it
         except (OSError, KvOffloadError) as error:
-            # Where writes wait in the page cache, only this tells that they fail.
+            # Where writes wait in the page cache, only a sync shows that they fail.
             self._pool.write_failed(error, lasting=not segment.gone)
         finally:  # also after a bug: the loop logs it
             is_empty = not segment.entries
@@ -189,8 +189,8 @@ class Writer:
             self._changes.notify_all()
 
     def seal_recovered(self, segment: Segment, found: Recovered) -> None:
-        """Begin to write the footer of a segment whose records had to be looked for, so that the next start need not,
-        if there is room for one. It is not recycled meanwhile.
+        """Begins to write the footer of a segment that was walked, so that the next start need not walk it, if there is
+        room for one. It is not recycled meanwhile.
         """
         room = segment.size_bytes // PAGE_BYTES - found.end_page
         whole = segment.size_bytes == segment.header.segment_bytes

@@ -1,7 +1,7 @@
-"""Keeps one agent alive: starts it, gives it the arena, and starts another one when it has ended. Event loop only.
+"""Keeps one agent alive: starts it, gives it the arena, and starts another one after its end. Event loop only.
 
-There is never more than one: the next one starts when the kernel has said that the one before is dead. The arena's file
-names it before it gets the arena, so that whoever takes the arena over waits for its end.
+There is never more than one: the next one starts when the kernel has reported the death of the previous one. The
+arena's file names each agent before that agent gets the arena, so that a successor of the daemon waits for its end.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvoffloadd.storage.remote.agentprocess import (
 log = logging.getLogger(__name__)
 
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.5, 60.0
-"""Between an agent's end and the next one's start: doubled each time, until one has lived for the longest of these."""
+"""The delay between an agent's end and the next one's start: doubled each time, until one lives for the maximum."""
 
 HANG_UP_S = 1.5
-"""What an agent gets to end by itself."""
+"""The time that an agent has to end by itself."""
 
 
 class AgentState(enum.Enum):
@@ -49,23 +49,25 @@ class AgentState(enum.Enum):
 
 
 class AgentUser(Protocol):
-    """Who uses the agent."""
+    """The user of the agent."""
 
     def on_ready(self, started: Started) -> None:
-        """Calls can be sent."""
+        """Allows calls."""
 
     def on_answer(self, message: Reply) -> None:
-        """Raises FramingError for what no call can have as its answer: the agent is killed."""
+        """Takes an answer. Raises FramingError for an answer that fits no call: the agent is killed."""
 
     def on_silence(self) -> None:
-        """It gives no answers any more: it is being killed, or ends by itself."""
+        """Handles an agent that gives no more answers: it is being killed, or ends by itself."""
 
     def on_end(self, reason: str) -> None:
-        """The agent is dead: nothing but this process touches the arena."""
+        """Handles the death of the agent: only this process touches the arena."""
 
 
 class AgentSupervisor:
-    """`changes` hears of each new `state`. `reason`: why the last agent has ended, or did not start; for people."""
+    """Supervises one agent at a time. `changes` reports each new `state`. `reason`: why the last agent ended, or did
+    not start; for people.
+    """
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class AgentSupervisor:
         self._loop = loop
         self._user = user
         self._changes = changes
-        # Its thread lives as long as any agent: the kernel kills an agent when the thread that made it ends.
+        # The thread lives as long as any agent: the kernel kills an agent when the thread that started it ends.
         self._lane = Lane("agent", 1, loop)
         self._spawning = False
         self._process: AgentProcess | None = None
@@ -109,7 +111,7 @@ class AgentSupervisor:
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        """Start one, and further ones. Returns at once."""
+        """Starts an agent, and further ones. Returns at once."""
         self._timer = None
         self._set(AgentState.STARTING)
         self._spawning = True
@@ -124,13 +126,13 @@ class AgentSupervisor:
             self._process.send(frame)
 
     def kill(self, why: str) -> None:
-        """End the agent that there is; another one follows."""
+        """Kills the present agent; another one follows."""
         if self._process is not None and not self._process.killed:
             log.warning("remote: the agent %d is killed: %s", self._process.pid, why)
             self._process.kill(why)
 
     async def close(self, deadline_s: float) -> bool:
-        """End it for good. True: there is none, and the arena is ours alone."""
+        """Ends the agent for good. True: there is none, and the arena belongs to this process alone."""
         self._closing = True
         self._cancel_timer()
         ends_s = self._loop.time() + deadline_s
@@ -146,7 +148,7 @@ class AgentSupervisor:
     def _is_gone(self) -> bool:
         return self._process is None and not self._spawning
 
-    # --- what happens to it ---
+    # --- events of the agent ---
 
     def _on_spawned(self, result: Spawned | BaseException) -> None:
         self._spawning = False
@@ -177,7 +179,7 @@ class AgentSupervisor:
             self._on_started(message)
 
     def _greet(self, process: AgentProcess, message: Greeting) -> None:
-        """Give it the memory, now that it is known to be the process whose end we hear of."""
+        """Gives the agent the memory, now that the greeting has come from the process behind the pidfd."""
         if self._greeted:
             raise FramingError("a second greeting")
         if message.version != VERSION:
@@ -192,7 +194,7 @@ class AgentSupervisor:
         self._greeted = True
         self._pool.record_agent(process.pid)
         try:
-            # Opened anew: with our own descriptor the agent would share our lock on it, and keep it beyond our end.
+            # Opened anew: this process's descriptor would share its lock with the agent, beyond this process.
             arena_fd = os.open(f"/proc/self/fd/{self._pool.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             process.kill(f"the arena can't be opened for it: {error}")
@@ -227,7 +229,7 @@ class AgentSupervisor:
         self._user.on_end(reason)
 
     def _failed(self, reason: str) -> None:
-        """There is no agent; start the next one after a while."""
+        """Starts the next agent after a while, as there is none."""
         self._cancel_timer()
         self._set(AgentState.WAITING)
         if self._closing:

@@ -1,8 +1,8 @@
-"""One process of the agent, from its start to its end: its socket, its pidfd and what it prints. Event loop only, but
-for `spawn_agent`.
+"""One process of the agent, from its start to its end: its socket, its pidfd and its output. Event loop only, except
+`spawn_agent`.
 
-Nothing that it sends is believed, and nothing can make it cost more than a few buffers: what it prints is cut and
-counted, and its frames are capped. Whoever owns this kills it for whatever else it should not have sent.
+None of its messages is trusted, and it can't cost more than a few buffers: its output is cut and counted, and its
+frames are capped. The owner of this object kills it for any other invalid message.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ log = logging.getLogger(__name__)
 
 MODULE: Final = "kvoffloadd.agent"
 LINE_BYTES: Final = 400
-"""Of what the agent prints, a line is logged so far."""
+"""The length at which a line of the agent's output is cut in the log."""
 LINES_BURST: Final = 40
 LINES_PER_S: Final = 1.0
-"""Beyond the first few, so many lines are logged; the rest is counted."""
+"""The rate of logged lines after the first few; the rest is counted."""
 
 _READ_BYTES = 64 << 10
 _READS_PER_TURN = 8
@@ -45,8 +45,8 @@ _NAMES = re.compile(rb"kvo1/[0-9A-Za-z/.]*")
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A process that has begun, and the daemon's ends: non-blocking socket, pipe of what it prints, pidfd, and the pipe
-    whose end is the process's end.
+    """A process that has begun, and the daemon's ends: non-blocking socket, pipe of its output, pidfd, and the pipe
+    that ends the process when it is closed.
     """
 
     child: subprocess.Popen[bytes]
@@ -57,17 +57,17 @@ class Spawned:
 
 
 def printable(text: str) -> str:
-    """One line of bounded length, of what the agent says of itself."""
+    """Returns one line of bounded length of the agent's text."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:TEXT_MAX])
 
 
 def agent_command(python: str) -> list[str]:
-    """What to run. `python`: an interpreter that has this release of kvoffloadd; empty: ours."""
+    """Returns the command. `python`: an interpreter with this release of kvoffloadd; empty: the daemon's."""
     return [python or sys.executable, "-P", "-m", MODULE]
 
 
 def agent_environment(python: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The daemon's, without what systemd has told the daemon alone."""
+    """Returns the daemon's environment without systemd's variables for the daemon alone."""
     kept = {name: value for name, value in environment.items() if not name.startswith(_NOT_INHERITED)}
     if not python:
         ours = str(Path(kvoffloadd.__file__).parent.parent)
@@ -76,10 +76,10 @@ def agent_environment(python: str, environment: Mapping[str, str]) -> dict[str, 
 
 
 def spawn_agent(command: Sequence[str], environment: Mapping[str, str]) -> Spawned:
-    """Start it. Blocks for a moment.
+    """Starts the agent. Blocks for a moment.
 
-    The calling thread must live as long as the daemon: the agent has itself killed when the thread that made it ends.
-    No code of ours runs between fork and exec. Raises OSError.
+    The calling thread must live as long as the daemon: the agent makes the kernel kill it when its parent thread ends.
+    No Python code runs between fork and exec. Raises OSError.
     """
     with contextlib.ExitStack() as kept, contextlib.ExitStack() as passed:  # closed if this fails; in any case
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -97,22 +97,22 @@ def spawn_agent(command: Sequence[str], environment: Mapping[str, str]) -> Spawn
             start_new_session=True,
         )  # fmt: skip
         try:
-            pidfd = os.pidfd_open(child.pid)  # nobody but us reaps it: the number is its own
+            pidfd = os.pidfd_open(child.pid)  # only this process reaps it, so the number is still valid
             kept.callback(os.close, pidfd)
             _kill_when_closed(watched, child.pid)
         except BaseException:
             child.kill()
             raise
         kept.pop_all()
-    pass_descriptors(ours, allowed=False)  # closing what it could send might block
+    pass_descriptors(ours, allowed=False)  # closing descriptors that it could send might block
     ours.setblocking(False)
     return Spawned(child, ours, output, pidfd, life)
 
 
 def _kill_when_closed(watched: int, pid: int) -> None:
-    """Have the kernel kill this process when the other end of the pipe is closed, as it is when the daemon ends.
+    """Makes the kernel kill this process when the other end of the pipe is closed, as at the daemon's end.
 
-    The process asks for the same by itself (PR_SET_PDEATHSIG), but only once its interpreter runs: one that was stopped
+    The process requests the same by itself (PR_SET_PDEATHSIG), but only once its interpreter runs: a process stopped
     before that would stay for ever.
     """
     fcntl.fcntl(watched, fcntl.F_SETOWN, pid)
@@ -121,9 +121,9 @@ def _kill_when_closed(watched: int, pid: int) -> None:
 
 
 class AgentProcess:
-    """`on_message` hears each message, in order, and may raise FramingError. `on_silence` is called once, when no
-    message comes any more. `on_end` is called once, when the kernel says that the process is dead, with the reason:
-    nothing of it touches any memory any more.
+    """`on_message` receives each message, in order, and may raise FramingError. `on_silence` is called once, when no
+    more messages come. `on_end` is called once, with the reason, when the kernel reports the process as dead: then it
+    touches no memory any more.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class AgentProcess:
         on_silence: Callable[[], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """Takes over what `spawn_agent` gave."""
+        """Takes over the result of `spawn_agent`."""
         self.pid: Final = spawned.child.pid
         self.killed = False
         self.ended = False
@@ -153,7 +153,7 @@ class AgentProcess:
         loop.add_reader(spawned.pidfd, self._end)
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send it now, or as soon as the agent takes it. `fds` go with its first bytes: only while nothing waits."""
+        """Sends data now, or as soon as the agent takes it. `fds` go with its first bytes: only while nothing waits."""
         if not self._listening:
             return
         if self._unsent:
@@ -175,13 +175,13 @@ class AgentProcess:
             self._loop.add_writer(self._spawned.sock, self._write)
 
     def hang_up(self) -> None:
-        """No more calls: it is to end by itself."""
+        """Ends the calls: the agent should end by itself."""
         self._why = self._why or "it was told to"
         with contextlib.suppress(OSError):
             self._spawned.sock.shutdown(socket.SHUT_WR)
 
     def kill(self, why: str) -> None:
-        """End it. `on_end` follows when it is dead, which may take as long as a driver of its network card takes."""
+        """Kills the agent. `on_end` follows when it is dead, which a driver of its network card may delay."""
         if self.killed or self.ended:
             return
         self.killed = True
@@ -203,13 +203,13 @@ class AgentProcess:
                 return
             if not data:
                 self._stop_listening()
-                # It ends by itself, or has closed its socket and lives on, which is of no use.
+                # It ends by itself, or has closed its socket and lives on, which is useless.
                 self._loop.call_later(1.0, self.kill, "it has closed its socket")
                 return
             try:
                 self._frames.receive(data)
                 while self._listening and (message := self._frames.next()) is not None:
-                    self._on_message(message)  # type: ignore[arg-type]  # the decoder knows no others
+                    self._on_message(message)  # type: ignore[arg-type]  # the decoder returns no other messages
             except FramingError as error:
                 self.kill(f"it sent an invalid message: {error}")
             if not self._listening:
@@ -240,7 +240,7 @@ class AgentProcess:
             self._on_silence()
 
     def _end(self) -> None:
-        """The pidfd is readable: the kernel has taken back all that the process had."""
+        """Handles a readable pidfd: the kernel has reclaimed all resources of the process."""
         spawned = self._spawned
         self.ended = True
         self._stop_listening()
@@ -256,10 +256,10 @@ class AgentProcess:
 
 
 def _status(child: subprocess.Popen[bytes]) -> str:
-    """How a dead child has ended, which also takes it off the kernel's table."""
+    """Returns how a dead child has ended, and removes it from the kernel's table."""
     code = child.poll()
     if code is None:
-        child.returncode = -1  # somebody else has taken it off: nothing is left to wait for
+        child.returncode = -1  # another part of the process has reaped it: nothing is left to wait for
         return "it has ended"
     if code < 0:
         with contextlib.suppress(ValueError):
@@ -268,18 +268,18 @@ def _status(child: subprocess.Popen[bytes]) -> str:
 
 
 class _Output:
-    """What the agent prints goes to our log, as much as is good for it. Names of keys come from prompts: they don't."""
+    """Logs a limited amount of the agent's output. Names of keys, which come from prompts, stay out."""
 
     def __init__(self, fd: int, pid: int) -> None:
         self._fd = fd
         self._pid = pid
-        self._line = b""  # the begin of one that has not ended
+        self._line = b""  # the begin of an unfinished line
         self._left = float(LINES_BURST)
         self._last_s = time.monotonic()
         self._dropped = 0
 
     def read(self) -> bool:
-        """Log some of what is there; False: nothing comes any more. However much there is, it takes no long time."""
+        """Logs some of the available output; False: no more will come. A call takes a bounded time."""
         try:
             data = os.read(self._fd, _READ_BYTES)
         except (BlockingIOError, InterruptedError):
@@ -294,8 +294,8 @@ class _Output:
         return bool(data)
 
     def finish(self) -> None:
-        """The agent is dead."""
-        self.read()  # no pipe holds more
+        """Logs the rest after the agent's death."""
+        self.read()  # a pipe holds no more
         if self._line and self._lines_left():
             self._log(self._line)
         if self._dropped:

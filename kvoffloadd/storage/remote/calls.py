@@ -1,12 +1,11 @@
-"""Calls that the agent has been given, or will be: who waits, who is being answered, and what is overdue. Event loop
-only.
+"""Calls that the agent has, or will get: which ones wait, are being answered, or are overdue. Event loop only.
 
-Calls of one kind share a line, in which users and engines take turns (see `lanes.Flow`). No more of them are with the
-agent than it has threads for: what waits here has not begun, and can be taken back. What it has been given can't: only
-an answer, or the agent's end, ends it.
+Calls of one kind share a line, in which users and engines take turns (see `lanes.Flow`). The agent never has more of
+them than threads for them: calls that wait here have not begun, and can be withdrawn. A call that the agent has can't:
+only an answer, or the agent's end, ends it.
 
-A call is late when its caller's time is over, wherever it is then. It is overdue when its own turn takes as long: what
-it waited for turns of others, here and with the agent, is not the store's fault.
+A call is late when its caller's time is over, in any state. It is overdue when its own turn takes that long: waiting
+for the turns of others, here and in the agent, is not the store's fault.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ from kvoffloadd.scheduling.lanes import DAEMON, Flow, path_of
 from kvoffloadd.scheduling.patience import Patience
 
 RESULT_MAX: Final = 1 << 48
-"""Of a code that counts bytes or objects."""
+"""The limit of a code that counts bytes or objects."""
 
 NO_LIMIT: Final = 1 << 62
 
 LOOKS = 8
-"""How often a call is looked at before it counts as stuck."""
+"""How often a call is checked before it counts as stuck."""
 
 TURN_COST_MIN = 64 << 10
-"""A turn costs its flow at least so much, however little it moves."""
+"""The minimum cost of a turn to its flow, however little it moves."""
 
 EARLY_S = 0.001
-"""Timers may be so early."""
+"""How early timers may fire."""
 
 Result = I64Array | Values | Swept
-"""Of a call: the codes of an `Answer`, or what else the call is answered by."""
+"""The result of a call: the codes of an `Answer`, or the contents of another answer."""
 
 
 @dataclass(slots=True, eq=False)
 class CallLine:
-    """`depth`: calls of it that may be with the agent at once. `items_max`: none is given while they have so many
-    items, but for those that are overdue. `in_order`: one thread answers them one by one. `may_hang`: its calls may
-    take any time, and may never end, which is nothing to end the agent for.
+    """One kind of call. `depth`: calls of it that the agent may have at once. `items_max`: no call is given to the
+    agent while its calls have this number of items, not counting overdue calls. `in_order`: one thread answers them one
+    by one. `may_hang`: its calls may take any time, even for ever, without a reason to end the agent.
     """
 
     depth: int
@@ -69,7 +68,7 @@ class CallLine:
     waiting: FairQueue[PendingCall] = field(default_factory=lambda: FairQueue(TURN_COST_MIN))
     given: dict[PendingCall, None] = field(default_factory=dict)  # in order
     last_answer_s: float = 0.0
-    turn_ended_s: float = 0.0  # `in_order`: when the last turn ended, by an answer or because it took too long
+    turn_ended_s: float = 0.0  # `in_order`: when the last turn ended, by an answer or by its time limit
 
     @property
     def has_room(self) -> bool:
@@ -78,7 +77,7 @@ class CallLine:
         return len(self.given) < self.depth and items < self.items_max
 
     def turn_ends_s(self, call: PendingCall, now_s: float) -> float:
-        """When a call that the agent has been given is overdue, or the earliest time at which it may be."""
+        """Returns when a call of the agent is overdue, or the earliest time at which it may be."""
         began_s = call.given_s
         if self.in_order and call in self.given:
             first = next(given for given in self.given if not given.overdue)
@@ -91,10 +90,9 @@ class PendingCall:
     """One call.
 
     `make(id)`: its frame, made when it is given to the agent. `items`: codes in its answer, each from `code_min` to
-    `code_max`.
-    `on_late()`: its time is over, and it goes on. `on_overdue()`: so is what its own turn may take: as long as it had
-    when it was made, or `patience_s` if that is more. `end(result)`: it has ended, once: with what `answered_by`
-    brings, or with None: the agent died, or it was never begun (`begun`).
+    `code_max`. `on_late()`: its time is over, and it continues. `on_overdue()`: the time for its own turn is over, too:
+    its time at creation, or `patience_s` if that is more. `end(result)`: it has ended, once: with the result that
+    `answered_by` brings, or with None: the agent died, or it was never begun (`begun`).
 
     `cost`: of its turn, in bytes.
     """
@@ -108,7 +106,7 @@ class PendingCall:
     on_late: Callable[[], None] | None = None
     on_overdue: Callable[[], None] | None = None
     code_min: int = CODE_MIN
-    moves_bytes: bool = False  # between the store and memory of ours
+    moves_bytes: bool = False  # between the store and the daemon's memory
     answered_by: type[Reply] = Answer
     flow: Flow = DAEMON
     urgent: int = 0
@@ -149,27 +147,27 @@ class Calls:
     def line(
         self, depth: int, *, items_max: int = NO_LIMIT, in_order: bool = False, may_hang: bool = False
     ) -> CallLine:
-        """A new one."""
+        """Returns a new line."""
         self._lines.append(CallLine(depth, items_max, in_order, may_hang))
         return self._lines[-1]
 
     @property
     def serving(self) -> bool:
-        """Whether calls are given to an agent. False while one is about to be ended, too."""
+        """Whether an agent takes calls. False while one is about to be ended, too."""
         return self._serving
 
     @property
     def unsettled(self) -> int:
-        """Calls that have failed and keep their memory until the agent's end."""
+        """The number of failed calls that keep their memory until the agent's end."""
         return len(self._unsettled)
 
     def begin(self, *, stops_at_once: bool) -> None:
-        """There is an agent. `stops_at_once`: of its engine."""
+        """Begins to serve an agent. `stops_at_once`: of its engine."""
         self._serving = True
         self._stops_at_once = stops_at_once
 
     def finish(self) -> None:
-        """There is none any more: the kernel has said so. Every call ends, those with their answers first."""
+        """Ends every call after the agent's death, as reported by the kernel; calls with answers first."""
         self._serving = False
         self._stop_looking()
         unsettled, self._unsettled = self._unsettled, []
@@ -183,17 +181,17 @@ class Calls:
         self.drop_waiting()
 
     def stop(self) -> None:
-        """Give the agent no more calls."""
+        """Stops giving calls to the agent."""
         self._serving = False
 
     def drop_waiting(self) -> None:
-        """End what has not begun."""
+        """Ends calls that have not begun."""
         for line in self._lines:
             while (call := line.waiting.take()) is not None:
                 self._end(call, None)
 
     def submit(self, call: PendingCall) -> None:
-        """Give it to the agent in its turn, if there still is time then."""
+        """Gives a call to the agent in its turn, if there still is time then."""
         now_s = time.monotonic()
         left_s = max(call.until_s - now_s, 0.0)
         call.patience_s = max(call.patience_s, left_s)
@@ -202,7 +200,7 @@ class Calls:
         self._pump(call.line, now_s)
 
     def withdraw(self, call: PendingCall) -> bool:
-        """True: it had not begun, and its `end` is never called."""
+        """Withdraws a call. Returns True if it had not begun: then its `end` is never called."""
         if call.begun or call.ended:
             return False
         call.line.waiting.remove(call)
@@ -211,7 +209,7 @@ class Calls:
         return True
 
     def on_answer(self, message: Reply) -> None:
-        """Raises FramingError if no call can have this answer."""
+        """Takes an answer. Raises FramingError if it fits no call."""
         call = self._given.get(message.id)
         if call is None:
             raise FramingError(f"an answer to call {message.id}, which is not pending")
@@ -221,8 +219,8 @@ class Calls:
         now_s = call.line.last_answer_s = call.line.turn_ended_s = time.monotonic()
         may_move = call.moves_bytes and not self._stops_at_once
         if may_move and isinstance(result, np.ndarray) and (result == Code.FAILED).any():
-            # What has failed may still move bytes to and from this memory, and into other hosts' objects: only the
-            # agent's end stops it. Calls that go well meanwhile may end first.
+            # A failed call may still move bytes to and from this memory, and into other hosts' objects: only the
+            # agent's end stops it. Successful calls may end meanwhile.
             call.held = result
             self._unsettled.append(call)
             self._serving = False
@@ -234,7 +232,7 @@ class Calls:
         self._pump(call.line, now_s)
 
     def check(self) -> list[str]:
-        """Audit; nothing wrong: an empty list."""
+        """Audits the calls; an empty list: no errors."""
         found = []
         for line in self._lines:
             given = [call for call in self._given.values() if call.line is line]
@@ -245,7 +243,7 @@ class Calls:
             found.append("remote: a call has ended before the agent has let go of it")
         return found
 
-    # --- inside ---
+    # --- internals ---
 
     def _pump(self, line: CallLine, now_s: float) -> None:
         while self._serving and line.has_room and (call := line.waiting.take()) is not None:
@@ -279,7 +277,7 @@ class Calls:
         return message if isinstance(message, Swept) else codes
 
     def _on_time(self, call: PendingCall) -> None:
-        """Its time is over, and that for its turn may be."""
+        """Handles a time that is over, for the call or possibly for its turn."""
         if call.ended:
             return
         if not call.begun:
@@ -309,7 +307,7 @@ class Calls:
         if not self._watched():
             self._kill("a transfer failed, and may still move bytes")
 
-    # --- what does not end ---
+    # --- stuck calls ---
 
     def _look_soon(self) -> None:
         if self._look is None:
@@ -323,7 +321,7 @@ class Calls:
             self.look()
 
     def look(self) -> None:
-        """Whether a call that the agent was given does not end: then it is killed."""
+        """Checks for a call of the agent that does not end: then the agent is killed."""
         watched = self._watched()
         if not watched:
             return
@@ -333,7 +331,7 @@ class Calls:
             self._kill(f"a call has taken {busy_s:.1f} s")
 
     def _watched(self) -> list[PendingCall]:
-        """What the agent was given, and has to end."""
+        """Returns the agent's calls that have to end."""
         return [call for call in self._given.values() if not call.line.may_hang]
 
     @staticmethod
@@ -353,7 +351,7 @@ class Calls:
 
 
 def check_values(message: Values, names: int) -> None:
-    """Raises FramingError for what can't be the answer to a `Read` of so many names."""
+    """Raises FramingError for values that can't answer a `Read` of this number of names."""
     if not 0 < len(message.values) <= names:
         raise FramingError(f"{len(message.values)} values for {names} names")
     for value in message.values:

@@ -1,4 +1,4 @@
-"""Gets, or puts, that are on their way: the memory they hold, and how much of it there may be. Event loop only."""
+"""Gets, or puts, that are under way: the memory they hold, and its limit. Event loop only."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvoffloadd.storage.remote.headerpages import HeaderPages
 from kvoffloadd.storage.remote.transfers import Names, ObjectBatch, RemoteStatus, checked_shapes
 
 HEADERS_MAX = 4096
-"""Header pages of one flight."""
+"""The header pages of one flight."""
 
 Ended = Callable[["RemoteTransfer", U8Array], None]
-"""What becomes of each key, (n,) u8 of `RemoteStatus`."""
+"""The result for each key, (n,) u8 of `RemoteStatus`."""
 
 
 class RemoteTransfer:
-    """A get or put. `batch` is its memory, which is not the caller's until it has ended."""
+    """A get or put. `batch` is its memory, which the caller must leave alone until it has ended."""
 
     def __init__(self, flight: Flight, batch: ObjectBatch, until_s: float, ended: Ended) -> None:
         self.batch = batch
@@ -39,8 +39,8 @@ class RemoteTransfer:
         self._token: int | None = None
 
     def cancel(self) -> bool:
-        """True: it had not begun, its memory is free now, and its `done` is never called. False: the memory is in use
-        until `done`.
+        """Returns True if it had not begun: its memory is free now, and its `done` is never called. False: the memory
+        is in use until `done`.
         """
         if self._over or (self._call is not None and not self._flight.withdraw(self._call)):
             return False
@@ -49,23 +49,23 @@ class RemoteTransfer:
         self._tell_breaker(None)
         return True
 
-    # --- by its flight ---
+    # --- called by its flight ---
 
     def submit(self, call: PendingCall, token: int) -> None:
-        """It is made. `token`: the breaker's."""
+        """Submits the call. `token`: the breaker's."""
         self._call, self._token = call, token
 
     def refuse(self) -> None:
-        """It is not made."""
+        """Ends a transfer that is not made."""
         if not self._over:
             self._end(np.full(len(self.batch.names.keys), RemoteStatus.NOT_ASKED, np.uint8))
 
     def on_overdue(self) -> None:
-        """Its turn takes too long, and goes on."""
+        """Notes that its turn takes too long, and continues."""
         self._tell_breaker(ok=False, timed_out=True)
 
     def on_end(self, result: Result | None) -> None:
-        """The agent does not touch its memory any more, or never has."""
+        """Ends the transfer: the agent does not touch its memory any more, or never has."""
         if self._call is None or not self._call.begun:
             self._tell_breaker(None)
             self.refuse()
@@ -80,15 +80,15 @@ class RemoteTransfer:
         self._ended(self, status)
 
     def _tell_breaker(self, ok: bool | None, *, timed_out: bool = False) -> None:
-        """How it went, once: it may be late first, and end after that. None: it was not made."""
+        """Reports the result to the breaker, once: a call may be late first, and end after that. None: not made."""
         token, self._token = self._token, None
         if token is not None:
             self._flight.tell_breaker(token, ok, timed_out=timed_out)
 
 
 class Flight:
-    """All gets, or all puts, that have not ended. `on_breaker` is called after each word to the `breaker`.
-    Whatever time is left to a transfer when it is made, the store has `fetch_s` for it.
+    """All gets, or all puts, that have not ended. `on_breaker` is called after each report to the `breaker`. The store
+    has `fetch_s` for a transfer, whatever time the caller leaves.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Flight:
 
     @property
     def room_bytes(self) -> int:
-        """How many more bytes, headers included, can be on their way."""
+        """The number of further bytes, including headers, that can be under way."""
         return self._bytes_max - self.used_bytes if self.headers_used < HEADERS_MAX else 0
 
     @property
@@ -128,7 +128,7 @@ class Flight:
         return sum(transfer.batch.total_bytes for transfer in self.transfers if transfer.until_s < now)
 
     def held_addresses(self) -> U64Array:
-        """Where the payloads lie that the agent may touch, in no order."""
+        """Returns the places of payloads that the agent may touch, unordered."""
         return np.concatenate([np.zeros(0, np.uint64), *(t.batch.addresses.ravel() for t in self.transfers)])
 
     def move(
@@ -142,8 +142,8 @@ class Flight:
         flow: Flow = DAEMON,
         urgent: int = 0,
     ) -> RemoteTransfer:
-        """Begin, if there is an agent, and the breaker and the room allow it. `ended` is called once, later.
-        `make_headers`: of the sizes of parts. Raises UsageError.
+        """Begins a transfer, if there is an agent, and the breaker and the room allow it. `ended` is called once,
+        later. `make_headers`: of the sizes of parts. Raises UsageError.
         """
         sizes = checked_shapes(names, addresses, part_bytes, self._pool.address, self._pool.capacity_bytes)
         batch = ObjectBatch(names, addresses, sizes, np.zeros(0, np.uint32))
@@ -170,7 +170,7 @@ class Flight:
         return transfer
 
     def let_go(self, transfer: RemoteTransfer) -> None:
-        """Nothing needs its memory any more."""
+        """Releases a transfer's memory, which nothing uses any more."""
         if transfer in self.transfers:
             self.transfers.remove(transfer)
             self.used_bytes -= transfer.batch.total_bytes
@@ -182,7 +182,7 @@ class Flight:
         return self._calls.withdraw(call)
 
     def tell_breaker(self, token: int, ok: bool | None, *, timed_out: bool) -> None:
-        """How a call went that was made. None: it was not made after all."""
+        """Reports the result of a call to the breaker. None: it was not made after all."""
         if ok is None:
             self.breaker.withdraw(token)
         else:
@@ -200,7 +200,7 @@ class Flight:
         }
 
     def check(self) -> list[str]:
-        """Audit; nothing wrong: an empty list."""
+        """Audits the flight; an empty list: no errors."""
         found = []
         if self.used_bytes != sum(transfer.batch.total_bytes for transfer in self.transfers):
             found.append("remote: bytes in flight are counted wrong")

@@ -1,4 +1,4 @@
-"""Header pages <-> arrays: the page that lies before an object's payloads in the remote store. Pure.
+"""Converts between header pages and arrays: the page before an object's payloads in the remote store. Pure.
 
     offset  bytes   field
          0      8   "KVORMTE\\n"
@@ -18,8 +18,8 @@
        144   32 p   of each part: payload bytes (8), zeros (8), its xxh3_128, high half first (16)
       4080     16   xxh3_128 of all before, high half first
 
-Little-endian; what is not named is zeros. Everything that a reader asks for is in it, so that an object of another name
-is never taken for the one that was wanted.
+Little-endian; unnamed bytes are zeros. It contains everything that a reader asks for, so that an object of another name
+never passes for the wanted one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADER_VERSION = 1
 HEADER_MAGIC = int.from_bytes(b"KVORMTE\n", "little")
 
 _WRITER = slice(120, 144)
-"""Who wrote it and when, which no reader asks for."""
+"""The writer and its time, which readers ignore."""
 _PARTS_AT = 144
 
 PART = np.dtype([("payload_bytes", "<u8"), ("zeros", "<u8"), ("digest", "<u8", (2,))])
@@ -61,7 +61,7 @@ HEADER = np.dtype(
 def encode_headers(
     space: Space, keys: U64Array, part_bytes: U64Array, digests: U64Array, boot_id: bytes, now_s: int
 ) -> U8Array:
-    """Header pages, (n, 4096), of keys (n, 4) whose parts have `part_bytes` (p,) and `digests` (n, p, 2)."""
+    """Returns header pages, (n, 4096), of keys (n, 4) with parts of `part_bytes` (p,) and `digests` (n, p, 2)."""
     pages = _unsigned(space, keys, part_bytes)
     fields = pages.view(HEADER)[:, 0]
     fields["boot_id"] = np.frombuffer(boot_id, np.uint8)
@@ -73,11 +73,11 @@ def encode_headers(
 
 
 def match_headers(pages: U8Array, space: Space, keys: U64Array, part_bytes: U64Array) -> tuple[BoolArray, U64Array]:
-    """Which pages, (n, 4096), are whole and say what is asked for; and the digests (n, p, 2) of payloads that each
-    names, which mean nothing for the others.
+    """Returns which pages, (n, 4096), are whole and match the request; and the digests (n, p, 2) of payloads in each,
+    which are meaningless for the others.
     """
     digests: U64Array = pages.view(HEADER)[:, 0]["part"]["digest"][:, : len(part_bytes)].astype(np.uint64)
-    # All but writer, digests and checksum must be as we would write it.
+    # All but writer, digests and checksum must be as this version writes it.
     found = pages[:, :CHECKSUM_OFFSET].copy()
     found[:, _WRITER] = 0
     named = found[:, _PARTS_AT : _PARTS_AT + len(part_bytes) * PART.itemsize]
@@ -89,7 +89,7 @@ def match_headers(pages: U8Array, space: Space, keys: U64Array, part_bytes: U64A
 
 
 def _unsigned(space: Space, keys: U64Array, part_bytes: U64Array) -> U8Array:
-    """All that the names and sizes tell."""
+    """Returns the pages as far as the names and sizes determine them."""
     pages = np.zeros((len(keys), HEADER_BYTES), np.uint8)
     fields: npt.NDArray[Any] = pages.view(HEADER)[:, 0]
     fields["magic"], fields["version"], fields["parts"] = HEADER_MAGIC, HEADER_VERSION, len(part_bytes)

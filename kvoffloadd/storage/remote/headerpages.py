@@ -1,6 +1,6 @@
-"""Memory for header pages, which the agent shares: a memfd of its own, apart from the arena. Event loop only.
+"""Memory for header pages, which the agent shares: a separate memfd, apart from the arena. Event loop only.
 
-A header is gathered before an object's payloads when it is put, and scattered here when it comes.
+A put gathers the header before an object's payloads, and a get scatters it into these pages.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvoffloadd.model import U8Array, U32Array
 
 
 class HeaderPages:
-    """`count` pages, of which memory is used as they are. Owns the descriptor and the mapping until `close`.
+    """`count` pages, whose memory is committed on use. Owns the descriptor and the mapping until `close`.
 
-    `pages`: (count, 4096) u8, all of them. Whoever has taken a page is alone with it.
+    `pages`: (count, 4096) u8, all of them. A taken page belongs to its taker alone.
     """
 
     def __init__(self, count: int) -> None:
@@ -38,24 +38,26 @@ class HeaderPages:
         self.num_free = count
 
     def take(self, count: int) -> U32Array:
-        """Numbers of pages that hold anything. Raises UsageError if there are not so many."""
+        """Takes this number of pages and returns their numbers; their contents are arbitrary. Raises UsageError if they
+        are lacking.
+        """
         if count > self.num_free:
             raise UsageError(f"{count} header pages of {self.num_free} that are free")
         self.num_free -= count
         return self._free[self.num_free : self.num_free + count][::-1].copy()
 
     def give(self, pages: U32Array) -> None:
-        """Nobody uses these pages any more."""
+        """Takes back pages that are not in use any more."""
         self._free[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
 
     def check(self) -> list[str]:
-        """Audit; nothing wrong: an empty list."""
+        """Audits the pages; an empty list: no errors."""
         free = np.sort(self._free[: self.num_free])
         twice = bool((np.diff(free) == 0).any()) or bool(len(free) and free[-1] >= self.count)
         return ["remote: the free list of header pages is wrong"] if twice else []
 
     def close(self) -> None:
-        """Unmap. The caller guarantees that nothing uses the pages any more."""
+        """Unmaps the pages. The caller guarantees that nothing uses them any more."""
         self._mapping.close()
         os.close(self.fd)

@@ -1,7 +1,7 @@
-"""Questions to the store, whether it has keys: one line for all who ask, and the breaker that judges the answers.
+"""Questions to the store for the presence of keys: one line for all callers, and the breaker that judges the answers.
 
-Event loop only. Users and engines take turns, so many questions of one delay the others by one of theirs. Who asked is
-told by his deadline, wherever the question is then. The breaker is told what became of the question's own turn.
+Event loop only. Users and engines take turns, so a user with many questions delays the others by one question. A caller
+gets a result by its deadline, whatever the state of the question. The breaker gets the result of the question's turn.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from kvoffloadd.storage.remote.calls import Calls, PendingCall, Result
 from kvoffloadd.storage.remote.transfers import Names
 
 DEPTH = 4
-"""Questions that are with the agent at once: one is being asked while the next ones come. So many that hang are enough
-for the breaker.
+"""The number of questions that the agent has at once: one is being asked while the next ones come. This number of
+hanging questions is enough for the breaker.
 """
 
 QUESTION_KEYS = 128
-"""Best keys of one question: others wait so long for it."""
+"""The best number of keys in one question: the time that other callers wait for it."""
 
 ITEMS_MAX = 2 * QUESTION_KEYS
-"""No question is given to the agent while it has so much to ask: who has his turn waits for that."""
+"""The agent gets no question while it has this number of keys to ask for: the next in turn waits for that."""
 
 
 KEY_COST = 1024
-"""What a key adds to a question, as if it moved so many bytes."""
+"""The cost that a key adds to a question, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExistsResult:
-    """`marker`: whether the era's marker is there, a `Presence`; `keys`: (n,) u8, the same for each key. No key counts
-    without the marker.
+    """`marker`: a `Presence`, of the era's marker; `keys`: (n,) u8, the same for each key. No key counts without the
+    marker.
     """
 
     marker: int
@@ -50,7 +50,7 @@ Answered = Callable[[ExistsResult | None], None]
 
 
 class _Question:
-    """One that the agent was given, or will be. `token`: the breaker's; None: it says nothing to it."""
+    """A question that the agent has, or will get. `token`: the breaker's; None: the breaker gets no report."""
 
     def __init__(self, questions: Questions, answered: Answered, token: int | None) -> None:
         self._questions = questions
@@ -58,15 +58,15 @@ class _Question:
         self._token = token
 
     def on_late(self) -> None:
-        """Nobody waits any more."""
+        """Answers None to the caller, whose deadline is over."""
         self._answer(None)
 
     def on_overdue(self) -> None:
-        """The store takes too long."""
+        """Reports to the breaker that the store takes too long."""
         self._judge(ok=False, timed_out=True)
 
     def on_end(self, codes: Result | None, *, begun: bool) -> None:
-        """There is an answer, or there will be none."""
+        """Takes the answer, or the lack of one."""
         found = codes if isinstance(codes, np.ndarray) else None
         if begun:
             self._judge(ok=found is not None and bool((found != Presence.UNKNOWN).any()))
@@ -87,7 +87,7 @@ class _Question:
 
 
 class Questions:
-    """`on_breaker` is called after each word to the `breaker`."""
+    """`on_breaker` is called after each report to the `breaker`."""
 
     def __init__(self, calls: Calls, loop: asyncio.AbstractEventLoop, on_breaker: Callable[[], None]) -> None:
         self.breaker = Breaker()
@@ -104,7 +104,7 @@ class Questions:
             self.loop.call_soon(answered, None)
 
     def probe(self, names: Names, until_s: float, answered: Answered) -> None:
-        """Ask, whatever the breaker says. It is not told."""
+        """Asks, whatever the state of the breaker, which gets no report."""
         self._ask(names, until_s, answered, None, DAEMON, 0)
 
     def _ask(

@@ -1,6 +1,7 @@
-"""The door to the remote store: what the daemon asks of it, with deadlines, and the memory that it may touch meanwhile.
+"""The daemon's interface to the remote store: requests with deadlines, and the memory that the store may touch
+meanwhile.
 
-Event loop only. The store's client runs in the agent. Bytes that came are verified in the hash lane.
+Event loop only. The store's client runs in the agent. The hash lane verifies received bytes.
 """
 
 from __future__ import annotations
@@ -37,24 +38,24 @@ from kvoffloadd.storage.remote.values import NotRead, SmallObjects
 log = logging.getLogger(__name__)
 
 PROBE_S = 1.0
-"""Within this time a store that works answers to a lookup that nobody waits for."""
+"""The time in which a working store answers a lookup without a caller."""
 
 DUE_S = 0.1
-"""Clocks differ: breakers that are due so soon are tried now."""
+"""Clocks differ: breakers that are due within this time are tried now."""
 
 START_S = 30.0
-"""The agent is to be ready within this time, or is ended."""
+"""The time in which the agent must be ready, or is ended."""
 
 REMOVE_S = 5.0
-"""What is corrupt is to be removed within this time, or stays."""
+"""The time limit for removing corrupt objects, which otherwise stay."""
 
 _NOBODY = Space(bytes(FINGERPRINT_BYTES), bytes(SHAPE_BYTES), 0, bytes(ERA_BYTES), 0, KEY_BYTES)
 _NO_KEYS = np.zeros((0, 4), np.uint64)
 
 
 class RemoteState(enum.StrEnum):
-    """STARTING: there is no agent that could be asked yet, or again. OPEN: calls fail, and none is made for a while.
-    STUCK: the agent is being killed and does not end. CLOSED.
+    """STARTING: there is no agent to ask yet, or again. OPEN: calls fail, and none is made for a while. STUCK: the
+    agent is being killed and does not end. CLOSED.
     """
 
     STARTING = "starting"
@@ -67,7 +68,7 @@ class RemoteState(enum.StrEnum):
 class RemoteStore:
     """Owns the agent, the header pages and the breakers. Times (`until_s`) are of `time.monotonic()`.
 
-    `changes` hears of each change of `state`.
+    `changes` reports each change of `state`.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class RemoteStore:
         boot_id: bytes,
         start_s: float = START_S,
     ) -> None:
-        """`engine_settings`: of the engine that the config names, as msgpack can carry them. `start_s`: a start that
-        takes longer ends the agent, as does a call that takes longer than the config's `stuck_s`.
+        """`engine_settings`: of the configured engine, as msgpack can carry them. `start_s`: a longer start ends the
+        agent, as does a call longer than `stuck_s` of the config.
 
         Raises LimitError or OSError if the kernel has no memory for header pages.
         """
@@ -112,12 +113,12 @@ class RemoteStore:
     # --- life ---
 
     def start(self) -> None:
-        """Start the agent, and start it again whenever it ends. Returns at once."""
+        """Starts the agent, and restarts it whenever it ends. Returns at once."""
         self._agent.start()
 
     async def close(self, deadline_s: float) -> bool:
-        """End the agent. True: it is dead, every `done` has been called, and nothing but this process touches the
-        arena. False: it does not end, and the arena can't be let go. The hash lane must still work.
+        """Ends the agent. True: it is dead, every `done` has been called, and only this process touches the arena.
+        False: it does not end, and the arena must stay. The hash lane must still work.
         """
         ends_s = time.monotonic() + deadline_s
         self._closing = True
@@ -158,12 +159,12 @@ class RemoteStore:
 
     @property
     def starts(self) -> int:
-        """Agents that have become ready since the start: another one is another connection."""
+        """The number of agents that have become ready since the start: each one is another connection."""
         return self._agent.starts
 
     @property
     def state(self) -> RemoteState:
-        """Returns the state for `status`, and for those who wait for `changes`."""
+        """The state for `status`, and for waiters on `changes`."""
         if self._agent.state is AgentState.CLOSED:
             return RemoteState.CLOSED
         if self._agent.state is AgentState.DYING or (self._agent.state is AgentState.READY and not self._calls.serving):
@@ -182,22 +183,22 @@ class RemoteStore:
         return self._questions.breaker, self._gets.breaker, self._puts.breaker
 
     def can_read(self) -> bool:
-        """Whether it is worth to ask: an `exists` and a `get` would be made now. Costs nothing."""
+        """Returns whether asking is worthwhile: an `exists` and a `get` would be made now. Costs nothing."""
         return self._calls.serving and self._questions.breaker.allows() and self._gets.breaker.allows()
 
     def can_write(self) -> bool:
-        """Whether a `put` would be made now."""
+        """Returns whether a `put` would be made now."""
         return self._calls.serving and self._puts.breaker.allows()
 
     def put_room_bytes(self) -> int:
-        """How many more bytes, headers included (4096 a key), can be on their way there."""
+        """Returns how many more bytes, including headers (4096 a key), can be under way to the store."""
         return self._puts.room_bytes
 
     # --- lookups ---
 
     def exists(self, names: Names, until_s: float, done: Answered, flow: Flow = DAEMON, urgent: int = 0) -> None:
-        """Ask for the era's marker and for keys; no keys: for the marker alone. `done` is called once, later: with None
-        if there is no answer by `until_s`. Raises UsageError for more than KEYS_MAX keys.
+        """Asks for the era's marker and for keys; no keys: for the marker alone. `done` is called once, later: with
+        None if there is no answer by `until_s`. Raises UsageError for more than KEYS_MAX keys.
         """
         if len(names.keys) > KEYS_MAX:
             raise UsageError(f"{len(names.keys)} keys are too many for one call")
@@ -215,11 +216,11 @@ class RemoteStore:
         flow: Flow = DAEMON,
         urgent: int = 0,
     ) -> RemoteTransfer:
-        """Fetch keys with all their parts into slots, and verify them.
+        """Fetches keys with all their parts into slots, and verifies them.
 
-        `addresses`: (n, parts), of slots in the arena, which are the store's until `done`. It is called once, never
+        `addresses`: (n, parts), of slots in the arena, which belong to the store until `done`. It is called once, never
         within this call, when nothing touches them any more: this may be long after `until_s`. A get that has not begun
-        by then does not begin. Marker and era are the caller's to look at. Best with some MiB to 16 MiB a call.
+        by then does not begin. The caller checks marker and era. Best with some MiB to 16 MiB a call.
 
         Raises:
             UsageError: shapes differ, too many keys or parts, an address outside the arena.
@@ -236,7 +237,7 @@ class RemoteStore:
         until_s: float,
         done: Callable[[U8Array], None],
     ) -> RemoteTransfer:
-        """Put keys with all their parts. `digests`: (n, parts, 2), of the payloads. `done(status)`, (n,) u8 of
+        """Puts keys with all their parts. `digests`: (n, parts, 2), of the payloads. `done(status)`, (n,) u8 of
         `RemoteStatus`, as for `get`: until then the payloads don't change.
         """
         if digests.shape != (*addresses.shape, 2):
@@ -255,7 +256,7 @@ class RemoteStore:
     def _on_got(
         self, done: Callable[[GetResult], None], flow: Flow, urgent: int, transfer: RemoteTransfer, status: U8Array
     ) -> None:
-        """What the agent says has come is verified."""
+        """Verifies the keys that the agent reports as fetched."""
         batch = transfer.batch
         came = int((status == RemoteStatus.OK).sum())
         if not came:
@@ -309,41 +310,41 @@ class RemoteStore:
     # --- small objects ---
 
     async def read_values(self, names: Sequence[str], until_s: float) -> list[bytes | NotRead | None]:
-        """Small objects; None: there is none. One that can't be read is nothing to the others. Raises RemoteStoreError:
-        nothing is known of any.
+        """Returns small objects; None: there is none. An unreadable one does not affect the others. Raises
+        RemoteStoreError: nothing is known of any.
         """
         return await self._values.read(names, until_s)
 
     async def write_value(
         self, name: str, value: bytes, until_s: float, *, if_absent: bool = False, kept_s: float | None = None
     ) -> None:
-        """Write a small object. `if_absent`: one that is there stays, and nobody learns whose it is. `kept_s`: it is
-        not evicted for so long, and may go after that. Raises RemoteStoreError: it may or may not be there. UsageError:
-        it is too large.
+        """Writes a small object. `if_absent`: an existing one stays, and the caller does not learn of it. `kept_s`: the
+        time in which it is not evicted; it may go after that. Raises RemoteStoreError: it may or may not be there.
+        UsageError: it is too large.
         """
         await self._values.write(name, value, until_s, if_absent=if_absent, kept_s=kept_s)
 
     async def renew(self, names: Sequence[str], kept_s: float, until_s: float) -> list[bool]:
-        """Keep small objects for so long from now on, or, if the store can't, as long as somebody asks for them:
+        """Keeps small objects for this long from now on, or, if the store can't, as long as hosts ask for them. Returns
         whether each is there. Raises RemoteStoreError: some are kept no longer than before.
         """
         return await self._values.renew(names, kept_s, until_s)
 
     async def remove(self, names: Sequence[str], until_s: float) -> None:
-        """Remove objects, whatever leases and pins say. Raises RemoteStoreError: some may still be there."""
+        """Removes objects, regardless of leases and pins. Raises RemoteStoreError: some may still be there."""
         await self._values.remove(names, until_s)
 
     async def sweep(self, prefix: str, until_s: float, after: str = "") -> tuple[int, str]:
-        """Remove all objects below a prefix that were there before, in steps. Nothing else waits meanwhile, but other
-        sweeps for a step. Returns how many, and where to go on (`after`) if time was over before the end; "": all are
-        gone. Raises RemoteStoreError: not one step was made.
+        """Removes all objects below a prefix that were there before, in steps. Meanwhile nothing waits, except other
+        sweeps for a step. Returns how many, and where to continue (`after`) if time was over before the end; "": all
+        are gone. Raises RemoteStoreError: not one step was made.
         """
         return await self._values.sweep(prefix, until_s, after)
 
     # --- breakers ---
 
     def _watch_breakers(self) -> None:
-        """Something was said to a breaker: have the store tried when one is open."""
+        """Handles a report to a breaker: makes the probe of the store if a breaker is open."""
         now = time.monotonic()
         waits = [wait for breaker in self._breakers if (wait := breaker.probe_in_s(now)) is not None]
         if waits and self._probe is None and self._calls.serving:
@@ -351,7 +352,7 @@ class RemoteStore:
             self.changes.notify_all()
 
     def _try_store(self) -> None:
-        """Nobody waits for this lookup, of a marker that is never there."""
+        """Looks up a marker that never exists, without a caller."""
         now_s = time.monotonic()
         self._probing = [b for b in self._breakers if (left_s := b.probe_in_s(now_s)) is not None and left_s < DUE_S]
         self._questions.probe(Names(_NOBODY, _NO_KEYS), now_s + PROBE_S, self._on_tried)
@@ -364,10 +365,10 @@ class RemoteStore:
         self.changes.notify_all()
         self._watch_breakers()
 
-    # --- what it is doing ---
+    # --- activity ---
 
     def held_addresses(self) -> U64Array:
-        """Where payloads lie that the agent may write or read, in no order: for audits."""
+        """Returns the places of payloads that the agent may write or read, unordered: for audits."""
         return np.concatenate([self._gets.held_addresses(), self._puts.held_addresses()])
 
     def figures(self) -> dict[str, Any]:
@@ -388,7 +389,7 @@ class RemoteStore:
         }
 
     def check(self) -> list[str]:
-        """Audit; nothing wrong: an empty list."""
+        """Audits the store; an empty list: no errors."""
         found = [*self._calls.check(), *self._headers.check(), *self._gets.check(), *self._puts.check()]
         if self._headers.count - self._headers.num_free != self._gets.headers_used + self._puts.headers_used:
             found.append("remote: a header page is lost or held twice")

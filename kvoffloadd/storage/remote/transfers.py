@@ -1,5 +1,5 @@
-"""Gets and puts: what they ask of the agent, what its answers mean, and which memory they hold meanwhile. Pure, but for
-`verify`, which a thread of the hash lane runs.
+"""Gets and puts: their requests to the agent, the meaning of its answers, and the memory they hold meanwhile. Pure,
+except `verify`, which a thread of the hash lane runs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Names:
     keys: U64Array
 
     def packed(self) -> bytes:
-        """32 bytes of each key."""
+        """Returns 32 bytes of each key."""
         return np.ascontiguousarray(self.keys, "<u8").tobytes()
 
 
 class RemoteStatus(enum.IntEnum):
-    """What has become of one key of a get or put."""
+    """The result for one key of a get or put."""
 
     OK = 0
-    MISS = 1  # it is not there, or not complete
-    LEASE_OVER = 2  # it was evicted while it came
+    MISS = 1  # absent, or not complete
+    LEASE_OVER = 2  # evicted while it came
     SIZE = 3  # corrupt: of another size
-    HEADER = 4  # corrupt: the header page is damaged, or says something else than was asked for
+    HEADER = 4  # corrupt: the header page is damaged, or does not match the request
     PAYLOAD = 5  # corrupt: a checksum differs
     NO_SPACE = 6  # of a put
     FAILED = 7  # the store failed, or the agent died
@@ -62,8 +62,8 @@ _STATUS: Final = np.array([_OF_CODE[Code(code)] for code in range(min(Code), 0)]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GetResult:
-    """`status`: (n,) u8 of `RemoteStatus`; `digests`: (n, parts, 2) u64, of the payloads of keys that are OK. The
-    memory of the others holds anything.
+    """The result of a get. `status`: (n,) u8 of `RemoteStatus`; `digests`: (n, parts, 2) u64, of the payloads of keys
+    that are OK. The memory of the others has arbitrary contents.
     """
 
     status: U8Array
@@ -72,7 +72,7 @@ class GetResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectBatch:
-    """What one get or put moves. `addresses`: (n, p), in this process; `headers`: (n,) numbers of header pages."""
+    """The data of one get or put. `addresses`: (n, p), in this process; `headers`: (n,) numbers of header pages."""
 
     names: Names
     addresses: U64Array
@@ -101,7 +101,7 @@ class ObjectBatch:
         )
 
     def status(self, codes: I64Array | None) -> U8Array:
-        """What an answer says of each key. None: the agent died."""
+        """Returns each key's status from an answer. None: the agent died."""
         if codes is None:
             return np.full(len(self.names.keys), RemoteStatus.FAILED, np.uint8)
         status = np.where(codes == self.object_bytes, RemoteStatus.OK, RemoteStatus.SIZE).astype(np.uint8)
@@ -112,7 +112,9 @@ class ObjectBatch:
 def checked_shapes(
     names: Names, addresses: U64Array, part_bytes: Sequence[int], arena_address: int, arena_bytes: int
 ) -> U64Array:
-    """`part_bytes` as an array. Raises UsageError for shapes that differ, too many, or memory outside the arena."""
+    """Returns `part_bytes` as an array. Raises UsageError for shapes that differ, too many, or memory outside the
+    arena.
+    """
     sizes = np.array(part_bytes, np.uint64)
     count = len(names.keys)
     if addresses.shape != (count, len(sizes)) or names.keys.shape != (count, 4):
@@ -128,9 +130,9 @@ def checked_shapes(
 
 
 def verify(batch: ObjectBatch, status: U8Array, pages: U8Array) -> GetResult:
-    """Check what came (OK in `status`, which is changed) against its headers, (n, 4096): in a thread.
+    """Checks received keys (OK in `status`, which is changed) against their headers, (n, 4096): in a thread.
 
-    Only what is left OK is what was asked for, whole, as it was written.
+    A key that is still OK is the requested one, whole and unchanged since it was written.
     """
     parts = len(batch.part_bytes)
     digests = np.zeros((len(status), parts, 2), np.uint64)

@@ -1,4 +1,4 @@
-"""Small objects of the remote store, read and written whole, and removals. Event loop only; nobody's pin waits here."""
+"""Small objects of the remote store, read and written whole, and removals. Event loop only; no pin waits here."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class NotRead:
 
 
 class SmallObjects:
-    """Reads wait for nothing but reads, and nothing waits for sweeps. Calls that are made at once may end in any order.
-    Times (`until_s`) are of `time.monotonic()`.
+    """Reads wait only for reads, and nothing waits for sweeps. Concurrent calls may end in any order. Times (`until_s`)
+    are of `time.monotonic()`.
     """
 
     def __init__(self, calls: Calls, loop: asyncio.AbstractEventLoop) -> None:
@@ -112,7 +112,7 @@ class SmallObjects:
         return step
 
     async def _change(self, make: Callable[[int], Call], items: int, until_s: float, what: str) -> I64Array:
-        """Raises RemoteStoreError if it is not done by then, or not everything is."""
+        """Makes a change. Raises RemoteStoreError if it is not done completely by then."""
         codes = cast(I64Array, await self._ask(self._changing, make, items, until_s, what))
         if (codes < 0).any():
             failed = int((codes < 0).sum())
@@ -128,7 +128,7 @@ class SmallObjects:
         what: str,
         answered_by: type[Reply] = Answer,
     ) -> Result:
-        """Raises RemoteStoreError if there is no answer by then."""
+        """Returns an answer. Raises RemoteStoreError if there is none by then."""
         if not self._calls.serving:
             raise RemoteStoreError(f"{what}: there is no connection to the store")
         ended: asyncio.Future[Result | None] = self._loop.create_future()
