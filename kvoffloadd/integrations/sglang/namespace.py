@@ -38,9 +38,7 @@ def namespace_of(computed: Computed, pools: Pools, tp_size: int) -> NamespaceSpe
     shapes = tuple((*shape, "the last") if shape[0] == STATES else shape for shape in pools.shapes)
     device = f"{given['device']} with AMX" if computed.amx else given["device"]
     return NamespaceSpec(
-        model=fitting(
-            os.path.basename(str(given["model_path"]).rstrip("/"))
-        ),  # for humans: the contents are named below
+        model=fitting(os.path.basename(str(given["model_path"]).rstrip("/"))),  # for humans: contents are named below
         dtype=fitting(f"{given['dtype']} {given['kv_cache_dtype']}"),
         layout=fitting(f"sglang {computed.release} {device} {digest_of(shapes)}"),
         parallel=f"tp{tp_size}",
