@@ -1,6 +1,6 @@
-"""The worker's side of kvoffloadd: register a KV cache, store and load its blocks, know whose they are.
+"""The worker's side of kvoffloadd: registers a KV cache, stores and loads its blocks, and knows who owns them.
 
-Importing this loads neither torch nor CUDA. `Client` waits, `AsyncClient` awaits; both have the same calls.
+Importing this loads neither torch nor CUDA. `Client` blocks, `AsyncClient` awaits; both have the same calls.
 """
 
 from kvoffloadd.client.aio import AsyncClient

@@ -1,4 +1,5 @@
-"""The asyncio client: its own non-blocking socket and the loop's readers, since asyncio's transports drop descriptors.
+"""The asyncio client. It uses a non-blocking socket and the loop's readers, since asyncio's transports drop
+descriptors.
 
 Ownership: everything belongs to the event loop of the first call.
 """
@@ -30,7 +31,7 @@ R = TypeVar("R")
 
 
 class _LoopPoll:
-    """A `transport.Poller` on the running loop, and the carrying out of waits there."""
+    """Implements `transport.Poller` on the running loop, and carries out waits there."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -38,7 +39,7 @@ class _LoopPoll:
         self._writable: set[int] = set()
 
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The client's loop. Raises UsageError if another one runs."""
+        """Returns the client's loop. Raises UsageError if another one runs."""
         running = asyncio.get_running_loop()
         if self._loop is None:
             self._loop = running
@@ -66,7 +67,7 @@ class _LoopPoll:
             self.loop().remove_reader(fd)
 
     async def carry_out(self, wait: Wait) -> None:
-        """Let the loop run, one turn at least, until a target is done or the time has passed."""
+        """Lets the loop run, one turn at least, until a target is done or the time has passed."""
         if any(target.done for target in wait.targets):
             return
         loop = self.loop()
@@ -88,10 +89,11 @@ class _LoopPoll:
 
 
 class AsyncClient(BaseClient):
-    """A session with the daemon, for asyncio and uvloop. The calls, their arguments and errors are `Client`'s.
+    """Keeps a session with the daemon, for asyncio and uvloop. The calls, their arguments and errors are `Client`'s.
 
-    It is made without a running loop. Calls of many tasks may be under way at once. What the daemon says is taken in as
-    it comes, also while no call waits. A call that is cancelled leaves its job, if it made one, among `open_jobs`.
+    It can be constructed without a running loop. Several tasks may have calls under way at once. Messages of the daemon
+    are received as they arrive, also while no call waits. A cancelled call leaves its job, if it made one, among
+    `open_jobs`.
     """
 
     def _make_poller(self) -> Poller:

@@ -1,4 +1,4 @@
-"""What both clients have in common, and what a fork makes of them."""
+"""The common part of both clients, and what happens to them in a forked process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.protocol.messages import Limits, NamespaceSpec
 
 GPU_OPEN_S = 120.0
-"""How long a daemon may take to register memory of a GPU that it does not use yet. It makes a context, which is given
-all memory that is pinned, by a driver that works for other GPUs meanwhile. The daemon itself gives up sooner: after 30
-seconds and 0.1 s for each GiB that is pinned, by default.
+"""How long a daemon may take to register memory of a GPU that it does not use yet. It creates a context and registers
+all pinned memory with it, while the driver also works for other GPUs. The daemon itself gives up sooner: by default
+after 30 seconds plus 0.1 s for each GiB that is pinned.
 """
 
 
 class BaseClient:
-    """How clients are made, and what needs no I/O."""
+    """Constructs clients, and implements the calls that need no I/O."""
 
     def __init__(
         self,
@@ -37,17 +37,17 @@ class BaseClient:
         reconnect: bool = True,
         retry_busy: bool = True,
     ) -> None:
-        """Connects to nothing yet.
+        """Stores the settings; does not connect yet.
 
         Args:
             socket_path: where the daemon listens.
-            namespace: who may share; None for an observer only.
-            role: what this session may ask.
-            instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: an instance of its own.
+            namespace: decides which sessions share keys; None for an observer only.
+            role: decides which requests this session may make.
+            instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: a new instance.
             deadline_s: bound of every call; `register` may take `GPU_OPEN_S` where memory is on a GPU.
-            connect_deadline_s: how long attempts to connect are repeated; 0: a single one.
+            connect_deadline_s: how long attempts to connect are repeated; 0: a single attempt.
             reconnect: make a new connection when the old one was lost; if False, only `connect` does.
-            retry_busy: ask again when the daemon is busy.
+            retry_busy: repeat a request when the daemon is busy.
         """
         settings = Settings(
             socket_path=_path(socket_path),
@@ -66,31 +66,35 @@ class BaseClient:
         _clients.add(self)
 
     def _register_s(self, caches: KvCache) -> float:
-        """The bound of a registration. Raises UsageError."""
+        """Returns the bound of a registration, in seconds. Raises UsageError."""
         on_gpu = instance_of(KvCache, caches, "caches").is_on_gpu
         return max(self._deadline_s, GPU_OPEN_S) if on_gpu else self._deadline_s
 
     def _make_poller(self) -> Poller:
-        """What the client waits with. Called once, before anything else."""
+        """Returns what the client waits with. Called once, before anything else."""
         raise NotImplementedError
 
     @property
     def boot_id(self) -> bytes:
-        """16 bytes that name the daemon's run that was greeted last; empty before the first greeting."""
+        """The 16 bytes that name the daemon's run that was greeted last; empty before the first greeting."""
         return self._core.boot_id
 
     @property
     def limits(self) -> Limits | None:
-        """What the daemon that was greeted last takes: of a frame, of a request; None before the first greeting."""
+        """Limits of frames and requests of the daemon that was greeted last; None before the first greeting."""
         return self._core.limits
 
     @property
     def features(self) -> frozenset[str]:
-        """What the daemon that was greeted last has, such as `disk` and `remote`; empty before the first greeting."""
+        """Features of the daemon that was greeted last, such as `disk` and `remote`; empty before the first
+        greeting.
+        """
         return self._core.features
 
     def open_jobs(self) -> list[Job]:
-        """Every job whose blocks are not proven free, oldest first; also those whose request failed in mid-call."""
+        """Returns the jobs that may still use their blocks, oldest first; also those whose request failed in
+        mid-call.
+        """
         self._check_process()
         return self._core.open_jobs()
 
@@ -100,13 +104,13 @@ class BaseClient:
             raise UsageError(_FORKED.format(self._made_in))
 
     def _enter_child(self) -> None:
-        """This process is a fork of the client's."""
+        """Disables the client in a forked child."""
         self._is_forked = True
         self._core.abandon(_FORKED.format(self._made_in))
 
 
 def _path(path: str | os.PathLike[str]) -> str:
-    """Raises UsageError."""
+    """Returns the path as a str. Raises UsageError."""
     try:
         return os.fsdecode(path)
     except TypeError:
@@ -118,8 +122,8 @@ _clients: weakref.WeakSet[BaseClient] = weakref.WeakSet()
 
 
 def _enter_child() -> None:
-    """Not a comparison of process ids in each call: a child that never calls would keep its parent's connections open,
-    and the daemon would learn of the parent's death only when the child is dead, too.
+    """Runs in every forked child, and not as a comparison of process ids in each call: a child that never calls would
+    keep its parent's connections open, and the daemon would notice the parent's death only after the child's.
     """
     for client in list(_clients):
         client._enter_child()

@@ -1,7 +1,7 @@
 """The blocking client: a plain socket and poll.
 
-Ownership: calls stand in one line. The first runs its steps, and takes in whatever the daemon says meanwhile; those of
-other threads wait for it within their own deadlines.
+Ownership: calls form one queue. The first call runs its steps, and receives all messages of the daemon meanwhile; calls
+of other threads wait for it within their own deadlines.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ R = TypeVar("R")
 
 
 class Client(BaseClient):
-    """A session with the daemon, for callers that wait.
+    """Keeps a session with the daemon, for callers that block.
 
-    Threads may share it: one call at a time. A forked child may not: there every call raises UsageError, and `close`
-    does nothing. Use it as a context manager, or call `close`.
+    Threads may share it: one call runs at a time. A forked child may not use it: there every call raises UsageError,
+    and `close` does nothing. Use it as a context manager, or call `close`.
 
-    A signal's handler may raise in any call (KeyboardInterrupt): the client works on. In the midst of an exchange its
-    connection is broken off and made anew by the next call; jobs stay `open_jobs` until their blocks are proven free.
-    The handler itself can't use the client if it interrupts a call of it: UsageError.
+    A signal handler may raise in any call (KeyboardInterrupt): the client remains usable. If that interrupts an
+    exchange, the connection is broken off and the next call makes a new one; jobs stay `open_jobs` until their blocks
+    are proven free. The handler itself can't use the client if it interrupts a call of it: UsageError.
 
-    Unless said otherwise every call connects if it must, answers or raises within `deadline_s` (wait for other threads'
-    calls included), and raises: DaemonUnreachableError; ConnectionLostError (the connection was lost in mid-call;
-    `lookup`, `ping`, `status`, `snapshot` are asked once more first); DeadlineError; RemoteError (an error reply;
-    `busy` is asked again until the deadline unless `retry_busy` is False); UsageError. None of them frees a job's
-    blocks: see `Job`.
+    Unless documented otherwise, every call connects if necessary, returns or raises within `deadline_s` (waiting for
+    calls of other threads included), and raises: DaemonUnreachableError; ConnectionLostError (the connection was lost
+    in mid-call; `lookup`, `ping`, `status`, `snapshot` are repeated once first); DeadlineError; RemoteError (an error
+    reply; after `busy` the request is repeated until the deadline unless `retry_busy` is False); UsageError. None of
+    them frees a job's blocks: see `Job`.
     """
 
     def _make_poller(self) -> Poller:
@@ -65,91 +65,94 @@ class Client(BaseClient):
     # --- the connection --------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect now, and register everything again. Nothing if connected."""
+        """Connects now, and registers everything again. Does nothing if connected."""
         self._run(self._deadline_s, self._core.connect)
 
     def close(self, deadline_s: float | None = None, *, force: bool = False) -> None:
-        """Say bye, wait until the daemon's copies for this session have ended, and close.
+        """Sends `bye`, waits until the daemon's copies for this session have ended, and closes.
 
-        Raises JobDeadlineError if blocks are still the daemon's at the deadline (default: `deadline_s`). Then nothing
-        new can be asked, but jobs can be waited for and `close` called again. `force`: closes at the deadline without
-        an error; jobs that are open then never become free here.
+        Raises JobDeadlineError if the daemon still owns blocks at the deadline (default: `deadline_s`). The client then
+        accepts no new requests, but jobs can be waited for and `close` called again. `force`: closes at the deadline
+        without an error; jobs that are open then never become free here.
         """
         if not self._is_forked:
             self._run(self._or_default(deadline_s), lambda until: self._core.close(until, force=force))
 
     def ping(self) -> None:
-        """Round trip."""
+        """Makes one round trip."""
         self._call(calls.ping())
 
     # --- registration ----------------------------------------------------------------------------
 
     def register(self, caches: KvCache) -> Registration:
-        """Attach the memory and register tensors and groups; repeated after every reconnect. The first time, a daemon
-        may take seconds to open a GPU, and this call waits for that whatever the client's `deadline_s` is.
+        """Attaches the memory and registers tensors and groups; repeated after every reconnect. The first time, a
+        daemon may take seconds to open a GPU, and this call waits for that regardless of the client's `deadline_s`.
 
         The registration, and the client until `unregister`, hold the tensors and so keep the memory.
         """
         return self._run(self._register_s(caches), lambda until: self._core.register(caches, until))
 
     def unregister(self, registration: Registration) -> None:
-        """End a registration; returns when the daemon has unmapped the memory.
+        """Ends a registration; returns when the daemon has unmapped the memory.
 
-        After ConnectionLostError it is ended too, but the memory may still be mapped for a moment.
+        After ConnectionLostError it has ended too, but the memory may still be mapped for a moment.
         """
         self._run(self._deadline_s, lambda until: self._core.unregister(registration, until))
 
     # --- keys ------------------------------------------------------------------------------------
 
     def lookup(self, groups: Groups, first: First = 0, *, local: bool = False) -> Found:
-        """Which keys hit and which prefixes can be restored. Changes nothing.
+        """Returns which keys hit and which prefixes can be restored. Changes nothing.
 
         `groups`: group -> consecutive keys of one prompt, packed bytes or u8 (keys, key_bytes). `first`: index in the
-        prompt of the first of them, for all groups or by group. `local`: what is PENDING is on this host's disks; what
-        is being stored, or comes from a store that hosts share, is a MISS. Older daemons answer as without it.
+        prompt of the first of them, for all groups or by group. `local`: PENDING then means on this host's disks; keys
+        that are being stored, or come from a store that hosts share, are a MISS. Older daemons answer as without it.
         """
         return self._call(calls.lookup(groups, first, self._core.key_bytes, self._core.asks("local", local)))
 
     def pin(self, groups: Groups, first: First = 0) -> Found:
-        """Lookup, and a read lease on every key that hits; end it with `release`.
+        """Looks keys up and takes a read lease on every key that hits; `release` ends it.
 
-        Keys on disk are brought into memory, and join the lease: `promoting` of the answer says how many are on their
-        way, `wait_ready` when they are there. Until then a load should not name the lease.
+        Keys on disk are brought into memory, and join the lease: `promoting` of the answer counts those on their way,
+        and `wait_ready` waits for them. Until then a load should not name the lease.
         """
         return self._call(calls.pin(groups, first, self._core.key_bytes, self._core.asks("tiers")))
 
     def prefetch(self, groups: Groups, first: First = 0, *, local: bool = False) -> Found:
-        """Lookup that also has the daemon bring keys on disk into memory, after what others pin or load. No lease.
+        """Looks keys up and has the daemon bring keys on disk into memory, after those that others pin or load. Takes
+        no lease.
 
-        `local`: as in `lookup`. Without it, a store that hosts share is asked for keys that this host does not have.
+        `local`: as in `lookup`. Without it, the store that hosts share is queried for keys that this host does not
+        have.
         """
         return self._call(calls.prefetch(groups, first, self._core.key_bytes, self._core.asks("local", local)))
 
     def wait_ready(self, found: Found, deadline_s: float) -> Found:
-        """The answer to a `pin` or `prefetch` anew, once the keys it was promoting have come from disk, or could not.
+        """Returns a new answer to a `pin` or `prefetch` once the keys that it was promoting have come from disk, or
+        failed to.
 
-        With `promoting` 0, and for a pin with the same lease (0 if it was released before the keys had come). At once
-        the same `found` if that promotes nothing. Raises DeadlineError: not yet, it can be waited for again; or
-        ConnectionLostError: it will not be told, and the lease may have ended; pin again.
+        The answer has `promoting` 0, and for a pin the same lease (0 if it was released before the keys had come).
+        Returns `found` itself at once if that promotes nothing. Raises DeadlineError: not yet, the call can be
+        repeated; or ConnectionLostError: the daemon will not report it, and the lease may have ended; pin again.
         """
         return self._run(deadline_s, lambda until: self._core.wait_ready(found, until))
 
     def touch(self, groups: Groups, first: First = 0) -> None:
-        """Say that keys were used without being loaded."""
+        """Reports that keys were used without being loaded."""
         self._call(calls.touch(groups, first, self._core.key_bytes))
 
     def keep(self, groups: Groups, how: KeepHow, first: First = 0) -> None:
-        """Say of a prompt's keys that they will be used again soon, or not at all (`drop`), until their next use. The
-        daemon evicts them later, or earlier, as far as such hints have proved right. Older daemons are not told.
+        """Announces that a prompt's keys will be used again soon, or not at all (`drop`), until their next use. The
+        daemon evicts them later, or earlier, as far as such hints have proved right. Older daemons get no such request.
         """
         self._run(self._deadline_s, lambda until: self._core.keep(groups, how, first, until))
 
     def release(self, lease: int) -> None:
-        """End a lease. Nothing where it has ended: with its daemon, with its instance, or by an earlier release."""
+        """Ends a lease. Does nothing if it has ended: with its daemon, with its instance, or by an earlier release."""
         self._run(self._deadline_s, lambda until: self._core.release(lease, until))
 
     def reserve(self, groups: Groups, parts: Sequence[int] | None = None, first: First = 0) -> Reserved:
-        """Slots for keys that are to be stored: for all parts of each key, or for those named."""
+        """Reserves slots for keys to store: for all parts of each key, or for `parts` only."""
         return self._call(calls.reserve(groups, first, parts, self._core.key_bytes))
 
     def clear(
@@ -160,17 +163,19 @@ class Client(BaseClient):
         wait_s: float = 10.0,
         token: bytes | None = None,
     ) -> Cleared:
-        """Drop every key of the own namespace; of all, or of those that are named (root or the daemon's uid only).
+        """Drops every key: of this session's namespace, of all, or of those that are named (root or the daemon's uid
+        only).
 
-        When this returns, the clear has taken effect on this host, and the daemon alone sees to the rest.
+        When this returns, the clear has taken effect on this host, and the daemon completes the rest alone.
 
         Args:
             everything: all namespaces.
-            namespaces: those whose names, as `status` shows them, match this shell pattern. RemoteError: there are
-                none. UsageError: the daemon is older, and can't.
-            wait_s: how long to wait, besides the call's own deadline, until disks and remote store have recorded it.
+            namespaces: those with names, as `status` shows them, that match this shell pattern. RemoteError: none
+                match. UsageError: the daemon is too old for this.
+            wait_s: how long to wait, in addition to the call's own deadline, until disks and remote store have recorded
+                it.
             token: 16 bytes that name this clear. After an error the call can be repeated with the same token: a daemon
-                that has cleared answers for that clear, and clears nothing anew. None: new ones.
+                that has cleared answers for that clear, and clears nothing anew. None: a new token.
         """
         limit_s = seconds(wait_s, "wait_s")
         return self._run(
@@ -178,13 +183,15 @@ class Client(BaseClient):
         )
 
     def snapshot(self, group: int) -> U8Array:
-        """u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or not."""
+        """Returns u8 (keys, key_bytes): the complete keys of a group. Keys that come or go meanwhile may be in it or
+        not.
+        """
         return self._run(self._deadline_s, lambda until: self._core.snapshot(group, until))
 
     def snapshot_page(self, group: int, cursor: int = 0) -> tuple[U8Array, int]:
-        """Some keys of `snapshot`, and the cursor to go on with; 0: those were the last.
+        """Returns some keys of `snapshot`, and the cursor for the next call; 0: those were the last.
 
-        A key that is in memory and on disk is in it twice. Of another run of the daemon a cursor says nothing.
+        A key that is in memory and on disk is in it twice. A cursor is meaningless for another run of the daemon.
         """
         return self._call(calls.snapshot(group, cursor, self._core.key_bytes))
 
@@ -200,17 +207,17 @@ class Client(BaseClient):
         deadline_s: float = 60.0,
         ready: Ready | None = None,
     ) -> Job:
-        """Start copying blocks to the daemon. The blocks must not be written until the job is done.
+        """Starts copying blocks to the daemon. The blocks must not be written until the job is done.
 
         Args:
-            registration: whose tensors.
+            registration: the registration that has the tensors.
             groups: group -> (keys, block ids); ids are (keys,) or (keys, blocks_per_key) integers.
             lease: a reservation: keys that were not reserved, or are gone since, are not stored; 0: the job reserves
                 this rank's part itself.
             first: as in `lookup`.
-            deadline_s: the daemon gives the job up after so long. The request's own deadline is the client's.
-            ready: when the blocks are final; None: they are. The daemon touches none of them before, and gives the job
-                up at its deadline if that does not come.
+            deadline_s: seconds after which the daemon gives the job up. The request's own deadline is the client's.
+            ready: the point at which the blocks are final; None: they are. The daemon touches none of them before, and
+                gives the job up at its deadline if the point is not reached.
 
         Raises JobDeadlineError or JobConnectionLostError where the daemon may have taken the job: its `job` owns the
         blocks until it is done. After any other error the blocks are free.
@@ -230,46 +237,49 @@ class Client(BaseClient):
         expedited: bool = False,
         local: bool = False,
     ) -> Job:
-        """Start copying keys into blocks, which are the daemon's to write until the job is done.
+        """Starts copying keys into blocks, which belong to the daemon for writing until the job is done.
 
-        As `store`; `lease`: a pin that covers the keys; 0: held for the job's time. `expedited`: before other loads.
-        Keys on disk are in state HIT, too, and read first; those that can't be are in the result's `failed`. So are,
-        without `local`, keys that a store that hosts share is asked for: with it, the job waits for no such store.
+        Arguments and errors are those of `store`; `lease`: a pin that covers the keys; 0: held while the job runs.
+        `expedited`: before other loads. Keys on disk are in state HIT, too, and are read first; those that can't be
+        read are in the result's `failed`. Without `local`, this also holds for keys that a store that hosts share is
+        queried for; with it, the job waits for no such store.
         """
         options = calls.JobOptions(first, lease, deadline_s, ready, expedited, local)
         return self._submit(calls.transfer(Direction.LOAD, registration, groups, self._core.key_bytes, options))
 
     def wait(self, job: Job, deadline_s: float) -> JobResult:
-        """How the job ended. Outcome LOST: nobody can tell, but its blocks are free.
+        """Returns how the job ended. Outcome LOST: its result is unknown, but its blocks are free.
 
-        Raises JobDeadlineError: it has not, or that is not proven; its blocks are still the daemon's, and it can be
-        waited for again. No other error ends the wait: a lost connection is made anew meanwhile.
+        Raises JobDeadlineError: it has not ended, or that is not proven; the daemon still owns its blocks, and it can
+        be waited for again. No other error ends the wait: a lost connection is replaced meanwhile.
         """
         return self._run(deadline_s, lambda until: self._core.wait(job, until))
 
     def wait_any(self, jobs: Sequence[Job], deadline_s: float) -> list[Job]:
-        """Those of `jobs` that are done, at least one unless there are none. Raises JobDeadlineError as `wait`."""
+        """Returns those of `jobs` that are done, at least one unless `jobs` is empty. Raises JobDeadlineError as
+        `wait`.
+        """
         return self._run(deadline_s, lambda until: self._core.wait_any(jobs, until))
 
     def cancel(self, job: Job) -> None:
-        """Ask for an early end. The job's blocks are free when it is done, not when this returns."""
+        """Requests an early end. The job's blocks are free when it is done, not when this returns."""
         self._run(self._deadline_s, lambda until: self._core.cancel(job, until))
 
     # --- observing -------------------------------------------------------------------------------
 
     def drain(self, deadline_s: float, *, everything: bool = False) -> Drained:
-        """Wait for the namespace's jobs (or all) and the seals of what they stored, `deadline_s` at most."""
+        """Waits for the namespace's jobs (or all) and the seals of what they stored, `deadline_s` at most."""
         call = calls.drain(everything, deadline_s)
         return self._run(deadline_s + self._deadline_s, lambda until: self._core.call(call, until))
 
     def status(self) -> dict[str, Any]:
-        """Counters and gauges by their stable names."""
+        """Returns counters and gauges by their stable names."""
         return self._call(calls.status())
 
     def verify(
         self, *, payloads: bool = False, disk: bool = False, repair: bool = False, deadline_s: float | None = None
     ) -> Audit:
-        """The daemon's self-audit; `payloads`: it hashes every sealed slot again, so give it time.
+        """Returns the daemon's self-audit; `payloads`: it hashes every sealed slot again, which takes time.
 
         `disk`: it reads and checks every record on disk, which takes longer still. `repair`: drops those found bad.
         """
@@ -283,9 +293,9 @@ class Client(BaseClient):
         self._run(self._deadline_s, self._core.subscribe)
 
     def events(self, deadline_s: float = 0.0) -> list[Event]:
-        """What came since the last call; waits `deadline_s` for the first if there is none.
+        """Returns the events since the last call; waits `deadline_s` for the first if there is none.
 
-        An `EventGap` among them says that some were lost there, as happens with every lost connection.
+        An `EventGap` among them marks where some were lost, as happens with every lost connection.
         """
         return self._run(deadline_s, self._core.events)
 

@@ -1,8 +1,8 @@
-"""The order of a blocking client's calls: a lock that no exception of a signal's handler can leave locked.
+"""The order of a blocking client's calls: a lock that no exception of a signal handler can leave locked.
 
-Such an exception can come between any two instructions, also between taking a lock and the `try` that gives it back.
-So nothing here depends on code that runs at the end of a call. A call stands in line with its frame, and the
-interpreter tells whether a frame still runs: who waits behind one that does not knows that its call was interrupted.
+Such an exception can come between any two instructions, also between taking a lock and the `try` that releases it. So
+nothing here depends on code that runs at the end of a call. A call stands in line with its frame, and the interpreter
+knows whether a frame still runs: a call that waits behind a frame that does not run knows that it was interrupted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 from kvoffloadd.errors import DeadlineError, UsageError
 
 _LOOK_AGAIN_S = 0.05
-"""Nobody tells those behind it of a call that was interrupted."""
+"""How often a waiting call checks the line: nothing notifies it when a call before it was interrupted."""
 
 
 class CallTicket:
@@ -25,15 +25,15 @@ class CallTicket:
     __slots__ = ("_frame", "thread", "turn")
 
     def __init__(self, frame: FrameType) -> None:
-        """`frame`: of the function that enters the line, does the call, and leaves the line."""
+        """Takes `frame`: that of the function that enters the line, makes the call, and leaves the line."""
         self._frame: FrameType | None = frame
         self.thread = threading.get_ident()
         self.turn = threading.Lock()
-        """Released when it is worth looking whether it is this call's turn."""
+        """Released when the call should check whether its turn has come."""
         self.turn.acquire()
 
     def is_over(self) -> bool:
-        """Whether its function has ended, so that no line of the call runs any more. Any thread can tell."""
+        """Returns whether its function has ended, so that no line of the call runs any more. Any thread may ask."""
         try:
             if self._frame is not None:
                 self._frame.clear()
@@ -42,27 +42,27 @@ class CallTicket:
         return True
 
     def end(self) -> None:
-        """The call has left the line. Its frame, which holds this ticket, is let go."""
+        """Drops the frame, which holds this ticket: the call has left the line."""
         self._frame = None
 
     def look(self) -> None:
-        """Have it look whether it is its turn."""
-        with suppress(RuntimeError):  # told already
+        """Has the waiting call check whether its turn has come."""
+        with suppress(RuntimeError):  # woken already
             self.turn.release()
 
 
 class CallersLine:
-    """Calls, one after the other, in the order in which they came.
+    """Lets calls run one after the other, in the order in which they came.
 
-    Ownership: `_tickets` belongs to all threads; each operation on it is one that the interpreter does not interrupt.
-    The first ticket whose function still runs has the client.
+    Ownership: `_tickets` belongs to all threads; the interpreter interrupts none of the operations on it. The first
+    ticket with a function that still runs has the client.
     """
 
     def __init__(self) -> None:
         self._tickets: list[CallTicket] = []
 
     def enter(self, ticket: CallTicket, until: float) -> None:
-        """Wait until all calls before this one have ended. The caller leaves again, whatever this raises.
+        """Waits until all calls before this one have ended. The caller must leave again, whatever this raises.
 
         Raises DeadlineError, or UsageError where one of them waits for this call, since it runs beneath it.
         """
@@ -79,7 +79,7 @@ class CallersLine:
             ticket.turn.acquire(timeout=min(left_s, _LOOK_AGAIN_S))
 
     def leave(self, ticket: CallTicket) -> None:
-        """Nothing if it is not in line."""
+        """Removes the ticket; does nothing if it is not in line."""
         try:  # noqa: SIM105  every call comes here, and `suppress` takes a microsecond
             self._tickets.remove(ticket)
         except ValueError:
@@ -89,7 +89,7 @@ class CallersLine:
             first.look()
 
     def _ahead_of(self, ticket: CallTicket) -> list[CallTicket]:
-        """The calls before it that go on."""
+        """Returns the calls before it that go on."""
         going_on = []
         for other in takewhile(lambda other: other is not ticket, self._tickets[:]):
             if other.is_over():

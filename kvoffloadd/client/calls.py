@@ -1,4 +1,4 @@
-"""Every operation of the clients: how to ask, and what the answer means. Pure; shared by both clients."""
+"""Every operation of the clients: its request, and the meaning of the reply. Pure; shared by both clients."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ R = TypeVar("R")
 
 
 class Call(Waitable, Generic[R]):
-    """One operation that is asked once. When it is `done`, either `error` is set or `value` is what it returns.
+    """One request of one operation. When it is `done`, either `error` is set or `value` is what the operation returns.
 
-    `build(seq)`: the request. `parse(reply, boot_id)`: the value; raises MessageError where the reply, though well
-    formed, does not fit the request; `boot_id` names the daemon's run. `repeatable`: asking twice does no harm.
-    `fds` go with the frame; `owner` keeps them open until it is sent. `undo(value)`: what takes the value back, for
-    one that comes after its caller has given up. `job`: the one that it asks for.
+    `build(seq)` returns the request. `parse(reply, boot_id)` returns the value; it raises MessageError where the reply,
+    though well formed, does not fit the request; `boot_id` names the daemon's run. `repeatable`: a second request does
+    no harm. `fds` go with the frame; `owner` keeps them open until it is sent. `undo(value)` returns the call that
+    takes back a value that comes after its caller has given up. `job`: the job that it requests.
     """
 
     __slots__ = (
@@ -80,16 +80,16 @@ class Call(Waitable, Generic[R]):
         self.job = job
         self.reply_type: type[Message] = Message
         self.unsent: memoryview | bytes = b""
-        """What of its frame the kernel has not taken yet."""
+        """The part of its frame that the kernel has not taken yet."""
         self.sent = False
-        """At least one byte has gone to the kernel; what was not sent, the daemon never saw."""
+        """At least one byte has gone to the kernel; the daemon never saw a call that was not sent."""
         self.abandoned = False
-        """Its deadline passed; the reply, if it comes, still tells whether its job was admitted and what to undo."""
+        """Its deadline passed; the reply, if it comes, still reports whether its job was admitted and what to undo."""
         self.value: Any = None
         self.error: KvOffloadError | None = None
 
     def again(self) -> Call[R]:
-        """The same operation, to be asked once more."""
+        """Returns the same operation as a new request."""
         return Call(self.build, self.parse, repeatable=self.repeatable, fds=self.fds, owner=self.owner, undo=self.undo)
 
 
@@ -103,7 +103,7 @@ def _nothing(_reply: messages.Done, _boot_id: bytes) -> None:
 
 
 def _group_keys(groups: Groups, first: First, key_bytes: int) -> tuple[list[GroupKeys], tuple[int, ...]]:
-    """The packed lists, in the mapping's order, and their counts."""
+    """Returns the packed lists, in the mapping's order, and their counts."""
     lists = []
     for group, keys in by_group(groups, "keys"):
         lists.append(GroupKeys(group=group, keys=pack_keys(keys, key_bytes), first=first_of(first, group)))
@@ -111,7 +111,7 @@ def _group_keys(groups: Groups, first: First, key_bytes: int) -> tuple[list[Grou
 
 
 def hello(role: Any, instance: bytes, namespace: messages.NamespaceSpec | None) -> Call[messages.Welcome]:
-    """The session's first request."""
+    """Opens the session; must be the first request."""
 
     def build(seq: int) -> Request:
         return messages.Hello(seq=seq, version=messages.VERSION, role=role, instance=instance, namespace=namespace)
@@ -127,27 +127,27 @@ def hello(role: Any, instance: bytes, namespace: messages.NamespaceSpec | None) 
 
 
 def ping() -> Call[None]:
-    """Answered at once."""
+    """Makes a round trip; answered at once."""
     return Call(lambda seq: messages.Ping(seq=seq), _nothing, repeatable=True)
 
 
 def status() -> Call[dict[str, Any]]:
-    """Counters and gauges."""
+    """Requests counters and gauges."""
     return Call(lambda seq: messages.Status(seq=seq), lambda reply, _boot_id: dict(reply.status), repeatable=True)
 
 
 def subscribe() -> Call[None]:
-    """Events from now on."""
+    """Subscribes to events from now on."""
     return Call(lambda seq: messages.Subscribe(seq=seq), _nothing, repeatable=True)
 
 
 def bye() -> Call[None]:
-    """Answered when the session's copies have ended."""
+    """Ends the session; answered when the session's copies have ended."""
     return Call(lambda seq: messages.Bye(seq=seq), _nothing)
 
 
 Undo = Callable[[list[int]], "Call[None]"] | None
-"""`detach`, where the daemon knows it."""
+"""Returns the `detach` of these numbers; None where the daemon does not know that request."""
 
 
 def attach(fds: tuple[int, ...], owner: object, undo: Undo = None) -> Call[list[int]]:
@@ -173,7 +173,7 @@ def attach_ipc(memory: IpcMemory, undo: Undo = None) -> Call[list[int]]:
 
 
 def attach_vmm(memory: VmmMemory, chunks: range, extends: int, undo: Undo = None) -> Call[list[int]]:
-    """Announces some chunks of a GPU's memory; the value is the id of the allocation that they are part of.
+    """Announces some chunks of a GPU's memory; the value is the id of the allocation to which they belong.
 
     Raises UsageError where the driver gives no descriptors.
     """
@@ -228,22 +228,24 @@ def _release_leased(value: Found | Reserved) -> Call[None] | None:
 
 
 def unregister(registration: Registration) -> Call[None]:
-    """Answered when the memory is unmapped."""
+    """Ends a registration; answered when the memory is unmapped."""
     return Call(lambda seq: messages.Unregister(seq=seq, registration=registration.named_id()), _nothing)
 
 
 def lookup(groups: Groups, first: First, key_bytes: int, local: Callable[[], bool]) -> Call[Found]:
-    """Which keys hit, which prefixes can be restored. `local()`: whether the request says so; asked when it is sent."""
+    """Requests which keys hit and which prefixes can be restored. `local()` returns the request's `local` when it is
+    sent.
+    """
     return _find(lambda **asked: messages.Lookup(**asked, local=local()), groups, first, key_bytes, promotes=False)
 
 
 def pin(groups: Groups, first: First, key_bytes: int, tiers: Callable[[], bool]) -> Call[Found]:
-    """Lookup, and a read lease on what hits and on what comes from disk. `tiers()`: as `local` in `lookup`."""
+    """Requests a lookup, and a read lease on keys that hit or come from disk. `tiers()`: as `local` in `lookup`."""
     return _find(lambda **asked: messages.Pin(**asked, tiers=tiers()), groups, first, key_bytes)
 
 
 def prefetch(groups: Groups, first: First, key_bytes: int, local: Callable[[], bool]) -> Call[Found]:
-    """Lookup that brings keys into memory. `local`: as in `lookup`."""
+    """Requests a lookup that brings keys into memory. `local`: as in `lookup`."""
     return _find(lambda **asked: messages.Prefetch(**asked, local=local()), groups, first, key_bytes)
 
 
@@ -266,13 +268,13 @@ def _find(
 
 
 def touch(groups: Groups, first: First, key_bytes: int) -> Call[None]:
-    """Keys were used."""
+    """Reports that keys were used."""
     lists, _counts = _group_keys(groups, first, key_bytes)
     return Call(lambda seq: messages.Touch(seq=seq, groups=lists), _nothing)
 
 
 def keep(groups: Groups, how: KeepHow, first: First, key_bytes: int) -> Call[None]:
-    """When keys will be used again."""
+    """Announces when keys will be used again."""
     if how not in get_args(KeepHow):
         raise UsageError(f"how must be one of {', '.join(get_args(KeepHow))}, not {how!r:.80}")
     lists, _counts = _group_keys(groups, first, key_bytes)
@@ -286,7 +288,7 @@ def release(lease: int) -> Call[None]:
 
 
 def reserve(groups: Groups, first: First, parts: Sequence[int] | None, key_bytes: int) -> Call[Reserved]:
-    """Slots for keys that are to be stored."""
+    """Reserves slots for keys to store."""
     lists, counts = _group_keys(groups, first, key_bytes)
     named = None if parts is None else [integer(part, "a part") for part in several(parts, "parts")]
 
@@ -298,7 +300,7 @@ def reserve(groups: Groups, first: First, parts: Sequence[int] | None, key_bytes
 
 @dataclass(frozen=True, slots=True)
 class JobOptions:
-    """How a job is asked for; see `Client.store` and `Client.load`."""
+    """Options of a job; see `Client.store` and `Client.load`."""
 
     first: First = 0
     lease: int = 0
@@ -327,7 +329,7 @@ class JobSpec:
 def transfer(
     direction: Direction, registration: Registration, groups: Transfers, key_bytes: int, options: JobOptions
 ) -> JobSpec:
-    """Pack keys and block ids. Raises UsageError for what can't be asked of this registration."""
+    """Packs keys and block ids. Raises UsageError for requests that do not fit this registration."""
     caches = instance_of(Registration, registration, "registration").caches
     lists, counts = [], []
     for group, pair in by_group(groups, "keys and block ids"):
@@ -352,7 +354,7 @@ def transfer(
 
 
 def submit(spec: JobSpec, job: Job, local: Callable[[], bool]) -> Call[list[U8Array]]:
-    """The request that makes `job`; the value is the key states at admission. `local`: as in `lookup`."""
+    """Requests `job`; the value is the key states at admission. `local`: as in `lookup`."""
 
     def build(seq: int) -> Request:
         options = spec.options
@@ -385,8 +387,8 @@ def cancel(job: Job) -> Call[None]:
 def clear(
     everything: bool, namespaces: str | None, wait_s: float, token: bytes, knows_tokens: Callable[[], bool]
 ) -> Call[Cleared]:
-    """Drops keys. `knows_tokens()`: whether the daemon that is asked does. Raises UsageError for a bad `namespaces`,
-    `wait_s` or `token`.
+    """Drops keys. `knows_tokens()` returns whether the daemon that gets the request does. Raises UsageError for a bad
+    `namespaces`, `wait_s` or `token`.
     """
     if namespaces is not None:
         if not 0 < len(instance_of(str, namespaces, "namespaces")) <= messages.PATTERN_CHARS_MAX:
@@ -413,7 +415,7 @@ def clear(
 
 
 def drain(everything: bool, deadline_s: float) -> Call[Drained]:
-    """Waits, on the daemon's side, for jobs and seals."""
+    """Has the daemon wait for jobs and seals."""
     limit_s = seconds_within(deadline_s, "a drain's deadline_s", messages.DEADLINE_S_MAX)
     return Call(
         lambda seq: messages.Drain(seq=seq, everything=bool(everything), deadline_s=limit_s),
@@ -422,7 +424,7 @@ def drain(everything: bool, deadline_s: float) -> Call[Drained]:
 
 
 def verify(payloads: bool, disk: bool, repair: bool) -> Call[Audit]:
-    """Self-audit. Raises UsageError for a repair of what is not looked at."""
+    """Requests a self-audit. Raises UsageError for a repair of something that the audit does not examine."""
     if repair and not disk:
         raise UsageError("`repair` drops bad records on disk: it needs `disk`")
     return Call(
@@ -432,7 +434,9 @@ def verify(payloads: bool, disk: bool, repair: bool) -> Call[Audit]:
 
 
 def snapshot(group: int, cursor: int, key_bytes: int) -> Call[tuple[U8Array, int]]:
-    """Some complete keys, u8 (keys, key_bytes), and where to go on; 0: those were the last."""
+    """Requests some complete keys, u8 (keys, key_bytes), and the cursor for the next request; 0: those were the
+    last.
+    """
     number, start = integer(group, "group"), integer(cursor, "cursor", CURSORS_END)
 
     def parse(reply: messages.Listing, _boot_id: bytes) -> tuple[U8Array, int]:
@@ -442,7 +446,7 @@ def snapshot(group: int, cursor: int, key_bytes: int) -> Call[tuple[U8Array, int
 
 
 def join_pages(pages: list[U8Array], key_bytes: int) -> U8Array:
-    """One u8 (keys, key_bytes) of a snapshot's pages; each key once, though memory and disk may both have named it."""
+    """Returns one u8 (keys, key_bytes) of a snapshot's pages; each key once, even if memory and disk both named it."""
     keys = np.concatenate([np.empty((0, key_bytes), np.uint8), *pages])
     _, first = np.unique(keys.view(np.dtype((np.void, key_bytes))).ravel(), return_index=True)
     once: U8Array = keys[np.sort(first)]

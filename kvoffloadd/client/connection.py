@@ -1,4 +1,4 @@
-"""One connection to the daemon, without I/O: what was asked on it, what came back, whose blocks hang on it."""
+"""One connection to the daemon, without I/O: its requests, their replies, and the jobs that still depend on it."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class ConnectionState:
     """
 
     def __init__(self, events: EventQueue) -> None:
-        """`events`: where those go that come on this connection."""
+        """Puts events that come on this connection into `events`."""
         self.outbox: deque[Call[Any]] = deque()
         self.jobs: dict[int, Job] = {}
-        """Those asked for on it whose blocks are not proven free."""
+        """Jobs requested on it that have blocks not proven free yet."""
         self.unclaimed: list[Call[None]] = []
-        """What takes back values that came after their callers had given up; to be asked."""
+        """Calls, still to send, that take back values that came after their callers had given up."""
         self.boot_id = b""
         self.limits: messages.Limits | None = None
         self.pidfd = -1
-        """Says when its daemon is dead. The transport owns it, and closes it."""
+        """Becomes readable when its daemon is dead. The transport owns it, and closes it."""
         self.usable = False
         self.bye: Call[None] | None = None
         self.ended = Waitable()
-        """Nothing more will come of it."""
+        """Nothing more will come on it."""
         self.closed = Waitable()
         """The daemon closed it, so that its copies have ended if it still lives."""
         self.dead = Waitable()
@@ -50,14 +50,16 @@ class ConnectionState:
         self._events = events
         self._seq = 0
         self._asked: dict[int, Call[Any]] = {}
-        # Whose `ready` is due, by the seq of their requests; weakly, so that a forgotten one costs a dead reference.
+        # Promotions that await their `ready`, by the seq of their requests; weakly, so that a forgotten one costs a
+        # dead reference.
         self._promotions: dict[int, weakref.ref[Promotion]] = {}
 
     def ask(self, call: Call[Any]) -> None:
-        """Put its request into the outbox. From now on the blocks of its job, if it is for one, are the daemon's.
+        """Puts the call's request into the outbox. From now on the blocks of its job, if it has one, belong to the
+        daemon.
 
-        On a connection that has ended nothing is asked: the call is done, with its error. Raises StateError or
-        FramingError; nothing is asked then either.
+        On a connection that has ended nothing is sent: the call is done, with its error. Raises StateError or
+        FramingError; nothing is sent then either.
         """
         seq = self._next_seq()
         request = call.build(seq)
@@ -73,14 +75,16 @@ class ConnectionState:
         self.outbox.append(call)
 
     def _next_seq(self) -> int:
-        """One that names nothing: never 0, which the daemon uses for "can't tell which", nor what awaits an answer."""
+        """Returns an unused seq: never 0, which the daemon uses for an unknown request, nor one that awaits an
+        answer.
+        """
         seq = self._seq % 0xFFFFFFFF + 1
         while seq in self._asked or seq in self._promotions:
             seq = seq % 0xFFFFFFFF + 1
         return seq
 
     def receive(self, data: bytes | memoryview, fds: list[int]) -> None:
-        """Take what the socket gave, and settle what it answers.
+        """Takes bytes and descriptors from the socket, and settles the calls that they answer.
 
         Raises PeerError: the daemon broke the protocol, the connection must be broken off.
         """
@@ -107,7 +111,7 @@ class ConnectionState:
     def _settle(self, reply: Reply) -> None:
         seq = reply.seq
         if isinstance(reply, messages.Error) and not (seq or self.boot_id):
-            seq = next(iter(self._asked), seq)  # turned away without being heard: that answers the greeting
+            seq = next(iter(self._asked), seq)  # refused before the daemon read anything: that answers the greeting
         call = self._asked.get(seq)
         if call is None:
             error = f": {reply.code}: {reply.message}" if isinstance(reply, messages.Error) else ""
@@ -141,12 +145,12 @@ class ConnectionState:
         del self.jobs[completed.job]
 
     def promotes(self, promotion: Promotion) -> bool:
-        """Whether this one's `ready` is due on this connection."""
+        """Returns whether this promotion's `ready` is due on this connection."""
         reference = self._promotions.get(promotion.seq)
         return reference is not None and reference() is promotion
 
     def _promoted(self, ready: messages.Ready) -> None:
-        """Settle what it tells of, unless that is forgotten. Raises MessageError if none is due."""
+        """Settles the promotion that it reports, unless that is forgotten. Raises MessageError if none is due."""
         reference = self._promotions.get(ready.seq)
         if reference is None:
             raise MessageError(f"unexpected `ready` for request {ready.seq}")
@@ -156,8 +160,8 @@ class ConnectionState:
         del self._promotions[ready.seq]
 
     def end(self, reason: str) -> None:
-        """Nothing more will come: fail what awaits a reply or a `ready`. Jobs stay, but for those never sent. Where
-        this was interrupted, another call goes on with it.
+        """Fails the calls and promotions that await a reply: nothing more will come. Jobs stay, except those never
+        sent. If this was interrupted, another call completes it.
         """
         if self.ended.done:
             return
@@ -182,15 +186,15 @@ class ConnectionState:
         call.settle()
 
     def lose_jobs(self, reason: str) -> None:
-        """It is proven that no copy of this connection's jobs runs any more."""
+        """Completes the connection's jobs as lost: it is proven that none of their copies runs any more."""
         for job in list(self.jobs.values()):
             job.lose(reason)
         self.jobs.clear()
 
     def forget_done_jobs(self) -> None:
-        """Those whose end was taken in by a call that was interrupted there."""
+        """Removes jobs that are done, where a call that received their end was interrupted."""
         self.jobs = {number: job for number, job in self.jobs.items() if not job.done}
 
     def take_fds(self) -> list[int]:
-        """Descriptors of frames that were cut off; the caller closes them."""
+        """Returns descriptors of incomplete frames; the caller closes them."""
         return self._protocol.take_fds()

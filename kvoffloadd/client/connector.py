@@ -1,4 +1,4 @@
-"""Getting, and getting back, a usable connection: connect, greet, compare boot ids, register everything again."""
+"""Makes, and restores, a usable connection: connects, greets, compares boot ids, registers everything again."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _BACKOFF_DOUBLINGS = 7
 
 
 def backoffs() -> Iterator[float]:
-    """Seconds to pause before each further attempt: 2 ms, doubling up to a quarter of a second."""
+    """Yields seconds to pause before each further attempt: 2 ms, doubling up to a quarter of a second."""
     steps = [_BACKOFF_FIRST_S * 2**n for n in range(_BACKOFF_DOUBLINGS)]
     return itertools.chain(steps, itertools.repeat(steps[-1] * 2))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a client connects and how long it tries; see `Client`."""
+    """Settings of how a client connects and how long it tries; see `Client`."""
 
     socket_path: str
     namespace: NamespaceSpec | None
@@ -50,7 +50,7 @@ class Settings:
     retry_busy: bool
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
+        """Checks the settings. Raises UsageError."""
         if "\0" in self.socket_path or len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
             raise UsageError(f"the kernel takes socket paths of at most {PATH_BYTES_MAX} bytes: {self.socket_path}")
         if len(instance_of(bytes, self.instance, "instance")) != TOKEN_BYTES:
@@ -68,9 +68,9 @@ class Settings:
 class Connector:
     """Keeps one connection usable.
 
-    `registrations`: what every new connection is told. `boot_id`, `limits` and `features`: of the daemon that was
-    greeted last.
-    `connecting`: done when the attempt that is being made now is over; None: none is.
+    `registrations`: made again on every new connection. `boot_id`, `limits` and `features`: those of the daemon that
+    was greeted last.
+    `connecting`: done when the attempt under way is over; None: no attempt is under way.
     """
 
     def __init__(self, settings: Settings, transport: Transport, events: EventQueue) -> None:
@@ -85,7 +85,7 @@ class Connector:
         self._connected_once = False
 
     def connected(self, until: float, *, explicit: bool = False) -> Gen[ConnectionState]:
-        """The usable connection; makes one if there is none, trying for `connect_deadline_s` at most.
+        """Returns the usable connection; makes one if there is none, trying for `connect_deadline_s` at most.
 
         Raises DaemonUnreachableError, DeadlineError, RemoteError (the greeting or a registration was refused), or
         ConnectionLostError (also where the connection was lost and the client may not reconnect by itself).
@@ -103,7 +103,7 @@ class Connector:
                 raise DeadlineError("another task was still connecting when the deadline passed")
 
     def connect(self, attempts_until: float, until: float) -> Gen[ConnectionState]:
-        """Make a new connection: at least one attempt, further ones until `attempts_until`. Raises as `connected`."""
+        """Makes a new connection: at least one attempt, further ones until `attempts_until`. Raises as `connected`."""
         over = self.connecting = Waitable()
         pauses = backoffs()
         try:
@@ -121,7 +121,7 @@ class Connector:
             over.settle()
 
     def ask_on(self, connection: ConnectionState, call: Call[R], until: float) -> Gen[R]:
-        """Ask once, on this connection. Raises RemoteError, ConnectionLostError, DeadlineError."""
+        """Sends the request once, on this connection. Raises RemoteError, ConnectionLostError, DeadlineError."""
         self._transport.ask(connection, call)
         yield from answered(call, until)
         if call.error is not None:
@@ -130,8 +130,8 @@ class Connector:
         return value
 
     def enroll(self, connection: ConnectionState, registration: Registration, until: float) -> Gen[None]:
-        """Attach a registration's memory and register its tensors and groups on this connection. If that fails, the
-        daemon is told to let go of what was attached. Raises as `ask_on`.
+        """Attaches a registration's memory and registers its tensors and groups on this connection. If that fails, the
+        daemon is asked to release what was attached. Raises as `ask_on`.
         """
         numbers: dict[Hashable, int] = {}
         try:
@@ -141,7 +141,7 @@ class Connector:
         except RemoteError:
             taking_back = self._take_back(connection, numbers)
             if taking_back is not None:
-                with suppress(DeadlineError):  # the next attempt is to find the caps as they were
+                with suppress(DeadlineError):  # the next attempt must find the caps unchanged
                     yield from answered(taking_back, until)
             raise
         finally:
@@ -227,7 +227,7 @@ class Connector:
 
 
 def answered(call: Call[Any], until: float) -> Gen[None]:
-    """Wait for the reply. Raises DeadlineError; a reply that comes later is dropped."""
+    """Waits for the reply. Raises DeadlineError; a reply that comes later is dropped."""
     try:
         if not call.done:
             yield Wait((call,), until)
@@ -238,7 +238,7 @@ def answered(call: Call[Any], until: float) -> Gen[None]:
 
 
 def _may_pass(error: OSError | KvOffloadError) -> bool:
-    """Whether another attempt may do better."""
+    """Returns whether another attempt may succeed."""
     if isinstance(error, RemoteError):
         return error.retryable
     return isinstance(error, ConnectionLostError) or (isinstance(error, OSError) and error.errno in TRANSIENT)

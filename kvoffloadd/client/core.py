@@ -1,7 +1,7 @@
 """Every call of both clients, once: generators that yield what they wait for. The I/O shells run them.
 
-Ownership: a ClientCore and all below it belong to whoever runs its steps, one thread (or event loop) at a time: the
-blocking client's lock sees to that. Nothing here waits; a step that must wait yields `Wait`.
+Ownership: a ClientCore and all below it belong to the thread (or event loop) that runs its steps, one at a time: the
+blocking client's lock ensures that. Nothing here waits; a step that must wait yields `Wait`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class _Tries:
-    """What a call may still try again: after a loss in mid-call, and after one before anything was sent."""
+    """The retries that a call has left: after a loss in mid-call, and after one before anything was sent."""
 
     lost: int
     unsent: int = 2
@@ -82,19 +82,21 @@ class ClientCore:
         return self._connector.features
 
     def asks(self, feature: str, wanted: bool = True) -> Callable[[], bool]:
-        """Whether a request asks for this: where it is wanted, and the daemon has it that the request is sent to."""
+        """Returns a function that decides whether a request uses this feature: it must be wanted, and the daemon that
+        gets the request must have it.
+        """
         return lambda: bool(wanted) and feature in self._connector.features
 
     def open_jobs(self) -> list[Job]:
-        """Every job whose blocks are not proven free, oldest first."""
-        # Copied at one go, and in this order: another thread may be in a call meanwhile.
+        """Returns the jobs that may still use their blocks, oldest first."""
+        # Copied in one step, and in this order: another thread may be in a call meanwhile.
         current = self._transport.current
         connections = list(self._transport.former) if current is None else [*self._transport.former, current]
         found = {job.id: job for connection in connections for job in list(connection.jobs.values())}
         return [found[number] for number in sorted(found)]
 
     def mend(self) -> None:
-        """Make whole what an interrupted call has left; what was under way ends as if the connection had been lost."""
+        """Repairs what an interrupted call left; requests under way end as if the connection had been lost."""
         self._connector.connecting = None
         self._connector.registrations = [one for one in self._connector.registrations if not one.closed]
         self._transport.mend()
@@ -107,12 +109,12 @@ class ClientCore:
     # --- requests ------------------------------------------------------------------------------------
 
     def connect(self, until: float) -> Gen[None]:
-        """Connect, if not connected."""
+        """Connects, if not connected."""
         self._check_open()
         yield from self._connector.connected(until, explicit=True)
 
     def call(self, call: Call[R], until: float) -> Gen[R]:
-        """Ask, and wait for the answer. Raises what `Client` says of every call."""
+        """Sends a request, and waits for the reply. Raises the errors that `Client` lists for every call."""
         tries = _Tries(lost=1 if call.repeatable else 0)
         while True:
             connection = self._usable() or (yield from self._connected(until))
@@ -125,13 +127,15 @@ class ClientCore:
             call = call.again()
 
     def submit(self, spec: JobSpec, until: float) -> Gen[Job]:
-        """Ask for a job. JobDeadlineError and JobConnectionLostError name the job whose blocks may be the daemon's."""
+        """Requests a job. JobDeadlineError and JobConnectionLostError name the job, since the daemon may own its
+        blocks.
+        """
         tries = _Tries(lost=0)
         while True:
             connection = self._usable() or (yield from self._connected(until))
             if self._is_void(spec.lease):
                 raise ConnectionLostError("the lease ended with the daemon that granted it")
-            self._jobs_asked += 1  # an id never comes again in this client's life
+            self._jobs_asked += 1  # an id is never used again in this client's life
             job = Job(self._jobs_asked, spec.direction, spec.registration, spec.counts)
             call = calls.submit(spec, job, self.asks("local", spec.options.local))
             self._transport.ask(connection, call)
@@ -148,7 +152,9 @@ class ClientCore:
                 raise JobConnectionLostError(f"{error}; the daemon may still use the blocks of {job}", job) from error
 
     def wait_ready(self, found: Found, until: float) -> Gen[Found]:
-        """The answer anew. Raises DeadlineError, ConnectionLostError, or UsageError for another client's `found`."""
+        """Returns the new answer. Raises DeadlineError, ConnectionLostError, or UsageError for another client's
+        `found`.
+        """
         promotion = instance_of(Found, found, "found").promotion
         if promotion is None:
             return found
@@ -183,10 +189,10 @@ class ClientCore:
         except RemoteError as error:
             if error.code != NotDurableError.code:
                 raise
-            return Cleared(0, 0, (str(error),))  # an older daemon: it has cleared, and repeats the rest, too
+            return Cleared(0, 0, (str(error),))  # an older daemon: it has cleared, and retries the rest, too
 
     def release(self, lease: int, until: float) -> Gen[None]:
-        """End a lease; nothing where it has ended already."""
+        """Ends a lease; does nothing if it has ended already."""
         if integer(lease, "lease", IDS_END) == 0:
             return
         for last in (False, True):
@@ -197,7 +203,7 @@ class ClientCore:
                 yield from self._connector.ask_on(connection, calls.release(lease), until)
                 return
             except RemoteError as error:
-                if error.code in ("unknown_name", "bad_lease"):  # the daemon knows it no more
+                if error.code in ("unknown_name", "bad_lease"):  # the daemon no longer knows it
                     return
                 raise
             except ConnectionLostError:
@@ -205,7 +211,7 @@ class ClientCore:
                     raise
 
     def register(self, caches: KvCache, until: float) -> Gen[Registration]:
-        """Attach and register; from now on after every reconnect again."""
+        """Attaches and registers; repeated after every reconnect from now on."""
         registration = Registration(instance_of(KvCache, caches, "caches"))
         for last in (False, True):
             connection = self._usable() or (yield from self._connected(until))
@@ -220,7 +226,7 @@ class ClientCore:
         raise ConnectionLostError("the connection was lost twice while registering")
 
     def unregister(self, registration: Registration, until: float) -> Gen[None]:
-        """End a registration. After a loss of the connection it is forgotten too; its memory may still be mapped."""
+        """Ends a registration. A loss of the connection ends it too, but its memory may then still be mapped."""
         if instance_of(Registration, registration, "registration").closed:
             return
         connection = self._usable() or (yield from self._connected(until))
@@ -235,18 +241,18 @@ class ClientCore:
         self._forget(registration)
 
     def cancel(self, job: Job, until: float) -> Gen[None]:
-        """End a job early. Nothing where it has ended, or where its connection has: then it can't be reached."""
+        """Ends a job early. Does nothing if it has ended, or its connection has: then no request can reach it."""
         connection = self._transport.current
         if instance_of(Job, job, "job").done or connection is None or connection.jobs.get(job.id) is not job:
             return
         try:
             yield from self._connector.ask_on(connection, calls.cancel(job), until)
         except RemoteError:
-            if not job.done:  # else it ended while we asked
+            if not job.done:  # else it ended during the request
                 raise
 
     def subscribe(self, until: float) -> Gen[None]:
-        """Have events sent, after every reconnect again."""
+        """Subscribes to events, again after every reconnect."""
         if self.key_bytes and not self._events.subscribed:
             self._events.subscribed = True  # before the reply, since events may come together with it
             try:
@@ -256,7 +262,7 @@ class ClientCore:
                 raise
 
     def events(self, until: float) -> Gen[list[Event]]:
-        """What came so far; waits until `until` for the first if there is none."""
+        """Returns the events so far; waits until `until` for the first if there is none."""
         if self._events.subscribed and self._usable() is None:
             yield from self._connected(until)
         connection = self._usable()
@@ -265,7 +271,7 @@ class ClientCore:
         return self._events.take()
 
     def snapshot(self, group: int, until: float) -> Gen[U8Array]:
-        """All complete keys of a group."""
+        """Returns all complete keys of a group."""
         pages, cursor = [], 0
         while True:
             page, cursor = yield from self.call(calls.snapshot(group, cursor, self.key_bytes), until)
@@ -276,14 +282,15 @@ class ClientCore:
     # --- jobs ----------------------------------------------------------------------------------------
 
     def wait(self, job: Job, until: float) -> Gen[JobResult]:
-        """How it ended. Raises as `wait_any`."""
+        """Returns how the job ended. Raises as `wait_any`."""
         yield from self.wait_any([job], until)
         if job.result is None:
             raise UsageError(f"{job} has no result")
         return job.result
 
     def wait_any(self, jobs: Sequence[Job], until: float) -> Gen[list[Job]]:
-        """Those of `jobs` that are done, one at least. Reconnects meanwhile, since that may prove their blocks free.
+        """Returns those of `jobs` that are done, one at least. Reconnects meanwhile, since that may prove their blocks
+        free.
 
         Raises JobDeadlineError, naming the first of them.
         """
@@ -318,10 +325,10 @@ class ClientCore:
     # --- the end -------------------------------------------------------------------------------------
 
     def close(self, until: float, *, force: bool = False) -> Gen[None]:
-        """End the session and close everything.
+        """Ends the session and closes everything.
 
-        Raises JobDeadlineError if jobs' blocks are not free by then: the client stays half closed, so that nothing new
-        can be asked, but jobs can be waited for, and it can be closed again. `force`: closes all the same.
+        Raises JobDeadlineError if jobs' blocks are not free by then: the client stays half closed and accepts no new
+        requests, but jobs can be waited for, and it can be closed again. `force`: closes all the same.
         """
         self._closing = True
         try:
@@ -341,7 +348,7 @@ class ClientCore:
             bye = calls.bye()
             self._transport.ask(connection, bye)
             connection.bye = bye
-        with suppress(DeadlineError):  # what jobs it leaves open, `close` tells
+        with suppress(DeadlineError):  # `close` reports the jobs that it leaves open
             yield from answered(connection.bye, until)
             if connection.bye.error is None:
                 connection.lose_jobs("the session ended before the daemon told how it ended")
@@ -365,7 +372,9 @@ class ClientCore:
             raise UsageError("the client is closed")
 
     def _is_void(self, lease: int) -> bool:
-        """Whether a lease ended with an earlier run of the daemon. Plain numbers are not known to be."""
+        """Returns whether a lease ended with an earlier run of the daemon; False for plain numbers, which name no
+        run.
+        """
         return isinstance(lease, Lease) and lease.boot_id not in (b"", self.boot_id)
 
     def _forget(self, registration: Registration) -> None:
@@ -374,7 +383,7 @@ class ClientCore:
             self._connector.registrations.remove(registration)
 
     def _retry(self, error: KvOffloadError, sent: bool, tries: _Tries, until: float) -> Gen[None]:
-        """Return if the request may be asked again, after a pause where one is due; raises its error if not."""
+        """Returns if the request may be repeated, after a pause where one is due; raises its error if not."""
         if isinstance(error, ConnectionLostError) and self.settings.reconnect:
             if sent:
                 tries.lost -= 1

@@ -1,4 +1,4 @@
-"""Keys that come and go, as the daemon tells those who subscribe, kept until the caller fetches them."""
+"""Keys that come and go, as the daemon reports them to subscribers, kept until the caller fetches them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages
 
 EVENTS_MAX = 10_000
-"""Events kept for a caller who does not fetch them; beyond that they are dropped and a gap is told."""
+"""Limit of events that wait for a caller to fetch them; beyond it they are dropped and replaced by a gap."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,14 +26,14 @@ class KeyEvents:
 
 @dataclass(frozen=True, slots=True)
 class EventGap:
-    """Events before this point were lost (a slow reader, a lost connection): read a snapshot."""
+    """Marks a point before which events were lost (a slow reader, a lost connection): read a snapshot."""
 
 
 Event = KeyEvents | EventGap
 
 
 class EventQueue:
-    """Events over all connections of a client. `news` is done once there are some; `take` puts a new one in its place.
+    """Collects the events of all connections of a client. `news` is done once there are some; `take` replaces it.
 
     `key_bytes`: width of the client's keys; None where it has no namespace, and so can't subscribe.
     """
@@ -45,14 +45,14 @@ class EventQueue:
         self._events: deque[Event] = deque()
 
     def take(self) -> list[Event]:
-        """What came since the last call."""
+        """Returns the events since the last call."""
         events = list(self._events)
         self._events.clear()
         self.news = Waitable()
         return events
 
     def receive(self, push: messages.Events | messages.Gap) -> None:
-        """Keep what the daemon has told. Raises MessageError for keys that nobody subscribed to."""
+        """Keeps the events of a message. Raises MessageError for keys without a subscription."""
         if isinstance(push, messages.Gap):
             self._add(EventGap())
             return
@@ -62,7 +62,7 @@ class EventQueue:
         self._add(KeyEvents(push.group, added, removed))
 
     def connection_lost(self) -> None:
-        """What happens until there is a new connection will not be told."""
+        """Adds a gap: the events until there is a new connection are lost."""
         if self.subscribed:
             self._add(EventGap())
 

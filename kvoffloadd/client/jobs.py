@@ -1,4 +1,4 @@
-"""One asynchronous store or load, and whose its blocks are."""
+"""One asynchronous store or load, and the ownership of its blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvoffloadd.protocol import messages
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobResult:
-    """How a job ended; its blocks are free.
+    """Describes how a job ended; its blocks are free.
 
-    `bytes` and `seconds`: copied, and from admission to the end, as the daemon counts. `states[g]`: u8
-    `model.KeyState` of each key of the g-th group at admission (MISS where that was never told): a store copied the
-    keys in state RESERVED, a load those in state HIT. `failed[g]`: u32 indices of keys of the g-th group whose blocks
-    hold no valid data (load) or that were not stored. `reason`: for a human; of a store that is done how many keys got
-    no space, "" if none.
+    `bytes` and `seconds`: copied, and from admission to the end, as the daemon counts. `states[g]`: u8 `model.KeyState`
+    of each key of the g-th group at admission (MISS if the daemon never reported it): a store copied the keys in state
+    RESERVED, a load those in state HIT. `failed[g]`: u32 indices of keys of the g-th group that were not stored, or
+    have blocks without valid data (load). `reason`: for a human; of a store that is done the number of keys that got no
+    space, "" if none.
     """
 
     direction: Direction
@@ -34,7 +34,7 @@ class JobResult:
     reason: str
 
     def valid(self, group: int) -> BoolArray:
-        """bool (keys,) of the g-th group: True where this job copied the whole key. On any doubt False."""
+        """Returns bool (keys,) of the g-th group: True where this job copied the whole key. On any doubt False."""
         wanted = KeyState.RESERVED if self.direction is Direction.STORE else KeyState.HIT
         valid: BoolArray = self.states[group] == wanted
         valid[self.failed[group]] = False
@@ -44,8 +44,8 @@ class JobResult:
 class Job(Waitable):
     """A store or load that was sent. `done` once it has ended and its blocks are free.
 
-    Its blocks are the daemon's as long as `blocks_free` is False, whatever deadline passed: not to be written (load:
-    nor read) and not to be given away. It holds its registration, and so the memory, until then.
+    The daemon owns its blocks as long as `blocks_free` is False, whatever deadline passed: the caller must not write
+    them (load: nor read them) and not give them away. The job holds its registration, and so the memory, until then.
     """
 
     __slots__ = ("counts", "direction", "id", "registration", "result", "states")
@@ -65,27 +65,27 @@ class Job(Waitable):
 
     @property
     def blocks_free(self) -> bool:
-        """True once nothing of the daemon's can touch the job's blocks any more."""
+        """True once the daemon can no longer touch the job's blocks."""
         return self.done
 
-    # --- called by the connection alone, in the order of what the daemon says ------------------
+    # --- called by the connection alone, in the order of the daemon's messages ------------------
 
     def accept(self, states: list[U8Array]) -> None:
-        """The daemon admitted it. It may have said before how it ended."""
+        """Records that the daemon admitted the job, perhaps after its end has been reported."""
         self.states = states
         if self.result is not None:
             self.result = replace(self.result, states=states)
 
     def refuse(self, reason: str) -> None:
-        """The daemon did not admit it: it never had the blocks."""
+        """Ends the job as refused: the daemon never had the blocks."""
         self._end(Outcome.FAILED, reason)
 
     def lose(self, reason: str) -> None:
-        """Its end will never be told, and it is proven that its copies have ended."""
+        """Ends the job as lost: its end will never be reported, and it is proven that its copies have ended."""
         self._end(Outcome.LOST, reason)
 
     def complete(self, message: messages.Completed) -> None:
-        """The daemon says how it ended. Raises MessageError if `failed` doesn't fit the job."""
+        """Ends the job as the daemon reports. Raises MessageError if `failed` doesn't fit the job."""
         outcome = Outcome(message.outcome)
         if message.failed:
             failed = self._checked([unpack_u32(packed, "failed") for packed in message.failed])
@@ -121,7 +121,9 @@ class Job(Waitable):
 
 
 class JobDeadlineError(DeadlineError):
-    """A job's end, or the answer to its request, did not come in time. Its blocks are the daemon's; wait again."""
+    """Raised when a job's end, or the reply to its request, did not come in time. The daemon owns its blocks; wait
+    again.
+    """
 
     def __init__(self, message: str, job: Job) -> None:
         super().__init__(message)
@@ -129,7 +131,9 @@ class JobDeadlineError(DeadlineError):
 
 
 class JobConnectionLostError(ConnectionLostError):
-    """The connection ended while a job was being asked for. Its blocks may be the daemon's; it stays waitable."""
+    """Raised when the connection ended during a job's request. The daemon may own its blocks; the job can be waited
+    for.
+    """
 
     def __init__(self, message: str, job: Job) -> None:
         super().__init__(message)

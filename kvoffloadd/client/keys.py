@@ -1,4 +1,4 @@
-"""Keys and block ids between numpy and the wire's packed form."""
+"""Converts keys and block ids between numpy and the wire's packed form."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Keys = bytes | bytearray | memoryview | U8Array
 """Packed keys, or a u8 array (keys, key_bytes)."""
 
 BlockIds = npt.NDArray[np.integer[Any]] | Sequence[int]
-"""Block ids (keys,) or (keys, blocks_per_key); `model.NO_BLOCK` says that this block of the key is not wanted."""
+"""Block ids (keys,) or (keys, blocks_per_key); `model.NO_BLOCK` means that this block of the key is not wanted."""
 
 _KEY_STATES = bytes(KeyState)
 
 
 def pack_keys(keys: Keys, key_bytes: int) -> bytes:
-    """The keys, one after the other. Raises UsageError if they are not `key_bytes` wide."""
+    """Packs the keys, one after the other. Raises UsageError if they are not `key_bytes` wide."""
     if isinstance(keys, np.ndarray):
         if keys.dtype != np.uint8 or keys.ndim != 2 or keys.shape[1] != key_bytes:
             raise UsageError(f"keys must be u8 arrays of shape (n, {key_bytes}), not {keys.dtype} {keys.shape}")
@@ -36,14 +36,16 @@ def pack_keys(keys: Keys, key_bytes: int) -> bytes:
 
 
 def unpack_keys(packed: bytes, key_bytes: int) -> U8Array:
-    """u8 (keys, key_bytes). Raises MessageError if the daemon's bytes don't fit the width."""
+    """Returns u8 (keys, key_bytes). Raises MessageError if the daemon's bytes don't fit the width."""
     if len(packed) % key_bytes:
         raise MessageError(f"{len(packed)} bytes of keys are not a multiple of the key width {key_bytes}")
     return np.frombuffer(packed, np.uint8).reshape(-1, key_bytes)
 
 
 def pack_blocks(block_ids: BlockIds, keys: int, blocks_per_key: int) -> bytes:
-    """The ids as little-endian u32. Raises UsageError for no integers, out of u32 range, or of another count."""
+    """Packs the ids as little-endian u32. Raises UsageError unless they are integers in u32 range, of the right
+    count.
+    """
     ids = block_ids if isinstance(block_ids, np.ndarray) else _from_sequence(block_ids)
     if ids.dtype.kind not in "iu":
         raise UsageError(f"block ids must be integers, not {ids.dtype}")
@@ -56,7 +58,7 @@ def pack_blocks(block_ids: BlockIds, keys: int, blocks_per_key: int) -> bytes:
 
 
 def _from_sequence(block_ids: Sequence[int]) -> npt.NDArray[Any]:
-    """Lists are slow but welcome; numpy would take a bool among integers for one of them."""
+    """Converts a list, which is slow but allowed; numpy would accept a bool among integers."""
     try:
         ids = np.asarray(block_ids)
     except ValueError as error:
@@ -69,17 +71,17 @@ def _from_sequence(block_ids: Sequence[int]) -> npt.NDArray[Any]:
 
 
 def unpack_states(states: list[bytes], counts: tuple[int, ...]) -> list[U8Array]:
-    """u8 per key and group. Raises MessageError where the daemon's answer doesn't fit the question."""
+    """Returns u8 per key and group. Raises MessageError where the daemon's answer doesn't fit the request."""
     if tuple(map(len, states)) != counts:
         raise MessageError(f"the reply has states for {tuple(map(len, states))} keys; the request named {counts}")
-    # As bytes: for a few keys numpy takes longer.
+    # Checks bytes: for a few keys numpy takes longer.
     if any(packed.translate(None, delete=_KEY_STATES) for packed in states):
         raise MessageError("an unknown key state")
     return [np.frombuffer(packed, np.uint8) for packed in states]
 
 
 def unpack_u32(packed: bytes, what: str) -> U32Array:
-    """u32 (n,). Raises MessageError."""
+    """Returns u32 (n,). Raises MessageError."""
     if len(packed) % 4:
         raise MessageError(f"{what}: {len(packed)} bytes are not a u32 array")
     return np.frombuffer(packed, "<u4").astype(np.uint32, copy=False)

@@ -1,4 +1,4 @@
-"""How the blocking client waits: poll, and the steps of one call after the other."""
+"""The blocking client's waits: poll, and running the steps of one call after the other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _POLL_MS_MAX = 3_600_000.0
 
 
 class Poll:
-    """A `transport.Poller` on select.poll, and the running of calls' steps.
+    """Implements `transport.Poller` on select.poll, and runs the steps of calls.
 
-    A signal's handler can raise anywhere. `amid` tells where it did: False while nothing but the wait for descriptors
-    runs, and everything else is whole; True in the midst of anything else.
+    A signal handler can raise anywhere. `amid` records where it did: False during the wait for descriptors alone, when
+    everything else is consistent; True during anything else.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Poll:
         self._amid = False
 
     def watch(self, fd: int, ready: Callable[[], None]) -> None:
-        self._poll.register(fd, select.POLLIN)  # first: what is in the table can be unregistered
+        self._poll.register(fd, select.POLLIN)  # first: every entry in the table can be unregistered
         self._readers[fd] = ready
 
     def watch_writable(self, fd: int, ready: Callable[[], None]) -> None:
@@ -47,10 +47,10 @@ class Poll:
             self._poll.unregister(fd)
 
     def run(self, steps: Gen[R], mend: Callable[[], None]) -> R:
-        """The value of a call. Raises what its steps raise.
+        """Returns the value of a call. Raises the errors of its steps.
 
-        `mend`: makes whole whatever a call left that was interrupted in its midst, and watches anew what is open. It
-        may be interrupted itself.
+        `mend` repairs what a call that was interrupted left, and watches again what is open. It may be interrupted
+        itself.
         """
         self._put_right(mend)
         self._amid = True
@@ -69,7 +69,7 @@ class Poll:
             self._put_right(mend)
 
     def _put_right(self, mend: Callable[[], None]) -> None:
-        """End the steps that were run last, if they have not been ended."""
+        """Ends the steps that were run last, if they have not ended."""
         if self._steps is None:
             return
         if self._amid:
@@ -81,7 +81,7 @@ class Poll:
         self._steps = None
 
     def _carry_out(self, wait: Wait) -> None:
-        """Poll, once at least, until a target is done or the time has passed."""
+        """Polls, once at least, until a target is done or the time has passed."""
         while True:
             left_ms = min(max(wait.until - monotonic(), 0.0) * 1000.0, _POLL_MS_MAX)
             self._amid = False
@@ -99,6 +99,6 @@ class Poll:
         writer = self._writers.get(fd)
         if writer is not None and events & select.POLLOUT:
             writer()
-        reader = self._readers.get(fd)  # looked up late: what came before may have ended it
+        reader = self._readers.get(fd)  # looked up late: an earlier reader may have removed it
         if reader is not None and events & ~select.POLLOUT:
             reader()

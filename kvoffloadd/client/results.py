@@ -1,5 +1,5 @@
-"""What the calls of both clients return: plain frozen values, whose arrays are read-only views of received bytes; and
-the handle of keys that are on their way from disk.
+"""Values that the calls of both clients return: frozen, with arrays that are read-only views of received bytes; and the
+handle of keys that are on their way from disk.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvoffloadd.protocol import messages
 class Lease(int):
     """A lease's number, which remembers the run of the daemon that granted it.
 
-    An int everywhere: a scheduler may send it to its workers as a plain number. A client that gets it back knows by
-    `boot_id` when it is void, since a daemon that was started anew gives the same numbers again.
+    It behaves as an int: a scheduler may send it to its workers as a plain number. A client that gets it back detects
+    by `boot_id` when it is void, since a daemon that was started anew gives the same numbers again.
     """
 
     boot_id: bytes
 
     def __new__(cls, number: int = 0, boot_id: bytes = b"") -> Lease:
-        """Lease 0 is none. `boot_id`: empty where it is not known."""
+        """Makes a lease; 0 means no lease. `boot_id`: empty where it is not known."""
         made = super().__new__(cls, number)
         made.boot_id = boot_id
         return made
@@ -33,9 +33,9 @@ class Lease(int):
 class Found:
     """Answer to `lookup`, `pin` and `prefetch`.
 
-    `states[g]`: u8 (keys,), `model.KeyState` per key of the g-th group asked for. `boundaries`: u32, prefix lengths
-    in tokens that every group can serve, longest first. `lease`: 0 where none is held. `promoting`: how many of the
-    PENDING keys are on their way from disk; above 0, the client's `wait_ready` gives the answer anew once they are
+    `states[g]`: u8 (keys,), `model.KeyState` per key of the g-th group of the request. `boundaries`: u32, prefix
+    lengths in tokens that every group can serve, longest first. `lease`: 0 where none is held. `promoting`: how many of
+    the PENDING keys are on their way from disk; above 0, the client's `wait_ready` returns a new answer once they are
     there. `promotion` is the handle for that; without this object the answer is dropped when it comes. `tiers[g]`: u8
     (keys,), `model.Tier` per key: from where it came, if it was not in memory when it was pinned. Empty where nothing
     is promoted, and with older daemons.
@@ -50,14 +50,15 @@ class Found:
 
     @property
     def ready(self) -> bool:
-        """Whether `wait_ready` would return or raise at once. A `Client` learns it while any call runs."""
+        """Returns whether `wait_ready` would return or raise at once. A `Client` updates it while any call runs."""
         return self.promotion is None or self.promotion.done
 
 
 class Promotion(Waitable):
-    """`done` once its `ready` has come, or never will. `seq`: of the request, and so of the `ready`.
+    """The handle of keys on their way; `done` once its `ready` has come, or never will. `seq`: of the request and the
+    `ready`.
 
-    Its `Found` alone keeps it. The connection refers to it weakly: what nobody can ask for any more is dropped.
+    Its `Found` alone keeps it. The connection refers to it weakly, so that an answer without a reader is dropped.
     """
 
     __slots__ = ("__weakref__", "_counts", "_found", "_lease", "_lost", "_tiers", "seq")
@@ -72,7 +73,7 @@ class Promotion(Waitable):
         self._lost = ""
 
     def outcome(self) -> Found:
-        """The answer anew. Raises DeadlineError (it has not come) or ConnectionLostError (it never will)."""
+        """Returns the new answer. Raises DeadlineError (it has not come) or ConnectionLostError (it never will)."""
         if self._found is not None:
             return self._found
         if self.done:
@@ -82,7 +83,7 @@ class Promotion(Waitable):
     # --- called by the connection alone --------------------------------------------------------
 
     def fulfil(self, message: messages.Ready) -> None:
-        """The daemon says what came of it. Raises MessageError where that does not fit what was asked."""
+        """Takes the daemon's answer. Raises MessageError where that does not fit the request."""
         if message.lease not in (0, self._lease):
             raise MessageError(f"`ready` has lease {message.lease}, but `found` had {int(self._lease)}")
         states = unpack_states(message.states, self._counts)
@@ -91,7 +92,7 @@ class Promotion(Waitable):
         self.settle()
 
     def lose(self, reason: str) -> None:
-        """Its connection has ended."""
+        """Ends the wait: the connection has ended."""
         self._lost = reason
         self.settle()
 
@@ -106,14 +107,14 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """What a clear dropped from memory. It is done: nothing that was stored before hits on this host.
+    """Counts what a clear dropped from memory. It has taken effect: nothing that was stored before hits on this host.
 
     `unrecorded`: where the clear is not recorded yet: paths of disk roots, which could bring keys back after a restart,
     and `remote` for the store that hosts share, from which other hosts could get them. The daemon goes on until they
     have recorded it. An older daemon does so as well, but has one text for all of them, and no figures then.
 
-    Of namespaces by their names, `namespaces` is how many were cleared. `left`: how many were not, since others have
-    taken all groups that the daemon can have in the meantime.
+    For a clear of namespaces by name, `namespaces` is how many were cleared. `left`: how many were not, since others
+    have taken all groups that the daemon can have in the meantime.
     """
 
     keys: int
@@ -125,7 +126,7 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """What a drain left: 0 and 0 unless its deadline passed."""
+    """Counts what a drain left: 0 and 0 unless its deadline passed."""
 
     jobs: int
     unsealed: int
@@ -133,8 +134,8 @@ class Drained:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """What the daemon's self-audit found wrong (nothing: empty) and how many slots, payloads and records on disk it
-    looked at.
+    """Lists what the daemon's self-audit found wrong (nothing: empty) and counts the slots, payloads and records on
+    disk that it checked.
     """
 
     findings: tuple[str, ...]

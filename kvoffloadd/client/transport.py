@@ -30,35 +30,35 @@ _ADVICE = {
     errno.EAGAIN: "the daemon does not accept connections: it is stuck or overloaded; see its log",
 }
 TRANSIENT = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
-"""Trying again may help: the daemon is about to start, or to accept."""
+"""Errors after which another attempt may succeed: the daemon is about to start, or to accept."""
 
 
 def unreachable(path: str, error: OSError) -> DaemonUnreachableError:
-    """What to tell, and what to do."""
+    """Returns the error to raise, with its cause and remedy."""
     advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno or 0))
     return DaemonUnreachableError(f"{path}: {advice}")
 
 
 class Poller(Protocol):
-    """Tells when a descriptor is ready. Level-triggered: `ready` is called as long as it is."""
+    """Calls back when a descriptor is ready. Level-triggered: `ready` is called as long as it is."""
 
     def watch(self, fd: int, ready: Callable[[], None]) -> None:
-        """Call `ready` when `fd` is readable."""
+        """Calls `ready` when `fd` is readable."""
 
     def watch_writable(self, fd: int, ready: Callable[[], None]) -> None:
-        """Call `ready` also when `fd`, which is watched, is writable."""
+        """Calls `ready` also when `fd`, which is watched, is writable."""
 
     def unwatch_writable(self, fd: int) -> None:
-        """Take back `watch_writable`; nothing if there was none."""
+        """Undoes `watch_writable`; does nothing if it was not called."""
 
     def unwatch(self, fd: int) -> None:
-        """Forget `fd`, which is still open; nothing if it is not watched."""
+        """Stops watching `fd`, which is still open; does nothing if it is not watched."""
 
 
 class Transport:
     """Moves bytes between the sockets and the connections' states. Every method returns at once.
 
-    `current` is the present connection; `former` are ended ones on which jobs' blocks still hang.
+    `current` is the present connection; `former` are ended ones that still have jobs with blocks not proven free.
     """
 
     def __init__(self, path: str, events: EventQueue, poller: Poller) -> None:
@@ -72,7 +72,7 @@ class Transport:
         self._buffer = bytearray(_READ_BYTES)
 
     def open(self) -> ConnectionState:
-        """A new connection, not greeted yet; the one before has ended. Raises OSError."""
+        """Opens a new connection, not greeted yet; the one before has ended. Raises OSError."""
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             self._connect(made)
@@ -87,7 +87,7 @@ class Transport:
     def _connect(self, made: socket.socket) -> None:
         try:
             made.connect(self._path)
-        except ConnectionRefusedError:  # also of a path that nobody could listen at
+        except ConnectionRefusedError:  # also for a path that is no socket
             if not stat.S_ISSOCK(os.stat(self._path).st_mode):
                 raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK)) from None
             raise
@@ -97,7 +97,9 @@ class Transport:
         self._poller.watch(connection.pidfd, partial(self._daemon_ended, connection))
 
     def ask(self, connection: ConnectionState, call: Call[Any]) -> None:
-        """Send its request, or queue what the kernel does not take now. Raises UsageError if it can't be asked."""
+        """Sends the call's request, or queues what the kernel does not take now. Raises UsageError if it can't be
+        sent.
+        """
         try:
             connection.ask(call)
         except FramingError as error:
@@ -108,7 +110,7 @@ class Transport:
             self._flush(connection)
 
     def break_off(self, connection: ConnectionState, reason: str) -> None:
-        """Say and hear nothing more. While jobs hang on it, the socket is kept to learn when the daemon closes it."""
+        """Ends the connection. While jobs depend on it, the socket is kept to learn when the daemon closes it."""
         self._end(connection, reason)
         if connection.jobs and connection in self._sockets:
             try:
@@ -119,17 +121,17 @@ class Transport:
         self.reap()
 
     def awaits_close(self, connection: ConnectionState) -> bool:
-        """Whether it was broken off and the daemon has not closed it yet."""
+        """Returns whether it was broken off and the daemon has not closed it yet."""
         return connection.ended.done and connection in self._sockets
 
     def reap(self) -> None:
-        """Close what belongs to ended connections on which nothing hangs any more."""
+        """Closes the sockets of ended connections that no job depends on any more."""
         for connection in [one for one in self.former if not one.jobs]:
             self._dispose(connection)
             self.former.remove(connection)
 
     def close(self) -> None:
-        """Close everything, whatever hangs on it."""
+        """Closes everything, even where jobs depend on it."""
         if self.current is not None:
             self._end(self.current, "the client was closed")
         for connection in self.former:
@@ -137,7 +139,9 @@ class Transport:
         self.former.clear()
 
     def mend(self) -> None:
-        """Break off everything after a call was interrupted, wherever that was. Nothing is watched. May be repeated."""
+        """Breaks off everything after a call was interrupted, wherever that was. Nothing stays watched. May be
+        repeated.
+        """
         self._stalled.clear()
         self._sockets = {connection: sock for connection, sock in self._sockets.items() if sock.fileno() >= 0}
         for connection in self._connections():
@@ -150,7 +154,7 @@ class Transport:
                 self.watch_daemon(connection)
 
     def abandon(self, reason: str) -> None:
-        """Close the descriptors of a forked child. Connections and poller are its parent's, and stay as they are."""
+        """Closes the descriptors of a forked child. Connections and poller are its parent's, and stay as they are."""
         connections = self._connections()
         self.current, self.former = None, []
         for connection in connections:
@@ -172,13 +176,13 @@ class Transport:
         try:
             all_sent = _send(sock, connection)
         except ConnectionError:
-            self._read_rest(connection)  # what it said before it closed still counts
+            self._read_rest(connection)  # messages from before it closed still count
             self.break_off(connection, "the daemon takes no more requests on this connection")
             return
         except OSError as error:
             self.break_off(connection, f"can't send: {error}")
             return
-        except BaseException:  # a signal's handler has raised: how much was sent is not known
+        except BaseException:  # a signal handler has raised: how many bytes were sent is not known
             self.break_off(connection, "a call was interrupted")
             raise
         if not all_sent:
@@ -202,7 +206,7 @@ class Transport:
         return self.former[:] if self.current is None else [*self.former, self.current]
 
     def _read(self, connection: ConnectionState) -> bool:
-        """Take what has come; True if there may be more."""
+        """Takes the data that has come; returns True if there may be more."""
         try:
             received = self._receive(self._sockets[connection])
             if received is None:
@@ -211,7 +215,7 @@ class Transport:
             if not data:
                 self._closed_by_daemon(connection)
                 return False
-            if connection.ended.done:  # broken off: nothing that is said on it counts any more
+            if connection.ended.done:  # broken off: messages no longer count
                 close_fds(fds)
             else:
                 connection.receive(data, fds)
@@ -219,16 +223,16 @@ class Transport:
                     self._take_back_unclaimed(connection)
         except PeerError as error:
             self.break_off(connection, f"the daemon broke the protocol: {error}")
-        except OSError as error:  # this socket will tell nothing more, not even that the daemon closed it
+        except OSError as error:  # this socket will report nothing more, not even that the daemon closed it
             self._close_socket(connection)
             self._end(connection, f"can't read: {error}")
-        except BaseException:  # what was read may be lost
+        except BaseException:  # bytes that were read may be lost
             self.break_off(connection, "a call was interrupted")
             raise
         return True
 
     def _receive(self, sock: socket.socket) -> tuple[memoryview, list[int]] | None:
-        """What has come, valid until the next call; no bytes: the daemon closed it; None: nothing now.
+        """Returns the data that has come, valid until the next call; no bytes: the daemon closed it; None: nothing now.
 
         Raises FramingError where descriptors came that did not fit.
         """
@@ -249,12 +253,12 @@ class Transport:
             pass
 
     def _take_back_unclaimed(self, connection: ConnectionState) -> None:
-        # Once it has said bye, they end with the session.
+        # After `bye`, they end with the session.
         while connection.unclaimed and not connection.ended.done and connection.bye is None:
             self.ask(connection, connection.unclaimed.pop())
 
     def _end(self, connection: ConnectionState, reason: str) -> None:
-        """Nothing more will come on it. Without jobs nobody needs to remember it."""
+        """Records that nothing more will come on the connection. Without jobs it need not be remembered."""
         connection.end(reason)
         if self.current is connection:
             if connection not in self.former:  # first: another thread may ask for `open_jobs`
@@ -262,7 +266,7 @@ class Transport:
             self.current = None
 
     def _closed_by_daemon(self, connection: ConnectionState) -> None:
-        connection.closed.settle()  # first: nothing else tells it again
+        connection.closed.settle()  # first: nothing else settles it again
         self._close_socket(connection)
         self._end(connection, "the daemon closed the connection")
 
@@ -283,20 +287,20 @@ class Transport:
 
 
 def _taken_pidfd(connection: ConnectionState) -> list[int]:
-    """Its pidfd, if it has one, which is the caller's to close. If that is interrupted, it stays open; but no number is
-    closed twice.
+    """Takes the connection's pidfd, if it has one; the caller closes it. If that is interrupted, it stays open; but no
+    number is closed twice.
     """
     pidfd, connection.pidfd = connection.pidfd, -1
     return [pidfd] if pidfd >= 0 else []
 
 
 def _send(sock: socket.socket, connection: ConnectionState) -> bool:
-    """Send what the kernel takes; True if that was all. Raises ConnectionError: the daemon closed it."""
+    """Sends what the kernel takes; returns True if that was all. Raises ConnectionError: the daemon closed it."""
     outbox = connection.outbox
     while outbox:
         call = outbox[0]
         was_sent = call.sent
-        call.sent = True  # before the system call: a signal's handler may raise at its end
+        call.sent = True  # before the system call: a signal handler may raise at its end
         try:
             if call.fds and not was_sent:  # they go with the first byte
                 count = sock.sendmsg([call.unsent], pack_fds(call.fds))

@@ -1,4 +1,4 @@
-"""Things that a call can wait for, and the one effect that both clients' I/O shells carry out."""
+"""Conditions that a call can wait for, and the one effect that both clients' I/O shells carry out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ R = TypeVar("R")
 
 
 class Waitable:
-    """Happens once: `done` turns True and stays so."""
+    """A condition that occurs once: `done` turns True and stays so."""
 
     __slots__ = ("_wakers", "done")
 
@@ -19,25 +19,25 @@ class Waitable:
         self._wakers: list[Callable[[], None]] = []
 
     def settle(self) -> None:
-        """It has happened: call every waker, once."""
+        """Marks the condition as having occurred, and calls every waker, once."""
         self.done = True
         wakers, self._wakers = self._wakers, []
         for wake in wakers:
             wake()
 
     def add_waker(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when it happens. It must not raise."""
+        """Registers `wake`, which is called when the condition occurs. It must not raise."""
         self._wakers.append(wake)
 
     def discard_waker(self, wake: Callable[[], None]) -> None:
-        """Forget `wake`, if it was not called yet."""
+        """Removes `wake`, if it was not called yet."""
         if wake in self._wakers:
             self._wakers.remove(wake)
 
 
 @dataclass(slots=True)
 class Wait:
-    """Do I/O until one of `targets` is done or `until` (time.monotonic seconds) has passed; not for less."""
+    """Requests I/O until one of `targets` is done or `until` (time.monotonic seconds) has passed, and no less."""
 
     targets: tuple[Waitable, ...]
     until: float

@@ -1,4 +1,4 @@
-"""The worker's side of layouts: whatever an engine allocated, the daemon sees canonical tensors and refs.
+"""The worker's side of layouts: presents an engine's memory, however allocated, as canonical tensors and refs.
 
 `canonicalise` takes an engine's tensors; `cross_layers`, `packed_pages` and `packed_rows` plan memory for an engine
 that lets us allocate. Importing this loads no torch.

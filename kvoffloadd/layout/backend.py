@@ -1,4 +1,4 @@
-"""How an attention backend wants its KV cache: the dimensions it indexes, and their order in memory. Data, no code."""
+"""Describes how attention backends lay out their KV cache: the dimensions they index, and their order in memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LAYER, BLOCK, KV, TOKEN, HEAD, DIM, PAIR = "layer", "block", "kv", "token", "hea
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """`shape`: dimensions as the backend indexes them. `memory`: the same, outermost in memory first.
+    """Dimensions of a KV cache. `shape`: as the backend indexes them. `memory`: the same, outermost in memory first.
 
     `layered`: the order in memory, `layer` included, where layers may share a tensor; None: the backend has none.
-    Raises UsageError for orders that are none of the shape's.
+    Raises UsageError for orders that do not have the dimensions of the shape.
     """
 
     name: str
@@ -34,8 +34,8 @@ class Backend:
 
     @property
     def with_layers(self) -> tuple[str, ...]:
-        """Order in memory with layers. Where the backend has none, layers come first: then they can't share a tensor,
-        and the order of what lies inside one stays the backend's.
+        """The order in memory with layers. Where the backend has none, layers come first: then they can't share a
+        tensor, and the order inside one stays the backend's.
         """
         return (LAYER, *self.memory) if self.layered is None else self.layered
 
@@ -46,13 +46,13 @@ class Backend:
 
     @property
     def outside_layers(self) -> tuple[str, ...]:
-        """What lies between block and layer in memory: () by default, (head,) where heads come first."""
+        """The dimensions between block and layer in memory: () by default, (head,) where heads come first."""
         order = self.with_layers
         return order[1 : order.index(LAYER)] if self.shares else ()
 
     @property
     def block_dim(self) -> int:
-        """Which dimension counts blocks."""
+        """The index of the dimension that counts blocks."""
         return self.shape.index(BLOCK)
 
 
@@ -62,7 +62,7 @@ FLASH_NHD = Backend(
     (KV, BLOCK, TOKEN, HEAD, DIM),
     (BLOCK, LAYER, KV, TOKEN, HEAD, DIM),
 )
-"""FlashAttention's. K and V apart, tokens before heads."""
+"""FlashAttention's: K and V apart, tokens before heads."""
 
 FLASH_HND = Backend(
     "flash-hnd",
@@ -70,7 +70,7 @@ FLASH_HND = Backend(
     (KV, BLOCK, HEAD, TOKEN, DIM),
     (BLOCK, HEAD, LAYER, KV, TOKEN, DIM),
 )
-"""The same indices, heads before tokens; with layers, heads before those too."""
+"""Has the same indices, but heads before tokens; with layers, heads before those too."""
 
 TRITON_NHD = Backend(
     "triton-nhd",
@@ -78,7 +78,7 @@ TRITON_NHD = Backend(
     (BLOCK, KV, TOKEN, HEAD, DIM),
     (BLOCK, LAYER, KV, TOKEN, HEAD, DIM),
 )
-"""Triton's and FlashInfer's. Blocks first, tokens before heads."""
+"""Triton's and FlashInfer's: blocks first, tokens before heads."""
 
 TRITON_HND = Backend(
     "triton-hnd",
@@ -86,7 +86,7 @@ TRITON_HND = Backend(
     (BLOCK, KV, HEAD, TOKEN, DIM),
     (BLOCK, HEAD, LAYER, KV, TOKEN, DIM),
 )
-"""Triton's. Blocks first, heads before tokens; with layers, heads before those and before K and V."""
+"""Triton's: blocks first, heads before tokens; with layers, heads before those and before K and V."""
 
 FLASHINFER_HND = Backend(
     "flashinfer-hnd",
@@ -94,17 +94,17 @@ FLASHINFER_HND = Backend(
     (BLOCK, KV, HEAD, TOKEN, DIM),
     (BLOCK, KV, HEAD, LAYER, TOKEN, DIM),
 )
-"""FlashInfer's. The same, but with layers K and V stay outermost in a block."""
+"""FlashInfer's: the same, but with layers K and V stay outermost in a block."""
 
 PACKED_HND = Backend(
     "packed-hnd", (BLOCK, HEAD, TOKEN, PAIR), (BLOCK, HEAD, TOKEN, PAIR), (BLOCK, LAYER, HEAD, TOKEN, PAIR)
 )
-"""Four dimensions, K and V of a head side by side."""
+"""Has four dimensions, K and V of a head side by side."""
 
 PACKED_NHD = Backend(
     "packed-nhd", (BLOCK, HEAD, TOKEN, PAIR), (BLOCK, TOKEN, HEAD, PAIR), (BLOCK, LAYER, TOKEN, HEAD, PAIR)
 )
-"""The same indices, tokens before heads in memory."""
+"""Has the same indices, but tokens before heads in memory."""
 
 LATENT = Backend("latent", (BLOCK, TOKEN, DIM), (BLOCK, TOKEN, DIM), (BLOCK, LAYER, TOKEN, DIM))
 """MLA: one latent vector a token."""

@@ -20,8 +20,8 @@ from kvoffloadd.model import Ref
 class CanonicalCache:
     """Canonical tensors and groups of refs.
 
-    `tensors`: torch.int8 (num_blocks, page_bytes), row stride >= page_bytes, all on one device. An engine that has
-    them already makes this itself; `canonicalise` makes it from layers. `owner`: what keeps the memory shared.
+    `tensors`: torch.int8 (num_blocks, page_bytes), row stride >= page_bytes, all on one device. An engine that already
+    has such tensors constructs this itself; `canonicalise` makes it from layers. `owner`: keeps the memory shared.
 
     Raises UsageError for tensors of another form, and refs that leave their pages or overlap within a group.
     """
@@ -45,7 +45,8 @@ class CanonicalCache:
             _check_apart(group.group, group.refs)
 
     def kv_cache(self, timelines: Sequence[Timeline] = ()) -> KvCache:
-        """What `Client.register` takes. CPU tensors that are not shared yet are moved to shared memory in place.
+        """Returns the argument of `Client.register`. CPU tensors that are not shared yet are moved to shared memory in
+        place.
 
         Raises UsageError where memory can't be shared, as SharedTensor.adopt and GpuTensor.adopt do.
         """
@@ -58,7 +59,7 @@ class CanonicalCache:
 
 
 def _check_apart(group: int, refs: Sequence[Ref]) -> None:
-    """That no byte of a row is named twice. Raises UsageError."""
+    """Checks that no byte of a row is named twice. Raises UsageError."""
     taken: dict[int, list[tuple[int, int]]] = {}
     for ref in refs:
         runs = [ref.offset + at * ref.stride for at in range(ref.count)]
@@ -73,10 +74,10 @@ def _check_apart(group: int, refs: Sequence[Ref]) -> None:
 def canonicalise(
     layers: Mapping[str, Any], specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], owner: object = None
 ) -> CanonicalCache:
-    """`layers`: of each the tensor that its backend uses; the list of its states' tensors; or of its K and V, where an
-    engine keeps those apart. Copies nothing.
+    """Makes a canonical cache of `layers`: for each the tensor that its backend uses; the list of its states' tensors;
+    or of its K and V, where an engine keeps those apart. Copies nothing.
 
-    Raises UsageError, naming the layer, its shape and strides, for what can't be expressed without a copy.
+    Raises UsageError, naming the layer, its shape and strides, for layers that can't be expressed without a copy.
     """
     storages = Storages()
     views = {

@@ -1,4 +1,4 @@
-"""Converts an engine's views to what the daemon sees: canonical tensors, each listed once, and the groups' refs."""
+"""Converts an engine's views to the daemon's form: canonical tensors, each listed once, and the groups' refs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from kvoffloadd.model import Dtype, Ref, common_dtype, dtype_named
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """`rows`: the canonical tensors. `groups`: ready to register, one for each part that the rank holds; refs in the
-    order of the rows' bytes, neighbouring layers merged, no padding. `layers`: the refs of each layer alone.
+    """The result of a conversion. `rows`: the canonical tensors. `groups`: ready to register, one for each part that
+    the rank holds; refs in the order of the rows' bytes, neighbouring layers merged, no padding. `layers`: the refs of
+    each layer alone.
     """
 
     rows: tuple[Rows, ...]
@@ -32,9 +33,9 @@ def canonical_geometry(
     groups: Sequence[LayerGroup],
     memory_bytes: Mapping[int, int],
 ) -> Canonical:
-    """`views`: of each layer one, or one for each of its states; `memory_bytes`: size of the memory they lie in.
+    """Converts `views`: one for each layer, or for each of its states; `memory_bytes`: size of the memory they lie in.
 
-    Raises UsageError, naming the layer, its shape and strides, for what can't be expressed without a copy.
+    Raises UsageError, naming the layer, its shape and strides, for layers that can't be expressed without a copy.
     """
     check_groups(specs, groups)
     if views.keys() != specs.keys():
@@ -76,7 +77,9 @@ def _held_runs(
     views: Mapping[str, Sequence[View]],
     rows: Sequence[Rows],
 ) -> dict[str, dict[int, list[Run]]]:
-    """Runs of the heads that are the part at this place among those that the rank holds; none: it holds one part."""
+    """Returns the runs of the heads that are the part at this place among those that the rank holds; none: it holds one
+    part.
+    """
     if group.held == 1:
         return {}
     found: list[RowSegment] = []
@@ -93,7 +96,9 @@ def _held_runs(
 
 
 def _check_attention(layer: str, spec: Attention, views: Sequence[View]) -> None:
-    """One tensor as the backend indexes it; where that is not known, K and V may also be in one each."""
+    """Checks that the layer has one tensor, as the backend indexes it; where the backend is not known, K and V may also
+    be in one each.
+    """
     said = " and ".join(map(str, views))
     known = isinstance(spec.backend, Backend)
     if len(views) != 1 and (known or len(views) != 2):
@@ -106,7 +111,7 @@ def _check_attention(layer: str, spec: Attention, views: Sequence[View]) -> None
 
 
 def _check_bytes(layer: str, spec: Attention | Opaque, views: Sequence[View]) -> None:
-    """That the layer's tensors count blocks where the spec says, and have its bytes of each."""
+    """Checks that the layer's tensors count blocks in the spec's dimension, and have its bytes of each."""
     said = " and ".join(map(str, views))
     if not all(0 <= spec.block_dim < len(view.shape) for view in views):
         raise UsageError(f"layer {layer}: {said} has no dimension {spec.block_dim} that counts blocks")
@@ -125,7 +130,7 @@ def _bytes_behind(view: View, block_dim: int) -> int:
 
 
 def _clusters(found: Sequence[RowSegment]) -> list[list[RowSegment]]:
-    """Segments of one tensor together, in the order in which layers first use them.
+    """Gathers the segments of one tensor, in the order in which layers first use them.
 
     Rows of different blocks have no bytes in common then. Within a block, layers of different groups may overlap,
     whatever their kernel blocks: a block id has one group at a time. Those of one group may not (`_check_apart`).
@@ -144,14 +149,14 @@ def _clusters(found: Sequence[RowSegment]) -> list[list[RowSegment]]:
 
 
 def _fits(cluster: Sequence[RowSegment], segment: RowSegment) -> bool:
-    """Whether the segment lies in the rows that the cluster has begun."""
+    """Returns whether the segment lies in the rows that the cluster has begun."""
     head, rows = cluster[0].rows, segment.rows
     same = (head.memory, head.num_blocks, head.stride_bytes) == (rows.memory, rows.num_blocks, rows.stride_bytes)
     return same and rows.offset + rows.page_bytes <= head.offset + head.stride_bytes
 
 
 def _whole_rows(clusters: Sequence[Sequence[RowSegment]], memory_bytes: Mapping[int, int]) -> list[Rows]:
-    """One tensor for each cluster, its rows as long as memory allows, so that padding is part of them."""
+    """Returns one tensor for each cluster, its rows as long as memory allows, so that padding is part of them."""
     tight = []
     for cluster in clusters:
         head = cluster[0].rows
@@ -193,7 +198,7 @@ def _runs_by_layer(found: Sequence[RowSegment], rows: Sequence[Rows]) -> dict[st
 
 
 def _tensor_of(segment: RowSegment, rows: Sequence[Rows]) -> int:
-    """The tensor in whose rows the segment lies: in its first row, since first rows do not overlap."""
+    """Returns the tensor that holds the segment, found by its first row, since first rows do not overlap."""
     begin, end = segment.rows.offset, segment.rows.offset + segment.rows.page_bytes
     return next(
         at
@@ -244,20 +249,20 @@ def _group(
 
 
 def _in_order(by_tensor: Mapping[int, Sequence[tuple[str, Run]]]) -> list[str]:
-    """Layers in the order in which a payload has the first bytes of each."""
+    """Returns the layers in the order in which a payload has the first bytes of each."""
     placed = [(tensor, run, layer) for tensor, runs in by_tensor.items() for layer, run in runs]
     return list(dict.fromkeys(layer for _, _, layer in sorted(placed)))
 
 
 def _dtype(spec: LayerSpec) -> Dtype:
-    """What the elements of a layer are."""
+    """Returns the dtype of a layer's elements."""
     if isinstance(spec, Mamba):
         return common_dtype(dtype_named(state.dtype) for state in spec.states)
     return dtype_named(spec.dtype) if isinstance(spec, Attention) else ""
 
 
 def _check_apart(placed: Sequence[tuple[str, Run]]) -> None:
-    """That no two runs of a block overlap: one group's layers can't use the same bytes."""
+    """Checks that no two runs of a block overlap: one group's layers can't use the same bytes."""
     ordered = sorted(placed, key=lambda one: one[1])
     for (one, (offset, length)), (other, (begin, size)) in itertools.pairwise(ordered):
         if offset + length > begin:

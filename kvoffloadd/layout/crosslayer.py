@@ -1,4 +1,4 @@
-"""Layers of equal pages in one tensor, so that a block's bytes of all of them lie side by side."""
+"""Puts layers of equal pages in one tensor, so that a block's bytes of all of them lie side by side."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def cross_layers(
     num_blocks: int,
     slots: Sequence[Sequence[str]] | None = None,
 ) -> Plan:
-    """One tensor for each page size in use, and one for each layer that can't share.
+    """Plans one tensor for each page size in use, and one for each layer that can't share.
 
     Shared tensors are (num_blocks, slots, page_bytes), or (num_blocks * kernel_blocks, ...) of kernel pages if all of
-    its groups have so many; where backends want heads first, (num_blocks, heads, slots, per_head_bytes). `slots`: which
-    layers share memory, at most one a group; without it, the n-th layers of all groups do, counted by page size.
+    its groups have that many; where backends want heads first, (num_blocks, heads, slots, per_head_bytes). `slots`:
+    which layers share memory, at most one a group; without it, the n-th layers of all groups do, counted by page size.
 
     Raises UsageError for layers that do not fit on one slot.
     """
@@ -49,7 +49,7 @@ def cross_layers(
 
 @dataclass(frozen=True, slots=True)
 class _SharedTensor:
-    """`kernel_blocks`: of each group's layers."""
+    """A tensor that layers share. `kernel_blocks`: of each group's layers."""
 
     key: Sharing
     slots: list[tuple[str, ...]]
@@ -59,7 +59,7 @@ class _SharedTensor:
 def _shared_tensors(
     slots: Slots, keys: Mapping[str, Sharing | None], specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]
 ) -> list[_SharedTensor]:
-    """Slots of one page size together, as far as the layers of each group have equal kernel blocks: those of one group
+    """Gathers slots of one page size, as far as the layers of each group have equal kernel blocks: those of one group
     would overlap otherwise, while different groups never use the same block.
     """
     group_of = {layer: group.group for group in groups for layer in group.layers}
@@ -91,7 +91,7 @@ def _shape(num_blocks: int, shared: _SharedTensor) -> tuple[int, ...]:
 
 
 def default_slots(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGroup]) -> Slots:
-    """The n-th layers of all groups share a slot, counted by what they can share a tensor with."""
+    """Has the n-th layers of all groups share a slot, counted by what they can share a tensor with."""
     slots: dict[tuple[Sharing, int], list[str]] = {}
     for group in groups:
         counts: dict[Sharing, int] = {}
@@ -104,7 +104,7 @@ def default_slots(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGrou
 
 
 def _checked(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGroup], slots: Sequence[Sequence[str]]) -> Slots:
-    """An engine's slots. Raises UsageError where layers can't lie on one."""
+    """Returns an engine's slots. Raises UsageError where layers can't lie on one."""
     group_of = {layer: group.group for group in groups for layer in group.layers}
     named = [layer for slot in slots for layer in slot]
     if sorted(named) != sorted(keys) or not all(slots):

@@ -1,4 +1,4 @@
-"""Strides, and what they say: which bytes of memory are one block's. Pure integers, no tensors."""
+"""Derives from strides which bytes of memory belong to a block. Pure integers, no tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class View:
     dtype: str
 
     def narrow(self, dim: int, start: int, size: int) -> View:
-        """Only these indices of one dimension, as torch's."""
+        """Restricts one dimension to these indices, as torch's `narrow`."""
         offset = self.offset + start * self.strides[dim] * item_bytes(self.dtype)
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
         return View(self.memory, offset, shape, self.strides, self.dtype)
@@ -55,7 +55,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowSegment:
-    """What one row of memory holds of a layer's tensor: `runs`, in ascending order, from the row's `rows.offset` on.
+    """The bytes of a layer's tensor in one row of memory: `runs`, in ascending order, from the row's `rows.offset` on.
 
     `rows.page_bytes` reaches from the first run to the end of the last.
     """
@@ -67,10 +67,11 @@ class RowSegment:
 
 
 def segments(layer: str, view: View, block_dim: int, kernel_blocks: int) -> list[RowSegment]:
-    """Rows of a layer's tensor. One list entry for each combination of the dimensions that lie outside the blocks.
+    """Returns the rows of a layer's tensor: one list entry for each combination of the dimensions that lie outside the
+    blocks.
 
-    Which do, only strides can tell: K and V are apart if their stride exceeds the blocks', whatever the shape.
-    Raises UsageError where blocks overlap or are no whole number of kernel blocks.
+    Only strides show which do: K and V are apart if their stride exceeds the blocks', whatever the shape. Raises
+    UsageError where blocks overlap or are no whole number of kernel blocks.
     """
     item = item_bytes(view.dtype)
     levels = [(stride * item, size) for size, stride in zip(view.shape, view.strides, strict=True)]
@@ -101,7 +102,7 @@ def segments(layer: str, view: View, block_dim: int, kernel_blocks: int) -> list
 
 
 def _extent(item: int, ascending: Sequence[Level]) -> int:
-    """Bytes from the first to the end of the last element; -1 if elements might overlap."""
+    """Returns the bytes from the first to the end of the last element; -1 if elements might overlap."""
     extent = item
     for stride, size in ascending:
         if stride < extent:
@@ -120,13 +121,13 @@ def _runs(item: int, ascending: Sequence[Level]) -> Iterator[Run]:
 
 
 def _offsets(ascending: Sequence[Level]) -> list[int]:
-    """Where each combination of these dimensions begins, ascending."""
+    """Returns where each combination of these dimensions begins, ascending."""
     steps = [range(0, size * stride, stride) for stride, size in reversed(ascending)]
     return [sum(combination) for combination in itertools.product(*steps)]
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
-    """Runs that do not overlap, in order, neighbours made one."""
+    """Merges neighbours among runs that do not overlap and are in order."""
     joined: list[Run] = []
     for offset, length in sorted(runs):
         if joined and sum(joined[-1]) == offset:
@@ -137,7 +138,9 @@ def merged(runs: Sequence[Run]) -> list[Run]:
 
 
 def refs_of(tensor: int, runs: Sequence[Run]) -> list[Ref]:
-    """Ascending runs as refs: runs of equal length and distance are one. Order of bytes: that of the row."""
+    """Converts ascending runs to refs: runs of equal length and distance form one. The order of bytes is that of the
+    row.
+    """
     refs: list[Ref] = []
     at = 0
     while at < len(runs):

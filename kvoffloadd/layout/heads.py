@@ -1,4 +1,6 @@
-"""Which attention heads a rank has, so that engines of several tensor-parallel sizes share what they store."""
+"""Determines which attention heads a rank has, so that engines of several tensor-parallel sizes share what they
+store.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,7 @@ from kvoffloadd.layout.spec import LayerKind
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank has of a group: `held` of `parts` parts, from `part` on. `writes`: it is the one of its replicas that
-    stores.
-    """
+    """A rank's share of a group: `held` of `parts` parts, from `part` on. `writes`: of its replicas, it stores."""
 
     parts: int
     part: int

@@ -1,4 +1,4 @@
-"""Several attention layers on one page: where a Mamba state sets the page, blocks need not grow to fill it."""
+"""Puts several attention layers on one page: where a Mamba state sets the page, blocks need not grow to fill it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from kvoffloadd.layout.plan import Plan, TensorPlan
 from kvoffloadd.layout.spec import LayerGroup, LayerSpec, Mamba, attention, check_blocks, check_groups
 
 KERNEL_TOKENS = 16
-"""Blocks are a multiple of this: what attention kernels ask for."""
+"""Attention kernels require blocks that are a multiple of this."""
 
 
 def packed_block_size(mamba_page_bytes: int, token_bytes: int, pack_size: int, step_tokens: int = KERNEL_TOKENS) -> int:
-    """Smallest block, in tokens, for which `pack_size` attention layers fill at least the Mamba state's page.
+    """Returns the smallest block, in tokens, for which `pack_size` attention layers fill at least the Mamba state's
+    page.
 
-    `token_bytes`: of one token in one attention layer. `step_tokens`: blocks are a multiple of it, rounded up to what
-    kernels ask for. Raises UsageError for sizes below 1.
+    `token_bytes`: of one token in one attention layer. `step_tokens`: blocks are a multiple of it, rounded up to the
+    multiple that kernels require. Raises UsageError for sizes below 1.
     """
     if min(mamba_page_bytes, token_bytes, pack_size, step_tokens) < 1:
         raise UsageError(f"sizes must be positive: {mamba_page_bytes}, {token_bytes}, {pack_size}, {step_tokens}")
@@ -27,10 +28,10 @@ def packed_block_size(mamba_page_bytes: int, token_bytes: int, pack_size: int, s
 
 
 def packed_pages(specs: Mapping[str, LayerSpec], pack_size: int, num_blocks: int) -> Plan:
-    """One tensor (num_blocks, page) for each pack of `pack_size` attention layers, in the order of `specs`.
+    """Plans one tensor (num_blocks, page) for each pack of `pack_size` attention layers, in the order of `specs`.
 
     Attention layers are group 0. Mamba layers overlay the tensors, one a group and tensor, dealt out to as many groups
-    as that takes. The last pack may have fewer layers: their slots stay unused.
+    as necessary. The last pack may have fewer layers: their slots stay unused.
 
     Raises UsageError unless attention layers are of one page size, and pages fit.
     """

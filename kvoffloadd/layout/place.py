@@ -1,4 +1,4 @@
-"""Where a layer's tensors lie in rows that it shares with others, or alone: geometry of one layer."""
+"""Determines where a layer's tensors lie in rows that it shares with others, or alone: geometry of one layer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvoffloadd.layout.spec import Attention, LayerSpec, Mamba, Opaque, attentio
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Layers with equal ones can share a tensor; in one group, if they have equal kernel blocks too.
+    """What layers must have in common to share a tensor; in one group, they need equal kernel blocks too.
 
-    `outside`: sizes of the dimensions between block and layer, () or (("head", heads),). `page_bytes`: what lies of one
+    `outside`: sizes of the dimensions between block and layer, () or (("head", heads),). `page_bytes`: bytes of one
     block of one layer behind each of their combinations, with padding.
     """
 
@@ -53,7 +53,7 @@ class Place:
 
 
 def shared_views(layer: str, spec: LayerSpec, num_blocks: int, place: Place) -> tuple[View, ...]:
-    """The layer's tensor, or those of its states, in rows of many.
+    """Returns the layer's tensor, or those of its states, in rows that several layers share.
 
     Raises UsageError for a layer that can't share rows, and for places that do not fit its dtype.
     """
@@ -82,7 +82,7 @@ def shared_views(layer: str, spec: LayerSpec, num_blocks: int, place: Place) -> 
 
 
 def _states(layer: str, spec: Mamba, num_blocks: int, place: Place) -> tuple[View, ...]:
-    """One view for each state, one behind the other in the layer's page."""
+    """Returns one view for each state, one behind the other in the layer's page."""
     offset = place.base + place.slot * spec.page_bytes
     views = []
     for state in spec.states:
@@ -97,8 +97,8 @@ def _states(layer: str, spec: Mamba, num_blocks: int, place: Place) -> tuple[Vie
 
 
 def own_view(layer: str, spec: LayerSpec, num_blocks: int, memory: int) -> View:
-    """The layer's tensor in memory of its own, in its backend's order; blocks need not come first. Of an opaque layer:
-    int8 (kernel blocks, bytes of one).
+    """Returns the layer's tensor in separate memory, in its backend's order; blocks need not come first. For an opaque
+    layer: int8 (kernel blocks, bytes of one).
 
     Raises UsageError for Mamba, for a backend that is not known, and for padding where blocks do not come first.
     """
@@ -121,7 +121,7 @@ def own_view(layer: str, spec: LayerSpec, num_blocks: int, memory: int) -> View:
 
 
 def _view(layer: str, memory: int, offset: int, dims: list[tuple[int, int]], dtype: str) -> View:
-    """`dims`: (size, stride in bytes)."""
+    """Makes a view of `dims`: (size, stride in bytes)."""
     item = item_bytes(dtype)
     shape = tuple(size for size, _ in dims)
     if offset % item or any(stride % item for _, stride in dims):

@@ -1,4 +1,4 @@
-"""Memory for the layers of an engine that lets us allocate: which tensors, and where in them each layer lies."""
+"""Plans memory for the layers of an engine that lets us allocate: which tensors, and where in them each layer lies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvoffloadd.layout.spec import LayerGroup, LayerSpec, Mamba
 from kvoffloadd.layout.torchviews import view_over
 
 HOST = "host"
-"""The device of sealed shared memory: what is allocated there is registered as it is, by daemons of any uid."""
+"""The device of sealed shared memory: daemons of any uid can register memory that is allocated there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tensors, and views of them for every layer: of an attention layer one, of a Mamba layer one for each state.
+    """Tensors, and views of them for every layer: one for an attention layer, one for each state of a Mamba layer.
 
     `canonical`: rows and refs, without any memory. Raises UsageError where layers would overlap.
     """
@@ -54,13 +54,14 @@ class Plan:
 
     @property
     def block_bytes(self) -> int:
-        """What one block takes in all tensors."""
+        """Bytes of one block in all tensors."""
         return sum(tensor.bytes for tensor in self.tensors) // self.num_blocks
 
     def allocate(self, device: str = HOST) -> Allocated:
-        """Zeros on a torch device ("cpu", "cuda:1", "meta"), or in sealed shared memory ("host"). Imports torch.
+        """Allocates zeros on a torch device ("cpu", "cuda:1", "meta"), or in sealed shared memory ("host"). Imports
+        torch.
 
-        Raises OSError, LimitError or torch's own error where there is not that much memory.
+        Raises OSError, LimitError or torch's own error where there is not enough memory.
         """
         torch = importlib.import_module("torch")
         shared: list[SharedTensor] = []
@@ -82,8 +83,9 @@ class Plan:
 
 @dataclass(frozen=True)
 class Allocated:
-    """`tensors`: torch.int8, contiguous, as planned. `layers`: of each layer the tensor that its backend takes, or the
-    list of its states' tensors: views of `tensors`. `cache`: the same memory in canonical form, ready to register.
+    """The memory of a plan. `tensors`: torch.int8, contiguous, as planned. `layers`: for each layer the tensor that its
+    backend takes, or the list of its states' tensors: views of `tensors`. `cache`: the same memory in canonical form,
+    ready to register.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Which blocks of each group a transfer needs. Pure arithmetic."""
+"""Computes which blocks of each group a transfer needs. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvoffloadd.model import GroupKind, Ref
 @dataclass(frozen=True, slots=True)
 class Reach:
     """How far back a group's layers look. `block_size` and `window` in tokens; `window`: of sliding attention, or a
-    chunk's size. Raises UsageError for what is no reach.
+    chunk's size. Raises UsageError for values that make no reach.
     """
 
     kind: GroupKind
@@ -25,7 +25,8 @@ class Reach:
             raise UsageError(f"a group of kind {self.kind} with blocks of {self.block_size} and window {self.window}")
 
     def blocks(self, tokens: int, local: int = 0) -> range:
-        """Blocks that the token behind a prefix of that many tokens needs; the prefix need not end with a block.
+        """Returns the blocks that the token behind a prefix of that many tokens needs; the prefix need not end with a
+        block.
 
         `local`: how many of the prefix's blocks, from the first on, are there already, and not wanted. Raises
         UsageError if that is more than the prefix has.
@@ -51,10 +52,12 @@ class Reach:
 
 
 def clip(blocks: range, window: int, block_size: int) -> range:
-    """The last of these blocks, `ceil(window / block_size) + 1`: what engines ask for, wherever a prefix may end."""
+    """Returns the last of these blocks, `ceil(window / block_size) + 1`: engines request that many, wherever a prefix
+    may end.
+    """
     return blocks[-window // block_size - 1 :]
 
 
 def descriptors(refs: Sequence[Sequence[Ref]], blocks: Sequence[int]) -> int:
-    """Runs of all blocks before any are merged: `refs` and number of blocks of each group."""
+    """Counts the runs of all blocks before any are merged: `refs` and number of blocks of each group."""
     return sum(count * sum(ref.count for ref in one) for one, count in zip(refs, blocks, strict=True))

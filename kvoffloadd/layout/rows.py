@@ -1,4 +1,4 @@
-"""One tensor whose row is one block across all layers: groups overlay it, a whole block is one descriptor."""
+"""Plans one tensor that has one block across all layers in each row: groups overlay it, a block is one descriptor."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kvoffloadd.layout.spec import (
 
 
 def uniform_type(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> bool:
-    """Whether the layers of every group are attention of one reach and block size, and pages are of several sizes: then
-    engines that pack rows do so by default. Groups may differ from one another in all of that.
+    """Returns whether the layers of every group are attention of one reach and block size, and pages are of several
+    sizes: then engines that pack rows do so by default. Groups may differ from one another in all of that.
     """
     for group in groups:
         layers = [specs[layer] for layer in group.layers]
@@ -34,11 +34,11 @@ def uniform_type(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -
 
 
 def packed_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_blocks: int) -> Plan:
-    """One tensor (num_blocks, row_bytes). Pages of a group lie one behind the other from the row's first byte on,
-    in the order of its layers; the row is as long as the longest group, rounded up to what its dtypes and kernel
+    """Plans one tensor (num_blocks, row_bytes). Pages of a group lie one behind the other from the row's first byte on,
+    in the order of its layers; the row is as long as the longest group, rounded up to a size that its dtypes and kernel
     blocks divide.
 
-    Raises UsageError for layers that need tensors of their own, and for kernel blocks that differ in a group.
+    Raises UsageError for layers that need separate tensors, and for kernel blocks that differ in a group.
     """
     check_groups(specs, groups)
     check_blocks(num_blocks)
@@ -57,14 +57,14 @@ def packed_rows(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], nu
 
 
 def _divisor(spec: LayerSpec) -> int:
-    """What a row must be a multiple of for the layer to lie in it."""
+    """Returns the divisor that a row must have for the layer to lie in it."""
     if isinstance(spec, Attention):
         return item_bytes(spec.dtype) * spec.kernel_blocks
     return math.lcm(*(item_bytes(state.dtype) for state in spec.states)) if isinstance(spec, Mamba) else 1
 
 
 def _check_kernel_blocks(specs: Mapping[str, LayerSpec], group: LayerGroup) -> None:
-    """Kernel blocks of a group's layers interleave; with different ratios they would overlap."""
+    """Checks the kernel blocks of a group's layers, which interleave: with different ratios they would overlap."""
     first = group.layers[0]
     for layer in group.layers:
         if specs[layer].kernel_blocks != specs[first].kernel_blocks:

@@ -1,4 +1,4 @@
-"""What an engine's layers and groups are, as plain data of no engine: kinds, sizes, dtypes."""
+"""Describes an engine's layers and groups as plain data of no engine: kinds, sizes, dtypes."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Dtypes by torch's names: all whose elements are bytes that mean the same anywhere."""
+"""Dtypes by torch's names, where the bytes of an element have the same meaning anywhere."""
 
 
 class LayerKind(enum.StrEnum):
-    """Kinds of layers. `OPAQUE`: any other, of which only the bytes of a block are known."""
+    """Kinds of layers. `OPAQUE`: any other; only the bytes of its blocks are known."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -53,7 +53,7 @@ ATTENTION_KINDS = (LayerKind.FULL, LayerKind.SLIDING, LayerKind.CHUNKED, LayerKi
 
 
 def layer_kind(name: str) -> LayerKind:
-    """The kind of that name. Raises UsageError for one that is not known."""
+    """Returns the kind of that name. Raises UsageError for one that is not known."""
     try:
         return LayerKind(name)
     except ValueError:
@@ -64,7 +64,7 @@ def layer_kind(name: str) -> LayerKind:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element. Raises UsageError for a dtype that is not known."""
+    """Returns the bytes of one element. Raises UsageError for a dtype that is not known."""
     found = ITEM_BYTES.get(dtype)
     if found is None:
         raise UsageError(f"dtype {dtype!r} is not known; these are: {', '.join(ITEM_BYTES)}")
@@ -77,9 +77,9 @@ class Attention:
 
     `block_size`, `window`: tokens; `window` is that of sliding attention (MLA may have one) or a chunk's size.
     `backend`: its dimensions and their order, or only which dimension of the layer's tensor counts blocks.
-    `padded_bytes`: what a block takes with padding behind it; 0: no padding. `kernel_blocks`: as how many blocks the
-    kernels see one. `tokens_per_entry`: a vector stands for so many tokens, where the layer compresses them. Raises
-    UsageError for what is no layer.
+    `padded_bytes`: bytes of a block with padding behind it; 0: no padding. `kernel_blocks`: number of blocks that the
+    kernels see in one. `tokens_per_entry`: number of tokens that a vector stands for, where the layer compresses them.
+    Raises UsageError for values that make no layer.
     """
 
     block_size: int
@@ -143,12 +143,14 @@ class Attention:
         return GroupKind.SLIDING if self.window else GroupKind.FULL
 
     def window_keys(self, tokens_per_key: int) -> int:
-        """Keys that a lookup at a boundary needs: those with the last `window - 1` tokens, or a whole chunk's."""
+        """Returns the number of keys that a lookup at a boundary needs: those with the last `window - 1` tokens, or a
+        whole chunk's.
+        """
         tokens = self.window if self.kind == LayerKind.CHUNKED else max(0, self.window - 1)
         return -(-tokens // tokens_per_key)
 
     def axes(self, num_blocks: int) -> dict[str, int]:
-        """Sizes by the dimensions' names."""
+        """Returns sizes by the dimensions' names."""
         return {
             BLOCK: num_blocks * self.kernel_blocks,
             KV: 2,
@@ -167,7 +169,7 @@ class Attention:
 
     @property
     def block_dim(self) -> int:
-        """Which dimension of the layer's tensor counts (kernel) blocks."""
+        """The dimension of the layer's tensor that counts (kernel) blocks."""
         return self.backend.block_dim if isinstance(self.backend, Backend) else self.backend
 
 
@@ -186,9 +188,9 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Mamba:
-    """A layer whose page holds states, one behind the other. Its tensors: (num_blocks, *shape) for each state.
+    """A layer with a page that holds states, one behind the other. Its tensors: (num_blocks, *shape) for each state.
 
-    `block_size`: tokens. `padded_bytes`: as for Attention. Raises UsageError for what is no layer.
+    `block_size`: tokens. `padded_bytes`: as for Attention. Raises UsageError for values that make no layer.
     """
 
     block_size: int
@@ -221,22 +223,22 @@ class Mamba:
 
     @property
     def kernel_blocks(self) -> int:
-        """Mamba has no kernel blocks."""
+        """Returns 1: Mamba has no kernel blocks."""
         return 1
 
     def window_keys(self, tokens_per_key: int) -> int:
-        """Mamba has no window."""
+        """Returns 0: Mamba has no window."""
         return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
     """A layer of a kind that is not known here: its blocks are stored and loaded as they are, in the order in which
-    they lie in memory. It has a tensor of its own.
+    they lie in memory. It has a separate tensor.
 
     `block_size`: tokens. `block_bytes`: all bytes of a block, whatever they mean. `window`: tokens that the layer looks
-    back, at most; 0: the whole prefix, which is enough for any kind that finds all it needs in its blocks.
-    `block_dim`: which dimension of its tensors counts (kernel) blocks. Raises UsageError for what is no layer.
+    back, at most; 0: the whole prefix, which is enough for any kind that finds all it needs in its blocks. `block_dim`:
+    the dimension of its tensors that counts (kernel) blocks. Raises UsageError for values that make no layer.
     """
 
     block_size: int
@@ -270,7 +272,7 @@ class Opaque:
         return GroupKind.SLIDING if self.window else GroupKind.FULL
 
     def window_keys(self, tokens_per_key: int) -> int:
-        """Keys that a lookup at a boundary needs: those with the last `window - 1` tokens."""
+        """Returns the number of keys that a lookup at a boundary needs: those with the last `window - 1` tokens."""
         return -(-max(0, self.window - 1) // tokens_per_key)
 
 
@@ -278,7 +280,7 @@ LayerSpec = Attention | Mamba | Opaque
 
 
 def attention(layer: str, spec: LayerSpec) -> Attention:
-    """The spec as one of attention. Raises UsageError."""
+    """Returns the spec if it is one of attention. Raises UsageError otherwise."""
     if not isinstance(spec, Attention):
         raise UsageError(f"layer {layer} is not an attention layer")
     return spec
@@ -286,9 +288,9 @@ def attention(layer: str, spec: LayerSpec) -> Attention:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share block tables, and what this rank holds of each key: as in `client.Group`.
+    """Layers that share block tables, and this rank's part of each key: as in `client.Group`.
 
-    `held`: the rank holds so many parts, from `part` on: equal ranges of its heads, in order.
+    `held`: the number of parts that the rank holds, from `part` on: equal ranges of its heads, in order.
     """
 
     group: int
@@ -300,20 +302,20 @@ class LayerGroup:
 
 
 def nth_layers(groups: Sequence[LayerGroup]) -> tuple[tuple[str, ...], ...]:
-    """The first layers of all groups, the second ones, and so on, until no group has more."""
+    """Returns the first layers of all groups, the second ones, and so on, until no group has more."""
     most = max((len(group.layers) for group in groups), default=0)
     return tuple(tuple(group.layers[at] for group in groups if at < len(group.layers)) for at in range(most))
 
 
 def check_blocks(num_blocks: int) -> None:
-    """That there are blocks. Raises UsageError."""
+    """Checks that there are blocks. Raises UsageError."""
     if num_blocks < 1:
         raise UsageError(f"a cache needs at least 1 block, not {num_blocks}")
 
 
 def check_groups(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -> None:
-    """That each layer is in one group, with layers of its kind, window and block size, and that parts exist. Raises
-    UsageError.
+    """Checks that each layer is in one group, with layers of its kind, window and block size, and that parts exist.
+    Raises UsageError.
     """
     seen: dict[str, int] = {}
     for group in groups:

@@ -1,4 +1,4 @@
-"""torch's tensors as geometry, and geometry as torch's tensors. Imports torch when called, never before."""
+"""Converts torch's tensors to geometry, and back. Imports torch when called, never before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvoffloadd.layout.spec import item_bytes
 
 
 class Storages:
-    """The memory under tensors: numbers for it, and what keeps it alive. Tensors over one storage share a number."""
+    """Keeps the memory under tensors alive and numbers it. Tensors over one storage share a number."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[str, int], int] = {}
@@ -20,7 +20,7 @@ class Storages:
         self.sizes: dict[int, int] = {}
 
     def view(self, layer: str, tensor: Any) -> View:
-        """The tensor as geometry. Raises UsageError for what is no dense tensor, or of a dtype that is not known."""
+        """Returns the tensor as geometry. Raises UsageError unless it is dense, with a dtype that is known."""
         torch = importlib.import_module("torch")
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             raise UsageError(f"layer {layer}: a {type(tensor).__name__} is not a dense torch tensor")
@@ -44,12 +44,12 @@ class Storages:
         return View(number, offset, tuple(tensor.shape), tuple(tensor.stride()), dtype)
 
     def rows(self, rows: Rows) -> Any:
-        """torch.int8 (num_blocks, page_bytes) over the memory that these rows name."""
+        """Returns torch.int8 (num_blocks, page_bytes) over the memory that these rows name."""
         return rows_over(self._tensors[rows.memory], rows)
 
 
 def rows_over(tensor: Any, rows: Rows) -> Any:
-    """torch.int8 (num_blocks, page_bytes) with strides (stride_bytes, 1), over the tensor's storage."""
+    """Returns torch.int8 (num_blocks, page_bytes) with strides (stride_bytes, 1), over the tensor's storage."""
     torch = importlib.import_module("torch")
     raw = torch.empty(0, dtype=torch.int8, device=tensor.device)
     size, stride = (rows.num_blocks, rows.page_bytes), (rows.stride_bytes, 1)
@@ -57,12 +57,12 @@ def rows_over(tensor: Any, rows: Rows) -> Any:
 
 
 def view_over(flat: Any, view: View) -> Any:
-    """A tensor of the view's dtype over `flat`: torch.int8 (bytes,), from byte 0 of its memory."""
+    """Returns a tensor of the view's dtype over `flat`: torch.int8 (bytes,), from byte 0 of its memory."""
     torch = importlib.import_module("torch")
     typed = flat.view(getattr(torch, view.dtype))
     return typed.as_strided(view.shape, view.strides, view.offset // item_bytes(view.dtype))
 
 
 def device_type(tensors: Sequence[Any]) -> str:
-    """Type of the device that the tensors are on: "cpu", "cuda", "meta"."""
+    """Returns the type of the device that the tensors are on: "cpu", "cuda", "meta"."""
     return str(tensors[0].device.type) if tensors else "cpu"

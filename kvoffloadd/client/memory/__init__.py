@@ -1,1 +1,1 @@
-"""What a worker gives the daemon to copy: tensors in shared memory or on a GPU, and when their blocks are final."""
+"""Memory that a worker lets the daemon copy: tensors in shared memory or on a GPU, and when their blocks are final."""

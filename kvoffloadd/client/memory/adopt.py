@@ -1,4 +1,4 @@
-"""Finding the memory under arrays that others made, and moving it to shared memory where it is not yet."""
+"""Finds the memory under arrays that other libraries made, and moves it to shared memory where it is not yet."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Extent:
 
 
 def rows_extent(address: int, shape: tuple[int, ...], strides: tuple[int, ...], item_bytes: int) -> Extent:
-    """Rows along dim 0. `strides` in bytes. Raises UsageError if they are no rows."""
+    """Returns the extent of rows along dim 0. `strides` in bytes. Raises UsageError if they are no rows."""
     if len(shape) < 2 or math.prod(shape) == 0:
         raise UsageError(f"shape {shape} has no blocks along dim 0 with bytes behind them")
     page_bytes = item_bytes
@@ -48,7 +48,7 @@ def rows_extent(address: int, shape: tuple[int, ...], strides: tuple[int, ...], 
 
 
 def numpy_extent(array: npt.NDArray[Any]) -> tuple[Extent, Allocation]:
-    """Where a numpy array's rows lie, and the shared memory they lie in. Raises UsageError if they lie in none."""
+    """Returns where a numpy array's rows lie, and the shared memory that holds them. Raises UsageError if none does."""
     extent = rows_extent(array.ctypes.data, array.shape, array.strides, array.itemsize)
     known = Allocation.around(extent.address, extent.size_bytes)
     return extent, known if known is not None else _of_memmap(array)
@@ -71,7 +71,9 @@ def _of_memmap(array: npt.NDArray[Any]) -> Allocation:
 
 
 def torch_extent(tensor: Any) -> tuple[Extent, Allocation, U8Array]:
-    """Moves a torch CPU tensor's storage to shared memory, if it is not there; its rows as u8. Raises UsageError."""
+    """Moves a torch CPU tensor's storage to shared memory, if it is not there; returns its rows as u8. Raises
+    UsageError.
+    """
     refusal = "only dense CPU tensors can be moved to shared memory"
     _torch_rows(tensor, "cpu", refusal)  # before anything is moved
     storage = tensor.untyped_storage()
@@ -87,7 +89,7 @@ def torch_extent(tensor: Any) -> tuple[Extent, Allocation, U8Array]:
 
 
 def gpu_extent(tensor: Any) -> Extent:
-    """Where the rows of a torch CUDA tensor lie, or of a CUDA array. Raises UsageError."""
+    """Returns where the rows of a torch CUDA tensor lie, or of a CUDA array. Raises UsageError."""
     if type(tensor).__module__.partition(".")[0] == "torch":
         refusal = "only dense CUDA tensors lie in a GPU's memory (SharedTensor.adopt takes those of the CPU)"
         return _torch_rows(tensor, "cuda", refusal)
@@ -106,7 +108,7 @@ def gpu_extent(tensor: Any) -> Extent:
 
 
 def _torch_rows(tensor: Any, device: str, refusal: str) -> Extent:
-    """Where they lie now. Raises UsageError, for what is no dense tensor on such a device with `refusal`."""
+    """Returns where the rows lie now. Raises UsageError with `refusal` unless it is a dense tensor on such a device."""
     torch = importlib.import_module("torch")
     if not isinstance(tensor, torch.Tensor) or tensor.device.type != device or tensor.layout != torch.strided:
         raise UsageError(refusal)

@@ -1,4 +1,4 @@
-"""One piece of shared memory with its descriptor: what `attach` announces."""
+"""One piece of shared memory with its descriptor: `attach` announces it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Allocation:
     """
 
     def __init__(self, fd: int, address: int, size_bytes: int, owner: object) -> None:
-        """Takes `fd`, whose byte 0 is at `address`."""
+        """Takes over `fd`; its byte 0 is at `address`."""
         self.fd = fd
         self.address = address
         self.size_bytes = size_bytes
@@ -34,7 +34,9 @@ class Allocation:
 
     @classmethod
     def create(cls, name: str, size_bytes: int) -> tuple[Allocation, U8Array]:
-        """A new sealed memfd, and all of it as u8 (size_bytes,). Raises OSError or ResourceError: no memory."""
+        """Creates a sealed memfd; returns it and all of it as u8 (size_bytes,). Raises OSError or ResourceError: no
+        memory.
+        """
         fd = create_memfd(name, size_bytes)
         try:
             mapping = Mapping.map_fd(fd, size_bytes, writable=True)
@@ -50,8 +52,8 @@ class Allocation:
         return made, array
 
     def populate(self, address: int, size_bytes: int) -> None:
-        """Have the kernel provide these mapped bytes now: a page is charged to whoever touches it first. That is not
-        to be the daemon.
+        """Has the kernel provide these mapped bytes now: a page is charged to the process that touches it first, which
+        must not be the daemon.
 
         Blocks for about a second per GiB and thread. Raises ResourceError if there is no memory for it.
         """
@@ -66,7 +68,7 @@ class Allocation:
 
     @classmethod
     def around(cls, address: int, size_bytes: int) -> Allocation | None:
-        """The allocation known here that holds these bytes."""
+        """Returns the allocation known here that holds these bytes."""
         for allocation in _live:
             if allocation.address <= address and address + size_bytes <= allocation.address + allocation.size_bytes:
                 return allocation

@@ -1,7 +1,7 @@
-"""One piece of a GPU's memory, as the daemon can be given it: what `attach_ipc` and `attach_vmm` announce.
+"""One piece of a GPU's memory in a form that the daemon can map: `attach_ipc` and `attach_vmm` announce it.
 
-Found from an address alone, by asking the driver: it needs nothing of the library that made the memory, and changes
-nothing about it.
+It is found from an address alone, through the driver: that needs no help of the library that made the memory, and
+changes nothing about it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOT_EXPORTABLE = (
 
 @functools.cache
 def driver() -> CudaDriver:
-    """The driver, loaded once. Raises DeviceError."""
+    """Returns the driver, loaded once. Raises DeviceError."""
     return CudaDriver()
 
 
@@ -57,7 +57,7 @@ class IpcMemory:
 
 @dataclass(frozen=True, slots=True)
 class VmmMemory:
-    """Chunks of virtual memory, side by side from `address` on: their sizes in bytes."""
+    """Chunks of virtual memory, contiguous from `address` on: their sizes in bytes."""
 
     uuid: bytes
     address: int
@@ -74,7 +74,7 @@ class VmmMemory:
         return self.uuid, self.address, self.size_bytes
 
     def export(self, first: int, count: int) -> Descriptors:
-        """Descriptors of some chunks. Raises UsageError where the driver gives none."""
+        """Returns descriptors of some chunks. Raises UsageError where the driver gives none."""
         address = self.address + sum(self.chunks[:first])
         found = Descriptors()
         for size in self.chunks[first : first + count]:
@@ -87,22 +87,22 @@ GpuAllocation = IpcMemory | VmmMemory
 
 
 class Descriptors:
-    """Open descriptors, which are closed with the object."""
+    """Holds open descriptors, which are closed with the object."""
 
     def __init__(self) -> None:
         self.fds: list[int] = []
         weakref.finalize(self, close_fds, self.fds)
 
     def add(self, fd: int) -> None:
-        """Takes it over."""
+        """Takes over `fd`."""
         self.fds.append(fd)
 
 
 def gpu_allocation(address: int, size_bytes: int) -> GpuAllocation:
-    """The memory that holds these bytes of a GPU.
+    """Returns the memory that holds these bytes of a GPU.
 
     Raises:
-        UsageError: no memory of a GPU, or such as other processes can't map, with what to change.
+        UsageError: it is no memory of a GPU, or other processes can't map it; the text names the remedy.
         DeviceError: there is no usable driver.
     """
     try:
@@ -131,16 +131,16 @@ def _vmm_memory(uuid: bytes, address: int, size_bytes: int) -> VmmMemory:
     chunks = []
     while at < address + size_bytes:
         start, chunk_bytes = _mapping(at)
-        if start != at or chunk_bytes < 1:  # a driver that says 0 would have this go on for ever
+        if start != at or chunk_bytes < 1:  # a size of 0 would make this loop endless
             raise UsageError(f"{size_bytes} bytes at {address:#x} are not mapped in whole chunks")
         chunks.append(chunk_bytes)
         at += chunk_bytes
-    os.close(_exported(begin))  # can it be, at all?
+    os.close(_exported(begin))  # fails early if it can't be exported
     return VmmMemory(uuid, begin, tuple(chunks))
 
 
 def _mapping(address: int) -> tuple[int, int]:
-    """Where the chunk that is mapped there begins, and its bytes."""
+    """Returns where the chunk that is mapped there begins, and its bytes."""
     try:
         begin = driver().attribute(PointerAttribute.MAPPING_BASE_ADDR, address)
         return begin, driver().attribute(PointerAttribute.MAPPING_SIZE, address)
@@ -149,7 +149,7 @@ def _mapping(address: int) -> tuple[int, int]:
 
 
 def _exported(address: int) -> int:
-    """A descriptor of the chunk that is mapped there; the caller owns it."""
+    """Returns a descriptor of the chunk that is mapped there; the caller owns it."""
     cuda = driver()
     try:
         handle = cuda.call("cuMemRetainAllocationHandle", address)
@@ -166,7 +166,7 @@ def _exported(address: int) -> int:
 
 
 def _handle_types(address: int) -> str:
-    """The kinds of handles that the memory there was made for, in words."""
+    """Names the kinds of handles that the memory there was made for."""
     try:
         allowed = driver().attribute(PointerAttribute.ALLOWED_HANDLE_TYPES, address)
     except CudaError:
@@ -176,7 +176,7 @@ def _handle_types(address: int) -> str:
 
 @contextlib.contextmanager
 def _context_of(ordinal: int) -> Iterator[None]:
-    """A GPU's primary context, current in this thread meanwhile: the one that the memory's library uses, too."""
+    """Makes a GPU's primary context, which the memory's library uses, too, current in this thread meanwhile."""
     cuda = driver()
     device = cuda.call("cuDeviceGet", ordinal)
     cuda.call("cuCtxPushCurrent", cuda.call("cuDevicePrimaryCtxRetain", device))

@@ -39,18 +39,18 @@ class Group:
 
     @property
     def payload_bytes(self) -> int:
-        """What one block has in this rank's refs."""
+        """Bytes of one block in this rank's refs."""
         return sum(ref.payload_bytes for ref in self.refs)
 
     @property
     def schema(self) -> GroupSchema:
-        """What the namespace shares."""
+        """The part of the group that the namespace shares."""
         return GroupSchema(
             self.group, self.kind, self.tokens_per_key, self.window_keys, self.blocks_per_key, self.parts
         )
 
     def check_refs(self, pages: Sequence[int]) -> None:
-        """That the refs lie within `pages`, the bytes of a row of each tensor. Raises UsageError."""
+        """Checks that the refs lie within `pages`, the bytes of a row of each tensor. Raises UsageError."""
         for ref in self.refs:
             if not 0 <= ref.tensor < len(pages):
                 raise UsageError(
@@ -66,7 +66,7 @@ class Group:
                 raise UsageError(f"group {self.group}: {ref} extends beyond its page of {page} bytes")
 
     def spec(self, *, composition: bool) -> GroupSpec:
-        """Converts the group for the wire. `composition`: the daemon also accepts what the bytes of refs are."""
+        """Converts the group for the wire. `composition`: the daemon also accepts a description of the refs' bytes."""
         refs = [
             RefSpec(
                 tensor=ref.tensor,
@@ -94,7 +94,7 @@ class Group:
 class KvCache:
     """Tensors and groups of one worker, all tensors on one device. Raises UsageError where they do not fit each other.
 
-    Tensors that lie in the same memory are attached once. `timelines`: those that jobs' `ready` may be of.
+    Tensors that lie in the same memory are attached once. `timelines`: those that jobs' `ready` may belong to.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class KvCache:
         group.check_refs([tensor.page_bytes for tensor in self.tensors])
 
     def group(self, number: int) -> Group:
-        """The group of that number; if several parts of it are held, any of them. Raises UsageError."""
+        """Returns the group of that number; if several parts of it are held, any of them. Raises UsageError."""
         found = self._by_number.get(number)
         if found is None:
             raise UsageError(f"group {number} is not registered; these are: {sorted(self._by_number)}")
@@ -141,11 +141,11 @@ class KvCache:
 
     @property
     def is_on_gpu(self) -> bool:
-        """Whether the tensors are in memory of a GPU."""
+        """Returns whether the tensors are in memory of a GPU."""
         return any(not isinstance(tensor.allocation, Allocation) for tensor in self.tensors)
 
     def allocations(self) -> list[Allocation | GpuAllocation]:
-        """The memory behind the tensors and the timelines, each one once."""
+        """Returns the memory behind the tensors and the timelines, each piece once."""
         every: list[Allocation | GpuAllocation] = [tensor.allocation for tensor in self.tensors]
         every += [timeline.allocation for timeline in self.timelines]
         return list({allocation.identity: allocation for allocation in every}.values())
@@ -170,7 +170,7 @@ class Registration:
         return f"<Registration {state}, {len(self.caches.tensors)} tensors, {len(self.caches.groups)} groups>"
 
     def bind(self, number: int, connection_ended: Waitable) -> None:
-        """The daemon's `number` for it, which is valid until its connection has ended."""
+        """Records the daemon's `number` for it, which is valid until its connection has ended."""
         self._number, self._connection_ended = number, connection_ended
 
     @property

@@ -1,7 +1,7 @@
-"""Points of a stream's timeline where the stream can't write them itself: a thread waits for its events and does.
+"""Points of a stream's timeline where the stream can't write them itself: a thread waits for its events and writes.
 
 A stream writes numbers to host memory that the driver has registered. Where it registers none, or the GPU's streams
-write no numbers (virtual machines, containers and MPS differ in what they allow), the engine is to start all the same.
+write no numbers (virtual machines, containers and MPS differ in what they allow), the engine must start all the same.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ _EVENT_FLAGS = 3  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING: the thread
 
 
 class StreamWatch:
-    """Sets `cell` behind a stream's work. Its thread ends with the process: the cell's memory has to stay as long."""
+    """Sets `cell` behind a stream's work. Its thread ends with the process: the cell's memory must last as long."""
 
     def __init__(self, stream: int, cell: ctypes.c_uint64) -> None:
-        """The stream's context must be current in this thread. Raises DeviceError: no thread, or the driver refuses."""
+        """Starts the thread. The stream's context must be current. Raises DeviceError: no thread, or the driver
+        refuses.
+        """
         self._stream = stream
         self._cell = cell
         self._context = driver().call("cuCtxGetCurrent")
@@ -38,7 +40,7 @@ class StreamWatch:
             raise DeviceError(f"no thread can be started for a stream's signals: {error}") from error
 
     def signal(self, value: int) -> None:
-        """The cell becomes `value`, greater than those before, when all that was queued until now has been done.
+        """Has the cell become `value`, greater than those before, when all that was queued until now has been done.
 
         Raises DeviceError where the driver refuses, or has refused to wait for an earlier one.
         """
@@ -68,6 +70,6 @@ class StreamWatch:
 
 
 def _ignore_captures() -> None:
-    """Another thread that captures a graph forbids some calls to all others, unless they say that they don't mind."""
+    """Exempts this thread from graph captures: a thread that captures forbids some calls to all that do not opt out."""
     with contextlib.suppress(DeviceError):  # it is a precaution
         driver().call("cuThreadExchangeStreamCaptureMode", driver().api.CUstreamCaptureMode(_RELAXED))

@@ -17,7 +17,7 @@ from kvoffloadd.protocol.messages import TensorSpec
 
 
 class CanonicalTensor:
-    """Rows in memory that the daemon can be given. `offset`: byte of the allocation where block 0 begins."""
+    """Rows in memory that the daemon can map. `offset`: byte of the allocation where block 0 begins."""
 
     def __init__(self, allocation: Allocation | GpuAllocation, extent: Extent) -> None:
         self.allocation: Allocation | GpuAllocation = allocation
@@ -58,7 +58,7 @@ class SharedTensor(CanonicalTensor):
     def allocate(
         cls, num_blocks: int, page_bytes: int, stride_bytes: int | None = None, *, name: str = "kv_cache"
     ) -> SharedTensor:
-        """Zeros in a memfd of their own, sealed against resizing, so that a daemon of any uid may map it.
+        """Allocates zeros in a separate memfd, sealed against resizing, so that a daemon of any uid may map it.
 
         All of its pages are there when it returns, which takes about a second per GiB and thread, up to four of them.
         Raises UsageError for sizes that make no tensor, OSError or ResourceError where the kernel has no memory for it.
@@ -72,7 +72,7 @@ class SharedTensor(CanonicalTensor):
 
     @classmethod
     def adopt(cls, tensor: Any) -> SharedTensor:
-        """Share memory that exists: dim 0 is the block, what lies behind one block must be contiguous.
+        """Shares memory that exists: dim 0 is the block, the bytes of one block must be contiguous.
 
         A torch CPU tensor of any dtype: its storage is moved to shared memory in place, once for all tensors over it;
         torch views stay valid, numpy views taken before do not. That memory is unsealed: only a daemon of the same uid
@@ -95,8 +95,8 @@ class SharedTensor(CanonicalTensor):
 
     @classmethod
     def of_fd(cls, fd: int, memory: U8Array, rows: U8Array) -> SharedTensor:
-        """Share memory that another library has mapped. `memory`: u8 (bytes,), what `fd` names, from its first byte on;
-        `rows`: u8 (num_blocks, page_bytes), a view of it. The descriptor is duplicated.
+        """Shares memory that another library has mapped. `memory`: u8 (bytes,), all that `fd` names, from its first
+        byte on; `rows`: u8 (num_blocks, page_bytes), a view of it. The descriptor is duplicated.
 
         Unless it is a memfd with seals only a daemon of the same uid takes it. Raises UsageError for rows that lie
         elsewhere, or are none.
@@ -108,32 +108,32 @@ class SharedTensor(CanonicalTensor):
         return cls(Allocation.of_fd(fd, memory), extent, rows)
 
     def torch(self) -> Any:
-        """The same memory as a torch.int8 tensor (num_blocks, page_bytes). Imports torch; copies nothing."""
+        """Returns the same memory as a torch.int8 tensor (num_blocks, page_bytes). Imports torch; copies nothing."""
         return importlib.import_module("torch").from_numpy(self.array.view(np.int8))
 
 
 class GpuTensor(CanonicalTensor):
-    """Rows of a GPU's memory that another library owns. `owner`: what keeps the memory alive. Made by `adopt`."""
+    """Rows of a GPU's memory that another library owns. `owner`: keeps the memory alive. Made by `adopt`."""
 
     def __init__(self, extent: Extent, owner: object) -> None:
-        """`extent`: addresses of the GPU. Raises as `adopt`."""
+        """Takes an `extent` with addresses of the GPU. Raises as `adopt`."""
         super().__init__(gpu_allocation(extent.address, extent.size_bytes), extent)
         self.owner = owner
 
     @classmethod
     def adopt(cls, tensor: Any) -> GpuTensor:
-        """Share memory that exists: dim 0 is the block, what lies behind one block must be contiguous.
+        """Shares memory that exists: dim 0 is the block, the bytes of one block must be contiguous.
 
-        A torch CUDA tensor of any dtype, or whatever has `__cuda_array_interface__` (CuPy, Numba). Nothing is moved,
-        and nothing of the tensor changes. The tensor is held until the registration has ended.
+        Accepts a torch CUDA tensor of any dtype, or any object with `__cuda_array_interface__` (CuPy, Numba). Nothing
+        is moved, and nothing of the tensor changes. The tensor is held until the registration has ended.
 
-        Raises UsageError for anything else, and for memory that other processes can't map, with what to change;
-        DeviceError where there is no usable driver.
+        Raises UsageError for anything else, and for memory that other processes can't map, with the remedy; DeviceError
+        where there is no usable driver.
         """
         return cls(gpu_extent(tensor), tensor)
 
 
 def _rows_of(array: npt.NDArray[Any], extent: Extent) -> U8Array:
-    """The array's memory as u8 rows; keeps the array alive."""
-    flat = array.reshape(extent.num_blocks, -1)  # a view: what lies behind dim 0 is contiguous
+    """Returns the array's memory as u8 rows, which keep the array alive."""
+    flat = array.reshape(extent.num_blocks, -1)  # a view: the dimensions after dim 0 are contiguous
     return flat.view(np.uint8)

@@ -1,4 +1,4 @@
-"""How a worker says when the blocks of its jobs are final: a number in shared memory that only grows.
+"""Signals when the blocks of a worker's jobs are final: a number in shared memory that only grows.
 
 Each job names a number; the daemon touches the job's blocks when the timeline has reached it. On a GPU the stream that
 computes the blocks writes the number behind its work, so that neither the worker nor the GPU waits for anything. Where
@@ -24,7 +24,9 @@ log = logging.getLogger(__name__)
 
 _PORTABLE_AND_MAPPED = 3  # CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP
 _of_streams: list[Timeline] = []
-"""Their memory may not go before the driver forgets it, or a thread writes to it no more: at the process's end."""
+"""Keeps timelines until the process ends: their memory must outlast the driver's registration, or the thread that
+writes to it.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,10 +37,11 @@ class Ready:
     value: int
 
     def reach(self) -> None:
-        """Say it from this process: the blocks of jobs up to this point are final. For timelines without a stream.
+        """Signals from this process that the blocks of jobs up to this point are final. For timelines without a stream.
 
-        From any thread; points are to be reached in order. On processors that reorder writes (ARM) this thread's last
-        writes to the blocks may be seen after the point: let a lock or a queue lie between, as between two threads.
+        Any thread may call it; points must be reached in order. On processors that reorder writes (ARM) this thread's
+        last writes to the blocks may be seen after the point: let a lock or a queue lie between, as between two
+        threads.
         """
         if self.timeline.stream is not None:
             raise UsageError("this timeline belongs to a stream, and only the stream can advance it")
@@ -46,7 +49,7 @@ class Ready:
 
     @property
     def reached(self) -> bool:
-        """Whether it was."""
+        """Returns whether the point was reached."""
         return bool(self.timeline.cell.value >= self.value)
 
 
@@ -54,10 +57,11 @@ class Timeline:
     """One stream's points in time, or one thread's. Named in `KvCache(..., timelines=)` before jobs can use it."""
 
     def __init__(self, stream: Any = None) -> None:
-        """`stream`: a CUDA stream's handle as a number, or a torch or CuPy stream; None: there is none, and `reach`
-        says when a point is reached. With a stream its context must be current in this thread, as for any launch.
+        """Creates the timeline. `stream`: a CUDA stream's handle as a number, or a torch or CuPy stream; None: there is
+        none, and `reach` signals when a point is reached. With a stream its context must be current in this thread, as
+        for any launch.
 
-        Raises UsageError for what is no stream, DeviceError where the driver refuses.
+        Raises UsageError unless it is a stream, DeviceError where the driver refuses.
         """
         self.allocation, memory = Allocation.create("kvoffloadd-timeline", PAGE_BYTES)
         self.cell = ctypes.c_uint64.from_address(memory.ctypes.data)
@@ -71,7 +75,7 @@ class Timeline:
             self._connect(self.stream)
 
     def _connect(self, stream: int) -> None:
-        """Let the stream write the cell, else a thread."""
+        """Has the stream write the cell, or a thread if the stream can't."""
         device = driver().call("cuCtxGetDevice")
         _of_streams.append(self)
         try:
@@ -85,9 +89,9 @@ class Timeline:
             self._watch = StreamWatch(stream, self.cell)
 
     def signal(self) -> Ready:
-        """The next point: of a stream, when all that was queued on it until now has been done. Returns at once.
+        """Returns the next point: of a stream, when all that was queued on it until now has been done. Returns at once.
 
-        From any thread in which the stream's context is current. Raises DeviceError where the driver refuses.
+        Any thread in which the stream's context is current may call it. Raises DeviceError where the driver refuses.
         """
         with self._lock:  # numbers reach the stream in order
             self._last += 1

@@ -1,1 +1,1 @@
-"""What the adapters of several engines have in common. It knows no engine and imports none."""
+"""The common part of the adapters of several engines. It knows no engine and imports none."""

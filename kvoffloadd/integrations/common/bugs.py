@@ -1,4 +1,4 @@
-"""Bugs of this project that must not reach an engine's threads: they cost hits, and are logged."""
+"""Logs bugs of this project that must not reach an engine's threads: they cost hits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ _logged: set[tuple[str, type[Exception]]] = set()
 
 
 def log_bug(logger: logging.Logger, where: str, error: Exception) -> None:
-    """Log a bug with its stack, unless one of its kind was logged from there. `where`: a method, or a thread's name."""
+    """Logs a bug with its stack, unless one of its kind was logged from there. `where`: a method, or a thread's
+    name.
+    """
     if (where, type(error)) not in _logged:
         _logged.add((where, type(error)))
         logger.error("kvoffloadd: a bug in %s, please report it", where, exc_info=error)

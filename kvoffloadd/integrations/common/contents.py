@@ -1,21 +1,21 @@
-"""What lies in the files that an engine computes with, as a text that two engines can compare.
+"""Names the contents of the files that an engine computes with, as a text that two engines can compare.
 
-A name stands for contents, so whatever file decides the bytes of a KV cache is named by what is in it:
+A name stands for contents, so every file that decides the bytes of a KV cache is named by its contents:
 
 - A file of Hugging Face's cache is stored under the digest of its contents: that digest names it, on every host. Small
   files (configs, code) are read, and compared with their digest. Large ones are, if they were written to after their
-  link was made. What is not what its digest says counts as any other file.
-- On a local file system that keeps times of its own, a file is named by its size, its times of modification and of
-  change, and its inode. Whoever writes to it, or puts another file in its place, changes one of these: the kernel sets
-  the time of change, and nobody else can. Other hosts have other times and inodes, and share nothing.
+  link was made. A file that does not match its digest counts as any other file.
+- On a local file system that keeps its times itself, a file is named by its size, its times of modification and of
+  change, and its inode. Every write to it, and every replacement, changes one of these: the kernel alone sets the time
+  of change. Other hosts have other times and inodes, and share nothing.
 - Images (squashfs, erofs) keep the times that their maker chose, overlayfs takes those of the file system below, and in
   tmpfs a mapping is written through without a new time. There a file is named by the digest of all its bytes.
-- Other file systems (NFS, FUSE) make times and inodes up, or tell them late. There a file is named by its size, its
+- Other file systems (NFS, FUSE) make times and inodes up, or report them late. There a file is named by its size, its
   time of modification, and the digest of its first and last MiB.
 - With `Fingerprint.CONTENTS` a file is named by the digest of all its bytes: hosts that have equal files share. All of
   them are read, at the speed of the disk.
 
-Nothing here is secret or forgery-proof: who can write an engine's files can change its answers anyway.
+Nothing here is secret or forgery-proof: a user who can write an engine's files can change its answers anyway.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.common.naming import digest_of
 
 END_BYTES: Final = 1 << 20
-"""Of a file's begin, and of its end, on file systems whose times say little."""
+"""Bytes read at a file's beginning, and at its end, on file systems with times that prove little."""
 
 _READ_BYTES: Final = 16 << 20
 
@@ -65,7 +65,7 @@ _TIMES_SAY_NOTHING: Final = frozenset(
         0x15013346,  # udf
     )
 )
-"""As `_TIMES_TELL`: those on which other contents may have equal times and inodes, and all of a file can be read as
+"""`f_type` of file systems on which other contents may have equal times and inodes, and all of a file can be read as
 fast as by an engine.
 """
 
@@ -80,14 +80,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Fingerprint(enum.StrEnum):
-    """How files are named. AUTO: by what the file system tells of them, where that is enough."""
+    """The ways to name files. AUTO: by what the file system reports of them, where that is enough."""
 
     AUTO = "auto"
     CONTENTS = "contents"
 
     @classmethod
     def of(cls, value: object, where: str) -> Fingerprint:
-        """What a user has set. Raises UsageError."""
+        """Reads a user's choice. Raises UsageError."""
         try:
             return cls(str(value))
         except ValueError:
@@ -96,14 +96,14 @@ class Fingerprint(enum.StrEnum):
 
 
 class ContentsError(UsageError):
-    """A file, or a folder, can't be read, or has changed while it was read: what an engine computes with is not known.
+    """Raised when a file or folder can't be read, or has changed while it was read: the engine's files are not known.
 
-    Who gets it shares with nobody.
+    An engine that gets it shares with no other.
     """
 
 
 class _Times(enum.Enum):
-    """What times and inodes of a file say on its file system."""
+    """What times and inodes of a file prove on its file system."""
 
     TELL = enum.auto()
     SAY_NOTHING = enum.auto()
@@ -111,8 +111,8 @@ class _Times(enum.Enum):
 
 
 class _File(NamedTuple):
-    """`name`: below the folder that was asked for. `path`: with links followed. `place`: where it stands, perhaps as a
-    link. `alone`: nothing else was asked for.
+    """A file to name. `name`: below the folder of the call. `path`: with links followed. `place`: its place before
+    that, perhaps a link. `alone`: the call is for this file, not for a folder.
     """
 
     name: str
@@ -128,18 +128,18 @@ class _Hasher(Protocol):
 
 
 _digests: dict[tuple[str, str], tuple[tuple[int, ...], str]] = {}
-"""Path, and kind of digest -> what `stat` said of the file, and the digest of all its bytes."""
+"""Path, and kind of digest -> the file's `stat`, and the digest of all its bytes."""
 
 
 def contents_of(path: str | os.PathLike[str], how: Fingerprint | None = Fingerprint.AUTO) -> str:
-    """Names what is in a file, or in all files of a folder and below, but for hidden ones, which no loader reads.
+    """Names the contents of a file, or of all files of a folder and below, except hidden ones, which no loader reads.
 
-    `how`: None for a second look, which is compared with a first one alike: it reads no more of a file than both ends,
-    on any file system. Empty where nothing is at that path. Of a folder, what this user may not read counts as
-    unreadable: no loader of this user's reads it.
+    `how`: None for a second look, which is compared with a first one of the same kind: it reads no more of a file than
+    both ends, on any file system. Empty where nothing is at that path. Files of a folder that this user may not read
+    count as unreadable: no loader of this user's reads them.
 
     Raises:
-        ContentsError: something of it can't be read, or changes meanwhile.
+        ContentsError: some of it can't be read, or changes meanwhile.
     """
     path = os.path.expanduser(os.fspath(path))
     if not os.path.lexists(path):
@@ -148,8 +148,9 @@ def contents_of(path: str | os.PathLike[str], how: Fingerprint | None = Fingerpr
 
 
 def model_of(path: str | os.PathLike[str], how: Fingerprint | None = Fingerprint.AUTO) -> str:
-    """Names what is in a model's folder or file. As `contents_of`, but a snapshot of the hub is named by its commit:
-    hosts that have fetched unlike parts of it share. Files that are not the hub's, or not any more, name it too.
+    """Names the contents of a model's folder or file. Does what `contents_of` does, but a snapshot of the hub is named
+    by its commit: hosts that have fetched different parts of it share. Files that are not the hub's, or not any more,
+    name it too.
 
     Raises:
         ContentsError: as `contents_of`.
@@ -162,7 +163,7 @@ def model_of(path: str | os.PathLike[str], how: Fingerprint | None = Fingerprint
 
 
 def own_files_of(snapshot: str, how: Fingerprint | None = Fingerprint.AUTO) -> str:
-    """Names what is not the hub's in the folder of a snapshot. Empty: nothing, or there is no such folder.
+    """Names the files in a snapshot's folder that are not the hub's. Empty: there are none, or there is no such folder.
 
     Raises:
         ContentsError: as `contents_of`.
@@ -171,14 +172,14 @@ def own_files_of(snapshot: str, how: Fingerprint | None = Fingerprint.AUTO) -> s
 
 
 def hub_name(path: str) -> str:
-    """The hub's name of the model whose snapshot this folder is. Empty: it is none."""
+    """Returns the hub's name of the model that has its snapshot in this folder. Empty: it is no snapshot."""
     snapshot = _HUB_SNAPSHOT.search(os.path.abspath(os.path.expanduser(path)))
     return snapshot[1].replace("--", "/") if snapshot else ""
 
 
 def snapshot_of(model: str, revision: str | None = None, file: str = "config.json") -> str | None:
-    """The folder in which Hugging Face's cache of this host has a model of the hub. None: it has none, or `model` is
-    none of the hub's. `file`: one that it must have.
+    """Returns the folder in which Hugging Face's cache of this host has a model of the hub. None: it has none, or
+    `model` is none of the hub's. `file`: one that it must have.
     """
     if uses_modelscope():
         return None
@@ -188,13 +189,15 @@ def snapshot_of(model: str, revision: str | None = None, file: str = "config.jso
         return None
     try:
         found = hub.try_to_load_from_cache(model, file, revision=revision or None)
-    except ValueError:  # no name that the hub could have
+    except ValueError:  # no valid name on the hub
         return None
     return str(Path(found).parent) if isinstance(found, str) else None
 
 
 def uses_modelscope() -> bool:
-    """Whether engines of this environment take models from ModelScope, whose files nobody here can name."""
+    """Returns whether engines of this environment take models from ModelScope, which has files that can't be named
+    here.
+    """
     given = (os.environ.get(name, "").lower() for name in ("VLLM_USE_MODELSCOPE", "SGLANG_USE_MODELSCOPE"))
     return any(value not in ("", "0", "false", "no", "n", "off") for value in given)
 
@@ -250,7 +253,7 @@ def _named_if_readable(file: _File, how: Fingerprint | None) -> tuple[object, ..
 
 
 def _named(file: _File, how: Fingerprint | None) -> tuple[object, ...]:
-    """What is in this file, without links in its path."""
+    """Names the contents of this file, without links in its path."""
     path, blob = file.path, _HUB_BLOB.search(file.path)
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -281,8 +284,8 @@ def _named(file: _File, how: Fingerprint | None) -> tuple[object, ...]:
 
 
 def _is_the_hubs(fd: int, file: _File, digest: str, how: Fingerprint | None) -> bool:
-    """Whether a file under this digest is what it was when it was fetched. The hub's digests are git's of small files,
-    and SHA-256 of large ones.
+    """Returns whether a file under this digest is unchanged since it was fetched. The hub's digests are git's for small
+    files, and SHA-256 for large ones.
     """
     about = os.fstat(fd)
     small = len(digest) == _GIT_DIGEST_CHARS
@@ -299,7 +302,7 @@ def _is_the_hubs(fd: int, file: _File, digest: str, how: Fingerprint | None) -> 
 
 
 def _linked_ns(place: str) -> int | None:
-    """When the link to a blob was made, the last one where there are several. None: it is none."""
+    """Returns when the link to a blob was made, the last one where there are several. None: it is no link to one."""
     made = None
     while os.path.islink(place):
         made = os.lstat(place).st_mtime_ns
@@ -312,7 +315,7 @@ def _stamp(about: os.stat_result) -> tuple[int, ...]:
 
 
 def _digest_once(fd: int, path: str, about: os.stat_result, kind: str, hashed: _Hasher) -> str:
-    """Digests all bytes. This process reads them again if their file was written to, or is another one."""
+    """Digests all bytes, once a process as long as the file is neither written to nor replaced."""
     stamp = (about.st_dev, *_stamp(about))
     known = _digests.get((path, kind))
     if known is None or known[0] != stamp:
@@ -322,7 +325,7 @@ def _digest_once(fd: int, path: str, about: os.stat_result, kind: str, hashed: _
 
 
 def _digest(fd: int, path: str, begin: int, size_bytes: int, hashed: _Hasher | None = None) -> str:
-    """Digests `size_bytes` bytes, or as many as there are."""
+    """Digests `size_bytes` bytes, or all that there are."""
     hashed = xxhash.xxh3_128() if hashed is None else hashed
     at, end = begin, begin + size_bytes
     while at < end:

@@ -1,4 +1,4 @@
-"""The daemon's keys: how wide they are, what a generation calls them, and how many of them fit one request."""
+"""Widths and names of the daemon's keys, and how many of them fit one request."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from kvoffloadd.protocol.messages import Limits
 KEY_BYTES = KEY_BYTES_MAX
 
 Piece = dict[int, slice]
-"""Group -> which of its keys."""
+"""Group -> the slice of its keys."""
 
 _BLOCK_BYTES = 4
 _FRAME_BYTES = 1024
 _GROUP_FRAME_BYTES = 64
-"""What a frame has beside keys and blocks, at most."""
+"""Bytes of a frame in addition to keys and blocks, at most."""
 
 
 @lru_cache(maxsize=4)
 def mask_of(generation: int) -> int:
-    """What is XORed with the little-endian number that a key is, to give it another name in each generation (u64).
+    """Returns the mask that is XORed with a key's little-endian number, to rename it in each generation (u64).
 
     32 bytes, 0 for generation 0: names differ as long as no two keys differ by just that.
     """
@@ -32,13 +32,13 @@ def mask_of(generation: int) -> int:
 
 
 def key_of_name(generation: int, name: bytes) -> bytes:
-    """A key for a name of any length, another in each generation (u64)."""
+    """Makes a key from a name of any length, a different one in each generation (u64)."""
     salt = generation.to_bytes(8, "little")
     return hashlib.blake2b(name, digest_size=KEY_BYTES, salt=salt, person=b"kvoffloadd").digest()
 
 
 def most_keys(limits: Limits | None, caches: KvCache, groups: int, blocks_per_key: int = 0) -> int:
-    """How many keys of `caches` fit one request that names so many groups, and so many blocks with each key."""
+    """Returns how many keys of `caches` fit one request with this number of groups, and of blocks with each key."""
     if limits is None:
         return sys.maxsize
     parts = max((group.parts for group in caches.groups), default=1)
@@ -48,7 +48,7 @@ def most_keys(limits: Limits | None, caches: KvCache, groups: int, blocks_per_ke
 
 
 def pieces(counts: Mapping[int, int], most: int) -> list[Piece]:
-    """All keys of all groups, in order, `most` at once. `counts`: how many each group has."""
+    """Splits all keys of all groups, in order, into pieces of `most`. `counts`: how many each group has."""
     dealt: list[Piece] = []
     room = 0
     for group, count in counts.items():

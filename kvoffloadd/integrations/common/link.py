@@ -27,14 +27,14 @@ _AT_THE_BEGIN: Mapping[int, int] = MappingProxyType({})
 
 
 class Submitted(NamedTuple):
-    """The jobs of one `submit`, each with its keys. `whole`: every key that was named has a job."""
+    """The jobs of one `submit`, each with its keys. `whole`: every key of the call has a job."""
 
     jobs: list[tuple[Piece, Job]]
     whole: bool
 
 
 class DaemonLink:
-    """A client, its registration, and whether the daemon answers.
+    """Keeps a client, its registration, and whether the daemon answers.
 
     One thread at a time calls its methods and has its client. Any thread may call `want_clear` and read `connected` and
     `clearing`. Pauses between attempts grow with each failure in a row, up to two seconds.
@@ -50,15 +50,15 @@ class DaemonLink:
         refused: str = "",
         greet: Callable[[Client], object] = lambda client: client.ping(),
     ) -> None:
-        """Connects to nothing yet.
+        """Stores its arguments; does not connect yet.
 
         Args:
-            client: what is asked. The link closes it.
+            client: the client that makes the requests. The link closes it.
             caches: what `connect` and `submit` register with the daemon.
             logger: the engine's.
             lost: a warning, logged once until the daemon answers again. Empty: the warning of another link is enough.
-            refused: a warning about refused requests, logged once a minute. Empty: refusals are no news.
-            greet: asks for something, because a connection that still stands does not prove that the daemon answers.
+            refused: a warning about refused requests, logged once a minute. Empty: refusals are not logged.
+            greet: makes a request, because a connection that still stands does not prove that the daemon answers.
         """
         self.client = client
         self.connected = False
@@ -79,15 +79,15 @@ class DaemonLink:
 
     @property
     def retry_in_s(self) -> float:
-        """How long to wait before the next attempt; 0.0: it may be now."""
+        """Returns how long to wait before the next attempt, in seconds; 0.0: it may be made now."""
         return max(self._retry_at - monotonic(), 0.0)
 
     # --- requests ----------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connect and register, or see whether the daemon still answers. Then ask for a clear that is wanted."""
+        """Connects and registers, or checks whether the daemon still answers. Then requests a clear that is wanted."""
         try:
-            self._registered()  # from now on after every reconnect again
+            self._registered()  # repeated after every reconnect from now on
             self._greet(self.client)
         except KvOffloadError as error:
             self.lost(error)
@@ -96,7 +96,9 @@ class DaemonLink:
             self.clear()
 
     def attempt(self, call: Callable[[Client], object], *, reconnects: bool = False) -> bool:
-        """Whether the daemon has answered. `reconnects`: look for another daemon at once where this one went away."""
+        """Returns whether the daemon has answered. `reconnects`: connect to another daemon at once where this one went
+        away.
+        """
         try:
             call(self.client)
         except KvOffloadError as error:
@@ -112,7 +114,7 @@ class DaemonLink:
         return True
 
     def ask(self, call: Callable[[Client], R]) -> R | None:
-        """The answer; None: the daemon has given none."""
+        """Returns the answer; None: the daemon has given none."""
         answers: list[R] = []
         self.attempt(lambda client: answers.append(call(client)))
         return answers[0] if answers else None
@@ -136,20 +138,20 @@ class DaemonLink:
         ready: Ready | None,
         **load_options: bool,
     ) -> Submitted:
-        """Begin to store or load keys. The jobs may have their blocks, whatever went wrong.
+        """Begins to store or load keys. The jobs may have their blocks, whatever went wrong.
 
         Args:
             direction: whether keys are stored or loaded.
             groups: group -> packed keys and their blocks, (keys,) or (keys, blocks_per_key).
             first: as in `pieces`.
             deadline_s: as in `Client.store`, like `ready`.
-            ready: when the blocks may be touched; None: they may.
-            load_options: of `Client.load` alone.
+            ready: when the blocks may be touched; None: now.
+            load_options: options of `Client.load` alone.
         """
         load: Callable[..., Job] = self.client.load
         begin = self.client.store if direction is Direction.STORE else partial(load, **load_options)
         jobs: list[tuple[Piece, Job]] = []
-        asked: list[tuple[Piece, dict[int, int]]] = [({}, {})]  # until a daemon has told how much fits a request
+        asked: list[tuple[Piece, dict[int, int]]] = [({}, {})]  # until a daemon has reported how much fits a request
 
         def begin_all(_: Client) -> None:
             registration = self._registered()
@@ -169,18 +171,18 @@ class DaemonLink:
     # --- clears ------------------------------------------------------------------------------------
 
     def want_clear(self, token: bytes = b"") -> None:
-        """Asks for a clear of the namespace, as soon as the daemon answers. `token`: 16 bytes that name this clear,
-        which a daemon carries out once, whoever asks for it; empty: new ones.
+        """Requests a clear of the namespace, as soon as the daemon answers. `token`: 16 bytes that name this clear,
+        which a daemon carries out once even if several clients request it; empty: a new token.
         """
         self._wanted_clear = token or secrets.token_bytes(TOKEN_BYTES)
 
     @property
     def clearing(self) -> bool:
-        """Whether a clear is wanted that no daemon has carried out yet."""
+        """Returns whether a clear is wanted that no daemon has carried out yet."""
         return self._wanted_clear != self._done_clear
 
     def clear(self) -> None:
-        """Ask for the clear that is wanted. The daemon carries it out once, however often it is asked."""
+        """Requests the clear that is wanted. The daemon carries it out once, even if the request is repeated."""
         token = self._wanted_clear
         if self.clearing and self.attempt(lambda client: client.clear(wait_s=0.0, token=token)):
             self._done_clear = token  # another one may be wanted by now
@@ -188,7 +190,7 @@ class DaemonLink:
     # --- ends --------------------------------------------------------------------------------------
 
     def unregister(self) -> None:
-        """Have the daemon let go of the memory, until `connect` or `submit` registers it again. Raises as the client's
+        """Has the daemon release the memory, until `connect` or `submit` registers it again. Raises as the client's
         method.
         """
         if self._registration is not None:
@@ -196,7 +198,9 @@ class DaemonLink:
             self.client.unregister(self._former)
 
     def lost(self, error: Exception) -> None:
-        """Note that the daemon does not answer, or has refused to be connected, or that it is not known after a bug."""
+        """Records that the daemon does not answer, or has refused a connection, or that its state is unknown after a
+        bug.
+        """
         self.connected = False
         self._pause(error)
         if isinstance(error, RemoteError):
@@ -206,7 +210,7 @@ class DaemonLink:
             self._logger.warning("kvoffloadd: %s: %s", self._lost_warning, error)
 
     def close(self, deadline_s: float) -> None:
-        """End the session. What the daemon has not given back by then stays its own until this process ends."""
+        """Ends the session. Blocks that the daemon has not given back by then stay its own until this process ends."""
         self.connected = False
         with suppress(KvOffloadError):
             self.client.close(deadline_s, force=True)
@@ -214,9 +218,9 @@ class DaemonLink:
     # --- helpers -----------------------------------------------------------------------------------
 
     def _registered(self) -> Registration:
-        """Raises as the client's methods."""
+        """Returns the registration, and makes it if there is none. Raises as the client's methods."""
         if self._former is not None:
-            self.client.unregister(self._former)  # nothing, if that was answered before
+            self.client.unregister(self._former)  # does nothing if that was answered before
             self._former = None
         if self._registration is None:
             self._registration = self.client.register(self._caches)

@@ -1,4 +1,4 @@
-"""What the names of a namespace are made of: texts that fit their fields."""
+"""Makes texts that fit the fields of a namespace."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ _FIELD_MAX = 512
 
 
 def fitting(text: str) -> str:
-    """The text, or its digest where a namespace's field has no room for it."""
+    """Returns the text, or its digest where a namespace's field has no room for it."""
     return text if len(text) <= _FIELD_MAX else "blake2b:" + digest_of(text)
 
 
 def digest_of(value: object) -> str:
-    """32 hexadecimal digits that name a value by its `repr`."""
+    """Returns 32 hexadecimal digits that name a value by its `repr`."""
     return hashlib.blake2b(repr(value).encode(), digest_size=16).hexdigest()
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Yields all texts in a value of configurations: lists and mappings, the keys of these apart."""
+    """Yields all texts in a value of configurations: lists and mappings, except the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

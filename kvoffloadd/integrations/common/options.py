@@ -1,4 +1,4 @@
-"""Options that users set in an engine's command line. A value that can't be right is refused by its key's name."""
+"""Options that users set in an engine's command line. An invalid value is refused with its key's name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from kvoffloadd.integrations.common.contents import Fingerprint
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What every engine has; times in seconds.
+    """The options that every engine has; times in seconds.
 
-    `socket`: where the daemon listens. `timeout_s`: for how long the answer to a lookup is waited for, before it counts
-    as a miss. `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how the model's files are
-    named.
+    `socket`: where the daemon listens. `timeout_s`: how long to wait for the answer to a lookup before it counts as a
+    miss. `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how the model's files are named.
     """
 
     socket: str = str(ServerConfig().socket)
@@ -28,7 +27,8 @@ class EngineOptions:
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str) -> Self:
-        """`where`: the engine's option that has `given`. Raises UsageError, naming the key, for a value that can't be.
+        """Reads the options. `where`: the engine's option that has `given`. Raises UsageError, naming the key, for an
+        invalid value.
 
         Options that an engine alone has keep their default values.
         """

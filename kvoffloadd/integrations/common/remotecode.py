@@ -1,7 +1,7 @@
-"""Code of a model that lies in another repository of the hub than the model itself: REPOSITORY--MODULE.CLASS.
+"""Finds code of a model that lies in another repository of the hub than the model itself: REPOSITORY--MODULE.CLASS.
 
-transformers takes it for what `auto_map` names, in each of a model's configs by itself. A tokenizer's does not count:
-it makes token ids, which are named.
+transformers uses it for the classes that `auto_map` names, in each of a model's configs separately. A tokenizer's does
+not count: it makes token ids, which are named.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _TOKENIZER = "tokenizer_config.json"
 
 
 def code_elsewhere(folder: str) -> list[str]:
-    """What the configs in a model's folder name. What can't be read, or is no JSON, names nothing: no loader reads it
-    either.
+    """Returns the names in the configs of a model's folder. A config that can't be read, or is no JSON, names nothing:
+    no loader reads it either.
     """
     found: list[str] = []
     for file in sorted(Path(folder).glob("*config.json")):
@@ -32,5 +32,5 @@ def code_elsewhere(folder: str) -> list[str]:
 
 
 def names_in(auto_map: object) -> list[str]:
-    """Returns what of one `auto_map` is in another repository."""
+    """Returns the names of one `auto_map` that are in another repository."""
     return [name for name in texts_in(auto_map) if "--" in name]

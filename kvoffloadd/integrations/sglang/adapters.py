@@ -1,8 +1,8 @@
-"""LoRA adapters in the names of pages: by what is in them, since SGLang names them by name and path.
+"""Names LoRA adapters in the names of pages by their contents, since SGLang names them by name and path.
 
 SGLang puts an adapter's id behind the extra key of its requests, and both into the names of their pages. An adapter
 that is trained again at its place keeps its id, and a base request with that id as its extra key has the adapter's
-names. So requests get other extra keys: of an adapter with what is in it, of others with none that looks alike.
+names. So requests get other extra keys: those of an adapter with its contents, others with none that looks alike.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ _CONFIG = "adapter_config.json"
 
 
 class LoadedAdapters:
-    """What is in the adapters that this process has loaded, by SGLang's ids. All methods come from one thread."""
+    """Knows the contents of the adapters that this process has loaded, by SGLang's ids. All methods come from one
+    thread.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[str, str] = {}
 
     @contextmanager
     def loading(self, lora_id: str, path: str) -> Iterator[None]:
-        """Surrounds SGLang's reading of an adapter's files. Whatever it had of that id before is gone."""
+        """Surrounds SGLang's reading of an adapter's files. Any earlier name for that id is dropped."""
         self._by_id[lora_id] = _nobodys()
         files = FilesAtStart(_CONFIG)
         source = Source(path, hub=True)
@@ -44,11 +46,11 @@ class LoadedAdapters:
             logger.warning("kvoffloadd: no other engine shares pages of the adapter %s: %s", lora_id, error)
 
     def received(self, lora_id: str) -> None:
-        """SGLang is sent an adapter's tensors. It gives each such adapter an id that none has had."""
+        """Names an adapter that comes as tensors. SGLang gives each such adapter an id that none has had."""
         self._by_id[lora_id] = digest_of(lora_id)
 
     def extra_key(self, extra_key: str | None, lora_id: str | None) -> str | None:
-        """SGLang's own, with `lora_id` at its end where there is one, made another."""
+        """Returns another extra key in place of SGLang's, which has `lora_id` at its end where there is one."""
         if lora_id is None:
             if extra_key is None or not extra_key.startswith(_MARK):
                 return extra_key
@@ -63,4 +65,4 @@ def _nobodys() -> str:
 
 
 ADAPTERS = LoadedAdapters()
-"""Of this process, which has one rank. `engine.watch_start` has it told."""
+"""This process's adapters; the process has one rank. `engine.watch_start` reports loads to it."""

@@ -1,4 +1,4 @@
-"""What was found for requests that wait: SGLang asks for each of them in each of its turns."""
+"""Caches the answers for requests that wait: SGLang asks about each of them in each of its turns."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from time import monotonic
 
 _FRESH_S = 1.0
 _SHARE = 0.05
-"""What part of SGLang's scheduler may go into asking: many that wait are asked about less often."""
+"""The share of the scheduler's time that lookups may take: if many requests wait, each is looked up less often."""
 _MOST = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`asked`: the first key and how many there were, since a request's rest is another one as SGLang caches more."""
+    """An answer. `asked`: the first key and how many there were, since a request's rest changes as SGLang caches
+    more.
+    """
 
     asked: tuple[str, int]
     lengths: tuple[int, ...]
@@ -23,21 +25,21 @@ class _Answer:
 
 
 class Answers:
-    """Prefix lengths in pages, by request. Nothing is held for them: what was found may be gone when it is loaded."""
+    """Prefix lengths in pages, by request. They hold no pins: the keys found may be gone when they are loaded."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
         self._by_request: OrderedDict[str, _Answer] = OrderedDict()
 
     def known(self, request: str, asked: tuple[str, int]) -> tuple[int, ...] | None:
-        """The answer to the same question, if it is fresh."""
+        """Returns the answer to the same question, if it is fresh."""
         answer = self._by_request.get(request)
         if answer is None or answer.asked != asked or self._clock() > answer.until:
             return None
         return answer.lengths
 
     def ask(self, request: str, asked: tuple[str, int], question: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """The answer to the question, which is noted."""
+        """Returns the answer to the question, and keeps it."""
         begun = self._clock()
         lengths = question()
         now = self._clock()
@@ -49,9 +51,9 @@ class Answers:
         return lengths
 
     def forget(self, request: str) -> None:
-        """It is loaded, or gone."""
+        """Drops the answer of a request that is loaded, or gone."""
         self._by_request.pop(request, None)
 
     def clear(self) -> None:
-        """All of them."""
+        """Drops all answers."""
         self._by_request.clear()

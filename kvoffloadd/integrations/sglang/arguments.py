@@ -1,8 +1,8 @@
-"""SGLang's server arguments, each of them judged: whether it decides what is in a page of a KV cache.
+"""Judges SGLang's server arguments: does one decide the bytes of a page of a KV cache?
 
 All of them count, known or not, except those that are named here with a reason. `tests/sglang/test_arguments.py` goes
-through SGLang's own list, and fails for one that nobody has judged, and for a harmless one that a module reads of which
-nobody has said so.
+through SGLang's own list, and fails for an argument that is not judged, and for a harmless one that is read by a module
+that is not listed for it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class HarmlessArguments:
-    """`names`: fields of ServerArgs. `reason`: why their values decide no byte. `read_in`: begins of the modules below
-    sglang/srt that read them, beside those that hold all arguments. Empty: pairs of real engines are the reason.
+    """Arguments that are left out, and the reason. `names`: fields of ServerArgs. `reason`: why their values decide no
+    byte. `read_in`: beginnings of the names of modules below sglang/srt that read them, in addition to those that hold
+    all arguments. Empty: pairs of real engines are the reason.
     """
 
     names: frozenset[str]
@@ -282,10 +283,10 @@ COUNTED: Final = _names(
     weight_cache_timeout
     """
 )
-"""All others that this release of SGLang has. One that is in neither counts, too."""
+"""All others that this release of SGLang has. An argument that is in neither table counts, too."""
 
 MODELS: Final = ("model_path", "tokenizer_path", "uno_lora_path")
-"""Name a folder, a file, or a model of the hub: what is in it counts, not its name."""
+"""Arguments that name a folder, a file, or a model of the hub: its contents count, not its name."""
 
 FILES: Final = (
     *MODELS,
@@ -297,13 +298,13 @@ FILES: Final = (
     "quantization_param_path",
     "rl_quant_profile",
 )
-"""Name a file or a folder, where there is one of that name, as absolute paths in any other argument do."""
+"""Arguments that name a file or a folder if one of that name exists, as absolute paths in any other argument do."""
 
 ADAPTERS: Final = "lora_paths"
 """Counts only as to whether there are any: with some, SGLang takes other kernels (models/deepseek_v2.py)."""
 
 GRAPHS: Final = "cuda_graph_config"
 SIZES: Final = frozenset(("bs", "max_bs"))
-"""Of each phase in GRAPHS, these do not count: SGLang derives them from memory and from the size of batches, and pads a
-batch to the next of them (model_executor/runner/decode_cuda_graph_runner.py, _pad_to_bucket).
+"""Keys of each phase in GRAPHS that do not count: SGLang derives them from memory and from the size of batches, and
+pads a batch to the next of them (model_executor/runner/decode_cuda_graph_runner.py, _pad_to_bucket).
 """

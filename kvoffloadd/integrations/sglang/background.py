@@ -1,4 +1,4 @@
-"""A thread that carries out what it is given, one after the other, in order."""
+"""A thread that carries out functions, one after the other, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Work = Callable[[], bool]
 
 
 class Background:
-    """Its thread ends with the process, whatever it waits for: no daemon that hangs keeps an engine from its end."""
+    """Runs functions on a daemon thread, which ends with the process: a daemon that hangs can't keep an engine from its
+    end.
+    """
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Work, Future[bool]] | None] = queue.SimpleQueue()
@@ -24,13 +26,13 @@ class Background:
         self._thread.start()
 
     def begin(self, work: Work) -> Future[bool]:
-        """Returns at once. The future has what `work` returns, or False where it raises."""
+        """Queues `work` and returns at once. The future has what `work` returns, or False where it raises."""
         done: Future[bool] = Future()
         self._queue.put((work, done))
         return done
 
     def close(self, deadline_s: float) -> None:
-        """What was begun may end until then. Nothing is to be begun any more."""
+        """Waits until queued work has ended, until the deadline at most. `begin` must not be called any more."""
         self._queue.put(None)
         self._thread.join(deadline_s)
 

@@ -1,8 +1,8 @@
-"""SGLang's device pools, which its model computes with, as what the daemon copies from and to.
+"""Presents SGLang's device pools, which its model computes with, as memory that the daemon copies from and to.
 
 A pool has a buffer for each layer, or two, for keys and values, with a row for each token or page. Each buffer becomes
-a canonical tensor with a row for each page, and each pool a group whose payload is the page in all of its buffers, one
-after the other. On a GPU the memory stays as it is; on the CPU it is moved to shared memory, in place.
+a canonical tensor with a row for each page, and each pool a group with the page in all of its buffers, one after the
+other, as its payload. On a GPU the memory stays as it is; on the CPU it is moved to shared memory, in place.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _UNKNOWN = "this model, or the format of its KV cache (--kv-cache-dtype, --enabl
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """One pool. `source`: whose slots SGLang names its pages by, `slots` makes its own slots of them; `tokens`: of a
-    page, as slots are counted. `buffers`: torch tensors, in the order of the payload; `rows`: a page's in each of them;
-    `layers`: the daemon's names of what is in them.
+    """One pool. `source`: the pool with the slots that SGLang names its pages by, `slots` converts them to its own
+    slots; `tokens`: tokens of a page, as slots are counted. `buffers`: torch tensors, in the order of the payload;
+    `rows`: rows of a page in each of them; `layers`: the daemon's names of their contents.
     """
 
     name: str
@@ -68,8 +68,9 @@ class ModelPools:
 
 
 def found_pools(kvcache: Any, params: Any, components: set[Any], assemble: Callable[[], Any]) -> ModelPools:
-    """`kvcache`, `params`, `components`: as SGLang gives them to a linker. `assemble`: SGLang's own group of pools, for
-    models that have more than attention or MLA, with windows or without: 0.5.23 has none for these.
+    """Finds the pools of a model. `kvcache`, `params`, `components`: as SGLang gives them to a linker. `assemble`:
+    returns SGLang's own group of pools, for models that have more than attention or MLA, with windows or without:
+    0.5.23 has none for these.
 
     Raises UsageError, with the flag to change, for pools that can't be shared or are not known.
     """
@@ -93,7 +94,9 @@ def found_pools(kvcache: Any, params: Any, components: set[Any], assemble: Calla
 
 
 def device_pools(found: ModelPools, rank: TpRank, timelines: Sequence[Timeline] = ()) -> Pools:
-    """Share them. Raises UsageError where memory can't be shared, ResourceError where there is none to move it to."""
+    """Shares the pools. Raises UsageError where memory can't be shared, ResourceError where there is none to move it
+    to.
+    """
     tensors: list[SharedTensor | GpuTensor] = []
     groups: list[Group] = []
     pools: dict[str, PagePool] = {}
@@ -145,7 +148,7 @@ def _plain(name: str, pool: Any, page: int) -> DevicePool:
 
 
 def _check_attention(name: str, pool: Any) -> None:
-    """That rows are what `shape_of_attention` says."""
+    """Checks that rows have the shape that `shape_of_attention` describes."""
     scales = (getattr(pool, scale, None) for scale in ("k_scale_buffer", "native_k_scale_buffer"))
     if any(scale is not None for scale in scales):
         raise UsageError(f"kvoffloadd can't store the scales of the pool {name!r}: choose another --kv-cache-dtype")
@@ -161,7 +164,7 @@ def _check_attention(name: str, pool: Any) -> None:
 
 
 def _assembled(entry: Any, page: int) -> DevicePool:
-    """A pool that SGLang has assembled: its DevicePoolEntry."""
+    """Converts a pool that SGLang has assembled: its DevicePoolEntry."""
     name, kind = str(entry.name), type(entry.device_pool).__name__
     if name not in NAMES or kind not in _OTHERS:
         raise UsageError(f"kvoffloadd does not know device pools {name!r} of class {kind}: {_UNKNOWN}")

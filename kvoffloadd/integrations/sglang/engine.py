@@ -1,4 +1,4 @@
-"""What this rank's SGLang says of itself, and where it tells that weights change: nothing else reads its internals."""
+"""Reads this rank's SGLang, and hooks its changes of weights: no other module reads its internals."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _CHANGES = (
 
 
 def arguments() -> dict[str, Any]:
-    """All of SGLang's, by name, as they are now."""
+    """Returns all of SGLang's arguments, by name, with their present values."""
     found: dict[str, Any] = get_context().resolved_server_args_dict()
     return found
 
 
 def has_amx() -> bool:
-    """Whether this engine computes on a processor with AMX."""
+    """Returns whether this engine computes on a processor with AMX."""
     return get_device().device == "cpu" and bool(cpu_has_amx_support())
 
 
@@ -64,7 +64,7 @@ def refuse_parallel(pp_size: int, attn_cp_size: int, dcp_size: int) -> None:
 
 
 def refuse_moving_memory() -> None:
-    """Raises UsageError where the memory of device pools may be exchanged for other memory behind the daemon's back."""
+    """Raises UsageError where the memory of device pools may be replaced without the daemon's knowledge."""
     given = {
         "--enable-memory-saver": get_exec().features.enable_memory_saver,
         "--enable-unified-memory": get_memory().enable_unified_memory,
@@ -77,23 +77,25 @@ def refuse_moving_memory() -> None:
 
 
 def dcp_size() -> int:
-    """How many ranks share a request's tokens when it decodes."""
+    """Returns how many ranks share a request's tokens when it decodes."""
     return int(get_parallel().attn_dcp_size)
 
 
 def stream() -> Any:
-    """The GPU's stream that the thread that asks works on."""
+    """Returns the GPU's stream that the calling thread works on."""
     return importlib.import_module("torch").cuda.current_stream()
 
 
 def rank() -> TpRank:
-    """This rank among those that hold parts of the same keys."""
+    """Returns this rank's place among those that hold parts of the same keys."""
     parallel = get_parallel()
     return TpRank(parallel.attn_tp_rank, parallel.attn_tp_size)
 
 
 def agreed(number: int) -> int:
-    """The first rank's number, in all ranks that hold parts of the same keys; they all come here, each time."""
+    """Returns the first rank's number on all ranks that hold parts of the same keys; all of them must call it, each
+    time.
+    """
     group = get_parallel().attn_tp_group
     if group.world_size == 1:
         return number
@@ -105,7 +107,7 @@ def agreed(number: int) -> int:
 
 
 def all_agree(good: bool) -> bool:
-    """Whether it is good on all ranks that hold parts of the same keys; they all come here, each time."""
+    """Returns whether all ranks that hold parts of the same keys are good; all of them must call it, each time."""
     group = get_parallel().attn_tp_group
     if group.world_size == 1:
         return good
@@ -117,9 +119,9 @@ def all_agree(good: bool) -> bool:
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """A step of the start that no rank goes on from alone: one that waits for a rank that does not come waits for ever.
-    All ranks that hold parts of the same keys come here, each time, and nothing within waits for the others. Raises in
-    all of them what is raised in one.
+    """Surrounds a step of the start that no rank may pass alone: a rank that waits for a missing one waits for ever.
+    All ranks that hold parts of the same keys come here, each time, and nothing within waits for the others. An error
+    of one is raised in all of them.
     """
     try:
         yield
@@ -132,8 +134,8 @@ def all_or_none() -> Iterator[None]:
 
 @functools.cache
 def watch_start() -> None:
-    """Looks at SGLang's files before it loads anything, and has whatever it loads later reported. Raises as
-    `watch_weights` does.
+    """Records SGLang's files before it loads anything, and has all later loads reported. Raises as `watch_weights`
+    does.
     """
     watch_weights()
     _watch_adapters()
@@ -142,7 +144,7 @@ def watch_start() -> None:
 
 @functools.cache
 def watch_weights() -> None:
-    """Have `WEIGHTS` told of every change, from now on. Raises AttributeError where SGLang has other methods."""
+    """Has every change reported to `WEIGHTS` from now on. Raises AttributeError where SGLang has other methods."""
     _watch_loads()
     for name in _CHANGES:
         _call_before(WeightUpdater, name, WEIGHTS.change)
@@ -152,7 +154,7 @@ def watch_weights() -> None:
 
 
 def _watch_loads() -> None:
-    """Have `WEIGHTS` load whatever weights come from files, if this engine has one rank."""
+    """Has `WEIGHTS` load all weights that come from files, if this engine has one rank."""
     update = WeightUpdater.update_weights_from_disk
 
     @functools.wraps(update)
@@ -175,7 +177,7 @@ def _watch_loads() -> None:
 
 
 def _watch_adapters() -> None:
-    """Have `ADAPTERS` told of each that is loaded, and asked for the extra key of each request."""
+    """Has each load of an adapter reported to `ADAPTERS`, and the extra key of each request taken from there."""
     load, load_tensors, make = LoRAManager._load_lora_adapter, LoRAManager._load_lora_adapter_from_tensors, Req.__init__
 
     @functools.wraps(load)
@@ -199,7 +201,7 @@ def _watch_adapters() -> None:
 
 
 def rest_during_flushes(pages: PageStore) -> None:
-    """Have `pages` at rest while SGLang's HiCache forgets what it has: it waits ten seconds for its storage's threads,
+    """Keeps `pages` at rest while SGLang's HiCache forgets its pages: it waits ten seconds for its storage's threads,
     and its scheduler dies if one of them still waits for the daemon then.
     """
     _AT_REST.add(pages)
@@ -221,14 +223,16 @@ def _watch_flushes() -> None:
 
 
 def tell_hits(pages: PageStore) -> None:
-    """Have `pages` told of the pages that SGLang serves requests with from levels of its own. One rank is enough."""
+    """Has the pages that SGLang serves from its other levels reported to `pages`. One rank is enough."""
     _TOLD_OF_HITS.add(pages)
     _watch_admissions()
 
 
 @functools.cache
 def _watch_admissions() -> None:
-    """A request is admitted once, unless it is retracted: what it finds after that it may have computed itself."""
+    """Hooks the admission of requests. Each is admitted once, unless it is retracted: pages that it finds after that
+    may be its own.
+    """
     account = PrefillAdder._account_prefill_cache_admission
 
     @functools.wraps(account)
@@ -255,7 +259,7 @@ def _tell_hits(tree: UnifiedRadixCache, request: Req, prefix_tokens: int) -> Non
     hits = (prefix_tokens - from_storage) // tree.page_size
     if not hits:
         return
-    # What a linker has loaded is not in the tree yet.
+    # Pages that a linker has loaded are not in the tree yet.
     node, core = request.last_node, tree.tree_core
     keys = [*core.get_prefix_hash_values(node), *core.get_hash_values(node)][:hits]
     for pages in told:

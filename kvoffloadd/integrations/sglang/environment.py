@@ -1,4 +1,4 @@
-"""SGLang's environment variables, judged: does one decide what is in a page?
+"""Judges SGLang's environment variables: does one decide the bytes of a page?
 
 Deny by default, as for its arguments. docs/SGLANG.md has the table of harmless ones for users.
 """
@@ -66,6 +66,6 @@ HARMLESS: Final = (
 )
 
 ELSEWHERE: Final = (_left_out("USE_MODELSCOPE", "a doubt, unless the model is a place on this host"),)
-"""As HARMLESS: what these say is named in another way."""
+"""As HARMLESS: the identity covers these in another way."""
 
 VARIABLES: Final = JudgedVariables("SGLANG_", (*HARMLESS, *ELSEWHERE))

@@ -1,7 +1,7 @@
-"""What an engine computes with, as files: looked at before SGLang loads them, and again when a storage comes.
+"""Names the files that an engine computes with: before SGLang loads them, and again when a storage comes.
 
-Between the two anything may have been written in their place, and nobody knows then which of it was loaded: such an
-engine is in doubt.
+Between the two other files may have been written in their place, and then it is unknown which of them were loaded: such
+an engine is in doubt.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Source(NamedTuple):
-    """What an argument names. `hub`: it may be a model of the hub; then `revision`: which one, None: its newest, and
-    `download_dir`: where it is instead of in the hub's cache.
+    """A file or model that an argument names. `hub`: it may be a model of the hub; then `revision`: which one, None:
+    its newest, and `download_dir`: where it is instead of in the hub's cache.
     """
 
     path: str
@@ -37,11 +37,11 @@ class Source(NamedTuple):
 
 
 def look_at(source: Source, how: Fingerprint | None, file: str = "config.json") -> str:
-    """Names what is there now; empty for a file that is not there. `how`: as for `contents_of`. `file`: of a model of
-    the hub, one that each has.
+    """Names the present contents; empty for a file that is not there. `how`: as for `contents_of`. `file`: a file that
+    each model of the hub has.
 
     Raises:
-        ContentsError: it can't be told.
+        ContentsError: the contents can't be determined.
     """
     path = os.path.expanduser(source.path)
     if not source.hub or os.path.lexists(path):
@@ -65,7 +65,7 @@ def _snapshot_of(source: Source, file: str) -> str | None:
 
 
 def takes_code_from_elsewhere(model: Source) -> bool:
-    """Whether a model says that some of its code is that of another repository of the hub, or can't be asked."""
+    """Returns whether a model's configs name code in another repository of the hub, or can't be read."""
     path = os.path.expanduser(model.path)
     folder = path if os.path.lexists(path) else snapshot_of(model.path, model.revision)
     if folder is None:
@@ -74,21 +74,21 @@ def takes_code_from_elsewhere(model: Source) -> bool:
 
 
 class FilesAtStart:
-    """Those that SGLang was about to load. All methods come from one thread. `file`: as for `look_at`."""
+    """Records the files that SGLang was about to load. All methods come from one thread. `file`: as for `look_at`."""
 
     def __init__(self, file: str = "config.json") -> None:
         self._file = file
         self._seen: dict[Source, str | ContentsError] = {}
 
     def look(self, sources: Iterable[Source]) -> None:
-        """Nothing of them has been read yet."""
+        """Records files, before any of them has been read."""
         self._seen = {source: self._look_or_error(source) for source in sources}
 
     def identity(self, source: Source, how: Fingerprint) -> str:
-        """Names what was loaded from there.
+        """Names the contents that were loaded from there.
 
         Raises:
-            ContentsError: it is in doubt.
+            ContentsError: they are in doubt.
         """
         before = self._seen.get(source)
         if before is None:
@@ -111,4 +111,4 @@ class FilesAtStart:
 
 
 FILES = FilesAtStart()
-"""Of this process, which has one rank. `engine.watch_start` has it look."""
+"""This process's files; the process has one rank. `engine.watch_start` records them."""

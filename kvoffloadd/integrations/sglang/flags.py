@@ -1,4 +1,4 @@
-"""What a user of the storage need not say: arguments of SGLang that have one value with it. Pure."""
+"""Completes arguments of SGLang that have one possible value with this storage. Pure."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _KEYS: Final = {"backend_name": "kvoffloadd", "interface_v1": 1, "allocator": "s
 
 
 def completed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments to set, with their values. None for engines without this storage, and none that the user
-    has chosen otherwise: what is not supported is refused later, by its name.
+    """Returns the arguments to set, with their values. Leaves out engines without this storage, and arguments that the
+    user has chosen otherwise: an unsupported one is refused later, by its name.
     """
     config = _config(arguments)
     if config is None:

@@ -1,4 +1,4 @@
-"""The boundary to SGLang's threads: a bug of ours costs a request its computation, not the engine its life."""
+"""The boundary to SGLang's threads: a bug here costs a request its computation, not the engine its life."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ logger = logging.getLogger("sglang.kvoffloadd")
 
 
 def or_else(answer: Callable[..., R]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Have a method never raise. `answer`: made of its arguments, what it returns then. Each bug is logged once."""
+    """Returns a decorator with which a method never raises. `answer` makes its result of its arguments then. Each bug
+    is logged once.
+    """
 
     def decorate(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)

@@ -1,8 +1,8 @@
-"""SGLang's host pools, which hold the pages of its second cache level, as what the daemon copies from and to.
+"""Presents SGLang's host pools, which hold the pages of its second cache level, as memory that the daemon copies.
 
-A pool tells where its pages lie (`get_page_buffer_meta`): some runs of bytes for each page, such as its keys and its
+A pool reports where its pages lie (`get_page_buffer_meta`): some runs of bytes for each page, such as its keys and its
 values. Each run becomes a canonical tensor with a row for each page, and each pool a group. The memory is a memfd, if
-SGLang was told to take its `shm` allocator, and stays SGLang's.
+SGLang was configured with its `shm` allocator, and stays SGLang's.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _POOLS = {
     STATES: frozenset({"MambaPoolHost"}),
     "indexer": frozenset({"DSAIndexerPoolHost"}),
 }
-"""SGLang's names of pools -> the classes of host pools that are known to say where all bytes of a page lie."""
+"""SGLang's names of pools -> the classes of host pools that are known to report where all bytes of a page lie."""
 
 _FORMAT = (
     *("layer_num", "num_mamba_layers", "kv_lora_rank", "qk_rope_head_dim", "kv_cache_dim"),
     *("temporal_state_shape", "temporal_dtype", "conv_state_shapes", "indexer_dtype"),
 )
-"""What tells one format of pages from another of the same size, in pools of states or of indexes."""
+"""Attributes that distinguish formats of pages of equal size, in pools of states or of indexes."""
 
 
 def host_pools(pools: Mapping[str, Any], rank: TpRank, *, replicated: bool) -> Pools:
-    """`pools`: SGLang's host pools by their names; `replicated`: all ranks hold the same, but for states.
+    """Shares `pools`: SGLang's host pools by their names; `replicated`: all ranks hold the same, except for states.
 
     Raises UsageError, with the flag to change, for pools that can't be shared or are not known.
     """
@@ -104,7 +104,7 @@ def check_pool(name: str, pool: Any) -> None:
 
 
 def _has_draft_layers(pool: Any) -> bool:
-    """SGLang puts layers of some draft models behind those of the model, in the same pages."""
+    """Returns whether pages contain draft layers: SGLang puts those of some draft models behind those of the model."""
     layers = getattr(pool, "layer_num", None)
     return bool(getattr(pool, "target_layer_num", layers) != layers or getattr(pool, "mtp_draft_buffer_infos", ()))
 
@@ -125,13 +125,13 @@ def _shape(name: str, pool: Any, page_bytes: int) -> Shape:
 
 
 def _composition(name: str, pool: Any, runs: int) -> tuple[Dtype, bytes]:
-    """What the bytes of a page are: alike with device pools where these may have the same."""
+    """Describes the bytes of a page: in the same way as for device pools where these may have the same."""
     kind = type(pool).__name__
     if kind in _ATTENTION:
         return dtype_named(pool.dtype), digest_layers(attention_layers(name, pool.layer_num))
     if kind in _LATENTS:
         return dtype_named(pool.dtype), digest_layers(other_layers(name, pool.layer_num))
-    return "", digest_layers(other_layers(name, runs))  # of these, `dtype` may be that of another pool
+    return "", digest_layers(other_layers(name, runs))  # for these, `dtype` may be that of another pool
 
 
 def _rows(name: str, pool: Any) -> list[SharedTensor]:
@@ -152,7 +152,7 @@ def _rows(name: str, pool: Any) -> list[SharedTensor]:
 
 
 def _runs(pool: Any, page: int) -> list[tuple[int, int]]:
-    """Address and bytes of each run of a page."""
+    """Returns address and bytes of each run of a page."""
     slots = np.arange(page * pool.page_size, (page + 1) * pool.page_size)
     try:
         addresses, sizes = pool.get_page_buffer_meta(slots)

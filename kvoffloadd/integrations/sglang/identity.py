@@ -1,4 +1,4 @@
-"""What SGLang's server arguments say of the bytes of a page, with files named by what is in them."""
+"""Derives from SGLang's server arguments what decides the bytes of a page, with files named by their contents."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvoffloadd.integrations.sglang.files import Source, takes_code_from_elsewhe
 Named = Callable[[Source], str]
 
 _ELSEWHERE = ("remote", "remote_instance", "ipc_cache")
-"""Formats whose weights come from another process or host."""
+"""Formats with weights that come from another process or host."""
 
 
 def identity_of(arguments: Mapping[str, Any], named: Named) -> tuple[tuple[str, object], ...]:
-    """Each argument that counts, with its value: equal for engines whose pages are alike.
+    """Returns each argument that counts, with its value: equal for engines with equal pages.
 
-    `arguments`: all of SGLang's, as resolved. `named`: names what is in a file, empty for one that is not there.
+    `arguments`: all of SGLang's, as resolved. `named`: names a file's contents, empty for a file that is not there.
 
     Raises:
         ContentsError: a file can't be named, or a value can't be compared.
@@ -35,20 +35,20 @@ def identity_of(arguments: Mapping[str, Any], named: Named) -> tuple[tuple[str, 
 
 
 def sources_of(arguments: Mapping[str, Any]) -> frozenset[Source]:
-    """All files that `identity_of` would ask for."""
+    """Returns all files that `identity_of` would name."""
     found = set()
 
     def note(source: Source) -> str:
         found.add(source)
         return ""
 
-    with suppress(ContentsError):  # whoever asks for the identity is told
+    with suppress(ContentsError):  # raised again when the identity is computed
         identity_of(arguments, note)
     return frozenset(found)
 
 
 def from_elsewhere(arguments: Mapping[str, Any]) -> str:
-    """Why weights or code are not those of the model's files. Empty: they are."""
+    """Returns why weights or code are not those of the model's files. Empty: they are."""
     if arguments.get("load_format") in _ELSEWHERE:
         return f"--load-format {arguments['load_format']} takes weights from another process"
     if arguments.get("weight_cache_mode") not in (None, "off"):
@@ -61,7 +61,7 @@ def from_elsewhere(arguments: Mapping[str, Any]) -> str:
 
 
 def model_source(path: str, arguments: Mapping[str, Any]) -> Source:
-    """Where SGLang takes a model of that path, or name on the hub, from."""
+    """Returns where SGLang takes a model of that path, or name on the hub, from."""
     return Source(path, True, arguments.get("revision") or None, arguments.get("download_dir") or None)
 
 
@@ -84,7 +84,7 @@ def _source(name: str, value: str, arguments: Mapping[str, Any]) -> Source:
 
 
 def _comparable(name: str, value: Any, named: Named) -> object:
-    """The value, in a form whose `repr` is the same in all processes."""
+    """Converts the value to a form with a `repr` that is the same in all processes."""
     if isinstance(value, enum.Enum):
         return _comparable(name, value.value, named)
     if value is None or isinstance(value, bool | int | float):
@@ -103,7 +103,7 @@ def _comparable(name: str, value: Any, named: Named) -> object:
 
 
 def _parsed(name: str, text: str, named: Named) -> object:
-    """JSON by what it says, any other text as it is."""
+    """Returns JSON as its value, any other text as it is."""
     try:
         parsed = json.loads(text)
     except ValueError:

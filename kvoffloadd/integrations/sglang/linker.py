@@ -1,7 +1,7 @@
 """SGLang's external linker: `linker` KVOffloaddLinker, `linker_module_path` this package.
 
-The daemon copies from and to the pools that the model computes with. All is called on the scheduler's thread, so
-nothing here waits for a daemon that does not answer, except for one that may still write to pages, or read them.
+The daemon copies from and to the pools that the model computes with. SGLang calls everything on the scheduler's thread,
+so nothing here waits for a daemon that does not answer, except for one that may still write to pages, or read them.
 
 By default `load` returns when the pages are there, or False: then SGLang computes them. With `overlap` it returns at
 once, and the forward waits for the pages; SGLang has no way back then, and fails the requests of a load that fails.
@@ -43,7 +43,7 @@ def _nothing(*_: Any) -> Future[bool] | None:
 
 
 class KVOffloaddLinker(UnifiedCacheLinker):
-    """Serves one rank. Whatever SGLang asks once it has started is answered, in the worst case as a miss."""
+    """Serves one rank. After the start every call of SGLang gets an answer, in the worst case a miss."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         extra_config: dict[str, Any] | None = None,
         forward_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Shares the pools. Raises UsageError for what can't be, with the flag to change."""
+        """Shares the pools. Raises UsageError, with the flag to change, for pools that can't be shared."""
         options = LinkerOptions.of(extra_config or {})
         engine.refuse_parallel(params.pp_size, params.attn_cp_size, engine.dcp_size())
         engine.refuse_moving_memory()
@@ -77,10 +77,10 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         self._pages = page_store(pools, options, rank.size, retry_busy=False)
         self._answers = Answers()
         self._queued: dict[str, Future[bool]] = {}
-        self._landing: dict[int, Future[bool]] = {}  # what forwards that have not finished wait for
+        self._landing: dict[int, Future[bool]] = {}  # loads that unfinished forwards wait for
         self._loads = Background("kvoffloadd-loads")
         self._offloads = Offloads(pools.pools[KV].pages // 2)
-        # What SGLang reads of a linker.
+        # SGLang reads these attributes of a linker.
         self.pools = {PoolName(pool.name): pool for pool in found.pools}
         self.layer_done_counter = LayerWiseLoadCounter(found.layers)
         if STATES in pools.pools:
@@ -90,7 +90,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
 
     @or_else(lambda *_: [])
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Which prefixes could be loaded, in pages. SGLang takes what is in the answers of all ranks."""
+        """Returns the prefixes that could be loaded, in pages. SGLang takes those in the answers of all ranks."""
         if not self._pages.available:
             return []
         by_source = {str(transfer.name): transfer for transfer in transfers if transfer.keys}
@@ -108,8 +108,8 @@ class KVOffloaddLinker(UnifiedCacheLinker):
     # --- loads -------------------------------------------------------------------------------------
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Fill pages, or begin to; False, on all ranks alike: SGLang is to compute them."""
-        # Whatever this rank knows or fails at, it asks the others: they wait for it.
+        """Fills pages, or begins to. False, on all ranks alike: SGLang must compute them."""
+        # Even if this rank fails, it joins the agreement: the others wait for it.
         begun = self._begin_load(rid, transfers)
         good = engine.all_agree(begun is not None and (self._overlap or begun.result()))
         if good and begun is not None:
@@ -129,7 +129,9 @@ class KVOffloaddLinker(UnifiedCacheLinker):
 
     @or_else(lambda *_: -1)
     def start_layer_wise_loading(self) -> int:
-        """The forward that comes now uses what was queued: how its layers wait for that; -1: they need not."""
+        """Starts the queued loads for the next forward. Returns how its layers wait for them; -1: they need not
+        wait.
+        """
         queued, self._queued = self._queued, {}
         if not self._overlap or not queued:
             return -1
@@ -138,7 +140,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         return index
 
     def _land(self, index: int, loads: list[Future[bool]]) -> bool:
-        """Let the forward go on, whatever has come: SGLang asks how it was afterwards."""
+        """Lets the forward go on even if loads failed: SGLang checks their result afterwards."""
         landed = all(load.result() for load in loads)
         for layer in range(self.layer_done_counter.num_layers):
             if not landed:
@@ -151,15 +153,15 @@ class KVOffloaddLinker(UnifiedCacheLinker):
 
     @or_else(lambda *_: False)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Whether the pages of that forward came; they are SGLang's again."""
+        """Returns whether the pages of that forward came; SGLang owns them again."""
         landing = self._landing.pop(counter_index, None)
-        if landing is not None:  # SGLang's counter forgets who waits for its layers, and would wait for good itself
+        if landing is not None:  # SGLang's counter forgets which layers wait, and would wait for ever itself
             landing.result()
         return bool(self.layer_done_counter.finish(counter_index))
 
     @or_else(lambda *_: False)
     def cancel_queued_load(self, rid: str) -> bool:
-        """The request is gone, and its pages are to be free when this returns."""
+        """Cancels the load of a request that is gone; its pages are free when this returns."""
         self._answers.forget(rid)
         queued = self._queued.pop(rid, None)
         if queued is not None:
@@ -169,7 +171,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
     # --- stores ------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Begin to store pages; alike on all ranks. SGLang keeps them as they are until it has popped the end of it."""
+        """Begins to store pages; alike on all ranks. SGLang leaves them unchanged until it has popped the end of it."""
         named = self._named(transfers)
         pages = next((len(transfer.keys or ()) for pool, transfer in named if pool.name == KV), 0)
         return pages > 0 and self._offloads.begin(pages, partial(self._store, named, self.record_offload_ready()))
@@ -180,17 +182,17 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         return _all(self._pages.store([self._pages_of(pool, transfer) for pool, transfer in named]))
 
     def num_completed_offloads(self) -> int:
-        """How many may be popped."""
+        """Returns how many may be popped."""
         return self._offloads.ended()
 
     def pop_completed_offload(self) -> bool:
-        """Whether the daemon has, or is being given, all pages of the oldest."""
+        """Returns whether the daemon has, or is being given, all pages of the oldest."""
         return self._offloads.pop()
 
     # --- the end -----------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """SGLang forgets its pages: nothing may read or write them any more."""
+        """Ends all use of pages: SGLang forgets them, and nothing may read or write them any more."""
         self._loads.begin(lambda: True).result()  # behind all others
         self._queued.clear()
         self._landing.clear()
@@ -199,7 +201,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         self.layer_done_counter.reset()
 
     def close(self) -> None:
-        """End the session."""
+        """Ends the session."""
         self._offloads.close(_CLOSE_S)
         self._loads.close(_CLOSE_S)
         self._pages.close()
@@ -207,7 +209,7 @@ class KVOffloaddLinker(UnifiedCacheLinker):
     # --- helpers -----------------------------------------------------------------------------------
 
     def _named(self, transfers: list[PoolTransfer]) -> list[tuple[DevicePool, PoolTransfer]]:
-        """Each pool with what SGLang says of its source, where that names any pages."""
+        """Returns each pool with SGLang's transfer for its source, where that names any pages."""
         by_source = {str(transfer.name): transfer for transfer in transfers if transfer.keys}
         return [(pool, by_source[pool.source]) for pool in self._device_pools if pool.source in by_source]
 

@@ -1,6 +1,6 @@
-"""The namespace of an engine's pages: all that their bytes depend on, and SGLang's names of pages do not tell.
+"""The namespace of an engine's pages: everything that decides their bytes and is not in SGLang's names of pages.
 
-Pure: everything is in the arguments. Each rank works it out by itself, so nothing may be in it that ranks do not all
+Pure: everything is in the arguments. Each rank computes it separately, so it may contain nothing that ranks do not all
 know alike.
 """
 
@@ -19,9 +19,9 @@ from kvoffloadd.integrations.sglang.pools import STATES, Pools
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """Describes what an engine computes with. `arguments`: all of SGLang's, as resolved. `identity`: what of them
-    counts, with files by what is in them. `amx`: whether the processor has AMX, where it computes: states lie otherwise
-    there (mem_cache/memory_pool.py). `release`: of SGLang.
+    """Describes what an engine computes with. `arguments`: all of SGLang's, as resolved. `identity`: those that count,
+    with files by their contents. `amx`: whether it computes on a processor with AMX: states lie otherwise there
+    (mem_cache/memory_pool.py). `release`: of SGLang.
     """
 
     arguments: Mapping[str, Any]
@@ -31,13 +31,14 @@ class Computed:
 
 
 def namespace_of(computed: Computed, pools: Pools, tp_size: int) -> NamespaceSpec:
-    """cache_salt, adapters and the like are in the names of pages, and so in the keys."""
+    """Returns the namespace. cache_salt, adapters and the like are in the names of pages, and so in the keys."""
     given = computed.arguments
-    # Of states a prefix needs the last one, and the daemon is told so: groups of two kinds can't share a namespace.
+    # A prefix needs the last of its states, and the daemon's groups have that kind: groups of two kinds can't share a
+    # namespace.
     shapes = tuple((*shape, "the last") if shape[0] == STATES else shape for shape in pools.shapes)
     device = f"{given['device']} with AMX" if computed.amx else given["device"]
     return NamespaceSpec(
-        model=fitting(os.path.basename(str(given["model_path"]).rstrip("/"))),  # to be read: what is in it, is below
+        model=fitting(os.path.basename(str(given["model_path"]).rstrip("/"))),  # for humans: contents are named below
         dtype=fitting(f"{given['dtype']} {given['kv_cache_dtype']}"),
         layout=fitting(f"sglang {computed.release} {device} {digest_of(shapes)}"),
         parallel=f"tp{tp_size}",

@@ -1,4 +1,4 @@
-"""The linker's stores under way, in the order in which SGLang wants to hear of their ends."""
+"""The linker's stores under way, in the order in which SGLang expects their ends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WAIT_WARNING_S = 30.0
 class Offloads:
     """Belongs to the scheduler's thread. SGLang keeps the pages of each offload until it is popped.
 
-    SGLang pops as many on all ranks. So nothing here depends on what one rank alone knows, such as whether its daemon
-    answers: they would not have the same ones under way any more.
+    SGLang pops the same number on all ranks. So nothing here depends on the state of a single rank, such as whether its
+    daemon answers: the ranks would no longer have the same offloads under way.
     """
 
     def __init__(self, most_pages: int) -> None:
-        """`most_pages`: of all that are under way; alike on all ranks. More would keep SGLang from running requests,
-        were the daemon to hang.
+        """Takes `most_pages`: limit of all that are under way; alike on all ranks. More would keep SGLang from running
+        requests if the daemon hangs.
         """
         self._most_pages = most_pages
         self._background = Background("kvoffloadd-offloads")
@@ -30,7 +30,7 @@ class Offloads:
         self._pages = 0
 
     def begin(self, pages: int, work: Work) -> bool:
-        """Have `work` store so many pages; False: no, too many are under way."""
+        """Has `work` store this number of pages; returns False if too many are under way."""
         if self._under_way and self._pages + pages > self._most_pages:
             return False
         self._under_way.append((pages, self._background.begin(work)))
@@ -38,20 +38,20 @@ class Offloads:
         return True
 
     def ended(self) -> int:
-        """How many have ended before the first that has not."""
+        """Returns how many have ended before the first that has not."""
         for count, (_, stored) in enumerate(self._under_way):
             if not stored.done():
                 return count
         return len(self._under_way)
 
     def pop(self) -> bool:
-        """Whether the first one was stored; it has ended."""
+        """Removes the first one, which has ended; returns whether it was stored."""
         pages, stored = self._under_way.popleft()
         self._pages -= pages
         return stored.result()
 
     def quiesce(self, deadline_s: float | None = None) -> None:
-        """Forget them, once they have ended: nobody may write to their pages before. None: however long that is."""
+        """Drops all, once they have ended: their pages must not be written before. None: no deadline."""
         waiting = {stored for _, stored in self._under_way}
         while waiting := wait(waiting, _WAIT_WARNING_S if deadline_s is None else deadline_s).not_done:
             if deadline_s is not None:
@@ -61,6 +61,6 @@ class Offloads:
         self._pages = 0
 
     def close(self, deadline_s: float) -> None:
-        """The thread ends when the last one does."""
+        """Ends the thread after its last store, and waits for that until the deadline."""
         self.quiesce(deadline_s)
         self._background.close(deadline_s)

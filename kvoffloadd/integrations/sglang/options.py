@@ -1,4 +1,4 @@
-"""What users set for the storage and for the linker, each in its own place of SGLang's command line."""
+"""Options that users set for the storage and for the linker, each in a separate place of SGLang's command line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ LINKER_FLAG = "--unified-cache-external-linker-config"
 
 @dataclass(frozen=True, slots=True)
 class StorageOptions(EngineOptions):
-    """Holds the options of the HiCache storage, whose lookups wait in a separate thread. `wait_s`: for how long a
-    lookup waits for what other hosts have stored.
+    """Holds the options of the HiCache storage, which makes lookups in a separate thread. `wait_s`: how long a lookup
+    waits for pages that other hosts have stored.
     """
 
     wait_s: float = 1.0
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Raises UsageError, naming the key, for a value that can't be."""
+        """Reads the options. Raises UsageError, naming the key, for an invalid value."""
         if not extra_config.get("interface_v1"):
             raise UsageError(
                 f'{STORAGE_FLAG} needs "interface_v1": 1: without it SGLang hands over copies of pages, one by one, '
@@ -35,8 +35,8 @@ class StorageOptions(EngineOptions):
 
 @dataclass(frozen=True, slots=True)
 class LinkerOptions(EngineOptions):
-    """Holds the options of the linker, whose lookups and loads the scheduler waits for. `overlap`: loads run during the
-    forward, and one that fails fails its requests.
+    """Holds the options of the linker, which makes lookups and loads while the scheduler waits. `overlap`: loads run
+    during the forward, and one that fails fails its requests.
     """
 
     timeout_s: float = 0.2
@@ -45,7 +45,9 @@ class LinkerOptions(EngineOptions):
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Raises UsageError, naming the key, for a value that can't be, and for keys that are not known."""
+        """Reads the options. Raises UsageError, naming the key, for an invalid value, and for keys that are not
+        known.
+        """
         where = f"linker_extra_config of {LINKER_FLAG}"
         unknown = sorted(set(extra_config) - {"socket", "timeout_s", "job_deadline_s", "overlap", "fingerprint"})
         if unknown:

@@ -1,7 +1,7 @@
-"""Looking up, loading and storing pages of SGLang's pools, without SGLang: keys and slots in, answers out.
+"""Looks up, loads and stores pages of SGLang's pools, without SGLang: keys and slots in, answers out.
 
-Whatever goes wrong with the daemon is a miss. Three links, one for each of the threads that come here; a fourth thread
-keeps them connected.
+Every failure of the daemon is a miss. There are three links, one for each of the threads that come here; a fourth
+thread keeps them connected.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _CLOSE_S = 2.0
 _MOVED_MAX = 1024
 _WAIT_STEP_S = 0.05
 _USED_MAX = 1024
-"""Prompts that wait to be told of. Of more the oldest are forgotten."""
+"""Limit of prompts that wait to be reported as used. Beyond it the oldest are dropped."""
 
 _NOTHING = Restorable(0, (), {})
 
-# What comes from other hosts counts as found once it has come: nobody can say how long that takes.
+# Keys from other hosts count as found once they have come: how long that takes is unknown.
 _LOOK_HERE = partial(Client.lookup, local=True)
 _READ_HERE = partial(Client.prefetch, local=True)
 
@@ -60,20 +60,20 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What a call has moved."""
+    """Counts what a call has moved."""
 
     pages: int
     gb_per_s: float
 
 
 class PageStore:
-    """Calls of one kind come from one thread at a time. `load` and `store` return when their pages are SGLang's again,
+    """Calls of one kind come from one thread at a time. `load` and `store` return when SGLang owns their pages again,
     `at_rest` begins then; everything else within the client's deadline, and a lookup within `wait_s` more.
     """
 
     def __init__(self, pools: Pools, client: MakeClient, *, job_deadline_s: float) -> None:
-        """Connects, if there is a daemon. `client`: makes one for a purpose (for lookups a scheduler, else a worker),
-        which tries once to connect.
+        """Connects, if there is a daemon. `client`: makes a client for a purpose (for lookups a scheduler, else a
+        worker), which tries once to connect.
         """
         self._pools = pools
         announced = KvCache((), [replace(group, refs=()) for group in pools.caches.groups])
@@ -87,7 +87,7 @@ class PageStore:
         self._suspended = False
         self._resting = False
         self._used: deque[Sequence[str]] = deque(maxlen=_USED_MAX)
-        self._trailing: dict[str, int] = {}  # of each pool beside keys and values: as SGLang has asked, see `Needed`
+        self._trailing: dict[str, int] = {}  # of each pool besides keys and values: SGLang's last request, see `Needed`
         self._moved: dict[Direction, deque[Moved]] = {direction: deque(maxlen=_MOVED_MAX) for direction in Direction}
         self._closing = threading.Event()
         self._keep()
@@ -97,13 +97,13 @@ class PageStore:
     # --- the threads that come here --------------------------------------------------------------------------
 
     def restorable(self, keys: Sequence[str], needed: Sequence[Needed] = (), wait_s: float = 0.0) -> Restorable:
-        """`keys`: of consecutive pages of one prompt. What of them is on disk begins to be read.
+        """Looks up `keys`: of consecutive pages of one prompt. Those on disk begin to be read.
 
-        `wait_s`: for how long what other hosts have stored is waited for. 0: nobody is asked for it.
+        `wait_s`: how long to wait for pages that other hosts have stored. 0: other hosts' pages are not requested.
         """
         if not keys or not self.available:
             return _NOTHING
-        if needed:  # of short prompts SGLang may ask for less
+        if needed:  # for short prompts SGLang may need less
             more = {one.pool: max(one.trailing, self._trailing.get(one.pool, 0)) for one in needed}
             self._trailing = {**self._trailing, **more}  # replaced, never changed: other threads read it
         packed = self._packed(keys)
@@ -116,7 +116,9 @@ class PageStore:
         return here
 
     def _there_here(self, packed: U8Array, needed: Sequence[Needed]) -> dict[str, BoolArray] | None:
-        """Which pages this host has, or is reading from its disks, for each pool. None: nobody has told."""
+        """Returns the pages that this host has, or is reading from its disks, for each pool. None: the daemon gave no
+        answer.
+        """
         every = [KV, *(one.pool for one in needed)]
         states = self._states({pool: slice(0, len(packed)) for pool in every}, packed, _LOOK_HERE)
         if states is None:
@@ -137,8 +139,8 @@ class PageStore:
         needed: Sequence[Needed],
         until: float,
     ) -> Restorable:
-        """Adds what comes from other hosts behind `here.pages` before `until`, in time.monotonic seconds. What comes
-        later is there for the next lookup.
+        """Adds the pages behind `here.pages` that come from other hosts before `until`, in time.monotonic seconds.
+        Later ones are there for the next lookup.
         """
         behind = dict.fromkeys(there, slice(here.pages, len(packed)))
         asked = self._answers(behind, packed, Client.prefetch)
@@ -150,7 +152,7 @@ class PageStore:
                     return here
                 if not self._lookups.attempt(partial(_wait, found, min(until, monotonic() + _WAIT_STEP_S))):
                     return here
-        # Anew, whether all has come or not: what has come is in memory now.
+        # A new lookup, whether all have come or not: those that have come are in memory now.
         states = self._states(behind, packed, Client.lookup)
         if states is None:
             return here
@@ -160,65 +162,67 @@ class PageStore:
         return restorable(with_others, needed)
 
     def load(self, transfers: Sequence[Pages], ready: Ready | None = None) -> dict[str, BoolArray]:
-        """Fill pages. bool (keys,) by pool: True where the page holds what its key names; others may hold anything.
+        """Fills pages. Returns bool (keys,) by pool: True where the page holds its key's contents; others may hold
+        anything.
 
         `ready`: when they may be written to; None: now.
         """
         return self._move(self._loads, Direction.LOAD, transfers, ready)
 
     def store(self, transfers: Sequence[Pages]) -> dict[str, BoolArray]:
-        """Store pages. bool (keys,) by pool: True where the daemon has the key, or somebody is storing it."""
-        self._tell_used()  # what stands before these pages is not to make room for them
+        """Stores pages. Returns bool (keys,) by pool: True where the daemon has the key, or a job is storing it."""
+        self._tell_used()  # the prefix of these pages must not make room for them
         return self._move(self._stores, Direction.STORE, transfers)
 
     def moved(self, direction: Direction) -> list[Moved]:
-        """Calls that have moved anything since the last time."""
+        """Returns the calls that have moved anything since the last time."""
         moved = self._moved[direction]
         return [moved.popleft() for _ in range(len(moved))]
 
     # --- the scheduler's thread --------------------------------------------------------------------
 
     def used(self, keys: Sequence[str]) -> None:
-        """SGLang had these pages, which begin a prompt, in levels of its own. Returns at once: the daemon is told
-        before the next store, or soon.
+        """Records that SGLang had these pages, which begin a prompt, in its other levels. Returns at once: the daemon
+        gets them before the next store, or soon.
         """
         if keys and self.available:
             self._used.append(keys)
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon answered last, on every link: what can't be loaded is not to be found."""
+        """Whether the daemon answered last, on every link: pages that can't be loaded must not be found."""
         return all(link.connected for link in self._links)
 
     @property
     def available(self) -> bool:
-        """Whether there is any use in asking."""
+        """Whether a request may succeed."""
         return self.connected and not self._paused
 
     def responds(self) -> bool:
-        """Ask the daemon, within the deadline of a lookup, whether it answers."""
+        """Checks, within the deadline of a lookup, whether the daemon answers."""
         return self.available and self._lookups.attempt(Client.ping)
 
     def suspend(self) -> None:
-        """The weights change: what pages hold is no longer what their keys name. Until `renew` all is a miss."""
+        """Makes everything a miss until `renew`: the weights change, and pages no longer hold what their keys name."""
         self._suspended = True
 
     def renew(self, generation: int) -> None:
-        """SGLang has forgotten all pages: go on, under other names. `generation`: u64, alike in all ranks."""
+        """Continues under other names: SGLang has forgotten all pages. `generation`: u64, alike in all ranks."""
         self._generation = generation
         self._used.clear()  # these name what was computed with other weights
         self._suspended = False
 
     def clear(self, token: bytes = b"") -> None:
-        """Drop every key of the namespace; where no daemon answers, as soon as one does. Until then all is a miss.
+        """Drops every key of the namespace; where no daemon answers, as soon as one does. Until then all is a miss.
 
-        `token`: 16 bytes that name this clear, which a daemon carries out once, whoever asks for it; empty: new ones.
+        `token`: 16 bytes that name this clear, which a daemon carries out once even if several ranks request it; empty:
+        a new token.
         """
         self._lookups.clear(token)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Keeps loads and stores out of its body: waits until what is under way has ended, as `load` and `store` do. No
+        """Keeps loads and stores out of its body: waits until those under way have ended, as `load` and `store` do. No
         lookup waits for other hosts.
         """
         links = self._loads, self._stores
@@ -233,7 +237,7 @@ class PageStore:
                 link.resume()
 
     def close(self) -> None:
-        """End the sessions. Idempotent."""
+        """Ends the sessions. Idempotent."""
         self._closing.set()
         self._keeper.join(_CLOSE_S)
         for link in self._links:
@@ -249,7 +253,7 @@ class PageStore:
                 log_bug(logger, self._keeper.name, error)
 
     def _keep(self) -> None:
-        """A daemon that hangs is waited for by the lookups alone, whose deadline is short."""
+        """Keeps the links connected. Only the lookups wait for a daemon that hangs, since their deadline is short."""
         self._lookups.keep()
         if self._lookups.connected:
             self._loads.keep()
@@ -263,7 +267,7 @@ class PageStore:
         return self._suspended or self._lookups.clearing
 
     def _packed(self, keys: Iterable[str]) -> U8Array:
-        """u8 (keys, KEY_BYTES): SGLang's hexadecimal names, as this generation calls them. Raises ValueError."""
+        """Returns u8 (keys, KEY_BYTES): SGLang's hexadecimal names, renamed for this generation. Raises ValueError."""
         named = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, KEY_BYTES)
         mask = np.frombuffer(mask_of(self._generation).to_bytes(KEY_BYTES, "little"), np.uint8)
         masked: U8Array = named ^ mask
@@ -282,18 +286,18 @@ class PageStore:
         return {pool: np.concatenate(some) for pool, some in states.items()}
 
     def _promotes(self, wanted: Mapping[str, slice], packed: U8Array) -> bool:
-        """Have keys that are on disk read; whether there are any."""
+        """Has keys that are on disk read; returns whether there are any."""
         answers = self._answers(wanted, packed, _READ_HERE)
         return answers is not None and any(found.promoting for _, found in answers)
 
     def _tell_used(self) -> None:
-        """Tell the daemon of all prompts that wait. They are hints, and are lost if no daemon answers. They go over the
+        """Reports all prompts that wait as used. They are hints, and are lost if no daemon answers. They go over the
         lookups' link, because its deadline is short.
         """
         while self._used and not self._resting:
             try:
                 keys = self._used.popleft()
-            except IndexError:  # another thread has told of the last one
+            except IndexError:  # another thread has reported the last one
                 return
             if self.available:
                 self._answers(_wanted(len(keys), self._trailing), self._packed(keys), _touched)
@@ -301,7 +305,7 @@ class PageStore:
     def _answers(
         self, wanted: Mapping[str, slice], packed: U8Array, call: Callable[[Client, Any, Any], R]
     ) -> list[tuple[list[str], R]] | None:
-        """Ask for keys of pools, in as many requests as it takes; with each answer, which pools it is about."""
+        """Requests keys of pools, in as many requests as necessary; returns each answer with its pools."""
         pools = {self._pools.pools[pool].group: pool for pool in wanted}
         starts = {group: wanted[pool].start for group, pool in pools.items()}
         counts = {group: wanted[pool].stop - wanted[pool].start for group, pool in pools.items()}
@@ -344,7 +348,7 @@ class PageStore:
 
 
 def _wanted(pages: int, trailing: Mapping[str, int]) -> dict[str, slice]:
-    """Returns the pages of each pool that a prefix of so many pages needs; `trailing`: as in `Needed`."""
+    """Returns the pages of each pool that a prefix of this many pages needs; `trailing`: as in `Needed`."""
     others = {pool: slice(max(0, pages - last) if last else 0, pages) for pool, last in trailing.items()}
     return {KV: slice(0, pages)} | others
 
@@ -366,5 +370,5 @@ def _wait(found: Found, until: float, client: Client) -> None:
 
 
 def _told_apart(needed: Sequence[Needed]) -> bool:
-    """Whether the daemon knows which keys a prefix needs: of windows it was not told how long they are."""
+    """Returns whether the daemon knows which keys a prefix needs: it does not know the length of windows."""
     return all(not one.trailing or one.pool == STATES for one in needed)

@@ -1,7 +1,7 @@
 """SGLang's entry point for plug-ins (`sglang.srt.plugins`): it calls `install` in each of its processes.
 
 A storage can be given to an engine that runs. It must not take that engine's weights for those of its model's files if
-these have been written again since, or the weights changed in place: so files are looked at before SGLang loads them,
+these have been written again since, or the weights changed in place: so files are recorded before SGLang loads them,
 and weights are watched from the start on, whether there is a storage or not.
 """
 
@@ -13,15 +13,17 @@ from typing import Any
 from kvoffloadd.integrations.sglang import flags, versions
 
 _ARGUMENTS = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
-"""Where SGLang resolves its arguments for HiCache: in the process that starts the others."""
+"""Resolves SGLang's arguments for HiCache, in the process that starts the others."""
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
-"""Schedulers' processes have it loaded when they call plug-ins, before any model; others shall not load it for us."""
+"""Loaded in schedulers' processes when they call plug-ins, before any model; other processes must not load it for
+us.
+"""
 
 
 def install() -> None:
-    """Watch from before the engine loads anything, and complete its arguments. Nothing for a release that is not
-    supported.
+    """Starts to watch before the engine loads anything, and completes its arguments. Does nothing for a release that is
+    not supported.
     """
     try:
         versions.check()
@@ -45,7 +47,7 @@ def _complete(server_args: Any) -> None:
 
 
 def _watch(*_: Any, **__: Any) -> None:
-    # By then SGLang has imported whatever this imports.
+    # SGLang has imported all that this imports by then.
     from kvoffloadd.integrations.sglang import engine
 
     engine.watch_start()

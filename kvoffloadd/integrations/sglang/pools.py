@@ -1,4 +1,6 @@
-"""Pools of pages as a rank registers them, wherever they lie. What both seats say of them is alike: they share keys."""
+"""Pools of pages as a rank registers them, wherever they lie. Storage and linker describe them alike, and share
+keys.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,27 @@ from kvoffloadd.model import U32Array
 KV = "kv"
 STATES = "mamba"
 NAMES = (KV, "swa", STATES, "indexer")
-"""SGLang's names of the pools that are known. A pool's group is its place in here."""
+"""SGLang's names of the pools that are known. A pool's group is its index in here."""
 
 USUAL_ORDER = "nhd"
-"""Of keys and values in a pool: token, head. Pages of a pool in another order have other shapes."""
+"""The order of keys and values in a pool: token, head. Pages of a pool in another order have other shapes."""
 
 Shape = tuple[Any, ...]
-"""What the bytes of a pool's pages mean, and in which order they are stored: equal for pools that may share keys."""
+"""The meaning of the bytes of a pool's pages, and their order: equal for pools that may share keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagePool:
-    """One pool. `group`: its number; `tokens`: of one of its pages, as its slots are counted."""
+    """One pool. `group`: its number; `tokens`: tokens of one of its pages, as its slots are counted."""
 
     group: int
     tokens: int
     pages: int
 
     def blocks(self, slots: npt.NDArray[np.int64], keys: int) -> U32Array | None:
-        """Block ids (keys,) of pages that are named by all their slots; None where that names no `keys` whole pages."""
+        """Returns block ids (keys,) of pages that are named by all their slots; None unless these are `keys` whole
+        pages.
+        """
         if slots.size != keys * self.tokens:
             return None
         first = slots[:: self.tokens]
@@ -47,7 +51,7 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """What a rank registers, and each pool by its name. `shapes`: what its pages' bytes mean."""
+    """All that a rank registers, and each pool by its name. `shapes`: the meaning of its pages' bytes."""
 
     caches: KvCache
     pools: Mapping[str, PagePool]
@@ -56,17 +60,17 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class TpRank:
-    """Which of the ranks that hold parts of the same keys this is, and of how many."""
+    """This rank's number among the ranks that hold parts of the same keys, and their count."""
 
     rank: int
     size: int
 
     def group(self, name: str, refs: Sequence[Ref], tokens_per_key: int, *, replicated: bool) -> Group:
-        """What this rank registers of a pool. `replicated`: all ranks hold the same."""
+        """Returns the group that this rank registers for a pool. `replicated`: all ranks hold the same."""
         return Group(
             group=NAMES.index(name),
-            # Windows, too: how many of their keys a prompt needs is SGLang's to say, for each prompt. Of states it is
-            # the last one, and the daemon is to know that: from a store that hosts share it brings what is needed.
+            # Windows, too: SGLang decides how many of their keys each prompt needs. Of states a prompt needs the last
+            # one, and the daemon must know that: from a store that hosts share it brings only the keys that are needed.
             kind=GroupKind.MAMBA if name == STATES else GroupKind.FULL,
             tokens_per_key=tokens_per_key,
             refs=refs,
@@ -76,8 +80,8 @@ class TpRank:
 
 
 def attention_layers(name: str, layers: int) -> list[str]:
-    """Names for the daemon of a pool's keys and values, in the order of a page's bytes. All refs name all of them: a
-    host pool has a ref for all layers' keys, a device pool one for each layer.
+    """Returns the daemon's names for a pool's keys and values, in the order of a page's bytes. All refs name all of
+    them: a host pool has a ref for all layers' keys, a device pool one for each layer.
     """
     return [f"{name}.{half}.{layer}" for half in ("k", "v") for layer in range(layers)]
 
@@ -88,7 +92,7 @@ def other_layers(name: str, layers: int) -> list[str]:
 
 
 def shape_of_attention(name: str, pool: Any, tokens: int, page_bytes: int) -> Shape:
-    """Returns the shape of keys and values, each by layer, token, head: in a host pool of ours as in a device's pool.
+    """Returns the shape of keys and values, each by layer, token, head: in a host pool as in a device's pool.
 
     `pool`: SGLang's, of either kind; `tokens` and `page_bytes`: of a page.
     """

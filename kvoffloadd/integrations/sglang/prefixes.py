@@ -1,4 +1,4 @@
-"""Which prefixes of a prompt could be restored, by SGLang's rules. Pure."""
+"""Computes which prefixes of a prompt could be restored, by SGLang's rules. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffloadd.model import BoolArray
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """What a prefix needs of a pool beside keys and values: its last `trailing` pages; 0: all of them."""
+    """The part of a pool, besides keys and values, that a prefix needs: its last `trailing` pages; 0: all of them."""
 
     pool: str
     trailing: int = 0
@@ -21,8 +21,9 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class Restorable:
-    """`pages`: of the longest prefix that all pools can restore; `lengths`: in pages, of all such prefixes, shortest
-    first; `by_pool`: the longest of each pool alone, where it has any, within what there is of keys and values.
+    """The prefixes that could be restored. `pages`: of the longest prefix that all pools can restore; `lengths`: in
+    pages, of all such prefixes, shortest first; `by_pool`: the longest of each pool alone, where it has any, within the
+    pages of keys and values that are there.
     """
 
     pages: int
@@ -31,7 +32,7 @@ class Restorable:
 
 
 def restorable(there: Mapping[str, BoolArray], needed: Sequence[Needed]) -> Restorable:
-    """`there`: for each pool, bool (pages,): which pages of the prompt could be loaded."""
+    """Computes the prefixes. `there`: for each pool, bool (pages,): which pages of the prompt could be loaded."""
     pages = leading(there[KV])
     lengths = np.arange(1, pages + 1)
     fits = np.ones(pages, np.bool_)
@@ -47,12 +48,12 @@ def restorable(there: Mapping[str, BoolArray], needed: Sequence[Needed]) -> Rest
 
 
 def leading(there: BoolArray) -> int:
-    """How many are True before the first that is not."""
+    """Returns how many are True before the first that is not."""
     return there.size if there.all() else int(np.argmin(there))
 
 
 def run_lengths(there: BoolArray) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """intp (n,): how many are True in a row up to and with each of them."""
+    """Returns intp (n,): how many are True in a row up to and with each of them."""
     at = np.arange(1, there.size + 1)
     gap = np.maximum.accumulate(np.where(there, 0, at)) if there.size else at
     return at - gap

@@ -1,8 +1,8 @@
-"""A link that threads share, and use only while the daemon answers, so that one that is gone costs nothing.
+"""A link that threads share, and use only while the daemon answers, so that a daemon that is gone costs nothing.
 
-Each purpose has its own, so that a long load never delays a lookup. Requests never connect: `keep`, which another
-thread calls, does. Ownership: the thread that holds the mutex has the inner link, and closes it when it releases the
-mutex, if the shared one was closed meanwhile.
+Each purpose has a separate one, so that a long load never delays a lookup. Requests never connect: `keep`, which
+another thread calls, does. Ownership: the thread that holds the mutex has the inner link, and closes it when it
+releases the mutex, if the shared one was closed meanwhile.
 """
 
 from __future__ import annotations
@@ -35,16 +35,20 @@ _REST_WARNING_S = 15.0
 
 
 class SharedLink:
-    """All methods but `carry`, `rest` and `keep` return within the client's deadline, whatever the daemon does."""
+    """Shares a link. All methods but `carry`, `rest` and `keep` return within the client's deadline, whatever the
+    daemon does.
+    """
 
     def __init__(self, client: Client, caches: KvCache, *, job_deadline_s: float, warning: str = "") -> None:
-        """Connects to nothing yet. `warning`: logged when the daemon is lost; empty: another link's is enough."""
+        """Stores its arguments; does not connect yet. `warning`: logged when the daemon is lost; empty: another link's
+        is enough.
+        """
         self._resting = threading.Event()
         self._closed = threading.Event()
         self._job_deadline_s = job_deadline_s
         self._link = DaemonLink(client, caches, logger, lost=warning, refused="the daemon has refused a request")
         self._mutex = threading.Lock()
-        self._carrying = threading.Lock()  # beneath the mutex: while anything is carried
+        self._carrying = threading.Lock()  # beneath the mutex: during each copy
 
     @property
     def connected(self) -> bool:
@@ -52,12 +56,12 @@ class SharedLink:
         return self._link.connected and not self._closed.is_set()
 
     def ask(self, call: Callable[[Client], R]) -> R | None:
-        """The answer; None: no daemon has given one."""
+        """Returns the answer; None: no daemon has given one."""
         with self._taken() as link:
             return None if link is None else link.ask(call)
 
     def attempt(self, call: Callable[[Client], object]) -> bool:
-        """Whether the daemon has answered."""
+        """Returns whether the daemon has answered."""
         with self._taken() as link:
             return link is not None and link.attempt(call)
 
@@ -67,11 +71,11 @@ class SharedLink:
         return "remote" in self._link.client.features
 
     def pieces(self, counts: Mapping[int, int], first: Mapping[int, int]) -> Iterator[tuple[Piece, dict[int, int]]]:
-        """Yields what each request may name: see `DaemonLink.pieces`."""
+        """Yields the keys that each request may name: see `DaemonLink.pieces`."""
         return self._link.pieces(counts, first)
 
     def clear(self, token: bytes) -> None:
-        """Drop the keys of the namespace; where no daemon answers, in a later `keep`. `token`: see `DaemonLink`."""
+        """Drops the keys of the namespace; where no daemon answers, in a later `keep`. `token`: see `DaemonLink`."""
         self._link.want_clear(token)
         with self._taken() as link:
             if link is not None:
@@ -83,10 +87,11 @@ class SharedLink:
         return self._link.clearing
 
     def carry(self, direction: Direction, chunks: Chunks, ready: Ready | None = None) -> dict[int, BoolArray]:
-        """Copy pages. bool (keys,) for each group: what was loaded, or what the daemon has now or is just being given.
+        """Copies pages. Returns bool (keys,) for each group: what was loaded, or what the daemon has or is just being
+        given.
 
-        `ready`: when the blocks may be touched; None: they may. It returns when the blocks are the engine's again,
-        however long that takes: a daemon that hangs may still write to them.
+        `ready`: when the blocks may be touched; None: now. It returns when the engine owns the blocks again, however
+        long that takes: a daemon that hangs may still write to them.
         """
         done = {group: np.zeros(blocks.size, np.bool_) for group, (_, blocks) in chunks.items()}
         with self._taken(gives_way=True) as link:
@@ -101,7 +106,9 @@ class SharedLink:
         return done
 
     def keep(self) -> None:
-        """Connect, or see whether the daemon still answers. Nothing while a call is under way: that one will learn."""
+        """Connects, or checks whether the daemon still answers. Does nothing during a call, which finds that out
+        itself.
+        """
         if not self._mutex.acquire(blocking=False):
             return
         try:
@@ -122,12 +129,12 @@ class SharedLink:
         self._carrying.release()
 
     def resume(self) -> None:
-        """Ends what `rest` began."""
+        """Ends the effect of `rest`."""
         self._resting.clear()
 
     def close(self, deadline_s: float) -> None:
-        """End the session, or leave that to the call that is under way at the deadline. What the daemon has not given
-        back by then stays its own until this process ends.
+        """Ends the session, or leaves that to the call that is under way at the deadline. Blocks that the daemon has
+        not given back by then stay its own until this process ends.
         """
         self._closed.set()
         if self._mutex.acquire(timeout=deadline_s):
@@ -137,8 +144,8 @@ class SharedLink:
 
     @contextmanager
     def _taken(self, *, gives_way: bool = False) -> Iterator[DaemonLink | None]:
-        """The link, with the mutex. None: no daemon answers. `gives_way`: None, too, if this one rests before the mutex
-        is free.
+        """Yields the link, with the mutex. None: no daemon answers. `gives_way`: None, too, if this one rests before
+        the mutex is free.
         """
         if not self.connected:
             yield None
@@ -147,14 +154,14 @@ class SharedLink:
         while not alone and not (gives_way and self._resting.is_set()):
             alone = self._mutex.acquire(timeout=_LOOK_S)
         try:
-            # The daemon may have been lost while another call was under way.
+            # The daemon may have been lost during another call.
             yield self._link if alone and self.connected else None
         finally:
             if alone:
                 self._let_go()
 
     def _let_go(self, close_s: float = _CLOSE_S) -> None:
-        """Gives the mutex back. If the link was closed meanwhile, its holder closes the client."""
+        """Releases the mutex. If the link was closed meanwhile, its holder closes the client."""
         if self._closed.is_set():
             self._link.close(close_s)
         self._mutex.release()
@@ -162,7 +169,7 @@ class SharedLink:
     # --- with the mutex --------------------------------------------------------------------------
 
     def _take(self, piece: Piece, job: Job, done: dict[int, BoolArray]) -> None:
-        """Wait until the job has ended. Nothing of a job whose end was not told counts."""
+        """Waits until the job has ended. A job that ended without a report counts as not done."""
         waiting_since = monotonic()
         while not job.done:
             try:
@@ -172,7 +179,7 @@ class SharedLink:
                 logger.warning("kvoffloadd: still waiting for the daemon to end a %s: %.0f s", job.direction, waited_s)
         result = job.result
         if result is None or result.outcome is Outcome.LOST:
-            self._link.connected = False  # until `keep` has seen whether there is a daemon
+            self._link.connected = False  # until `keep` has checked whether there is a daemon
             return
         for at, (group, some) in enumerate(piece.items()):
             copied = result.valid(at)

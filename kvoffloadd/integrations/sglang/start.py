@@ -1,4 +1,4 @@
-"""Starting either seat: its rank's pools, shared with the daemon under the name of the engine's model."""
+"""Starts the storage or the linker: shares its rank's pools with the daemon under the name of the engine's model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from kvoffloadd.integrations.sglang.weights import WEIGHTS
 
 logger = logging.getLogger("sglang.kvoffloadd")
 
-_WORKER_S = 10.0  # an engine's memory is attached in it, too
+_WORKER_S = 10.0  # includes attaching an engine's memory
 
 
 def page_store(pools: Pools, options: EngineOptions, tp_size: int, *, retry_busy: bool) -> PageStore:
-    """All ranks that hold parts of the same keys come here, once. Without a daemon it keeps trying.
+    """Makes the page store. All ranks that hold parts of the same keys come here, once. Without a daemon it keeps
+    trying.
 
-    `retry_busy`: whether lookups and loads ask a busy daemon again, until their deadlines. Stores do. Raises in all
-    ranks what it raises in one.
+    `retry_busy`: whether lookups and loads repeat requests to a busy daemon, until their deadlines. Stores do. An error
+    in one rank is raised in all.
     """
     number = WEIGHTS.number_engine(lambda: engine.agreed(secrets.randbits(64)))
     computed = _computed(options.fingerprint, number)
@@ -84,6 +85,6 @@ def _computed(how: Fingerprint, number: int) -> Computed:
 
 
 def _unlike(computes_with: object) -> str:
-    """Why this rank computes with something else than the first rank. Empty: with the same."""
+    """Returns why this rank computes with something else than the first rank. Empty: with the same."""
     number = int(digest_of(computes_with)[:15], 16)
     return "" if engine.agreed(number) == number else "its ranks have other environment variables (SGLANG_*), or files"

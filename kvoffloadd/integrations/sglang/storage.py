@@ -1,6 +1,6 @@
 """SGLang's HiCache storage backend: `class_name` KVOffloaddStorage, `module_path` of this package.
 
-SGLang takes a page that it does not get for one to compute, so whatever goes wrong is told as a miss.
+SGLang computes a page that it does not get, so every failure is reported as a miss.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def _no_pages(transfers: Sequence[PoolTransfer], *_: Any, **__: Any) -> dict[str
 
 
 class KVOffloaddStorage(HiCacheStorage):
-    """Serves one rank. Whatever SGLang asks once it has started is answered, in the worst case as a miss."""
+    """Serves one rank. After the start every call of SGLang gets an answer, in the worst case a miss."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
-        """Connects to nothing yet. Raises UsageError for what can't be, with the flag to change."""
+        """Stores the options; does not connect yet. Raises UsageError, with the flag to change, for invalid ones."""
         self._config = storage_config
         self._options = StorageOptions.of(storage_config.extra_config or {})
         self._host_pools: dict[str, Any] = {}
@@ -53,19 +53,19 @@ class KVOffloaddStorage(HiCacheStorage):
     # --- the start, and the end --------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of keys and values."""
+        """Adds the pool of keys and values."""
         self.register_mem_host_pool_v2(mem_pool_host, KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Any pool. Raises UsageError for one that can't be shared, or comes after the others were."""
+        """Adds any pool. Raises UsageError for one that can't be shared, or comes after the others were."""
         name = str(host_pool_name)
-        check_pool(name, host_pool)  # here, since SGLang takes a storage off again whose first pool was refused
+        check_pool(name, host_pool)  # here, since SGLang removes a storage that refused its first pool
         if self._pages is not None:
             raise UsageError(f"kvoffloadd: SGLang has registered the pool {name!r} too late")
         self._host_pools[name] = host_pool
 
     def on_host_pools_registered(self) -> None:
-        """All pools are known: share them with the daemon, or keep trying. Raises UsageError for what can't be."""
+        """Shares all pools with the daemon, or keeps trying. Raises UsageError for pools that can't be shared."""
         config = self._config
         rank = TpRank(config.tp_rank, config.tp_size)
         with engine.all_or_none():
@@ -74,7 +74,7 @@ class KVOffloaddStorage(HiCacheStorage):
         engine.rest_during_flushes(self._pages)
 
     def close(self) -> None:
-        """SGLang's threads have ended. Nothing is known any more."""
+        """Ends the session and forgets everything: SGLang's threads have ended."""
         if self._pages is not None:
             self._pages.close()
             self._pages = None
@@ -83,7 +83,7 @@ class KVOffloaddStorage(HiCacheStorage):
 
     @or_else(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many pages could be loaded, from the first on."""
+        """Returns how many pages could be loaded, from the first on."""
         return 0 if self._pages is None else self._pages.restorable(keys, wait_s=self._options.wait_s).pages
 
     @or_else(lambda *_, **__: PoolTransferResult(0, {}, []))
@@ -93,7 +93,7 @@ class KVOffloaddStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Does what `batch_exists` does, with what other pools need for a prefix of each length."""
+        """Does what `batch_exists` does, including the pages of other pools that a prefix of each length needs."""
         if self._pages is None:
             return PoolTransferResult(0, {}, [])
         needed = [needed_of(transfer, str(transfer.name)) for transfer in pool_transfers or ()]
@@ -104,14 +104,14 @@ class KVOffloaddStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Which pages hold what was asked for."""
+        """Loads pages; returns which hold their key's contents."""
         return self._move(Direction.LOAD, [Pages(KV, keys, _slots(host_indices))])[KV]
 
     @or_else(lambda keys, *_, **__: [False] * len(keys))
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Which pages the daemon has, or is being given."""
+        """Stores pages; returns which the daemon has, or is being given."""
         return self._move(Direction.STORE, [Pages(KV, keys, _slots(host_indices))])[KV]
 
     @or_else(_no_pages)
@@ -138,12 +138,12 @@ class KVOffloaddStorage(HiCacheStorage):
     # --- the scheduler's thread --------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop every key of the namespace. SGLang tells its user in any case that this was done."""
+        """Drops every key of the namespace. SGLang reports success to its user in any case."""
         if self._pages is not None:
             self._pages.clear()
 
     def get_stats(self) -> StorageMetrics | None:
-        """What was moved since the last call."""
+        """Returns what was moved since the last call."""
         if self._pages is None or not self._config.enable_storage_metrics:
             return None
         loads, stores = self._pages.moved(Direction.LOAD), self._pages.moved(Direction.STORE)
@@ -157,24 +157,24 @@ class KVOffloaddStorage(HiCacheStorage):
     # --- SGLang's older interface, which it does not call with `interface_v1` --------------------------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """A miss."""
+        """Returns a miss."""
 
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[None]:
-        """Misses."""
+        """Returns misses."""
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Not stored."""
+        """Returns False: nothing is stored."""
         return False
 
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Not stored."""
+        """Returns False: nothing is stored."""
         return False
 
     def exists(self, key: str) -> bool:
-        """Whether a page could be loaded."""
+        """Returns whether a page could be loaded."""
         return self.batch_exists([key]) == 1
 
 
@@ -183,5 +183,5 @@ def _pages(transfers: list[PoolTransfer]) -> list[Pages]:
 
 
 def _slots(host_indices: torch.Tensor | None) -> npt.NDArray[np.int64]:
-    """None of them where SGLang names none."""
+    """Converts slots; returns none where SGLang names none."""
     return np.empty(0, np.int64) if host_indices is None else host_indices.cpu().numpy()

@@ -1,4 +1,4 @@
-"""What SGLang says of the pages that it asks for."""
+"""Reads SGLang's description of the pages that it wants."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvoffloadd.integrations.sglang.prefixes import Needed
 
 
 def needed_of(transfer: PoolTransfer, pool: str) -> Needed:
-    """What a prefix needs of a pool. Raises ValueError for a rule that is not known."""
+    """Returns the part of a pool that a prefix needs. Raises ValueError for a rule that is not known."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return Needed(pool)
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:

@@ -1,4 +1,6 @@
-"""Which SGLang this is. Its storage interface changes with its releases: those that were not tried are refused."""
+"""Checks the version of SGLang. Its storage interface changes with its releases: those that were not tried are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ SUPPORTED = ("0.5.23",)
 
 
 def check() -> str:
-    """The whole version of the installed SGLang. Raises ImportError if there is none, or one that is not supported."""
+    """Returns the whole version of the installed SGLang. Raises ImportError if there is none, or it is not
+    supported.
+    """
     try:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:

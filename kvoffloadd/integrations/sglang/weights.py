@@ -1,12 +1,12 @@
-"""Weights that are changed in place: pages that were computed before must not be found, nor stored, after.
+"""Follows weights that are changed in place: pages that were computed before must not be found, nor stored, after.
 
-SGLang keeps what its storage has through a change of weights. So from the first sign of a change on, all is a miss;
-once SGLang has forgotten its own pages, too, the storage goes on under names of a new generation.
+SGLang keeps the contents of its storage through a change of weights. So from the first sign of a change on, all is a
+miss; once SGLang has forgotten its own pages, too, the storage goes on under names of a new generation.
 
-Weights that come from files are named by what is in these, one load after the other since the start: engines that have
-loaded the same share their pages again. Of other weights nobody knows what they are: their names are the engine's own.
-So are those of engines of several ranks, of which each may have found other files, or failed to load them: a page is
-computed by all of them together.
+Weights that come from files are named by the files' contents, one load after the other since the start: engines that
+have loaded the same share their pages again. Other weights have no name that another engine would know: their names are
+unique to the engine. So are those of engines of several ranks, since each rank may have found other files, or failed to
+load them: a page is computed by all of them together.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ logger = logging.getLogger("sglang.kvoffloadd")
 
 
 class Suspendable(Protocol):
-    """What follows the weights."""
+    """A follower of the weights."""
 
     def suspend(self) -> None:
-        """They change."""
+        """Stops all use of pages: the weights change."""
 
     def renew(self, generation: int) -> None:
-        """They have changed, and SGLang has nothing left of what was computed before. `generation`: u64."""
+        """Continues: the weights have changed, and SGLang has no page left that was computed before. `generation`:
+        u64.
+        """
 
     def clear(self, token: bytes) -> None:
-        """What others have of the weights before is not wanted any more. `token`: alike in all ranks, so that none of
-        them clears what another has stored since.
+        """Drops pages of earlier weights that are stored elsewhere. `token`: alike in all ranks, so that none of them
+        clears what another has stored since.
         """
 
 
 class WeightChanges:
-    """What this rank knows of its weights. All methods come from the scheduler's thread, in each rank alike."""
+    """This rank's record of its weights. All methods come from the scheduler's thread, in each rank alike."""
 
     def __init__(self) -> None:
         self._followers: weakref.WeakSet[Suspendable] = weakref.WeakSet()
@@ -51,20 +53,20 @@ class WeightChanges:
         self._session = False
         self._flushed = False
         self._fingerprint: Fingerprint | None = None
-        self._loaded = ""  # names what was loaded since the start
-        self._unknown = False  # something else was, too
+        self._loaded = ""  # names the loads since the start
+        self._unknown = False  # there were also changes that can't be named
 
     def number_engine(self, agree: Callable[[], int]) -> int:
-        """A number that this engine's ranks share, and no other engine has. `agree` finds it, once: whatever becomes of
-        this rank's start afterwards, each rank has it from then on.
+        """Returns a number that this engine's ranks share, and no other engine has. `agree` finds it, once: each rank
+        has it from then on, even if this rank's start fails afterwards.
         """
         if self._engine is None:
             self._engine = agree()
         return self._engine
 
     def follow(self, follower: Suspendable, fingerprint: Fingerprint) -> None:
-        """`number_engine` was called before. One that comes after a change does not begin with the names of the weights
-        that the engine was started with. `fingerprint`: how files are named that weights come from.
+        """Adds a follower, after `number_engine`. A follower that comes after a change does not begin with the names of
+        the weights that the engine was started with. `fingerprint`: how files are named that weights come from.
         """
         self._followers.add(follower)
         self._fingerprint = fingerprint
@@ -79,19 +81,19 @@ class WeightChanges:
         self.change()
 
     def session_ends(self) -> None:
-        """Pages that were flushed in the session, after the last change, need no other flush."""
+        """Ends a session. Pages that were flushed in the session, after the last change, need no other flush."""
         self._session = False
         self._renew()
 
     def change(self) -> None:
-        """Weights are about to change, to some that nobody can name."""
+        """Begins a change of weights, to some that can't be named."""
         self._changing = self._unknown = True
         self._flushed = False
         for follower in self._followers:
             follower.suspend()
 
     def load(self, source: Source, load_format: str | None, load: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
-        """Change to the weights in these files; `load()` returns whether it has loaded them, and a message. Only
+        """Changes to the weights in these files; `load()` returns whether it has loaded them, and a message. Only
         engines of one rank call it: the ranks of others might load different files.
         """
         known, files = not self._unknown, FilesAtStart()
@@ -109,7 +111,7 @@ class WeightChanges:
         return loaded, message
 
     def flush(self) -> None:
-        """SGLang has forgotten all pages."""
+        """Records that SGLang has forgotten all pages."""
         self._flushed = True
         self._renew()
 
@@ -133,4 +135,4 @@ class WeightChanges:
 
 
 WEIGHTS = WeightChanges()
-"""Of this process, which has one rank. `engine.watch_weights` has it told."""
+"""This process's weights; the process has one rank. `engine.watch_weights` reports changes to it."""

@@ -1,7 +1,7 @@
 """vLLM offloads its KV cache through the daemon: `KVOffloaddConnector`, or `KVOffloaddSpec` for vLLM's connector.
 
-Importing this loads neither vLLM nor torch; the two names do, and raise ImportError where the installed vLLM is none
-of those that are supported.
+Importing this loads neither vLLM nor torch; the two names do, and raise ImportError where the installed vLLM is not
+supported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["KVOffloaddConnector", "KVOffloaddSpec"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Not at the top: vLLM is there in its own processes only, and our tests of the pure parts have none.
+    # Not at the top: only vLLM's processes have vLLM, and our tests of the pure parts run without it.
     from kvoffloadd.integrations.vllm import versions
 
     versions.check()

@@ -1,13 +1,13 @@
-"""LoRA adapters: what identifies one is what the ranks have loaded of its files, and not the name and the path that
-vLLM has for it, nor what lies there when a request comes.
+"""Identifies LoRA adapters by the contents of the files that the ranks have loaded, and not by the name and the path
+that vLLM has for them, nor by the files that lie there when a request comes.
 
-The scheduler names an adapter once all ranks have loaded it, and have told that they loaded the same. The name goes
+The scheduler names an adapter once all ranks have loaded it, and have reported that they loaded the same. The name goes
 into the block hashes of the adapter's requests, and with that into vLLM's own prefix cache. vLLM loads adapters when it
-runs the first request that has one: here they are loaded when that request comes, so that it has the name of what will
-compute it.
+runs the first request that has one: here they are loaded when that request comes, so that it has the name of the
+adapter that will compute it.
 
-An adapter that is dropped for want of room is loaded again by the ranks alone, in the middle of a step. Each rank
-therefore judges, too: it never again stores or loads under the name of what it has once replaced by something else.
+When vLLM drops an adapter for lack of space, the ranks alone load it again, in the middle of a step. Each rank
+therefore judges, too: it never again stores or loads under the name of an adapter that it has once replaced by another.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True)
 class LoadedAdapter:
-    """What ranks compute a request with. `number`: vLLM's id. `state`: of its files when they were loaded, empty where
-    that is not known.
+    """The adapter that ranks compute a request with. `number`: vLLM's id. `state`: of its files when they were loaded,
+    empty where that is not known.
     """
 
     number: int
@@ -49,8 +49,8 @@ class LoadedAdapter:
 
 @dataclass(eq=False, slots=True)
 class NamedAdapter:
-    """One that requests have. `salt`: what is in their block hashes. `seen`: what its files were like when ranks were
-    last asked. `replaced`: ranks have, or may have, loaded something else under its number since.
+    """The adapter of requests. `salt`: text in their block hashes. `seen`: state of its files at the last load by all
+    ranks. `replaced`: ranks have, or may have, loaded another one under its number since.
     """
 
     loaded: LoadedAdapter
@@ -65,7 +65,7 @@ class NamedAdapter:
 
 
 class AdapterNames:
-    """Names adapters by what ranks have loaded. `settings`: how the engine applies adapters."""
+    """Names adapters by the contents that ranks have loaded. `settings`: how the engine applies adapters."""
 
     def __init__(self, how: Fingerprint, settings: str) -> None:
         self._how = how
@@ -80,15 +80,15 @@ class AdapterNames:
             return None
         noted: NamedAdapter | None = getattr(request, _NOTED, None)
         if noted is None:
-            # Where vLLM makes requests, in a thread of their own: that one looks at the files.
+            # vLLM makes requests in a separate thread: that one looks at the files.
             setattr(request, _SEEN, state_at(lora))
             noted = self._named.get(lora.lora_int_id) or self._nameless(lora.lora_int_id)
             setattr(request, _NOTED, noted)
         return noted
 
     def settle(self, request: Any, add_lora: Callable[[Any], object] | None) -> None:
-        """Names a request before the scheduler has it: the request's name is that of what is loaded. `add_lora`:
-        vLLM's, which has `learn` called; to an adapter that is loaded it does nothing. None: ranks can load nothing
+        """Names a request before the scheduler has it: the request's name is that of the loaded adapter. `add_lora`:
+        vLLM's, which has `learn` called; for an adapter that is loaded it does nothing. None: ranks can load nothing
         now.
         """
         noted = self.adapter_of(request)
@@ -96,7 +96,7 @@ class AdapterNames:
             return
         lora, seen = request.lora_request, getattr(request, _SEEN)
         named = self._named.get(lora.lora_int_id)
-        # Of files that were written again it may be that they are loaded: vLLM had dropped the adapter.
+        # Files that were written again may be the loaded ones: vLLM had dropped the adapter.
         if named is None or lora.load_inplace or seen not in (named.loaded.state, named.seen):
             named = self._asked(lora, seen, add_lora)
         if noted is not named:
@@ -105,7 +105,7 @@ class AdapterNames:
             request.update_block_hashes()
 
     def learn(self, lora: Any, states: Collection[str]) -> None:
-        """What ranks have loaded of a LoRARequest."""
+        """Names a LoRARequest by the states that ranks have loaded."""
         number = lora.lora_int_id
         (state,) = set(states) if len(set(states)) == 1 else ("",)
         former = self._named.get(number)
@@ -127,13 +127,15 @@ class AdapterNames:
             )
 
     def forget(self, number: int) -> None:
-        """Who has the adapter shares nothing any more; the next request has ranks asked."""
+        """Makes the adapter's requests share nothing any more; the next request has all ranks load and report it."""
         former = self._named.pop(number, None)
         if former is not None:
             former.replaced = True
 
     def replaced(self, states: Collection[str]) -> None:
-        """Some rank told that it has, by itself, loaded something else than these."""
+        """Marks adapters as replaced: some rank reported that it has, by itself, loaded others in place of these
+        states.
+        """
         for number in [number for number, named in self._named.items() if named.loaded.state in states]:
             self.forget(number)
 
@@ -144,13 +146,15 @@ class AdapterNames:
             add_lora(lora)
         except Exception:  # its loaders may raise anything; vLLM tries again with the request, and answers it
             logger.exception("kvoffloadd: the LoRA adapter at %s can't be loaded", lora.lora_path)
-        # Not there if this engine's `add_lora` is another one than vLLM's, which has `learn` called.
+        # Missing if this engine replaces vLLM's `add_lora`, which has `learn` called.
         named = self._named.setdefault(lora.lora_int_id, self._nameless(lora.lora_int_id))
         named.seen = seen
         return named
 
     def _contents(self, lora: Any, state: str) -> str:
-        """What names a state with the user's choice of `fingerprint`. Empty: not known, or it is no more there."""
+        """Returns the name of a state with the user's choice of `fingerprint`. Empty: not known, or it is no longer
+        there.
+        """
         if not state or self._how is Fingerprint.AUTO:
             return state
         contents = state_at(lora, self._how)
@@ -158,12 +162,12 @@ class AdapterNames:
 
     @staticmethod
     def _nameless(number: int) -> NamedAdapter:
-        """Its requests share with each other alone, in vLLM's own prefix cache."""
+        """Makes an adapter without a name: its requests share with each other alone, in vLLM's own prefix cache."""
         return NamedAdapter(LoadedAdapter(number, ""), secrets.token_hex(16))
 
 
 def name_adapters(names: AdapterNames) -> None:
-    """Makes vLLM's block hashes in this process name adapters by what is loaded, too, from now on."""
+    """Makes vLLM's block hashes in this process name adapters by their loaded contents, too, from now on."""
     hashes: Any = importlib.import_module(_HASHES)
     engine: Any = importlib.import_module(_ENGINE).EngineCore
     extra_keys = _original(hashes._gen_lora_extra_hash_keys)
@@ -206,7 +210,7 @@ def _original(function: Any) -> Any:
 
 
 def _over(original: Any, ours: Any) -> Any:
-    """`ours`, in the place of vLLM's; one process may have several engines, one after the other."""
+    """Puts `ours` in the place of vLLM's function; one process may have several engines, one after the other."""
     ours.original = original
     return ours
 
@@ -215,13 +219,15 @@ def _over(original: Any, ours: Any) -> Any:
 
 
 def state_at(lora: Any, how: Fingerprint = Fingerprint.AUTO) -> str:
-    """What is in the files of a LoRARequest, and how they are read. Empty: not known."""
+    """Names the contents of a LoRARequest's files, and how they are read. Empty: not known."""
     contents = contents_at(lora.lora_path, how)
     return contents and f"{contents} 3d {lora.is_3d_lora_weight}"
 
 
 def contents_at(path: str, how: Fingerprint = Fingerprint.AUTO) -> str:
-    """What is in an adapter's files. `path`: as vLLM has it, a place or a name on the hub. Empty: not known."""
+    """Names the contents of an adapter's files. `path`: as vLLM has it, a place or a name on the hub. Empty: not
+    known.
+    """
     place = os.path.expanduser(path)
     if not os.path.exists(place):
         place = snapshot_of(path, file=_CONFIG) or ""
@@ -232,16 +238,16 @@ def contents_at(path: str, how: Fingerprint = Fingerprint.AUTO) -> str:
 
 
 class RankAdapters:
-    """What this rank has loaded, by vLLM's ids."""
+    """The adapters that this rank has loaded, by vLLM's ids."""
 
     def __init__(self) -> None:
         self._states: dict[int, str] = {}
-        self._alone: dict[int, Any] = {}  # LoRARequests that were loaded since the scheduler asked all ranks
+        self._alone: dict[int, Any] = {}  # LoRARequests that were loaded since the scheduler's last query of all ranks
         self._replaced: set[str] = set()
         self._untold: set[str] = set()
 
     def note(self, lora: Any, state: str) -> None:
-        """A LoRARequest was loaded. `state`: empty where its files were written meanwhile."""
+        """Records the load of a LoRARequest. `state`: empty where its files were written meanwhile."""
         number = lora.lora_int_id
         former = self._states.get(number, "")
         if former not in ("", state):
@@ -250,17 +256,17 @@ class RankAdapters:
         self._alone[number] = lora
 
     def state_of(self, number: int) -> str:
-        """Returns the state for the scheduler, which asks all ranks when all have loaded it. Empty: not known.
+        """Returns the state for the scheduler, which queries all ranks when all have loaded it. Empty: not known.
 
-        What was replaced once has no name again: requests may have been computed in part with what replaced it.
+        A state that was replaced once has no name again: requests may have been computed in part with its replacement.
         """
         self._alone.pop(number, None)
         state = self._states.get(number, "")
         return "" if state in self._replaced else state
 
     def is_loaded(self, adapter: LoadedAdapter | None) -> bool:
-        """Whether this rank, and as far as it knows each other, computes with just this adapter, and always did so for
-        requests of that name; without an adapter it does.
+        """Returns whether this rank, and as far as it knows each other, computes with just this adapter, and always did
+        so for requests of that name; without an adapter it does.
         """
         if adapter is None:
             return True
@@ -273,7 +279,7 @@ class RankAdapters:
         return self._states.get(adapter.number) == adapter.state
 
     def tell(self) -> set[str]:
-        """The states that were replaced since the last call."""
+        """Returns the states that were replaced since the last call."""
         told, self._untold = self._untold, set()
         return told
 
@@ -283,25 +289,25 @@ class RankAdapters:
 
 
 RANK = RankAdapters()
-"""This process's."""
+"""This process's adapters."""
 
 
 def state_of(_worker: Any, number: int) -> str:
-    """What vLLM's executor calls in each rank."""
+    """Returns `RANK`'s state of an adapter: vLLM's executor calls this in each rank."""
     return RANK.state_of(number)
 
 
 def note_what_is_loaded() -> None:
-    """Starts to note what is in the adapters that vLLM loads in this process."""
+    """Starts to record the adapters that vLLM loads in this process."""
     manager: Any = importlib.import_module(_LOADER).WorkerLoRAManager
     load = _original(manager._load_adapter)
 
     @functools.wraps(load)
     def load_adapter(self: Any, lora_request: Any) -> Any:
         before = state_at(lora_request)
-        adapter = load(self, lora_request)  # where it can't, vLLM keeps what it has
+        adapter = load(self, lora_request)  # if it can't, vLLM keeps the adapter that it has
         after = state_at(lora_request)
-        # Of the hub's, which are fetched on the way, each state has a place of its own.
+        # Files of the hub are fetched during the load: each state has a separate place.
         RANK.note(lora_request, after if before in ("", after) else "")
         return adapter
 

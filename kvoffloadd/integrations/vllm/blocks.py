@@ -17,7 +17,7 @@ from kvoffloadd.model import NO_BLOCK, U32Array
 logger = logging.getLogger("vllm.kvoffloadd")
 
 NULL_BLOCK = 0
-"""vLLM's block that stands for no block: never stored, never loaded into."""
+"""vLLM's block that means no block: never stored, never loaded into."""
 
 
 class GroupChunks(NamedTuple):
@@ -29,14 +29,16 @@ class GroupChunks(NamedTuple):
 
 
 Chunks = dict[int, GroupChunks]
-"""What a transfer moves, by group."""
+"""The keys and blocks of a transfer, by group."""
 
 KeysOfGroup = tuple[int, list[bytes]]
 """A group and its keys."""
 
 
 def warn_of_states(mamba_cache_mode: str, blocks_per_chunk: int) -> None:
-    """Where vLLM's own connector hands over states: nobody tells which groups have them. `mamba_cache_mode`: vLLM's."""
+    """Warns where vLLM's own connector hands over states: it is unknown which groups have them. `mamba_cache_mode`:
+    vLLM's.
+    """
     if mamba_cache_mode == "align" and blocks_per_chunk > 1:
         logger.warning(
             "kvoffloadd: this model keeps states, which OffloadingConnector can't store in chunks of several blocks: "
@@ -47,7 +49,7 @@ def warn_of_states(mamba_cache_mode: str, blocks_per_chunk: int) -> None:
 
 
 class TransferBlocks(Protocol):
-    """vLLM's GPULoadStoreSpec, which names the blocks of a transfer group by group: how many there are of each group,
+    """vLLM's GPULoadStoreSpec, which names the blocks of a transfer group by group: the number of blocks of each group,
     and the index, in the request, of the first one.
     """
 
@@ -57,7 +59,7 @@ class TransferBlocks(Protocol):
 
 
 def load_chunks(groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int) -> Chunks:
-    """`groups`: in vLLM's order. Blocks of a chunk that the request does not load are `NO_BLOCK`.
+    """Converts `groups`, in vLLM's order. Blocks of a chunk that the request does not load are `NO_BLOCK`.
 
     Raises ValueError where blocks and keys do not fit each other.
     """
@@ -77,8 +79,8 @@ def load_chunks(groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_pe
 def store_chunks(groups: Sequence[KeysOfGroup], blocks: TransferBlocks, blocks_per_key: int) -> Chunks:
     """Does what `load_chunks` does, with whole chunks alone.
 
-    vLLM leaves out blocks that have slid out of a window. If they are the first ones, that chunk is dropped; if it
-    can't be told which they are, all of the group: what is missing is a miss later, what is wrong would be a wrong hit.
+    vLLM leaves out blocks that have slid out of a window. If they are the first ones, that chunk is dropped; if it is
+    unknown which they are, all of the group: a missing key is a miss later, a wrong one would be a wrong hit.
     """
     chunks: Chunks = {}
     for (group, keys), ids, first in _split(groups, blocks):

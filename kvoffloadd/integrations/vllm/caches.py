@@ -1,4 +1,4 @@
-"""An engine's KV cache as its ranks register it with the daemon, and its scheduler, which has no memory."""
+"""Builds an engine's KV cache as its ranks register it with the daemon, and its scheduler, which has no memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from kvoffloadd.layout import CanonicalCache
 
 
 def registered(config: Any, kv_caches: Any, facts: LayerFacts, timelines: Sequence[Timeline] = ()) -> KvCache:
-    """`config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank; `facts`: of its layers.
+    """Returns a rank's cache. `config`: vLLM's OffloadingConfig, `kv_caches`: its CanonicalKVCaches, of this rank;
+    `facts`: of its layers.
 
-    CPU memory that is not shared yet is moved to shared memory in place; views that the engine has stay valid.
-    Raises UsageError where memory can't be shared, its pages can't be cut into parts, or vLLM's pages leave bytes of a
-    layer out.
+    CPU memory that is not shared yet is moved to shared memory in place; views that the engine has stay valid. Raises
+    UsageError where memory can't be shared, its pages can't be cut into parts, or vLLM's pages leave bytes of a layer
+    out.
     """
     held = share(config)
     groups: list[Group] = []
@@ -31,7 +32,7 @@ def registered(config: Any, kv_caches: Any, facts: LayerFacts, timelines: Sequen
 
 
 def announced(config: Any) -> KvCache:
-    """What a scheduler registers, which has no memory: a lookup may come before the ranks have registered theirs."""
+    """Returns a scheduler's cache, without memory: a lookup may come before the ranks have registered theirs."""
     parts = share(config).parts
     return KvCache((), [_group(config, at, parts, 0, []) for at in range(len(config.groups))])
 
@@ -40,8 +41,8 @@ def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> 
     group = config.groups[at]
     keeps_state = group.group_id in config.extra_config.get(STATES, ())
     tokens_per_key = group.tokens_per_block * config.cache.blocks_per_chunk
-    # vLLM asks key by key, and says itself which ones a hit needs. But from a store that hosts share only those come
-    # that are of use. Without our connector nobody tells which groups have windows.
+    # vLLM looks up key by key, and decides itself which ones a hit needs. But a store that hosts share sends only
+    # useful keys. Without our connector it is unknown which groups have windows.
     reach = config.extra_config.get(REACHES, {}).get(group.group_id)
     if reach is not None and not keeps_state:
         reach += _given_up(config)
@@ -58,8 +59,8 @@ def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> 
 
 
 def _given_up(config: Any) -> int:
-    """How many tokens of a hit vLLM gives up where there are draft layers: the last chunk of their groups, which has to
-    be there all the same. The hit ends so much earlier, and so each window begins so much earlier.
+    """Returns how many tokens of a hit vLLM gives up where there are draft layers: the last chunk of their groups,
+    which must be there all the same. The hit ends earlier by as many tokens, and so each window begins earlier.
     """
     drafts = config.extra_config.get(DRAFTS, ())
     blocks = [group.tokens_per_block for group in config.groups if group.group_id in drafts]

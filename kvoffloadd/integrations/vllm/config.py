@@ -1,7 +1,7 @@
-"""What an engine's configuration means here: its namespace, who may share what with it, and what users set.
+"""Derives from an engine's configuration its namespace, which engines share with it, and the users' options.
 
-Pure: everything is in the arguments. The scheduler and each rank work the namespace out by themselves, so nothing may
-be in it that they do not all know alike.
+Pure: everything is in the arguments. The scheduler and each rank compute the namespace separately, so it may contain
+nothing that they do not all know alike.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from kvoffloadd.integrations.vllm.identity import IDENTITY
 from kvoffloadd.integrations.vllm.parts import by_heads, share
 
 STATES = "kvoffloadd_states"
-"""Key of extra_config under which it says which groups keep a state: the indices of those of which a block holds what
-the model remembers at its end, and blocks in the middle of a request hold nothing. Where there are any, a key is one
-block.
+"""Key of extra_config that lists the groups that keep a state, by index: a block of such a group holds what the model
+remembers at the block's end, and blocks in the middle of a request hold nothing. If there are any, a key is one block.
 """
 
 REACHES = "kvoffloadd_reaches"
-"""Key of extra_config under which it says which groups have windows or states: the index of each -> how many tokens
-before its end a prefix needs of it. Of the others it needs all.
+"""Key of extra_config that lists the groups with windows or states: the index of each -> how many tokens before its end
+a prefix needs of it. Of the other groups it needs all.
 """
 
 DRAFTS = "kvoffloadd_drafts"
-"""Key of extra_config under which it says which groups have layers of a draft model: their indices."""
+"""Key of extra_config that lists the groups with layers of a draft model, by index."""
 
 INSIDE = "kvoffloadd_inside"
 """Key of extra_config that is true inside a MultiConnector."""
 
-_IDENTITY_FORMAT = 3  # how an engine is named: what an earlier version of this project has named is not found again
-_CANONICAL_FORMAT = 1  # how parts are cut out of vLLM's canonical pages
+_IDENTITY_FORMAT = 3  # version of engines' names: names of earlier versions are not found again
+_CANONICAL_FORMAT = 1  # version of how parts are cut out of vLLM's canonical pages
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
 
 _WHERE = "kv_connector_extra_config"
@@ -45,24 +44,24 @@ _WHERE = "kv_connector_extra_config"
 
 @dataclass(frozen=True, slots=True)
 class Options(EngineOptions):
-    """What users set in `kv_connector_extra_config`. `wait_s`: for how long a request waits for keys on their way from
-    disk, or being stored by others.
+    """The options that users set in `kv_connector_extra_config`. `wait_s`: how long a request waits for keys on their
+    way from disk, or being stored by others.
     """
 
     wait_s: float = 10.0
 
     @classmethod
     def of(cls, extra_config: Mapping[str, Any]) -> Self:
-        """Raises UsageError, naming the key, for a value that can't be."""
+        """Reads the options. Raises UsageError, naming the key, for an invalid value."""
         common = cls.read(extra_config, _WHERE)
         return replace(common, wait_s=seconds_of(extra_config, "wait_s", common.wait_s, _WHERE))
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What computes, and is no option. `device`: its kind, with its instruction sets. `vllm`: its whole version.
-    `convolutions`: in which order the states of convolutions lie ("SD" or "DS"), which vLLM decides by itself if other
-    connectors need it; all sizes are equal.
+    """The parts of an engine's platform that decide bytes and are no options. `device`: its kind, with its instruction
+    sets. `vllm`: its whole version. `convolutions`: in which order the states of convolutions lie ("SD" or "DS"), which
+    vLLM decides by itself if other connectors need it; all sizes are equal.
     """
 
     device: str
@@ -71,7 +70,7 @@ class Platform:
 
 
 def namespace_of(config: Any, platform: Platform, seed: str | None) -> NamespaceSpec:
-    """`config`: vLLM's OffloadingConfig. `seed`: PYTHONHASHSEED, None if it is not set.
+    """Returns the namespace. `config`: vLLM's OffloadingConfig. `seed`: PYTHONHASHSEED, None if it is not set.
 
     cache_salt and LoRA are in vLLM's block hashes, and so in the keys. Raises UsageError as `share` does.
     """
@@ -89,7 +88,7 @@ def namespace_of(config: Any, platform: Platform, seed: str | None) -> Namespace
 
 
 def refuse_adapters(extra_config: Mapping[str, Any]) -> None:
-    """Raises UsageError where requests can have adapters, and nobody tells which."""
+    """Raises UsageError where requests can have adapters, and it is unknown which."""
     if extra_config[IDENTITY]["adapters"]:
         raise UsageError(
             "KVOffloaddSpec can't tell which LoRA adapter a request has, and would give it what an earlier state of "
@@ -98,17 +97,17 @@ def refuse_adapters(extra_config: Mapping[str, Any]) -> None:
 
 
 def unstable_hashes(config: Any, seed: str | None) -> bool:
-    """Whether block hashes differ between runs of the engine, so that nothing hits after a restart."""
+    """Returns whether block hashes differ between runs of the engine, so that nothing hits after a restart."""
     return seed is None and config.extra_config[IDENTITY]["hash"] in _RANDOM_SEED_HASHES
 
 
 def instance_of(engine_id: str) -> bytes:
-    """16 bytes that a scheduler and its ranks share, and other engines do not."""
+    """Returns 16 bytes that a scheduler and its ranks share, and other engines do not."""
     return hashlib.blake2b(engine_id.encode(), digest_size=16, person=b"kvoffloadd").digest()
 
 
 def _parallel(config: Any) -> str:
-    """The sizes, where they decide what a part of a key is."""
+    """Describes the sizes, where they decide which bytes a part of a key has."""
     held, parallel = share(config), config.parallel
     if by_heads(config):
         return f"canonical v{_CANONICAL_FORMAT} in {held.parts} parts"
@@ -136,7 +135,7 @@ def _layout(config: Any, platform: Platform) -> str:
         said += (("reaches", *sorted(config.extra_config[REACHES].items())),)
         if config.extra_config.get(DRAFTS):
             said += (("drafts", *config.extra_config[DRAFTS]),)
-    if config.extra_config.get(REACHES) != {}:  # it has states, or nobody has said that it has none
+    if config.extra_config.get(REACHES) != {}:  # it has states, or that is unknown
         said += (("convolutions", platform.convolutions),)
     return f"vllm {platform.vllm} {platform.device} {config.kv_cache_layout} {digest_of(said)}"
 
@@ -144,7 +143,7 @@ def _layout(config: Any, platform: Platform) -> str:
 def _salt(config: Any, identity: Mapping[str, Any], seed: str | None) -> str:
     said = [f"identity v{_IDENTITY_FORMAT}", f"{identity['hash']} seed {'default' if seed is None else seed}"]
     if unstable_hashes(config, seed):
-        said.append(f"engine {config.engine_id}")  # nobody else can know these keys, so nobody else may find them
+        said.append(f"engine {config.engine_id}")  # no other engine can know these keys, so none may find them
     if identity["doubt"]:
         said.append(f"alone {identity['token']} {config.engine_id}")  # replicas have one token
     return " ".join((*said, str(identity["fields"])))

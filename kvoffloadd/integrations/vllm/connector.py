@@ -1,9 +1,10 @@
-"""vLLM's OffloadingConnector for engines that are to outlive the daemon.
+"""vLLM's OffloadingConnector for engines that must outlive the daemon.
 
-vLLM's own asserts that no load fails. Here a failed load is told as `failed_recving`, which frees the request's blocks,
-for any number of KV cache groups: loads are asynchronous, so none of the blocks was cached yet. vLLM asks for its keys
-again then. Where the load failed in part, the daemon has dropped what was damaged, and what it still has is loaded: by
-vLLM's own rules the longest prefix that all groups have. Where it failed whole, nothing hits, and all is computed.
+vLLM's own asserts that no load fails. Here a failed load is reported as `failed_recving`, which frees the request's
+blocks, for any number of KV cache groups: loads are asynchronous, so none of the blocks was cached yet. vLLM looks up
+the request's keys again then. Where the load failed in part, the daemon has dropped damaged keys, and those that it
+still has are loaded: by vLLM's own rules the longest prefix that all groups have. Where it failed whole, nothing hits,
+and all is computed.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class KVOffloaddConnector(OffloadingConnector):
     _handoff: HandOff  # the scheduler's side has one
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raises UsageError where vLLM would end requests whose loads fail, or take the KV cache away untold, and where
-        a rank and its scheduler do not agree what a part of a key is.
+        """Makes one half of the connector. Raises UsageError where vLLM would end requests if their loads fail, or take
+        the KV cache away without notice, and where a rank and its scheduler do not agree on the parts of a key.
         """
         transfer = vllm_config.kv_transfer_config
         if transfer.kv_load_failure_policy != _POLICY:
@@ -103,9 +104,9 @@ class KVOffloaddConnector(OffloadingConnector):
             name_adapters(self._adapters)
         if self.connector_scheduler is not None:
             self._handoff = HandOff(self.connector_scheduler, vllm_config, kv_cache_config)
-        self._failed: set[str] = set()  # whose load failed, until vLLM has freed their blocks and asks again
-        self._lost: set[str] = set()  # whose load some rank knows to have failed whole, until all ranks have ended it
-        self._offered: set[str] = set()  # which may load again, until vLLM has blocks for that
+        self._failed: set[str] = set()  # requests with a failed load, until vLLM has freed their blocks and retries
+        self._lost: set[str] = set()  # requests with a load that some rank lost whole, until all ranks have ended it
+        self._offered: set[str] = set()  # requests that may load again, until vLLM has blocks for that
         self._results: FailingWorker | None = None
         if self.connector_worker is not None:
             told = build_offloading_config(vllm_config, _told(kv_cache_config))
@@ -114,16 +115,18 @@ class KVOffloaddConnector(OffloadingConnector):
             self.connector_worker = self._results
 
     def get_handshake_metadata(self) -> RankHost | None:
-        """Returns the host of this rank; None inside a MultiConnector, which passes on what one connector says."""
+        """Returns the host of this rank; None inside a MultiConnector, which passes on the metadata of one
+        connector.
+        """
         return None if self._is_inside else RankHost.here()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """What all ranks have told, before the first request. Raises UsageError, which ends the engine's start."""
+        """Takes the hosts of all ranks, before the first request. Raises UsageError, which ends the engine's start."""
         if not self._is_inside:
             refuse_ranks_elsewhere(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What ended, with the loads that failed among it."""
+        """Returns the transfers that ended, including failed loads."""
         if self._results is None:
             return super().get_transfer_results(finished_req_ids)
         return self._results.transfer_results()
@@ -136,12 +139,12 @@ class KVOffloaddConnector(OffloadingConnector):
             self._results.sleep()
 
     def restore_kv_caches(self) -> None:
-        """The engine has woken up: the same tensors, in other memory."""
+        """Shares the same tensors, in other memory: the engine has woken up."""
         if self._results is not None:
             self._results.wake()
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """The scheduler's side: a request whose load failed computes, and stores, all that it does not load anew."""
+        """Runs in the scheduler: a request with a failed load computes, and stores, all that it does not load anew."""
         super().update_connector_output(connector_output)
         manager: KVOffloaddManager = self.scheduler.manager
         if isinstance(connector_output.kv_connector_worker_meta, WorkerMetadata):
@@ -166,10 +169,11 @@ class KVOffloaddConnector(OffloadingConnector):
                 group_state.next_stored_chunk_idx = 0
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Asked for once its load has failed and its blocks are free, a request steps back from the head of its queue.
+        """Makes a request step back from the head of its queue if it is looked up after its load failed and its blocks
+        are free.
 
         vLLM looks at no request behind one that it finds no blocks for: those behind it may have loads that have ended,
-        too, and hold the blocks that it needs, so that nobody would ever go on. Skipped once, it waits elsewhere.
+        too, and hold the blocks that it needs, so that none would ever go on. Skipped once, it waits elsewhere.
         """
         name, manager = request.request_id, self.scheduler.manager
         if name in self._failed:
@@ -177,7 +181,8 @@ class KVOffloaddConnector(OffloadingConnector):
             return None, False
         if name in self._offered:
             # No blocks for its second load. vLLM still counts those of the first one as about to be taken, for itself
-            # and for all whose loads failed: they would wait for each other. What computes is not held up by that.
+            # and for all that had failed loads: they would wait for each other. Requests that compute are not held up
+            # by that.
             self._offered.discard(name)
             manager.give_up(name)
         found, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -187,7 +192,7 @@ class KVOffloaddConnector(OffloadingConnector):
         return tokens, between_steps if tokens == found else bool(tokens)
 
     def on_new_request(self, request: Request) -> None:
-        """Its prompt may be one that another engine will answer."""
+        """Starts a hand-over if another engine will answer the request's prompt."""
         self._handoff.begin(request)
         super().on_new_request(request)
         adapter = self._adapters.adapter_of(request) if self._adapters is not None else None
@@ -195,14 +200,14 @@ class KVOffloaddConnector(OffloadingConnector):
             self.scheduler._req_status[request.request_id].req_context.set_state(adapter)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """The step's stores, with the tails of prompts that are to be handed over."""
+        """Plans the step's stores, with the tails of prompts for other engines."""
         metadata = super().build_connector_meta(scheduler_output)
         self._handoff.store(scheduler_output, metadata)
         return metadata
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """It has blocks for its prompt, and loads, with the tail of a prompt that was handed over, or computes. The
-        manager is told what of the prompt the engine had itself.
+        """Runs when the request has blocks for its prompt, and loads, with the tail of a prompt that was handed over,
+        or computes. The manager learns what of the prompt the engine had itself.
         """
         with self._handoff.planning(request, num_external_tokens):
             super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -213,8 +218,8 @@ class KVOffloaddConnector(OffloadingConnector):
         self.scheduler.manager.touch(self._needed_keys(status), status.req_context)
 
     def _needed_keys(self, status: RequestOffloadState) -> list[OffloadKey]:
-        """What a load would need of the tokens that the engine has in blocks of its own: of windows and states those
-        at the end alone.
+        """Returns the keys that a load would need of the tokens that the engine has in its own blocks: of windows and
+        states those at the end alone.
         """
         tokens = status.num_locally_computed_tokens
         needed: list[OffloadKey] = []
@@ -231,7 +236,7 @@ class KVOffloaddConnector(OffloadingConnector):
         return delayed, self._handoff.finished(request) or params
 
     def request_finished_all_groups(self, request: Request, block_ids: tuple[list[int], ...]) -> Any:
-        """It may have been aborted before it was asked for again."""
+        """Ends the request, which may have been aborted before it was looked up again."""
         self._forget(request.request_id)
         delayed, params = super().request_finished_all_groups(request, block_ids)
         return delayed, self._handoff.finished(request) or params
@@ -242,15 +247,15 @@ class KVOffloaddConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any, **named: Any) -> Any:
-        """Runs in the front end's process, which makes no connector."""
+        """Builds the metrics. Runs in the front end's process, which makes no connector."""
         _complete(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments, **named)
 
 
 @dataclass
 class WorkerMetadata(OffloadingWorkerMetadata):
-    """What ranks tell the scheduler. `lost`: requests whose load failed, and not just in part. `replaced`: states of
-    adapters that some rank has loaded something else in the place of.
+    """Metadata that ranks send to the scheduler. `lost`: requests with a load that failed, and not just in part.
+    `replaced`: states of adapters that some rank has replaced by others.
     """
 
     lost: set[str] = field(default_factory=set)
@@ -272,12 +277,16 @@ class FailingWorker(OffloadingConnectorWorker):
         self._lost: set[str] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """vLLM makes bytes of the layers, and with them our worker, which needs to know what they are."""
+        """Registers the tensors: vLLM makes bytes of the layers, and with them our worker, which needs their
+        description.
+        """
         self.spec.layer_facts = LayerFacts.of(kv_caches)
         super().register_kv_caches(kv_caches)
 
     def transfer_results(self) -> KVConnectorTransferResults:
-        """Ended since the last call. A store never fails for the scheduler: what was dropped is a miss later."""
+        """Returns the transfers that ended since the last call. A store never fails for the scheduler: a dropped key is
+        a miss later.
+        """
         results = KVConnectorTransferResults()
         for ended in [] if self.worker is None else self.worker.get_finished():
             request = self._load_jobs.pop(ended.job_id, None)
@@ -295,8 +304,8 @@ class FailingWorker(OffloadingConnectorWorker):
         return results
 
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
-        """Adds the loads among what has ended that were lost, and the adapters that were replaced
-        since the last call.
+        """Adds the loads among the ended ones that were lost, and the adapters that were replaced since the last
+        call.
         """
         meta = super().build_connector_worker_meta()
         replaced = RANK.tell()
@@ -306,35 +315,37 @@ class FailingWorker(OffloadingConnectorWorker):
         return WorkerMetadata(meta.completed_jobs, meta.transfer_stats, lost, replaced)
 
     def sleep(self) -> None:
-        """Nothing is stored or loaded until `wake`. Idempotent, as vLLM wants both."""
+        """Stores and loads nothing until `wake`. Idempotent, as vLLM requires of both."""
         if self.worker is None:
             return
         self.worker.sleep()
-        # What vLLM has kept for the next step is dropped: by then these blocks hold something else.
+        # Stores that vLLM has kept for the next step are dropped: by then these blocks hold something else.
         for job_id, source, destination in self._unsubmitted_store_jobs:
             self.worker.submit_store(job_id, source, destination)
         self._unsubmitted_store_jobs.clear()
 
     def wake(self) -> None:
-        """The KV cache is back."""
+        """Resumes: the KV cache is back."""
         if self.worker is not None:
             self.worker.wake()
 
 
 def _told(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
-    """What the scheduler is told of it: a rank knows specs of each layer, in wrappers."""
+    """Returns the scheduler's form of the config: a rank has specs of each layer, in wrappers."""
     return generate_scheduler_kv_cache_config([kv_cache_config])
 
 
 def _states(specs: Sequence[KVCacheSpec]) -> list[int]:
-    """Groups of which vLLM keeps the state at the end of a request's full blocks alone, and hands it over by itself."""
+    """Returns the groups that keep the state at the end of a request's full blocks alone, which vLLM hands over by
+    itself.
+    """
     return [at for at, one in enumerate(specs) if getattr(one, "mamba_cache_mode", None) == _ALIGNED]
 
 
 def _leave_one_block(extra: dict[str, Any]) -> None:
-    """A key is one block: vLLM keeps the state at the last full block of a prompt, which may end no longer chunk.
+    """Makes a key one block: vLLM keeps the state at the last full block of a prompt, where no longer chunk may end.
 
-    Scheduler and ranks may be one process with one `extra`: whichever comes first removes the options, and warns.
+    Scheduler and ranks may be one process with one `extra`: the first of them removes the options, and warns.
     """
     given = [name for name in ("block_size", "blocks_per_chunk") if extra.pop(name, 1) != 1]
     if given:
@@ -361,8 +372,8 @@ def _reaches(specs: Sequence[KVCacheSpec]) -> dict[int, int]:
 
 
 def _drafts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int]:
-    """Groups with layers of a draft model, of which vLLM gives up the last chunk of a hit. Not in a pipeline: there
-    only the rank that has these layers is told of them.
+    """Returns the groups with layers of a draft model; vLLM gives up the last chunk of their hits. None in a pipeline:
+    there only the rank that has these layers knows them.
     """
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return []

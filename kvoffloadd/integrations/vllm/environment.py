@@ -1,4 +1,4 @@
-"""vLLM's environment variables, judged: does one decide what is in a KV cache?
+"""Judges vLLM's environment variables: does one decide the bytes of a KV cache?
 
 Deny by default, as `fields` does: each `VLLM_*` that is set and in no table here is part of an engine's identity,
 whatever vLLM or a plug-in makes of it. docs/VLLM.md has the table of harmless ones for users.
@@ -104,7 +104,7 @@ ELSEWHERE: Final = (
     _left_out("MODEL_REDIRECT_PATH", "model.model and model.hf_config_path are what the file makes of them"),
     _left_out("USE_MODELSCOPE", "a doubt, unless the model is a place on this host"),
 )
-"""As HARMLESS: what these say is named in another way."""
+"""As HARMLESS: the identity covers these in another way."""
 
 OTHERS_HARMLESS: Final = frozenset(
     (

@@ -1,7 +1,7 @@
-"""The scheduler's second client of the daemon, where routers want to know: a thread that learns which keys come and go.
+"""The scheduler's second client of the daemon, for routers: a thread that learns which keys come and go.
 
-It has a client of its own, so that a long list never delays a lookup. Ownership: the thread alone has client
-and published keys; the scheduler's thread queues commands and takes news.
+It has a separate client, so that a long list never delays a lookup. Ownership: the thread alone has client and
+published keys; the scheduler's thread queues commands and takes news.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _NEWS_KEYS = 256
 _NEWS_MAX = 512
 
 TOLD_MAX = 1 << 20
-"""Keys that are remembered, at some 120 bytes each. What comes beyond them is not told: a hit that nobody hopes for."""
+"""Limit of remembered keys, at some 120 bytes each. Keys beyond it are not published: hits that routers do not
+expect.
+"""
 
 EXPECTED_MAX = 1 << 16
 
@@ -43,12 +45,14 @@ class News:
 
 
 class PublishedKeys:
-    """What was told of the daemon's keys to those who route requests, so that nothing is told twice, or wrongly.
+    """The keys that were published to routers of requests, so that none is published twice, or wrongly.
 
-    By group. All that is told as stored is told as removed once, when it goes or can't be known any more.
+    They are kept by group. Each key that is published as stored is published as removed once, when it goes or can't be
+    known any more.
 
-    In generation 0 keys are told whoever stored them. Later ones are an engine's own: what else comes has been named by
-    others, or before the engine's reset, and its name says nothing about what the engine could load.
+    In generation 0 keys are published no matter which engine stored them. Later generations are unique to the engine:
+    other keys have been named by others, or before the engine's reset, and their names do not show what the engine
+    could load.
     """
 
     def __init__(self, groups: Sequence[int]) -> None:
@@ -59,24 +63,24 @@ class PublishedKeys:
 
     @property
     def groups(self) -> Sequence[int]:
-        """All that there are."""
+        """All groups."""
         return tuple(self._told)
 
     def renew(self, generation: int) -> Iterator[tuple[int, list[bytes]]]:
-        """The engine was reset. Everything that was told, to be told as removed."""
+        """Starts a generation after the engine's reset. Yields all published keys, to publish as removed."""
         yield from self.forget()
         self._expected.clear()
         self.generation = generation
 
     def expect(self, group: int, keys: Iterable[bytes]) -> None:
-        """The engine stores these. A store that is dropped leaves them behind, so the oldest make room."""
+        """Records keys that the engine stores. A store that is dropped leaves them behind, so the oldest make room."""
         if self.generation:
             self._expected.update(dict.fromkeys((group, key) for key in keys))
             while len(self._expected) > EXPECTED_MAX:
                 del self._expected[next(iter(self._expected))]
 
     def came(self, group: int, keys: Iterable[bytes]) -> list[bytes]:
-        """Those to be told as stored."""
+        """Returns those of the keys to publish as stored."""
         told = self._told.get(group)
         if told is None:
             return []
@@ -86,7 +90,7 @@ class PublishedKeys:
         return found
 
     def went(self, group: int, keys: Iterable[bytes]) -> list[bytes]:
-        """Those to be told as removed."""
+        """Returns those of the keys to publish as removed."""
         told = self._told.get(group, set())
         found = [key for key in keys if key in told]
         told.difference_update(found)
@@ -94,7 +98,7 @@ class PublishedKeys:
         return found
 
     def told(self, group: int, keys: Iterable[bytes]) -> set[bytes]:
-        """Those that were told as stored."""
+        """Returns those of the keys that were published as stored."""
         return self._told.get(group, set()).intersection(keys)
 
     def amiss(self, group: int, there: set[bytes]) -> list[bytes]:
@@ -102,7 +106,7 @@ class PublishedKeys:
         return self.went(group, self._told.get(group, set()) - there)
 
     def forget(self) -> Iterator[tuple[int, list[bytes]]]:
-        """Everything that was told, to be told as removed, and as stored again where it turns out to be there."""
+        """Yields all published keys, to publish as removed, and as stored again if they turn out to be there."""
         for group, told in self._told.items():
             keys = self.went(group, list(told))
             self.expect(group, keys)
@@ -113,15 +117,15 @@ class PublishedKeys:
 
 
 class EventThread:
-    """Keys that the daemon has for this engine. All methods but `close` return at once.
+    """Follows the keys that the daemon has for this engine. All methods but `close` return at once.
 
-    After a gap in the daemon's events, and at the start, what it has is listed and the difference told; while it can't
-    be reached, everything is told as removed. News that nobody takes are kept up to a bound; then the thread waits, and
-    a gap comes of it.
+    After a gap in the daemon's events, and at the start, the daemon's keys are listed and the difference is published;
+    while it can't be reached, everything is published as removed. News that are not taken are kept up to a bound; then
+    the thread waits, which leads to a gap.
     """
 
     def __init__(self, client: Client, groups: Sequence[int]) -> None:
-        """`client`: an observer of the engine's namespace."""
+        """Starts the thread. `client`: an observer of the engine's namespace."""
         self._link = DaemonLink(client, KvCache((), ()), logger)  # an observer registers nothing
         self._published = PublishedKeys(groups)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -139,7 +143,7 @@ class EventThread:
         return bool(self._news)
 
     def news(self, most: int) -> Iterator[News]:
-        """What came since the last call, in order; of more than `most` keys the rest later."""
+        """Yields the news since the last call, in order; beyond `most` keys the rest comes later."""
         taken = 0
         while self._news and taken < most:
             one = self._news.popleft()
@@ -147,15 +151,15 @@ class EventThread:
             yield one
 
     def expect(self, groups: Mapping[int, Iterable[bytes]]) -> None:
-        """The engine is about to store these keys."""
+        """Announces keys that the engine is about to store."""
         self._commands.put(partial(self._expect, groups))
 
     def renew(self, generation: int) -> None:
-        """The engine was reset, and has other names from now on."""
+        """Continues under other names: the engine was reset."""
         self._commands.put(partial(self._renew, generation))
 
     def close(self, deadline_s: float) -> None:
-        """End the session."""
+        """Ends the session."""
         self._closing.set()
         self._thread.join(deadline_s)
 
@@ -180,24 +184,24 @@ class EventThread:
     def _renew(self, generation: int) -> None:
         for group, keys in self._published.renew(generation):
             self._tell(group, keys, removed=True)
-        self._news.append(News(generation, 0, [], removed=True))  # nothing older comes any more
+        self._news.append(News(generation, 0, [], removed=True))  # no older news come any more
 
     def _follow(self, client: Client) -> None:
         if self._gap:
             self._catch_up(client)
         events = client.events(_EVENTS_S)
-        self._obey()  # what the engine stored, it has said before
+        self._obey()  # the engine has announced its stores before
         for event in events:
             self._take(event)
 
     def _catch_up(self, client: Client) -> None:
-        client.subscribe()  # before the list: what comes or goes meanwhile is told after it
+        client.subscribe()  # before the list: keys that come or go meanwhile are reported after it
         self._gap = False
         for group in self._published.groups:
             self._list(group, client)
 
     def _list(self, group: int, client: Client) -> None:
-        """Page by page: a disk may hold more keys than are remembered here."""
+        """Lists keys page by page: a disk may hold more than are remembered here."""
         there: set[bytes] = set()
         cursor, last = 0, False
         while not last:
@@ -217,7 +221,9 @@ class EventThread:
         self._tell(event.group, self._published.came(event.group, map(bytes, event.added)), removed=False)
 
     def _lost(self) -> None:
-        """No daemon, of which the lookup thread warns; or the scheduler has not registered the groups yet."""
+        """Publishes everything as removed: there is no daemon, which the lookup thread logs, or the scheduler has not
+        registered the groups yet.
+        """
         self._gap = True
         for group, keys in self._published.forget():
             self._tell(group, keys, removed=True)

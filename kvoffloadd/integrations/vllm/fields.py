@@ -1,8 +1,8 @@
-"""Every field of vLLM's configuration, judged: does it decide what is in a KV cache?
+"""Judges every field of vLLM's configuration: does it decide the bytes of a KV cache?
 
 Deny by default: a field that is in no table here is part of an engine's identity, whatever it is. `PARTS` are those
-that were judged to be part of it. The others are left out, each for a reason that can be checked: a line of vLLM's
-source (0.32 and 0.33 alike, unless said). docs/VLLM.md has the table of harmless ones for users.
+that were judged to belong to it. The others are left out, each for a reason that can be checked: a line of vLLM's
+source (0.32 and 0.33 alike, unless noted). docs/VLLM.md has the table of harmless ones for users.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ SECTIONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class HarmlessField:
-    """Why fields are left out. `fields`: of a section, or of VllmConfig itself where `section` is "engine"."""
+    """Fields that are left out, and the reason. `fields`: of a section, or of VllmConfig itself where `section` is
+    "engine".
+    """
 
     section: str
     fields: frozenset[str]
@@ -235,7 +237,7 @@ ELSEWHERE: Final = (
     _left_out("speculative", "model revision", "what is in these files is named"),
     _left_out("speculative", "draft_model_config draft_parallel_config draft_load_config", "sections of their own"),
 )
-"""As HARMLESS: what these say is named in another way."""
+"""As HARMLESS: the identity covers these in another way."""
 
 PARTS: Final[Mapping[str, frozenset[str]]] = {
     "engine": frozenset(SECTIONS),
@@ -287,13 +289,13 @@ PARTS: Final[Mapping[str, frozenset[str]]] = {
         "dspark_draft_topk"
     ),
 }
-"""Section -> fields that were judged to be part of the identity."""
+"""Section -> fields that were judged to belong to the identity."""
 
 ANY_LENGTH: Final = _names(
     "gemma2 gemma3_text glm4 glm4_moe gpt_oss granite lfm2 llama mistral mixtral olmo2 olmo3 phi3 qwen2 qwen2_moe "
     "qwen3 qwen3_moe qwen3_next seed_oss smollm3"
 )
-"""`model_type` of models whose classes in vLLM do not read `max_model_len`. By it Llama 4 decides how queries are
+"""`model_type` of models with classes in vLLM that do not read `max_model_len`. By it Llama 4 decides how queries are
 scaled, and others how keys are rotated, or how far relative positions reach.
 """
 
@@ -304,10 +306,10 @@ _LEFT_OUT: Final[Mapping[str, frozenset[str]]] = {
 
 
 def is_part(section: str, field: str) -> bool:
-    """Whether a field is part of the identity: all are that nobody has judged otherwise."""
+    """Returns whether a field is part of the identity: each is unless it was judged otherwise."""
     return field not in _LEFT_OUT.get(section, ())
 
 
 def is_judged(section: str, field: str) -> bool:
-    """Whether somebody has judged it."""
+    """Returns whether a field was judged."""
     return field in PARTS.get(section, ()) or not is_part(section, field)

@@ -1,8 +1,8 @@
 """Prompts that one engine computes and another one answers: the scheduler's side, for the tails of these alone.
 
-Whole chunks are stored and loaded by vLLM's own scheduler, whoever asks. A tail is stored where a request's
-`kv_transfer_params` say that another engine will answer its prompt, and looked for where they say that another one has
-computed it.
+vLLM's own scheduler stores and loads whole chunks of any request. A tail is stored where a request's
+`kv_transfer_params` announce that another engine will answer its prompt, and looked up where they announce that another
+one has computed it.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.kvoffloadd")
 
 REMOTE_DECODE = "do_remote_decode"
-"""In `kv_transfer_params`: another engine will answer this prompt. The word is vLLM's, and so is the next."""
+"""Key in `kv_transfer_params`: another engine will answer this prompt. The word is vLLM's, and so is the next."""
 
 REMOTE_PREFILL = "do_remote_prefill"
-"""Another engine has computed it."""
+"""Key in `kv_transfer_params`: another engine has computed the prompt."""
 
 
 class HandOff:
-    """One engine's. All methods are the scheduler thread's."""
+    """One engine's hand-overs. All methods belong to the scheduler's thread."""
 
     def __init__(
         self, scheduler: OffloadingConnectorScheduler, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
@@ -62,15 +62,15 @@ class HandOff:
         self._told: set[str] = set()  # refusals that were logged
         self._prompts: dict[str, HandedPrompt] = {}
         self._computing: set[str] = set()  # prompts for other engines, until they are finished
-        self._computed: set[str] = set()  # those of them whose last token a step has computed
-        self._stored: set[str] = set()  # and of which all stores of the prompt are planned
-        self._loading: set[str] = set()  # who was promised a tail, until vLLM plans the load
+        self._computed: set[str] = set()  # those of them that have their last token computed by a step
+        self._stored: set[str] = set()  # and all stores of the prompt planned
+        self._loading: set[str] = set()  # requests that were promised a tail, until vLLM plans the load
 
     # --- the engine that computes --------------------------------------------------------------------
 
     def begin(self, request: Request) -> None:
-        """A new one. Where groups keep states, its last token is left to the other engine, which needs the state before
-        that one; the answer of this engine is then to a shorter prompt.
+        """Begins a new request. Where groups keep states, its last token is left to the other engine, which needs the
+        state before that one; the answer of this engine is then to a shorter prompt.
         """
         if not self._asks(request, REMOTE_DECODE) or request.num_prompt_tokens < 2:
             return
@@ -78,7 +78,7 @@ class HandOff:
             if request.skip_reading_prefix_cache:
                 return
             self._prompt_of(request)  # the name is that of the whole prompt
-            # A list of its own: in one process with its front end, an engine has the very one that it was asked with.
+            # A separate list: an engine in one process with its front end has the caller's own list.
             request.prompt_token_ids = request.prompt_token_ids[:-1]
             del request._all_token_ids[-1:]
             request.num_prompt_tokens -= 1
@@ -86,8 +86,8 @@ class HandOff:
         self._computing.add(request.request_id)
 
     def store(self, output: SchedulerOutput, metadata: OffloadingConnectorMetadata) -> None:
-        """Have the tails stored of prompts whose last token this step computes: once more after a preemption, since
-        there may have been a reset, after which nothing old is found.
+        """Stores the tails of prompts that get their last token computed by this step: once more after a preemption,
+        since there may have been a reset, after which nothing old is found.
         """
         for name in self._computing & output.num_scheduled_tokens.keys():
             status = self._scheduler._req_status[name]
@@ -100,7 +100,9 @@ class HandOff:
     def _store(
         self, status: RequestOffloadState, table: tuple[list[int], ...], metadata: OffloadingConnectorMetadata
     ) -> bool:
-        """Plan the store of a prompt's tail. Returns whether all that the other engine looks for will be stored."""
+        """Plans the store of a prompt's tail. Returns whether all keys that the other engine looks up will be
+        stored.
+        """
         prompt = self._prompt_of(status.req)
         if status.max_offload_tokens is not None and status.max_offload_tokens < prompt.loaded_tokens:
             return False
@@ -118,7 +120,7 @@ class HandOff:
                 continue
             first, end = self._tail_blocks(prompt, group)
             held = table[group.group_idx][first:end]
-            # As vLLM has it: before one of these blocks has another content, the store is waited for.
+            # As in vLLM: before one of these blocks gets other contents, the store is waited for.
             (deferred if group.sliding_window_size_in_chunks is None else fenced).extend(set(held) - {NULL_BLOCK})
             blocks.append(filled(held, self._scheduler.config.blocks_per_chunk))
         source = GPULoadStoreSpec(
@@ -144,7 +146,7 @@ class HandOff:
         return True
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """What the other engine's request is to carry, where this prompt was computed for one."""
+        """Returns the parameters for the other engine's request, if this prompt was computed for one."""
         name = request.request_id
         self._prompts.pop(name, None)
         self._computing.discard(name)
@@ -159,9 +161,9 @@ class HandOff:
     # --- the engine that answers ---------------------------------------------------------------------
 
     def matched(self, request: Request, local_tokens: int, found_tokens: int | None) -> int | None:
-        """How many tokens behind the engine's own `local_tokens` can be loaded; None: not known yet.
+        """Returns how many tokens behind the engine's own `local_tokens` can be loaded; None: not known yet.
 
-        `found_tokens`: vLLM's answer to that, which knows of whole chunks alone.
+        `found_tokens`: vLLM's answer to that, which counts whole chunks alone.
         """
         name = request.request_id
         self._loading.discard(name)
@@ -187,7 +189,7 @@ class HandOff:
 
     @contextmanager
     def planning(self, request: Request, external_tokens: int) -> Iterator[None]:
-        """While vLLM plans a load of `external_tokens`: a tail that was promised stands behind the request's keys."""
+        """Puts a tail that was promised behind the request's keys while vLLM plans a load of `external_tokens`."""
         name = request.request_id
         status = self._scheduler._req_status.get(name)
         if status is None or name not in self._loading:
@@ -208,12 +210,14 @@ class HandOff:
         finally:
             for group, state, keys in zip(self._groups, status.group_states, former, strict=True):
                 state.offload_keys = keys
-                # What ends the tail's chunk may be stored once it is there.
+                # The end of the tail's chunk may be stored once it is there.
                 whole = prompt.whole_chunks(group.tokens_per_chunk)
                 state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, whole)
 
     def _look_up(self, status: RequestOffloadState, prompt: HandedPrompt, local_tokens: int) -> set[LookupResult]:
-        """The tails first: without them the rest need not be asked for. Both are what the other engine stores."""
+        """Looks up the tails first: without them the rest need not be looked up. Both are what the other engine
+        stores.
+        """
         tails = [key for key in (self._tail(prompt, group) for group in self._groups) if key is not None]
         for key in tails:
             status.req_context.set_offload_key_position(key, prompt.loaded_tokens)
@@ -241,7 +245,7 @@ class HandOff:
         return not refusal
 
     def _refusal_of(self, request: Request) -> str:
-        """Why a prompt has no tail, on either engine; empty: it has."""
+        """Returns why a prompt has no tail, on either engine; empty: it has."""
         if self._keeps_states and (request.prompt_embeds is not None or request.mm_features):
             return "of a model that keeps states, the last token can't be taken off prompts with embeddings or images"
         return ""
@@ -255,7 +259,9 @@ class HandOff:
         return prompt
 
     def _hash_of(self, request: Request, tokens: int) -> bytes:
-        """vLLM's chain of hashes, with a last link for tokens that fill no block. Salt, LoRA and images are in it."""
+        """Returns vLLM's chain of hashes, with a last link for tokens that fill no block. Salt, LoRA and images are in
+        it.
+        """
         whole, rest = divmod(tokens, self._scheduler.config.tokens_per_hash)
         parent = request.block_hashes[whole - 1] if whole else None
         if parent is not None and not rest:
@@ -275,7 +281,7 @@ class HandOff:
 
 
 def _refusal(scheduler: OffloadingConnectorScheduler, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Why this engine neither stores nor loads tails; empty: it does."""
+    """Returns why this engine neither stores nor loads tails; empty: it does."""
     groups = scheduler.config.kv_group_configs
     parallel = vllm_config.parallel_config
     if len(groups) < len(kv_cache_config.kv_cache_groups):

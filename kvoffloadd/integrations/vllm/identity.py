@@ -1,10 +1,10 @@
-"""What an engine computes with: the fields of vLLM's configuration that decide what is in a KV cache, the environment
+"""The identity of an engine: the fields of vLLM's configuration that decide the bytes of a KV cache, the environment
 variables that do, and the contents of the files that they name.
 
 It is read when the engine's configuration is made, before weights are loaded (`plugin`), and travels with the
-configuration to all of the engine's processes. Each of them looks at the files once more when it attaches to the
-daemon: files that have changed meanwhile may have been loaded half old, half new. Where anything is in doubt the engine
-shares with nobody, and says why.
+configuration to all of the engine's processes. Each of them checks the files once more when it attaches to the daemon:
+files that have changed meanwhile may have been loaded half old, half new. Where anything is in doubt the engine shares
+with no other, and gives the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvoffloadd.integrations.vllm.fields import ANY_LENGTH, SECTIONS, is_part
 logger = logging.getLogger("vllm.kvoffloadd")
 
 IDENTITY = "kvoffloadd_identity"
-"""Key of extra_config under which the plug-in says what the engine computes with."""
+"""Key of extra_config under which the plug-in puts the engine's identity."""
 
 OPTION = "fingerprint"
 """Key of extra_config with which users choose how files are named."""
@@ -42,13 +42,13 @@ _OF_MODEL: Final = frozenset(
         *("runai_streamer", "runai_streamer_sharded", "safetensors", "sharded_state"),
     )
 )
-"""`load_format`s of which vLLM's loaders read the model's own files, and no others."""
+"""`load_format`s with loaders in vLLM that read the model's own files, and no others."""
 _WITHOUT_MODEL: Final = frozenset(("ngram", "ngram_gpu", "suffix"))
 """Methods of speculative decoding that have no draft model."""
 
 
 class NamelessError(UsageError):
-    """A field has a value that no other process could name."""
+    """Raised for a field's value that no other process could name."""
 
 
 def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
 
     `model`, `dtype`, `hash`: as users know them. `weights`: the contents of the model's files. `fields`: the rest.
     `adapters`: how adapters are applied; empty without any. `drafts`: the draft model; empty without one. `layers`: how
-    many the model has. `places`, `seen`: the files, and what they were like; `draft_places`, `draft_seen`: the draft's.
-    `token`: the engine's own. `doubt`: why it shares with nobody; empty: it shares.
+    many the model has. `places`, `seen`: the files, and their state; `draft_places`, `draft_seen`: the draft's.
+    `token`: unique to the engine. `doubt`: why it shares with no other; empty: it shares.
     """
     model = vllm_config.model_config
     said: dict[str, Any] = {
@@ -89,7 +89,8 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
 
 
 def attached(extra_config: dict[str, Any]) -> dict[str, Any]:
-    """The identity in an engine's extra_config, once its weights are loaded: with a doubt where files have changed.
+    """Returns the identity in an engine's extra_config, once its weights are loaded: with a doubt where files have
+    changed.
 
     Raises UsageError where the plug-in has not run.
     """
@@ -121,17 +122,17 @@ def attached(extra_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def seen(places: Iterable[str]) -> str:
-    """What these places look like: compared with a second look. Raises ContentsError where nothing is."""
+    """Names the state of these places, for comparison with a second look. Raises ContentsError where nothing is."""
     return named(places, None)
 
 
 def named(places: Iterable[str], how: Fingerprint | None) -> str:
-    """What is at these places, as `contents_of` names it. Raises ContentsError where nothing is."""
+    """Names the contents of these places as `contents_of` does. Raises ContentsError where nothing is."""
     return "+".join(_named(place, how) for place in places)
 
 
 def fields_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> list[tuple[str, object]]:
-    """Name and value of each field that is part of the identity, and the environment's. Raises NamelessError,
+    """Returns name and value of each field that is part of the identity, and the environment's. Raises NamelessError,
     ContentsError.
     """
     found: list[tuple[str, object]] = []
@@ -148,8 +149,8 @@ def fields_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> list[tup
 
 
 def canonical(value: object, where: str) -> object:
-    """The same for equal values in all processes. Raises NamelessError for what has no such form: functions that are
-    not vLLM's, and objects that are only themselves.
+    """Converts equal values to equal ones in all processes. Raises NamelessError for values without such a form:
+    functions that are not vLLM's, and objects that equal only themselves.
     """
     if value is None or (isinstance(value, bool | int | float | str | bytes) and not isinstance(value, enum.Enum)):
         return value
@@ -198,7 +199,7 @@ def _section(section: str, config: Any) -> Iterator[tuple[str, object]]:
 
 
 def _model(model: Any) -> Iterator[tuple[str, object]]:
-    """What stands beside the fields of a ModelConfig."""
+    """Yields the attributes of a ModelConfig that are no fields."""
     yield from _section("multimodal", model.multimodal_config)
     yield "model.generation", _generation(model) or "elsewhere"
     if not _any_length(model):
@@ -206,7 +207,7 @@ def _model(model: Any) -> Iterator[tuple[str, object]]:
 
 
 def _generation(model: Any) -> str:
-    """Empty where it is a place."""
+    """Returns the generation config's source; empty where it is a place."""
     given = str(model.generation_config)
     return given if given in ("auto", "vllm") else ""
 
@@ -223,13 +224,13 @@ def _loader(load: Any, how: Fingerprint) -> Iterator[tuple[str, object]]:
 
 
 def _environment(how: Fingerprint) -> list[tuple[str, object]]:
-    """Variables that are set, and count. The value of one may be a file."""
+    """Returns the variables that are set, and count. The value of one may be a file."""
     told = VARIABLES.told_by(os.environ)
     return [(name, _with_contents(value, how) if os.path.isfile(value) else value) for name, value in told]
 
 
 def _with_contents(value: object, how: Fingerprint) -> object:
-    """Names of files that are there, wherever they stand, become what is in them."""
+    """Replaces the names of files that exist, wherever they stand, by their contents."""
     if isinstance(value, str) and os.path.isabs(value) and os.path.lexists(value):
         return _named(value, how)
     if isinstance(value, Mapping):
@@ -250,7 +251,7 @@ def _has_drafts(vllm_config: Any) -> bool:
 
 
 def _drafts(vllm_config: Any, how: Fingerprint) -> dict[str, Any]:
-    """What is told of the draft model. Raises NamelessError, ContentsError."""
+    """Describes the draft model. Raises NamelessError, ContentsError."""
     drafting = vllm_config.speculative_config
     model, load = drafting.draft_model_config, drafting.draft_load_config or vllm_config.load_config
     found = [*_section("speculative", drafting), *_section("load", load), *_loader(load, how)]
@@ -267,13 +268,13 @@ def _drafts(vllm_config: Any, how: Fingerprint) -> dict[str, Any]:
 
 
 def _own_drafts(said: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """The draft model is in doubt. What the target computes is shared all the same."""
+    """Describes a draft model that is in doubt. The target's keys are shared all the same."""
     logger.warning("kvoffloadd: this engine shares what its draft model computes with no other: %s", why)
     return {"drafts": said["token"], "draft_places": []}
 
 
 def _places(model: Any, load: Any) -> list[str]:
-    """Where the files are that a model is made of. Raises ContentsError where that is not known."""
+    """Returns the places of a model's files. Raises ContentsError where they are not known."""
     if str(load.load_format) not in _OF_MODEL:
         raise ContentsError(f"with --load-format {load.load_format} weights do not come from the model's files")
     if model.model_weights:
@@ -298,7 +299,7 @@ def _places(model: Any, load: Any) -> list[str]:
 def _place(name: str, revision: str | None, file: str = "config.json") -> str:
     if os.path.exists(os.path.expanduser(name)):
         return os.path.abspath(os.path.expanduser(name))
-    # vLLM has asked the hub which commit a branch has, and loads that one, whatever the branch has meanwhile.
+    # vLLM has resolved a branch to a commit of the hub, and loads that one, even if the branch changes meanwhile.
     folder = snapshot_of(name, getattr(revision, "resolved", revision), file)
     if folder is None:
         raise ContentsError(f"{name} is neither a place on this host, nor in its Hugging Face cache")
@@ -313,7 +314,9 @@ def _named(place: str, how: Fingerprint | None) -> str:
 
 
 def _display_name(model: Any) -> str:
-    """The hub's name. Of a local model, whose path may be another on each host, what kind of model it is."""
+    """Returns the hub's name. For a local model, which may have another path on each host, returns the kind of
+    model.
+    """
     name = str(model.model)
     if not os.path.exists(os.path.expanduser(name)):
         return name

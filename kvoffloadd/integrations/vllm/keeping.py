@@ -1,4 +1,4 @@
-"""What requests say of their keys when they have ended: whether these will be used again soon, or not at all."""
+"""Hints of requests for their keys when they have ended: whether these will be used again soon, or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvoffloadd.client import KeepHow
 logger = logging.getLogger("vllm.kvoffloadd")
 
 KEEP = "kvoffloadd.keep"
-"""In the `kv_transfer_params` of a request."""
+"""Key in the `kv_transfer_params` of a request."""
 
 _HOW: dict[object, KeepHow] = {"soon": "soon", "drop": "drop"}
 
@@ -28,14 +28,14 @@ class _Kept:
 
 
 class Keeping:
-    """The keys of those requests that say something of them, until the request and its last store have ended."""
+    """The keys of those requests that give a hint, until the request and its last store have ended."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _Kept] = {}
         self._warned = False
 
     def note(self, context: ReqContext, keys: Iterable[OffloadKey], *, stores: int = 0) -> None:
-        """The request has these keys, too, and so many more stores are under way."""
+        """Adds keys to a request, and a number of stores under way."""
         if not context.kv_transfer_params or KEEP not in context.kv_transfer_params:
             return
         kept = self._requests.get(context.req_id)
@@ -50,19 +50,21 @@ class Keeping:
         kept.stores += stores
 
     def stored(self, context: ReqContext) -> tuple[KeepHow, list[OffloadKey]] | None:
-        """A store has ended. With it, if the request has: what it says, and all its keys in the order of the prompt."""
+        """Records that a store has ended. If the request has, too, and it was the last store, returns the hint, and all
+        its keys in the order of the prompt.
+        """
         if (kept := self._requests.get(context.req_id)) is not None:
             kept.stores -= 1
         return self._complete(context)
 
     def finished(self, context: ReqContext) -> tuple[KeepHow, list[OffloadKey]] | None:
-        """The request has ended. As `stored`, if no store is under way."""
+        """Records that the request has ended. Returns what `stored` does, if no store is under way."""
         if (kept := self._requests.get(context.req_id)) is not None:
             kept.finished = True
         return self._complete(context)
 
     def clear(self) -> None:
-        """The keys have other names from now on."""
+        """Drops all: the keys have other names from now on."""
         self._requests.clear()
 
     def _complete(self, context: ReqContext) -> tuple[KeepHow, list[OffloadKey]] | None:
@@ -81,6 +83,6 @@ class Keeping:
 
 
 def _place(context: ReqContext, key: OffloadKey) -> float:
-    """Where it ends in the prompt, in tokens."""
+    """Returns where a key ends in the prompt, in tokens."""
     end = context.get_offload_key_position(key)
     return math.inf if end is None else end

@@ -1,7 +1,7 @@
-"""Keys: from vLLM's to the daemon's, one packed list for each group.
+"""Converts vLLM's keys to the daemon's, one packed list for each group.
 
 An offload key is a block hash and the index of a KV cache group, big-endian in its last four bytes. The protocol has
-groups of its own, so the index goes; what is left gets the namespace's width.
+separate groups, so the index goes; the rest gets the namespace's width.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ _GROUP_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class KeyNames:
-    """How an engine names its keys now.
+    """An engine's present naming of keys.
 
     `generation`: another (u64) after each reset of the engine's cache, and 0 before. Stores of an earlier one may still
-    be under way then, even unsent; under names of their own they can't be taken for what the new weights compute.
-    `salts`: group -> u64, for groups whose contents depend on more than the namespace.
+    be under way then, even unsent; under separate names they can't be taken for what the new weights compute. `salts`:
+    group -> u64, for groups with contents that depend on more than the namespace.
     """
 
     generation: int = 0
     salts: Mapping[int, int] = field(default_factory=dict)
 
     def number(self, group: int) -> int:
-        """What tells this group's names from other ones of the same hashes; 0: hashes are the names."""
+        """Returns the number that distinguishes this group's names from others of the same hashes; 0: hashes are the
+        names.
+        """
         return self.generation ^ self.salts.get(group, 0)
 
 
@@ -47,10 +49,10 @@ def salts_of(drafts: str, groups: Iterable[int]) -> dict[int, int]:
 
 
 def drafting_groups(layers: Mapping[int, Sequence[str]], target_layers: int) -> list[int]:
-    """The groups, by index, that are not the target model's alone. `layers`: the names of each group's layers.
+    """Returns the groups, by index, that are not the target model's alone. `layers`: the names of each group's layers.
 
     vLLM names layers by their place in the model. The target's are those with a number below `target_layers` and
-    nothing about drafts before it; whatever else there is counts as the draft's.
+    nothing about drafts before it; all others count as the draft's.
     """
     return [group for group, names in layers.items() if not all(_is_targets(name, target_layers) for name in names)]
 
@@ -65,12 +67,12 @@ _TARGET_PLACES = frozenset(("", "model.", "language_model.", "language_model.mod
 
 
 def group_of(offload_key: bytes) -> int:
-    """Index of the KV cache group that an offload key names."""
+    """Returns the index of the KV cache group that an offload key names."""
     return int.from_bytes(offload_key[-_GROUP_BYTES:], "big")
 
 
 def key_of(offload_key: bytes, names: KeyNames = PLAIN) -> bytes:
-    """The daemon's key, `KEY_BYTES` wide."""
+    """Returns the daemon's key, `KEY_BYTES` wide."""
     name, number = offload_key[:-_GROUP_BYTES], names.number(group_of(offload_key))
     if len(name) > KEY_BYTES:
         return key_of_name(number, name)
@@ -79,10 +81,10 @@ def key_of(offload_key: bytes, names: KeyNames = PLAIN) -> bytes:
 
 
 def offload_key_of(key: bytes, group: int, names: KeyNames, hash_bytes: int) -> bytes | None:
-    """The offload key that `key_of` made this of, `hash_bytes`: how long the engine's block hashes are.
+    """Returns the offload key that `key_of` converted to this; `hash_bytes`: length of the engine's block hashes.
 
-    None where it is none of these names, which a padding tells: hashes as long as keys have none, so that another
-    generation's become hashes of nothing. None for longer hashes, too: their names can't be turned back.
+    None where it has none of these names, which a padding shows: hashes as long as keys have none, so that keys of
+    another generation become hashes that do not exist. None for longer hashes, too: their names can't be turned back.
     """
     if hash_bytes > KEY_BYTES:
         return None
@@ -94,12 +96,12 @@ def offload_key_of(key: bytes, group: int, names: KeyNames, hash_bytes: int) -> 
 
 
 def hash_bytes_of(offload_key: bytes) -> int:
-    """How long the block hash in it is."""
+    """Returns the length of the block hash in it."""
     return len(offload_key) - _GROUP_BYTES
 
 
 def by_group(offload_keys: Iterable[bytes], names: KeyNames = PLAIN) -> dict[int, list[bytes]]:
-    """Group -> the daemon's keys, each once, in the order of the offload keys."""
+    """Returns group -> the daemon's keys, each once, in the order of the offload keys."""
     groups: dict[int, dict[bytes, None]] = {}
     for offload_key in offload_keys:
         groups.setdefault(group_of(offload_key), {})[key_of(offload_key, names)] = None
@@ -107,7 +109,7 @@ def by_group(offload_keys: Iterable[bytes], names: KeyNames = PLAIN) -> dict[int
 
 
 def pack_by_group(offload_keys: Sequence[bytes], names: KeyNames = PLAIN) -> dict[int, tuple[int, U8Array]]:
-    """Group -> the index of its first key, and u8 (keys, KEY_BYTES): what `key_of` makes of each, all at once. Their
+    """Returns group -> the index of its first key, and u8 (keys, KEY_BYTES): `key_of` of each, all at once. Their
     hashes have one length, as all of an engine's have.
     """
     if not offload_keys:

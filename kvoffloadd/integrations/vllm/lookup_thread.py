@@ -1,4 +1,4 @@
-"""The scheduler's client of the daemon: a thread that asks what was queued, so that the scheduler never waits.
+"""The scheduler's client of the daemon: a thread that makes queued requests, so that the scheduler never waits.
 
 Ownership: the thread alone has the client. The scheduler's thread queues commands and takes answers; a `PinRequest` is
 the scheduler's until it is queued, the thread's until it is answered, and the scheduler's again.
@@ -33,7 +33,7 @@ _PROMOTION_POLL_S = 0.002
 _HEARTBEAT_S = 1.0
 _WEIGH_S = 0.5
 _USED_MAX = 1024
-"""Prompts that wait to be told of. Of more the oldest are forgotten."""
+"""Limit of prompts that wait to be reported as used. Beyond it the oldest are dropped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,9 +41,10 @@ class PinRequest:
     """Keys of one request that are pinned together. `states`: group -> u8 KeyState per key, once it is answered.
 
     `ends`: where in the prompt the first key of a group ends, in tokens; groups that are not in it begin the prompt.
-    `tiers`: in the same way from where keys come that were not in memory; empty where all were, or nobody knows.
+    `tiers`: in the same way from where keys come that were not in memory; empty where all were, or that is not known.
     `promoting`: it will be answered once more, when keys have come from disk. `holds`: how many keys it pins; until its
-    last answer, how many it may. `found` and `leases` are the thread's: what came of each piece, what to release.
+    last answer, how many it may. `found` and `leases` are the thread's: the result of each piece, and the leases to
+    release.
     """
 
     request: str
@@ -73,10 +74,12 @@ class UsedKeys:
 
 
 class LookupThread:
-    """Pins for a scheduler. All methods but `clear` and `close` return at once. `answers`: what came since the last."""
+    """Pins for a scheduler. All methods but `clear` and `close` return at once. `answers`: those since the last
+    call.
+    """
 
     def __init__(self, client: Client, groups: KvCache) -> None:
-        """`groups`: what the engine's ranks register, without memory."""
+        """Starts the thread. `groups`: those that the engine's ranks register, without memory."""
         warning, refused = "no cache until the daemon answers", "the daemon has refused a request"
         self._link = DaemonLink(client, groups, logger, lost=warning, refused=refused, greet=self._weigh)
         self._tokens_per_key = {group.group: group.tokens_per_key for group in groups.groups}
@@ -102,16 +105,16 @@ class LookupThread:
         return self._link.connected and not self._link.clearing
 
     def ask(self, pin: PinRequest) -> None:
-        """Pin its keys."""
+        """Pins a request's keys."""
         self._commands.put(lambda: self._ask(pin))
 
     def forget(self, pin: PinRequest) -> None:
-        """Release its leases, whenever they come."""
+        """Releases a pin's leases, even those that are still to come."""
         pin.abandoned = True
         self._commands.put(lambda: self._release(pin))
 
     def keep(self, groups: dict[int, list[bytes]], how: KeepHow) -> None:
-        """Say of a request's keys when they will be used again: a hint, lost if the daemon does not answer now."""
+        """Reports when a request's keys will be used again: a hint, lost if the daemon does not answer now."""
 
         def tell() -> None:
             if self.connected:
@@ -120,13 +123,13 @@ class LookupThread:
         self._commands.put(tell)
 
     def touch(self, used: Collection[UsedKeys]) -> None:
-        """Say which keys were used, when there is nothing to look up: a hint, lost if the daemon does not answer."""
+        """Reports which keys were used, when no lookup is queued: a hint, lost if the daemon does not answer."""
         self._commands.put(lambda: self._used.extend(used))
 
     def clear(self, wait_s: float) -> None:
-        """Drop every key of the namespace, before anything that is asked from now on; as soon as there is a daemon.
+        """Drops every key of the namespace, before all requests from now on; as soon as there is a daemon.
 
-        `wait_s`: to wait for one that answers. Until it has answered, nothing hits and nothing is stored.
+        `wait_s`: how long to wait for one that answers. Until it has answered, nothing hits and nothing is stored.
         """
         was_connected = self.connected
         attempted = threading.Event()
@@ -146,12 +149,12 @@ class LookupThread:
         return bool(self._answers)
 
     def answers(self) -> Iterator[PinRequest]:
-        """Those that were answered, once or anew."""
+        """Yields the pins that were answered, once or anew."""
         while self._answers:
             yield self._answers.popleft()
 
     def close(self, deadline_s: float) -> None:
-        """End the session, and with it every lease."""
+        """Ends the session, and with it every lease."""
 
         def stop() -> None:
             self._closing = True
@@ -187,11 +190,11 @@ class LookupThread:
         if self._unreleased:
             self._release_all()
         if self.connected and monotonic() >= self._weigh_at:
-            self._attempt(self._weigh)  # a death is to be known before the next request is promised anything
+            self._attempt(self._weigh)  # a death must be known before the next request is promised anything
 
     @property
     def _patience_s(self) -> float:
-        """Returns how long to wait for a command before there is something else to do."""
+        """Returns how long to wait for a command before other work is due."""
         if self._used:
             return 0.0
         return _PROMOTION_POLL_S if self._promoting else _HEARTBEAT_S
@@ -214,7 +217,7 @@ class LookupThread:
                 self._answer_nothing(pin)
         if not asked:
             return
-        pin.promoting = any(found.promotion is not None for _, found in pin.found)  # which may have ended by now
+        pin.promoting = any(found.promotion is not None for _, found in pin.found)  # one of them may have ended by now
         self._answer(pin)
         if pin.promoting:
             self._promoting.append(pin)
@@ -235,7 +238,7 @@ class LookupThread:
             client.keep(_packed(groups, piece), how, first)
 
     def _tell_used(self) -> None:
-        """Tell the daemon of one prompt that waits. Only of one: a lookup may have come meanwhile."""
+        """Reports one prompt that waits as used. Only one: a lookup may have come meanwhile."""
         if not self._used:
             return
         used = self._used.popleft()
@@ -257,7 +260,7 @@ class LookupThread:
         pin.leases = []
 
     def _answer(self, pin: PinRequest) -> None:
-        """What its pieces found; without any, nothing."""
+        """Answers with the results of its pieces; without any, with nothing."""
         if pin.found:
             pin.states = _by_group(pin, [found.states for _, found in pin.found])
             if any(found.tiers for _, found in pin.found):
@@ -273,7 +276,7 @@ class LookupThread:
         due = [found for pin in self._promoting for _, found in pin.found if not found.ready]
         if due:
             with suppress(KvOffloadError):
-                self._link.client.wait_ready(due[0], _PROMOTION_POLL_S / 4)  # takes in whatever has come for the others
+                self._link.client.wait_ready(due[0], _PROMOTION_POLL_S / 4)  # receives all that has come for the others
         for pin in list(self._promoting):
             if not all(found.ready for _, found in pin.found):
                 continue
@@ -292,15 +295,17 @@ class LookupThread:
         self._release_all()
 
     def _release_all(self) -> None:
-        """Those of a daemon that does not answer now, later: each attempt would hang as long as a call may."""
+        """Releases leases; if the daemon does not answer now, later: each attempt would hang as long as a call may."""
         while self._unreleased and self._link.connected:
             lease = self._unreleased[-1]
-            # One that ended with its daemon, or its instance, is none to release; the library knows.
+            # A lease that ended with its daemon, or its instance, needs no release; the client library knows.
             if self._attempt(partial(Client.release, lease=lease)) or self._link.connected:
                 self._unreleased.pop()
 
     def _attempt(self, call: Callable[[Client], object]) -> bool:
-        """Whether it was done. A request to a daemon that is gone counts as a miss, even if the next one is there."""
+        """Returns whether it was done. A request to a daemon that is gone counts as a miss, even if the next one is
+        there.
+        """
         return self._link.attempt(call, reconnects=True)
 
 
@@ -313,7 +318,7 @@ def _packed(groups: Mapping[int, Sequence[bytes]], piece: Piece) -> dict[int, by
 
 
 def _by_group(pin: PinRequest, pieces: Sequence[Sequence[U8Array]]) -> dict[int, bytes]:
-    """What each piece was answered, of each of its groups: a byte of each key."""
+    """Returns the answers of the pieces, joined for each group: a byte of each key."""
     said = {group: bytearray() for group in pin.groups}
     for (piece, _), some in zip(pin.found, pieces, strict=True):
         for group, of_keys in zip(piece, some, strict=True):

@@ -1,9 +1,9 @@
-"""vLLM's offloading manager: what the scheduler asks for, told from what the daemon answered.
+"""vLLM's offloading manager: answers the scheduler's calls from the daemon's answers.
 
-Nothing here waits, but for a reset. The first answer for a key is RETRY; the keys that a step asked for go out at its
-end, one pin for each request, and the answers are there a step or two later. What hits is pinned until it is loaded, or
-the request is preempted, aborted, finished, or begins to compute what was not loaded. What waiting requests pin fills
-half of the daemon's memory at most: the others are not asked for before there is room.
+Nothing here waits, except for a reset. The first answer for a key is RETRY; the keys that a step looked up go out at
+its end, one pin for each request, and the answers are there a step or two later. Keys that hit are pinned until they
+are loaded, or the request is preempted, aborted, finished, or begins to compute those that were not loaded. The pins of
+waiting requests fill half of the daemon's memory at most: other requests wait for room.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ _KEPT = "vllm:kvoffloadd_kept_tokens"
 
 
 class _Told:
-    """The state of a request whose hits in the engine's own cache were told."""
+    """The state of a request that has reported its hits in the engine's own cache."""
 
 
 class KVOffloaddManager(OffloadingManager):
-    """One engine's. All methods are the scheduler thread's."""
+    """One engine's manager. All methods belong to the scheduler's thread."""
 
     def __init__(
         self,
@@ -90,15 +90,16 @@ class KVOffloaddManager(OffloadingManager):
         has_windows: bool = False,
         names: KeyNames = PLAIN,
     ) -> None:
-        """`group_ids`: the engine's groups, in vLLM's order. `event_thread`: where KV cache events are enabled.
-        `has_windows`: whether some groups need the end of a prefix alone. `names`: of keys, before any reset.
+        """Stores its arguments. `group_ids`: the engine's groups, in vLLM's order. `event_thread`: where KV cache
+        events are enabled. `has_windows`: whether some groups need the end of a prefix alone. `names`: of keys, before
+        any reset.
         """
         self._has_windows = has_windows
         self._lookup_thread = lookup_thread
         self._event_thread = event_thread
         self._events_due_until = 0.0
         self._hash_bytes = 0
-        # What is stored anew after a reset, until all that was stored before has been told as removed.
+        # Keys stored anew after a reset, until all that were stored before have been reported as removed.
         self._stored_anew: set[OffloadKey] | None = None
         self._group_ids = tuple(group_ids)
         self._options = options
@@ -114,11 +115,11 @@ class KVOffloaddManager(OffloadingManager):
     # --- lookups -------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Only what was computed is stored."""
+        """Returns a context that stores only computed blocks."""
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """RETRY first; HIT: pinned."""
+        """Returns RETRY first; HIT: the key is pinned."""
         self._learn()
         if not _shares(req_context):
             return LookupResult.MISS
@@ -135,18 +136,18 @@ class KVOffloaddManager(OffloadingManager):
         return _RESULTS[answer]
 
     def expect(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """Another engine stores these keys of a request's prompt: see `expectation`."""
+        """Records that another engine stores these keys of a request's prompt: see `expectation`."""
         state = self._state_of(req_context)
         if state is not None:
             state.expected.update(keys)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Where it was when it was asked for: by now it is in the host's memory."""
+        """Returns where the key was when it was looked up: by now it is in the host's memory."""
         state = self._requests.get(req_context.req_id)
         return _SOURCES[Tier.MEMORY if state is None else state.tiers.get(key, Tier.MEMORY)]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Ask for what the step wanted to know."""
+        """Sends the step's lookups."""
         for request in context.new_req_ids:
             state = self._requests.get(request)
             if state is not None and not state.loading:
@@ -170,7 +171,7 @@ class KVOffloaddManager(OffloadingManager):
             sleep(_YIELD_S)
 
     def has_pending_work(self) -> bool:
-        """While answers are due, or events, the engine must go on, to take them."""
+        """Returns whether answers or events are due: the engine must go on, to take them."""
         self._learn()
         if self._outstanding:
             return True
@@ -181,13 +182,13 @@ class KVOffloaddManager(OffloadingManager):
     # --- loads ---------------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeysLoadStoreSpec:
-        """The request's pins last until `complete_load`."""
+        """Returns the keys to load. The request's pins last until `complete_load`."""
         state = self._requests.setdefault(req_context.req_id, RequestState(req_context.req_id))
         state.phase = RequestPhase.LOADING
         return KeysLoadStoreSpec(keys, self._group_ids, self._names, _loaded_of(req_context))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """It ended, well or not."""
+        """Records the end of a load, successful or not."""
         state = self._requests.get(req_context.req_id)
         if state is None:
             return
@@ -197,37 +198,37 @@ class KVOffloaddManager(OffloadingManager):
             del self._requests[req_context.req_id]
 
     def load_failed(self, request: str, tokens: range, keys: Collection[OffloadKey], *, partial: bool) -> None:
-        """A request's load of these tokens failed: see `RequestState.fail`."""
+        """Records that a request's load of these tokens failed: see `RequestState.fail`."""
         self._stats.increase_counter(_FAILED_LOADS)
         state = self._requests.setdefault(request, RequestState(request))
         self._fresh.pop(request, None)
         self._forget(state.fail(tokens, partial=partial))
         if partial:
-            # Others were told of the same keys that they hit. Each of them would find out by a load of its own.
+            # Other requests have the same keys as hits. Each of them would find out by its own load.
             for other in self._requests.values():
                 if not other.loading and any(other.answers.get(key) is LookupState.HIT for key in keys):
                     self._drop(other)
 
     def loads_again(self, request: str) -> bool:
-        """Whether a load of its failed, and what hits now is to be loaded in its place."""
+        """Returns whether the request had a failed load, which a load of the present hits will replace."""
         state = self._requests.get(request)
         return state is not None and bool(state.failed_tokens) and not state.given_up
 
     def give_up(self, request: str) -> None:
-        """Nothing hits for it any more."""
+        """Makes nothing hit for the request any more."""
         state = self._requests.get(request)
         if state is not None:
             self._drop(state)
             state.given_up = True
 
     def load_succeeded(self, request: str) -> None:
-        """All that a request's load was to bring is there."""
+        """Records that a request's load brought all of its keys."""
         state = self._requests.get(request)
         if state is not None:
             self._account(state)
 
     def allocated(self, request: str, prefix_tokens: int, *, loads: bool) -> None:
-        """A request has got blocks, and has that many tokens, or `loads` the last of them."""
+        """Records that a request has got blocks, and has that many tokens, or `loads` the last of them."""
         state = self._requests.get(request)
         if state is not None:
             state.prefix_tokens = prefix_tokens
@@ -235,9 +236,9 @@ class KVOffloaddManager(OffloadingManager):
                 self._account(state)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """A request has got blocks that hold these keys, of each group in the order of the prompt: the engine's own
-        cache had them. The first time in a request's life that counts as a use of each, however it goes on: what it
-        finds after a preemption it may have computed itself.
+        """Records that the engine's own cache had these keys, of each group in the order of the prompt, for a request
+        that has got its blocks. The first time in a request's life that counts as a use of each, whatever follows: keys
+        that it finds after a preemption may be its own.
         """
         if req_context.get_state(_Told) is not None:
             return
@@ -249,7 +250,9 @@ class KVOffloaddManager(OffloadingManager):
     # --- stores --------------------------------------------------------------------------------------
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput:
-        """All that is not known to be there. Ranks reserve by themselves; what finds no room is dropped there."""
+        """Plans stores of all keys that are not known to be there. Ranks reserve by themselves; keys without room are
+        dropped there.
+        """
         state = self._requests.get(req_context.req_id)
         if state is not None and not state.loading:
             self._forget(state.settle())  # it computes; one that was preempted before is in no `new_req_ids`
@@ -267,16 +270,16 @@ class KVOffloaddManager(OffloadingManager):
         return PrepareStoreOutput(wanted, spec, [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """The daemon tells what it has got of it a moment later."""
+        """Records the end of a store. The daemon reports a moment later which keys it has got."""
         self._events_due_until = monotonic() + _EVENTS_DUE_S
         self._keep(self._keeping.stored(req_context))
 
     # --- events --------------------------------------------------------------------------------------
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What can be loaded from now on, or no more: some of it, if there is much, and the rest in later steps.
+        """Yields what can be loaded from now on, or no more: some of it, if there is much, and the rest in later steps.
 
-        Keys on disk alone count as in memory: they are loaded from there, and the daemon's events tell no tiers.
+        Keys on disk alone count as in memory: they are loaded from there, and the daemon's events name no tiers.
         """
         if self._event_thread is None or not self._hash_bytes:
             return
@@ -290,7 +293,7 @@ class KVOffloaddManager(OffloadingManager):
             named = (offload_key_of(key, news.group, names, self._hash_bytes) for key in news.keys)
             keys = [OffloadKey(key) for key in named if key is not None]
             if former and self._stored_anew:
-                # To the same hash vLLM has noted by now what it is about to tell; it would forget that.
+                # For the same hash vLLM has noted by now an event that it is about to report; it would forget that.
                 keys = [key for key in keys if key not in self._stored_anew]
             if keys:
                 yield OffloadingEvent(keys=keys, medium=Medium.CPU, removed=news.removed)
@@ -298,7 +301,7 @@ class KVOffloaddManager(OffloadingManager):
     # --- the ends ------------------------------------------------------------------------------------
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Its pins go, unless a load still needs them."""
+        """Releases its pins, unless a load still needs them."""
         self._keep(self._keeping.finished(req_context))
         state = self._requests.get(req_context.req_id)
         if state is None:
@@ -310,7 +313,7 @@ class KVOffloaddManager(OffloadingManager):
             del self._requests[req_context.req_id]
 
     def reset_cache(self) -> None:
-        """A new epoch of the namespace, and new names: what is still being stored is never found."""
+        """Starts a new epoch of the namespace, and new names: keys that are still being stored are never found."""
         for state in self._requests.values():
             self._drop(state)
             state.loaded.clear()
@@ -319,7 +322,7 @@ class KVOffloaddManager(OffloadingManager):
         self._requests = {
             name: state for name, state in self._requests.items() if state.phase is not RequestPhase.ENDING
         }
-        # Counted, two engines of one namespace would agree on names.
+        # With counted generations two engines of one namespace would agree on names.
         self._names = replace(self._names, generation=secrets.randbits(64) | 1)
         self._lookup_thread.clear(self._options.timeout_s)
         if self._event_thread is not None:
@@ -327,7 +330,7 @@ class KVOffloaddManager(OffloadingManager):
             self._stored_anew = set()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Counts since the last call."""
+        """Returns counts since the last call."""
         if self._connected is not self._lookup_thread.connected:
             self._connected = self._lookup_thread.connected
             self._stats.set_gauge(_CONNECTED, int(self._connected))
@@ -337,7 +340,7 @@ class KVOffloaddManager(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        """End the session, and with it every pin."""
+        """Ends the session, and with it every pin."""
         if self._event_thread is not None:
             self._event_thread.close(_CLOSE_S)
         self._lookup_thread.close(_CLOSE_S)
@@ -345,7 +348,7 @@ class KVOffloaddManager(OffloadingManager):
     # --- helpers -------------------------------------------------------------------------------------
 
     def _state_of(self, req_context: ReqContext) -> RequestState | None:
-        """Returns what is known of a request, from its first lookup on; None: nobody can be asked."""
+        """Returns the state of a request, from its first lookup on; None: no daemon can answer."""
         state = self._requests.get(req_context.req_id)
         if state is None and self._lookup_thread.connected:
             end_of = req_context.get_offload_key_position if self._has_windows else None
@@ -403,7 +406,7 @@ def _loaded_of(context: ReqContext) -> LoadedAdapter | None:
 
 
 def metric_definitions() -> dict[str, Any]:
-    """What the manager counts: name -> what it is. vLLM asserts that every name it is given was defined."""
+    """Returns the manager's counters: name -> description. vLLM asserts that every name it is given was defined."""
     return {
         _CONNECTED: OffloadingGaugeMetadata("1 if the scheduler's line to the daemon is up."),
         _LOOKED_UP: OffloadingCounterMetadata("Keys that the daemon was asked for."),

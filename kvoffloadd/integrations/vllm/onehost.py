@@ -1,7 +1,7 @@
-"""One engine on one host: what is spread over several is refused at the start.
+"""Restricts an engine to one host: one that is spread over several is refused at the start.
 
-A daemon has what the ranks of its own host store. With ranks elsewhere it would have parts of keys alone, which never
-hit; and of bytes that all ranks hold alike, which one rank stores, every load would fail on the other hosts.
+A daemon has the keys that the ranks on its host store. With ranks elsewhere it would have only parts of keys, which
+never hit; and bytes that all ranks hold alike are stored by one rank: every load of them would fail on the other hosts.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandsha
 from kvoffloadd.errors import UsageError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Of the kernel: containers of one host have the same."""
+"""The kernel's boot id: containers of one host have the same."""
 
 
 @dataclass(frozen=True)
 class RankHost(KVConnectorHandshakeMetadata):
-    """What a rank tells the scheduler: on which host it runs."""
+    """A rank's message to the scheduler: the host on which it runs."""
 
     boot_id: str
 
     @classmethod
     def here(cls) -> RankHost:
-        """This process's."""
+        """Returns this process's host."""
         return cls(_BOOT_ID.read_text(encoding="ascii").strip())
 
 
 def refuse_nodes(engine: Any) -> None:
-    """`engine`: a VllmConfig. Raises UsageError where its ranks are configured to run on several hosts. Replicas of
-    data parallel are engines of their own.
+    """Raises UsageError where the ranks of `engine`, a VllmConfig, are configured to run on several hosts. Replicas of
+    data parallel are separate engines.
     """
     parallel = engine.parallel_config
     if parallel.nnodes_within_dp > 1:
@@ -45,8 +45,8 @@ def refuse_nodes(engine: Any) -> None:
 
 
 def refuse_ranks_elsewhere(ranks: Mapping[tuple[int, int], RankHost]) -> None:
-    """`ranks`: by number in pipeline and tensor parallel. Raises UsageError for ranks on other hosts than this process:
-    Ray places them where there is room, which no option tells.
+    """Raises UsageError for ranks on other hosts than this process: Ray places them where there is room, which no
+    option shows. `ranks`: by number in pipeline and tensor parallel.
     """
     here = RankHost.here()
     if away := [rank for rank, host in sorted(ranks.items()) if host != here]:

@@ -1,8 +1,9 @@
-"""What a rank holds of each key, so that engines of several tensor-parallel sizes share what they store.
+"""Determines which part of each key a rank holds, so that engines of several tensor-parallel sizes share their keys.
 
-With vLLM's `canonical_layout` a part of a key is an equal range of the model's KV heads. vLLM's mapping of a layer says
-which bytes of the page of all heads a rank's page has. A part is cut out of that in canonical order, so that it is the
-same bytes whatever the size of the engine. Without it, or where vLLM can't map pages, a rank's whole page is its part.
+With vLLM's `canonical_layout` a part of a key is an equal range of the model's KV heads. vLLM's mapping of a layer
+describes which bytes of the page of all heads a rank's page has. A part is cut out of that in canonical order, so that
+it is the same bytes whatever the size of the engine. Without it, or where vLLM can't map pages, a rank's whole page is
+its part.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvoffloadd.layout.geometry import Run, merged, refs_of
 from kvoffloadd.model import Dtype, common_dtype, dtype_named
 
 HEADS = "kvoffloadd_heads"
-"""Key of extra_config under which `KVOffloaddConnector` says how many KV heads the model has in all."""
+"""Key of extra_config under which `KVOffloaddConnector` puts how many KV heads the model has in all."""
 
 CANONICAL_PARTS = "canonical_parts"
 """Key of extra_config: how many parts a key has with `canonical_layout`; as many as KV heads if it is not set."""
@@ -33,15 +34,17 @@ _Fragment = tuple[int, int, int]
 
 
 def heads_of(vllm_config: Any) -> int:
-    """The model's KV heads, of all ranks together; 1 with MLA, whose latent every rank holds whole."""
+    """Returns the model's KV heads, of all ranks together; 1 with MLA, which has a latent that every rank holds
+    whole.
+    """
     model = vllm_config.model_config
     return 1 if model.use_mla else int(model.get_total_num_kv_heads())
 
 
 @dataclass(frozen=True, slots=True)
 class LayerFacts:
-    """What a rank's layers are, by their names, as the engine's tensors tell. `repeats`: see `head_repeats`; `dtypes`:
-    of their elements; `spans`: where their tensors lie. A layer may be missing: then it is not known.
+    """Facts about a rank's layers, by their names, derived from the engine's tensors. `repeats`: see `head_repeats`;
+    `dtypes`: of their elements; `spans`: where their tensors lie. A layer may be missing: then it is not known.
     """
 
     repeats: Mapping[str, int] = field(default_factory=dict)
@@ -50,22 +53,22 @@ class LayerFacts:
 
     @classmethod
     def of(cls, layers: Mapping[str, Any]) -> Self:
-        """`layers`: the engine's tensors; of a layer with states a list of them."""
+        """Derives the facts. `layers`: the engine's tensors; of a layer with states a list of them."""
         states = {layer: one if isinstance(one, list | tuple) else [one] for layer, one in layers.items()}
         dtypes = {layer: common_dtype(dtype_named(one.dtype) for one in found) for layer, found in states.items()}
         spans = {layer: [Span.of(one) for one in found] for layer, found in states.items()}
         return cls(head_repeats(layers), dtypes, spans)
 
     def named(self, refs: Sequence[Ref], layers: Sequence[str]) -> list[Ref]:
-        """The refs, which are of these layers, with what is known of their bytes."""
+        """Returns the refs, which are of these layers, with the known facts about their bytes."""
         dtype, digest = common_dtype(self.dtypes.get(layer, "") for layer in layers), digest_layers(layers)
         return [replace(ref, dtype=dtype, layers=digest) for ref in refs]
 
 
 def why_one_size(config: Any) -> str:
-    """Why engines of other tensor-parallel sizes can't share with this one; empty if they can.
+    """Returns why engines of other tensor-parallel sizes can't share with this one; empty if they can.
 
-    `config`: vLLM's OffloadingConfig; the scheduler's and the ranks' say the same.
+    `config`: vLLM's OffloadingConfig; the result is the same for the scheduler's and the ranks'.
     """
     parallel = config.parallel
     if not config.canonical_layout:
@@ -83,7 +86,7 @@ def why_one_size(config: Any) -> str:
 
 
 def by_heads(config: Any) -> bool:
-    """Whether a part is a range of heads, the same for engines of all tensor-parallel sizes.
+    """Returns whether a part is a range of heads, the same for engines of all tensor-parallel sizes.
 
     `config`: vLLM's OffloadingConfig.
     """
@@ -91,11 +94,12 @@ def by_heads(config: Any) -> bool:
 
 
 def check_scheduler(config: Any, told: Any) -> None:
-    """Checks that scheduler and ranks agree on what a part is: with `canonical_layout` each works it out. Where layers
-    of one group are unlike, vLLM describes only the first one to its scheduler, which may be one that it can map:
-    nothing would ever hit.
+    """Checks that scheduler and ranks agree on the parts: with `canonical_layout` each computes them. If layers of one
+    group differ, vLLM describes only the first one to its scheduler, which may be one that it can map: nothing would
+    ever hit.
 
-    `config`: a rank's OffloadingConfig; `told`: what it would be of what the scheduler is told. Raises UsageError.
+    `config`: a rank's OffloadingConfig; `told`: the one that it would derive from the scheduler's description. Raises
+    UsageError.
     """
     known, said = ((by_heads(one), one.replicated_layout) for one in (config, told))
     if config.canonical_layout and known != said:
@@ -107,9 +111,9 @@ def check_scheduler(config: Any, told: Any) -> None:
 
 
 def share(config: Any) -> Share:
-    """What this rank has of each key. `config`: vLLM's OffloadingConfig; a scheduler's says rank 0.
+    """Returns this rank's share of each key. `config`: vLLM's OffloadingConfig; a scheduler's has rank 0.
 
-    Raises UsageError for parts that can't be, and where nobody has said how many heads there are.
+    Raises UsageError for impossible parts, and where the number of heads is not known.
     """
     parallel, extra = config.parallel, config.extra_config
     parts = extra.get(CANONICAL_PARTS)
@@ -131,14 +135,14 @@ def share(config: Any) -> Share:
         except UsageError as error:
             raise UsageError(f"kv_connector_extra_config: {CANONICAL_PARTS}: {error}") from None
     if config.replicated_layout:
-        # Without canonical_layout vLLM has rank 0 alone store, and asks no other one.
+        # Without canonical_layout vLLM has rank 0 alone store, and sends no store to another one.
         return Share(1, 0, 1, writes=not config.canonical_layout or parallel.rank == 0)
     return Share(parallel.world_size, parallel.rank, 1, writes=True)
 
 
 def head_repeats(layers: Mapping[str, Any]) -> dict[str, int]:
-    """How often a layer's page goes through all heads: once if they lie before tokens, else with every token, and for
-    K and V apart where these are. The strides of its tensor tell.
+    """Returns how often a layer's page goes through all heads: once if they lie before tokens, else with every token,
+    and for K and V apart where these are. The strides of its tensor show it.
 
     `layers`: the engine's tensors, as vLLM maps them: (block, head, token, content) or (block, K or V, token, head,
     content). Others are left out.
@@ -157,7 +161,7 @@ def head_repeats(layers: Mapping[str, Any]) -> dict[str, int]:
 
 
 def held_refs(layers: Sequence[str], refs: Sequence[Any], facts: LayerFacts, held: Share) -> list[list[Ref]]:
-    """The refs of each part that the rank holds, in canonical order, layer after layer.
+    """Returns the refs of each part that the rank holds, in canonical order, layer after layer.
 
     `layers`, `refs`: of a group, vLLM's CanonicalKVCacheRefs. Raises UsageError, naming the layer, where a page can't
     be cut into parts.
@@ -180,7 +184,8 @@ def held_refs(layers: Sequence[str], refs: Sequence[Any], facts: LayerFacts, hel
 
 
 def whole_refs(layers: Sequence[str], refs: Sequence[Any], facts: LayerFacts) -> list[Ref]:
-    """The refs of whole pages. Layers of a group may be named with the same bytes (a packed row): those are moved once.
+    """Returns the refs of whole pages. Layers of a group may be named with the same bytes (a packed row): those are
+    moved once.
 
     `layers`, `refs`: see `held_refs`; a single ref is of all layers.
     """
@@ -193,7 +198,7 @@ def whole_refs(layers: Sequence[str], refs: Sequence[Any], facts: LayerFacts) ->
 
 
 def _cut(layer: str, mapping: Any, repeats: int, held: Share) -> list[list[Run]]:
-    """Where the parts that are held lie in the rank's page, each in canonical order."""
+    """Returns where the held parts lie in the rank's page, each in canonical order."""
     page, pieces = mapping.canonical_page_size_bytes, repeats * held.parts
     if not pieces or page % pieces:
         raise _uncut(layer, f"a page of {page} bytes is not {held.parts} equal parts")
@@ -213,7 +218,7 @@ def _cut(layer: str, mapping: Any, repeats: int, held: Share) -> list[list[Run]]
 
 
 def _fragments(runs: Sequence[Any]) -> Iterator[_Fragment]:
-    """`runs`: vLLM's CopyRuns."""
+    """Yields the fragments of `runs`, vLLM's CopyRuns."""
     for run in runs:
         for at in range(run.num_fragments):
             canonical = run.canonical_offset + at * run.canonical_stride
@@ -221,7 +226,7 @@ def _fragments(runs: Sequence[Any]) -> Iterator[_Fragment]:
 
 
 def _local(layer: str, fragments: Sequence[_Fragment], start: int, end: int) -> Iterator[Run]:
-    """Where bytes `start` to `end` of the canonical page lie in the rank's page."""
+    """Yields where bytes `start` to `end` of the canonical page lie in the rank's page."""
     at = start
     while at < end:
         found = bisect_right(fragments, at, key=lambda one: one[0]) - 1

@@ -1,8 +1,8 @@
 """vLLM's entry point for plug-ins (`vllm.general_plugins`): it calls `install` in each of its processes.
 
 The connector is registered by its name, so that vLLM finds it there: also in the front end, which makes no connector
-and asks for the class of its figures. What an engine computes with is read as soon as its configuration is made, which
-is before any weights are loaded. It is kept in the configuration, which all of the engine's processes are given.
+and looks up the class of its figures. An engine's identity is read as soon as its configuration is made, which is
+before any weights are loaded. It is kept in the configuration, which all of the engine's processes are given.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvoffloadd.integrations.vllm.identity import IDENTITY, OPTION, identity_of
 logger = logging.getLogger("vllm.kvoffloadd")
 
 _ARGUMENTS = "vllm.engine.arg_utils"
-"""Loaded where configurations are made; others shall not load it for us."""
+"""Loaded where configurations are made; other processes must not load it for us."""
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 _CONNECTOR, _SPEC = "KVOffloaddConnector", "KVOffloaddSpec"
 _PACKAGE = "kvoffloadd.integrations.vllm"
 
 
 def install() -> None:
-    """Register the connector, and watch configurations being made. Never raises: vLLM calls this for every engine, also
-    for those that have nothing to do with us. With a release that is not supported it only says so, once an engine.
+    """Registers the connector, and watches configurations being made. Never raises: vLLM calls this for every engine,
+    also for those without our connector. With a release that is not supported it only logs that, once an engine.
     """
     try:
         versions.check()
@@ -41,12 +41,12 @@ def install() -> None:
     except ImportError as error:
         if multiprocessing.parent_process() is None:  # each of the engine's processes is here
             logger.warning("%s can't be used: %s", _CONNECTOR, error)
-    except Exception:  # an engine that was to have the connector ends at its start, and says why
+    except Exception:  # an engine that needs the connector ends at its start, with the reason
         logger.exception("kvoffloadd: a bug, please report it: %s can't be used", _CONNECTOR)
 
 
 def _register() -> None:
-    """Register the connector by name, so that vLLM imports it only if it is used."""
+    """Registers the connector by name, so that vLLM imports it only if it is used."""
     with suppress(ValueError):  # it is registered already
         importlib.import_module(_FACTORY).KVConnectorFactory.register_connector(_CONNECTOR, _PACKAGE, _CONNECTOR)
 
@@ -60,9 +60,9 @@ def _watch() -> None:
 
 
 def note(vllm_config: Any) -> None:
-    """Put the identity of the engine into the options of our connectors, where it has any.
+    """Puts the identity of the engine into the options of our connectors, where it has any.
 
-    Raises UsageError for a `fingerprint` that can't be.
+    Raises UsageError for an invalid `fingerprint`.
     """
     transfer = vllm_config.kv_transfer_config
     if transfer is None:
@@ -87,8 +87,8 @@ def _noting(create: Any) -> Any:
 
 
 def _ours(connector: str | None, extra: dict[str, Any], policy: str) -> Iterator[dict[str, Any]]:
-    """The options of our connectors: this one's, or those inside a MultiConnector. What these can't see of it they are
-    told: that there is one, and its `policy` for loads that fail, which is the one that vLLM follows.
+    """Yields the options of our connectors: this one's, or those inside a MultiConnector. They get what they can't see
+    of it: that there is one, and its `policy` for loads that fail, which is the one that vLLM follows.
     """
     if connector == _CONNECTOR or extra.get("spec_name") == _SPEC:
         yield extra

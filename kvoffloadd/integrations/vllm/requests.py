@@ -1,4 +1,4 @@
-"""What one request was told about its keys, and the pins that keep it true."""
+"""One request's answers for its keys, and the pins that keep them true."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvoffloadd.model import Tier
 _ASK_AGAIN_S = 0.005
 _ASK_EXPECTED_S = 0.02  # all keys of a prompt may be
 _LOADS_AGAIN = 2
-"""How often a request whose load failed in part loads anew. What was damaged is dropped by then and misses."""
+"""How often a request that had a load fail in part loads anew. Damaged keys are dropped by then and miss."""
 
 
 class LookupState(enum.Enum):
@@ -32,11 +32,11 @@ class RequestPhase(enum.Enum):
     """What a request is doing with the daemon."""
 
     IDLE = enum.auto()
-    """It waits for no answer: it has all, or has asked for nothing."""
+    """It waits for no answer: it has all, or has requested none."""
     ASKING = enum.auto()
-    """It waits for the answer to keys that are asked for, or will be at the end of the step."""
+    """It waits for the answer to keys that were looked up, or will be at the end of the step."""
     POSTPONED = enum.auto()
-    """What it wants to know was not asked at the end of the last step: other requests' pins fill the room."""
+    """Its keys were not looked up at the end of the last step: other requests' pins fill the room."""
     LOADING = enum.auto()
     """Its keys are being loaded, and stay pinned."""
     ENDING = enum.auto()
@@ -49,41 +49,43 @@ class RequestState:
 
     request: str
     end_of: Callable[[bytes], int | None] | None = None
-    """Where in the prompt a key ends, in tokens, as vLLM says. None: vLLM asks in the order of the prompt anyway. Where
-    there are windows it does not: those it looks up from their end.
+    """Where in the prompt a key ends, in tokens, as vLLM counts. None: vLLM looks keys up in the order of the prompt
+    anyway. With windows it does not: those it looks up from their end.
     """
     expected_until: float = 0.0
-    """Until then what is `expected` and not there is taken to be on its way, see `expectation`."""
+    """Until then keys that are `expected` and not there are taken to be on their way, see `expectation`."""
     phase: RequestPhase = RequestPhase.IDLE
     answers: dict[bytes, LookupState] = field(default_factory=dict)
-    """By offload key."""
+    """Answers by offload key."""
     tiers: dict[bytes, int] = field(default_factory=dict)
-    """By offload key, from which `Tier` it came, if it hits and was not in memory."""
+    """The `Tier` of keys that hit and were not in memory, by offload key."""
     expected: set[bytes] = field(default_factory=set)
     """Offload keys that another engine stores."""
     fresh: list[bytes] = field(default_factory=list)
     """Offload keys to ask for at the end of the step."""
     pins: list[PinRequest] = field(default_factory=list)
-    """Asked, and not released."""
+    """Requested, and not released."""
     asking: PinRequest | None = None
-    """The one of `pins` whose last answer is due."""
+    """The one of `pins` that still has its last answer due."""
     loaded: set[bytes] = field(default_factory=set)
-    """What the daemon has given it."""
+    """Keys that the daemon has given it."""
     given_up: bool = False
-    """What does not hit by now misses for the rest of its life, also after a load or a preemption."""
+    """Keys that do not hit by now miss for the rest of its life, also after a load or a preemption."""
     failed_loads: int = 0
     failed_tokens: range = range(0)
-    """What its first failed load was to bring, by position in its prompt, until `account`."""
+    """The tokens of its first failed load, by position in its prompt, until `account`."""
     prefix_tokens: int = 0
-    """How many tokens it had, or loaded, when it last got blocks; what is behind them it computes."""
+    """How many tokens it had, or loaded, when it last got blocks; it computes those behind them."""
     waiting_since: float = 0.0
     postponed_at: float = 0.0
     """When it was last POSTPONED."""
     again_at: float = 0.0
-    """When what is PENDING may be asked for again."""
+    """When PENDING keys may be looked up again."""
 
     def lookup(self, key: bytes, now: float, timeout_s: float, wait_s: float) -> LookupState:
-        """What is known of it; if nothing is, it will be asked for. Past its time, what is not known misses."""
+        """Returns the key's known state; if there is none, the key will be looked up. Past its time, an unknown key
+        misses.
+        """
         answer = self.answers.get(key)
         if answer is LookupState.HIT or answer is LookupState.MISS:
             return answer
@@ -110,27 +112,27 @@ class RequestState:
     def _has_waited_too_long(self, answer: LookupState, now: float, timeout_s: float, wait_s: float) -> bool:
         if self.phase is RequestPhase.POSTPONED:
             if now - self.postponed_at > wait_s:
-                self.waiting_since = now  # nobody has looked since: its turn has not come before
+                self.waiting_since = now  # not looked at since: its turn has not come before
             return now - self.waiting_since > wait_s
         return now - self.waiting_since > (timeout_s if answer is LookupState.ASKED else wait_s)
 
     def postpone(self, now: float) -> None:
-        """There was no room for it."""
-        if not self.loading:  # else it has begun to load what it knows of
+        """Postpones its lookups: there was no room for it."""
+        if not self.loading:  # else it has begun to load its known hits
             self.phase, self.postponed_at = RequestPhase.POSTPONED, now
 
     def admit(self, now: float) -> None:
-        """It may ask now. What it has waited for room does not count."""
+        """Lets it look keys up now. Its wait for room does not count."""
         if self.phase is RequestPhase.POSTPONED:
             self.phase, self.waiting_since = RequestPhase.ASKING, now
 
     def ask(self, names: KeyNames = PLAIN) -> PinRequest:
-        """What is `fresh`, as it goes to the daemon: in the order of the prompt."""
+        """Returns a pin of the `fresh` keys, in the order of the prompt."""
         keys, ends = self.fresh, {}
         if self.end_of is not None:
             keys = sorted(keys, key=self._place)
             # Groups do not all begin at one place of the prompt: not where their keys are of different lengths, nor
-            # where of a window only the end is asked for.
+            # where only the end of a window is looked up.
             for key in keys:
                 if (group := group_of(key)) not in ends and (end := self.end_of(key)) is not None:
                     ends[group] = end
@@ -144,8 +146,8 @@ class RequestState:
         return math.inf if end is None else end
 
     def learn(self, pin: PinRequest, names: KeyNames, now: float) -> Counter[int]:
-        """Take an answer; how many keys hit, by `Tier`. What is expected, or pending and not on its way from disk, is
-        asked for once more.
+        """Takes an answer; returns how many keys hit, by `Tier`. Keys that are expected, or pending and not on their
+        way from disk, are looked up once more.
         """
         states = {group: dict(zip(keys, pin.states[group], strict=True)) for group, keys in pin.groups.items()}
         tiers = {group: dict(zip(pin.groups[group], some, strict=True)) for group, some in pin.tiers.items()}
@@ -178,7 +180,7 @@ class RequestState:
         return hits
 
     def forget(self) -> list[PinRequest]:
-        """Start anew; the pins that are to be released."""
+        """Starts anew; returns the pins to release."""
         pins = self.settle()
         self.answers.clear()
         self.tiers.clear()
@@ -188,7 +190,9 @@ class RequestState:
         return pins
 
     def settle(self) -> list[PinRequest]:
-        """It computes what it has not loaded by now: pins hold nothing for it any more. What is known stays so."""
+        """Drops its pins, which it no longer needs: it computes what it has not loaded by now. Known answers stay.
+        Returns the pins to release.
+        """
         pins, self.pins = self.pins, []
         self.fresh.clear()
         self.asking = None
@@ -197,9 +201,10 @@ class RequestState:
         return pins
 
     def fail(self, tokens: range, *, partial: bool) -> list[PinRequest]:
-        """A load of these tokens has failed; the pins that are to be released.
+        """Records that a load of these tokens has failed; returns the pins to release.
 
-        Where it failed in part, and not too often, the request asks anew: what hits then is loaded. Else nothing hits.
+        If it failed in part, and not too often, the request looks its keys up anew: those that hit then are loaded.
+        Else nothing hits.
         """
         self.loaded.clear()
         self.failed_loads += 1
@@ -209,13 +214,13 @@ class RequestState:
         return self.forget()
 
     def account(self) -> tuple[int, int]:
-        """How many of the tokens whose load failed the request has all the same, and how many it computes."""
+        """Returns how many tokens of its failed load the request has all the same, and how many it computes."""
         tokens, self.failed_tokens = self.failed_tokens, range(0)
         kept = len(range(tokens.start, min(tokens.stop, self.prefix_tokens)))
         return kept, len(tokens) - kept
 
     def is_there(self, key: bytes) -> bool:
-        """Whether the daemon had it when it was last asked, so that it need not be stored."""
+        """Returns whether the daemon had the key at its last lookup, so that it need not be stored."""
         return key in self.loaded or self.answers.get(key) is LookupState.HIT
 
     @property
@@ -232,9 +237,10 @@ class RequestState:
 def admitted(
     fresh: Iterable[RequestState], everyone: Iterable[RequestState], most: int, now: float
 ) -> list[RequestState]:
-    """Those of `fresh` that may ask now: while `everyone` that waits pins at most so many keys, and one always.
+    """Returns those of `fresh` that may look up now: while `everyone` that waits pins at most `most` keys, and one
+    always.
 
-    Who has pins already may ask for more, else two might wait for each other.
+    A request that has pins already may look up more, else two might wait for each other.
     """
     asking = [state for state in fresh if state.fresh and state.asking is None]
     if not asking:

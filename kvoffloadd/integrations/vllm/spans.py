@@ -1,4 +1,4 @@
-"""Where layers lie, to check that vLLM's canonical caches have all bytes of them."""
+"""Checks, by where layers lie, that vLLM's canonical caches have all bytes of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvoffloadd.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A layer's tensor. `blocks`: of the kernels, a whole number of which make one of vLLM's; `address` of the first;
+    """A layer's tensor. `blocks`: of the kernels, a whole number of them makes one of vLLM's; `address` of the first;
     each has elements over `block_bytes` and begins `stride_bytes` after the one before.
     """
 
@@ -22,14 +22,16 @@ class Span:
 
     @classmethod
     def of(cls, tensor: Any) -> Span:
-        """`tensor`: a torch tensor whose first dimension is blocks, as all of vLLM's are."""
+        """Returns the span of `tensor`: a torch tensor with blocks as its first dimension, as all of vLLM's have."""
         item = tensor.element_size()
         inner = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
         last = sum((size - 1) * stride for size, stride in inner)
         return cls(tensor.data_ptr(), int(tensor.shape[0]), (last + 1) * item, tensor.stride(0) * item)
 
     def lies_in(self, rows: Any, page_bytes: int) -> bool:
-        """Whether each block's bytes are among the first `page_bytes` of its row. `rows`: int8 (num_blocks, page)."""
+        """Returns whether each block's bytes are among the first `page_bytes` of its row. `rows`: int8 (num_blocks,
+        page).
+        """
         count, pitch = int(rows.shape[0]), rows.stride(0) * rows.element_size()
         kernel_blocks = self.blocks // count
         offset = self.address - rows.data_ptr()
@@ -41,7 +43,8 @@ class Span:
 def check_covered(
     layers: Sequence[str], refs: Sequence[Any], tensors: Sequence[Any], spans: Mapping[str, Sequence[Span]]
 ) -> None:
-    """Every byte of a group's layers is in a page that vLLM names: what is not would be neither stored nor loaded.
+    """Checks that every byte of a group's layers is in a page that vLLM names: others would be neither stored nor
+    loaded.
 
     `layers`, `refs`, `tensors`: a group's names, its CanonicalKVCacheRefs and the CanonicalKVCacheTensors that those
     point to. A layer without spans is not known, and not checked. Raises UsageError, naming the layer.

@@ -46,35 +46,35 @@ _INSTRUCTION_SETS = {
     "avx512bf16": "_is_avx512_bf16_supported",
     "amx": "_is_amx_tile_supported",
 }
-_CONNECT_S = 10.0  # an engine's memory is attached in it, too
+_CONNECT_S = 10.0  # includes attaching an engine's memory
 
 
 class KVOffloaddSpec(OffloadingSpec):
-    """The manager in the scheduler's process, a worker in each rank's.
+    """Makes the manager in the scheduler's process, a worker in each rank's.
 
     vLLM's own connector ends the engine when a load fails, as it does where the daemon dies: `KVOffloaddConnector`
     recomputes instead.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
-        """Connects to nothing yet. Raises UsageError for options that can't be, and where it is not known what the
-        engine computes with.
+        """Checks the options; does not connect yet. Raises UsageError for invalid options, and where the engine's
+        identity is not known.
         """
         super().__init__(config)
         self._options = Options.of(config.extra_config)
         self._identity = attached(config.extra_config)
         if STATES not in config.extra_config:  # vLLM's own connector
             refuse_adapters(config.extra_config)
-        # True: vLLM has rank 0 alone store what all ranks hold alike.
+        # True: vLLM has rank 0 alone store the bytes that all ranks hold alike.
         self.replicated_layout = bool(config.replicated_layout)
         self.layer_facts = LayerFacts()
-        """Of this rank's layers. `KVOffloaddConnector` sets it before there is a worker."""
+        """Facts about this rank's layers. `KVOffloaddConnector` sets it before there is a worker."""
         self._seed = os.environ.get("PYTHONHASHSEED")
         self._namespace = namespace_of(config, _platform(), self._seed)
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """What the manager counts."""
+        """Returns the manager's counters."""
         return metric_definitions()
 
     def get_manager(self) -> OffloadingManager:
@@ -103,8 +103,8 @@ class KVOffloaddSpec(OffloadingSpec):
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Makes the worker for a rank's process. Raises UsageError where vLLM would put the KV cache to sleep behind
-        our back, and where other ranks are on other hosts.
+        """Makes the worker for a rank's process. Raises UsageError where vLLM would put the KV cache to sleep without
+        notice, and where other ranks are on other hosts.
         """
         engine = get_current_vllm_config_or_none()
         if engine is not None and STATES not in self.config.extra_config:
@@ -114,7 +114,7 @@ class KVOffloaddSpec(OffloadingSpec):
         return KVOffloaddWorker(self._client("worker"), self.config, kv_caches, self._options, self.layer_facts)
 
     def _drafting(self) -> list[int]:
-        """The groups that an engine with another draft model has other bytes in."""
+        """Returns the groups that have other bytes in an engine with another draft model."""
         if not self._identity["drafts"]:
             return []
         layers = {group.group_id: group.layer_names for group in self.config.groups}
@@ -138,9 +138,9 @@ def _platform() -> Platform:
 
 
 def _device() -> str:
-    """What kind of device computes. On CPUs the instruction sets decide which of vLLM's kernels are loaded
+    """Returns the kind of device that computes. On CPUs the instruction sets decide which of vLLM's kernels are loaded
     (`CpuPlatform.import_kernels`), and in which order these keep the numbers of a block (`_get_attn_isa`): engines of
-    unlike processors share nothing.
+    different processors share nothing.
     """
     named = f"{current_platform.device_type} {os.uname().machine}"
     if current_platform.device_type != "cpu":

@@ -41,10 +41,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one ended; its blocks are the engine's. `success` of a load: every wanted block holds what was asked for.
+    """How a transfer ended; the engine owns its blocks. `success` of a load: every wanted block holds its key's
+    contents.
 
-    `partial`, of a load without success: the daemon carried all of it out, but for keys that it had not or has dropped
-    by now, because they were damaged. A store has always success: what could not be stored is a miss later.
+    `partial`, of a load without success: the daemon carried all of it out, except for keys that it had not or has
+    dropped by now, because they were damaged. A store has always success: a key that could not be stored is a miss
+    later.
     """
 
     number: int
@@ -56,7 +58,7 @@ class Ended:
 
 @dataclass(slots=True, eq=False)
 class _Course:
-    """A transfer under way, in as many jobs as it takes. `jobs`: how many have not ended.
+    """A transfer under way, in as many jobs as necessary. `jobs`: how many have not ended.
 
     `whole`: so far all keys were copied. `carried_out`: so far all keys were that the daemon had.
     """
@@ -69,14 +71,14 @@ class _Course:
     seconds: float = 0.0
 
     def take(self, job: Job) -> None:
-        """How one of its jobs has ended."""
+        """Records how one of its jobs has ended."""
         self.jobs -= 1
         result = job.result
         if result is None:
             self.whole = self.carried_out = False
             return
         self.bytes += result.bytes
-        self.seconds = max(self.seconds, result.seconds)  # they run side by side
+        self.seconds = max(self.seconds, result.seconds)  # they run concurrently
         whole = result.outcome is Outcome.DONE and all(result.valid(at).all() for at in range(len(job.counts)))
         if not whole and self.transfer.direction is Direction.LOAD:
             logger.warning("kvoffloadd: a load %s: %s", result.outcome, result.reason or "keys were missing")
@@ -84,28 +86,28 @@ class _Course:
         self.carried_out &= result.outcome in (Outcome.DONE, Outcome.PARTIAL)
 
     def ended(self) -> Ended:
-        """Once no job is left."""
+        """Returns the result, once no job is left."""
         success = self.transfer.direction is Direction.STORE or self.whole
         return Ended(self.transfer.number, success, self.bytes, self.seconds, not success and self.carried_out)
 
 
 class SleepPhase(enum.Enum):
-    """Represents a phase of sleep mode, in which the engine takes the KV cache's memory away."""
+    """A phase of sleep mode, in which the engine takes the KV cache's memory away."""
 
     AWAKE = enum.auto()
     FALLING_ASLEEP = enum.auto()
-    """Begun transfers end, then the daemon lets go of the memory."""
+    """Begun transfers end, then the daemon releases the memory."""
     ASLEEP = enum.auto()
 
 
 class TransferThread:
-    """Stores and loads of one rank. All methods but `wait`, `sleep` and `close` return at once."""
+    """Makes the stores and loads of one rank. All methods but `wait`, `sleep` and `close` return at once."""
 
     def __init__(self, client: Client, caches: KvCache, *, job_deadline_s: float) -> None:
         self._link = DaemonLink(client, caches, logger, lost="no daemon, stores are dropped", refused="a job failed")
         self._job_deadline_s = job_deadline_s
         self._phase = SleepPhase.AWAKE
-        # How often it has woken up. After the next time a transfer is not begun: its blocks hold something else.
+        # Number of wake-ups. A transfer from before the last one is not begun: its blocks hold something else.
         self._wakes = 0
         self._queue: queue.SimpleQueue[tuple[int, Transfer] | None] = queue.SimpleQueue()
         self._first: deque[tuple[int, Transfer]] = deque()
@@ -121,7 +123,7 @@ class TransferThread:
     # --- for the engine's thread -------------------------------------------------------------------
 
     def submit(self, transfer: Transfer) -> None:
-        """Begin it. Its blocks are the daemon's until it is among those `ended`."""
+        """Begins a transfer. The daemon owns its blocks until it is among those `ended`."""
         with self._changed:
             self._check()
             self._open.add(transfer.number)
@@ -131,7 +133,7 @@ class TransferThread:
         self._queue.put(None if transfer.expedited else submitted)
 
     def ended(self) -> list[Ended]:
-        """Those that ended since the last call."""
+        """Returns the transfers that ended since the last call."""
         self._check()
         found = []
         while self._ended:
@@ -147,28 +149,28 @@ class TransferThread:
             self._check()
 
     def sleep(self, deadline_s: float) -> None:
-        """Have the daemon let go of the memory, once begun transfers have ended; those that come now end at once.
+        """Has the daemon release the memory, once begun transfers have ended; those that come now end at once.
 
-        Raises DeadlineError where they have not ended by then: the daemon may still be at their blocks. One that does
-        not answer may keep the memory that it had, but nothing is loaded into that any more.
+        Raises DeadlineError where they have not ended by then: the daemon may still use their blocks. A daemon that
+        does not answer may keep the memory that it had, but nothing is loaded into that any more.
         """
         with self._changed:
             self._phase = SleepPhase.FALLING_ASLEEP
             self._queue.put(None)
             if not self._changed.wait_for(lambda: self._phase is SleepPhase.ASLEEP or self._broken, deadline_s):
-                self.wake()  # vLLM does not wake what never slept
+                self.wake()  # vLLM wakes only an engine that slept
                 raise DeadlineError(f"the daemon has not ended {len(self._open)} transfers: the engine can't sleep")
             self._check()
 
     def wake(self) -> None:
-        """The same tensors are there again, in whatever memory: transfers may come."""
+        """Allows transfers again: the same tensors are there, in whatever memory."""
         with self._changed:
             if self._phase is not SleepPhase.AWAKE:
                 self._phase = SleepPhase.AWAKE
                 self._wakes += 1
 
     def close(self, deadline_s: float) -> None:
-        """End the session. What the daemon has not given back by then stays its own until this process ends."""
+        """Ends the session. Blocks that the daemon has not given back by then stay its own until this process ends."""
         self._closing = True
         self._queue.put(None)
         self._thread.join(deadline_s)
@@ -202,7 +204,7 @@ class TransferThread:
                     self._begin(*submitted)
             except queue.Empty:
                 if not self._jobs and self._phase is SleepPhase.AWAKE and not self._link.retry_in_s:
-                    # A death is to be known, and the next daemon registered with, before the next load needs it.
+                    # A death must be known, and the next daemon registered with, before the next load needs it.
                     self._link.connect()
             if self._jobs:
                 self._look_for_ends()
@@ -225,7 +227,7 @@ class TransferThread:
         if not transfer.chunks:
             self._end(Ended(transfer.number, True, 0, 0.0))
             return
-        # A load is worth an attempt whenever one can't hang: the scheduler was told that the keys are there.
+        # A load is worth an attempt whenever one can't hang: the scheduler counts on the keys.
         hangs = isinstance(self._link.error, DeadlineError)
         lost = self._link.retry_in_s > 0 and (hangs or transfer.direction is Direction.STORE)
         if lost or self._phase is not SleepPhase.AWAKE or wakes != self._wakes:
@@ -249,7 +251,7 @@ class TransferThread:
 
     def _look_for_ends(self) -> None:
         try:
-            # What is queued is begun first: a look is enough then.
+            # Queued transfers are begun first: a look is enough then.
             done = self._link.client.wait_any(list(self._jobs), _JOB_POLL_S if self._queue.empty() else 0.0)
         except DeadlineError:
             return

@@ -1,4 +1,4 @@
-"""Which vLLM this is, and what differs between those that the adapter knows: nothing else asks for a version.
+"""Knows vLLM's version, and the differences between supported releases: no other module depends on a version.
 
 vLLM's offloading interface is experimental and changes with every release, so an unknown one is refused rather than
 guessed at.
@@ -15,7 +15,9 @@ from kvoffloadd.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class VllmRelease:
-    """`number`: major and minor. `tells_of_sleep`: connectors hear when the KV cache is unmapped, and mapped again."""
+    """A supported release. `number`: major and minor. `tells_of_sleep`: connectors are notified when the KV cache is
+    unmapped, and mapped again.
+    """
 
     number: str
     tells_of_sleep: bool
@@ -29,7 +31,7 @@ SUPPORTED = tuple(RELEASES)
 
 
 def release(version: str) -> str:
-    """Major and minor number of a version: "0.32.0+cpu" -> "0.32"."""
+    """Returns major and minor number of a version: "0.32.0+cpu" -> "0.32"."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
@@ -39,7 +41,7 @@ def version() -> str:
 
 
 def check() -> VllmRelease:
-    """The installed release. Raises ImportError if there is no vLLM, or one that is not supported."""
+    """Returns the installed release. Raises ImportError if there is no vLLM, or one that is not supported."""
     installed = version()
     known = RELEASES.get(release(installed))
     if known is None:
@@ -49,14 +51,14 @@ def check() -> VllmRelease:
 
 
 def refuse_sleep(engine: Any, why: str) -> None:
-    """`engine`: a VllmConfig. Raises UsageError, with `why`, if such an engine can sleep.
+    """Raises UsageError, with `why`, if `engine`, a VllmConfig, can sleep.
 
     Asleep, vLLM takes the KV cache's memory away, and gives it other memory at the same addresses on waking up. A
-    daemon that was not told would keep the old memory, and load into it: the engine would read whatever the new memory
-    holds. So an engine that could sleep untold is not started.
+    daemon without notice of that would keep the old memory, and load into it: the engine would read whatever the new
+    memory holds. So an engine that could sleep without notice is not started.
     """
     model = engine.model_config
-    # vLLM sets the second with the first; by itself it is enough for an engine to be put to sleep.
+    # vLLM sets the second with the first; the second alone is enough for an engine to be put to sleep.
     given = [
         f"--{name.replace('_', '-')}"
         for name in ("enable_sleep_mode", "enable_cumem_allocator")

@@ -44,13 +44,15 @@ class KeysLoadStoreSpec(LoadStoreSpec):
 
 @dataclass
 class LoadStoreResult(TransferResult):
-    """`partial`: see `Ended`."""
+    """Adds `partial` to vLLM's result: see `Ended`."""
 
     partial: bool = False
 
 
 class KVOffloaddWorker(OffloadingWorker):
-    """`submit_*` always take the job: what the daemon will not do is a store that is dropped, or a load that fails."""
+    """Carries out a rank's transfers. `submit_*` always take the job: a store that the daemon refuses is dropped, a
+    load fails.
+    """
 
     def __init__(self, client: Client, config: Any, kv_caches: Any, options: Options, facts: LayerFacts) -> None:
         """Moves the KV cache into shared memory (CPU), or makes it known to other processes (CUDA)."""
@@ -63,8 +65,8 @@ class KVOffloaddWorker(OffloadingWorker):
         self._sleep_s = options.job_deadline_s + _LET_GO_S
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: KeysLoadStoreSpec) -> bool:
-        """GPU -> daemon. It ends at once where another rank, which holds the same bytes, stores them, and where the
-        request's adapter is not what this rank has loaded, or was not in between.
+        """Stores from the GPU to the daemon. It ends at once where another rank, which holds the same bytes, stores
+        them, and where the request's adapter is not the one that this rank has loaded, or was not in between.
         """
         groups, writes = dst_spec.groups, self._writes and RANK.is_loaded(dst_spec.adapter)
         chunks = store_chunks(groups, src_spec, self._blocks_per_key) if writes else {}
@@ -74,8 +76,8 @@ class KVOffloaddWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: KeysLoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Daemon -> GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step. It fails where this rank has
-        loaded another state of the request's adapter.
+        """Loads from the daemon to the GPU. `expedited`: vLLM, from 0.33 on, waits for it within the step. It fails
+        where this rank has loaded another state of the request's adapter.
         """
         if not RANK.is_loaded(src_spec.adapter):
             self._refused.append(LoadStoreResult(job_id, success=False))
@@ -85,7 +87,7 @@ class KVOffloaddWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[LoadStoreResult]:
-        """Those that ended since the last call."""
+        """Returns the transfers that ended since the last call."""
         refused, self._refused = self._refused, []
         return refused + [
             LoadStoreResult(
@@ -103,22 +105,24 @@ class KVOffloaddWorker(OffloadingWorker):
         self._transfer_thread.wait(job_ids)
 
     def sleep(self) -> None:
-        """The daemon lets go of the KV cache; until `wake`, stores are dropped and loads fail. Raises DeadlineError."""
+        """Has the daemon release the KV cache; until `wake`, stores are dropped and loads fail. Raises
+        DeadlineError.
+        """
         self._transfer_thread.sleep(self._sleep_s)
 
     def wake(self) -> None:
-        """The KV cache is back, in other memory, which the daemon is given."""
+        """Shares the KV cache again: it is back, in other memory."""
         self._transfer_thread.wake()
 
     def shutdown(self) -> None:
-        """End the session."""
+        """Ends the session."""
         self._transfer_thread.close(_CLOSE_S)
 
 
 class _Points:
-    """When blocks are final: at once on a CPU, on a GPU when its stream has come to where it is now.
+    """Signals when blocks are final: at once on a CPU, on a GPU when its stream reaches its present end.
 
-    The signal is written on a stream of our own that waits for the engine's: which one that is may change.
+    The signal is written on a separate stream that waits for the engine's: which one that is may change.
     """
 
     def __init__(self, device: Any) -> None:
@@ -135,7 +139,7 @@ class _Points:
         return [] if self._timeline is None else [self._timeline]
 
     def now(self) -> Ready | None:
-        """The point that what was launched so far will reach."""
+        """Returns the point that all work launched so far will reach."""
         if self._timeline is None:
             return None
         with self._cuda.device(self._device):
