@@ -43,7 +43,7 @@ def _doubt(layout: Layout) -> int:
 
 
 def warnings(layout: Layout, rank: Rank, memory: MemorySpace, prompt_tokens: int, prompts_held: int) -> list[str]:
-    """Yields what will disappoint. `prompts_held`: whole prompts of `prompt_tokens` in the memory tier, all groups
+    """Returns what will disappoint. `prompts_held`: whole prompts of `prompt_tokens` in the memory tier, all groups
     stored.
     """
     found = []

@@ -23,7 +23,8 @@ Demand = Counter[int]
 
 
 def demand_of(stored: Iterable[tuple[int, int, int]]) -> Demand:
-    """Returns the slots that these keys take. `stored`: for each group (keys, parts of a key, payload bytes of a part).
+    """Returns the slots that these keys take. `stored`: for each group (keys, parts of a key, payload bytes of
+    a part).
     """
     demand: Demand = Counter()
     for keys, parts, payload_bytes in stored:
@@ -54,7 +55,8 @@ class MemorySpace:
 
 
 def _fits(demand: Mapping[int, int], times: int, slab: int, slabs: int, short: int) -> bool:
-    """Returns whether all slots fit. `short`: free pages of the last slab, which go to the size that needs them most.
+    """Returns whether all slots fit. `short`: free pages of the last slab, which go to the size that needs them
+    most.
     """
     last = [0, *(size for size in demand if size <= short)]
     for chosen in last:

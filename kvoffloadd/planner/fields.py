@@ -55,7 +55,8 @@ class Fields:
         return ConfigError(f"{self.source}: {self._prefix if key in self._inner else ''}{key} {problem}")
 
     def unknown(self, key: str, problem: str) -> NoPlanError:
-        """Makes an error for the caller to raise: this key changes the cache in a way that the planner does not know.
+        """Makes an error for the caller to raise: this key changes the cache in a way that the planner does not
+        know.
         """
         return NoPlanError(f"{self.error(key, problem)}, {INSTEAD}")
 

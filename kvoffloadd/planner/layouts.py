@@ -85,7 +85,8 @@ class Layout:
 
     @property
     def needs_less(self) -> bool:
-        """Returns whether a restore needs less of some group than is stored: the group has windows, chunks or states.
+        """Returns whether a restore needs less of some group than is stored: the group has windows, chunks or
+        states.
         """
         return any(self.reach(group).kind is not GroupKind.FULL for group in range(self.num_groups))
 

@@ -166,7 +166,8 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def _check_known(fields: Fields) -> None:
-    """Checks that the model's type is known, and that no key has a meaning unknown to the planner. Raises NoPlanError.
+    """Checks that the model's type is known, and that no key has a meaning unknown to the planner. Raises
+    NoPlanError.
     """
     check_type(fields)
     for key, why in REFUSED.items():

@@ -151,7 +151,7 @@ def spaces_of(terms: PlanInputs, memory: MemorySpace) -> list[tuple[str, MemoryS
 
 
 def _unshared(rank: Rank, terms: PlanInputs) -> list[str]:
-    """Yields why the keys can't be shared as asked."""
+    """Returns why the keys can't be shared as asked."""
     if terms.share_tp and rank.model.is_hybrid:
         return [
             "states are no heads: ranks of other tensor-parallel sizes can't read what is stored, despite --share-tp"
@@ -189,7 +189,7 @@ def _held(
 
 
 def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None) -> list[str]:
-    """Yields the assumptions that the figures rest on."""
+    """Returns the assumptions that the figures rest on."""
     model = rank.model
     said = [*model.assumed, *_of_ranks(model, terms.tp)]
     if rank.dtype == "float32":

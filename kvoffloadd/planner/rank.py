@@ -1,4 +1,5 @@
-"""Derives one tensor-parallel rank's part of a model: its layers as specs, for a block size, a pack size and a backend.
+"""Derives one tensor-parallel rank's part of a model: its layers as specs, for a block size, a pack size and a
+backend.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def make_sglang_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None 
     )
 
 
-# --- what is to be started ------------------------------------------------------------------------------
+# --- what to start --------------------------------------------------------------------------------------
 
 
 def _flags(rank: Rank, terms: PlanInputs) -> tuple[str, ...]:

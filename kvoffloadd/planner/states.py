@@ -1,4 +1,5 @@
-"""Describes what layers keep in place of keys and values: states of linear attention, Mamba-2 and short convolutions.
+"""Describes what layers keep in place of keys and values: states of linear attention, Mamba-2 and short
+convolutions.
 """
 
 from __future__ import annotations
