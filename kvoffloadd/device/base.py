@@ -45,7 +45,7 @@ class CopyResult:
     copies: int
     seconds: float  # from `submit` to the last access
     reason: str = ""
-    digests: U64Array | None = None  # (payloads, 2): of what was read, if it is DONE; None: it was not hashed
+    digests: U64Array | None = None  # (payloads, 2): of the bytes read, if it is DONE; None: it was not hashed
 
     @classmethod
     def not_begun(cls, outcome: Outcome, reason: str = "") -> CopyResult:
@@ -105,7 +105,7 @@ class Copy(Protocol):
 
 
 class Device(Protocol):
-    """All methods are for the event loop's thread."""
+    """Maps memory and copies. All methods are for the event loop's thread."""
 
     kind: str
     hashed_load_bytes: int  # the most bytes of a payload that a load can hash while it is copied; 0: it hashes none
@@ -152,8 +152,8 @@ class HostMemory(Device, Protocol):
 
     @property
     def others_late(self) -> bool:
-        """Returns whether, after `close`, a thread still touches memory of a user who is neither root nor the daemon's
-        own. Then no memory may be unmapped.
+        """Returns whether, after `close`, a thread still touches memory of a user other than root and the daemon's own.
+        Then no memory may be unmapped.
         """
 
     def admit(self, uid: int) -> None:
@@ -172,7 +172,7 @@ class HostMemory(Device, Protocol):
         caller keeps `fd` and leaves it open. Commits no memory. The caller must await the end, which the user may
         delay.
 
-        Effect: address space only; the caller counts it against the peer's caps, and owes an `unmap`.
+        Effect: address space only; the caller counts it against the peer's caps, and must call `unmap`.
 
         Raises:
             MemoryKindError: memory that the kernel does not map.

@@ -46,9 +46,9 @@ class Turn(NamedTuple):
 
 
 class Chunks:
-    """The chunks of one copy, made as threads ask for them, and the count of what was moved. `cut` turns copies into
-    chunks. `piece_bytes`: roughly the most that is made in one go. `at_once`: small work is made and cut immediately,
-    in the event loop's thread.
+    """The chunks of one copy, made as threads ask for them, and the counts of moved bytes and descriptors. `cut` turns
+    copies into chunks. `piece_bytes`: roughly the most that is made in one go. `at_once`: small work is made and cut
+    immediately, in the event loop's thread.
 
     Ownership: any thread, through the methods. `_lock` guards every field that changes; it is never held while copies
     are made, which is most of the work.

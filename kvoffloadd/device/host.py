@@ -122,7 +122,7 @@ class HostDevice:
         """See `HostMemory.measure`. Takes memfds and files of tmpfs or hugetlbfs, opened for reading and writing.
 
         A page that is gone fails the job that touches it, see `copyruns`. Even so, the file must be sealed against
-        shrinking, unless the peer runs as the daemon's own user or root, who could kill the daemon anyway.
+        shrinking, unless the peer runs as the daemon's own user or root, and so could kill the daemon anyway.
         """
         is_trusted = peer_uid in self._threads.trusted
         busy = self._threads.of(peer_uid).mapping

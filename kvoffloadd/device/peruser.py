@@ -1,4 +1,4 @@
-"""Keeps one object for each user, such as threads that touch memory of a user, who can make the kernel block them."""
+"""Keeps one object for each user, such as threads that touch the user's memory and that the user can thus block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PerUser(Generic[T]):
             self._by_uid[uid] = self._make(f"-{uid}")
 
     def of(self, uid: int) -> T:
-        """Returns the user's object; the common one for a user that was not admitted, who has no session."""
+        """Returns the user's object; the common one for a user that was not admitted and so has no session."""
         return self._by_uid.get(uid, self.common)
 
     def others(self) -> list[T]:

@@ -80,7 +80,7 @@ class _Words:
         self._numbers = itertools.count()
 
     def add(self, wait: SignalWait) -> None:
-        """Adds a wait, whose word is read from now on."""
+        """Adds a wait. Its word is read from now on."""
         word = self._by_address.get(wait.ready.address)
         if word is None:
             if self._count == len(self._addresses):

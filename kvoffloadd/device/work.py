@@ -120,7 +120,7 @@ class BlockList:
 
 
 class BlockWork:
-    """All that a job copies, or only the payloads in the mask. See `base.Work`."""
+    """The copies of a job, or those of the payloads in the mask alone. See `base.Work`."""
 
     def __init__(self, lists: list[BlockList], mask: BoolArray | None = None) -> None:
         wanted = [one.wanted() for one in lists]

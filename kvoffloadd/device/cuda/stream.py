@@ -116,7 +116,7 @@ class CopyStream:
         GIL. `runs`: the same bytes, used instead as long as the driver accepts runs.
 
         Raises:
-            CudaError: a call failed; what was submitted has ended.
+            CudaError: a call failed; submitted copies have ended.
         """
         used: list[Way] = []
         try:
@@ -252,7 +252,7 @@ class CopyStream:
         self._driver.check("cuEventQuery", status)
 
     def _drain(self, error: BaseException) -> None:
-        """Returns when the stream has drained; no other thread submits to it meanwhile."""
+        """Waits until the stream has drained; no other thread submits to it meanwhile."""
         refused = 0
         with self._lock:
             while (status := self._driver.query_stream(self._stream)) != SUCCESS:

@@ -29,7 +29,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Way(StrEnum):
-    """A way of copying, other than the one that always works: a call for each copy."""
+    """A way of copying, in addition to a call for each copy, which always works."""
 
     BATCH = "batch"
     RUNS = "runs"
