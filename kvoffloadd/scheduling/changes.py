@@ -9,7 +9,7 @@ from collections.abc import Callable
 class Changes:
     """An `asyncio.Condition` without a lock, for state of the event loop: code that changes the state calls
     `notify_all`, and waiters check it again. "No `await` in between" replaces the lock: no other callback runs between
-    a check and the wait, nor between a wait whose predicate held and what follows it.
+    a check and the wait, nor between a wait that ends because its predicate holds and the code after it.
     """
 
     def __init__(self) -> None:

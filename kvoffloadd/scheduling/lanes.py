@@ -159,8 +159,8 @@ class Ticket:
 
 
 class Lane:
-    """`threads` threads that run work, turn by turn, and share their time fairly: see `Flow` and `FairQueue`. No
-    waiting work is passed over for ever.
+    """`threads` threads that run work, turn by turn, and share their time fairly: see `Flow` and `FairQueue`. All
+    waiting work has its turn eventually.
 
     `loop`: calls every `done`. The threads are daemons: one that hangs in the kernel can't keep the process from its
     exit.
@@ -222,8 +222,8 @@ class Lane:
         urgent: int = 0,
         cost_bytes: int = 0,
     ) -> list[Ticket]:
-        """Submits work that up to `count` threads share, like `submit`: `count` tickets, each of which runs `work` and
-        calls `done`. If this raises, none of them is queued.
+        """Submits work that up to `count` threads share, like `submit`: `count` tickets that each run `work` and call
+        `done`. If this raises, none of them is queued.
         """
         path = path_of(flow, urgent)
         tickets = [Ticket(self, work, done, path, cost_bytes) for _ in range(count)]
