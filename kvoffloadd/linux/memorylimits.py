@@ -1,4 +1,7 @@
-"""Reads from the kernel how much memory this machine, and the cgroups of this process, still allow."""
+"""Reads from the kernel how much memory this machine, and the cgroups of this process, still allow.
+
+`root` is where proc and sys are mounted.
+"""
 
 from __future__ import annotations
 

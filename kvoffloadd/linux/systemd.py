@@ -25,7 +25,7 @@ from kvoffloadd.linux.sockets import pack_fds
 log = logging.getLogger(__name__)
 
 SAY_S = 1.0
-"""How long to wait for a full queue if a dropped message would be lost for ever."""
+"""How long to wait for a full queue if a dropped message would be lost for good."""
 
 FIRST_FD = 3
 """SD_LISTEN_FDS_START."""
@@ -115,8 +115,8 @@ class Systemd:
         return fd
 
     def close_rest(self) -> None:
-        """Closes the descriptors that were not taken, and has them removed from the store, which would hold their
-        memory for ever.
+        """Closes the descriptors that were not taken, and has them removed from the store, which would keep their
+        memory indefinitely.
         """
         for name, fd in self._inherited:
             log.warning(
