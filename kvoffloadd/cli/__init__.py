@@ -1,9 +1,9 @@
 """The command line: `kvoffloadd serve`, commands for a running daemon, and `plan` before there is one.
 
-Exit codes: 0 done, 1 the answer is bad news (findings, a drain that missed its deadline, namespaces that a clear could
-not reach, or a model without a plan), 2 usage or config, 3 no daemon can be reached, 4 the daemon refused or did not
-answer in time, or a disk root can't be checked; of `serve` also 75 try again: the process that had the daemon's place
-is ending; and what docs/BEHAVIOR.md says of its end.
+Exit codes: 0 done; 1 the answer is bad news (findings, a drain that missed its deadline, namespaces that a clear could
+not reach, or a model without a plan); 2 usage or config; 3 no daemon can be reached; 4 the daemon refused or did not
+answer in time, or a disk root can't be checked. `serve` also returns 75, try again: the process that had the daemon's
+place is ending; docs/BEHAVIOR.md describes its other ends.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser whose help lists the commands by use, which argparse has no way to say."""
+    """A parser with a help that lists the commands by use, which argparse does not support."""
 
     def __init__(self, **settings: Any) -> None:
         """Makes a parser. `settings`: as for any parser."""

@@ -18,8 +18,8 @@ EXIT_TRY_AGAIN = 75  # sysexits.h calls it EX_TEMPFAIL
 EXIT_INTERRUPTED = 130  # the exit code that shells use for a program ended by SIGINT
 
 VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
-"""For an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks hours. An
-operator at a terminal may interrupt it.
+"""Deadlines of an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks
+hours. An operator at a terminal may interrupt it.
 """
 
 PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_tokens")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Figures = Mapping[str, Any]
 
 WIDE = 150
-"""From this number of columns on, two tables are shown next to each other."""
+"""The number of columns from which on two tables are shown next to each other."""
 
 ROWS_MAX = 8
 QUIET, FAINT = "grey58", "grey35"
