@@ -8,8 +8,8 @@ from kvoffloadd.layout import LayerGroup, LayerSpec
 from kvoffloadd.model import GroupKind
 
 ABOUT_EQUAL = 1.5
-"""Kinds whose numbers of layers differ by less than this factor get groups of the larger one: a few unused slots cost
-less than a second group of each kind.
+"""Kinds with numbers of layers that differ by less than this factor get groups of the larger one: a few unused slots
+cost less than a second group of each kind.
 """
 
 

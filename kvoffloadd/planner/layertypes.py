@@ -25,13 +25,13 @@ BOTH = {"falcon_h1"}
 """Model types in which each layer has attention and a Mamba state."""
 
 DELTA = "kimi_linear"
-"""The model type whose linear layers are listed in `linear_attn_config`, counted from 1."""
+"""The model type that lists its linear layers in `linear_attn_config`, counted from 1."""
 
 DOUBLE = "longcat_flash"
 """The model type in which each of the `num_layers` layers attends twice (vLLM 0.32, models/longcat_flash.py)."""
 
 INCLUSIVE = {"cohere2", "cohere2_moe"}
-"""Model types whose `sliding_window` counts the tokens before the current one, but not that one (vLLM 0.32,
+"""Model types with a `sliding_window` that counts the tokens before the current one, but not that one (vLLM 0.32,
 models/commandr.py).
 """
 

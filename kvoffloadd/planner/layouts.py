@@ -157,7 +157,7 @@ def possible_layouts(rank: Rank, pack_size: int = 0, num_blocks: int = BLOCKS) -
 
 
 def can_pack(model: ModelConfig) -> bool:
-    """Whether several attention layers can lie on one page, as long as a state."""
+    """Returns whether several attention layers can lie on one page, as long as a state."""
     return model.is_hybrid and len(set(model.kinds)) == 2
 
 

@@ -46,7 +46,7 @@ UNDERSTOOD = {
 """Keys of `REFUSED` that are understood for this model type."""
 
 DEFAULT_DTYPE = "bfloat16"
-"""The dtype of models that name none: the one that engines run them in."""
+"""The dtype of models that name none: engines run them in this one."""
 
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Keys that count layers which only guess tokens ahead; engines may or may not run them."""

@@ -45,7 +45,7 @@ ENCODERS = frozenset({
 
 
 def check_type(fields: Fields) -> None:
-    """Raises NoPlanError for a model whose type is not known, and for an encoder."""
+    """Raises NoPlanError for a model of an unknown type, and for an encoder."""
     encodes = {
         "model_type": fields.model_type in ENCODERS,
         "use_bidirectional_attention": fields.get("use_bidirectional_attention") in (True, "all"),
