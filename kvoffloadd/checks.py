@@ -150,7 +150,7 @@ def socket_path(value: object) -> Path:
 
 
 def local_address(value: object) -> str:
-    """Where to listen on this host: "host:port", an absolute path of a socket, or nothing."""
+    """The address to listen at on this host: "host:port", an absolute path of a socket, or nothing."""
     if not isinstance(value, str):
         raise ValueError("must be text in quotes")
     if value:

@@ -141,7 +141,7 @@ class DiskConfig:
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
     """The remote tier, a store that daemons of several hosts share; without an engine there is none. `inflight_bytes`
-    is cut to a sixteenth of memory. "memory" is the engine of tests, whose store is a directory of this host.
+    is cut to a sixteenth of memory. "memory" is the engine of tests; its store is a directory of this host.
     """
 
     engine: str = _key("", checks.choice("", "mooncake", "valkey", "memory"))
@@ -189,7 +189,7 @@ class ValkeyConfig:
 
 @dataclass(frozen=True, slots=True)
 class CopyConfig:
-    """How jobs move bytes."""
+    """The way in which jobs move bytes."""
 
     threads: int = _key(2, checks.count(1, 256))
     chunk_bytes: int = _key(64 * MIB, checks.size(64 * KIB, 16 * GIB))
@@ -236,7 +236,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What is logged to standard error, and how."""
+    """The log on standard error, and its format."""
 
     level: str = _key("info", checks.choice("debug", "info", "warning", "error"), live=True)
     format: str = _key("auto", checks.choice("auto", "console", "journal", "json"), live=True)

@@ -1,7 +1,7 @@
-"""Every error of the project, by whose fault it is.
+"""Every error of the project, grouped by fault.
 
-A miss is a value, never an error. Each error that can travel over the socket has a stable `code` (part of the
-protocol, see docs/PROTOCOL.md), a `fault` and `retryable`; the server turns it into one error reply.
+A miss is a value, never an error. Each error that can travel over the socket has a stable `code` (part of the protocol,
+see docs/PROTOCOL.md), a `fault` and `retryable`; the server turns it into one error reply.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class UnknownNameError(PeerError):
 
 
 class KeyWidthError(PeerError):
-    """Keys whose packed length does not match the key width of the namespace."""
+    """Keys with a packed length that does not match the key width of the namespace."""
 
     code = "bad_key_width"
 

@@ -69,7 +69,7 @@ PARTS_PER_KEY_MAX, BLOCKS_PER_KEY_MAX, TOKENS_PER_KEY_END = 1024, 4096, 1 << 24
 
 
 class GroupKind(enum.StrEnum):
-    """What a group's layers need of the keys before a boundary (design: `lookup`)."""
+    """The keys before a boundary that a group's layers need (design: `lookup`)."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -123,7 +123,7 @@ class Outcome(enum.StrEnum):
 
 
 class Direction(enum.StrEnum):
-    """Which way a job moves bytes: STORE from worker memory to the daemon, LOAD back."""
+    """The direction in which a job moves bytes: STORE from worker memory to the daemon, LOAD back."""
 
     STORE = "store"
     LOAD = "load"

@@ -82,7 +82,7 @@ def make_executor() -> ThreadPoolExecutor:
         for _ in range(EXECUTOR_THREADS):
             executor.submit(together.wait)
     except RuntimeError:
-        together.abort()  # or the threads already started would wait for ever, and the process for them
+        together.abort()  # or the threads already started would never end, and neither would the process
         executor.shutdown(wait=False)
         raise
     return executor
