@@ -49,7 +49,7 @@ class LineQueue(io.RawIOBase):
         self._writing = False
         self._untold = 0
         self.lost = 0
-        """The number of dropped lines."""
+        """The number of lines that no reader will get."""
         threading.Thread(target=self._write_lines, name="kvo-stderr", daemon=True).start()
 
     def fileno(self) -> int:
@@ -152,7 +152,7 @@ def queue() -> LineQueue | None:
 
 
 def lines_lost() -> int:
-    """Returns the number of dropped lines."""
+    """Returns the number of lines that no reader will get."""
     lines = queue()
     return lines.lost if lines is not None else 0
 

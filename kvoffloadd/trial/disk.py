@@ -16,7 +16,7 @@ _REAL = Path("/var/tmp")
 
 
 def disk_folder(where: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """Makes a folder in `where`, or on a disk: /tmp is often memory; /var/tmp outlasts a reboot and so is not."""
+    """Makes a folder in `where`, or else on a disk: /tmp is often memory; /var/tmp outlasts a reboot and so is not."""
     parent = where or (_REAL if _REAL.is_dir() else None)
     return tempfile.TemporaryDirectory(prefix="kvo-disk-", dir=parent)
 

@@ -17,7 +17,7 @@ COMES_BACK = 0.15
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A prompt of `prompt_tokens`, which begins with `known_tokens` of an earlier turn, and its answer."""
+    """A prompt of `prompt_tokens`, the first `known_tokens` of them from earlier turns, and its answer."""
 
     number: int
     conversation: int
