@@ -1,4 +1,4 @@
-"""`python -m kvoffloadd`."""
+"""Runs the command line: `python -m kvoffloadd`."""
 
 from __future__ import annotations
 

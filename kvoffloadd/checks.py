@@ -1,4 +1,4 @@
-"""Checks of single config values: each takes what TOML gave, and returns the typed value or raises ValueError."""
+"""Checks of single config values: each takes a value from TOML, and returns the typed value or raises ValueError."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def name(value: object) -> str:
 
 
 def _utf8(text: str) -> str:
-    """Text that others may be told, as UTF-8. What came from a command line may hold bytes that are not."""
+    """Returns text that may be sent to others, as UTF-8. Text from a command line may hold bytes that are not UTF-8."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError:
@@ -105,13 +105,13 @@ def _utf8(text: str) -> str:
 
 
 def absolute_path(value: object) -> Path:
-    """An absolute path, as it was written: what it leads to may be on another machine."""
+    """An absolute path, unchanged: it may lead to a place on another machine."""
     if not isinstance(value, str) or not value:
         raise ValueError("must be a path in quotes")
     if "\0" in value:
         raise ValueError("must not contain a NUL character")
     try:
-        # As the system's calls take it, whatever encoding this process was given: the same bytes.
+        # The path as system calls take it, independent of this process's encoding: the same bytes.
         path = Path(os.fsdecode(value.encode("utf-8", "surrogateescape")))
     except UnicodeError:
         raise ValueError("must not contain a lone surrogate") from None
@@ -136,7 +136,7 @@ def path_or_empty(value: object) -> str:
 
 
 def text_path_or_empty(value: object) -> str:
-    """The text of a path, or an empty one, which must be UTF-8: another process is told of it."""
+    """The text of a path, or an empty one. It must be UTF-8, because it is passed to another process."""
     return "" if value == "" else _utf8(str(absolute_path(value)))
 
 
@@ -150,7 +150,7 @@ def socket_path(value: object) -> Path:
 
 
 def local_address(value: object) -> str:
-    """Where to listen on this host: "host:port", an absolute path of a socket, or nothing."""
+    """The address to listen at on this host: "host:port", an absolute path of a socket, or nothing."""
     if not isinstance(value, str):
         raise ValueError("must be text in quotes")
     if value:
@@ -176,7 +176,7 @@ def split_address(text: str) -> tuple[str, int] | str:
 
 
 def socket_mode(value: object) -> int:
-    """Permission bits of the socket."""
+    """Permission bits for the socket."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError("must be an octal number like 0o660")
     if value & ~0o666 or value & 0o600 != 0o600:
@@ -204,7 +204,7 @@ def uids(value: object) -> tuple[int, ...]:
 
 
 def sized_paths(low: int) -> Check[tuple[tuple[Path, int], ...]]:
-    """Paths, each with the bytes that may lie there: at least `low`. All that is wrong with them is told at once."""
+    """Paths, each with the bytes that may lie there: at least `low`. All problems are reported at once."""
     keys: dict[str, Check[Any]] = {"path": absolute_path, "capacity": size(low)}
 
     def check(value: object) -> tuple[tuple[Path, int], ...]:

@@ -28,20 +28,20 @@ T = TypeVar("T")
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 AUTO = "auto"
-"""The daemon finds it out."""
+"""A value that the daemon determines itself."""
 
 ROOT_BYTES_MIN = 4 * MIB
-"""Least capacity of a disk root."""
+"""The least capacity of a disk root."""
 
 STUCK_RATIO = 1.25
-"""`remote.stuck_s` has to be so many times the deadline of the store's own calls: each of them ends before the agent is
-killed for it, on a busy machine, too.
+"""The least ratio of `remote.stuck_s` to the deadline of the store's own calls, so that each call ends before the agent
+is killed for it, even on a busy machine.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DiskRoot:
-    """A directory of the disk tier, and how many bytes it may hold."""
+    """A directory of the disk tier, and the bytes that it may hold."""
 
     path: Path
     capacity_bytes: int
@@ -52,7 +52,7 @@ def _disk_roots(value: object) -> tuple[DiskRoot, ...]:
 
 
 def _key(default: D, check: checks.Check[T], *, live: bool = False) -> D | T:
-    """A config key: its default, and the check that a value from outside must pass. `live`: a reload changes it."""
+    """A config key: its default, and the check that a value from outside must pass. `live`: a reload may change it."""
     return field(default=default, metadata={"check": check, "live": live})
 
 
@@ -69,18 +69,22 @@ class ServerConfig:
 
     @property
     def trials(self) -> Path:
-        """The file of what is tried with GPUs, beside the socket's lock; see `kvoffloadd.device.cuda.trials`."""
+        """Returns the path of the file that records trials with GPUs, next to the socket's lock; see
+        `kvoffloadd.device.cuda.trials`.
+        """
         return Path(f"{self.socket}.trials")
 
 
 def suitable_slab_bytes(capacity_bytes: int) -> int:
-    """Bytes of a slab of a memory tier of this capacity: 64 slabs where that makes them neither small nor large."""
+    """Returns the bytes of a slab for a memory tier of this capacity: 64 slabs, if they are then neither small nor
+    large.
+    """
     return min(max(capacity_bytes // 64 // PAGE_BYTES * PAGE_BYTES, 8 * MIB), 64 * MIB)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryConfig:
-    """The memory tier. `slab_bytes` is cut to `capacity_bytes`; 0: what suits it. `pool_file`: a path, or empty."""
+    """The memory tier. `slab_bytes` is cut to `capacity_bytes`; 0: a suitable size. `pool_file`: a path, or empty."""
 
     capacity_bytes: int = _key(4 * GIB, checks.size(PAGE_BYTES, multiple=PAGE_BYTES))
     slab_bytes: int = _key(0, checks.size(0, 64 * GIB, multiple=PAGE_BYTES))
@@ -120,24 +124,24 @@ class DiskConfig:
 
     @property
     def on_evict(self) -> bool:
-        """Only keys that memory is about to evict are written."""
+        """Returns whether only keys that memory is about to evict are written."""
         return self.demote == "evict"
 
     @property
     def second_use(self) -> bool:
-        """Only keys that were used again are written."""
+        """Returns whether only keys that were used again are written."""
         return self.admit == "second-use"
 
     @property
     def use_direct(self) -> bool | None:
-        """Whether files are opened with O_DIRECT; None: where the file system allows it."""
+        """Returns whether files are opened with O_DIRECT; None: where the file system allows it."""
         return None if self.direct == AUTO else bool(self.direct)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteConfig:
     """The remote tier, a store that daemons of several hosts share; without an engine there is none. `inflight_bytes`
-    is cut to a sixteenth of memory. "memory" is the engine of tests, whose store is a directory of this host.
+    is cut to a sixteenth of memory. "memory" is the engine of tests; its store is a directory of this host.
     """
 
     engine: str = _key("", checks.choice("", "mooncake", "valkey", "memory"))
@@ -185,7 +189,7 @@ class ValkeyConfig:
 
 @dataclass(frozen=True, slots=True)
 class CopyConfig:
-    """How jobs move bytes."""
+    """The way in which jobs move bytes."""
 
     threads: int = _key(2, checks.count(1, 256))
     chunk_bytes: int = _key(64 * MIB, checks.size(64 * KIB, 16 * GIB))
@@ -196,7 +200,7 @@ class CopyConfig:
 
 @dataclass(frozen=True, slots=True)
 class CudaConfig:
-    """GPUs. Nothing is loaded and no GPU touched before a worker names one."""
+    """GPUs. No library is loaded and no GPU touched before a worker names one."""
 
     enabled: bool = _key(True, checks.flag)
     batch: bool = _key(True, checks.flag)
@@ -226,13 +230,13 @@ class LimitsConfig:
 
     @property
     def jobs_of_session(self) -> int:
-        """How many one session may have: no more than all of its uid together."""
+        """Returns the caps of one session: no more than those of all sessions of its uid together."""
         return min(self.jobs_per_session, self.jobs)
 
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """What is logged to standard error, and how."""
+    """The log on standard error, and its format."""
 
     level: str = _key("info", checks.choice("debug", "info", "warning", "error"), live=True)
     format: str = _key("auto", checks.choice("auto", "console", "journal", "json"), live=True)
@@ -240,14 +244,14 @@ class LogConfig:
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
-    """Where metrics can be scraped; empty: nowhere."""
+    """The address where metrics can be scraped; empty: nowhere."""
 
     listen: str = _key("", checks.local_address)
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that an operator may choose."""
+    """All settings that an operator may choose."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -281,7 +285,7 @@ SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One `section.key = value` from outside, and where it stood."""
+    """One `section.key = value` from outside, and its place."""
 
     section: str
     key: str
@@ -295,7 +299,7 @@ class _Entry:
 
 
 def load(path: Path | None, overrides: Mapping[str, str] = MappingProxyType({})) -> Config:
-    """The config from a TOML file (None: defaults only), then `overrides` by "section.key".
+    """Loads the config from a TOML file (None: defaults only), then applies `overrides` by "section.key".
 
     An override is text as on a command line: a TOML value, or else plain text ("8GiB", "/run/x.sock").
 
@@ -320,7 +324,7 @@ def load(path: Path | None, overrides: Mapping[str, str] = MappingProxyType({}))
 
 
 def remarks(config: Config) -> Iterator[str]:
-    """What does not hold as it is written, for the log."""
+    """Returns what does not apply as written, for the log."""
     limits = config.limits
     if limits.jobs_per_session > limits.jobs:
         yield (
@@ -335,9 +339,10 @@ def remarks(config: Config) -> Iterator[str]:
 
 
 def reloaded(running: Config, asked: Config) -> tuple[Config, list[str], list[str]]:
-    """What holds after a reload: of `asked` what can change while the daemon runs, all else as it is `running`.
+    """Returns the config after a reload: from `asked` what can change while the daemon runs, everything else as in
+    `running`.
 
-    And for people: what changes, as "section.key: old -> new", and the keys which differ but need a restart.
+    Also returns, for people, the changes as "section.key: old -> new", and the keys that differ but need a restart.
     """
     changed, waiting, sections = [], [], {}
     for section in SECTIONS:
@@ -393,7 +398,7 @@ def _file_entries(path: Path, problems: list[str]) -> Iterator[_Entry]:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """Raises TOMLDecodeError, also for what the parser can't hold."""
+    """Parses TOML. Raises TOMLDecodeError, also for values that the parser can't hold."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -401,7 +406,9 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _line_numbers(text: str) -> dict[tuple[str, str], str]:
-    """Where each key stands, for messages alone: tomllib does not tell. Keys in unusual spelling are left out."""
+    """Returns the line of each key, only for messages, since tomllib does not report it. Keys in unusual spelling are
+    left out.
+    """
     found: dict[tuple[str, str], str] = {}
     section = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -426,7 +433,7 @@ def _override_entries(overrides: Mapping[str, str], problems: list[str]) -> Iter
 
 
 def _contradictions(config: Config) -> Iterator[str]:
-    """What no single value shows."""
+    """Yields problems that no single value shows."""
     memory = config.memory
     if memory.pool_file and memory.huge_pages in ("transparent", "reserved"):
         yield (
@@ -434,7 +441,8 @@ def _contradictions(config: Config) -> Iterator[str]:
             "pages, use hugetlbfs, or a tmpfs that is mounted with huge=always"
         )
     yield from _remote_contradictions(config)
-    # As written, without asking the file system: a link between roots shows when the second one finds the first's lock.
+    # As written, without asking the file system: a link between roots is found when the second root meets the first's
+    # lock.
     roots = [Path(os.path.normpath(root.path)) for root in config.disk.roots]
     for one, other in itertools.combinations(roots, 2):
         if one == other:

@@ -1,7 +1,7 @@
 """The CUDA driver API: loaded when first asked for, called by name, errors raised.
 
-The daemon's side and the client's use it alike. cuda-bindings from 12.9.1 on releases the GIL in every call; older ones
-hold it, so the extras exclude them. Importing this file loads nothing of CUDA.
+The daemon and the client both use it. cuda-bindings from 12.9.1 on releases the GIL in every call; older ones hold it,
+so the extras exclude them. Importing this file loads nothing of CUDA.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ _STICKY = frozenset(
     )
 )  # fmt: skip
 """After one of these every further call fails: only a new process helps (CUDA driver API, CUresult). A call that is
-given something of another process's may return some of them for that alone: `context_works` tells.
+given an object of another process may return some of them for that reason alone: `context_works` distinguishes the
+cases.
 """
 
 
 _GIL_FREE = (12, 9, 1)
-"""The first cuda-bindings that work without the GIL."""
+"""The first cuda-bindings that release the GIL in all calls."""
 
 
 def holds_gil(bindings_version: str) -> bool:
-    """Whether that version of cuda-bindings keeps all threads waiting for as long as a call takes."""
+    """Returns whether that version of cuda-bindings blocks all threads for the duration of a call."""
     return tuple(int(number) for number in re.findall(r"\d+", bindings_version)[:3]) < _GIL_FREE
 
 
 def _unnamed_result(error: Exception) -> int | None:
-    """The CUresult for which cuda-bindings have no name: 13.5 raise ValueError("950 is not a valid CUresult"), 12.9 and
-    13.0 KeyError(950). None: the error is of another kind.
+    """Returns the CUresult for which cuda-bindings have no name: 13.5 raise ValueError("950 is not a valid CUresult"),
+    12.9 and 13.0 KeyError(950). None: the error is of another kind.
     """
     if isinstance(error, KeyError) and error.args and isinstance(error.args[0], int):
         return error.args[0]
@@ -61,7 +62,9 @@ class PointerAttribute(IntEnum):
 
 
 class CudaError(DeviceError):
-    """A driver call failed. `name`: of the CUresult. `sticky`: it may last for as long as the process does."""
+    """A driver call failed. `name`: name of the CUresult. `sticky`: the error may last for as long as the
+    process does.
+    """
 
     def __init__(self, call: str, name: str) -> None:
         super().__init__(f"{call}: {name}")
@@ -91,11 +94,12 @@ class CudaDriver:
         self._attribute = self.entry("cuPointerGetAttribute", 4000, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """A driver function by name: nothing, its value, or a tuple of its values. Blocks for as long as it takes.
+        """Calls a driver function by name. Returns None, its value, or a tuple of its values. Blocks for as long as the
+        call takes.
 
         Raises:
             CudaError: it failed.
-            DeviceError: the driver, or cuda-bindings in this version, does not have it, or not so.
+            DeviceError: the driver, or cuda-bindings in this version, does not have it, or has another form of it.
         """
         try:
             status, *values = getattr(self.api, name)(*arguments)
@@ -113,15 +117,15 @@ class CudaDriver:
             raise CudaError(call, self.name_of(status))
 
     def name_of(self, status: int) -> str:
-        """The name of a CUresult, or its number if it is newer than cuda-bindings."""
+        """Returns the name of a CUresult, or its number if it is newer than cuda-bindings."""
         try:
             return str(self.api.CUresult(status).name)
         except ValueError:
             return f"CUresult {status}"
 
     def entry(self, name: str, version: int, *arguments: Any) -> Any:
-        """A driver function by pointer, as it was in that version of CUDA, for arguments of these ctypes; it returns a
-        CUresult and releases the GIL. None: the driver has none.
+        """Returns a driver function by pointer, in the form of that version of CUDA, for arguments of these ctypes; it
+        returns a CUresult and releases the GIL. None: the driver has none.
         """
         try:
             address, _ = self.call("cuGetProcAddress", name.encode(), version, 0)
@@ -130,7 +134,8 @@ class CudaDriver:
         return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address)) if int(address) else None
 
     def attribute(self, which: PointerAttribute, address: int) -> int:
-        """What the driver says of an address. By pointer: each version of cuda-bindings knows other attributes.
+        """Returns what the driver knows of an address. Called by pointer, since each version of cuda-bindings knows
+        other attributes.
 
         Raises:
             CudaError: the driver knows nothing of the address, or not this.
@@ -148,7 +153,9 @@ class CudaDriver:
         return str(importlib.import_module("cuda.bindings").__version__)
 
     def context_works(self) -> bool:
-        """Whether the current context can still be used. Blocks until what has been submitted in it has ended."""
+        """Returns whether the current context can still be used. Blocks until all submitted work of the context has
+        ended.
+        """
         try:
             self.call("cuCtxSynchronize")
         except CudaError:
@@ -156,7 +163,9 @@ class CudaDriver:
         return True
 
     def pci_address(self, ordinal: int) -> str:
-        """Where a GPU of this process's numbering is, as in the names of /sys/bus/pci/devices. Raises CudaError."""
+        """Returns the address of a GPU of this process's numbering, in the form of /sys/bus/pci/devices. Raises
+        CudaError.
+        """
         device, names = self.call("cuDeviceGet", ordinal), self.api.CUdevice_attribute
         domain, bus, slot = (
             int(self.call("cuDeviceGetAttribute", getattr(names, f"CU_DEVICE_ATTRIBUTE_PCI_{name}_ID"), device))
@@ -165,6 +174,6 @@ class CudaDriver:
         return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
     def uuid(self, ordinal: int) -> bytes:
-        """16 bytes that name a GPU of this process's numbering, the same in all processes."""
+        """Returns the 16 bytes that name a GPU of this process's numbering, the same in all processes."""
         found = self.call("cuDeviceGetUuid", self.call("cuDeviceGet", ordinal))
         return bytes(found.bytes)[:16]

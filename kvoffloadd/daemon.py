@@ -75,33 +75,33 @@ T = TypeVar("T")
 
 EXIT_OK, EXIT_FORCED, EXIT_FATAL = 0, 1, 70
 SWITCH_S = 0.0005
-"""How long a lane's thread may run Python before the loop has its turn: a tenth of the default. Lanes spend their time
-in system calls and hashing, which let others run; what is left is short, but there are many of them.
+"""How long a lane's thread may run Python before the loop has its turn: a tenth of the default. Lanes spend most of
+their time in system calls and hashing, which release the GIL; the rest is short, but there are many lanes.
 """
 
 POOL_NAME = "kvoffloadd-pool"
-"""What systemd's store knows the memory tier by."""
+"""The memory tier's name in systemd's store."""
 
 FORGET_S = 60.0
-"""How long the memory of a pool that can't be used may take to be free."""
+"""How long it may take until the memory of an unusable pool is free."""
 
 USERS_AT_START = 16
-"""Of `allowed_uids`, users whose threads are made at the start, when there are some to be had. Those of others are made
-at their first connection: many of them may never come, and each costs 8 threads by default.
+"""The users of `allowed_uids` with threads that are made at the start, if threads can be made. The threads of others
+are made at their first connection: many of them may never connect, and each costs 8 threads by default.
 """
 
 CLOSE_S = 5.0
-"""What the lanes get to end once all sessions are gone."""
+"""The time that the lanes have to end once all sessions are gone."""
 
 
 def run(config: Config, faults: str = "", read_config: Callable[[], Config] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status. `read_config`: reads the config again at SIGHUP.
+    """Serves until SIGTERM or SIGINT. Returns the exit status. `read_config`: reads the config again at SIGHUP.
 
     Raises:
         ConfigError: the daemon can't start.
         TryAgainError: it can't start yet.
     """
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can be reloaded
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a daemon to reload
     faulthandler.enable(file=2)  # the watchdog's SIGABRT shows where each thread is
     policy = config.memory.policy or DEFAULT_POLICY
     if policy not in POLICIES:
@@ -117,7 +117,8 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     place.claim()
     try:
         listen = config.metrics.listen
-        metrics = endpoint.bind(listen) if listen else None  # before anybody connects, so that its failure ends nobody
+        # before any peer connects, so that a failure here ends no session
+        metrics = endpoint.bind(listen) if listen else None
         listener = place.listen()
         _place_memory(config.memory.numa)
         with startup.refusals():
@@ -133,7 +134,7 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
 
 
 def _pool(config: Config, systemd: Systemd) -> ArenaFile:
-    """The memory tier's, which an earlier run may have left."""
+    """Returns the memory tier's pool, which an earlier run may have left."""
     memory = config.memory
     kept = systemd.take(POOL_NAME)
     if memory.pool_file:
@@ -168,7 +169,9 @@ def _pool(config: Config, systemd: Systemd) -> ArenaFile:
 
 
 def _await_room(check: Callable[[T], None], room: T, patience_s: float) -> None:
-    """Raises what `check` of the `room` raises. What systemd has been told to let go takes some time to be free."""
+    """Raises what `check` of the `room` still raises at the deadline. Memory that systemd releases takes some time to
+    be free.
+    """
     until = time.monotonic() + patience_s
     while time.monotonic() < until:
         try:
@@ -181,13 +184,13 @@ def _await_room(check: Callable[[T], None], room: T, patience_s: float) -> None:
 
 
 def _place_memory(asked: str | tuple[int, ...]) -> None:
-    """What this thread and those that it makes touch from now on lies where `memory.numa` says."""
+    """Applies `memory.numa` to the memory that this thread, and threads that it makes, touch first from now on."""
     chosen = memory_nodes(asked)
     if not chosen:
         return
     try:
         if asked == "auto" and has_policy():
-            return  # numactl, or a unit's NUMAPolicy=, has said where
+            return  # numactl, or a unit's NUMAPolicy=, has chosen the nodes
         interleave(chosen)
     except ResourceError as error:
         log.warning("memory.numa: the kernel does not spread memory over NUMA nodes: %s", error)
@@ -196,7 +199,7 @@ def _place_memory(asked: str | tuple[int, ...]) -> None:
 
 
 def _holes(fill: bool | str) -> Holes | None:
-    """What forbids holes in workers' memory; None: they may be filled."""
+    """Returns the object that forbids holes in workers' memory; None: they may be filled."""
     if fill is True or (fill == "auto" and not has_memory_limit()):
         return None
     try:
@@ -209,19 +212,21 @@ def _holes(fill: bool | str) -> Holes | None:
 
 
 def _switches(faults: str) -> tuple[dict[str, Path], str]:
-    """The switch files of faults below memory ("disk=PATH", "remote=PATH"), and what is planted elsewhere."""
+    """Returns the switch files of faults below memory ("disk=PATH", "remote=PATH"), and the text of the other
+    faults.
+    """
     entries = [entry.strip().partition("=") for entry in faults.split(",")]
     paths = {name: Path(path) for name, _, path in entries if name in ("disk", "remote")}
     return paths, ",".join("".join(entry) for entry in entries if entry[0] not in ("disk", "remote"))
 
 
 def _longest_stop_s(config: Config) -> float:
-    """All that the drain and `_close` may wait for."""
+    """Returns the longest time that the drain and `_close` may take."""
     return config.server.drain_s + config.copy.worker_drain_s + config.disk.flush_s + config.cuda.stuck_s + 10 * CLOSE_S
 
 
 def _serve_metrics(context: Context, listener: socket.socket) -> Endpoint:
-    """Serve metrics at this socket from now on."""
+    """Serves metrics at this socket from now on."""
     metrics = Endpoint(listener, context.loop, lambda: in_turns(status.describe(context)))
     metrics.start()
     log.info("metrics at %s", context.config.metrics.listen)
@@ -256,7 +261,7 @@ class Daemon:
         self._taking_over = False
 
     async def serve(self, read_config: Callable[[], Config]) -> int:
-        """start, serve, drain, close."""
+        """Starts, serves, drains and closes."""
         loop = asyncio.get_running_loop()
         with startup.refusals():
             loop.set_default_executor(startup.make_executor())
@@ -310,7 +315,7 @@ class Daemon:
             await Watchdog(context, path, lane, patience_s, self._systemd.beat).run()
 
     async def _take_over(self, context: Context) -> None:
-        """What earlier runs left on disk and in memory."""
+        """Takes over what earlier runs left on disk and in memory."""
         await self._take_over_keys(context)
         if context.remote is not None:
             context.remote.start(context.spawn)
@@ -328,7 +333,7 @@ class Daemon:
         if context.disk is not None:
             await context.disk.start(context.spawn)
         if not self._pool.is_old:
-            cache.save_state()  # what the disks know of clears
+            cache.save_state()  # the clears that the disks record
             return
         rows = adopt(cache, saved)
         if self._config.memory.verify_adopted == "start":
@@ -341,7 +346,7 @@ class Daemon:
     def _start(self, loop: asyncio.AbstractEventLoop) -> Context:
         config = self._config
         tier = MemoryTier(config.memory.capacity_bytes, config.memory.slab_bytes, self._pool)
-        # Beside serving: the kernel provides pages that are used before they are prefaulted just the same.
+        # Prefaults during serving: the kernel provides pages that are used before they are prefaulted just the same.
         threading.Thread(target=self._prefault, args=(loop, tier), name="kvo-prefault", daemon=True).start()
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY, clock=Clock())
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
@@ -392,22 +397,22 @@ class Daemon:
     def _make_remote(
         self, cache: Cache, disk: DiskTier | None, loop: asyncio.AbstractEventLoop, hash_lane: Lane, boot_id: bytes
     ) -> RemoteTier:
-        """Its agent is not started."""
+        """Makes the remote tier, without starting its agent."""
         inflight_bytes = min(self._config.remote.inflight_bytes, cache.tier.capacity_bytes // 16)
         config = replace(self._config.remote, inflight_bytes=inflight_bytes)
         store = RemoteStore(cache.tier.pool, config, self._engine_settings(), loop, hash_lane, boot_id)
         return RemoteTier(cache, store, config, loop, partial(clear_here, cache, disk))
 
     def _engine_settings(self) -> dict[str, Any]:
-        """What the engine of the remote store takes."""
+        """Returns the settings of the remote store's engine."""
         config = self._config.remote
         if config.engine == "memory":
             return {"directory": config.directory, "faults": str(self._switches.get("remote", ""))}
-        return asdict(getattr(self._config, config.engine))  # its section has its name
+        return asdict(getattr(self._config, config.engine))  # the section has the engine's name
 
     @staticmethod
     def _near(config: Config) -> Callable[[str], frozenset[int]]:
-        """The CPUs for a GPU's threads, by its PCI address; none: any."""
+        """Returns the CPUs for a GPU's threads, by its PCI address; none: any."""
         if config.memory.numa == "off":
             return lambda _: frozenset()
         return partial(cpus_near, allowed=os.sched_getaffinity(0))
@@ -422,7 +427,8 @@ class Daemon:
 
     def _on_signal(self) -> None:
         if self._taking_over:
-            # No peer is served yet, and what is under way bears a crash. But this is none, and does not count as one.
+            # No peer is served yet, and running operations survive a crash. But this is none, and does not count as
+            # one.
             if self._pool.is_old:
                 self._pool.withdraw_attempt()
             log.info("stopped before all keys were taken over; the next start will take them over")
@@ -435,7 +441,9 @@ class Daemon:
         leave(EXIT_FORCED)
 
     def _fatal(self, reason: str) -> None:
-        """What can't be mended while the process lives, such as a mapping that a copy will not let go."""
+        """Ends the process for an error that can't be repaired while it lives, such as a mapping that a copy never
+        releases.
+        """
         log.critical("exiting: %s", reason)
         leave(EXIT_FATAL)
 
@@ -448,12 +456,12 @@ class Daemon:
             self._fatal("the remote store's agent does not end")
 
     async def _close(self, context: Context) -> int:
-        """Lanes before memory: nothing is unmapped while a thread may touch it."""
+        """Closes everything, lanes before memory: nothing is unmapped while a thread may touch it."""
         context.signals.close()
         for device in context.devices:
             if not await device.close(CLOSE_S):
                 self._fatal("copies do not end")
-        # Before the hash lane ends: only what is sealed is written to disk, or taken over by a successor.
+        # Before the hash lane ends: only sealed keys are written to disk, or taken over by a successor.
         if not await context.jobs.until_sealed(context.loop.time() + CLOSE_S):
             log.warning("%d payloads have no checksum yet and are lost", context.jobs.unsealed)
         await context.clearings.close(CLOSE_S)
@@ -464,7 +472,7 @@ class Daemon:
             await asyncio.wait(context.tasks, timeout=CLOSE_S)
         if not await context.gpus.close(self._config.cuda.stuck_s):
             self._fatal("the CUDA driver does not answer")
-        if context.host.others_late:  # its memory, and slots, may be touched until the process ends
+        if context.host.others_late:  # their memory, and slots, may be touched until the process ends
             log.warning("closed, but copies of another user's memory have not ended: they end with the process")
             leave(EXIT_OK)
         context.cache.tier.close()

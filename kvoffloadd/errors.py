@@ -1,7 +1,7 @@
-"""Every error of the project, by whose fault it is.
+"""Every error of the project, grouped by fault.
 
-A miss is a value, never an error. Each error that can travel over the socket has a stable `code` (part of the
-protocol, see docs/PROTOCOL.md), a `fault` and `retryable`; the server turns it into one error reply.
+A miss is a value, never an error. Each error that can travel over the socket has a stable `code` (part of the protocol,
+see docs/PROTOCOL.md), a `fault` and `retryable`; the server turns it into one error reply.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ class KvOffloadError(Exception):
 
 
 class ConfigError(KvOffloadError):
-    """The daemon refuses to start: which key, which value, why."""
+    """The daemon refuses to start; the message names the key, the value and the reason."""
 
     code = "config"
     fault = "operator"
 
 
 class NoPlanError(ConfigError):
-    """`plan` has no answer for this model: what it keeps is not known, or it keeps nothing."""
+    """`plan` has no answer for this model: the planner does not know what it keeps, or it keeps nothing."""
 
     code = "no_plan"
 
 
 class TryAgainError(KvOffloadError):
-    """The daemon can't start now, but soon: the process that had its place has not ended yet."""
+    """The daemon can't start now, but soon: the previous process has not ended yet."""
 
     code = "ending"
     fault = "operator"
@@ -40,7 +40,7 @@ class TryAgainError(KvOffloadError):
 
 
 class UsageError(KvOffloadError):
-    """An API of ours was misused by our own code or by a user of the client library."""
+    """The project's own code, or a user of the client library, misused an API."""
 
     code = "usage"
     fault = "client"
@@ -52,7 +52,7 @@ class UsageError(KvOffloadError):
 class PeerError(KvOffloadError):
     """The peer's request can't be right, whatever the daemon's state. The request changed nothing.
 
-    `seq`: which request it was, where the protocol layer could tell; 0 otherwise.
+    `seq`: the number of the request, if the protocol layer could find it; 0 otherwise.
     """
 
     code = "bad_request"
@@ -108,15 +108,15 @@ class ExtentError(PeerError):
 
 
 class UnknownNameError(PeerError):
-    """A registration, allocation, group, lease or job that this session does not have; names of namespaces that there
-    are not.
+    """A registration, allocation, group, lease or job that this session does not have; names of namespaces that do not
+    exist.
     """
 
     code = "unknown_name"
 
 
 class KeyWidthError(PeerError):
-    """Keys whose packed length does not match the key width of the namespace."""
+    """Keys with a packed length that does not match the key width of the namespace."""
 
     code = "bad_key_width"
 
@@ -171,7 +171,7 @@ class DescriptorsLostError(ResourceError):
 
 class LimitError(ResourceError):
     """A cap of this uid, or its share of what all users have, is reached: sessions, jobs, mapped bytes, descriptors,
-    leases or held memory. Others may give back what they have, but nobody knows when: go on without.
+    leases or held memory. Others may release theirs, but it is unknown when: the client should continue without.
     """
 
     code = "limit"
@@ -186,16 +186,16 @@ class DrainingError(ResourceError):
 
 
 class NotDurableError(ResourceError):
-    """A clear took effect, but could not be recorded everywhere yet: on a disk, so that cleared keys might be back
-    after a restart, or in the store that hosts share, so that it applies only to this host for now. The daemon repeats
-    that. Only clients that send no token get this error.
+    """A clear took effect, but could not be recorded everywhere yet: on a disk, so that cleared keys might return after
+    a restart, or in the store that hosts share, so that it applies only to this host for now. The daemon retries. Only
+    clients that send no token get this error.
     """
 
     code = "not_durable"
 
 
 class RemoteStoreError(ResourceError):
-    """The remote store did not do what it was asked for, or not in time."""
+    """The remote store did not perform a request, or not in time."""
 
     code = "remote_store"
 
@@ -214,7 +214,7 @@ class InternalError(KvOffloadError):
 
 
 class ClientError(KvOffloadError):
-    """Base of what the client library raises for reasons that lie on the way to the daemon."""
+    """Base of the errors that the client library raises for failures on the way to the daemon."""
 
 
 class DaemonUnreachableError(ClientError):
@@ -236,17 +236,17 @@ class ConnectionLostError(ClientError, ConnectionError):
 
 
 class RemoteError(ClientError):
-    """An error reply. `code`, `fault` and `retryable` are the daemon's."""
+    """An error reply. `code`, `fault` and `retryable` come from the daemon."""
 
     def __init__(self, code: str, message: str, fault: str, retryable: bool) -> None:
         super().__init__(f"{code}: {message}")
-        self.code = code  # type: ignore[misc]  # per instance here: the daemon's word, not a class constant
+        self.code = code  # type: ignore[misc] # per instance here: the daemon's value, not a class constant
         self.fault = fault  # type: ignore[misc]
         self.retryable = retryable  # type: ignore[misc]
 
 
 def all_subclasses(cls: type[KvOffloadError] = KvOffloadError) -> list[type[KvOffloadError]]:
-    """Every class of the tree below `cls`, in definition order; the protocol document is checked against it."""
+    """Returns every class of the tree below `cls`, in definition order; the protocol document is checked against it."""
     found = []
     for sub in cls.__subclasses__():
         found += [sub, *all_subclasses(sub)]

@@ -1,11 +1,11 @@
 """Logging to standard error: for a terminal, for the journal, or as JSON lines; repeats are held back and counted.
 
-Nothing that is logged waits for a reader: `standarderror` has a thread for that, and counts what is lost.
+No log call waits for a reader: `standarderror` has a thread for that, and counts lost lines.
 
-What is logged names what peers sent, and must not pass for a record of ours or move a terminal: whatever is no
-printable character is escaped where lines are made, line breaks too. Lines of tracebacks are indented.
+Log lines contain names from peers, which must not imitate a record of the daemon or move a terminal: every character
+that is not printable, including line breaks, is escaped where lines are made. Lines of tracebacks are indented.
 
-Ownership: a `RepeatFilter` is called by whichever thread logs, under its own lock. Keys and payloads are never logged:
+Ownership: any thread that logs calls a `RepeatFilter`, under the filter's own lock. Keys and payloads are never logged:
 they are derived from users' prompts.
 """
 
@@ -30,11 +30,11 @@ from kvoffloadd.config import LogConfig
 from kvoffloadd.linux import standarderror
 
 ROOT = "kvoffloadd"
-"""Logger above all of the project's; other libraries' loggers are left alone."""
+"""The logger above all of the project's; other libraries' loggers are left alone."""
 
 REPEAT_WINDOW_S = 60.0
 REPEATS_MAX = 10
-"""Records of one origin that pass in a window."""
+"""The records of one origin that pass in a window."""
 
 ORIGINS_MAX = 1024
 """Origins remembered at once; there are about as many as logging calls in the code."""
@@ -43,7 +43,7 @@ Origin = tuple[str, int, str, str]
 
 JOURNAL = Path("/run/systemd/journal/socket")
 JOURNAL_MESSAGE_BYTES_MAX = 48 << 10
-"""Of a message, which goes to the journal in one datagram."""
+"""The most bytes of a message, which goes to the journal in one datagram."""
 
 _SUMMARY = "kvo_summary"
 
@@ -51,8 +51,8 @@ _SUMMARY = "kvo_summary"
 class RepeatFilter(logging.Filter):
     """Lets `most` records of one origin pass in `window_s`, and counts the rest. Critical ones always pass.
 
-    An origin is a logger, a level and an unformatted message; of records with a traceback, also where it was raised.
-    Its next record after its window tells how many were held back, or else `overdue` does.
+    An origin is a logger, a level and an unformatted message; for records with a traceback, also the place where it was
+    raised. The origin's next record after its window, or else `overdue`, reports how many were held back.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RepeatFilter(logging.Filter):
         self._seen: dict[Origin, tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be written; may append the count of those held back to its message."""
+        """Returns whether to write the record; may append the number of records held back to its message."""
         if record.levelno >= logging.CRITICAL or hasattr(record, _SUMMARY):
             return True
         origin = (record.name, record.levelno, str(record.msg), _raised_at(record))
@@ -89,8 +89,8 @@ class RepeatFilter(logging.Filter):
         return seen < self._most
 
     def overdue(self, *, ending: bool = False) -> list[logging.LogRecord]:
-        """A record for each origin that has been quiet since a window in which some were held back; forgets those.
-        `ending`: the windows that are not over, too.
+        """Returns a record for each origin that has been quiet since a window in which some were held back, and forgets
+        these origins. `ending`: includes windows that are not over.
         """
         now = self._clock()
         with self._lock:
@@ -116,7 +116,7 @@ class RepeatFilter(logging.Filter):
 
 
 def _raised_at(record: logging.LogRecord) -> str:
-    """Where the exception of a record comes from; empty if it has none."""
+    """Returns where the exception of a record was raised; empty if it has none."""
     if not record.exc_info or record.exc_info[2] is None:
         return ""
     *_, (frame, line) = traceback.walk_tb(record.exc_info[2])
@@ -124,7 +124,7 @@ def _raised_at(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
-    """What a record is about, by name: the arguments of a message that names them, as "%(uid)d"."""
+    """Returns the subjects of a record by name: the arguments of a message that names them, as "%(uid)d"."""
     kept = getattr(record, "kvo_fields", None)
     if kept is None:
         kept = record.args if isinstance(record.args, Mapping) else {}
@@ -132,8 +132,8 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def printable(text: str) -> str:
-    """`text` with everything escaped that is no printable character: control characters, line breaks, what turns the
-    direction of writing.
+    """Returns `text` with every character escaped that is not printable: control characters, line breaks, characters
+    that turn the direction of writing.
     """
     if text.isprintable():
         return text
@@ -141,7 +141,7 @@ def printable(text: str) -> str:
 
 
 class _Formatter(logging.Formatter):
-    """A record's message is one line, and each line of its traceback is indented."""
+    """Formats a record's message as one line, and indents each line of its traceback."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = printable(record.message)
@@ -152,7 +152,7 @@ class _Formatter(logging.Formatter):
 
 
 class ConsoleFormatter(_Formatter):
-    """One line for people: local time, level, logger, message; a traceback follows on its own lines."""
+    """Formats one line for people: local time, level, logger, message; a traceback follows on separate lines."""
 
     default_time_format = "%H:%M:%S"
     default_msec_format = "%s.%03d"
@@ -162,24 +162,24 @@ class ConsoleFormatter(_Formatter):
 
 
 class JournalFormatter(_Formatter):
-    """sd-daemon(3): each line starts with its syslog priority; the journal adds time and process."""
+    """Formats lines for sd-daemon(3): each starts with its syslog priority; the journal adds time and process."""
 
     def __init__(self) -> None:
         super().__init__("%(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Every line of the record, a traceback's too, with the same priority."""
+        """Returns every line of the record, including a traceback's, with the same priority."""
         prefix = f"<{_priority(record.levelno)}>"
         return "\n".join(prefix + line for line in super().format(record).split("\n"))
 
 
 class JsonFormatter(_Formatter):
-    """One JSON object a line: `time` (Unix seconds), `level`, `logger`, `message`, what the message names, and
-    `traceback` if there is one.
+    """Formats one JSON object a line: `time` (Unix seconds), `level`, `logger`, `message`, the names in the message,
+    and `traceback` if there is one.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line, whatever is in its message."""
+        """Returns the record as one line, whatever its message contains."""
         fields = {
             **_fields(record),
             "time": round(record.created, 3),
@@ -193,9 +193,9 @@ class JsonFormatter(_Formatter):
 
 
 class JournalHandler(logging.StreamHandler[TextIO]):
-    """Gives the journal records with fields: MESSAGE, PRIORITY, LOGGER, and KVO_UID and the like for what a message
-    names. Where its socket does not take one, lines with priorities go to `stream`, which is connected to it, too, and
-    is written by a thread that can wait.
+    """Sends the journal records with fields: MESSAGE, PRIORITY, LOGGER, and KVO_UID and the like for the names in a
+    message. If the journal's socket does not accept a record, lines with priorities go to `stream`, which is also
+    connected to the journal, and has a thread that can wait.
     """
 
     def __init__(self, stream: TextIO, path: Path = JOURNAL) -> None:
@@ -212,7 +212,7 @@ class JournalHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     def close(self) -> None:
-        """Nothing is given to the journal any more."""
+        """Ends the connection: the journal gets no more records."""
         self._socket.close()
         super().close()
 
@@ -231,7 +231,9 @@ _plain = _Formatter("%(name)s: %(message)s")
 
 
 def _journal_field(name: str, value: str) -> bytes:
-    """systemd's native journal protocol: a line, or, for text with line breaks, its length and the text."""
+    """Encodes a field in systemd's native journal protocol: a line, or, for text with line breaks, its length and the
+    text.
+    """
     data = value.encode(errors="replace")[:JOURNAL_MESSAGE_BYTES_MAX]
     if b"\n" not in data:
         return b"%s=%s\n" % (name.encode(), data)
@@ -282,7 +284,7 @@ def _lost_line(handler: logging.Handler, lost: int) -> str:
 
 
 def log_held_back(*, ending: bool = False) -> None:
-    """Logs how many records were held back, where no later record has said it: for windows that are over, or with
+    """Logs how many records were held back that no later record has reported: for windows that are over, or with
     `ending` for all.
     """
     for handler in logging.getLogger(ROOT).handlers:
@@ -300,7 +302,7 @@ async def log_held_back_forever() -> None:
 
 
 def _priority(level: int) -> int:
-    """The syslog priority of a level."""
+    """Returns the syslog priority of a level."""
     if level >= logging.CRITICAL:
         return 2
     if level >= logging.ERROR:
@@ -311,9 +313,9 @@ def _priority(level: int) -> int:
 
 
 def _is_journal(stream: TextIO) -> bool:
-    """Whether `stream` is the one that systemd connected to the journal: it names device and inode in JOURNAL_STREAM.
+    """Returns whether systemd connected `stream` to the journal: JOURNAL_STREAM names its device and inode.
 
-    This is no setting but a fact about the descriptor, which a child may have redirected since.
+    A setting could not replace this: a child may have redirected the descriptor since.
     """
     try:
         status = os.fstat(stream.fileno())

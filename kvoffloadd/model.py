@@ -23,51 +23,53 @@ F64Array = npt.NDArray[np.float64]
 BoolArray = npt.NDArray[np.bool_]
 
 PAGE_BYTES = 4096
-"""Alignment of every slot: what O_DIRECT and cuMemHostRegister ask for."""
+"""Alignment of every slot, which O_DIRECT and cuMemHostRegister require."""
 
 HUGE_PAGE_BYTES = 2 << 20
-"""A huge page, of those that every x86-64 and most arm64 kernels have."""
+"""A huge page of the size that every x86-64 and most arm64 kernels have."""
 
 
 def slot_pages(payload_bytes: int) -> int:
-    """Pages of the slot that holds a payload of this many bytes."""
+    """Returns the pages of the slot that holds a payload of this size in bytes."""
     return -(-payload_bytes // PAGE_BYTES)
 
 
 def slot_bytes(payload_bytes: int) -> int:
-    """Bytes of the slot that holds a payload of this many bytes."""
+    """Returns the bytes of the slot that holds a payload of this size in bytes."""
     return slot_pages(payload_bytes) * PAGE_BYTES
 
 
 NO_BLOCK = 0xFFFFFFFF
-"""In packed block ids: this block of the key is not wanted."""
+"""The value in packed block ids for a block of the key that is not wanted."""
 
 PARTS_AT_THE_PRICE_OF_ONE = 16
-"""Whatever is done to a key costs a little for each of its parts: with so many, about as much as another key."""
+"""Every operation on a key costs a little for each of its parts: this number of parts costs about as much as another
+key.
+"""
 
 
 def key_price(parts: int, named: int) -> int:
-    """How many keys a key of so many parts counts as in a request that is after so many of them."""
+    """Returns how many keys a key with these `parts` counts as, in a request for `named` of them."""
     return max(named, -(-parts // PARTS_AT_THE_PRICE_OF_ONE))
 
 
 EPOCH_MAX = (1 << 53) - 1
-"""Of a namespace: see `cache.epochs`. What names a later one is damaged. Microseconds until the year 2255, and exact in
-a double.
+"""The latest epoch of a namespace: see `cache.epochs`. A record with a later one is damaged. Microseconds until the
+year 2255, and exact in a double.
 """
 
 DROPPED = ", dropped"
-"""How a finding of the self-audit ends that does not hold any more: on the wire a finding is text."""
+"""The end of a finding of the self-audit that does not hold any more: on the wire a finding is text."""
 
 KEY_BYTES_MIN, KEY_BYTES_MAX = 8, 32
 """Widths a namespace may declare for its keys; wider names are hashed by the client."""
 
 PARTS_PER_KEY_MAX, BLOCKS_PER_KEY_MAX, TOKENS_PER_KEY_END = 1024, 4096, 1 << 24
-"""Bounds of a group: for sessions that declare it, and for what disks and saved state say of it."""
+"""Bounds of a group: for sessions that declare it, and for the records of disks and saved state."""
 
 
 class GroupKind(enum.StrEnum):
-    """What a group's layers need of the keys before a boundary (design: `lookup`)."""
+    """The keys before a boundary that a group's layers need (design: `lookup`)."""
 
     FULL = "full"
     SLIDING = "sliding"
@@ -75,9 +77,10 @@ class GroupKind(enum.StrEnum):
     MAMBA = "mamba"
 
     def first_needed(self, lengths: I64Array, window_keys: int) -> I64Array:
-        """Index of the first key that a prefix needs, for prefixes of these `lengths` in keys, each 1 or more.
+        """Returns the index of the first key that a prefix needs, for prefixes of these `lengths` in keys, each 1 or
+        more.
 
-        `window_keys`: of the group, see `GroupSchema`. A prefix needs every key from there to its end.
+        `window_keys`: that of the group, see `GroupSchema`. A prefix needs every key from there to its end.
         """
         match self:
             case GroupKind.FULL:
@@ -101,7 +104,7 @@ class KeyState(enum.IntEnum):
 
 
 class Tier(enum.IntEnum):
-    """Where a key is, or comes from, one u8 each, in the answer to `pin`."""
+    """The location or the source of a key, one u8 each, in the answer to `pin`."""
 
     MEMORY = 0
     DISK = 1
@@ -109,18 +112,18 @@ class Tier(enum.IntEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How a job ended. Whatever it is, the job's blocks are the client's again."""
+    """How a job ended. After any outcome, the job's blocks belong to the client again."""
 
     DONE = "done"
     PARTIAL = "partial"
     FAILED = "failed"
     CANCELLED = "cancelled"
     EXPIRED = "expired"
-    LOST = "lost"  # said by the client library alone: the daemon died
+    LOST = "lost"  # reported by the client library alone: the daemon died
 
 
 class Direction(enum.StrEnum):
-    """Which way a job moves bytes: STORE from worker memory to the daemon, LOAD back."""
+    """The direction in which a job moves bytes: STORE from worker memory to the daemon, LOAD back."""
 
     STORE = "store"
     LOAD = "load"
@@ -131,7 +134,7 @@ Dtype = Literal[
     "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2", "int64", "int32", "int16", "int8", "uint64", "uint32",
     "uint16", "uint8", "bool",
 ]  # fmt: skip
-"""What the elements of a KV cache are, by torch's names. Empty: not known, or elements of several types."""
+"""The elements of a KV cache, by torch's names. Empty: not known, or elements of several types."""
 
 _DTYPES: dict[str, Dtype] = {name: name for name in get_args(Dtype)}
 
@@ -140,18 +143,18 @@ LAYERS_BYTES = 8
 
 
 def dtype_named(name: object) -> Dtype:
-    """The dtype of this name, which may be torch's own object for it; one that is not on the list is not known."""
+    """Returns the dtype of this name, which may be torch's own object; a dtype that is not on the list is not known."""
     return _DTYPES.get(str(name).removeprefix("torch."), "")
 
 
 def common_dtype(dtypes: Iterable[Dtype]) -> Dtype:
-    """The dtype of elements that are of all these dtypes: not known unless they are one."""
+    """Returns the dtype of elements of all these dtypes: not known unless they are the same."""
     distinct = set(dtypes)
     return distinct.pop() if len(distinct) == 1 else ""
 
 
 def digest_layers(names: Iterable[str]) -> bytes:
-    """What `Ref.layers` is for layers of these names, in this order (docs/PROTOCOL.md); not known without any."""
+    """Returns `Ref.layers` for layers of these names, in this order (docs/PROTOCOL.md); not known without any."""
     encoded = [name.encode() for name in names]
     whole = b"".join(struct.pack("<I", len(name)) + name for name in encoded)
     return hashlib.sha256(whole).digest()[:LAYERS_BYTES] if encoded else b""
@@ -162,8 +165,8 @@ class Ref:
     """The bytes of a group in one row of a canonical tensor: `count` runs of `length` bytes, `stride` apart, from
     `offset`.
 
-    `dtype`: of their elements. `layers`: see `digest_layers`; of the layers whose bytes these are, empty if they are
-    not known. Layers that go on in the next ref are named in both, and both have the same digest.
+    `dtype`: that of their elements. `layers`: see `digest_layers`; the digest of the layers that these bytes belong to,
+    empty if they are not known. Layers that continue in the next ref count in both, and both have the same digest.
     """
 
     tensor: int
@@ -176,18 +179,18 @@ class Ref:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes that one block contributes to a payload through this ref."""
+        """Returns the bytes that one block contributes to a payload through this ref."""
         return self.length * self.count
 
     @property
     def end(self) -> int:
-        """First byte of the row behind the last run."""
+        """Returns the offset in the row after the last run."""
         return self.offset + (self.count - 1) * self.stride + self.length
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSchema:
-    """What all sessions of a namespace must agree on for one group.
+    """The properties of a group that all sessions of a namespace must agree on.
 
     `parts` is P: a key is complete when that many parts are committed. `window_keys` counts keys: for SLIDING the keys
     that hold the last `window - 1` tokens before a boundary, for CHUNKED the keys of one attention chunk; 0 otherwise.
@@ -205,5 +208,5 @@ class GroupSchema:
         return f"({', '.join(facts)})"
 
     def price(self, parts: int) -> int:
-        """How many keys a key counts as where a request is after so many of its parts."""
+        """Returns how many keys a key counts as, in a request for this number of its parts."""
         return key_price(self.parts, parts)

@@ -1,4 +1,4 @@
-"""What a start takes from the system, and whose fault it is if the system refuses."""
+"""Acquires what a start needs from the system, and attributes the system's refusals."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvoffloadd.units import format_bytes
 EXECUTOR_THREADS = 8
 
 _NO_THREAD = "can't start new thread"
-"""What Python says, without a class of its own."""
+"""Python's message, which has no separate exception class."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """What the system refuses within is a ConfigError that names the limit. Tables are mapped for the worst case, and
-    used little by little.
+    """Turns the system's refusals within the context into a ConfigError that names the limit. Tables are mapped for the
+    worst case, and used little by little.
     """
     try:
         yield
@@ -44,7 +44,7 @@ def refusals() -> Iterator[None]:
         if str(error) != _NO_THREAD:
             raise
         raise _no_threads(error) from None
-    except BusyError as error:  # of the threads of a user: one who connects may come again, a start may not
+    except BusyError as error:  # for the threads of a user: a peer may connect again later, a start can't wait
         raise _no_threads(error) from None
 
 
@@ -60,21 +60,21 @@ def _no_address_space(error: Exception) -> ConfigError:
 
 
 def check_proc(root: Path = Path("/")) -> None:
-    """Raises ConfigError if /proc is not there: without it, processes and the machine's memory can't be told."""
+    """Raises ConfigError if /proc is missing: without it, processes and the machine's memory are unknown."""
     if not (root / "proc/self/stat").exists():
         raise ConfigError("/proc is not mounted: the daemon needs it (mount -t proc proc /proc)")
 
 
 def raise_descriptor_limit() -> None:
-    """Allow this process as many descriptors as its hard limit does."""
+    """Raises this process's limit of descriptors to its hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def make_executor() -> ThreadPoolExecutor:
-    """The executor for what runs off the loop now and then. All of its threads are started: later there may be none to
-    be had. Raises RuntimeError if there are not so many now.
+    """Makes the executor for occasional work off the loop. All of its threads are started immediately: later it may be
+    impossible to make one. Raises RuntimeError if they can't all be made now.
     """
     executor = ThreadPoolExecutor(EXECUTOR_THREADS, "kvo-beside")
     together = threading.Barrier(EXECUTOR_THREADS)
@@ -82,14 +82,14 @@ def make_executor() -> ThreadPoolExecutor:
         for _ in range(EXECUTOR_THREADS):
             executor.submit(together.wait)
     except RuntimeError:
-        together.abort()  # or those that are there would wait for ever, and the process for them
+        together.abort()  # or the threads already started would never end, and neither would the process
         executor.shutdown(wait=False)
         raise
     return executor
 
 
 def choose_runner(use_uvloop: bool | str) -> Callable[[Coroutine[Any, Any, int]], int]:
-    """uvloop if it is installed and wanted, asyncio otherwise."""
+    """Returns uvloop if it is installed and wanted, asyncio otherwise."""
     if use_uvloop is False:
         return asyncio.run
     try:

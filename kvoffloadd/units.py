@@ -1,4 +1,4 @@
-"""Sizes and times as people write and read them.
+"""Converts sizes and times from and to text for people.
 
 Binary units only: a GB is 7 % short of a GiB, and "GB" may mean either.
 """
@@ -14,11 +14,11 @@ _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 BYTES_MAX = 1 << 62
-"""Largest size that is taken: sums of two still fit a signed 64-bit integer."""
+"""The largest accepted size: sums of two still fit a signed 64-bit integer."""
 
 
 def parse_bytes(text: str) -> int:
-    """A size in bytes from "4096", "64GiB" or "1.5 MiB".
+    """Parses a size in bytes, such as "4096", "64GiB" or "1.5 MiB".
 
     Raises:
         ValueError: not a size, an unknown unit, not a whole number of bytes, or more than `BYTES_MAX`.
@@ -38,7 +38,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """A duration from "0.5". Raises ValueError for what is none."""
+    """Parses a duration, such as "0.5". Raises ValueError for any other text."""
     try:
         value = float(text)
     except ValueError:
@@ -49,19 +49,19 @@ def parse_seconds(text: str) -> float:
 
 
 def format_path(path: str | os.PathLike[str]) -> str:
-    """A path, or text with one, for people and for what has to be UTF-8: bytes of it that are not are escaped."""
+    """Returns a path, or text with one, for people and for UTF-8 output: bytes that are not UTF-8 are escaped."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def format_bytes(size: int) -> str:
-    """A size for people: whole numbers of a unit exactly ("64 GiB"), others with two decimals ("1.46 GiB")."""
+    """Returns a size for people: whole numbers of a unit exactly ("64 GiB"), others with two decimals ("1.46 GiB")."""
     unit = max((name for name in _UNITS if name and abs(size) >= _UNITS[name]), key=_UNITS.__getitem__, default="B")
     whole, rest = divmod(size, _UNITS[unit])
     return f"{whole:,} {unit}" if rest == 0 else f"{size / _UNITS[unit]:.2f} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: microseconds to days, three digits or so."""
+    """Returns a duration for people: microseconds to days, with about three digits."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:

@@ -1,9 +1,9 @@
-"""The command line: `kvoffloadd serve`, an operator's questions and orders to a running daemon, and `plan` before all.
+"""The command line: `kvoffloadd serve`, commands for a running daemon, and `plan` before there is one.
 
-Exit codes: 0 done, 1 the answer is bad news (findings, a drain that missed its deadline, namespaces
-that a clear could not reach, or a model without a plan), 2 usage or config,
-3 no daemon can be reached, 4 the daemon refused or did not answer in time, or a disk root can't be checked; of `serve`
-also 75 try again: the process that had the daemon's place is ending; and what docs/BEHAVIOR.md says of its end.
+Exit codes: 0 done; 1 the answer is bad news (findings, a drain that missed its deadline, namespaces that a clear could
+not reach, or a model without a plan); 2 usage or config; 3 no daemon can be reached; 4 the daemon refused or did not
+answer in time, or a disk root can't be checked. `serve` also returns 75, try again: the process that had the daemon's
+place is ending; docs/BEHAVIOR.md describes its other ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvoffloadd.linux.standarderror import open_standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code (module docstring). Never raises for what an operator can get wrong."""
+    """Runs one command; returns the exit code (module docstring). Never raises for an operator's mistakes."""
     open_standard_streams()
     arguments = make_parser().parse_args(argv)
     try:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except errors.KvOffloadError as error:
         return complain(f"refused: {error}", EXIT_REFUSED)
     except BrokenPipeError:
-        # Whoever read the output has seen enough; a second error at interpreter exit helps nobody.
+        # The reader of the output has closed it; a second error at interpreter exit helps no one.
         sys.stderr.close()
         return EXIT_BAD_NEWS
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The commands' arguments: their names, their types and their help."""
+"""The commands' arguments: their names, types and help."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Change what it holds": ("drain", "clear"),
     }
 )
-"""Every command, by what it is for: as `--help` shows them."""
+"""Every command, grouped by purpose as in `--help`."""
 
 
 class CommandLine(argparse.ArgumentParser):
-    """A parser whose help lists the commands by use, which argparse has no way to say."""
+    """A parser with a help that lists the commands by use, which argparse does not support."""
 
     def __init__(self, **settings: Any) -> None:
-        """`settings`: as for any parser."""
+        """Makes a parser. `settings`: as for any parser."""
         super().__init__(**settings)
         self.summaries: dict[str, str] = {}
-        """What each command does, in a line."""
+        """The summary of each command, in one line."""
 
     def format_help(self) -> str:
-        """What `--help` prints."""
+        """Returns the text of `--help`."""
         parts = [self.format_usage(), f"\n{self.description}\n"]
         for title, names in COMMANDS.items():
             parts.append(f"\n{title}:\n")
@@ -48,7 +48,9 @@ class CommandLine(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Makes the parser of every command; what it parses has `command`, the function that runs it, and this `parser`."""
+    """Makes the parser of every command; the parsed arguments have `command`, the function that runs it, and this
+    `parser`.
+    """
     parser = CommandLine(
         prog="kvoffloadd",
         usage="%(prog)s [--version] COMMAND ...",
@@ -180,7 +182,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
 
 
 PARTS = ("memory", "disk", "requests", "gpu")
-"""What `bench` measures."""
+"""The parts that `bench` measures."""
 
 
 def _add_bench_options(parser: argparse.ArgumentParser) -> None:
@@ -203,7 +205,7 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
 SHELLS = ("bash", "zsh", "tcsh")
 
 ENGINES = ("any", "sglang")
-"""What `plan` may be for."""
+"""The engines that `plan` supports."""
 
 
 def _add_clear_options(clear: argparse.ArgumentParser) -> None:
@@ -285,7 +287,7 @@ def _assignment(text: str) -> tuple[str, str]:
 
 
 def _absolute(text: str) -> Path:
-    # A relative path means the caller's directory, also after a daemon has changed its own.
+    # A relative path is relative to the caller's directory, even after a daemon has changed its own.
     return Path(text).absolute()
 
 
@@ -298,7 +300,7 @@ def _size(text: str) -> str:
 
 
 def _disk_root(text: str) -> tuple[str, str]:
-    # The last equals sign: a path may have some, a size has none.
+    # The last equals sign: a path may contain some, a size none.
     path, equals, size = text.rpartition("=")
     if not (equals and path):
         raise argparse.ArgumentTypeError(f'"{text}" is not PATH=SIZE, like "/nvme0/kvoffloadd=1TiB"')

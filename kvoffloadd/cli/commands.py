@@ -1,4 +1,4 @@
-"""What each command does, from its parsed arguments to its exit code."""
+"""The commands, from their parsed arguments to their exit codes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from kvoffloadd.units import format_bytes, parse_bytes
 
 EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
 EXIT_TRY_AGAIN = 75  # sysexits.h calls it EX_TEMPFAIL
-EXIT_INTERRUPTED = 130  # what a shell says of a program ended by SIGINT
+EXIT_INTERRUPTED = 130  # the exit code that shells use for a program ended by SIGINT
 
 VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
-"""For an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks hours.
-Whoever waits at a terminal may interrupt it."""
+"""Deadlines of an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks
+hours. An operator at a terminal may interrupt it.
+"""
 
 PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_tokens")
 """Options of `plan` that go to the planner as they are."""
@@ -31,7 +32,8 @@ PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_token
 def serve(arguments: argparse.Namespace) -> int:
     standarderror.take_over()
     chosen = _load(arguments)
-    # Imported here, as in the other commands: each loads what it needs, and a wrong config is told before all that.
+    # Imported here, as in the other commands: each loads only what it needs, and a wrong config is reported before
+    # that.
     from kvoffloadd import log
     from kvoffloadd.daemon import run
 
@@ -93,7 +95,7 @@ def completion(arguments: argparse.Namespace) -> int:
     try:
         script = completion_script(arguments.parser, arguments.shell)
     except ImportError as error:
-        # Where an engine's environment was installed without the package's dependencies.
+        # An engine's environment may be installed without the package's dependencies.
         return complain(f"completion needs shtab: {error}; pip install shtab", EXIT_USAGE)
     sys.stdout.write(script)
     return EXIT_OK
@@ -209,7 +211,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _verify_roots(arguments: argparse.Namespace) -> int:
-    """Verifies roots without a daemon. A root that can't be checked is no reason to leave out the others."""
+    """Verifies roots without a daemon. A root that can't be checked does not exclude the others."""
     from kvoffloadd.cli.report import ProgressLine
     from kvoffloadd.log import printable
     from kvoffloadd.storage.disk.repair import check_root
@@ -248,7 +250,7 @@ def clear(arguments: argparse.Namespace) -> int:
     if not arguments.yes and not _confirmed(f"Drop every key of {which} from the daemon at {arguments.socket}?"):
         return complain("nothing was dropped: use --yes, or answer yes at a terminal", EXIT_USAGE)
     with _client(arguments) as daemon:
-        # A worker clears its own namespace, through the library.
+        # A worker clears only its namespace, through the library.
         cleared = daemon.clear(everything=pattern is None, namespaces=pattern)
     some = "" if pattern is None else f" of {_counted(cleared.namespaces, 'namespace')}"
     sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}{some}\n")
@@ -277,12 +279,12 @@ def drain(arguments: argparse.Namespace) -> int:
 
 
 def _client(arguments: argparse.Namespace) -> client.Client:
-    # A single attempt: an operator wants to know now that no daemon is there.
+    # A single attempt: an operator wants to know immediately that no daemon is there.
     return client.Client(arguments.socket, namespace=None, role="observer", connect_deadline_s=0)
 
 
 def _confirmed(question: str) -> bool:
-    """Whether somebody at a terminal said yes."""
+    """Returns whether a user at a terminal confirmed."""
     if not sys.stdin.isatty():
         return False
     sys.stderr.write(f"{question} [y/N] ")
@@ -299,6 +301,6 @@ def _jsonable(value: object) -> str:
 
 
 def complain(message: str, code: int) -> int:
-    """Say what is wrong; returns the exit code."""
+    """Reports an error; returns the exit code."""
     sys.stderr.write(f"kvoffloadd: {message}\n")
     return code

@@ -1,4 +1,4 @@
-"""Completion of the command line in shells, made from its parser."""
+"""Completes the command line in shells, with scripts generated from its parser."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILES = ("FILE", "PATH")
-"""Options with these values are completed with the names of files."""
+"""Options with these values are completed with file names."""
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """What the shell is to read, for the commands and options of `parser`. Raises ImportError without shtab."""
+    """Returns a script for the shell, for the commands and options of `parser`. Raises ImportError without shtab."""
     import shtab
 
     for action in _actions(parser):

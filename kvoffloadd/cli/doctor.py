@@ -1,4 +1,4 @@
-"""`kvoffloadd doctor`: what of this host would keep the daemon from working, and what to do about it."""
+"""The command `kvoffloadd doctor`: reports what on this host would keep the daemon from working, and the remedies."""
 
 from __future__ import annotations
 

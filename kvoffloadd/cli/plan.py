@@ -1,4 +1,4 @@
-"""A plan for people, as tables that fit 100 columns, and for programs, as plain values."""
+"""Prints a plan for people, as tables that fit 100 columns, and for programs, as plain values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvoffloadd.units import format_bytes
 
 
 def plan_json(plan: CapacityPlan) -> dict[str, Any]:
-    """Everything, as maps, lists and numbers. Lists inside a layout have an entry for each of its groups."""
+    """Returns everything, as maps, lists and numbers. Lists inside a layout have an entry for each of its groups."""
     rank, layout = plan.rank, plan.layout
     model = dataclasses.asdict(rank.model)
     heads = rank.heads(rank.model.attention_kinds[0])
@@ -105,7 +105,7 @@ def _layout(plan: CapacityPlan, layout: Layout) -> dict[str, Any]:
 
 
 def print_plan(plan: CapacityPlan) -> None:
-    """Tables on standard output, then the warnings, and what all of it rests on."""
+    """Prints tables on standard output, then the warnings and the assumptions."""
     console = open_console(PIPE_COLUMNS)
     print_section(console, *_summary(plan), left=2)
     print_section(console, *_groups(plan), left=2)
@@ -164,7 +164,7 @@ def _states(rank: Rank) -> str:
 
 
 def _groups(plan: CapacityPlan) -> Section:
-    """Equal groups in one line."""
+    """Combines equal groups in one line."""
     alike: dict[Row, list[int]] = {}
     for group in range(plan.layout.num_groups):
         found = _group(plan, group)
@@ -180,7 +180,7 @@ def _groups(plan: CapacityPlan) -> Section:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0, 1, 2, 5 as "0-2, 5"."""
+    """Formats 0, 1, 2, 5 as "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

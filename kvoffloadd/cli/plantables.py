@@ -1,4 +1,4 @@
-"""Tables and sentences of plans, for people: of both kinds of plan."""
+"""Tables and sentences for people that both kinds of plan share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_COLUMNS = 100
-"""Width in a file or a pipe, where there is no terminal to ask."""
+"""The width in a file or a pipe, where there is no terminal to ask."""
 
 Row = tuple[str, ...]
 Section = tuple[str, Row, list[Row]]
-"""Title, headings and rows of a table."""
+"""The title, headings and rows of a table."""
 
 
 def print_section(console: Console, title: str, headings: Row, rows: Iterable[Row], left: int = 1) -> None:
-    """`left`: so many columns hold words, the others numbers."""
+    """Prints a table. `left`: the number of columns with words; the others have numbers."""
     from rich.table import Table
     from rich.text import Text
 
@@ -36,7 +36,7 @@ def print_section(console: Console, title: str, headings: Row, rows: Iterable[Ro
 
 
 def print_sentences(console: Console, title: str, sentences: Sequence[str]) -> None:
-    """Nothing where there are none."""
+    """Prints sentences; nothing if there are none."""
     from rich.text import Text
 
     if sentences:
@@ -45,7 +45,7 @@ def print_sentences(console: Console, title: str, sentences: Sequence[str]) -> N
 
 
 def print_indented(console: Console, sentences: Sequence[str]) -> None:
-    """Each in lines of its own, as wide as the console."""
+    """Prints each on separate lines, as wide as the console."""
     from rich.padding import Padding
 
     for sentence in sentences:
@@ -55,7 +55,7 @@ def print_indented(console: Console, sentences: Sequence[str]) -> None:
 def held_section(
     tiers: Sequence[HeldPrompts], prompts: Sequence[Prompt], trace: Trace | None, *, needs_less: bool
 ) -> Section:
-    """What each tier holds. `needs_less`: a restore needs less than is stored."""
+    """Returns the table of what each tier holds. `needs_less`: a restore needs less than is stored."""
     rows: list[Row] = [
         ("capacity", "", *(format_bytes(held.capacity_bytes) for held in tiers)),
         ("keys", "", *(f"{held.keys:,}" for held in tiers)),
@@ -77,12 +77,12 @@ def held_section(
 
 
 def times_said(number: int | None) -> str:
-    """None: not even one whole block."""
+    """Formats a number of prompts. None: not even one whole block."""
     return "no whole block" if number is None else f"{number:,}"
 
 
 def prompt_row(prompt: Prompt, trace: Trace | None, what: str, *, needs_less: bool) -> Row:
-    """`what`: a prompt consists of these."""
+    """Returns the row of a prompt. `what`: the units that it consists of."""
     source = f" (of {trace.requests:,} in the trace)" if trace else ""
     size = format_bytes(prompt.stored_bytes)
     needed = f", of which a restore needs {format_bytes(prompt.needed_bytes)}" if needs_less else ""

@@ -1,4 +1,4 @@
-"""What the command line shows to people: status tables with units, and a config as TOML."""
+"""Output of the command line for people: status tables with units, and a config as TOML."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_COLUMNS = 200
-"""Width of tables that go into a file or a pipe, where there is no terminal to ask."""
+"""The width of tables that go into a file or a pipe, where there is no terminal to ask."""
 
 
 def open_console(pipe_columns: int = PIPE_COLUMNS) -> Console:
     """Opens a console on standard output, as wide as the terminal, or `pipe_columns` wide where there is none."""
-    # Imported here: a terminal library is no business of the daemon, which shares this package.
+    # Imported here: the daemon, which shares this package, has no use for a terminal library.
     from rich.console import Console
 
-    # No markup: values are the daemon's and its peers' words, not ours.
+    # No markup: values come from the daemon and its peers.
     width = None if sys.stdout.isatty() else pipe_columns
     return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
 def print_status(status: Mapping[str, Any]) -> None:
-    """Tables on standard output: first the plain values, then one table for each map or list of maps."""
+    """Prints tables on standard output: first the plain values, then one table for each map or list of maps."""
     console = open_console()
     plain = {name: value for name, value in status.items() if not _is_table(value)}
     _print_map(console, "daemon", plain)
@@ -50,7 +50,7 @@ def print_status(status: Mapping[str, Any]) -> None:
 
 
 def _print_nested(console: Console, title: str, values: Mapping[str, Any]) -> None:
-    """A map of maps with equal keys reads best as rows; other maps as name and value."""
+    """Prints a map of maps with equal keys as rows, other maps as name and value."""
     if values and all(isinstance(value, Mapping) for value in values.values()):
         _print_rows(console, title, [{"": name, **value} for name, value in values.items()])
     else:
@@ -58,7 +58,7 @@ def _print_nested(console: Console, title: str, values: Mapping[str, Any]) -> No
 
 
 def _print_disk(console: Console, disk: Mapping[str, Any]) -> None:
-    """A row for each root, then what holds for all of them; counts by reason become plain names."""
+    """Prints a row for each root, then the values of all of them; counts by reason become plain names."""
     roots = disk.get("roots")
     if roots and _is_table(roots):
         _print_roots(console, roots)
@@ -66,7 +66,7 @@ def _print_disk(console: Console, disk: Mapping[str, Any]) -> None:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Maps inside it become plain names."""
+    """Returns the map with inner maps flattened into plain names."""
     plain: dict[str, Any] = {}
     for name, value in values.items():
         inner = _flat(value) if isinstance(value, Mapping) else None
@@ -75,7 +75,9 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _print_roots(console: Console, roots: Sequence[Mapping[str, Any]]) -> None:
-    """Narrow enough for a terminal: short headings, how full each is; what is wrong with one has a line of its own."""
+    """Prints roots, narrow enough for a terminal: short headings, how full each is; a root's error has a
+    separate line.
+    """
     from rich.table import Table
 
     names = [name for name in dict.fromkeys(name for root in roots for name in root) if name != "reason"]
@@ -136,8 +138,8 @@ def _is_table(value: object) -> bool:
 
 
 def format_value(name: str, value: object) -> str:
-    """A value with the unit that its name ends in: `_bytes`, `_s`, `_rate` (a fraction, shown in percent). Of counts in
-    a map those that are not 0.
+    """Formats a value with the unit that its name ends in: `_bytes`, `_s`, `_rate` (a fraction, shown in percent). In a
+    map, only counts other than 0 are shown.
     """
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -147,7 +149,7 @@ def format_value(name: str, value: object) -> str:
         return _format_number(name, value)
     if isinstance(value, list | tuple):
         return ", ".join(format_value("", item) for item in value) or "none"
-    if isinstance(value, Mapping):  # counts by what they are of
+    if isinstance(value, Mapping):  # counts by kind
         return (
             ", ".join(f"{printable(str(name))}: {format_value('', item)}" for name, item in value.items() if item)
             or "none"
@@ -166,9 +168,9 @@ def _format_number(name: str, value: float) -> str:
 
 
 class ProgressLine:
-    """What a long piece of work has done, in one line on standard error that goes away at its end.
+    """The progress of a long piece of work, in one line on standard error that disappears at the end.
 
-    Only at a terminal, and only if the work lasts. `update` may be called from any thread, as often as it suits.
+    Shown only at a terminal, and only if the work lasts. Any thread may call `update`, at any rate.
     """
 
     FIRST_S, NEXT_S = 1.0, 0.5
@@ -191,7 +193,7 @@ class ProgressLine:
             self._thread.join()
 
     def update(self, bytes_done: int, bytes_total: int) -> None:
-        """So much of it is done."""
+        """Records this amount of work as done."""
         self._done = (bytes_done, bytes_total)
 
     def _write_lines(self) -> None:
@@ -206,7 +208,7 @@ class ProgressLine:
             sys.stderr.flush()
 
     def text(self) -> str:
-        """The line: how long, how much, how fast."""
+        """Returns the line: elapsed time, amount, rate."""
         lasted_s = time.monotonic() - self._started_s
         done, total = self._done
         if total <= 0:
@@ -216,7 +218,7 @@ class ProgressLine:
 
 
 def config_text(config: Config) -> str:
-    """The config as TOML that `config.load` reads back to an equal one; sizes are explained beside their numbers."""
+    """Returns the config as TOML that `config.load` reads back to an equal one; comments next to sizes explain them."""
     sections = []
     for section in dataclasses.fields(config):
         values = getattr(config, section.name)

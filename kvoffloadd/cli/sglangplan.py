@@ -1,4 +1,6 @@
-"""A plan for SGLang: what to start, its host pools, what the daemon holds of them. For people, and for programs."""
+"""Prints a plan for SGLang, for people and for programs: the commands to start, its host pools, what the daemon
+holds.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ INDENT = "  "
 
 
 def sglang_plan_json(plan: SglangPlan) -> dict[str, Any]:
-    """Everything, as maps, lists and numbers. `flags`: words of SGLang's command line, beside the model's path."""
+    """Returns everything, as maps, lists and numbers. `flags`: words of SGLang's command line, in addition to the
+    model's path.
+    """
     page = plan.page_tokens
     return {
         "engine": "sglang",
@@ -69,7 +73,7 @@ def _pool(pool: HostPool, page_tokens: int) -> dict[str, Any]:
 
 
 def print_sglang_plan(plan: SglangPlan) -> None:
-    """Commands and tables on standard output, then the warnings, and what all of it rests on."""
+    """Prints commands and tables on standard output, then the warnings and the assumptions."""
     console = open_console(PIPE_COLUMNS)
     print_section(console, *_summary(plan), left=2)
     print_section(console, *_pools(plan), left=3)
@@ -145,7 +149,7 @@ def _commands(console: Console, plan: SglangPlan) -> None:
 
 
 def _options(words: list[str]) -> list[str]:
-    """Each with its value."""
+    """Returns each option with its value."""
     found: list[str] = []
     for word in words:
         if word.startswith("--"):

@@ -14,10 +14,10 @@ from kvoffloadd.scheduling.lanes import DAEMON, Flow, Lane
 
 @dataclass(slots=True, eq=False)
 class Allocation:
-    """Memory of a worker that is mapped into this process, until `unmap`.
+    """A worker's memory that is mapped into this process, until `unmap`.
 
-    Devices add what they need to unmap it. `size_bytes` is the kernel's or the driver's word, never the peer's. One
-    that is made in pieces grows until it is `whole`.
+    Devices add the fields that they need to unmap it. `size_bytes` comes from the kernel or the driver, never from the
+    peer. An allocation that is made in pieces grows until it is `whole`.
     """
 
     kind: str
@@ -26,12 +26,12 @@ class Allocation:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is mapped."""
+        """Returns whether all of it is mapped."""
         return True
 
     @property
     def charged_bytes(self) -> int:
-        """Bytes that the peer is charged for it, from the beginning."""
+        """Returns the bytes that the peer is charged for it, from the beginning."""
         return self.size_bytes
 
 
@@ -45,7 +45,7 @@ class CopyResult:
     copies: int
     seconds: float  # from `submit` to the last access
     reason: str = ""
-    digests: U64Array | None = None  # (payloads, 2): of what was read, if it is DONE; None: it was not hashed
+    digests: U64Array | None = None  # (payloads, 2): of the bytes read, if it is DONE; None: it was not hashed
 
     @classmethod
     def not_begun(cls, outcome: Outcome, reason: str = "") -> CopyResult:
@@ -54,64 +54,67 @@ class CopyResult:
 
 
 class Work(Protocol):
-    """What is to be copied, before any copy is made. Immutable: any thread may use it."""
+    """The copies of a job, before any of them is made. Immutable: any thread may use it."""
 
     total_bytes: int
     descriptors: int
     small: bool  # the event loop may make all its copies
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
-        """All of it in pieces of about that size; one descriptor is never parted, however large."""
+        """Yields all of it in pieces of about that size; a single descriptor is never split, however large."""
 
     def make(self, direction: Direction, piece: Piece) -> Copies:
-        """The copies of a piece."""
+        """Makes the copies of a piece."""
 
     def make_all(self, direction: Direction) -> Copies:
-        """The copies of all pieces."""
+        """Makes the copies of all pieces."""
 
     def hashed(self, most_descriptors: int, most_bytes: int) -> HashedWork | None:
-        """The same, as a store that hashes its payloads while it copies them. None: a payload is copied only in part,
-        or by more copies or bytes than this.
+        """Returns the same work as a store that hashes its payloads while it copies them. None: a payload is copied
+        only in part, or by more copies or bytes than these limits.
         """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRequest:
-    """What a device copies, until when, and in whose turns. No two of its copies write a common byte."""
+    """What a device copies, its deadline, and the flow that pays for it. No two copies of a request write a common
+    byte.
+    """
 
     direction: Direction
     work: Work  # a load is hashed while it is copied if this is a `HashedWork`, see `Device.hashed_load_bytes`
     deadline_s: float  # absolute, of `loop.time()`: chunks that have not begun by then are dropped
     urgent: bool = False  # before most of the flow's other copies
-    flow: Flow = DAEMON  # copies of one direction share the device as flows do, chunk by chunk
+    flow: Flow = DAEMON  # copies of one direction share the device by flow, chunk by chunk
 
 
 class Copy(Protocol):
     """A copy under way, as `Device.submit` returns it."""
 
     def cancel(self) -> None:
-        """Drops the chunks that have not begun. `done` comes after those that have; DONE if nothing was left to drop.
+        """Drops the chunks that have not begun. `done` is called after the others have ended; with DONE if nothing was
+        left to drop.
 
         No effect on a copy that has ended. Never calls `done` itself.
         """
 
     def busy_s(self, now: float) -> float:
-        """Seconds since the longest running chunk of it began; 0 if none runs: it waits, or has ended. Chunks take
-        milliseconds. `now`: of time.monotonic().
+        """Returns the seconds since its longest running chunk began; 0 if none runs: the copy waits, or has ended.
+        Chunks take milliseconds. `now`: of time.monotonic().
         """
 
 
 class Device(Protocol):
-    """All methods are for the event loop's thread."""
+    """Maps memory and copies. All methods are for the event loop's thread."""
 
     kind: str
-    hashed_load_bytes: int  # of a payload that a load can hash while it is copied, at most; 0: it hashes none
+    hashed_load_bytes: int  # the most bytes of a payload that a load can hash while it is copied; 0: it hashes none
 
     async def unmap(self, allocation: Allocation) -> None:
         """Ends a mapping, off the loop. The caller guarantees that no copy uses it, and none will.
 
         Raises:
-            UsageError: it is unmapped already, or another device's.
+            UsageError: it is unmapped already, or belongs to another device.
         """
 
     def submit(self, request: CopyRequest, done: Callable[[CopyResult], None]) -> Copy:
@@ -125,21 +128,21 @@ class Device(Protocol):
         """
 
     def busy_s(self, now: float) -> float:
-        """Seconds since the longest running chunk began; 0 if none runs. Chunks take milliseconds."""
+        """Returns the seconds since the longest running chunk began; 0 if none runs. Chunks take milliseconds."""
 
     def gauges(self) -> dict[str, int | float | str]:
-        """What it is doing now, by name, for `status` and metrics."""
+        """Returns the device's present activity by name, for `status` and metrics."""
 
     def lanes(self) -> list[Lane]:
-        """The lanes that copy, for `status`."""
+        """Returns the lanes that copy, for `status`."""
 
     def watched_lanes(self) -> list[Lane]:
-        """Those of them that no user can hold up, but root and the daemon's own: for the watchdog."""
+        """Returns those lanes that no user can hold up, except root and the daemon's own user: for the watchdog."""
 
     async def close(self, deadline_s: float) -> bool:
         """Drops all copies that have not begun, and waits at most `deadline_s` seconds for those that have.
 
-        True: no thread touches any mapping any more. False: one does; the caller must end the process without
+        Returns True if no thread touches any mapping any more. False: one does; the caller must end the process without
         unmapping. Mappings stay as they are.
         """
 
@@ -149,15 +152,15 @@ class HostMemory(Device, Protocol):
 
     @property
     def others_late(self) -> bool:
-        """Whether, after `close`, a thread still touches memory of a user who is neither root nor the daemon's own.
+        """Returns whether, after `close`, a thread still touches memory of a user other than root and the daemon's own.
         Then no memory may be unmapped.
         """
 
     def admit(self, uid: int) -> None:
-        """Makes this user's threads, which alone touch that memory. Raises RuntimeError: no thread can be made."""
+        """Makes this user's threads; no others touch the user's memory. Raises RuntimeError: no thread can be made."""
 
     def measure(self, fd: int, peer_uid: int) -> int:
-        """Size in bytes of a worker's memory, before it is mapped. Does not wait.
+        """Returns the size in bytes of a worker's memory, before it is mapped. Does not wait.
 
         Raises:
             MemoryKindError: memory that may not be registered, with what to do about it.
@@ -165,10 +168,11 @@ class HostMemory(Device, Protocol):
         """
 
     async def map(self, fd: int, size_bytes: int, peer_uid: int) -> Allocation:
-        """Maps the whole of a worker's memory, as `measure` told its size, in a thread of this user. `fd` stays the
-        caller's, who keeps it open. Commits no memory. To be awaited to its end, which its user may put off.
+        """Maps the whole of a worker's memory, of the size that `measure` returned, in a thread of this user. The
+        caller keeps `fd` and leaves it open. Commits no memory. The caller must await the end, which the user may
+        delay.
 
-        Effect: address space only; the caller counts it against the peer's caps, and owes an `unmap`.
+        Effect: address space only; the caller counts it against the peer's caps, and must call `unmap`.
 
         Raises:
             MemoryKindError: memory that the kernel does not map.
@@ -181,15 +185,15 @@ class GpuMemory(Device, Protocol):
     """The device of one GPU. The driver's calls take milliseconds: they run off the loop."""
 
     async def open_handle(self, handle: bytes) -> Allocation:
-        """Opens a CUDA IPC handle of 64 bytes. The caller owes an `unmap`, for each opening of the same handle.
+        """Opens a CUDA IPC handle of 64 bytes. The caller must call `unmap` once for each opening of the same handle.
 
         Raises:
-            MemoryKindError: the driver doesn't open it, with what may be the reason.
+            MemoryKindError: the driver doesn't open it, with a possible reason.
             DeviceError: the driver fails otherwise.
         """
 
     async def reserve_chunks(self, total_bytes: int) -> Allocation:
-        """Address space for an allocation that comes in chunks. The caller owes an `unmap`.
+        """Reserves address space for an allocation that comes in chunks. The caller must call `unmap`.
 
         Raises:
             MemoryKindError: no size that chunks can add up to.
@@ -197,7 +201,7 @@ class GpuMemory(Device, Protocol):
         """
 
     async def add_chunks(self, allocation: Allocation, fds: Sequence[int], sizes: Sequence[int]) -> None:
-        """Maps the next chunks of it, in order: `sizes` in bytes. `fds` stay the caller's. All of them or none.
+        """Maps the next chunks of it, in order: `sizes` in bytes. The caller keeps `fds`. Maps all of them or none.
 
         Raises:
             MemoryKindError: not chunks of memory of this GPU, or of other sizes, or more than was reserved.
@@ -205,17 +209,19 @@ class GpuMemory(Device, Protocol):
 
 
 class Gpus(Protocol):
-    """The GPUs of this machine, each made usable when it is first asked for."""
+    """The GPUs of this machine; each is opened when it is first requested."""
 
     async def device(self, uuid: bytes) -> GpuMemory:
-        """The GPU of this name of 16 bytes.
+        """Returns the GPU with this name of 16 bytes.
 
         Raises:
             MemoryKindError: there is none, or this daemon does without CUDA; with what to do about it.
         """
 
     def devices(self) -> list[Device]:
-        """The devices in use."""
+        """Returns the devices in use."""
 
     async def close(self, deadline_s: float) -> bool:
-        """Gives back what belongs to no single GPU; the devices are closed. False: not within `deadline_s` seconds."""
+        """Releases what belongs to no single GPU; the devices are closed. Returns False if that takes longer than
+        `deadline_s` seconds.
+        """

@@ -1,5 +1,5 @@
 """One copy in chunks: some threads of a lane take its chunks, one at a time and in turn with other copies', until none
-is left. What every device's copies have in common.
+is left. All devices copy this way.
 
 Ownership: the event loop, except for these, which the threads of its lane share:
     _chunks     taken by threads, dropped by the thread or the loop that stops the copy.
@@ -22,8 +22,8 @@ from kvoffloadd.model import Direction, Outcome
 from kvoffloadd.scheduling.lanes import AGAIN, DAEMON, Again, CancelledWork, Flow, Lane, Ticket
 
 PIECE_DESCRIPTORS = 32_768
-"""Made in one go, in some milliseconds: so many that threads seldom wait for each other meanwhile, and that what lies
-side by side becomes large copies.
+"""Descriptors that are made in one go, in some milliseconds: enough that threads seldom wait for each other meanwhile,
+and that adjacent ranges become large copies.
 """
 
 _URGENT, _ORDINARY = 0, 1
@@ -34,8 +34,8 @@ Mover = Callable[[Copies], None]
 
 
 class Turn(NamedTuple):
-    """Where a copy is to be made: by at most `threads` threads of `lane`, in the turns of its `flow`, before what is
-    not `urgent`.
+    """Where to make a copy: in at most `threads` threads of `lane`, in the turns of its `flow`, ahead of copies that
+    are not `urgent`.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -46,9 +46,9 @@ class Turn(NamedTuple):
 
 
 class Chunks:
-    """The chunks of one copy, made as threads ask for them, and what was moved of them. `cut` turns copies into chunks.
-    `piece_bytes`: about what is made in one go, at most. `at_once`: work that is small is made and cut here and now, in
-    the event loop's thread.
+    """The chunks of one copy, made as threads ask for them, and the counts of moved bytes and descriptors. `cut` turns
+    copies into chunks. `piece_bytes`: roughly the most that is made in one go. `at_once`: small work is made and cut
+    immediately, in the event loop's thread.
 
     Ownership: any thread, through the methods. `_lock` guards every field that changes; it is never held while copies
     are made, which is most of the work.
@@ -77,23 +77,23 @@ class Chunks:
 
     @property
     def turn_bytes(self) -> int:
-        """About what a chunk moves, while nothing has been taken."""
+        """Returns roughly what a chunk moves, as long as nothing has been taken."""
         if self._made:
             return self._work.total_bytes // len(self._made)
         return min(self._piece_bytes, self._work.total_bytes * CHUNK_DESCRIPTORS // max(self._work.descriptors, 1))
 
     @property
     def complete(self) -> bool:
-        """Whether all of the work was moved."""
+        """Returns whether all of the work was moved."""
         return self.bytes == self._work.total_bytes
 
     def share(self, threads: int) -> int:
-        """How many of these threads find something to do; at least one, which tells the end."""
+        """Returns how many of these threads find work; at least one, which reports the end."""
         return threads if self._next is not None else max(min(threads, len(self._made)), 1)
 
     def copy_next(self, mover: Mover) -> bool:
-        """Takes a chunk, copies it, and counts what has arrived. False: no more is left for a next turn. Blocks for as
-        long as the chunk takes, and its piece if that is still to be made.
+        """Takes a chunk, copies it, and counts the bytes that have arrived. Returns False if nothing is left for
+        another turn. Blocks until the chunk is copied, and until its piece is made if necessary.
         """
         chunk = self._take()
         if chunk is None:
@@ -107,8 +107,8 @@ class Chunks:
             return bool(self._made) or self._next is not None
 
     def _take(self) -> Copies | None:
-        """A chunk for this thread alone; None: none is left. An empty one if no block of a piece is wanted: others have
-        their turn before the next one.
+        """Returns a chunk for this thread alone; None: none is left. The chunk is empty if no block of a piece is
+        wanted: others have their turn before the next one.
         """
         with self._lock:
             if self._made:
@@ -126,7 +126,7 @@ class Chunks:
             return made[0] if made else copies
 
     def drop(self) -> None:
-        """Drop all chunks that are not taken."""
+        """Drops all chunks that are not taken."""
         with self._lock:
             self._dropped = True
             self._made.clear()
@@ -134,8 +134,9 @@ class Chunks:
 
 
 class ChunkedCopy:
-    """Represents a copy from its creation to `done`, which comes after `start`, or after what stops it before. It is in
-    `under_way` until then. `mover` performs a chunk's copies, in a lane's thread.
+    """Represents a copy from its creation to `done`, which is called after `start`, or after the cancel or deadline
+    that stops the copy before that. The copy is in `under_way` until then. `mover` performs a chunk's copies, in a
+    lane's thread.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class ChunkedCopy:
         under_way.add(self)
 
     def start(self) -> None:
-        """Queues it for its threads (for one, if there is nothing to copy: its end comes the same way). Once; later
-        calls change nothing.
+        """Queues it for its threads (for one, if there is nothing to copy, so that the end is reported the same way).
+        Only the first call has an effect.
 
         Raises:
             UsageError: the lane is closed. Then the copy has ended, without `done`.
@@ -227,19 +228,20 @@ class ChunkedCopy:
             self._under_way.discard(self)
             done = self._done
             self._tickets.clear()
-            del self._done  # tickets and job name this copy: it goes when they let it go, and not in a collection
+            # tickets and the job refer to this copy: it is freed with them, without a garbage collection
+            del self._done
             done(self._result())
 
     def _result(self) -> CopyResult:
         chunks = self._chunks
-        # Chunks are left behind without a reason only when the lane is closed, which is a cancel as well.
+        # Chunks are left over without a reason only when the lane is closed, which counts as a cancel.
         outcome = Outcome.DONE if chunks.complete else self._stop or Outcome.CANCELLED
         took_s = time.monotonic() - self._began_s
         return CopyResult(outcome, chunks.bytes, chunks.descriptors, chunks.copies, took_s, self._reason)
 
 
 def lane_gauges(users: Iterable[Mapping[Direction, Lane]]) -> dict[str, int]:
-    """`{store,load}_{queued,running}`: threads' turns that copies of all users wait for, and have."""
+    """Returns `{store,load}_{queued,running}`: turns of threads that copies of all users wait for, and have."""
     lanes = list(users)
     return {
         f"{direction.value}_{name}": sum(getattr(mine[direction], name) for mine in lanes)

@@ -1,12 +1,12 @@
-"""Reading and writing memory that peers share, without the GIL, by the fastest means at hand.
+"""Reads and writes memory that peers share, without the GIL, by the fastest means available.
 
-A page of such memory may be gone at any moment: punched out, cut off with the end of its file, or never provided. To
-touch it is a signal that ends the process, so nothing else in the daemon does: whatever a peer does to its memory, the
-one copy fails.
+A page of such memory may be gone at any moment: punched out, cut off with the end of its file, or never provided. An
+access to it raises a signal that ends the process, so no other module of the daemon touches such memory: whatever a
+peer does to it, only the one copy fails.
 
-`native`: the C code of this project, which survives the signal. `process_vm`: the kernel copies, and returns
-an error instead, for installations without a compiler. `bounce`: the kernel copies to a file and back, for sandboxes
-that forbid the former. All move the same bytes; per GB/s of `native` the others have about 0.4 and 0.3.
+`native`: the C code of this project, which survives the signal. `process_vm`: the kernel copies, and returns an error
+instead, for installations without a compiler. `bounce`: the kernel copies to a file and back, for sandboxes that forbid
+`process_vm`. All move the same bytes; the other two reach about 0.4 and 0.3 of the throughput of `native`.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ def _load_process_vm() -> CopyRuns | None:
 
 
 def _advance(to: U64Array, of: U64Array, moved: int) -> int:
-    """How many iovecs are done with after `moved` bytes; the one after them, if begun, is shortened in place.
+    """Returns how many iovecs are complete after `moved` bytes; the next one, if begun, is shortened in place.
 
-    The kernel moves at most 2 GiB a call, and stops where it likes.
+    The kernel moves at most 2 GiB a call, and may stop anywhere.
     """
     ends = np.cumsum(to[:, 1])
     done = int(np.searchsorted(ends, np.uint64(moved), side="right"))
@@ -129,7 +129,7 @@ def _bounce(src: U64Array, dst: U64Array, size: U64Array) -> None:
             for at in range(0, n, _BOUNCE_BYTES):
                 piece = min(n - at, _BOUNCE_BYTES)
                 for move, address in ((_libc.pwrite, s + at), (_libc.pread, d + at)):
-                    if (moved := move(fd, address, piece, 0)) < piece:  # whole, but where a page is gone
+                    if (moved := move(fd, address, piece, 0)) < piece:  # complete, unless a page is gone
                         _fail(ctypes.get_errno() if moved < 0 else errno.EFAULT)
     finally:
         os.close(fd)
@@ -140,7 +140,7 @@ def _fail(number: int) -> NoReturn:
 
 
 def _read_words(copy: CopyRuns, addresses: U64Array) -> tuple[U64Array, BoolArray]:
-    """The kernel may copy a word byte by byte while it grows: of two values the lower one was there."""
+    """Reads words. The kernel may copy a word byte by byte while it grows: of two values, the lower one was there."""
     values, gone = np.empty((2, len(addresses)), np.uint64), np.zeros(len(addresses), bool)
     for at in range(len(addresses)):
         word = addresses[at : at + 1]
@@ -153,7 +153,7 @@ def _read_words(copy: CopyRuns, addresses: U64Array) -> tuple[U64Array, BoolArra
 
 
 def _checked(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U64Array, U64Array]:
-    """The three arrays, contiguous: their numbers go to C unseen, so another dtype would be taken for addresses."""
+    """Returns the three arrays, contiguous. C receives only their addresses, so another dtype would be misread."""
     if not (src.shape == dst.shape == size.shape and size.ndim == 1 and src.dtype == dst.dtype == size.dtype == _U64):
         raise UsageError("runs are three u64 arrays of one length")
     return np.ascontiguousarray(src), np.ascontiguousarray(dst), np.ascontiguousarray(size)
@@ -169,7 +169,7 @@ def _prove(function: CopyRuns) -> None:
 
 
 def implementations() -> dict[str, tuple[CopyRuns, ReadWords]]:
-    """Those that work on this machine, the fastest first."""
+    """Returns those that work on this machine, the fastest first."""
     found: dict[str, tuple[CopyRuns, ReadWords]] = {}
     if (native := _load_native()) is not None:
         found["native"] = native
@@ -180,15 +180,15 @@ def implementations() -> dict[str, tuple[CopyRuns, ReadWords]]:
 
 
 IMPLEMENTATION, (_copy_runs, _words) = next(iter(implementations().items()))
-"""Which one `copy_runs` and `read_words` use."""
+"""The implementation that `copy_runs` and `read_words` use."""
 
 
 def copy_runs(src: U64Array, dst: U64Array, size: U64Array) -> None:
     """Copies `size[i]` bytes from address `src[i]` to address `dst[i]`, in any order. Blocks, without the GIL.
 
-    u64 arrays of shape `(runs,)`. NOTHING IS CHECKED: that each run lies in memory which is mapped, stays mapped during
-    the call and is the caller's to read or write, and that no destination overlaps a source or another destination,
-    is the caller's duty. Pages of it may be gone. When the call returns, every thread that learns of it sees the bytes.
+    u64 arrays of shape `(runs,)`. NOTHING IS CHECKED: the caller must ensure that each run lies in memory which is
+    mapped, stays mapped during the call and may be read or written, and that no destination overlaps a source or
+    another destination. Pages may be gone. Every thread that learns that the call has returned sees the bytes.
 
     Raises:
         UsageError: not three u64 arrays of one length.
@@ -200,19 +200,20 @@ def copy_runs(src: U64Array, dst: U64Array, size: U64Array) -> None:
 copy_payloads: CopyPayloads | None = _load_payloads()
 """Copies like `copy_runs`, and hashes what it reads: `(src, dst, size, counts, digests)`. Payload i consists of the
 next `counts[i]` runs, u64 `(payloads,)`. Its xxh3_128, of all runs in this order, is written to `digests[i]`, u64
-`(payloads, 2)`, high half first, as `storage.hashing` has it. The bytes that are hashed are those that are copied, or
-those of the source right after. None: `native` is not in use, or the package `xxhash` does not export its C functions.
+`(payloads, 2)`, high half first, as `storage.hashing` has it. The hashed bytes are those that are copied, or those of
+the source immediately afterwards. None: `native` is not in use, or the package `xxhash` does not export its C
+functions.
 
 Raises like `copy_runs`, and MemoryError.
 """
 
 
 def read_words(addresses: U64Array) -> tuple[U64Array, BoolArray]:
-    """The aligned u64 at each of these addresses, u64 `(words,)`, and a bool for each: its page is gone, and its
-    value means nothing. Mapped, as for `copy_runs`.
+    """Returns the aligned u64 at each of these addresses, u64 `(words,)`, and a bool for each: its page is gone, and
+    its value is meaningless. The addresses must be mapped, as for `copy_runs`.
 
     Other threads and processes may write them meanwhile. With `native`, a reader that sees a value also sees all that
-    its writer wrote before it, on every architecture; without, on those that keep the order of writes (x86).
+    its writer wrote before it, on every architecture; with the others, on those that keep the order of writes (x86).
 
     Raises:
         UsageError: no u64 array of one dimension.

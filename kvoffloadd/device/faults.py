@@ -1,4 +1,4 @@
-"""Fault injection in a device (wrong, late or failed copies), for tests and for `serve --faults`."""
+"""Injects faults into a device (wrong, late or failed copies), for tests and for `serve --faults`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HOLD_POLL_S = 0.001
 
 
 class Faults(TypedDict, total=False):
-    """Keyword arguments of `FaultyDevice`."""
+    """The keyword arguments of `FaultyDevice`."""
 
     delay_s: float
     hold: Path
@@ -36,19 +36,19 @@ class Faults(TypedDict, total=False):
 
 
 class MovingDevice(HostMemory, Protocol):
-    """A device whose chunks are copied by a function that can be replaced."""
+    """A device that copies chunks with a replaceable function."""
 
     mover: Mover
 
 
 class FaultyDevice:
-    """`inner` with faults; takes over its `mover`. 0 plants none of a kind.
+    """Adds faults to `inner`, and takes over its `mover`. 0 plants none of a kind.
 
-    `delay_s`: every chunk takes so much longer, in its lane's thread and before its first byte moves: the blocks really
-    are in use that long. `hold`: every chunk waits in the same place for as long as this file exists, so that a test
-    decides when copies go on. `hold_uid`: only chunks of this user wait. `corrupt_every`: of every Nth load that is
-    DONE one bit is flipped in its destination, before `done`. `fail_every`: every Nth copy that is DONE is reported
-    as FAILED instead.
+    `delay_s`: every chunk takes this much longer, in its lane's thread and before its first byte moves: the blocks
+    really are in use that long. `hold`: every chunk waits in the same place for as long as this file exists, so that a
+    test controls when copies continue. `hold_uid`: only chunks of this user wait. `corrupt_every`: of every Nth load
+    that is DONE one bit is flipped in its destination, before `done`. `fail_every`: every Nth copy that is DONE is
+    reported as FAILED instead.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FaultyDevice:
         return self._inner.busy_s(now)
 
     def gauges(self) -> dict[str, int | float | str]:
-        """Those of the inner device, and `faults_planted`: bytes flipped and copies failed."""
+        """Returns the gauges of the inner device, and `faults_planted`: bytes flipped and copies failed."""
         return {**self._inner.gauges(), "faults_planted": self.planted}
 
     def lanes(self) -> list[Lane]:
@@ -146,7 +146,7 @@ class FaultyDevice:
 
 
 def _flip(at: U64Array) -> None:
-    """One bit of a worker's memory, which may be gone by now."""
+    """Flips one bit of a worker's memory, which may be gone by now."""
     byte, one = np.zeros(1, np.uint8), np.ones(1, np.uint64)
     here = np.array([byte.ctypes.data], np.uint64)
     with contextlib.suppress(DeviceError):
@@ -160,7 +160,7 @@ def _is_nth(count: int, every: int) -> bool:
 
 
 def parse_faults(text: str) -> Faults:
-    """Faults from text like "delay_s=0.5,corrupt_every=100"; empty text: none. A path has no comma.
+    """Parses text like "delay_s=0.5,corrupt_every=100"; empty text: no faults. Paths may not have commas.
 
     Raises:
         ConfigError: an unknown, repeated or ill-typed fault.

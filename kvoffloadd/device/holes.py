@@ -1,8 +1,8 @@
 """Holes in peers' memory: pages that do not exist yet. The kernel makes one when it is touched, and charges it to the
 memory cgroup of the process that touched it: an engine's sparse memory would grow the daemon, up to its limit.
 
-Where they are forbidden, touching one is a bus error, which `copyruns` survives, through a userfaultfd that is
-never read. Pages that exist cost nothing.
+Where holes are forbidden, through a userfaultfd that is never read, touching one is a bus error, which `copyruns`
+survives. Existing pages cost nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MODE_MISSING = 1
 
 
 class Holes:
-    """Owns a descriptor until `close`."""
+    """Forbids holes. Owns a descriptor until `close`."""
 
     def __init__(self) -> None:
         """Raises OSError where the kernel, or a sandbox, has no userfaultfd for this process."""
@@ -45,7 +45,7 @@ class Holes:
             raise
 
     def forbid(self, mapping: Mapping) -> None:
-        """Keeps this process from making any page of this mapping from now on. Raises LimitError where the kernel
+        """Prevents this process from creating any page of this mapping from now on. Raises LimitError where the kernel
         refuses.
         """
         size_bytes = mapping.size_bytes + -mapping.size_bytes % PAGE_BYTES
@@ -55,5 +55,5 @@ class Holes:
             raise LimitError(f"the kernel can't forbid holes in {size_bytes} bytes: {error.strerror}") from None
 
     def close(self) -> None:
-        """Holes are filled again, in mappings that are left."""
+        """Closes the descriptor. In remaining mappings, holes are filled again."""
         os.close(self._fd)

@@ -1,10 +1,10 @@
 """The `host` device: workers' shared memory, copied by this machine's cores.
 
-Memory of another user can make the kernel keep whoever maps, unmaps or touches it waiting, for as long as that user
-likes: by a hole that is punched slowly, for one. So each user has threads of their own for all three, and the event
-loop does none of them.
+A user can make the kernel block any thread that maps, unmaps or touches the user's memory for an unlimited time: for
+example by punching a hole slowly. So each user has separate threads for all three, and the event loop does none of
+them.
 
-Ownership: the event loop alone, but for `mover`, which the lanes' threads call.
+Ownership: the event loop alone, except for `mover`, which the lanes' threads call.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ SPLIT_BYTES_MIN = 1 << 20
 """Smaller copies are not worth a second thread."""
 
 MAP_THREADS = 2
-"""Of each user. Made before they are needed: memory must be unmapped, too, when no thread can be made any more."""
+"""The threads of each user. They are made in advance: memory must be unmapped even when no thread can be made
+any more.
+"""
 
 MAP_STUCK_S = 5.0
-"""A user all of whose threads have been at one mapping each for so long can map nothing more meanwhile. To unmap some
-hundred GiB takes one of them as long.
+"""When all threads of a user have been busy with one mapping each for this long, the user can map nothing more
+meanwhile. To unmap some hundred GiB takes one thread as long.
 """
 
 _MAP_URGENT, _UNMAP_URGENT = 0, 1
@@ -50,14 +52,16 @@ _PIECE_BYTES_MIN = SPLIT_BYTES_MIN // 2
 
 @dataclass(slots=True, eq=False)
 class HostAllocation(Allocation):
-    """An `Allocation` of the host device, which owns `mapping`. `uid`: whose threads see to it."""
+    """An `Allocation` of the host device, which owns `mapping`. `uid`: the user with the threads that map and
+    unmap it.
+    """
 
     mapping: Mapping
     uid: int
 
 
 class _Threads(NamedTuple):
-    """Those that touch one user's memory."""
+    """The threads that touch one user's memory."""
 
     copying: dict[Direction, Lane]
     mapping: Lane
@@ -71,9 +75,9 @@ class HostDevice:
     """Copies with `copy_threads` threads for each user and direction, in chunks of at most `chunk_bytes`, and never
     more than a turn of a lane.
 
-    `mover` performs a chunk's copies in a lane's thread; another one may be put in its place, to plant faults.
-    `holes`: forbids holes in what is mapped, owned from here on; None: holes are filled. `trusted`: see `PerUser`.
-    `others_late`: after `close`, whether a thread still touches memory of another user.
+    `mover` performs a chunk's copies in a lane's thread, and may be replaced, to plant faults. `holes`: forbids holes
+    in mapped memory, and is owned by the device; None: holes are filled. `trusted`: see `PerUser`. `others_late`: after
+    `close`, whether a thread still touches memory of another user.
     """
 
     kind = "host"
@@ -117,8 +121,8 @@ class HostDevice:
     def measure(self, fd: int, peer_uid: int) -> int:
         """See `HostMemory.measure`. Takes memfds and files of tmpfs or hugetlbfs, opened for reading and writing.
 
-        A page that is gone fails the job that touches it, see `copyruns`. All the same the file must be sealed against
-        shrinking, unless the peer runs as the daemon's own user or root, who could kill the daemon anyway.
+        A page that is gone fails the job that touches it, see `copyruns`. Even so, the file must be sealed against
+        shrinking, unless the peer runs as the daemon's own user or root, and so could kill the daemon anyway.
         """
         is_trusted = peer_uid in self._threads.trusted
         busy = self._threads.of(peer_uid).mapping
@@ -153,7 +157,7 @@ class HostDevice:
         return mapping
 
     async def unmap(self, allocation: Allocation) -> None:
-        """See `Device.unmap`. What is left when the device is closed ends with the process."""
+        """See `Device.unmap`. Remaining mappings end with the process when the device is closed."""
         if not isinstance(allocation, HostAllocation) or allocation not in self._mapped:
             raise UsageError("not mapped, or already unmapped")
         self._mapped.remove(allocation)
@@ -170,7 +174,7 @@ class HostDevice:
         pieces, cutter = threads if work.small else 1, split
         hashed = work if isinstance(work, HashedWork) else None
         if direction is Direction.STORE and copy_payloads is not None:
-            # Payloads are not divided, so only if all threads have about as much to do: at most a quarter more.
+            # Payloads are not divided, so only if all threads have about the same amount: at most a quarter more.
             most_bytes = piece_bytes if threads == 1 else min(self._chunk_bytes // 2, work.total_bytes // (4 * threads))
             hashed = work.hashed(HASHED_DESCRIPTORS, most_bytes)
         if hashed is not None:
@@ -188,7 +192,9 @@ class HostDevice:
         return max(lane.oldest_running_s(now) for threads in self._threads for lane in threads.copying.values())
 
     def gauges(self) -> dict[str, int | float | str]:
-        """`{store,load}_{queued,running}`: threads' turns that copies wait for, and have; `copies`; `mapped_bytes`."""
+        """Returns `{store,load}_{queued,running}`: turns of threads that copies wait for, and have; `copies`;
+        `mapped_bytes`.
+        """
         gauges: dict[str, int | float | str] = {
             "copies": len(self._copies),
             "mapped_bytes": sum(allocation.size_bytes for allocation in self._mapped),
@@ -213,7 +219,7 @@ class HostDevice:
         lanes = [lane for threads in (common, *others) for lane in threads.copying.values()]
         ended = await asyncio.gather(*(lane.close(deadline_s) for lane in lanes))
         ours = len(common.copying)
-        # What is to be unmapped goes first. A thread that hangs at it keeps no copy.
+        # Mappings are closed first: a thread that hangs in an unmap keeps no copy.
         await asyncio.gather(*(self._close_mapping(threads.mapping, deadline_s) for threads in self._threads))
         self.others_late = not all(ended[ours:])
         return all(ended[:ours])
@@ -227,7 +233,7 @@ class HostDevice:
 
 
 def copy_chunk(chunk: Copies) -> None:
-    """The mover of a HostDevice."""
+    """Performs a chunk's copies for a HostDevice."""
     if isinstance(chunk, PayloadCopies) and copy_payloads is not None:
         copy_payloads(chunk.src, chunk.dst, chunk.size, chunk.counts, chunk.digests)
     else:
@@ -239,10 +245,10 @@ def _end_hashed(done: Callable[[CopyResult], None], work: HashedWork, result: Co
 
 
 def _check_memory(fd: int, *, is_trusted: bool) -> int:
-    """The size of a descriptor's memory in bytes; raises MemoryKindError if it may not be mapped.
+    """Returns the size of a descriptor's memory in bytes; raises MemoryKindError if it may not be mapped.
 
-    Nothing here may ask a file system of the peer's own, which may never answer, before it is known that the file is
-    memory: the kernel tells seals by itself, and only memory (memfds, files of tmpfs and hugetlbfs) has them.
+    No call here may reach a file system that the peer runs, which may never answer, before the file is known to be
+    memory: the kernel reports seals without it, and only memory (memfds, files of tmpfs and hugetlbfs) has them.
     """
     try:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -268,7 +274,7 @@ def _check_memory(fd: int, *, is_trusted: bool) -> int:
 
 
 def _nothing() -> None:
-    """What the unmapping lane is given last."""
+    """The unmapping lane's last work."""
 
 
 def _not_memory() -> MemoryKindError:

@@ -1,9 +1,9 @@
-"""Detecting loads of which two copies would write the same bytes. Copies are unordered, so that they would race.
+"""Detects loads in which two copies would write the same bytes. Copies are unordered, so this would be a race.
 
-Descriptors tell, but there may be millions. Block ids tell as well, for nearly all layouts: where rows of one block id
-share no bytes with those of another, only an id that is named twice can write a byte twice. Which groups are of that
-kind is found out once, when they are registered (`find_families`); for the others, and for ids that several groups
-name, descriptors are made after all, of a bounded number.
+Descriptors show this, but there may be millions. Block ids show it as well, for nearly all layouts: where rows of one
+block id share no bytes with those of another, only an id that is named twice can write a byte twice. The groups with
+this property are found once, when they are registered (`find_families`); for the others, and for ids that several
+groups name, a bounded number of descriptors is made after all.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from kvoffloadd.errors import DuplicateError, LimitError
 from kvoffloadd.model import NO_BLOCK, I64Array, Ref, U32Array
 
 CHECKED_DESCRIPTORS_MAX = 1 << 16
-"""Of one job, where block ids do not tell: making and sorting them takes the event loop some milliseconds."""
+"""The most descriptors of one job, where block ids do not decide: to make and sort them takes the event loop some
+milliseconds.
+"""
 
 SORTED_IDS_MAX, DENSE = 1 << 12, 4
-"""More block ids than this, which are below so many times their number, are counted, which is faster than sorting.
+"""More block ids than this that are also below this multiple of their number are counted, which is faster than
+sorting.
 """
 
 _TWICE = "two of the copies write the same bytes: a block or a key is named twice"
@@ -33,8 +36,8 @@ _TWICE = "two of the copies write the same bytes: a block or a key is named twic
 class Family:
     """Groups that may share bytes with each other, and with no other group.
 
-    `rows_apart`: rows of different block ids share none, in all groups of the family. `tangled`: groups whose own
-    block ids do not tell, since rows of different ids share bytes, or those of one id do.
+    `rows_apart`: rows of different block ids share none, in all groups of the family. `tangled`: groups with block ids
+    that do not decide by themselves, since rows of different ids share bytes, or those of one id do.
     """
 
     number: int
@@ -43,7 +46,9 @@ class Family:
 
 
 class Target(NamedTuple):
-    """What a load writes in one group: `blocks` are u32, of any shape, `(keys, blocks_per_key)` in the end."""
+    """The blocks that a load writes in one group: `blocks` are u32, of any shape, `(keys, blocks_per_key)` in
+    the end.
+    """
 
     group: int
     plans: Sequence[GroupPlan]
@@ -55,8 +60,8 @@ _GROUP, _BASE, _BLOCKS, _PAGE, _STRIDE, _OFFSET, _LENGTH, _COUNT, _APART = range
 
 
 def find_families(groups: Mapping[int, Sequence[tuple[Tensor, Ref]]]) -> dict[int, Family]:
-    """The family of each group, from where its bytes lie. All refs lie within their tensors' pages. Of many thousand
-    refs it takes some milliseconds.
+    """Returns the family of each group, from the places of its bytes. All refs lie within their tensors' pages. For
+    many thousand refs this takes some milliseconds.
     """
     told = [
         (group, *tensor, ref.offset, ref.length, ref.count, ref.stride)
@@ -91,7 +96,9 @@ def find_families(groups: Mapping[int, Sequence[tuple[Tensor, Ref]]]) -> dict[in
 
 
 def _pieces(uses: I64Array) -> list[I64Array]:
-    """Groups whose tensors meet in memory, or lie between each other's rows; a group alone is in none."""
+    """Returns the runs of tensors that overlap in memory, or lie between each other's rows; a single run is
+    left out.
+    """
     uses = uses[np.argsort(uses[:, _BASE], kind="stable")]
     ends = uses[:, _BASE] + (uses[:, _BLOCKS] - 1) * uses[:, _STRIDE] + uses[:, _PAGE]
     begins = np.flatnonzero(uses[1:, _BASE] >= np.maximum.accumulate(ends)[:-1]) + 1
@@ -104,7 +111,7 @@ def _is_plain(uses: I64Array) -> bool:
 
 
 def _apart(piece: I64Array) -> tuple[bool, bool]:
-    """Whether rows of different block ids share no bytes; and, if so, whether those of one id share none."""
+    """Returns whether rows of different block ids share no bytes; and, if so, whether those of one id share none."""
     begin = piece[:, _BASE] - piece[:, _BASE].min()
     stride, width = int(piece[:, _STRIDE].min()), int((begin + piece[:, _PAGE]).max())
     tensors = piece[:, _BASE : _STRIDE + 1]
@@ -116,9 +123,11 @@ def _apart(piece: I64Array) -> tuple[bool, bool]:
 
 
 def check_targets(families: Mapping[int, Family], targets: Sequence[Target]) -> None:
-    """Raises:
-    DuplicateError: two copies would write the same bytes.
-    LimitError: only their descriptors can tell, and there are more than `CHECKED_DESCRIPTORS_MAX`.
+    """Checks that no two copies of a load write the same bytes.
+
+    Raises:
+        DuplicateError: two copies would write the same bytes.
+        LimitError: only their descriptors can decide, and there are more than `CHECKED_DESCRIPTORS_MAX`.
     """
     by_family: dict[int, list[Target]] = {}
     for target in targets:
@@ -137,7 +146,7 @@ def check_targets(families: Mapping[int, Family], targets: Sequence[Target]) -> 
 
 
 def _check_among(family: Family, members: Sequence[Target]) -> None:
-    """Several groups of a family, each of which is right by itself."""
+    """Checks several groups of a family, each of them valid by itself."""
     if not family.rows_apart:
         _check_descriptors(members, lambda blocks: blocks != NO_BLOCK)
         return

@@ -1,4 +1,4 @@
-"""One of something for each user: threads that touch memory of a user, who can make the kernel keep them waiting."""
+"""Keeps one object for each user, such as threads that touch the user's memory and that the user can thus block."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _ROOT_UID = 0
 
 
 class PerUser(Generic[T]):
-    """One for each user that was admitted, and `common`: for root, the daemon's own user, and the daemon itself.
+    """One object for each admitted user, and `common`: for root, the daemon's own user, and the daemon itself.
 
-    `make(suffix)`: makes one; "" names the common one, "-UID" that of a user. `trusted`: who shares the common one;
-    None: root and the daemon's own user. Those that were made stay: what a user holds has no end that could be waited
-    for.
+    `make(suffix)`: makes one; "" names the common one, "-UID" that of a user. `trusted`: the users that share the
+    common one; None: root and the daemon's own user. The objects are never removed: there is no point in time at which
+    a user is known to hold nothing.
     """
 
     def __init__(self, make: Callable[[str], T], trusted: Collection[int] | None = None) -> None:
@@ -31,11 +31,11 @@ class PerUser(Generic[T]):
             self._by_uid[uid] = self._make(f"-{uid}")
 
     def of(self, uid: int) -> T:
-        """The user's; the common one for who was not admitted: no session is theirs."""
+        """Returns the user's object; the common one for a user that was not admitted and so has no session."""
         return self._by_uid.get(uid, self.common)
 
     def others(self) -> list[T]:
-        """All but the common one."""
+        """Returns all but the common one."""
         return list(self._by_uid.values())
 
     def __iter__(self) -> Iterator[T]:

@@ -1,7 +1,7 @@
-"""Copies whose rows lie evenly apart on both sides, each run of them as one pitched copy. Pure, as `plan`.
+"""Copies rows that lie evenly apart on both sides; each run of them becomes one pitched copy. Pure, like `plan`.
 
-A payload has a block's layers side by side, and an engine's layers of one allocation are evenly apart: a block of 64
-layers is one pitched copy of 64 rows, where it would be 64 copies.
+A payload has a block's layers side by side, and an engine's layers in one allocation are evenly apart: a block of 64
+layers becomes one pitched copy of 64 rows instead of 64 copies.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.model import BoolArray, I64Array, U64Array
 
 ROWS_MIN = 8
-"""A pitched copy takes the driver as long as some single copies."""
+"""A pitched copy takes the driver as long as several single copies."""
 
 LAGS = 16
-"""Most rows of a key in one layer: its blocks, where none lie side by side."""
+"""The most rows of a key in one layer: its blocks, if none are adjacent."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pitched:
     """Runs of rows, each one pitched copy: u64 arrays `(runs,)`. Row i of a run lies at `src + i * src_pitch`, goes to
-    `dst + i * dst_pitch`, and has `width` bytes. `rest`: what is in no run.
+    `dst + i * dst_pitch`, and has `width` bytes. `rest`: the copies in no run.
     """
 
     src: U64Array
@@ -46,11 +46,11 @@ def pitch(
     rows_min: int = ROWS_MIN,
     pitch_max_bytes: int,
 ) -> Pitched:
-    """The same bytes, rows that lie evenly apart taken together. Those of a run are neighbours in the arrays, or every
-    2nd, up to every `LAGS`th: the blocks of a key come layer by layer.
+    """Returns the same bytes, with rows that lie evenly apart combined. Rows of a run are neighbours in the arrays, or
+    every 2nd, up to every `LAGS`th: the blocks of a key come layer by layer.
 
-    `src_ends`, `dst_ends`: u64, ascending, where memories end that a pitched copy may not reach beyond. `rows_min`: at
-    least 2; shorter runs stay single copies. `pitch_max_bytes`: the largest distance that the driver takes.
+    `src_ends`, `dst_ends`: u64, ascending: the ends of memories, which a pitched copy may not cross. `rows_min`: at
+    least 2; shorter runs stay single copies. `pitch_max_bytes`: the largest distance that the driver accepts.
     """
     runs, rest = [], copies
     for lag in range(1, LAGS + 1):
@@ -70,7 +70,9 @@ def _only(copies: Copies, rows: I64Array) -> Copies:
 
 
 def _repeats(rows: Copies, lag: int) -> bool:
-    """Whether many rows (a 32nd) are as far from the one `lag` before as from the one `lag` behind, on both sides."""
+    """Returns whether many rows (a 32nd) are as far from the row `lag` before as from the row `lag` after, on both
+    sides.
+    """
     if len(rows) <= 2 * lag:
         return False
     even = np.ones(len(rows) - 2 * lag, bool)
@@ -83,7 +85,9 @@ def _repeats(rows: Copies, lag: int) -> bool:
 def _neighbours(
     copies: Copies, src_ends: U64Array, dst_ends: U64Array, rows_min: int, pitch_max_bytes: int
 ) -> tuple[tuple[U64Array, ...], I64Array]:
-    """The runs of neighbours in the arrays, with the fields of `Pitched`, and the indices of the rows in none."""
+    """Returns the runs of neighbours in the arrays, with the fields of `Pitched`, and the indices of the rows
+    in none.
+    """
     src, dst, size = copies.src, copies.dst, copies.size
     src_step, dst_step = src[1:] - src[:-1], dst[1:] - dst[:-1]  # modulo 2^64: steps back are larger than any pitch
     most = np.uint64(pitch_max_bytes)
@@ -99,15 +103,15 @@ def _neighbours(
 
 
 def _within(addresses: U64Array, ends: U64Array) -> BoolArray:
-    """bool (addresses - 1,): whether each address and the next lie in the same memory."""
+    """Returns, as bool (addresses - 1,), whether each address and the next lie in the same memory."""
     memory = np.searchsorted(ends, addresses, side="right")
     same: BoolArray = memory[1:] == memory[:-1]
     return same
 
 
 def _runs(begins: I64Array, even: BoolArray, rows_min: int) -> tuple[I64Array, I64Array]:
-    """Where runs begin, and their rows. `begins`: where steps begin that are alike, the steps that are no part of a
-    run among them. No row is in two runs: where one ends with the row that the next begins with, the first has it.
+    """Returns where runs begin, and their rows. `begins`: where equal steps begin, including the steps that are part of
+    no run. No row is in two runs: where one ends with the row that the next begins with, the first has it.
     """
     steps = np.diff(begins, append=len(even))
     long = even[begins] & (steps + 1 >= rows_min)
@@ -120,6 +124,6 @@ def _runs(begins: I64Array, even: BoolArray, rows_min: int) -> tuple[I64Array, I
 
 
 def _each(first: I64Array, rows: I64Array) -> I64Array:
-    """The indices of all rows of all runs."""
+    """Returns the indices of all rows of all runs."""
     ends = np.cumsum(rows)
     return np.repeat(first - (ends - rows), rows) + np.arange(int(rows.sum()))

@@ -1,11 +1,11 @@
-"""Copy plans: from block ids to copies. Pure: numpy arrays in and out; no I/O, no clock, no access to any address.
+"""Copy plans: turns block ids into copies. Pure: numpy arrays in and out; no I/O, no clock, no access to any address.
 
     GroupPlan.expand    block ids, payload addresses -> descriptors (memory address, payload address, size)
     make_copies         descriptors and a direction  -> Copies, neighbours coalesced
     split               Copies -> chunks for the threads of a lane
     split_payloads      the same, of payloads that are hashed while they are copied
 
-All addresses and sizes are u64 arrays of one length. Copies are unordered: no result depends on which is made first.
+All addresses and sizes are u64 arrays of one length. Copies are unordered: no result depends on their order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, Ref, U32A
 DESCRIPTORS_PER_KEY_MAX = 1 << 20
 CHUNK_BYTES = 64 << 20
 CHUNK_DESCRIPTORS = 1024
-"""Most bytes and copies of a chunk, so that no copy waits long for another's chunk to end."""
+"""The most bytes and copies of a chunk, so that no copy waits long for another's chunk to end."""
 
 # A copy is cut at multiples of this: pieces stay long enough for streaming stores (see _copyruns.c).
 _CUT_BYTES = 16 << 10
@@ -31,7 +31,7 @@ _ADDRESS_MAX = 1 << 63
 
 
 class Tensor(NamedTuple):
-    """A canonical tensor where this process sees it: `num_blocks` rows of `page_bytes`, `stride_bytes` apart."""
+    """A canonical tensor at its address in this process: `num_blocks` rows of `page_bytes`, `stride_bytes` apart."""
 
     base_address: int
     num_blocks: int
@@ -40,14 +40,14 @@ class Tensor(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The address behind its last row."""
+        """Returns the address after its last row."""
         return self.base_address + (self.num_blocks - 1) * self.stride_bytes + self.page_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensors:
     """The tensors of a registration, checked once for all groups. `base`, `num_blocks`, `stride`: int64 `(tensors,)`;
-    `pages`: their bytes.
+    `pages`: their sizes in bytes.
     """
 
     base: I64Array
@@ -57,7 +57,7 @@ class Tensors:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | tuple[int, int, int, int]]) -> Self:
-        """Raises ExtentError if a tensor's rows overlap or leave the address space."""
+        """Makes them. Raises ExtentError if a tensor's rows overlap or leave the address space."""
         for index, tensor in enumerate(tensors):
             _check_tensor(index, Tensor(*tensor))
         base, num_blocks, page, stride = np.array(list(tensors), np.int64).reshape(-1, 4).T
@@ -66,7 +66,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPlan:
-    """What is the same for every key of a registered group: one row per descriptor of a key, in payload order.
+    """The part of a plan that all keys of a registered group share: one row per descriptor of a key, in payload order.
 
     A payload is ref-major: for ref r, block j of the key, run i it has the run's bytes at
     `blocks_per_key * sum(payload_bytes of the refs before r) + j * r.payload_bytes + i * r.length`,
@@ -76,7 +76,7 @@ class GroupPlan:
     blocks_per_key: int
     payload_bytes: int
     num_blocks: int  # ids at or above are refused: the smallest tensor that a ref names decides
-    block: I64Array  # (descriptors,) j: which of the key's block ids it belongs to
+    block: I64Array  # (descriptors,) j: the index of its block id among the key's
     base: U64Array  # (descriptors,) its address for block id 0
     stride: U64Array  # (descriptors,) bytes from one block id to the next
     offset: U64Array  # (descriptors,) its place in the payload
@@ -86,9 +86,9 @@ class GroupPlan:
     def build(
         cls, tensors: Tensors | Sequence[Tensor | tuple[int, int, int, int]], refs: Sequence[Ref], blocks_per_key: int
     ) -> Self:
-        """The plan of a group. No refs: this rank has no part of it, and `expand` yields nothing.
+        """Builds the plan of a group. No refs: this rank has no part of it, and `expand` yields nothing.
 
-        That the tensors lie within their allocations is for the caller to check. Of many thousand refs it takes some
+        The caller must check that the tensors lie within their allocations. For many thousand refs this takes some
         milliseconds.
 
         Raises:
@@ -123,12 +123,12 @@ class GroupPlan:
     def expand(
         self, blocks: U32Array, payload_addresses: U64Array, low: int = 0, high: int | None = None
     ) -> tuple[U64Array, U64Array, U64Array]:
-        """Descriptors of some keys: memory addresses, payload addresses, sizes; u64 arrays of one length.
+        """Returns the descriptors of some keys: memory addresses, payload addresses, sizes; u64 arrays of one length.
 
         `blocks`: u32 `(keys, blocks_per_key)`; NO_BLOCK entries yield no descriptors.
         `payload_addresses`: u64 `(keys,)`, where each key's `payload_bytes` begin.
-        `low`, `high`: of each key only the descriptors from `low` on, below `high`. The caller keeps their number low:
-        each takes 24 bytes, and about 50 ns.
+        `low`, `high`: for each key, only the descriptors from `low` on, below `high`. The caller keeps their number
+        low: each takes 24 bytes, and about 50 ns.
 
         Raises:
             BlockIdError: an id is not below `num_blocks`.
@@ -155,7 +155,7 @@ class GroupPlan:
         return memory.reshape(-1), payload.reshape(-1), size.reshape(-1)
 
     def descriptors_of(self, blocks: U32Array) -> I64Array:
-        """How many descriptors `expand` yields for each of the keys that have these block ids."""
+        """Returns how many descriptors `expand` yields for each of the keys with these block ids."""
         wanted = blocks != NO_BLOCK
         if wanted.all():
             return np.full(len(blocks), len(self.block))
@@ -165,7 +165,7 @@ class GroupPlan:
     def _expand_some(
         self, blocks: U32Array, wanted: BoolArray, payload_addresses: U64Array, window: slice
     ) -> tuple[U64Array, U64Array, U64Array]:
-        """`expand`, of the blocks that are `wanted`: the work is in their descriptors, not in those of all blocks."""
+        """Expands only the `wanted` blocks: the cost depends on their descriptors, not on those of all blocks."""
         block, base, stride = self.block[window], self.base[window], self.stride[window]
         by_block = np.argsort(block, kind="stable")
         counts = np.bincount(block, minlength=self.blocks_per_key)
@@ -203,8 +203,8 @@ def _check_ref(index: int, ref: Ref, pages: Sequence[int]) -> None:
 
 
 def _checked(refs: Sequence[Ref], tensors: Tensors) -> I64Array:
-    """Rows of (tensor, offset, length, count, stride). Raises ExtentError for a ref that leaves its tensor's page, or
-    whose runs overlap.
+    """Returns rows of (tensor, offset, length, count, stride). Raises ExtentError for a ref that leaves its tensor's
+    page, or has runs that overlap.
     """
     for index, ref in enumerate(refs):
         _check_ref(index, ref, tensors.pages)
@@ -213,7 +213,7 @@ def _checked(refs: Sequence[Ref], tensors: Tensors) -> I64Array:
 
 
 def _check_refs_apart(refs: I64Array) -> None:
-    """A byte that two refs name would be stored twice and loaded twice, which is a race."""
+    """Raises ExtentError if two refs name the same byte: it would be stored twice and loaded twice, which is a race."""
     tensors = refs[:, 0]
     ordered = np.sort(tensors)
     for tensor in np.unique(ordered[1:][ordered[1:] == ordered[:-1]]).tolist():
@@ -222,7 +222,7 @@ def _check_refs_apart(refs: I64Array) -> None:
 
 
 def runs_meet(refs: I64Array) -> bool:
-    """Whether two runs share bytes. `refs`: rows of (offset, length, count, stride)."""
+    """Returns whether two runs share bytes. `refs`: rows of (offset, length, count, stride)."""
     refs = refs[np.argsort(refs[:, 0])]
     begin, length, count, stride = refs.T
     end = begin + (count - 1) * stride + length
@@ -235,7 +235,7 @@ def runs_meet(refs: I64Array) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """Transfers to be made, in any order: u64 arrays `(copies,)`. `descriptors`: their number before coalescing."""
+    """Transfers in any order: u64 arrays `(copies,)`. `descriptors`: their number before coalescing."""
 
     src: U64Array
     dst: U64Array
@@ -247,17 +247,17 @@ class Copies:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that all of them move."""
+        """Returns the bytes that all of them move."""
         return int(self.size.sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PayloadCopies(Copies):
-    """Copies of payloads that are not divided, each in the order of its bytes, and where the checksums of what is read
-    go: those of the payloads, where they are copied whole.
+    """Copies of undivided payloads, each in the order of its bytes, and the destination of the checksums of the bytes
+    read: the payloads' checksums, where they are copied whole.
 
     `counts`: u64 `(payloads,)`, the copies of each payload, which come one payload after the other. `digests`: u64
-    `(payloads, 2)`, a view of the job's, written by whoever copies.
+    `(payloads, 2)`, a view of the job's array, written by the thread that copies.
     """
 
     counts: U64Array
@@ -265,16 +265,17 @@ class PayloadCopies(Copies):
 
 
 def make_copies(direction: Direction, memory: U64Array, payload: U64Array, sizes: U64Array, descriptors: int) -> Copies:
-    """Copies between worker memory and payloads, coalesced. Destinations are not checked: see `overlap`."""
+    """Makes copies between worker memory and payloads, coalesced. Does not check destinations: see `overlap`."""
     src, dst = (memory, payload) if direction is Direction.STORE else (payload, memory)
     return Copies(*coalesce(src, dst, sizes), descriptors)
 
 
 def coalesce(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U64Array, U64Array]:
-    """The same bytes in fewer copies: neighbours in the arrays that are neighbours on both sides in memory become one.
+    """Returns the same bytes in fewer copies: neighbours in the arrays that are neighbours on both sides in memory
+    become one copy.
 
-    Ascending runs first, then descending ones (blocks are often handed out from the end). The order is kept; it
-    is not sorted, which would cost more than all the rest of planning and gain nothing on real block tables.
+    Ascending runs first, then descending ones (blocks are often handed out from the end). The order is kept: sorting
+    would cost more than all the rest of planning, and gain nothing on real block tables.
     """
     ascending = _ascending(src, dst, size)
     if ascending.any():
@@ -291,7 +292,9 @@ def coalesce(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U6
 def coalesce_payloads(
     src: U64Array, dst: U64Array, size: U64Array, counts: I64Array
 ) -> tuple[U64Array, U64Array, U64Array, I64Array]:
-    """The same within each payload, of which number i has the next `counts[i]` copies; and how many it has then."""
+    """Coalesces within each payload; payload i has the next `counts[i]` copies. Returns the copies, and each payload's
+    number of them.
+    """
     if counts.max(initial=0) <= 1:
         return src, dst, size, counts
     joined = _ascending(src, dst, size)
@@ -310,13 +313,13 @@ def _ascending(src: U64Array, dst: U64Array, size: U64Array) -> BoolArray:
 
 
 def _merge(joined: BoolArray, size: U64Array) -> tuple[I64Array, U64Array]:
-    """Where the merged runs begin, and their sizes. `joined[i]`: i and i + 1 are one."""
+    """Returns where the merged runs begin, and their sizes. `joined[i]`: i and i + 1 become one."""
     begins = np.flatnonzero(np.concatenate([[True], ~joined]))
     return begins, np.add.reduceat(size, begins)
 
 
 def concatenate(parts: Sequence[Copies]) -> Copies:
-    """All of them as one."""
+    """Returns all of them as one."""
     if len(parts) == 1:
         return parts[0]
     empty = np.empty(0, np.uint64)
@@ -329,7 +332,7 @@ def concatenate(parts: Sequence[Copies]) -> Copies:
 
 
 def overlap(begin: U64Array, size: U64Array) -> bool:
-    """Whether two of these ranges share a byte."""
+    """Returns whether two of these ranges share a byte."""
     end = begin + size
     if bool((end[:-1] <= begin[1:]).all()):
         return False
@@ -348,12 +351,12 @@ def split(
     chunk_bytes: int = CHUNK_BYTES,
     chunk_descriptors: int = CHUNK_DESCRIPTORS,
 ) -> list[Copies]:
-    """Chunks that can be copied at the same time: together the same bytes, none empty.
+    """Returns chunks that can be copied at the same time: together the same bytes, none empty.
 
-    About `pieces` of equal size, fewer if they would have less than `min_piece_bytes`, more where a chunk would
-    exceed `chunk_bytes` or `chunk_descriptors` copies. A large copy is cut inside, at a multiple of 16 KiB from its
-    start (so chunks may exceed their size by that much). The chunks' `descriptors` are in proportion to
-    their bytes, and add up.
+    There are about `pieces` of equal size, fewer if they would have less than `min_piece_bytes`, more where a chunk
+    would exceed `chunk_bytes` or `chunk_descriptors` copies. A large copy is cut inside, at a multiple of 16 KiB from
+    its start (so chunks may exceed their size by that much). The chunks' `descriptors` are in proportion to their
+    bytes, and add up.
 
     Raises:
         UsageError: a bound below 1.
@@ -369,14 +372,14 @@ def split(
     src, dst, sizes = copies.src, copies.dst, copies.size
     if not bool(sizes.all()):
         src, dst, sizes = src[sizes > 0], dst[sizes > 0], sizes[sizes > 0]
-    starts = np.cumsum(sizes, dtype=np.uint64) - sizes  # in bytes from the first copy's start, like all places here
+    starts = np.cumsum(sizes, dtype=np.uint64) - sizes  # in bytes from the first copy's start, like all offsets here
     cuts = _cuts(starts, np.array([total * at // count for at in range(1, count)], np.uint64))
     behind = np.searchsorted(starts, cuts, side="right")
     inside = starts[behind - 1] != cuts
     begins = starts
     if inside.any():
         behind, begins = behind[inside], np.insert(starts, behind[inside], cuts[inside])
-        whole = np.insert(np.arange(len(starts)), behind, behind - 1)  # which copy each piece is of
+        whole = np.insert(np.arange(len(starts)), behind, behind - 1)  # the index of the copy of each piece
         within = begins - starts[whole]
         src, dst, sizes = src[whole] + within, dst[whole] + within, np.diff(begins, append=np.uint64(total))
     chunks = []
@@ -395,8 +398,8 @@ def split_payloads(
     chunk_bytes: int = CHUNK_BYTES,
     chunk_descriptors: int = CHUNK_DESCRIPTORS,
 ) -> list[Copies]:
-    """The same of whole payloads: `copies` is a PayloadCopies, and so are the chunks. They exceed `chunk_bytes` only if
-    a payload has more than half of it, and `chunk_descriptors` only with a single payload.
+    """Splits between payloads: `copies` is a PayloadCopies, and so are the chunks. They exceed `chunk_bytes` only if a
+    payload has more than half of it, and `chunk_descriptors` only with a single payload.
 
     Raises:
         UsageError: a bound below 1, or other copies.
@@ -412,7 +415,7 @@ def split_payloads(
     largest = int(np.diff(starts, append=np.uint64(total)).max())
     share_bytes = max(chunk_bytes - largest, chunk_bytes // 2, 1)
     count = max(min(pieces, total // min_piece_bytes), -(-total // share_bytes), -(-len(copies) // chunk_descriptors))
-    # A cut is wanted at a byte, and made before the payload that has it.
+    # A cut is requested at a byte, and made before the payload that has this byte.
     wanted = np.array([total * at // count for at in range(1, count)], np.uint64)
     bounds = np.unique(np.concatenate([[0], np.searchsorted(starts, wanted, "right") - 1, [len(ends)]])).tolist()
     chunks = list[Copies]()
@@ -431,14 +434,14 @@ def split_payloads(
 
 
 def _cuts(starts: U64Array, wanted: U64Array) -> U64Array:
-    """The wanted places of cuts, moved down to where a cut is allowed."""
+    """Moves the requested cuts down to where a cut is allowed."""
     begin = starts[np.searchsorted(starts, wanted, side="right") - 1]
     cuts = np.unique(wanted - (wanted - begin) % np.uint64(_CUT_BYTES))
     return cuts[cuts > 0]
 
 
 def _ranges(bounds: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
-    """The ranges between neighbours of `bounds`, in steps of at most `longest`."""
+    """Returns the ranges between neighbours of `bounds`, in steps of at most `longest`."""
     for lo, hi in itertools.pairwise(bounds):
         for at in range(lo, hi, longest):
             yield at, min(at + longest, hi)

@@ -1,15 +1,15 @@
-"""Ready signals: waiting until a worker's stream says that its blocks are final.
+"""Ready signals: waits until a worker's stream marks its blocks as final.
 
-A signal is a u64 in shared memory that only grows: a worker's stream raises it behind the work that a job depends on
-(cuStreamWriteValue64 to registered host memory, see docs/PROTOCOL.md). Reading it costs no call and no GPU work, and a
-worker that dies leaves nothing behind that could not be given up: nothing is ever queued on a GPU that waits for it.
+A signal is a u64 in shared memory that only grows: a worker's stream raises it after the work that a job depends on
+(cuStreamWriteValue64 to registered host memory, see docs/PROTOCOL.md). Reading it costs no call and no GPU work, and
+nothing remains of a worker that dies: no work that waits for the signal is ever queued on a GPU.
 
 Ownership
     _lock       guards `_words`, `_waits`, `_newest_s`, `_fresh`, `_look_s`, `_leaving`. The loop adds and removes
                 waits, the thread removes those that have ended.
-    signals     are read by the thread alone, and without the lock: a page that is being punched out keeps the
-                thread that touches it waiting, for as long as its owner likes. So each user has a thread, and the
-                loop keeps all deadlines. What is cancelled during a look ends behind it.
+    signals     are read by the thread alone, and without the lock: a page that is being punched out blocks the
+                thread that touches it, for as long as its owner likes. So each user has a thread, and the loop
+                keeps all deadlines. A wait that is cancelled during a poll ends after the poll.
     Wait        the loop calls `done`, and not once the wait is over; the rest never changes.
 """
 
@@ -35,11 +35,11 @@ from kvoffloadd.scheduling.lanes import DAEMON, Deliveries
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
 _PATIENCE = 1 / 16
-"""The pause before the next look, as a share of how long the youngest wait has lasted; up to `POLL_MAX_S`."""
+"""The pause before the next poll, as a share of the age of the youngest wait; up to `POLL_MAX_S`."""
 _LONG_PATIENCE, _LONG_POLL_MAX_S = 1 / 1000, 10e-3
 """The same for waits that have lasted seconds."""
 _LOOK_SHARE = 4
-"""A look is followed by a pause of at least so many times what it took."""
+"""The pause after a poll is at least this multiple of the poll's duration."""
 
 
 class ReadySignal(NamedTuple):
@@ -51,7 +51,7 @@ class ReadySignal(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SignalWait:
-    """One wait. `done`: None once it is over, so that nothing of a job is kept for its sake."""
+    """One wait. `done`: None once it is over, so that it keeps nothing of a job alive."""
 
     ready: ReadySignal
     done: Callable[[Outcome], None] | None
@@ -59,7 +59,9 @@ class SignalWait:
     began_s: float = field(default_factory=time.monotonic)
 
     def busy_s(self, now: float) -> float:
-        """Seconds that the thread has been at its present look; 0 while it pauses. `now`: of time.monotonic()."""
+        """Returns the seconds that the thread has spent in its present poll; 0 while it pauses. `now`: of
+        time.monotonic().
+        """
         return self.watcher.busy_s(now)
 
 
@@ -67,18 +69,18 @@ _Heap = list[tuple[float, int, SignalWait]]
 
 
 class _Words:
-    """The distinct words that are waited for: one look at each serves all of its waits."""
+    """The distinct words with waits: one read of each serves all of its waits."""
 
     def __init__(self) -> None:
         self._count = 0
         self._addresses = np.zeros(16, np.uint64)
-        self._least = np.zeros(16, np.uint64)  # of each word the least value that is waited for
+        self._least = np.zeros(16, np.uint64)  # for each word, the least value with a wait
         self._words: list[_Word] = []
         self._by_address: dict[int, _Word] = {}
         self._numbers = itertools.count()
 
     def add(self, wait: SignalWait) -> None:
-        """Adds a wait, whose word is read from now on."""
+        """Adds a wait. Its word is read from now on."""
         word = self._by_address.get(wait.ready.address)
         if word is None:
             if self._count == len(self._addresses):
@@ -92,7 +94,7 @@ class _Words:
         self._least[word.at] = word.heap[0][0]
 
     def discard(self, wait: SignalWait) -> None:
-        """A wait is over. Its word is read no more if it was the last one's."""
+        """Removes a wait. Its word is read no more if this was its last wait."""
         word = self._by_address[wait.ready.address]
         word.waits -= 1
         if word.waits:
@@ -107,12 +109,12 @@ class _Words:
             last.at = word.at
 
     def snapshot(self) -> _Snapshot:
-        """What is to be looked at now."""
+        """Returns the words to read now."""
         return _Snapshot(list(self._words), self._addresses[: self._count].copy(), self._least[: self._count].copy())
 
     def ended(self, word: _Word, value: int, lost: bool) -> Iterator[tuple[SignalWait, Outcome]]:
-        """Those of its waits that are over now, in the order of their values: DONE, or FAILED if the word is gone. The
-        caller discards them.
+        """Returns those of its waits that are over now, in the order of their values: DONE, or FAILED if the word is
+        gone. The caller discards them.
         """
         while word.heap and (lost or word.heap[0][0] <= value):
             _, _, wait = heapq.heappop(word.heap)
@@ -123,14 +125,16 @@ class _Words:
 
 
 class _Snapshot(NamedTuple):
-    """Serves one look, which needs no lock. `least`: of each word the least value that was waited for."""
+    """Serves one poll, which needs no lock. `least`: for each word, the least value with a wait."""
 
     words: list[_Word]
     addresses: U64Array
     least: U64Array
 
     def due(self) -> list[tuple[_Word, int, bool]]:
-        """Reads all of them. Words that have come so far, what they say, and whether they are gone."""
+        """Reads all of them. Returns the words that have reached their values, these values, and whether the words are
+        gone.
+        """
         values, gone = read_words(self.addresses)
         at = np.flatnonzero(gone | (values >= self.least))
         return list(zip([self.words[i] for i in at], values[at].tolist(), gone[at].tolist(), strict=True))
@@ -138,7 +142,7 @@ class _Snapshot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Word:
-    """`heap`: by value, with waits that are over until they come to its top. `waits`: those that are not."""
+    """One word. `heap`: waits by value, including finished ones until they reach the top. `waits`: the others."""
 
     address: int
     at: int
@@ -147,7 +151,7 @@ class _Word:
 
 
 def _push(heap: _Heap, entry: tuple[float, int, SignalWait], alive: int) -> None:
-    """Waits that are over are left in a heap until they come to its top, or are as many as those that are not."""
+    """Adds a wait. Finished waits stay in a heap until they reach its top, or are as many as the others."""
     if len(heap) > 2 * alive + 16:
         heap[:] = [other for other in heap if other[2].done is not None]
         heapq.heapify(heap)
@@ -155,7 +159,7 @@ def _push(heap: _Heap, entry: tuple[float, int, SignalWait], alive: int) -> None
 
 
 class _Watcher:
-    """The waits of one user, and the thread that looks. `name`: the thread's."""
+    """The waits of one user, and the thread that polls. `name`: the thread's."""
 
     def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
         self._lock = threading.Lock()
@@ -164,11 +168,11 @@ class _Watcher:
         self._words = _Words()
         self._newest_s = 0.0
         self._fresh = False
-        self._look_s: float | None = None  # since when the thread looks
+        self._look_s: float | None = None  # since when the thread polls
         self._leaving: list[Callable[[Outcome], None]] = []
         self._deliveries = Deliveries(name, loop)
         self._closing = False
-        # At once: when the first job waits, there may be no thread to be had.
+        # At once: when the first job waits, it may be impossible to make a thread.
         threading.Thread(target=self._poll, name=f"kvo-{name}", daemon=True).start()
 
     def __len__(self) -> int:
@@ -199,7 +203,7 @@ class _Watcher:
             return True
 
     def _end(self, wait: SignalWait) -> Callable[[Outcome], None] | None:
-        """Remove a wait. Returns the callback for its end; None: it was over."""
+        """Removes a wait. Returns the callback for its end; None: it was over."""
         done, wait.done = wait.done, None
         if done is not None:
             del self._waits[wait]
@@ -236,7 +240,7 @@ class _Watcher:
                     self._changed.wait(_pause_s(lasted_s, time.monotonic() - began_s) if self._waits else None)
 
     def _look(self, began_s: float) -> list[tuple[_Word, int, bool]]:
-        """What has come so far. While memory is short, nothing: the next look finds it."""
+        """Returns what has ended so far. While memory is short, returns nothing: the next poll finds it."""
         with contextlib.suppress(MemoryError):
             with self._lock:
                 self._look_s, self._fresh = began_s, False
@@ -249,14 +253,14 @@ class _Watcher:
             self._deliveries.put(done, outcome)
 
     def _over(self, due: list[tuple[_Word, int, bool]]) -> list[tuple[Callable[[Outcome], None], Outcome]]:
-        """End the waits that are due. Returns their callbacks and outcomes."""
+        """Ends the waits that are due. Returns their callbacks and outcomes."""
         over = [end for word, value, lost in due for end in self._words.ended(word, value, lost)]
         return [(done, outcome) for wait, outcome in over if (done := self._end(wait)) is not None]
 
 
 class Signals:
-    """All waits of the daemon. A thread for each user that is admitted looks at the words of that user; see `PerUser`,
-    also for `trusted`.
+    """All waits of the daemon. Each admitted user has a thread that reads the words of that user; see `PerUser`, also
+    for `trusted`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, trusted: Collection[int] | None = None) -> None:
@@ -264,18 +268,19 @@ class Signals:
         self._closing = False
 
     def __len__(self) -> int:
-        """Waits under way."""
+        """Returns the number of waits under way."""
         return sum(map(len, self._watchers))
 
     def admit(self, uid: int) -> None:
-        """Makes this user's thread. Raises RuntimeError if there is none to be had."""
+        """Makes this user's thread. Raises RuntimeError if none can be made."""
         self._watchers.admit(uid)
 
     def wait(self, ready: ReadySignal, done: Callable[[Outcome], None], uid: int = DAEMON.uid) -> SignalWait:
         """Calls `done` on the loop, never within this call, once: with DONE when the worker is ready, with FAILED when
-        the word's page is gone, with CANCELLED at `close`. `uid`: whose memory it is. The caller keeps the deadline.
+        the word's page is gone, with CANCELLED at `close`. `uid`: the owner of the memory. The caller keeps the
+        deadline.
 
-        The caller sees to it that the address stays mapped until then, or until `cancel`.
+        The caller ensures that the address stays mapped until then, or until `cancel`.
 
         Raises:
             UsageError: closed.
@@ -285,8 +290,8 @@ class Signals:
         return self._watchers.of(uid).wait(ready, done)
 
     def cancel(self, wait: SignalWait) -> bool:
-        """Ends a wait. True: its signal is not read any more, and `done` is not called. False: `done` was or will be
-        called, with CANCELLED if nothing else came before; the signal may be read until then.
+        """Ends a wait. Returns True if its signal is not read any more, and `done` is not called. False: `done` was or
+        will be called, with CANCELLED if nothing else came before; the signal may be read until then.
         """
         return wait.watcher.cancel(wait)
 
@@ -298,7 +303,7 @@ class Signals:
 
 
 def _pause_s(lasted_s: float, look_s: float) -> float:
-    """Returns the pause until the next look, if the youngest wait has lasted `lasted_s`, and the last look took
+    """Returns the pause until the next poll, if the youngest wait has lasted `lasted_s`, and the last poll took
     `look_s`.
     """
     pause_s = max(min(lasted_s * _PATIENCE, POLL_MAX_S), min(lasted_s * _LONG_PATIENCE, _LONG_POLL_MAX_S), POLL_MIN_S)

@@ -24,16 +24,16 @@ from kvoffloadd.device.plan import (
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, U32Array, U64Array
 
 HASHED_DESCRIPTORS = 4 * CHUNK_DESCRIPTORS
-"""Of a payload that is hashed while it is copied, at most: it is copied in one chunk."""
+"""The most descriptors of a payload that is hashed while it is copied: it is copied in one chunk."""
 
 SMALL_DESCRIPTORS, SMALL_LISTS = 65_536, 8
-"""Work of no more than that is expanded at once: it takes the event loop at most some milliseconds, and less time
-than it takes threads, which wait for each other and for the loop between all steps.
+"""Work of no more than that is expanded at once: it takes the event loop at most some milliseconds, and less than
+threads, which wait for each other and for the loop between all steps.
 """
 
 
 class Piece(NamedTuple):
-    """Payloads `first` to `end` of one list; of each, the descriptors from `low` on, below `high`."""
+    """Payloads `first` to `end` of one list; for each, the descriptors from `low` on, below `high`."""
 
     list_number: int
     first: int
@@ -44,9 +44,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockList:
-    """Payloads of one group. `plans`: one for each part that the rank holds. Of each payload `keys` is its row in
-    `blocks` (u32 `(rows, blocks_per_key)`, NO_BLOCK: not wanted), `columns` its plan, `addresses` where it is.
-    Payloads of a key lie side by side.
+    """Payloads of one group. `plans`: one for each part that the rank holds. For each payload, `keys` is its row in
+    `blocks` (u32 `(rows, blocks_per_key)`, NO_BLOCK: not wanted), `columns` its plan, `addresses` its address. Payloads
+    of a key lie side by side.
     """
 
     plans: tuple[GroupPlan, ...]
@@ -56,30 +56,32 @@ class BlockList:
     addresses: U64Array
 
     def wanted(self) -> BoolArray:
-        """Marks the payloads of which some block is wanted."""
+        """Marks the payloads with at least one wanted block."""
         some: BoolArray = (self.blocks != NO_BLOCK).any(axis=1)[self.keys]
         return some
 
     def whole(self) -> BoolArray:
-        """Marks the payloads of which all blocks are wanted."""
+        """Marks the payloads with all blocks wanted."""
         every: BoolArray = (self.blocks != NO_BLOCK).all(axis=1)[self.keys]
         return every
 
     def only(self, mask: BoolArray) -> BlockList:
-        """Those payloads alone that are in the mask."""
+        """Returns the list with only the payloads in the mask."""
         if mask.all():
             return self
         return BlockList(self.plans, self.blocks, self.keys[mask], self.columns[mask], self.addresses[mask])
 
     def blocks_of_plans(self) -> list[int]:
-        """How many blocks are copied by each plan."""
+        """Counts the blocks that each plan copies."""
         wanted = np.count_nonzero(self.blocks != NO_BLOCK, axis=1)[self.keys]
         if len(self.plans) == 1:
             return [int(wanted.sum())]
         return [int(wanted[self.columns == column].sum()) for column in range(len(self.plans))]
 
     def make(self, direction: Direction, rows: slice = slice(None), low: int = 0, high: int | None = None) -> Copies:
-        """The copies of these payloads, of each the descriptors from `low` on, below `high`; neighbours coalesced."""
+        """Makes the copies of these payloads, for each the descriptors from `low` on, below `high`; neighbours are
+        coalesced.
+        """
         keys, columns, addresses = self.keys[rows], self.columns[rows], self.addresses[rows]
         if len(self.plans) == 1:
             memory, payload, sizes = self.plans[0].expand(self.blocks[keys], addresses, low, high)
@@ -89,12 +91,13 @@ class BlockList:
             mine = columns == column
             made.append(plan.expand(self.blocks[keys[mine]], addresses[mine], low, high))
         memory, payload, sizes = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
-        # A key's parts often lie side by side in memory as in their slots: next to each other they become one copy.
+        # A key's parts are often adjacent in memory as in their slots: next to each other in the arrays they become one
+        # copy.
         order = np.argsort(payload, kind="stable")
         return make_copies(direction, memory[order], payload[order], sizes[order], len(sizes))
 
     def make_payloads(self, direction: Direction, rows: slice, digests: U64Array) -> PayloadCopies:
-        """The copies of these payloads, none of which is divided; `digests`: those of the payloads."""
+        """Makes the copies of these payloads, all undivided; `digests`: those of the payloads."""
         keys, columns, addresses = self.keys[rows], self.columns[rows], self.addresses[rows]
         if len(self.plans) == 1:
             blocks = self.blocks[keys]
@@ -117,7 +120,7 @@ class BlockList:
 
 
 class BlockWork:
-    """All that a job copies, or the payloads that are in the mask alone. See `base.Work`."""
+    """The copies of a job, or those of the payloads in the mask alone. See `base.Work`."""
 
     def __init__(self, lists: list[BlockList], mask: BoolArray | None = None) -> None:
         wanted = [one.wanted() for one in lists]
@@ -126,7 +129,7 @@ class BlockWork:
             wanted = [some & left for some, left in zip(wanted, masks, strict=True)]
         chosen = [one.only(some) for one, some in zip(lists, wanted, strict=True)]
         self._lists = [one for one in chosen if len(one.keys)]
-        self.copied: BoolArray = np.concatenate([np.zeros(0, bool), *wanted])  # which of all payloads
+        self.copied: BoolArray = np.concatenate([np.zeros(0, bool), *wanted])  # marks the copied ones of all payloads
         missing = np.count_nonzero(~self.copied)
         self.total_bytes = self.descriptors = 0
         for one in self._lists:
@@ -168,15 +171,15 @@ class BlockWork:
         return self.hashing()
 
     def hashing(self) -> HashedWork:
-        """The same, whose payloads are hashed while they are copied: see `hashable`."""
+        """Returns the same work, with payloads that are hashed while they are copied: see `hashable`."""
         return HashedWork(self, self._lists)
 
 
 class HashedWork:
-    """Work whose payloads are hashed while they are copied. See `base.Work`; it makes `PayloadCopies`.
+    """Work with payloads that are hashed while they are copied. See `base.Work`; it makes `PayloadCopies`.
 
     `digests`: u64 `(payloads, 2)`, of those that are copied, in the order of the lists; complete when all has been
-    copied. Of each piece it is written by the thread that copies it, and by no other.
+    copied. Only the thread that copies a piece writes its digests.
     """
 
     def __init__(self, work: BlockWork, lists: list[BlockList]) -> None:
@@ -190,7 +193,7 @@ class HashedWork:
         self._firsts = np.cumsum([0, *counts]).tolist()
 
     def make(self, direction: Direction, piece: Piece) -> Copies:
-        """See `base.Work`. The piece has whole payloads, as all have that `hashed` allows."""
+        """See `base.Work`. The piece has whole payloads: all that `hashed` allows are whole."""
         return self._make(direction, piece.list_number, piece.first, piece.end)
 
     def make_all(self, direction: Direction) -> Copies:
@@ -203,12 +206,12 @@ class HashedWork:
         return PayloadCopies(copies.src, copies.dst, copies.size, copies.descriptors, counts, self.digests)
 
     def hashed(self, most_descriptors: int, most_bytes: int) -> HashedWork:
-        """See `base.Work`: this is it."""
+        """See `base.Work`: returns itself."""
         del most_descriptors, most_bytes
         return self
 
     def found(self) -> U64Array:
-        """The digests, u64 `(payloads, 2)`, of all payloads that the lists had: 0 where nothing is copied."""
+        """Returns the digests, u64 `(payloads, 2)`, of all payloads of the lists: 0 where nothing is copied."""
         if len(self.digests) == len(self._copied):
             return self.digests
         digests = np.zeros((len(self._copied), 2), np.uint64)
@@ -222,7 +225,7 @@ class HashedWork:
 
 
 def hashable(lists: Sequence[BlockList], most_bytes: int) -> BoolArray:
-    """Marks the payloads of which `BlockWork.hashing` finds the checksums: those that are copied whole. It divides no
+    """Marks the payloads with checksums that `BlockWork.hashing` finds: those that are copied whole. It divides no
     payload, so it marks none at all if one of them has more than `most_bytes`, or than HASHED_DESCRIPTORS.
     """
     plans = [plan for one in lists for plan in one.plans]

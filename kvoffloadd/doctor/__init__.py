@@ -1,4 +1,4 @@
-"""What of this host would keep the daemon from working: `examine` looks, and changes nothing that lasts."""
+"""Finds what on this host would keep the daemon from working: `examine` looks, and changes nothing that lasts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Diagnosis", "Host", "Verdict", "examine"]
 
 
 def examine(config: Config, host: Host, make_driver: MakeDriver | None = None) -> Iterator[Diagnosis]:
-    """All checks, in the order in which a start would meet what they look at. Blocks: for seconds, where a disk or a
+    """Runs all checks, in the order in which a start would meet their subjects. Blocks: for seconds, if a disk or a
     store does not answer.
     """
     running = is_listening(config.server.socket)

@@ -1,4 +1,4 @@
-"""What a check says: what it looked at, what it found, and what to do about it."""
+"""The result of a check: its subject, its finding, and the remedy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     NOTE = "note"
@@ -18,7 +18,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One answer. `found` is one line; `remedy` says what to do, and is empty where nothing has to be done."""
+    """One result. `found` is one line; `remedy` describes what to do, and is empty if nothing has to be done."""
 
     subject: str
     verdict: Verdict
@@ -27,15 +27,15 @@ class Diagnosis:
 
 
 def ok(subject: str, found: str) -> Diagnosis:
-    """All is well."""
+    """Makes a result without a problem."""
     return Diagnosis(subject, Verdict.OK, found)
 
 
 def note(subject: str, found: str, remedy: str) -> Diagnosis:
-    """It works, with less than it could have."""
+    """Makes a result for a daemon that works, with less than it could have."""
     return Diagnosis(subject, Verdict.NOTE, found, remedy)
 
 
 def problem(subject: str, found: str, remedy: str) -> Diagnosis:
-    """It does not work."""
+    """Makes a result for something that does not work."""
     return Diagnosis(subject, Verdict.PROBLEM, found, remedy)

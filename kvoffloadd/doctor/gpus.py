@@ -1,4 +1,4 @@
-"""GPUs: the driver, the packages that reach it, and namespaces that memory can be shared in."""
+"""Checks GPUs: the driver, the packages that access it, and namespaces in which memory can be shared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INSTALL = "in a checkout: pip install '.[cuda13]'"
 
 
 def check_gpus(config: Config, host: Host, make_driver: MakeDriver = CudaDriver) -> Iterator[Diagnosis]:
-    """Makes no context: no GPU is touched."""
+    """Checks GPUs without making a context: no GPU is touched."""
     if not config.cuda.enabled:
         yield ok("GPUs", "cuda.enabled = false")
         return

@@ -1,4 +1,4 @@
-"""What the checks know of this host and of this process. Tests describe a host of their own."""
+"""The facts about this host and this process that checks use. Tests describe other hosts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Host:
 
     @classmethod
     def here(cls) -> Self:
-        """The one that this process runs on."""
+        """Describes the host that this process runs on."""
         return cls(
             uid=os.geteuid(),
             kernel=os.uname().release,
@@ -41,15 +41,17 @@ class Host:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether NVIDIA's driver is loaded, or the container was given a GPU's device."""
+        """Returns whether NVIDIA's driver is loaded, or the container was given a GPU's device."""
         return (self.root / "proc/driver/nvidia/version").exists() or (self.root / "dev/nvidiactl").exists()
 
     def is_in_namespace_of_the_host(self, kind: str) -> bool:
-        """False in a container that has one of its own."""
+        """Returns whether this process is in the host's namespace of this kind: False in a container with a separate
+        one.
+        """
         return self.namespaces.get(kind) in (NAMESPACES_OF_THE_HOST[kind], None)
 
     def text(self, path: str) -> str:
-        """A small file of the kernel's; empty where this kernel has none."""
+        """Returns the text of a small file of the kernel's; empty if this kernel has none."""
         try:
             return (self.root / path).read_text(encoding="utf-8", errors="replace").strip()
         except OSError:
@@ -60,4 +62,4 @@ def _namespace(kind: str) -> int:
     try:
         return os.stat(f"/proc/self/ns/{kind}").st_ino
     except OSError:
-        return NAMESPACES_OF_THE_HOST[kind]  # a kernel without such namespaces has one
+        return NAMESPACES_OF_THE_HOST[kind]  # a kernel without such namespaces has a single one

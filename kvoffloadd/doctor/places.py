@@ -1,4 +1,4 @@
-"""Files and directories: the socket's, the pool file's, and the disk roots."""
+"""Checks files and directories: the socket's, the pool file's, and the disk roots."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, Abilities, probe
 from kvoffloadd.units import format_bytes, format_path
 
 ANSWER_S = 10.0
-"""A disk that answers no sooner is ill."""
+"""A disk that takes longer to answer counts as ill."""
 
 SERVICE_FOLDER = Path("/run/kvoffloadd")
-"""tmpfiles.d makes it root's, and RuntimeDirectory= of the unit its user's at each start."""
+"""The folder that tmpfiles.d gives to root, and RuntimeDirectory= of the unit to its user at each start."""
 
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glusterfs", "lustre")
 _OURS = {"lock", "manifest", "manifest.new", "segments", "lost+found"}
@@ -33,7 +33,7 @@ _VOLATILE = ("tmpfs", "ramfs", "overlay")
 
 
 def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
-    """Whether the daemon can make its socket there."""
+    """Checks whether the daemon can make its socket there."""
     if is_running:
         yield ok("socket", f"{path}: a daemon answers there; a second one needs another socket")
         return
@@ -75,7 +75,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def check_metrics(listen: str, *, is_running: bool) -> Iterator[Diagnosis]:
-    """Whether metrics can be served there."""
+    """Checks whether metrics can be served there."""
     if not listen:
         yield note(
             "metrics", "are not served", 'set metrics.listen = "localhost:9477" if Prometheus should scrape them'
@@ -96,7 +96,7 @@ def check_metrics(listen: str, *, is_running: bool) -> Iterator[Diagnosis]:
 
 
 def check_pool(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
-    """Whether the memory tier can outlive the daemon, and the place of its file."""
+    """Checks whether the memory tier can outlive the daemon, and the place of its file."""
     if not memory.pool_file:
         if (host.root / "run/systemd/system").is_dir():
             yield ok("warm restart", "systemd keeps the memory tier over a restart of the service")
@@ -132,7 +132,7 @@ def check_pool(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterato
 
 
 def check_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Iterator[Diagnosis]:
-    """Each root, in a thread of its own: a disk that hangs is told."""
+    """Checks each root in a separate thread, so that a disk that hangs is reported."""
     if not disk.roots:
         yield ok("disk tier", "none: disk.roots is empty")
     for root in disk.roots:
@@ -146,7 +146,7 @@ def check_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Ite
 
 
 def _within(limit_s: float, work: Callable[[], list[Diagnosis]]) -> list[Diagnosis] | None:
-    """What `work` returns; None if it does not return in time. Its thread does not keep the process alive."""
+    """Returns the result of `work`; None if it does not return in time. Its thread does not keep the process alive."""
     done: list[list[Diagnosis]] = []
     thread = threading.Thread(target=lambda: done.append(work()), name="kvo-doctor-disk", daemon=True)
     thread.start()
@@ -220,8 +220,8 @@ def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> It
 
 
 def _make_its_own(folder: Path, host: Host) -> str:
-    """The remedy for a link, or for a directory that others may enter. One that holds other things, such as /, is not
-    to be closed to them.
+    """Returns the remedy for a link, or for a directory that others may enter. A directory with other contents, such as
+    /, must not be closed to them.
     """
     if folder.is_symlink():
         return f'set path = "{os.path.realpath(folder)}" in disk.roots'
@@ -244,7 +244,7 @@ def _make(folder: Path, host: Host) -> str:
 
 
 def check_account(config: Config, host: Host) -> Iterator[Diagnosis]:
-    """Whom the daemon would run as."""
+    """Reports the account that the daemon would run as."""
     if host.uid == 0:
         remedy = "run it, and this command, as the engines' user: runuser -u ENGINE -- kvoffloadd doctor"
         yield note("user", "root", remedy)

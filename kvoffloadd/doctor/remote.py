@@ -1,4 +1,6 @@
-"""The remote tier: the interpreter that runs the agent, the store's client, and whether the store is reached."""
+"""Checks the remote tier: the interpreter that runs the agent, the store's client, and whether the store can be
+reached.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ _PORTS = {"redis": 6379, "rediss": 6379}
 
 
 def check_remote(config: Config, host: Host) -> Iterator[Diagnosis]:
-    """Starts no agent: it would join the store."""
+    """Checks the remote tier without starting an agent, which would join the store."""
     engine = config.remote.engine
     if not engine:
         yield ok("remote tier", "none: remote.engine is empty")
@@ -105,7 +107,7 @@ def _check_reached(config: Config) -> Iterator[Diagnosis]:
 
 
 def _place(config: Config) -> tuple[str, int] | str | None:
-    """Where the store listens: host and port, or a path. None: it can't be told from the config."""
+    """Returns where the store listens: host and port, or a path. None: the config does not show it."""
     if config.remote.engine == "memory":
         return None
     if config.remote.engine == "mooncake":
@@ -123,7 +125,7 @@ def _place(config: Config) -> tuple[str, int] | str | None:
 
 
 def _connect(place: tuple[str, int] | str) -> None:
-    """Raises OSError if nobody listens there."""
+    """Connects. Raises OSError if no process listens there."""
     if isinstance(place, str):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(CONNECT_S)

@@ -1,4 +1,4 @@
-"""The kernel, its limits, and memory."""
+"""Checks the kernel, its limits, and memory."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ FEATURES = (
     ((6, 7), "memory.huge_bytes is not known"),
     ((6, 16), "unexpected descriptors from peers are closed one by one"),
 )
-"""What each later kernel adds that the daemon uses, as what is missing before it."""
+"""The features of later kernels that the daemon uses, described by what earlier ones lack."""
 
 SHM_BYTES_SMALL = 1 << 30
 """Containers have 64 MiB by default; a KV cache in shared memory is larger than this."""
 
 DESCRIPTORS_BESIDE = 256
-"""What the daemon needs for itself: disks, lanes, its log."""
+"""The descriptors that the daemon itself needs: for disks, lanes, its log."""
 
 
 def check_kernel(host: Host) -> Iterator[Diagnosis]:
-    """Its version, and what the daemon goes without."""
+    """Reports the kernel's version, and the features that the daemon must do without."""
     found = re.match(r"(\d+)\.(\d+)", host.kernel)
     version = (int(found[1]), int(found[2])) if found else (0, 0)
     if version < KERNEL_MIN:
@@ -52,12 +52,12 @@ def check_kernel(host: Host) -> Iterator[Diagnosis]:
         return
     missing = [text for since, text in FEATURES if version < since]
     found_text = f"Linux {host.kernel}"
-    # No remedy but another kernel, and the daemon is right without: that is worth a line, and no worry.
+    # No remedy but another kernel, and the daemon works without: a line is enough.
     yield ok("kernel", f"{found_text}; {'; '.join(missing)}" if missing else found_text)
 
 
 def check_helpers() -> Iterator[Diagnosis]:
-    """The parts in C, which pip leaves out where there is no compiler."""
+    """Checks the parts in C, which pip leaves out if there is no compiler."""
     if loader.HELPER is None:
         yield note(
             "compiled helpers",
@@ -69,7 +69,7 @@ def check_helpers() -> Iterator[Diagnosis]:
 
 
 def check_loads(memory: MemoryConfig) -> Iterator[Diagnosis]:
-    """What keeps payloads that have changed in memory from being loaded."""
+    """Reports how payloads that have changed in memory are kept from being loaded."""
     hashes = copy_payloads is not None
     if memory.verify_loads is True:
         yield ok(
@@ -87,7 +87,7 @@ def check_loads(memory: MemoryConfig) -> Iterator[Diagnosis]:
 
 
 def check_memory(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
-    """Whether the memory tier fits, in which pages, and on which nodes."""
+    """Checks whether the memory tier fits, in which pages, and on which nodes."""
     size = format_bytes(memory.capacity_bytes)
     if is_running:
         yield ok("memory tier", f"{size}; not compared with free memory, because a daemon is running")
@@ -131,7 +131,7 @@ def _check_huge_pages(memory: MemoryConfig, host: Host) -> Iterator[Diagnosis]:
 
 
 def check_holes(copy: CopyConfig, host: Host, has_userfaultfd: bool) -> Iterator[Diagnosis]:
-    """Whether the daemon can be charged for memory that engines have not populated."""
+    """Checks whether the daemon can be charged for memory that engines have not populated."""
     if copy.fill_holes == "auto" and has_memory_limit(host.root) and not has_userfaultfd:
         yield note(
             "memory limit", "a cgroup limits this process, and pages that engines have not populated count towards it",
@@ -140,7 +140,7 @@ def check_holes(copy: CopyConfig, host: Host, has_userfaultfd: bool) -> Iterator
 
 
 def check_limits(config: Config, host: Host) -> Iterator[Diagnosis]:
-    """File descriptors, and memory that may be locked."""
+    """Checks the limits of file descriptors, and of locked memory."""
     needed = config.limits.fds + DESCRIPTORS_BESIDE
     if 0 <= host.descriptors < needed:
         yield note(
@@ -171,7 +171,7 @@ def check_limits(config: Config, host: Host) -> Iterator[Diagnosis]:
 
 
 def check_shm(host: Host) -> Iterator[Diagnosis]:
-    """/dev/shm, where engines' KV caches in shared memory are."""
+    """Checks /dev/shm, which holds engines' KV caches in shared memory."""
     place = host.root / "dev/shm"
     remedy = "mount -t tmpfs tmpfs /dev/shm; containers: --ipc=host, or --shm-size="
     try:
@@ -190,7 +190,7 @@ def check_shm(host: Host) -> Iterator[Diagnosis]:
 
 
 def check_system_calls() -> Iterator[Diagnosis]:
-    """Sandboxes may refuse system calls that the daemon can't do without."""
+    """Checks for sandboxes that refuse system calls which the daemon can't do without."""
     attempts: dict[str, Callable[[], int]] = {
         "memfd_create": lambda: os.memfd_create("kvoffloadd-doctor", os.MFD_ALLOW_SEALING),
         "pidfd_open": lambda: os.pidfd_open(os.getpid()),

@@ -1,1 +1,1 @@
-"""Thin wrappers of what the kernel offers: shared memory, sockets, limits, systemd, standard error."""
+"""Thin wrappers of kernel interfaces: shared memory, sockets, limits, systemd, standard error."""

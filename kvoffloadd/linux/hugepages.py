@@ -21,8 +21,8 @@ _REGIONS = 256
 
 
 def why_not_transparent(root: Path = Path("/")) -> str:
-    """What keeps the kernel from giving transparent huge pages to shared memory that asks for them; empty: nothing
-    does. `root` is where sys is mounted.
+    """Returns what keeps the kernel from giving transparent huge pages to shared memory that requests them; empty:
+    nothing. `root` is where sys is mounted.
     """
     whole, of_size = _FOLDER / "shmem_enabled", _FOLDER / _SIZE / "shmem_enabled"
     chosen = _chosen(root / whole)
@@ -37,7 +37,7 @@ def why_not_transparent(root: Path = Path("/")) -> str:
 
 
 def _chosen(path: Path) -> str:
-    """The word in brackets; empty: there is no such file."""
+    """Returns the word in brackets; empty: there is no such file."""
     try:
         found = re.search(r"\[(\w+)\]", path.read_text(encoding="ascii"))
     except OSError:
@@ -46,8 +46,8 @@ def _chosen(path: Path) -> str:
 
 
 def huge_bytes(address: int, size_bytes: int) -> int | None:
-    """How many bytes of this process's memory are mapped by huge pages. None: this kernel does not tell. Blocks, for
-    some 10 ms for each GiB of small pages.
+    """Returns how many bytes of this process's memory are mapped by huge pages. None: this kernel does not report it.
+    Blocks, for some 10 ms for each GiB of small pages.
     """
     regions = np.zeros((_REGIONS, 3), np.uint64)  # page_region: start, end, categories
     at, end, found = address, address + size_bytes, 0
@@ -61,7 +61,7 @@ def huge_bytes(address: int, size_bytes: int) -> int | None:
                 )
                 fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
                 found += int((regions[:, 1] - regions[:, 0]).sum())
-                at = _SCAN.unpack(asked)[4]  # where the kernel has stopped
+                at = _SCAN.unpack(asked)[4]  # where the kernel stopped
     except OSError:
         return None
     return found

@@ -1,4 +1,4 @@
-"""How much memory this machine, and the cgroups that the process is in, still allow; what the kernel tells is read.
+"""Reads from the kernel how much memory this machine, and the cgroups of this process, still allow.
 
 `root` is where proc and sys are mounted.
 """
@@ -18,14 +18,16 @@ _COMMIT = ("CommitLimit", "Committed_AS")
 
 
 class _Files(NamedTuple):
-    """The files of a cgroup with limits and usage, and names in memory.stat of what the kernel gives back on demand."""
+    """The names of a cgroup's files with limits and usage, and the names in memory.stat of memory that the kernel frees
+    on demand.
+    """
 
     limits: tuple[str, ...]
     usage: str
     reclaimable: tuple[str, ...] = ()
 
 
-# Above memory.high, a process is neither killed nor does it get on: shared memory can't be reclaimed without swap.
+# Above memory.high, a process is neither killed nor makes progress: shared memory can't be reclaimed without swap.
 _MEMORY_FILES = _Files(
     ("memory.max", "memory.high"), "memory.current", ("active_file", "inactive_file", "slab_reclaimable")
 )
@@ -33,14 +35,14 @@ _MEMORY_FILES_V1 = _Files(
     ("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")
 )
 _MAPPINGS_MAX = 65_530  # the kernel's default
-_OWN_MAPPINGS = 4096  # at least so many are for libraries, tables and threads of the daemon
+_OWN_MAPPINGS = 4096  # the least number that is left for libraries, tables and threads of the daemon
 _HUGE_PAGE_FILES = _Files(("hugetlb.2MB.max",), "hugetlb.2MB.current")
 _HUGE_PAGE_FILES_V1 = _Files(("hugetlb.2MB.limit_in_bytes",), "hugetlb.2MB.usage_in_bytes")
 _NO_LIMIT_BYTES = 1 << 60  # cgroups of version 1 have a number where there is no limit
 
 
 def check_memory_fits(capacity_bytes: int, root: Path = Path("/")) -> None:
-    """Refuses a memory tier that this machine or this cgroup can't hold: the daemon would be killed while it prefaults.
+    """Rejects a memory tier that this machine or this cgroup can't hold: the daemon would be killed while it prefaults.
 
     Raises:
         ConfigError: `capacity_bytes` is more than min(MemAvailable, the cgroups' headroom).
@@ -54,10 +56,10 @@ def check_memory_fits(capacity_bytes: int, root: Path = Path("/")) -> None:
 
 
 def check_huge_pages_fit(size_bytes: int, root: Path = Path("/")) -> None:
-    """Refuses memory in reserved huge pages that the system, or this cgroup, does not have.
+    """Rejects memory in reserved huge pages that the system, or this cgroup, does not have.
 
     Raises:
-        ConfigError: what is there, and what to do.
+        ConfigError: the system does not have them; the message has the reason and a remedy.
     """
     folder, needed = root / "sys/kernel/mm/hugepages/hugepages-2048kB", -(-size_bytes // HUGE_PAGE_BYTES)
     names = ("nr_hugepages", "free_hugepages", "resv_hugepages", "nr_overcommit_hugepages", "surplus_hugepages")
@@ -82,12 +84,12 @@ def check_huge_pages_fit(size_bytes: int, root: Path = Path("/")) -> None:
 
 
 def has_memory_limit(root: Path = Path("/")) -> bool:
-    """Whether a cgroup limits this process's memory."""
+    """Returns whether a cgroup limits this process's memory."""
     return any(source.startswith("cgroup") and room < _NO_LIMIT_BYTES for room, source in _memory_limits(root))
 
 
 def memory_bytes(root: Path = Path("/")) -> int:
-    """The machine's memory, or the least limit of the cgroups of this process, whatever is in use."""
+    """Returns the machine's memory, or the least limit of this process's cgroups, regardless of usage."""
     total = re.search(r"^MemTotal:\s+(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
     limits = [int(total[1]) << 10] if total else []
     for group, files in _cgroups(root, "memory", _MEMORY_FILES, _MEMORY_FILES_V1):
@@ -96,12 +98,12 @@ def memory_bytes(root: Path = Path("/")) -> int:
 
 
 def mappings_max(root: Path = Path("/")) -> int:
-    """How many mappings the kernel allows a process."""
+    """Returns how many mappings the kernel allows a process."""
     return int(_text(root / "proc/sys/vm/max_map_count") or _MAPPINGS_MAX)
 
 
 def worker_totals(root: Path = Path("/")) -> dict[str, int]:
-    """What the kernel can spend on the memory of all workers together: see `server.account`."""
+    """Returns what the kernel can spend on the memory of all workers together: see `server.account`."""
     mappings = mappings_max(root)
     return {
         "mappings": max(0, mappings - max(_OWN_MAPPINGS, mappings // 8)),
@@ -110,13 +112,13 @@ def worker_totals(root: Path = Path("/")) -> dict[str, int]:
 
 
 def page_table_bytes(root: Path = Path("/")) -> int:
-    """What the kernel uses for the page tables of this process."""
+    """Returns the memory that the kernel uses for this process's page tables."""
     used = re.search(r"^VmPTE:\s+(\d+) kB$", _text(root / "proc/self/status"), re.MULTILINE)
     return int(used[1]) << 10 if used else 0
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:
-    """Bytes that may still be allocated, and which limit says so."""
+    """Yields the bytes that may still be allocated, and the limit that applies."""
     meminfo = _text(root / "proc/meminfo")
     available = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo, re.MULTILINE)
     if available:
@@ -129,14 +131,14 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroup_limits(root: Path, controller: str, files: _Files, files_v1: _Files) -> Iterator[tuple[int, str]]:
-    """Bytes that each limit of each cgroup of this process still allows, and which one that is."""
+    """Yields the bytes that each limit of each cgroup of this process still allows, and that limit."""
     for group, names in _cgroups(root, controller, files, files_v1):
         for limit, headroom in _headrooms(group, names):
             yield headroom, f"cgroup {group}, {limit}"
 
 
 def _cgroups(root: Path, controller: str, files: _Files, files_v1: _Files) -> Iterator[tuple[Path, _Files]]:
-    """The cgroups of this process, and the names of their files."""
+    """Yields the cgroups of this process, and the names of their files."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, place = line.split(":", 2)
         if controllers == "":
@@ -154,17 +156,17 @@ def _cgroups(root: Path, controller: str, files: _Files, files_v1: _Files) -> It
 
 
 def _limits(group: Path, files: _Files) -> dict[str, int]:
-    """Those that the group has, by name."""
+    """Returns the limits that the group has, by name."""
     found = {limit: _text(group / limit).strip() for limit in files.limits}
     return {limit: int(most) for limit, most in found.items() if most.isdigit()}
 
 
 def _headrooms(group: Path, files: _Files) -> Iterator[tuple[str, int]]:
-    """Bytes that each limit of the group still allows, by its name."""
+    """Yields the bytes that each limit of the group still allows, with its name."""
     used, limits = _text(group / files.usage).strip(), _limits(group, files)
     if not used.isdigit() or not limits:
         return
-    # Page cache and what the kernel keeps of files count as used, and are given back on demand, as MemAvailable has it.
+    # Page cache and the kernel's caches of files count as used, but are freed on demand, as in MemAvailable.
     figures = dict(line.partition(" ")[::2] for line in _text(group / "memory.stat").splitlines() if files.reclaimable)
     reclaimable = sum(int(figures.get(name, "0")) for name in files.reclaimable)
     for limit, most in limits.items():
@@ -172,7 +174,7 @@ def _headrooms(group: Path, files: _Files) -> Iterator[tuple[str, int]]:
 
 
 def _text(path: Path) -> str:
-    """A small file of the kernel's; empty where this kernel has none."""
+    """Returns the text of a small file of the kernel's; empty if this kernel has none."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

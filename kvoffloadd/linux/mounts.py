@@ -1,4 +1,4 @@
-"""What file system something is on."""
+"""Finds the file system of a descriptor or path."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def file_system(fd: int, mounts: str | None = None) -> str:
-    """The type of the file system that a descriptor is on, as mounts(5) has it; empty if it can't be told. `mounts`: of
+    """Returns the type of a descriptor's file system, as in mounts(5); empty if it is unknown. `mounts`: the text of
     /proc/self/mountinfo.
     """
-    # Not by st_dev: what btrfs tells there is not what it is mounted as.
+    # Not by st_dev: on btrfs it is not the device number of the mount.
     try:
         about = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii")
         mounts = Path("/proc/self/mountinfo").read_text(errors="replace") if mounts is None else mounts
@@ -25,7 +25,7 @@ def file_system(fd: int, mounts: str | None = None) -> str:
 
 
 def file_system_of(path: Path) -> str:
-    """Returns the file system of what has this path, as `file_system` does."""
+    """Returns the file system of the file with this path, as `file_system` does."""
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         return file_system(fd)

@@ -1,6 +1,6 @@
-"""NUMA nodes: which this machine has, which are near a GPU, and memory that is spread over them.
+"""NUMA nodes: lists those of this machine, finds those near a GPU, and spreads memory over them.
 
-What the kernel tells is read below a `root`, where proc and sys are mounted.
+The kernel's files are read below a `root`, where proc and sys are mounted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _libc.syscall.restype = ctypes.c_long
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One that is online: its CPUs that are online, and its memory. It may lack either."""
+    """A node that is online: its CPUs that are online, and its memory. It may lack either."""
 
     number: int
     cpus: frozenset[int]
@@ -35,7 +35,7 @@ class Node:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Numbers in the kernel's notation, such as "0-3,8"; ascending. Raises ValueError."""
+    """Parses numbers in the kernel's notation, such as "0-3,8"; ascending. Raises ValueError."""
     found: set[int] = set()
     for piece in filter(None, text.strip().split(",")):
         first, _, last = piece.partition("-")
@@ -44,7 +44,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def nodes(root: Path = Path("/")) -> tuple[Node, ...]:
-    """All that are online. None: this kernel knows no NUMA."""
+    """Returns all nodes that are online. None: this kernel has no NUMA support."""
     found = []
     for number in parse_list(_text(root / _NODES / "online")):
         folder = root / _NODES / f"node{number}"
@@ -55,12 +55,12 @@ def nodes(root: Path = Path("/")) -> tuple[Node, ...]:
 
 
 def memory_nodes(asked: str | tuple[int, ...], root: Path = Path("/")) -> tuple[int, ...]:
-    """The nodes that memory is to be spread over. Empty: it is left to the kernel. `asked`: "off", a list of nodes, or
-    "auto": all with memory that this process may use. Of those without CPUs none is meant: their memory is a GPU's, or
-    slow (CXL).
+    """Returns the nodes to spread memory over. Empty: the kernel chooses. `asked`: "off", a list of nodes, or "auto":
+    all with memory that this process may use. "auto" excludes nodes without CPUs: their memory is a GPU's, or slow
+    (CXL).
 
     Raises:
-        ConfigError: a node that is asked for has no memory that this process may use.
+        ConfigError: a requested node has no memory that this process may use.
     """
     if asked == "off":
         return ()
@@ -81,8 +81,8 @@ def memory_nodes(asked: str | tuple[int, ...], root: Path = Path("/")) -> tuple[
 
 
 def cpus_near(pci_address: str, allowed: Iterable[int], root: Path = Path("/")) -> frozenset[int]:
-    """Those `allowed` CPUs that are on the node of a PCI device, like "0000:41:00.0". Empty: on none, or the machine
-    has one node, or does not say where the device is.
+    """Returns the `allowed` CPUs on the node of a PCI device, like "0000:41:00.0". Empty: there are none, or the
+    machine has one node, or the location of the device is unknown.
     """
     with_cpus = [node for node in nodes(root) if node.cpus]
     if len(with_cpus) < 2:
@@ -93,8 +93,8 @@ def cpus_near(pci_address: str, allowed: Iterable[int], root: Path = Path("/")) 
 
 
 def interleave(chosen: Iterable[int]) -> None:
-    """Makes the kernel take pages from these nodes in turn from now on, for whatever this thread, and threads that it
-    makes later, touch first.
+    """Makes the kernel take pages from these nodes in turn from now on, for memory that this thread, and threads that
+    it makes later, touch first.
 
     Raises:
         ResourceError: the kernel refuses.
@@ -106,10 +106,10 @@ def interleave(chosen: Iterable[int]) -> None:
 
 
 def has_policy() -> bool:
-    """Whether whoever started this process has chosen where its memory comes from, as with numactl.
+    """Returns whether the memory policy of this process was set when it was started, as with numactl.
 
     Raises:
-        ResourceError: the kernel does not tell.
+        ResourceError: the kernel does not report it.
     """
     mode = ctypes.c_int()
     _call(1, ctypes.byref(mode), None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
@@ -125,7 +125,7 @@ def _call(which: int, *arguments: object) -> None:
 
 
 def _text(path: Path) -> str:
-    """A small file of the kernel's; empty where this kernel has none."""
+    """Returns the text of a small file of the kernel's; empty if this kernel has none."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,7 +1,7 @@
 """Shared memory: memfds, mappings, prefaulting, lazily committed arrays.
 
-The daemon's side and the client's use it alike. Mappings are made and ended through libc, because Python's `mmap` holds
-the GIL while the kernel works: unmapping or prefaulting some GiB that way would stop the event loop for as long.
+The daemon and the client both use it. Mappings are made and ended through libc, because Python's `mmap` holds the GIL
+while the kernel works: unmapping or prefaulting some GiB that way would block the event loop for that time.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def create_memfd(name: str, size_bytes: int, *, reserved: bool = False) -> int:
-    """A new memfd of zeros whose size is sealed for good. The caller owns the descriptor, which is close-on-exec.
-    `reserved`: of huge pages that the system has set aside; its size is a multiple of `HUGE_PAGE_BYTES`.
+    """Creates a memfd of zeros with a permanently sealed size. The caller owns the descriptor, which is close-on-exec.
+    `reserved`: uses huge pages that the system has reserved; its size is a multiple of `HUGE_PAGE_BYTES`.
 
     Raises:
-        UsageError: no bytes.
+        UsageError: the size is 0.
         OSError: the kernel gives no memfd.
     """
     if size_bytes <= 0:
@@ -64,7 +64,7 @@ def create_memfd(name: str, size_bytes: int, *, reserved: bool = False) -> int:
 
 
 def is_sealed_against_shrinking(fd: int) -> bool:
-    """Whether this file can never be made shorter. False for files that can't be sealed at all."""
+    """Returns whether this file can never be made shorter. False for files that can't be sealed at all."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -80,7 +80,7 @@ class Mapping:
     __slots__ = ("_address", "_open", "size_bytes", "writable")
 
     def __init__(self, address: int, size_bytes: int, writable: bool) -> None:
-        """Takes a mapping that exists; use `map_fd` to make one."""
+        """Takes an existing mapping; use `map_fd` to make one."""
         self._address = address
         self._open = True
         self.size_bytes = size_bytes
@@ -88,10 +88,10 @@ class Mapping:
 
     @classmethod
     def map_fd(cls, fd: int, size_bytes: int, *, writable: bool = True) -> Self:
-        """Maps the first `size_bytes` of `fd`, which stays the caller's and may be closed. Commits no memory.
+        """Maps the first `size_bytes` of `fd`, which the caller keeps and may close. Commits no memory.
 
         Raises:
-            UsageError: no bytes.
+            UsageError: the size is 0.
             LimitError: the kernel has no address space or no huge pages left for it.
             MemoryKindError: the kernel refuses this descriptor; the message has its reason.
         """
@@ -107,7 +107,7 @@ class Mapping:
 
     @property
     def address(self) -> int:
-        """Address of the first byte, in this process.
+        """Returns the address of the first byte, in this process.
 
         Raises:
             UsageError: the mapping is closed.
@@ -117,8 +117,8 @@ class Mapping:
         return self._address
 
     def array(self) -> U8Array:
-        """u8 view of shape `(size_bytes,)`, read-only if the mapping is. It keeps nothing alive: code that uses it
-        after `close` reads or writes memory that is gone.
+        """Returns a u8 view of shape `(size_bytes,)`, read-only if the mapping is. It keeps nothing alive: code that
+        uses it after `close` reads or writes memory that is gone.
 
         Raises:
             UsageError: the mapping is closed.
@@ -128,22 +128,24 @@ class Mapping:
         return view
 
     def leave_out_of_dumps(self) -> None:
-        """A core file of this process will not have it: it may be large, and have users' prompts."""
+        """Excludes the mapping from core files: it may be large, and contain users' prompts."""
         _libc.madvise(self.address, self.size_bytes, _MADV_DONTDUMP)
 
     def ask_for_huge_pages(self) -> None:
-        """The kernel gives transparent huge pages where it may and has them; it does not say whether it does."""
+        """Requests transparent huge pages, which the kernel provides if it may and has them; it does not report whether
+        it does.
+        """
         _libc.madvise(self.address, self.size_bytes, _MADV_HUGEPAGE)
 
     def close(self) -> None:
-        """Unmaps, without the GIL: may run in any thread. The caller sees to it that nothing uses the memory any more.
+        """Unmaps, without the GIL; may run in any thread. The caller ensures that nothing uses the memory any more.
 
         Raises:
             UsageError: it is closed already.
             ResourceError: the kernel can't unmap it.
         """
         address = self.address
-        self._open = False  # before the call: another thread may map something else there at once
+        self._open = False  # before the call: another thread may get the same address immediately
         if _libc.munmap(address, self.size_bytes) != 0:
             raise ResourceError(f"can't unmap {self.size_bytes} bytes: {os.strerror(ctypes.get_errno())}")
 
@@ -162,9 +164,9 @@ def populate(
     """Makes the kernel commit every page of a shared, writable mapping now, in parallel. Blocks for as long as that
     takes (about a second per GiB and thread), without the GIL: call it off the event loop.
 
-    Contents never change, so others may use the memory meanwhile. Ends early, soon after `stop` is set. `nice`: of the
-    threads. Kernels before 5.14 need `fd`, the file that has its byte `offset` at `address`. `step_bytes`: of one call
-    to the kernel; a huge page where they are expected.
+    Contents never change, so others may use the memory meanwhile. Ends early, soon after `stop` is set. `nice`: the
+    threads' nice value. Kernels before 5.14 need `fd`, the file that has its byte `offset` at `address`. `step_bytes`:
+    the size of one call to the kernel; a huge page where they are expected.
 
     Raises:
         ResourceError: the kernel has no memory for it.
@@ -183,7 +185,7 @@ def populate(
     with ThreadPoolExecutor(max(threads, 1), "kvo-populate", _stand_back, (nice,)) as pool:
         try:
             ends = [pool.submit(work, at) for at in range(start, end, step)]
-        except RuntimeError:  # there are no threads to be had: this one does it all
+        except RuntimeError:  # no thread can be made: this one does everything
             ends = []
             for at in range(start, end, step):
                 work(at)
@@ -192,7 +194,7 @@ def populate(
 
 
 def _stand_back(nice: int) -> None:
-    """Lowers the priority of this thread alone: threads that serve meanwhile go first."""
+    """Lowers the priority of this thread alone, so that threads which serve meanwhile go first."""
     if nice:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
@@ -217,10 +219,11 @@ def _populate_step(fd: int | None, offset: int, address: int, size_bytes: int) -
 
 
 def reserve_array(shape: tuple[int, ...], dtype: type[Scalar], *, scattered: bool = False) -> npt.NDArray[Scalar]:
-    """A zeroed array whose pages cost memory only once they are written: for columns sized for the worst case.
+    """Returns a zeroed array with pages that cost memory only once they are written: for columns sized for the worst
+    case.
 
-    `scattered`: it is written at random places. Its pages are not huge then: to zero one takes the kernel up to 3 ms,
-    and a few hundred places are on as many pages.
+    `scattered`: the array is written at random places. Its pages are then not huge: to zero a huge page takes the
+    kernel up to 3 ms, and a few hundred places are on as many pages.
 
     Private to the process. The memory lives as long as the array or any view of it. Raises OSError if the kernel grants
     no such address space, and MemoryError if it is `scattered`.
@@ -232,7 +235,7 @@ def reserve_array(shape: tuple[int, ...], dtype: type[Scalar], *, scattered: boo
     try:
         base = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError as error:
-        if scattered:  # made while the daemon serves, where only this is known to leave the cache unsure
+        if scattered:  # made while the daemon serves, where only MemoryError is known to leave the cache consistent
             raise MemoryError(f"no address space for {size_bytes} bytes: {error.strerror}") from None
         raise
     if scattered:

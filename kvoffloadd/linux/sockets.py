@@ -14,7 +14,7 @@ from pathlib import Path
 from kvoffloadd.errors import ConfigError
 
 Ancillary = list[tuple[int, int, bytes]]
-"""What `recvmsg` gives beside the bytes."""
+"""The ancillary data that `recvmsg` returns with the bytes."""
 
 PATH_BYTES_MAX = 107
 """Longest path of a Unix socket: sun_path has 108 bytes, the last one is NUL."""
@@ -22,19 +22,20 @@ PATH_BYTES_MAX = 107
 
 _SO_PASSRIGHTS = 83  # Linux 6.16; not in Python's socket module
 _LOOK = bytearray(256 << 10)
-"""How far a queue is looked through: what an unprivileged peer can queue, where the system's defaults hold."""
+"""The length to which a queue is searched: the most that an unprivileged peer can queue under the system's defaults."""
 
 
 def bind_path(key: str, path: Path, mode: int) -> socket.socket:
-    """A Unix socket bound to `path`, in place of one that a dead process has left. `key`: the config's, for errors.
+    """Returns a Unix socket bound to `path`, replacing one that a dead process has left. `key`: the config's, for
+    errors.
 
-    Raises ConfigError if a live process listens there, or something else is there; OSError if it can't be bound.
+    Raises ConfigError if a live process listens there, or another kind of file is there; OSError if it can't be bound.
     """
     _remove_stale(key, path)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         bound.bind(str(path))
-        path.chmod(mode)  # before it listens: nobody can have connected by then
+        path.chmod(mode)  # before it listens: no peer can have connected by then
     except BaseException:
         bound.close()
         raise
@@ -63,7 +64,7 @@ def _remove_stale(key: str, path: Path) -> None:
 
 
 def is_listening(path: Path) -> bool:
-    """Whether a process accepts connections there."""
+    """Returns whether a process accepts connections there."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:
             probe.connect(str(path))
@@ -75,12 +76,12 @@ def is_listening(path: Path) -> bool:
 
 
 def pack_fds(fds: Iterable[int]) -> list[tuple[int, int, array.array[int]]]:
-    """Descriptors as `sendmsg` takes them, at least one."""
+    """Packs descriptors for `sendmsg`, at least one."""
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
 
 
 def unpack_fds(ancillary: Ancillary) -> list[int]:
-    """The descriptors that `recvmsg` has made, which are the caller's to close."""
+    """Returns the descriptors that `recvmsg` has made, which the caller must close."""
     fds = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -89,14 +90,14 @@ def unpack_fds(ancillary: Ancillary) -> list[int]:
 
 
 def close_fds(fds: Iterable[int]) -> None:
-    """Close descriptors that are not needed."""
+    """Closes descriptors that are not needed."""
     for fd in fds:
         os.close(fd)
 
 
 def carries_nothing(sock: socket.socket) -> bool:
-    """Whether no descriptors that were sent to this socket are queued, and none can be any more: they travel with
-    bytes. False if that can't be told. Takes nothing out of the queue.
+    """Returns whether no descriptors that were sent to this socket are queued, and none can be any more: they travel
+    with bytes. False if that is unknown. Removes nothing from the queue.
     """
     size = array.array("i", [0])
     try:
@@ -104,7 +105,7 @@ def carries_nothing(sock: socket.socket) -> bool:
         fcntl.ioctl(sock, termios.FIONREAD, size)
         if size[0] == 0 or _never_passed(sock):
             return True
-        # Without room for descriptors: those that are met show in the flags, and stay where they are.
+        # Without room for descriptors: those that are found show in the flags, and stay queued.
         seen, _, flags, _ = sock.recvmsg_into([_LOOK], 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:
         return False
@@ -112,7 +113,7 @@ def carries_nothing(sock: socket.socket) -> bool:
 
 
 def _never_passed(sock: socket.socket) -> bool:
-    """Whether peers were never allowed to send descriptors: once allowed, a peer may have queued some."""
+    """Returns whether peers were never allowed to send descriptors: once allowed, a peer may have queued some."""
     try:
         return not sock.getsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS)
     except OSError:
@@ -120,14 +121,16 @@ def _never_passed(sock: socket.socket) -> bool:
 
 
 def pass_descriptors(sock: socket.socket, allowed: bool) -> None:
-    """Whether peers may send descriptors over this socket, or over those that it will accept. Kernels before 6.16 don't
-    ask: there they may.
+    """Sets whether peers may send descriptors over this socket, or over those that it will accept. Kernels before 6.16
+    have no such option: there they may.
     """
     _set(sock, _SO_PASSRIGHTS, int(allowed))
 
 
 def keep_inline(sock: socket.socket) -> None:
-    """Out-of-band bytes are bytes as all others: the kernel would drop them, and what they carry, within a read."""
+    """Makes out-of-band bytes ordinary ones: otherwise the kernel would drop them, and what they carry, within
+    a read.
+    """
     _set(sock, socket.SO_OOBINLINE, 1)
 
 

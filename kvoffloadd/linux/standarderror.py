@@ -1,9 +1,9 @@
-"""Standard error, written by a thread of its own: a reader that hangs (a container's log driver, a terminal that is
-held) costs lines and no service.
+"""Writes standard error from a separate thread: a reader that hangs (a container's log driver, a paused terminal) costs
+lines but no service.
 
-Where descriptor 2 is a pipe or a terminal, it is also replaced by a copy that never blocks, for what writes to it
-without Python: drivers, and the stacks of a crash. The copy is opened anew, since O_NONBLOCK is shared with all that
-have the same open file.
+Where descriptor 2 is a pipe or a terminal, it is also replaced by a copy that never blocks, for code that writes to it
+without Python: drivers, and the stacks of a crash. The copy is opened anew, since O_NONBLOCK applies to all that share
+an open file description.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from typing import Any, Final, NoReturn
 from kvoffloadd.errors import ConfigError
 
 QUEUED_BYTES_MAX = 1 << 20
-"""What waits for a reader: some thousand lines."""
+"""The bytes that may wait for a reader: some thousand lines."""
 
 LAST_WORDS_S = 1.0
 """How long the end of the process waits for a reader."""
 
 
 class LineQueue(io.RawIOBase):
-    """Takes lines for `fd` at once, and writes them in order from a thread. Of more than `QUEUED_BYTES_MAX` the oldest
-    are dropped, so that the last words are there. What comes next begins with what `describe_lost` makes of the number
-    of lines that are missing before it.
+    """Takes lines for `fd` at once, and writes them in order from a thread. Beyond `QUEUED_BYTES_MAX` the oldest are
+    dropped, so that the last words remain. The next line follows the text that `describe_lost` makes of the number of
+    lines missing before it.
 
     Ownership: `_changed` guards every field below it. Its lock is reentrant: a finalizer or a signal handler may write
     in the midst of a write.
     """
 
     def __init__(self, fd: int) -> None:
-        """Starts the thread. Raises RuntimeError if there is none to be had."""
+        """Starts the thread. Raises RuntimeError if none can be made."""
         super().__init__()
         self.describe_lost: Callable[[int], str] = "{} lines of the log are lost\n".format
         self._fd: Final = fd
@@ -49,19 +49,19 @@ class LineQueue(io.RawIOBase):
         self._writing = False
         self._untold = 0
         self.lost = 0
-        """Lines that nobody will read."""
+        """The number of lines that no reader will get."""
         threading.Thread(target=self._write_lines, name="kvo-stderr", daemon=True).start()
 
     def fileno(self) -> int:
-        """The descriptor that is written to."""
+        """Returns the descriptor that is written to."""
         return self._fd
 
     def writable(self) -> bool:
-        """Always."""
+        """Returns True."""
         return True
 
     def write(self, data: Any, /) -> int:
-        """Takes all of it, and returns at once. From any thread."""
+        """Takes all of it, and returns at once. Any thread may call this."""
         line = bytes(data)
         with self._changed:
             self._lines.append(line)
@@ -73,7 +73,7 @@ class LineQueue(io.RawIOBase):
         return len(line)
 
     def drain(self, patience_s: float) -> bool:
-        """Wait until all has been written, for so long at most."""
+        """Waits until all has been written, at most for this time."""
         with self._changed:
             return self._changed.wait_for(lambda: not (self._lines or self._writing), patience_s)
 
@@ -100,7 +100,7 @@ class LineQueue(io.RawIOBase):
                 self._changed.notify_all()
 
     def _write(self, data: bytes) -> bool:
-        """False: it can't be written now, and maybe never."""
+        """Writes a piece. Returns False if it can't be written now, and maybe never."""
         rest = memoryview(data)
         while rest:
             try:
@@ -115,8 +115,9 @@ class LineQueue(io.RawIOBase):
 
 
 def open_standard_streams() -> None:
-    """Descriptors 0 to 2 that are closed become /dev/null: a socket that had such a number would be written to. What
-    standard output can't encode is escaped, as Python has it for standard error: paths and names come from outside.
+    """Opens those of the descriptors 0 to 2 that are closed as /dev/null: output would go to a socket with such a
+    number. Escapes characters that standard output can't encode, as Python does for standard error: paths and names
+    come from outside.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
@@ -129,7 +130,7 @@ def open_standard_streams() -> None:
 
 
 def take_over() -> None:
-    """Let what is written to `sys.stderr` wait for nobody from now on. Nothing changes where that is not descriptor 2.
+    """Makes writes to `sys.stderr` wait for no reader from now on. Has no effect if that is not descriptor 2.
 
     Raises ConfigError if the thread can't be started.
     """
@@ -145,19 +146,19 @@ def take_over() -> None:
 
 
 def queue() -> LineQueue | None:
-    """What writes `sys.stderr`, if that was taken over."""
+    """Returns the queue that writes `sys.stderr`, if that was taken over."""
     lines = getattr(sys.stderr, "buffer", None)
     return lines if isinstance(lines, LineQueue) else None
 
 
 def lines_lost() -> int:
-    """How many lines nobody will read."""
+    """Returns the number of lines that no reader will get."""
     lines = queue()
     return lines.lost if lines is not None else 0
 
 
 def leave(status: int) -> NoReturn:
-    """End the process at once, but for the last words: a reader has `LAST_WORDS_S` to take them."""
+    """Ends the process at once, except for the last words: a reader has `LAST_WORDS_S` to take them."""
     if (lines := queue()) is not None:
         lines.drain(LAST_WORDS_S)
     os._exit(status)

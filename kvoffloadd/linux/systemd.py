@@ -1,10 +1,11 @@
 """The interface to systemd: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3).
 
 Every method is a no-op without a service manager. None of them waits: a message that does not fit into systemd's queue
-is dropped, and `False` says so. The event loop alone calls them.
+is dropped, and the result is `False`. Only the event loop calls them.
 
-Descriptors that are handed to a start come from a socket unit, or from the store in which an earlier run put them. What
-lies in the store stays there, and is handed to the next start too, until it is forgotten or the unit is stopped.
+Descriptors that are handed to a start come from a socket unit, or from the store in which an earlier run put them.
+Descriptors in the store stay there, and are handed to the next start too, until they are forgotten or the unit is
+stopped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvoffloadd.linux.sockets import pack_fds
 log = logging.getLogger(__name__)
 
 SAY_S = 1.0
-"""How long a queue that is full is waited for where what is not said would be missed for ever."""
+"""How long to wait for a full queue if a dropped message would be lost for good."""
 
 FIRST_FD = 3
 """SD_LISTEN_FDS_START."""
@@ -35,8 +36,8 @@ NAME_CHARS_MAX = 255
 class Systemd:
     """The service manager of this process, if it has one. Owns the inherited descriptors that were not taken yet.
 
-    `watchdog_s`: how long it waits for a `beat` before it kills us; None: it doesn't. `gave_listener`: `listening` has
-    returned a socket, which the manager goes on to own.
+    `watchdog_s`: how long it waits for a `beat` before it kills the daemon; None: it doesn't. `gave_listener`:
+    `listening` has returned a socket, which the manager still owns.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Systemd:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str] | None = None) -> Systemd:
-        """What the environment says, which is then unset: it is meant for this process and not for its children.
+        """Reads the environment's variables, and then unsets them: they are meant for this process and not for its
+        children.
 
-        Must be called once, before the process opens descriptors of its own or starts others.
+        Must be called once, before the process opens descriptors or starts others.
         """
         variables = os.environ if environment is None else environment
         mine = str(os.getpid())
@@ -63,7 +65,7 @@ class Systemd:
         if variables.pop("LISTEN_PID", "") == mine:
             names = variables.get("LISTEN_FDNAMES", "").split(":")
             for index in range(_number(variables.get("LISTEN_FDS", ""))):
-                with contextlib.suppress(OSError):  # one that is not open is none
+                with contextlib.suppress(OSError):  # an inherited number may not be open
                     os.set_inheritable(FIRST_FD + index, False)
                     inherited.append((names[index] if index < len(names) else "", FIRST_FD + index))
         watchdog_us = _number(variables.get("WATCHDOG_USEC", ""))
@@ -75,11 +77,11 @@ class Systemd:
 
     @property
     def listens(self) -> bool:
-        """Whether there is a service manager to notify."""
+        """Returns whether there is a service manager to notify."""
         return self._notify is not None
 
     def close(self) -> None:
-        """Close the socket to the service manager."""
+        """Closes the socket to the service manager."""
         if self._notify is not None:
             self._notify.close()
             self._notify = None
@@ -87,14 +89,16 @@ class Systemd:
     # --- descriptors ------------------------------------------------------------------------------
 
     def take(self, name: str) -> int | None:
-        """Take the first inherited descriptor of this name that is left; the caller owns it. It is close-on-exec.
+        """Takes the first remaining inherited descriptor of this name; the caller owns it. It is close-on-exec.
 
-        The store keeps its own copy of one that came from there: `forget` ends that.
+        The store keeps its copy of a descriptor that came from there: `forget` removes it.
         """
         return self._take(next((index for index, (known, _) in enumerate(self._inherited) if known == name), None))
 
     def listening(self) -> socket.socket | None:
-        """The listening Unix stream socket of a socket unit, whatever its name; the caller owns it. Non-blocking."""
+        """Returns the listening Unix stream socket of a socket unit, whatever its name; the caller owns it.
+        Non-blocking.
+        """
         fd = self._take(next((index for index, (_, fd) in enumerate(self._inherited) if _is_listening(fd)), None))
         if fd is None:
             return None
@@ -111,7 +115,9 @@ class Systemd:
         return fd
 
     def close_rest(self) -> None:
-        """Closes what was not taken, and has it removed from the store: it would hold its memory for ever."""
+        """Closes the descriptors that were not taken, and has them removed from the store, which would keep their
+        memory indefinitely.
+        """
         for name, fd in self._inherited:
             log.warning(
                 "closed descriptor %d (%s), which systemd passed and the daemon does not use", fd, name or "no name"
@@ -125,12 +131,12 @@ class Systemd:
     def store(self, name: str, fd: int) -> bool:
         """Hands a copy of `fd` to the store, under `name`: printable ASCII without colons.
 
-        A name may be used for several. True: it is on its way. Whether systemd keeps it shows at the next start; it
-        keeps FileDescriptorStoreMax of them, and one of each file.
+        A name may be used for several. Returns True if it is on its way. Whether systemd keeps it shows at the next
+        start: it keeps FileDescriptorStoreMax of them, and one of each file.
         """
         if not (0 < len(name) <= NAME_CHARS_MAX and name.isascii() and name.isprintable() and ":" not in name):
             raise UsageError(f"no name for a stored descriptor: {name!r}")
-        # FDPOLL=0: it is to be kept whatever state it is in.
+        # FDPOLL=0: systemd keeps it whatever state it is in.
         return self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", fd, wait_s=SAY_S)
 
     def forget(self, name: str) -> bool:
@@ -140,27 +146,27 @@ class Systemd:
     # --- states -----------------------------------------------------------------------------------
 
     def ready(self, status: str = "") -> bool:
-        """Start or reload is done: we serve."""
+        """Notifies that a start or reload is done: the daemon serves."""
         return self._send(_lines("READY=1", status), wait_s=SAY_S)
 
     def reloading(self) -> bool:
-        """A reload has begun; `ready` ends it."""
+        """Notifies that a reload has begun; `ready` ends it."""
         return self._send(f"RELOADING=1\nMONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
 
     def stopping(self, status: str = "") -> bool:
-        """Notify that the daemon has begun to stop."""
+        """Notifies that the daemon has begun to stop."""
         return self._send(_lines("STOPPING=1", status))
 
     def status(self, text: str) -> bool:
-        """One line for people: `systemctl status` shows it."""
+        """Sets the line for people that `systemctl status` shows."""
         return self._send(_lines("", text))
 
     def extend(self, seconds: float) -> bool:
-        """Start or stop may take `seconds` more from now."""
+        """Requests `seconds` more from now for a start or stop."""
         return self._send(f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}")
 
     def beat(self) -> bool:
-        """We are alive: the watchdog begins anew."""
+        """Notifies that the daemon is alive: the watchdog begins anew."""
         return self._send("WATCHDOG=1")
 
     def _send(self, text: str, fd: int | None = None, wait_s: float = 0.0) -> bool:
@@ -180,7 +186,7 @@ class Systemd:
 
 
 def _lines(state: str, status: str) -> str:
-    # A status is one line: what follows would be read as another assignment.
+    # A status is one line: a second line would be read as another assignment.
     shown = f"STATUS={' '.join(status.split())}" if status else ""
     return "\n".join(line for line in (state, shown) if line)
 
@@ -190,7 +196,9 @@ def _number(text: str) -> int:
 
 
 def _connect(address: str) -> socket.socket | None:
-    """A socket to NOTIFY_SOCKET, a path or "@" and an abstract name; None if there is none that we could talk to."""
+    """Returns a socket connected to NOTIFY_SOCKET, a path or "@" and an abstract name; None if no socket can be
+    reached.
+    """
     if not address:
         return None
     if address[0] not in "/@":

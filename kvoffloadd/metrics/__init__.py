@@ -1,1 +1,1 @@
-"""Metrics for Prometheus: a view of the figures that `status` tells, and where it can be scraped."""
+"""Metrics for Prometheus: a view of the figures of `status`, and the endpoint that serves them."""

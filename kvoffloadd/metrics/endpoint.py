@@ -1,7 +1,7 @@
-"""Where metrics are scraped: a small HTTP server on the event loop, for this host alone.
+"""Serves metrics: a small HTTP server on the event loop, for this host alone.
 
-One snapshot a second is taken on the loop, however many scrape; its text is written in a thread. Scrapers that are slow
-or silent keep nobody out.
+One snapshot a second is taken on the loop, for any number of scrapers; its text is written in a thread. Slow or silent
+scrapers block no others.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ RETRY_S = 0.1
 """The wait before the next try when there is no descriptor for a peer; a busy loop would not help."""
 
 PEERS_MAX = 64
-"""Connections at once. The next one takes the place of the oldest, of those first that have not sent their request."""
+"""Connections at once. The next one replaces the oldest, first among those that have not sent their request."""
 
 SNAPSHOT_S = 1.0
-"""Scrapes within this time get the same figures: anybody who reaches the port may ask as often as it likes."""
+"""Scrapes within this time get the same figures, because any process that reaches the port may scrape at any rate."""
 
 FORMATS_MAX = 8
-"""The formats in which one snapshot is written; who asks for another gets Prometheus's plain text."""
+"""The number of formats in which one snapshot is written; further formats are answered with Prometheus's plain text."""
 
 HEAD_BYTES_MAX = 16 << 10
 """The most that a request line and its header may have."""
@@ -60,7 +60,9 @@ _PATHS = (b"/", b"/metrics")
 
 
 def bind(listen: str) -> socket.socket:
-    """A listening socket at "host:port" of this host, or at a path. Raises ConfigError if it can't be had."""
+    """Returns a listening socket at "host:port" of this host, or at a path. Raises ConfigError if it can't be
+    opened.
+    """
     place = split_address(listen)
     try:
         if isinstance(place, str):
@@ -98,15 +100,15 @@ class Endpoint:
         self._pause: asyncio.TimerHandle | None = None
         self._figures = Figures(snapshot)
         self._scrapes: set[asyncio.Task[None]] = set()
-        self._places: dict[asyncio.Task[None], None] = {}  # those that have not lost theirs, the oldest first
-        self._silent: dict[asyncio.Task[None], None] = {}  # of these, those whose request has not come
+        self._places: dict[asyncio.Task[None], None] = {}  # connections that have not been replaced, the oldest first
+        self._silent: dict[asyncio.Task[None], None] = {}  # the connections among them without a request so far
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Begins to serve."""
         self._loop.add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
-        """Serve nobody any more, and remove the socket."""
+        """Serves no more scrapers, and removes the socket."""
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self._listener)
@@ -121,14 +123,14 @@ class Endpoint:
                 os.unlink(place)
 
     def _accept(self) -> None:
-        """One scraper for each turn of the loop, however many come."""
+        """Accepts one scraper for each turn of the loop, however many connect."""
         try:
             peer, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # who came has gone
+            return  # the scraper has gone
         except OSError as error:
             log.debug("no scraper can be accepted: %s", error)
-            self._loop.remove_reader(self._listener)  # it stays in the backlog
+            self._loop.remove_reader(self._listener)  # the connection stays in the backlog
             self._pause = self._loop.call_later(RETRY_S, self.start)
             return
         if len(self._places) >= PEERS_MAX:
@@ -146,13 +148,13 @@ class Endpoint:
         self._places.pop(scrape, None)
 
     def _ended(self, peer: socket.socket, scrape: asyncio.Task[None]) -> None:
-        """Also one that was cancelled before it began."""
+        """Forgets a connection that has ended, including one that was cancelled before it began."""
         self._let_go(scrape)
         self._scrapes.discard(scrape)
         peer.close()
 
     async def _serve(self, peer: socket.socket) -> None:
-        """One request. A peer that is slow or gone is no news."""
+        """Serves one request. A peer that is slow or gone is not logged."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(PEER_S):
                 request = await self._request(peer)
@@ -162,7 +164,9 @@ class Endpoint:
                 await self._loop.sock_sendall(peer, await self._answer(request))
 
     async def _request(self, peer: socket.socket) -> bytes:
-        """The request line and the header. Raises ConnectionError if the peer ends before, or its header does not."""
+        """Reads the request line and the header. Raises ConnectionError if the peer ends before, or its header does
+        not.
+        """
         head = b""
         while b"\n\r\n" not in head and b"\n\n" not in head:
             received = await self._loop.sock_recv(peer, HEAD_BYTES_MAX)
@@ -180,7 +184,8 @@ class Endpoint:
             return _response(HTTPStatus.NOT_FOUND, b"metrics are at /metrics\n")
         try:
             encode, kind = choose_encoder(parse_headers(io.BytesIO(rest)).get("Accept", ""))
-        # The library compares a version's words with numbers. Not logged: whoever can connect could fill the log.
+        # The library compares a version's words with numbers. Not logged: any process that can connect could fill the
+        # log.
         except (HTTPException, ValueError, TypeError):
             return _response(HTTPStatus.BAD_REQUEST, b"that is no header\n")
         try:
@@ -203,8 +208,8 @@ class Figures:
         self._writing: dict[str, asyncio.Task[tuple[bytes, str]]] = {}  # by format
 
     async def text(self, encode: Encode, kind: str) -> tuple[bytes, str]:
-        """The metrics and their content type. Raises whatever made a figure fail. The work goes on whoever waits for it
-        is gone: those who come later wait for the same.
+        """Returns the metrics and their content type. Raises the exception that made a figure fail. The work continues
+        when its first waiter has gone, and later ones wait for the same result.
         """
         writing = self._writing.get(kind)
         if writing is None:
@@ -215,7 +220,7 @@ class Figures:
     def _written(self, kind: str, writing: asyncio.Task[tuple[bytes, str]]) -> None:
         del self._writing[kind]
         if not writing.cancelled():
-            writing.exception()  # who waits has got it
+            writing.exception()  # the waiters have received it
 
     async def _write(self, encode: Encode, kind: str) -> tuple[bytes, str]:
         loop = asyncio.get_running_loop()
@@ -230,7 +235,7 @@ class Figures:
             return self._texts[kind], kind
 
     async def close(self) -> None:
-        """End what is being written."""
+        """Cancels the writing of texts."""
         writing = list(self._writing.values())
         for task in writing:
             task.cancel()

@@ -17,14 +17,14 @@ NAMESPACES_MAX, OTHERS = 64, "other"
 DISK_STATES = ("ok", "full", "read-only", "off")
 REMOTE_STATES = ("starting", "ok", "open", "stuck", "closed")
 BAD = {"store": "cleared", "load": "failed_verification"}
-"""Why a job that was done has payloads that do not count."""
+"""The label, by direction, for keys of jobs that ended as done, but with payloads that do not count."""
 
 Status = Mapping[str, Any]
 Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
 def families(status: Status) -> Iterator[Metric]:
-    """All metrics, as a status of everything has them."""
+    """Returns all metrics, from a status with everything in it."""
     yield from _daemon(status)
     yield from _lookups(status)
     yield from _memory(status)
@@ -96,7 +96,9 @@ def _each(rows: Iterable[Status], key: str) -> Samples:
 
 
 def _held(status: Status) -> dict[str, tuple[int, int]]:
-    """Keys and bytes by namespace: those that are told apart in lookups, then others as far as they fit."""
+    """Returns keys and bytes by namespace: first those that lookups count separately, then others as far as
+    they fit.
+    """
     names = {row["namespace"] for row in status["lookups"]} - {OTHERS}
     held: dict[str, tuple[int, int]] = {}
     for row in status["namespaces"]:
@@ -356,7 +358,7 @@ def _histogram(name: str, text: str, figures: Status | None) -> Metric:
 
 
 def _histograms(name: str, text: str, each: Mapping[str, Status], *labels: str) -> Metric:
-    """One for each value of the label, or a single one without labels."""
+    """Returns one histogram for each value of the label, or a single one without labels."""
     family = HistogramMetricFamily(PREFIX + name, text, labels=labels)
     for value, figures in each.items():
         total, buckets = 0, []

@@ -1,1 +1,3 @@
-"""The project's C code: an optional extension module, how it is loaded and tested, and what it calls."""
+"""The project's C code: an optional extension module, its loader and self-test, and the library functions that it
+calls.
+"""

@@ -1,4 +1,4 @@
-"""What the C code does."""
+"""Types of the functions in the C code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALIGNED = 64
 """Bytes to which a destination must be aligned for its payload to be hashed while it is copied; see _copyruns.c."""
 
 Keyspaces = int | U16Array | U64Array
-"""The keyspace of all keys, or of each."""
+"""The keyspace of all keys, or one for each."""
 
 
 class Helper(Protocol):
@@ -18,7 +18,7 @@ class Helper(Protocol):
 
     Those that touch payloads run without the GIL, since one call takes up to milliseconds: `copy_runs`,
     `copy_payloads`, `read_words` and `hash_payloads`. The others keep it: they take about a microsecond, and the GIL
-    is what keeps their table from changing meanwhile.
+    keeps their table from changing meanwhile.
 
     Raises TypeError, ValueError or BufferError for arguments that do not fit together.
     """
@@ -37,7 +37,7 @@ class Helper(Protocol):
         """
 
     def read_words(self, addresses: U64Array, values: U64Array, gone: BoolArray, /) -> None:
-        """Reads the aligned word at each address; where `gone[i]` becomes True, its page is gone."""
+        """Reads the aligned word at each address; where it sets `gone[i]` to True, the word's page is gone."""
 
     def hash_payloads(self, whole: int, addresses: U64Array, sizes: I64Array, digests: U64Array, /) -> None:
         """Writes the hash of `sizes[i]` bytes at `addresses[i]`, high half first, to `digests[i]`, u64
@@ -53,7 +53,7 @@ class Helper(Protocol):
         """Writes the row of each key, or -1."""
 
     def rows_fit(self, table: U64Array, hashes: U64Array, /) -> bool:
-        """Whether no segment becomes more than full with keys of these hashes."""
+        """Returns whether no segment becomes more than full with keys of these hashes."""
 
     def place_rows(self, table: U64Array, hashes: U64Array, rows: U32Array, /) -> None:
         """Puts rows into free slots. Raises LookupError if a segment has none."""
@@ -62,11 +62,11 @@ class Helper(Protocol):
         """Makes their slots dead. Returns how many of the rows were in the table."""
 
     def mark_hits(self, rows: I64Array, missing: U16Array, states: U8Array, /) -> int:
-        """Writes 1 for each row of which no part is missing, else 0. Returns how many rows are there, but incomplete.
-        Raises IndexError.
+        """Writes 1 for each row with no missing part, else 0. Returns how many rows are there, but incomplete. Raises
+        IndexError.
         """
 
     def add_counts(self, counts: U32Array, rows: U32Array, by: int, kinds: U16Array, held: I64Array, /) -> None:
-        """Adds `by` to the count of each row, as often as it is named. `held` has for each kind how many of its rows
-        have a count that is not 0. Raises IndexError.
+        """Adds `by` to the count of each row, once for each time that it is named. `held` has for each kind the number
+        of its rows with a count other than 0. Raises IndexError.
         """

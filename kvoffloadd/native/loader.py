@@ -13,7 +13,7 @@ from kvoffloadd.native.xxh3 import Xxh3, find_xxh3
 
 
 def load() -> tuple[Helper | None, Xxh3 | None]:
-    """The helper, and the functions with which it hashes payloads; None: there is none that is right."""
+    """Returns the helper, and the functions with which it hashes payloads; None: there is no correct build."""
     try:
         # An import, not ctypes on its file: functions decide one by one whether they run without the GIL, and take
         # arrays as buffers, which stay where they are during the call.
@@ -27,4 +27,4 @@ def load() -> tuple[Helper | None, Xxh3 | None]:
 
 
 HELPER, XXH3 = load()
-"""What the daemon uses; see `load`."""
+"""The helper and functions that the daemon uses; see `load`."""

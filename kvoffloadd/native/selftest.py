@@ -1,4 +1,4 @@
-"""Whether a build of the C code is right: it may be of another version, or wrong."""
+"""Tests whether a build of the C code is correct: it may be of another version, or wrong."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _64_BITS = (1 << 64) - 1
 
 
 def is_right(helper: Helper, xxh3: Xxh3 | None) -> bool:
-    """Whether each function gives the results that the package's Python code gives. Those that hash payloads count only
-    with `xxh3`.
+    """Returns whether each function gives the same results as the package's Python code. Those that hash payloads count
+    only with `xxh3`.
     """
     try:
         return _copies(helper) and _finds(helper) and _counts(helper) and (xxh3 is None or _hashes(helper, xxh3))
-    except Exception:  # noqa: BLE001  one of another version lacks functions, or refuses their arguments
+    except Exception:  # noqa: BLE001 a build of another version lacks functions, or refuses their arguments
         return False
 
 
@@ -38,7 +38,9 @@ def _copies(helper: Helper) -> bool:
 
 
 def _hashes(helper: Helper, xxh3: Xxh3) -> bool:
-    """Payloads that are short, long, and of whole blocks of the hash function; each of its code paths."""
+    """Returns whether payloads are hashed correctly: short ones, long ones, and ones of whole blocks of the hash
+    function, for each of its code paths.
+    """
     data = np.arange(1 << 15, dtype=np.uint16).view(np.uint8)
     target, digests = np.zeros(len(data) + ALIGNED, np.uint8), np.zeros((4, 2), np.uint64)
     target = target[-target.ctypes.data % ALIGNED :][: len(data)]

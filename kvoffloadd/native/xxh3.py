@@ -22,7 +22,7 @@ class Xxh3:
 
 
 def find_xxh3() -> Xxh3 | None:
-    """None: the package is built otherwise, and does not export them."""
+    """Returns the functions. None: the package is built otherwise, and does not export them."""
     try:
         library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
     except (ImportError, OSError, AttributeError):
@@ -43,7 +43,7 @@ def find_xxh3() -> Xxh3 | None:
 
 
 def _find(library: ctypes.CDLL, *names: str) -> int | None:
-    """The address of the first of these functions that there is."""
+    """Returns the address of the first of these functions that exists."""
     for name in names:
         try:
             return ctypes.cast(getattr(library, name), ctypes.c_void_p).value

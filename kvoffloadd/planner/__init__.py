@@ -1,8 +1,9 @@
-"""What a model's KV cache will be, before anything runs: groups, pages, descriptors, and how much the tiers hold.
+"""Derives what a model's KV cache will be before anything runs: groups, pages, descriptors, and how much the tiers
+hold.
 
-`read_model` understands a Hugging Face config.json, `make_plan` works out the rest with `kvoffloadd.layout`'s own
-geometry, `make_sglang_plan` with SGLang's host pools; `kvoffloadd plan` shows it. Importing this loads no torch, and of
-the daemon only what plans copies.
+`read_model` reads a Hugging Face config.json. `make_plan` derives the rest with `kvoffloadd.layout`'s own geometry,
+`make_sglang_plan` with SGLang's host pools. `kvoffloadd plan` prints the plan. Importing this package loads no torch,
+and of the daemon only the modules that plan copies.
 """
 
 from kvoffloadd.planner.capacity import DiskSpace, MemorySpace, demand_of

@@ -1,4 +1,4 @@
-"""Which layout transfers best, and what will disappoint."""
+"""Recommends the layout that transfers best, and warns of what will disappoint."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvoffloadd.planner.rank import Rank
 from kvoffloadd.units import format_bytes
 
 IN_DOUBT = (CROSS_LAYER, HEADS_FIRST, ROWS)
-"""Which goes first where descriptors are equal."""
+"""The order of preference among layouts with equal numbers of descriptors."""
 
 WASTEFUL = 0.25
-"""Of a slot, the part that padding may take before it is worth a word."""
+"""The share of a slot that padding may take before a warning is given."""
 
 
 def recommend(layouts: Sequence[Layout], chosen: Layout, prompt_tokens: int, share_tp: bool) -> Layout:
-    """The layout with the fewest descriptors for a prompt's store and load.
+    """Returns the layout with the fewest descriptors for a prompt's store and load.
 
-    `chosen`: only layouts with its pack size, since no released engine packs layers, unless somebody's own does.
-    `share_tp`: ranks of other tensor-parallel sizes are to read what is stored, of which heads first lets each read a
+    `chosen`: only layouts with this pack size count; no released engine packs layers, so only a modified engine has
+    any. `share_tp`: ranks of other tensor-parallel sizes read the stored keys; with the heads first, each reads a
     contiguous range.
     """
     fitting = [one for one in layouts if one.pack_size == chosen.pack_size]
@@ -31,7 +31,9 @@ def recommend(layouts: Sequence[Layout], chosen: Layout, prompt_tokens: int, sha
 
 
 def _moved(layout: Layout, tokens: int) -> int:
-    """Descriptors of a prompt's store and of its load; of a block of each group where it has no whole block."""
+    """Counts the descriptors of a prompt's store and of its load, or those of a block of each group if the prompt has
+    no whole block.
+    """
     store, load = layout.stored_blocks(tokens), layout.needed_blocks(tokens)
     return layout.descriptors_of(store) + layout.descriptors_of(load) or sum(layout.descriptors)
 
@@ -41,7 +43,9 @@ def _doubt(layout: Layout) -> int:
 
 
 def warnings(layout: Layout, rank: Rank, memory: MemorySpace, prompt_tokens: int, prompts_held: int) -> list[str]:
-    """What will disappoint. `prompts_held`: whole prompts of `prompt_tokens` in the memory tier, all groups stored."""
+    """Returns what will disappoint. `prompts_held`: whole prompts of `prompt_tokens` in the memory tier, all groups
+    stored.
+    """
     found = []
     block = layout.block_tokens
     if block > prompt_tokens:

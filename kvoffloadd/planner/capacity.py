@@ -1,4 +1,4 @@
-"""How much of what is stored a tier of some size holds: the arithmetic of its slots, slabs, records and segments."""
+"""Computes how much a tier of a given size holds: the arithmetic of its slots, slabs, records and segments."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from kvoffloadd.storage.disk.format import ENTRY, HEADER_PAGES, RECORD_HEADER_PA
 from kvoffloadd.storage.disk.segment import SEGMENTS_MIN
 
 INDEX_BYTES_PER_KEY = 92
-"""Of the daemon's own memory, beside the memory tier: measured at 10 million keys (docs/benchmarks/RESULTS.md)."""
+"""The daemon's own memory for each key, in addition to the memory tier; measured at 10 million keys
+(docs/benchmarks/RESULTS.md).
+"""
 
 SPARE_SEGMENTS = 1
 """The next segment is made before the open one is full."""
 
 Demand = Counter[int]
-"""Pages of a slot -> how many such slots."""
+"""Maps the pages of a slot to the number of such slots."""
 
 
 def demand_of(stored: Iterable[tuple[int, int, int]]) -> Demand:
-    """What so many keys take. `stored`: (keys, parts of a key, payload bytes of a part), of each group."""
+    """Returns the slots that these keys take. `stored`: for each group (keys, parts of a key, payload bytes of
+    a part).
+    """
     demand: Demand = Counter()
     for keys, parts, payload_bytes in stored:
         demand[slot_pages(payload_bytes)] += keys * parts
@@ -30,7 +34,7 @@ def demand_of(stored: Iterable[tuple[int, int, int]]) -> Demand:
 
 @dataclass(frozen=True, slots=True)
 class MemorySpace:
-    """A memory tier. A slab has slots of one size; what does not fill a slot at its end is lost."""
+    """A memory tier. All slots of a slab have one size; the remainder at the end of a slab is lost."""
 
     capacity_bytes: int
     slab_bytes: int
@@ -41,7 +45,7 @@ class MemorySpace:
         return min(self.slab_bytes, self.capacity_bytes) // PAGE_BYTES * PAGE_BYTES
 
     def holds(self, demand: Mapping[int, int]) -> int:
-        """How many times all of that."""
+        """Returns how many times the tier holds the whole demand."""
         pages = self.capacity_bytes // PAGE_BYTES
         slab = self.payload_bytes_max // PAGE_BYTES
         if not slab or max(demand) > slab:
@@ -51,7 +55,9 @@ class MemorySpace:
 
 
 def _fits(demand: Mapping[int, int], times: int, slab: int, slabs: int, short: int) -> bool:
-    """`short`: pages of the last slab; whichever size needs it most gets it."""
+    """Returns whether all slots fit. `short`: free pages of the last slab, which go to the size that needs them
+    most.
+    """
     last = [0, *(size for size in demand if size <= short)]
     for chosen in last:
         needed = 0
@@ -71,7 +77,9 @@ class DiskSpace:
     segment_bytes: int
 
     def holds(self, demand: Mapping[int, int]) -> int:
-        """How many times all of that. With records of several sizes a little less than may fit."""
+        """Returns how many times the root holds the whole demand. For records of several sizes the figure is a little
+        too low.
+        """
         segment = min(self.segment_bytes, self.capacity_bytes // SEGMENTS_MIN) // PAGE_BYTES
         segments = self.capacity_bytes // PAGE_BYTES // segment - SPARE_SEGMENTS if segment else 0
         room = segment - HEADER_PAGES
@@ -82,8 +90,8 @@ class DiskSpace:
             ((size, count),) = records.items()
             each = _most(room // size, lambda times: times * size + footer_pages(times, 1) <= room)
             return segments * each // count
-        # They come in any order: at a segment's end up to all but a page of the largest is lost, and a page's end of
-        # the footer.
+        # Records come in any order: the end of a segment loses up to all but a page of the largest record, and up to a
+        # page for the footer.
         room -= max(records) + TRAILER_PAGES
         entries = sum(records.values())
         return segments * room * PAGE_BYTES // (_pages(records) * PAGE_BYTES + entries * ENTRY.itemsize)
@@ -94,7 +102,7 @@ def _pages(demand: Mapping[int, int]) -> int:
 
 
 def _most(limit: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `limit` that fits; what fits, fits with less, too."""
+    """Returns the largest number up to `limit` that fits. If a number fits, all smaller ones do."""
     low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2

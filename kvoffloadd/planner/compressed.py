@@ -1,4 +1,4 @@
-"""DeepSeek V4: layers that keep one entry for several tokens, a window beside them, and states of the compressors."""
+"""DeepSeek V4: layers that keep one entry for several tokens, a window of latents, and states of the compressors."""
 
 from __future__ import annotations
 
@@ -8,32 +8,34 @@ from kvoffloadd.planner.fields import Fields
 MODEL_TYPE = "deepseek_v4"
 
 SPARSE, HEAVY = 4, 128
-"""Tokens of an entry. Layers with `SPARSE` choose their entries by an index; those with 0 or 1 have a window alone."""
+"""Tokens of an entry. Layers with `SPARSE` choose their entries by an index; those with 0 or 1 have only a window."""
 
 WINDOW_TOKENS = 64
-"""Of a block of a window's latents."""
+"""Tokens of a block of a window's latents."""
 
 STATE_TOKENS = {SPARSE: 4, HEAVY: 8}
-"""Of a block of a compressor's states."""
+"""Tokens of a block of a compressor's states."""
 
 OVERLAP = {SPARSE: 2, HEAVY: 1}
-"""How many entries a token goes into."""
+"""The number of entries that each token contributes to."""
 
 HEAD_SIZE = 512
-"""Elements of an entry, of which 64 are rotary."""
+"""Elements of an entry; 64 of them are rotary."""
 
 PACKED_BYTES = 448 + 64 * 2 + 8
-"""Of an entry in fp8: 448 of fp8, 64 rotary elements of bfloat16, 8 of scales."""
+"""Bytes of an entry in fp8: 448 of fp8, 64 rotary elements of bfloat16, 8 of scales."""
 
 PACKED_ALIGNMENT, PLAIN_ALIGNMENT = 576, 512
-"""Pages are multiples of so many bytes."""
+"""Page sizes are multiples of these numbers of bytes."""
 
 INDEX_SCALE = 128
 """Elements of a key in the index that share a scale of 4 bytes."""
 
 
 def read_ratios(fields: Fields) -> tuple[int, ...]:
-    """Reads the ratio of each layer; entries behind the last are of layers that guess ahead. Raises ConfigError."""
+    """Reads the ratio of each layer; entries behind the last layer's are those of layers that guess ahead. Raises
+    ConfigError.
+    """
     count = fields.integer("num_hidden_layers")
     listed = fields.items("compress_ratios") or []
     ratios = tuple(ratio for ratio in listed[:count] if isinstance(ratio, int) and ratio in (0, 1, SPARSE, HEAVY))
@@ -52,7 +54,9 @@ def index_bytes(index_size: int) -> int:
 def compressed_layer(
     name: str, ratio: int, block: int, head_size: int, index_size: int, window: int, packed: bool
 ) -> dict[str, Attention]:
-    """All that a layer keeps, by name. `block`: tokens of a block of entries. `packed`: in fp8; else bfloat16."""
+    """Returns all that a layer keeps, by name. `block`: tokens of a block of entries. `packed`: True for fp8, False for
+    bfloat16.
+    """
     size, dtype = (PACKED_BYTES, "uint8") if packed else (head_size, "bfloat16")
     alignment = PACKED_ALIGNMENT if packed else PLAIN_ALIGNMENT
 

@@ -1,4 +1,4 @@
-"""Keys of a config.json: each is read with a check, and an error names the key and what would work."""
+"""Reads the keys of a config.json. Each is checked, and an error names the key and what would work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from kvoffloadd.errors import ConfigError, NoPlanError
 
 NESTED = ("text_config", "llm_config", "language_config")
-"""Where models that see or hear keep what is said of their text layers."""
+"""The keys under which models that see or hear describe their text layers."""
 
 INSTEAD = (
     "so that its groups can't be worked out; ask the engine for them and plan with kvoffloadd.layout (docs/LAYOUTS.md)"
 )
-"""What to do where a model is not understood."""
+"""The advice for a model that is not understood."""
 
 CLASS_DEFAULTS: dict[str, dict[str, object]] = {
     "gemma3_text": {
@@ -27,14 +27,15 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
     "llama4_text": {"no_rope_layer_interval": 4, "attention_chunk_size": 8192},
     "mllama_text_model": {"cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38]},
 }
-"""By `model_type`: what its published files leave out, because the model's class in transformers has it."""
+"""Values by `model_type` that published files leave out, because the model's class in transformers has them."""
 
 
 class Fields:
-    """The keys of one model. Those of the nested text model go before those around it. A null is as good as absent.
+    """The keys of one model. Those of the nested text model take precedence over those around it. A null counts as
+    absent.
 
-    `wrapper`: the `model_type` around the text model; None: there is none. `assumed`: what was read from nowhere in the
-    file; for people.
+    `wrapper`: the `model_type` around the text model; None: there is none. `assumed`: values that the file does not
+    have; for people.
     """
 
     def __init__(self, source: str, values: Mapping[str, object]) -> None:
@@ -50,15 +51,17 @@ class Fields:
         self._defaults = CLASS_DEFAULTS.get(self.model_type, {})
 
     def error(self, key: str, problem: str) -> ConfigError:
-        """Makes an error for the caller to raise. It names the key, its file and the problem."""
+        """Makes an error for the caller to raise; it names the key, its file and the problem."""
         return ConfigError(f"{self.source}: {self._prefix if key in self._inner else ''}{key} {problem}")
 
     def unknown(self, key: str, problem: str) -> NoPlanError:
-        """Makes an error for the caller to raise: this key decides the cache in a way that is not known here."""
+        """Makes an error for the caller to raise: this key changes the cache in a way that the planner does not
+        know.
+        """
         return NoPlanError(f"{self.error(key, problem)}, {INSTEAD}")
 
     def get(self, key: str) -> object | None:
-        """The value; what the model's class has for it; None: absent."""
+        """Returns the value, or else the default of the model's class. None: there is neither."""
         if key in self._values:
             return self._values[key]
         default = self._defaults.get(key)
@@ -69,14 +72,14 @@ class Fields:
         return default
 
     def inside(self, key: str) -> Fields:
-        """The keys of a map. Raises ConfigError unless it is one."""
+        """Returns the keys of a map. Raises ConfigError if the value is no map."""
         value = self.get(key)
         if not isinstance(value, dict):
             raise self.error(key, f"= {value!r} must be a map")
         return Fields(f"{self.source}: {key}", value)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number above 0. Raises ConfigError; also if it is absent and there is no default."""
+        """Returns a whole number above 0. Raises ConfigError, also if it is absent and there is no default."""
         value = self.get(key)
         if value is None:
             value = default
@@ -87,14 +90,14 @@ class Fields:
         return value
 
     def text(self, key: str, default: str) -> str:
-        """Raises ConfigError unless it is text or absent."""
+        """Returns text, or the default if it is absent. Raises ConfigError for any other type."""
         value = self._values.get(key, default)
         if not isinstance(value, str):
             raise self.error(key, f"= {value!r} must be text")
         return value
 
     def items(self, key: str) -> list[object] | None:
-        """A list; None: absent or empty. Raises ConfigError for what is no list."""
+        """Returns a list; None: absent or empty. Raises ConfigError for any other type."""
         value = self.get(key)
         if value is None:
             return None
@@ -108,7 +111,7 @@ def _said(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def read_fields(path: Path) -> Fields:
-    """Raises ConfigError for what can't be read or is no JSON object."""
+    """Reads the file. Raises ConfigError if it can't be read or is no JSON object."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

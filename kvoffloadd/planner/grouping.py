@@ -1,4 +1,4 @@
-"""Which layers share block tables, as vLLM's hybrid cache manager forms its groups."""
+"""Decides which layers share block tables, as vLLM's hybrid cache manager forms its groups."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from kvoffloadd.layout import LayerGroup, LayerSpec
 from kvoffloadd.model import GroupKind
 
 ABOUT_EQUAL = 1.5
-"""Kinds whose numbers of layers differ by less than this factor get groups of the larger one: a few unused slots cost
-less than a second group of each kind.
+"""Kinds with numbers of layers that differ by less than this factor get groups of the larger one: a few unused slots
+cost less than a second group of each kind.
 """
 
 
 def form_groups(specs: Mapping[str, LayerSpec]) -> tuple[LayerGroup, ...]:
-    """Groups of equal specs, each of as many layers as the smallest kind has; a group's n-th layer is on slot n.
+    """Forms groups of equal specs, each with as many layers as the smallest kind has; a group's n-th layer is on slot
+    n.
 
     Groups come in the order in which the model first has their kind. A kind of several groups is dealt out in turn, so
     that the stages of a pipeline have some of each.
@@ -43,7 +44,7 @@ def _numbered(groups: list[tuple[str, ...]]) -> tuple[LayerGroup, ...]:
 
 
 def _groups_of_pages(kinds: list[dict[int, list[str]]], order: list[str]) -> tuple[LayerGroup, ...]:
-    """`kinds`: of each, its layers by their pages' size. `order`: all layers.
+    """Forms the groups of kinds. `kinds`: the layers of each kind, by the size of their pages. `order`: all layers.
 
     A kind with as many layers of each page size is a pattern that repeats, and is dealt out in groups of some repeats.
     Kinds of one size are split down to the longest pattern of several sizes; other kinds are one group.
@@ -65,7 +66,7 @@ def _repeats(pages: dict[int, list[str]]) -> int:
 
 
 def _least_waste(counts: list[int], least: int) -> int:
-    """Returns the size, from `least` on, by which the counts need the fewest additional slots; of equal ones the
+    """Returns the size, from `least` on, for which the counts need the fewest additional slots; among equals, the
     largest.
     """
     sizes = range(least, max(counts) + 1)
@@ -73,5 +74,5 @@ def _least_waste(counts: list[int], least: int) -> int:
 
 
 def slots_of(counts: list[int]) -> int:
-    """Layers of a group, for kinds with so many layers each."""
+    """Returns the layers of a group, for kinds with these numbers of layers."""
     return max(counts) if max(counts) < ABOUT_EQUAL * min(counts) else min(counts)

@@ -1,4 +1,6 @@
-"""How many heads of K and V a model's attention layers have, and of what size; or the latent in their place."""
+"""Reads the number and size of the K and V heads of a model's attention layers, or the size of the latent that replaces
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ from dataclasses import dataclass
 from kvoffloadd.planner.fields import Fields
 
 TWO_HEADS = "gemma4_text"
-"""The model type whose full layers have other heads than its sliding ones."""
+"""The model type in which full layers have other heads than sliding ones."""
 
 GROUPS = "step3p5"
-"""The model type whose heads of K and V are called groups (vLLM 0.32, models/step3p5.py)."""
+"""The model type that calls heads of K and V groups (vLLM 0.32, models/step3p5.py)."""
 
 EXPANDED = "minicpm3"
-"""The model type of which vLLM keeps K and V of all heads, made of the latent (0.32, models/minicpm3.py)."""
+"""The model type for which vLLM keeps K and V of all heads, computed from the latent (0.32, models/minicpm3.py)."""
 
 OTHER_KV_HEADS = (
     "attn_config",
@@ -23,7 +25,7 @@ OTHER_KV_HEADS = (
     "num_kv_heads",
     "num_query_groups",
 )
-"""Keys that some models have in place of `num_key_value_heads`, with meanings of their own."""
+"""Keys that some models have in place of `num_key_value_heads`, with different meanings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Heads:
 
 
 def kv_heads(fields: Fields, query_heads: int) -> int:
-    """Returns the number of KV heads: as many as query heads, unless the file says otherwise."""
-    if fields.model_type == "falcon":  # the older ones have one head of K and V, whatever `num_kv_heads` says
+    """Returns the number of KV heads: that of the query heads, unless the file has another."""
+    if fields.model_type == "falcon":  # older ones have one head of K and V, and `num_kv_heads` is ignored
         if fields.get("new_decoder_architecture"):
             return fields.integer("num_kv_heads", query_heads)
         return 1 if fields.get("multi_query") in (None, True) else query_heads
@@ -53,7 +55,9 @@ def kv_heads(fields: Fields, query_heads: int) -> int:
 
 
 def _groups(fields: Fields) -> int:
-    """Sliding layers have other queries in `attention_other_setting`, but as many groups of the same size."""
+    """Returns the number of groups. Sliding layers have other queries in `attention_other_setting`, but as many groups
+    of the same size.
+    """
     groups = fields.integer("num_attention_groups")
     if fields.get("attention_other_setting") is not None:
         others = fields.inside("attention_other_setting")
@@ -64,7 +68,7 @@ def _groups(fields: Fields) -> int:
 
 
 def head_size(fields: Fields, query_heads: int) -> int:
-    """Elements of a head. Raises ConfigError where K and V differ."""
+    """Returns the elements of a head. Raises ConfigError if K and V differ."""
     if fields.model_type == EXPANDED:
         return fields.integer("qk_nope_head_dim") + fields.integer("qk_rope_head_dim")
     key = next((key for key in ("head_dim", "attention_head_dim") if fields.get(key) is not None), None)
@@ -91,5 +95,5 @@ def full_heads(fields: Fields, others: int) -> Heads | None:
 
 
 def latent_size(fields: Fields) -> int:
-    """MLA: a token is one latent vector, with its rotary part behind it."""
+    """Returns the size of MLA's latent: a token is one latent vector, followed by its rotary part."""
     return fields.integer("kv_lora_rank") + fields.integer("qk_rope_head_dim")

@@ -1,8 +1,8 @@
-"""The host pools that SGLang makes of a model, which is what its storage stores: `integrations/sglang/hostpool` meets
-them when an engine starts, here they are worked out before.
+"""Derives the host pools that SGLang makes for a model; its storage stores their pages. `integrations/sglang/hostpool`
+reads them from a running engine; this module works them out in advance.
 
 Source: SGLang 0.5.23, `srt/mem_cache/kv_cache_configurator.py`, `hybrid_cache/hybrid_pool_assembler.py`, `pool_host`
-and `srt/configs`. `tests/sglang/test_pools.py` asks SGLang itself about each published model.
+and `srt/configs`. `tests/sglang/test_pools.py` compares each published model with SGLang itself.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ MHA, MLA, STATES, INDEX = "MHATokenToKVPoolHost", "MLATokenToKVPoolHost", "Mamba
 WINDOWS_APART = frozenset(
     {"gemma4_text", "gpt_oss", "granite_swa", "granitemoe_swa", "laguna", "llama4_text", "mellum"}
 )
-"""Model types whose windows or chunks have a pool of their own, with few slots. SGLang has a list of architectures; it
-keeps windows of all others in the one pool of all layers, and all their pages are stored.
+"""Model types that have a separate pool, with few slots, for windows or chunks. SGLang has a list of architectures; for
+all others it keeps windows in the one pool of all layers, and all their pages are stored.
 """
 
 PAGES_OF_ONE = frozenset({"lfm2", "lfm2_moe"})
 """Model types with states that SGLang caches with `--page-size 1` alone."""
 
 SAYS_NO_STATE_DTYPE = frozenset({"granitemoehybrid", "kimi_linear"})
-"""Model types of which SGLang reads no `mamba_ssm_dtype`."""
+"""Model types for which SGLang reads no `mamba_ssm_dtype`."""
 
 REFUSED = {
     COMPRESSED: "kvoffloadd refuses SGLang's pools for DeepSeek V4: entries, states and windows of each ratio",
@@ -41,16 +41,16 @@ REFUSED = {
     EXPANDED: "SGLang keeps its latents, which are not known here",
     **dict.fromkeys((DOUBLE, GROUPS, SPARSE, LIGHTNING), "its pools were not compared with SGLang's"),
 }
-"""By model type: why there is no plan."""
+"""The reason, by model type, why there is no plan."""
 
 CONV_DTYPE, STATE_DTYPE = "bfloat16", "float32"
-"""Of SGLang's convolution states; of its recurrent states where the model's file says nothing."""
+"""The dtype of SGLang's convolution states, and that of its recurrent states where the model's file has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostPool:
-    """A pool of one rank. `name`, `kind`: SGLang's name and class. `payload_bytes`: of a page, or of a state, of which
-    there is one where SGLang has kept it; `parts`: of a key.
+    """A pool of one rank. `name`, `kind`: SGLang's name and class. `payload_bytes`: bytes of a page, or of a state,
+    which exists only where SGLang has kept it; `parts`: parts of a key.
 
     `needed_tokens`: how much of a prompt's end a restore needs; 0: all of it, or with states the last one.
     """
@@ -67,7 +67,7 @@ class HostPool:
         return self.kind == STATES
 
     def stored_keys(self, tokens: int, page_tokens: int) -> int:
-        """Counts the keys that are stored of a prompt: one for each whole page; of states one, at the end of the last
+        """Counts the keys that are stored for a prompt: one for each whole page, or one state at the end of the last
         whole page.
         """
         pages = tokens // page_tokens
@@ -80,7 +80,7 @@ class HostPool:
 
 
 def page_tokens_of(model: ModelConfig, asked: int) -> int:
-    """What `--page-size` must be."""
+    """Returns the value that `--page-size` must have."""
     return 1 if model.model_type in PAGES_OF_ONE else asked
 
 

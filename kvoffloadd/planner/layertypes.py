@@ -1,4 +1,4 @@
-"""Which kind each layer of a model is: said by a list, by an interval, or by the model's type."""
+"""Finds the kind of each layer of a model: from a list, from an interval, or from the model's type."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ TYPES = {
     "conv": LayerKind.MAMBA,
     "attention": LayerKind.FULL,
 }
-"""What `layer_types` may say. Linear attention (Gated DeltaNet) and short convolutions keep states, as Mamba does."""
+"""The values of `layer_types`. Linear attention (Gated DeltaNet) and short convolutions keep states, as Mamba does."""
 
 PATTERN = {"M": (LayerKind.MAMBA,), "*": (LayerKind.FULL,), "-": (), "E": ()}
 """Letters of `hybrid_override_pattern` (Nemotron-H). A layer of experts, or a dense one, keeps nothing."""
 
 BOTH = {"falcon_h1"}
-"""Model types each of whose layers has attention and a Mamba state."""
+"""Model types in which each layer has attention and a Mamba state."""
 
 DELTA = "kimi_linear"
-"""The model type whose linear layers are listed in `linear_attn_config`, counted from 1."""
+"""The model type that lists its linear layers in `linear_attn_config`, counted from 1."""
 
 DOUBLE = "longcat_flash"
-"""The model type each of whose `num_layers` layers attends twice (vLLM 0.32, models/longcat_flash.py)."""
+"""The model type in which each of the `num_layers` layers attends twice (vLLM 0.32, models/longcat_flash.py)."""
 
 INCLUSIVE = {"cohere2", "cohere2_moe"}
-"""Model types whose `sliding_window` counts the tokens before the one that looks back, but not itself (vLLM 0.32,
+"""Model types with a `sliding_window` that counts the tokens before the current one, but not that one (vLLM 0.32,
 models/commandr.py).
 """
 
 LAYERS_MAX = 10_000
 
 ALTERNATING = {"gemma2"}
-"""Model types whose layers are sliding and full in turn, without saying so in the file."""
+"""Model types that alternate sliding and full layers without a key in the file."""
 
 ALL_SLIDING = {"mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
-"""Model types whose `sliding_window` is that of every layer."""
+"""Model types in which `sliding_window` applies to every layer."""
 
 
 def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
-    """One for each layer that keeps something of the tokens, the first layer's first.
+    """Returns the kind of each layer that keeps something of the tokens, in the order of the layers.
 
-    Raises ConfigError where the file leaves a doubt.
+    Raises ConfigError if the file is ambiguous.
     """
     counted = "num_layers" if fields.model_type == DOUBLE else "num_hidden_layers"
     count = fields.integer(counted)
@@ -88,7 +88,7 @@ def _patterned(fields: Fields, count: int) -> tuple[LayerKind, ...]:
 
 
 def _sharing(fields: Fields, count: int) -> int:
-    """Layers at the end that use the cache of an earlier layer of their kind, and have none of their own."""
+    """Counts the layers at the end that use the cache of an earlier layer of their kind and keep nothing themselves."""
     if not fields.get("num_kv_shared_layers"):
         return 0
     shared = fields.integer("num_kv_shared_layers")
@@ -108,7 +108,7 @@ def sharing_kinds(fields: Fields) -> tuple[LayerKind, ...]:
 
 
 def _check_softmax(fields: Fields, count: int) -> None:
-    """A list of 1 for each layer says nothing new; a 0 is a layer with linear attention of another kind."""
+    """Checks that `attn_type_list` is absent or has a 1 for each layer: a 0 marks linear attention of another kind."""
     listed = fields.items("attn_type_list")
     if listed is not None and listed != [1] * count:
         raise fields.error(
@@ -147,7 +147,7 @@ def _lightning(fields: Fields, count: int) -> tuple[LayerKind, ...]:
 
 
 def _every(interval: int, others: LayerKind, count: int) -> tuple[LayerKind, ...]:
-    """Each `interval`-th layer is full, the others are not."""
+    """Returns the kinds when each `interval`-th layer is full and the others are not."""
     return tuple(others if (at + 1) % interval else LayerKind.FULL for at in range(count))
 
 
@@ -171,10 +171,10 @@ def _delta(fields: Fields, count: int) -> tuple[LayerKind, ...]:
 
 
 def indexed_layers(fields: Fields, count: int) -> tuple[int, ...]:
-    """Layers that choose tokens by an index of their own; others use what the last such layer before them chose.
+    """Returns the layers that have an index to choose tokens; others use the choice of the last such layer before them.
 
-    All of them, unless a list of letters says S of some, or only each `index_topk_freq`-th has one from the layer
-    before `index_skip_topk_offset` on.
+    All layers have one, unless a list of letters has S for some layers, or only each `index_topk_freq`-th has one from
+    the layer before `index_skip_topk_offset` on.
     """
     pattern = fields.get("index_topk_pattern")
     if pattern is not None:
@@ -187,7 +187,7 @@ def indexed_layers(fields: Fields, count: int) -> tuple[int, ...]:
 
 
 def sparse_layers(fields: Fields) -> tuple[int, ...]:
-    """Layers that choose blocks of tokens by an index (MiniMax M3)."""
+    """Returns the layers that choose blocks of tokens by an index (MiniMax M3)."""
     sparse = fields.inside("sparse_attention_config")
     every = sparse.items("sparse_attention_freq") or []
     if len(every) != fields.integer("num_hidden_layers") or not all(one in (0, 1) for one in every):
@@ -196,7 +196,7 @@ def sparse_layers(fields: Fields) -> tuple[int, ...]:
 
 
 def _chunked(fields: Fields, count: int) -> tuple[LayerKind, ...]:
-    """Layers with rotary positions attend to their chunk, those without to everything."""
+    """Returns the kinds where layers with rotary positions attend to their chunk, and those without to everything."""
     rotary = fields.items("no_rope_layers")
     if rotary is not None:
         if len(rotary) != count or not all(one in (0, 1) for one in rotary):

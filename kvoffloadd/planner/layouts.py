@@ -1,4 +1,4 @@
-"""The layouts that a rank's KV cache can have, each with the geometry that `kvoffloadd.layout` would register."""
+"""Lists the layouts that a rank's KV cache can have, each with the geometry that `kvoffloadd.layout` would register."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ ROWS = "packed rows"
 PAGES = "packed pages, {} layers"
 
 PACK_SIZES = (2, 4, 8)
-"""Which are compared where states set the page."""
+"""The pack sizes that are compared where states set the page size."""
 
 BLOCKS = 2
-"""Geometry needs no more: with one block, which strides lie outside of blocks would not show."""
+"""The number of blocks: geometry needs no more, and with only one it would not show which strides lie outside of
+blocks.
+"""
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,20 @@ class Layout:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block; of the longest one, where groups differ."""
+        """Returns the tokens of a block: of the longest one, where groups differ."""
         return max(self.spec(group).block_size for group in range(self.num_groups))
 
     @property
     def num_groups(self) -> int:
-        """Groups of layers."""
+        """Returns the number of groups of layers."""
         return len(self.plan.groups)
 
     def spec(self, group: int) -> LayerSpec:
-        """What the layers of the group at this index are."""
+        """Returns the spec of the layers of the group at this index."""
         return self.plan.specs[self.plan.groups[group].layers[0]]
 
     def reach(self, group: int) -> Reach:
-        """How far back the group looks."""
+        """Returns how far back the group looks."""
         spec = self.spec(group)
         return Reach(spec.group_kind, spec.block_size, spec.window if isinstance(spec, Attention) else 0)
 
@@ -78,36 +80,38 @@ class Layout:
 
     @property
     def payloads(self) -> tuple[int, ...]:
-        """Bytes of a block of each group."""
+        """Returns the bytes of a block of each group."""
         return tuple(group.payload_bytes for group in self.plan.canonical.groups)
 
     @property
     def needs_less(self) -> bool:
-        """A restore needs less of some group than is stored: it has windows, chunks or states."""
+        """Returns whether a restore needs less of some group than is stored: the group has windows, chunks or
+        states.
+        """
         return any(self.reach(group).kind is not GroupKind.FULL for group in range(self.num_groups))
 
     @property
     def padding(self) -> tuple[int, ...]:
-        """Bytes of the engine's memory that a block of each group leaves unused."""
+        """Returns the bytes of the engine's memory that a block of each group leaves unused."""
         return tuple(self.plan.block_bytes - payload for payload in self.payloads)
 
     @property
     def token_bytes(self) -> float:
-        """Returns the bytes of a token in all groups, everything stored."""
+        """Returns the bytes of a token in all groups, if everything is stored."""
         sizes = (self.spec(group).block_size for group in range(self.num_groups))
         return float(sum(Fraction(payload, size) for payload, size in zip(self.payloads, sizes, strict=True)))
 
     def stored_blocks(self, tokens: int) -> tuple[int, ...]:
-        """Blocks of each group in a prompt, all of them stored; what is not a whole block has no key."""
+        """Counts a prompt's blocks of each group if all of them are stored; a partial block has no key."""
         return tuple(tokens // self.spec(group).block_size for group in range(self.num_groups))
 
     def needed_blocks(self, tokens: int) -> tuple[int, ...]:
-        """Blocks of each group that a restore of the prompt's whole blocks needs."""
+        """Counts the blocks of each group that a restore of the prompt's whole blocks needs."""
         end = tokens // self.block_tokens * self.block_tokens
         return tuple(len(self.reach(group).blocks(end)) for group in range(self.num_groups))
 
     def clipped_blocks(self, tokens: int) -> tuple[int, ...]:
-        """The same, as engines ask for it that leave room for a boundary within a block: one more of a window."""
+        """Counts them for engines that leave room for a boundary within a block: windows need one more."""
         end = tokens // self.block_tokens * self.block_tokens
         reaches = map(self.reach, range(self.num_groups))
         sliding = [len(clip(range(end // reach.block_size), reach.window, reach.block_size))
@@ -115,14 +119,14 @@ class Layout:
         return tuple(one or needed for one, needed in zip(sliding, self.needed_blocks(tokens), strict=True))
 
     def descriptors_of(self, blocks: Sequence[int]) -> int:
-        """What the daemon will count as descriptors of a store or load of so many blocks of each group."""
+        """Returns what the daemon counts as descriptors of a store or load of these numbers of blocks of each group."""
         return descriptors([group.refs for group in self.plan.canonical.groups], blocks)
 
 
 def possible_layouts(rank: Rank, pack_size: int = 0, num_blocks: int = BLOCKS) -> tuple[list[Layout], dict[str, str]]:
-    """All layouts that this rank's layers can have, and why others are none of them.
+    """Returns all layouts that this rank's layers can have, and the reasons against the others.
 
-    `pack_size`: to be among those compared; 0: no wish. Raises UsageError for states that can't lie on any page.
+    `pack_size`: one more pack size to compare; 0: none. Raises UsageError for states that fit on no page.
     """
     model = rank.model
     blocks_first = rank.specs(TRITON_NHD)
@@ -153,12 +157,14 @@ def possible_layouts(rank: Rank, pack_size: int = 0, num_blocks: int = BLOCKS) -
 
 
 def can_pack(model: ModelConfig) -> bool:
-    """Whether several attention layers can lie on one page, as long as a state."""
+    """Returns whether several attention layers can lie on one page, as long as a state."""
     return model.is_hybrid and len(set(model.kinds)) == 2
 
 
 def per_layer(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_blocks: int) -> Plan:
-    """A tensor for each slot, in the order of its layers' backend; the n-th layers of all groups overlay each other."""
+    """Makes a tensor for each slot, in the order of its layers' backend; the n-th layers of all groups overlay each
+    other.
+    """
     views: dict[str, tuple[View, ...]] = {}
     tensors = []
     for at, slot in enumerate(nth_layers(groups)):

@@ -1,4 +1,4 @@
-"""What a model's config.json says of its KV cache, as numbers of the whole model."""
+"""Reads what a model's config.json specifies about its KV cache, as numbers of the whole model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ REFUSED = {
     "swa_head_dim": "its sliding layers have heads of another size than the full ones",
     "swa_num_key_value_heads": "its sliding layers have another number of heads than the full ones",
 }
-"""Keys that change what the cache is, in ways that the planner does not know: a guess would look like an answer."""
+"""Keys that change the cache in ways that the planner does not know: a guess would look like an answer."""
 
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
-"""Model types with an index beside latents. `compress_ratios` is understood of `COMPRESSED` alone."""
+"""Model types with an index in addition to latents. `compress_ratios` is understood only for `COMPRESSED`."""
 
 SPARSE = "minimax_m3_text"
-"""The model type with an index beside heads, in the layers that `sparse_attention_config` says (vLLM 0.32,
+"""The model type with an index in addition to heads, in the layers that `sparse_attention_config` names (vLLM 0.32,
 models/minimax_m3).
 """
 
@@ -43,28 +43,27 @@ UNDERSTOOD = {
     "linear_attn_config": DELTA,
     "num_global_key_value_heads": TWO_HEADS,
 }
-"""Keys of `REFUSED` that are understood of this model type."""
+"""Keys of `REFUSED` that are understood for this model type."""
 
 DEFAULT_DTYPE = "bfloat16"
-"""Of models that do not say theirs: what engines run them in."""
+"""The dtype of models that name none: engines run them in this one."""
 
 DRAFTS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
-"""Layers that only guess tokens ahead; engines may or may not run them."""
+"""Keys that count layers which only guess tokens ahead; engines may or may not run them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The whole model. `kinds`: of each layer. `kv_heads`, `head_size`: of attention; with MLA one head, the latent.
-    `full_heads`: of full layers, where theirs are others (Gemma 4).
+    """The whole model. `kinds`: the kind of each layer. `kv_heads`, `head_size`: those of attention; with MLA one head,
+    the latent. `full_heads`: those of full layers, where they differ (Gemma 4).
 
-    `sharing`: of layers behind these, which have no cache of their own.
+    `sharing`: the kinds of the layers after these, which keep no cache.
 
-    `window`, `chunk`: tokens, 0 where no layer has one. `dtype`: the model's.
-    `linear`: states of layers that keep them; `state_dtype`: the file's `mamba_ssm_dtype`, "" where it has none.
-    `index_size`: elements of a token's key in an index; 0: none. `indexed`: which layers have one of their own; () with
-    DeepSeek V4, whose ratios say it.
-    `ratios`: DeepSeek V4's, of each layer, how many tokens become one entry; () for other models.
-    `kv_quantised`: the checkpoint asks for a KV cache of another dtype. `assumed`: what the file did not say.
+    `window`, `chunk`: tokens, 0 where no layer has one. `dtype`: the model's. `linear`: the states of layers that keep
+    any; `state_dtype`: the file's `mamba_ssm_dtype`, "" where it has none. `index_size`: elements of a token's key in
+    an index; 0: none. `indexed`: the layers that have an index; () with DeepSeek V4, where the ratios decide. `ratios`:
+    for each layer of DeepSeek V4, how many tokens become one entry; () for other models. `kv_quantised`: the checkpoint
+    asks for a KV cache of another dtype. `assumed`: values that the file does not have.
     """
 
     model_type: str
@@ -87,24 +86,26 @@ class ModelConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """Some layers keep states."""
+        """Returns whether some layers keep states."""
         return self.linear is not None
 
     @property
     def is_mla(self) -> bool:
-        """Layers keep a latent, which is the same on all ranks."""
+        """Returns whether layers keep a latent, which is the same on all ranks."""
         return LayerKind.MLA in self.kinds
 
     @property
     def block_multiple(self) -> int:
-        """Blocks have a multiple of so many tokens, since kernels read compressed entries and indexes so."""
+        """Returns the number of tokens that blocks must be a multiple of: kernels read compressed entries and indexes
+        in such units.
+        """
         if self.ratios:
             return 256
         return (64 if self.is_mla else 128) if self.index_size else 1
 
     @property
     def attention_kinds(self) -> tuple[LayerKind, ...]:
-        """Kinds of layers that keep something of each token, in the order in which the model has them first."""
+        """Returns the kinds of layers that keep something of each token, in the order of their first layers."""
         return tuple(kind for kind in dict.fromkeys(self.kinds) if kind is not LayerKind.MAMBA)
 
     def heads(self, kind: LayerKind) -> Heads:
@@ -114,13 +115,13 @@ class ModelConfig:
         return Heads(self.kv_heads, self.head_size)
 
     def count(self, kind: LayerKind) -> int:
-        """Layers of this kind."""
+        """Returns the number of layers of this kind."""
         return self.kinds.count(kind)
 
 
 def read_model(path: Path) -> ModelConfig:
-    """Reads a model from a config.json. Raises NoPlanError for a model that is not known, or keeps nothing, and
-    ConfigError for what is missing or no value; both name the key and what would work.
+    """Reads a model from a config.json. Raises NoPlanError for a model that is not known or keeps nothing, and
+    ConfigError for a value that is missing or invalid; both name the key and what would work.
     """
     fields = read_fields(path)
     _check_known(fields)
@@ -165,7 +166,9 @@ def read_model(path: Path) -> ModelConfig:
 
 
 def _check_known(fields: Fields) -> None:
-    """That the model is of a known type, and no key says what the planner does not know. Raises NoPlanError."""
+    """Checks that the model's type is known, and that no key has a meaning unknown to the planner. Raises
+    NoPlanError.
+    """
     check_type(fields)
     for key, why in REFUSED.items():
         if UNDERSTOOD.get(key) != fields.model_type and fields.get(key):
@@ -177,8 +180,8 @@ def _check_known(fields: Fields) -> None:
 
 
 def _index_size(fields: Fields) -> int:
-    """Elements of a key in the index. Beside latents engines quantise it in pieces that share a scale, and have no
-    others.
+    """Returns the elements of a key in the index. With latents, engines quantise it in pieces that share a scale, and
+    accept no other sizes.
     """
     if fields.model_type == SPARSE:
         return fields.inside("sparse_attention_config").integer("sparse_index_dim")
@@ -191,19 +194,19 @@ def _index_size(fields: Fields) -> int:
 
 
 def _indexed(fields: Fields, count: int) -> tuple[int, ...]:
-    """Layers that have an index of their own."""
+    """Returns the layers that have an index."""
     if fields.model_type == SPARSE:
         return sparse_layers(fields)
     return indexed_layers(fields, count) if fields.model_type in INDEXED else ()
 
 
 def _window(fields: Fields) -> int:
-    """Tokens that a token of a sliding layer attends to, itself among them."""
+    """Returns the tokens that a token of a sliding layer attends to, including itself."""
     return fields.integer("sliding_window") + (fields.model_type in INCLUSIVE)
 
 
 def _latent_kinds(fields: Fields, kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Layers with latents in place of full ones; some may keep states."""
+    """Returns the kinds with latents in place of full attention; some layers may keep states."""
     other = next((kind for kind in kinds if kind not in (LayerKind.FULL, LayerKind.MAMBA)), None)
     if other is not None:
         raise fields.unknown("kv_lora_rank", f"with layers of kind {other} is not understood")
@@ -211,6 +214,6 @@ def _latent_kinds(fields: Fields, kinds: tuple[LayerKind, ...]) -> tuple[LayerKi
 
 
 def _kv_quantised(fields: Fields) -> bool:
-    """Whether the checkpoint was made for a quantised KV cache, as two common formats say it."""
+    """Returns whether the checkpoint was made for a quantised KV cache, in either of two common formats."""
     found = fields.get("quantization_config")
     return isinstance(found, dict) and bool(found.get("kv_cache_scheme") or found.get("kv_cache_quant_algo"))

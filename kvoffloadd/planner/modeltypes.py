@@ -1,5 +1,5 @@
-"""Which models are known: a list of those that were compared with an engine or worked out by hand, since a plan of any
-other would look as right as theirs.
+"""Lists the known models: those that were compared with an engine or worked out by hand, since a plan of any other
+would look as right as theirs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ COMPARED = frozenset({
     "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl_text", "seed_oss", "smollm3",
     "stablelm", "starcoder2", "vaultgemma",
 })  # fmt: skip
-"""Types of text models whose layers `tests/vllm/test_plans.py` compares with vLLM's own specs of them."""
+"""The types of text models that `tests/vllm/test_plans.py` compares with vLLM's own specs, layer by layer."""
 
 BY_HAND = frozenset({
     "bailing_moe_linear", "deepseek_v32", "deepseek_v4", "gemma3n_text", "glm_moe_dsa", "kimi_k2",
     "kimi_linear", "minimax_m3_text", "mllama_text_model", "nemotron_h", "phimoe", "step3p5",
 })  # fmt: skip
-"""Those that vLLM's CPU build can't make, or not from what their class has: sums by hand are in the planner's tests."""
+"""The types that vLLM's CPU build can't make, or not from what their class has: sums by hand are in the planner's
+tests.
+"""
 
 KNOWN = COMPARED | BY_HAND
 
@@ -33,17 +35,17 @@ WRAPPERS = frozenset({
     "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral3", "mllama", "paddleocr_vl", "qwen2_5_vl",
     "qwen2_audio", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "smolvlm",
 })  # fmt: skip
-"""Types around a text model, whose layers are all that keeps something of the tokens."""
+"""The types around a text model; only the layers of the text model keep something of the tokens."""
 
 ENCODERS = frozenset({
     "albert", "bert", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "modernbert", "mpnet", "new",
     "nomic_bert", "roberta", "siglip", "xlm-roberta",
 })  # fmt: skip
-"""Types that attend to all of a text at once."""
+"""The types that attend to all of a text at once."""
 
 
 def check_type(fields: Fields) -> None:
-    """Raises NoPlanError for a model whose type is not known, and for an encoder."""
+    """Raises NoPlanError for a model of an unknown type, and for an encoder."""
     encodes = {
         "model_type": fields.model_type in ENCODERS,
         "use_bidirectional_attention": fields.get("use_bidirectional_attention") in (True, "all"),

@@ -16,18 +16,19 @@ from kvoffloadd.planner.rank import Rank
 from kvoffloadd.planner.trace import Trace
 
 DEFAULTS = Config()
-"""Of the daemon."""
+"""The daemon's defaults."""
 
 PROMPT_TOKENS = 8000
-"""A typical prompt, where nobody says: a chat of some turns, or a few pages of documents."""
+"""A typical prompt, if none is given: a chat of some turns, or a few pages of documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What the model is to run under. `pack_size`: 0 where it is not said. `disk_bytes`: 0 for no disk.
-    `gpu_cache_bytes`: of the engine's KV cache on each GPU; 0: not known.
+    """The terms that a model runs under. `pack_size`: 0: not given. `disk_bytes`: 0 for no disk. `gpu_cache_bytes`:
+    bytes of the engine's KV cache on each GPU; 0: not known.
 
-    `hybrid`, `kv_dtype`, `block_size`, `tp`: as of `Rank`. `share_tp`: other tensor-parallel sizes are to read it, too.
+    `hybrid`, `kv_dtype`, `block_size`, `tp`: as in `Rank`. `share_tp`: other tensor-parallel sizes that read the stored
+    keys, too.
     """
 
     memory_bytes: int = DEFAULTS.memory.capacity_bytes
@@ -46,8 +47,8 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt length. `stored_bytes`: of all ranks, all groups stored for every block; `needed_bytes`: of what a
-    restore of its whole blocks needs.
+    """A prompt length. `stored_bytes`: bytes on all ranks, with all groups stored for every block; `needed_bytes`:
+    bytes that a restore of its whole blocks needs.
     """
 
     name: str
@@ -59,10 +60,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class HeldPrompts:
-    """What a tier holds. `blocks`: times the tokens of a block in all groups, all stored.
+    """The prompts that a tier holds. `blocks`: times the tokens of a block in all groups, all stored.
 
-    `prompts`: for each prompt how many whole ones, all stored; `needed`: how many if only what their restore needs
-    were held. None: they have no whole block.
+    `prompts`: for each prompt how many whole ones, with everything stored; `needed`: how many with only the part stored
+    that a restore needs. None: they have no whole block.
     """
 
     tier: str
@@ -77,10 +78,11 @@ class HeldPrompts:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """`layout`: what groups and capacities are those of; as today's engines have it, or in packs as `pack_size` says.
+    """A plan for engines with blocks. `layout`: the layout that groups and capacities apply to: that of today's
+    engines, or the packs of `pack_size`.
 
-    `parts`: of a key of each group. `refused`: names of layouts, and why they are impossible.
-    `rows_by_default`: engines that pack rows do so unless they are told otherwise.
+    `parts`: parts of a key of each group. `refused`: names of layouts, and why they are impossible. `rows_by_default`:
+    engines that pack rows do so unless configured otherwise.
     """
 
     rank: Rank
@@ -99,7 +101,9 @@ class CapacityPlan:
 
 
 def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None) -> CapacityPlan:
-    """`trace`: its median prompt goes before `terms.prompt_tokens`. Raises ConfigError for terms that contradict."""
+    """Makes a plan. `trace`: its median prompt takes precedence over `terms.prompt_tokens`. Raises ConfigError for
+    contradictory terms.
+    """
     rank = Rank(model, terms.tp, terms.block_size, terms.kv_dtype, terms.hybrid)
     if terms.pack_size and not can_pack(model):
         raise ConfigError(
@@ -131,23 +135,23 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
 
 
 def prompt_lengths(terms: PlanInputs, trace: Trace | None) -> dict[str, int]:
-    """Returns lengths in tokens, by what they are called; the first is the one that counts."""
+    """Returns lengths in tokens, by name; the first one counts."""
     return {"median": trace.median_tokens, "p90": trace.p90_tokens} if trace else {"typical": terms.prompt_tokens}
 
 
 def memory_space(terms: PlanInputs) -> MemorySpace:
-    """The memory tier."""
+    """Returns the space of the memory tier."""
     return MemorySpace(terms.memory_bytes, terms.slab_bytes or suitable_slab_bytes(terms.memory_bytes))
 
 
 def spaces_of(terms: PlanInputs, memory: MemorySpace) -> list[tuple[str, MemorySpace | DiskSpace]]:
-    """The tiers by name, `memory` first."""
+    """Returns the tiers by name, `memory` first."""
     disk = [("disk", DiskSpace(terms.disk_bytes, terms.segment_bytes))] if terms.disk_bytes else []
     return [("memory", memory), *disk]
 
 
 def _unshared(rank: Rank, terms: PlanInputs) -> list[str]:
-    """Where sharing was asked for and can't be had."""
+    """Returns why the keys can't be shared as asked."""
     if terms.share_tp and rank.model.is_hybrid:
         return [
             "states are no heads: ranks of other tensor-parallel sizes can't read what is stored, despite --share-tp"
@@ -185,7 +189,7 @@ def _held(
 
 
 def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None) -> list[str]:
-    """What the figures rest on."""
+    """Returns the assumptions that the figures rest on."""
     model = rank.model
     said = [*model.assumed, *_of_ranks(model, terms.tp)]
     if rank.dtype == "float32":
@@ -209,7 +213,7 @@ def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None)
 
 
 def _of_ranks(model: ModelConfig, tp: int) -> list[str]:
-    """The same, of tensor-parallel ranks."""
+    """Returns the demand of this number of tensor-parallel ranks."""
     said = []
     if tp > 1:
         said.append(f"all {tp} ranks are on this host, and share one daemon; bytes of prompts are those of all ranks")

@@ -1,4 +1,6 @@
-"""What one tensor-parallel rank has of a model: its layers as specs, for a block size, a pack size and a backend."""
+"""Derives one tensor-parallel rank's part of a model: its layers as specs, for a block size, a pack size and a
+backend.
+"""
 
 from __future__ import annotations
 
@@ -32,22 +34,22 @@ KV_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""What engines call dtypes of the KV cache -> torch's names. "auto": the model's."""
+"""Maps the engines' names of KV-cache dtypes to torch's. "auto": the model's dtype."""
 
 PACKED_LATENT_SIZE, PACKED_LATENT_BYTES = 512 + 64, 656
-"""Of a token's latent with an index: elements, and bytes in fp8 (512 of fp8, 16 of scales, 64 elements of bfloat16)."""
+"""A token's latent with an index: elements, and bytes in fp8 (512 of fp8, 16 of scales, 64 elements of bfloat16)."""
 
 
 LATENT_TOKENS = 128
-"""Blocks are a multiple of this where latents and states share pages: what kernels of MLA ask for."""
+"""Blocks are a multiple of this where latents and states share pages: kernels of MLA require it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """`block_size`: tokens, as asked for. `kv_dtype`: a name of KV_DTYPES. `hybrid` False: windows and chunks count as
-    full attention, as engines do whose hybrid cache manager is off.
+    """One rank's terms. `block_size`: the requested number of tokens. `kv_dtype`: a name of KV_DTYPES. `hybrid` False:
+    windows and chunks count as full attention, as in engines with the hybrid cache manager off.
 
-    Raises ConfigError for what does not divide, and for a dtype that is not known.
+    Raises ConfigError for a number that does not divide, and for an unknown dtype.
     """
 
     model: ModelConfig
@@ -80,7 +82,7 @@ class Rank:
         self._check_dtype()
 
     def _check_dtype(self) -> None:
-        """That engines keep this model's cache so. Raises ConfigError."""
+        """Checks that engines keep this model's cache in this dtype. Raises ConfigError."""
         model = self.model
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(f'--kv-dtype "{self.kv_dtype}" is not known; these are: {", ".join(KV_DTYPES)}')
@@ -103,7 +105,9 @@ class Rank:
 
     @property
     def is_packed(self) -> bool:
-        """Latents are bytes: fp8 elements, with scales and what stays bfloat16. DeepSeek V4's are unless asked for."""
+        """Returns whether latents are bytes: fp8 elements, with scales and a part in bfloat16. DeepSeek V4's are by
+        default.
+        """
         model = self.model
         fp8 = self.dtype.startswith("float8")
         return (fp8 and model.is_mla and model.index_size > 0) or (bool(model.ratios) and self.kv_dtype == "auto")
@@ -119,14 +123,14 @@ class Rank:
         return Heads(1 if self.model.is_mla else max(1, heads.count // self.tp), heads.size)
 
     def _kept(self, kind: LayerKind) -> int:
-        """Elements of K, of a token in a layer of this kind."""
+        """Returns the elements of K that a layer of this kind keeps for a token."""
         heads = self.heads(kind)
         return heads.count * heads.size
 
     @property
     def token_bytes(self) -> int:
         """Returns the bytes of a token in one attention layer, without its index; with compressed tokens, the bytes of
-        an entry. Where full layers have other heads, it is a layer of those that keep the most.
+        an entry. Where full layers have other heads, the layer is one of those that keep the most.
         """
         if self.model.ratios:
             return next(iter(self._compressed("", 0).values())).payload_bytes // WINDOW_TOKENS
@@ -146,9 +150,10 @@ class Rank:
         return sum(state.bytes for state in self.states)
 
     def block_tokens(self, pack_size: int = 1) -> int:
-        """Returns the block size as asked for, in multiples that kernels can read.
+        """Returns the block size: the requested one, rounded up to a multiple that kernels can read.
 
-        Larger where `pack_size` attention layers would not fill the page that a state needs: a multiple of the asked.
+        It is larger where `pack_size` attention layers would not fill the page that a state needs: a multiple of the
+        requested size.
         """
         if self.model.block_multiple > 1:
             return -(-self.block_size // self.model.block_multiple) * self.model.block_multiple
@@ -158,9 +163,10 @@ class Rank:
         return packed_block_size(self.state_bytes, self.token_bytes, pack_size, step)
 
     def specs(self, backend: Backend, pack_size: int = 1) -> dict[str, LayerSpec]:
-        """All layers by name, in order. MLA has a backend of its own. Alone on a page, states are padded to it.
+        """Returns all layers by name, in order. MLA has a separate backend. States that are alone on a page are padded
+        to its size.
 
-        Of layers with smaller heads blocks have as many more tokens, so that all pages are equal.
+        Layers with smaller heads get longer blocks, so that all pages are equal.
         """
         block = self.block_tokens(pack_size)
         page = block * self.token_bytes
@@ -189,7 +195,7 @@ class Rank:
         )
 
     def _index(self, block: int) -> Attention:
-        """Keys of a layer's index: in fp8 beside latents, in bfloat16 beside heads."""
+        """Returns the keys of a layer's index: in fp8 with latents, in bfloat16 with heads."""
         size = self.model.index_size
         size, dtype = (index_bytes(size), "uint8") if self.model.is_mla else (size, "bfloat16")
         return Attention(block, 1, size, dtype, LATENT, LayerKind.MLA)

@@ -1,4 +1,4 @@
-"""Derives from a model what SGLang and the daemon are started with, and what the tiers hold of SGLang's pages."""
+"""Derives from a model how to start SGLang and the daemon, and what the tiers hold of SGLang's pages."""
 
 from __future__ import annotations
 
@@ -37,34 +37,36 @@ from kvoffloadd.planner.trace import Trace
 from kvoffloadd.units import format_bytes
 
 PAGE_TOKENS = 64
-"""Of SGLang's pages, where nobody says: what its kernels for MLA and for indexes want, and those for heads can have."""
+"""Tokens of SGLang's pages by default: the size that its kernels for MLA and for indexes require, and those for heads
+accept.
+"""
 
 HOST_RATIO = 1.2
-"""SGLang's `--hicache-ratio` where host memory is a buffer alone: of the KV cache on the GPU."""
+"""The value of SGLang's `--hicache-ratio` where host memory is only a buffer: a multiple of the KV cache on the GPU."""
 
 MAPPED_TIMES = 2
 """A host pool is mapped once for loads and once for stores."""
 
 SESSIONS_PER_RANK = 3
-"""For lookups, loads and stores."""
+"""The sessions for lookups, loads and stores."""
 
 CALL_PAGES = 128
-"""What SGLang loads or stores at a time."""
+"""The pages that SGLang loads or stores at a time."""
 
 THRESHOLD_TOKENS = 256
-"""SGLang looks for nothing shorter, unless `prefetch_threshold` says otherwise."""
+"""SGLang looks up nothing shorter, unless `prefetch_threshold` has another value."""
 
 RECORD_EXTRA_BYTES = 3 * PAGE_BYTES
-"""Of a segment, beside the slot of its only record: headers and footer."""
+"""A segment's headers and footer, in addition to the slot of its only record."""
 
 SEGMENT_RECORDS = 4
-"""Of the largest payloads, in a segment that is made larger for them: one of them is lost at its end at most."""
+"""Records of the largest payload in a segment that is enlarged for them: at most one of them is lost at its end."""
 
 GB = 10**9
-"""Of `--hicache-size`."""
+"""The unit of `--hicache-size`."""
 
 BUFFER_PROMPTS = 16
-"""Prompts on their way between a GPU and the daemon for which a smaller host pool is worked out."""
+"""The prompts on their way between a GPU and the daemon that a smaller host pool is sized for."""
 
 STORAGE = {
     "backend_name": "kvoffloadd",
@@ -73,7 +75,7 @@ STORAGE = {
     "interface_v1": 1,
     "allocator": "shm",
 }
-"""`--hicache-storage-backend-extra-config`."""
+"""The value of `--hicache-storage-backend-extra-config`."""
 
 STORAGE_FLAGS = (
     "--enable-hierarchical-cache",
@@ -84,14 +86,14 @@ STORAGE_FLAGS = (
     *("--hicache-storage-backend", "dynamic"),
     *("--hicache-storage-backend-extra-config", json.dumps(STORAGE)),
 )
-"""Of every engine with the storage."""
+"""The flags of every engine with the storage."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostPoolSizes:
-    """What SGLang's host pools take, on one rank. `default_bytes`: with its default ratio; 0: nobody said how large the
-    KV cache on a GPU is. `least_gb`: a `--hicache-size` that holds some prompts on their way. `mapped_bytes`: what all
-    ranks' pools take of the daemon's limit; 0 as above.
+    """The sizes of SGLang's host pools on one rank. `default_bytes`: with its default ratio; 0: the size of the KV
+    cache on a GPU is not known. `least_gb`: a `--hicache-size` that holds some prompts on their way. `mapped_bytes`:
+    what all ranks' pools take of the daemon's limit; 0 as above.
     """
 
     default_bytes: int
@@ -101,8 +103,8 @@ class HostPoolSizes:
 
 @dataclass(frozen=True, slots=True)
 class SglangPlan:
-    """`flags`: SGLang's, beside the model's path. `settings`: of the daemon, by section.key, that must differ from its
-    defaults.
+    """A plan for SGLang. `flags`: SGLang's, in addition to the model's path. `settings`: the daemon's settings, by
+    section.key, that must differ from the defaults.
     """
 
     rank: Rank
@@ -124,13 +126,13 @@ class SglangPlan:
 
     @property
     def needs_less(self) -> bool:
-        """A restore needs less of some pool than is stored."""
+        """Returns whether a restore needs less of some pool than is stored."""
         return any(pool.needed_tokens for pool in self.pools)
 
 
 def make_sglang_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None) -> SglangPlan:
-    """`terms.block_size`: tokens of a page. Raises ConfigError for terms that contradict, and for a model whose pools
-    the storage refuses.
+    """Makes a plan for SGLang. `terms.block_size`: tokens of a page. Raises ConfigError for contradictory terms, and
+    for a model with pools that the storage refuses.
     """
     if model.model_type in REFUSED:
         raise NoPlanError(f"--engine sglang: {REFUSED[model.model_type]}")
@@ -161,7 +163,7 @@ def make_sglang_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None 
     )
 
 
-# --- what is to be started ------------------------------------------------------------------------------
+# --- what to start --------------------------------------------------------------------------------------
 
 
 def _flags(rank: Rank, terms: PlanInputs) -> tuple[str, ...]:
@@ -176,7 +178,7 @@ def _flags(rank: Rank, terms: PlanInputs) -> tuple[str, ...]:
 
 
 def _settings(asked: PlanInputs, needed: PlanInputs) -> dict[str, str]:
-    """Values in the config's own words."""
+    """Returns values in the config's notation."""
     found = {}
     if needed.slab_bytes != memory_space(asked).slab_bytes:
         found["memory.slab_bytes"] = _size(needed.slab_bytes)
@@ -194,8 +196,8 @@ def _size(size: int) -> str:
 
 
 def _needed(pools: Sequence[HostPool], terms: PlanInputs) -> PlanInputs:
-    """Chooses slabs and segments as they suit the memory, unless the largest payload does not fit, or leaves a quarter
-    of a slab and more unused.
+    """Chooses slabs and segments that suit the memory, unless the largest payload does not fit, or leaves a quarter of
+    a slab and more unused.
     """
     slab, segment = memory_space(terms).slab_bytes, terms.segment_bytes
     largest = max(slot_bytes(pool.payload_bytes) for pool in pools)

@@ -1,4 +1,6 @@
-"""What layers keep in place of keys and values: states of linear attention, of Mamba-2 and of short convolutions."""
+"""Describes what layers keep in place of keys and values: states of linear attention, Mamba-2 and short
+convolutions.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,21 @@ from kvoffloadd.layout import State
 from kvoffloadd.planner.fields import Fields
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""What a model may be computed in."""
+"""The dtypes that a model may be computed in."""
 
 LIGHTNING = "bailing_moe_linear"
-"""The model type with lightning attention in all layers but each `layer_group_size`-th (Ring linear; SGLang 0.5.23,
+"""The model type with lightning attention in all layers except each `layer_group_size`-th (Ring linear; SGLang 0.5.23,
 models/bailing_moe_linear.py).
 """
 
 SSM_DTYPES = {"nemotron_h": "float32"}
-"""By `model_type`: the dtype of the recurrent state where the file has none. Other models': the model's."""
+"""The dtype of the recurrent state, by `model_type`, where the file has none. Other models use the model's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearHeads:
-    """Describes the heads of layers with linear attention (Gated DeltaNet), over all ranks. `dtype`: of the recurrent
-    state.
+    """Describes the heads of layers with linear attention (Gated DeltaNet), over all ranks. `dtype`: that of the
+    recurrent state.
     """
 
     key_heads: int
@@ -34,12 +36,12 @@ class LinearHeads:
 
     @property
     def conv_channels(self) -> int:
-        """Queries, keys and values that pass through the convolution."""
+        """Returns the channels of queries, keys and values that pass through the convolution."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     @property
     def divided(self) -> dict[str, int]:
-        """Keys of the config whose number must be split over the ranks, and that number."""
+        """Returns the config keys with numbers that must be split over the ranks, and these numbers."""
         return {"linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
@@ -50,8 +52,8 @@ class LinearHeads:
 
 @dataclass(frozen=True, slots=True)
 class MambaHeads:
-    """Describes the heads of Mamba-2 layers, over all ranks. `inner`: channels of all heads; `dtype`: of the recurrent
-    state.
+    """Describes the heads of Mamba-2 layers, over all ranks. `inner`: channels of all heads; `dtype`: that of the
+    recurrent state.
     """
 
     heads: int
@@ -64,14 +66,14 @@ class MambaHeads:
 
     @property
     def divided(self) -> dict[str, int]:
-        """Keys of the config whose number must be split over the ranks, and that number."""
+        """Returns the config keys with numbers that must be split over the ranks, and these numbers."""
         groups = {} if self.groups == 1 else {"Mamba groups": self.groups}
         return {"Mamba heads": self.heads, "channels of Mamba heads": self.inner, **groups}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
         """Returns the states of a layer on one of `tp` ranks: convolution, recurrent state. `dtype`: the model's.
 
-        A single group is on each rank; engines split several, and have no other way.
+        Engines put a single group on each rank, and split several groups over the ranks.
         """
         groups = tp if self.groups == 1 else self.groups
         conv = State((self.conv_kernel - 1, (self.inner + 2 * groups * self.state_size) // tp), dtype)
@@ -87,7 +89,7 @@ class ShortConv:
 
     @property
     def divided(self) -> dict[str, int]:
-        """Keys of the config whose number must be split over the ranks, and that number."""
+        """Returns the config keys with numbers that must be split over the ranks, and these numbers."""
         return {"channels of the convolution": self.channels}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
@@ -107,7 +109,7 @@ class DeltaHeads:
 
     @property
     def divided(self) -> dict[str, int]:
-        """Keys of the config whose number must be split over the ranks, and that number."""
+        """Returns the config keys with numbers that must be split over the ranks, and these numbers."""
         return {"linear_attn_config.num_heads": self.heads}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
@@ -130,7 +132,7 @@ class LightningHeads:
 
     @property
     def divided(self) -> dict[str, int]:
-        """Keys of the config whose number must be split over the ranks, and that number."""
+        """Returns the config keys with numbers that must be split over the ranks, and these numbers."""
         return {"num_attention_heads": self.heads}
 
     def states(self, tp: int, dtype: str) -> tuple[State, ...]:
@@ -171,7 +173,7 @@ def read_states(fields: Fields, dtype: str) -> Recurrent:
 
 
 def _mamba_2(fields: Fields, dtype: str) -> MambaHeads:
-    """Reads the fields as Granite 4 and Falcon-H1 name them."""
+    """Reads the fields under the names that Granite 4 and Falcon-H1 use."""
     heads = fields.integer("mamba_n_heads")
     if fields.get("mamba_d_ssm") is not None:
         inner = fields.integer("mamba_d_ssm")

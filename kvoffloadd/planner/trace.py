@@ -1,4 +1,4 @@
-"""What a trace of real requests says of prompts: how long they are, and how many distinct blocks they have."""
+"""Reads from a trace of real requests how long prompts are, and how many distinct blocks they have."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from typing import Any
 from kvoffloadd.errors import ConfigError
 
 TRACE_BLOCK_TOKENS = 512
-"""Of Mooncake's traces."""
+"""Tokens of a block in Mooncake's traces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`median_tokens`, `p90_tokens`: lengths of prompts that are in it. `block_tokens`: of the trace's own blocks."""
+    """The prompts of a trace. `median_tokens`, `p90_tokens`: lengths of prompts that occur in it. `block_tokens`:
+    tokens of the trace's own blocks.
+    """
 
     requests: int
     median_tokens: int
@@ -26,14 +28,14 @@ class Trace:
 
     @property
     def unique_tokens(self) -> int:
-        """What a cache would hold that had everything; blocks that are not full count as if they were."""
+        """Returns what a cache that held everything would hold; partial blocks count as full ones."""
         return self.unique_blocks * self.block_tokens
 
 
 def read_trace(path: Path, block_tokens: int = TRACE_BLOCK_TOKENS) -> Trace:
-    """One JSON object a line: `input_length` in tokens, `hash_ids` of its blocks of `block_tokens`.
+    """Reads a trace of one JSON object a line: `input_length` in tokens, `hash_ids` of its blocks of `block_tokens`.
 
-    Raises ConfigError, naming the line, for what is no such trace.
+    Raises ConfigError, with the line, for any other file.
     """
     lengths: list[int] = []
     unique: set[int] = set()
@@ -57,7 +59,7 @@ def read_trace(path: Path, block_tokens: int = TRACE_BLOCK_TOKENS) -> Trace:
 
 
 def _rank(ordered: list[int], percent: int) -> int:
-    """The smallest that is not below so many percent of them: a length that does occur."""
+    """Returns the smallest length that at least this percentage of them does not exceed: one that does occur."""
     return ordered[-(-percent * len(ordered) // 100) - 1]
 
 

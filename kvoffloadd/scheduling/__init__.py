@@ -1,1 +1,1 @@
-"""Decides who runs when: lanes of threads, fair queues, turns of the event loop."""
+"""Schedules the daemon's work: lanes of threads, fair queues, turns of the event loop."""

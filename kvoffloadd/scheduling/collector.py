@@ -1,4 +1,4 @@
-"""When Python's garbage collector looks at all objects: not while somebody waits for an answer."""
+"""Schedules full garbage collections: not while a peer waits for an answer."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import time
 from typing import Final
 
 PAUSE_S: Final = 600.0
-"""Between two looks at all objects."""
+"""The least time between two full collections."""
 
 SELDOM: Final = 1000
-"""Python looks at all objects by itself only when seven million more have been made than have gone since, more than all
-events that may wait: so what a daemon that is never idle keeps by mistake stays below a GiB or so.
+"""The third threshold: Python then makes a full collection by itself only when seven million more objects have been
+made than have gone since, more than all events that may wait. So objects that a daemon which is never idle keeps by
+mistake stay below about a GiB.
 """
 
 
 class Collector:
-    """A look at all objects takes 0.1 s where there are very many, such as events that wait for their subscribers, and
-    Python takes it in the midst of whatever makes objects. What most of it would find here is nothing: sessions and
-    requests are taken apart at their end, so that their memory goes at once. So Python looks at young objects alone by
-    itself, at all of them seldom, and else where this is told that there is nothing else to do.
+    """Makes full collections when the loop is idle.
+
+    A full collection takes 0.1 s where there are very many objects, such as events that wait for their subscribers, and
+    Python makes it in the midst of whatever allocates objects. Most of them would find nothing here: sessions and
+    requests are taken apart at their end, so that their memory is freed at once. So Python collects young objects by
+    itself, but makes full collections seldom; `on_idle` makes the others.
     """
 
     def __init__(self) -> None:
         self._looked_s = 0.0
 
     def start(self) -> None:
-        """Begin to serve: what there is now stays, and is not looked at again."""
+        """Begins to serve: the present objects stay, and are not examined again."""
         young, middle, _ = gc.get_threshold()
         gc.collect()
         gc.freeze()
@@ -34,7 +37,7 @@ class Collector:
         self._looked_s = time.monotonic()
 
     def on_idle(self) -> None:
-        """There is nothing else to do."""
+        """Makes a full collection if one is due: the loop has no other work."""
         now = time.monotonic()
         if now - self._looked_s >= PAUSE_S:
             self._looked_s = now

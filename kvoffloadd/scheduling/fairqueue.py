@@ -1,12 +1,12 @@
-"""A fair queue: the flow that has had the least goes next, however much each has queued. Pure: no clock, no thread.
+"""A fair queue: the flow that has been served least goes next, however much each has queued. Pure: no clock, no thread.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996), on each level of a tree. A flow's start tag is the virtual time
 at which its next turn is due; the flow with the smallest goes, and its tag moves on by the turn's cost times the flow's
-divisor. A flow that was idle is due at once, at the queue's virtual time, but not before it has paid for what it had.
+divisor. A flow that was idle is due at once, at the queue's virtual time, but not before it has paid for earlier turns.
 
-Two things are added. A flow with a divisor above 1 begins as far behind as its later turns are apart, so that what is
-less urgent does not begin with a turn that it could not have later. And virtual time moves on with work done, if more
-slowly than tags do, so that newcomers without end, each due at once, can't keep waiting flows from their turn.
+Two rules are added. A flow with a divisor above 1 begins as far behind as its later turns are apart, so that less
+urgent work does not begin with a turn that it could not have later. And virtual time advances with work done, if more
+slowly than tags do, so that an endless series of newcomers, each due at once, can't keep waiting flows from their turn.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Generic, TypeVar
 Item = TypeVar("Item", bound="Hashable")
 
 NEWCOMERS_SHARE = 8
-"""Newcomers without end take at most about this many times the share of a waiting flow."""
+"""An endless series of newcomers takes at most about this multiple of a waiting flow's share."""
 
 
 class _Flow(Generic[Item]):
     """A node of the tree: those of the lowest level have items, the others have flows. It stands in its parent's heap
-    by `start` from its first item on, also without items, until virtual time has come to what it has been served.
+    by `start` from its first item on, also without items, until virtual time has reached its tag.
     """
 
     __slots__ = ("active", "divisor", "flows", "heap", "items", "key", "queued", "stands", "start", "virtual")
@@ -34,11 +34,11 @@ class _Flow(Generic[Item]):
         self.key = key
         self.divisor = divisor
         self.queued = 0  # items in it and below
-        self.items: OrderedDict[Item, int] = OrderedDict()  # with what each turn of it costs
-        # Of its own place in the parent's order:
+        self.items: OrderedDict[Item, int] = OrderedDict()  # with the cost of each turn
+        # Its place in the parent's order:
         self.start = 0
-        self.stands = -1  # number of its entry in the parent's heap; others are out of date
-        # Of the flows below it:
+        self.stands = -1  # number of its valid entry in the parent's heap
+        # The flows below it:
         self.flows: dict[Hashable, _Flow[Item]] = {}
         self.heap: list[tuple[int, int, _Flow[Item]]] = []
         self.active = 0  # flows with items
@@ -50,13 +50,13 @@ class FairQueue(Generic[Item]):
     key and a divisor; all paths are of one length. Siblings of the divisors 1 and n share as n to 1, in costs. Items of
     one flow are first in, first out.
 
-    `turn_cost`: of a usual turn. Not for several threads at once.
+    `turn_cost`: the cost of a usual turn. Not thread-safe.
     """
 
     def __init__(self, turn_cost: int) -> None:
         self._turn_cost = turn_cost
         self._root: _Flow[Item] = _Flow(None, 1)
-        self._places: dict[Item, list[list[_Flow[Item]]]] = {}  # of each item the flows it is in, each from the root on
+        self._places: dict[Item, list[list[_Flow[Item]]]] = {}  # for each item its flows, each as a path from the root
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -70,9 +70,10 @@ class FairQueue(Generic[Item]):
         return item in self._places
 
     def push(self, path: Sequence[tuple[Hashable, int]], item: Item, cost: int) -> None:
-        """Queues the item behind all of its flow. `cost`, of its turn: at least 1.
+        """Queues the item behind all others of its flow. `cost`: that of its turn, at least 1.
 
-        An item that is queued in another flow waits in both, and goes with the first that has its turn, which pays.
+        An item that is queued in another flow waits in both, and leaves with the first flow that has its turn, which
+        pays.
         """
         flow = self._root
         place = [flow]
@@ -95,7 +96,7 @@ class FairQueue(Generic[Item]):
                     self._stand(above, flow, due)
 
     def take(self) -> Item | None:
-        """Removes and returns the item whose turn it is; None if there is none."""
+        """Removes and returns the next item; None if there is none."""
         if not self._places:
             if self._root.flows:  # no flow waits: the next to come are equals
                 self._root = _Flow(None, 1)
@@ -114,7 +115,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def remove(self, item: Item) -> bool:
-        """Drops it, at no cost to its flow. False: it is not queued."""
+        """Drops the item, at no cost to its flow. Returns False if it is not queued."""
         places = self._places.pop(item, None)
         if places is None:
             return False
@@ -132,7 +133,7 @@ class FairQueue(Generic[Item]):
 
     @staticmethod
     def _due(above: _Flow[Item]) -> _Flow[Item]:
-        """The flow below whose turn it is. Drops flows that have paid for all they had, and wait for nothing."""
+        """Returns the flow below that is due next. Drops flows that have paid for all turns, and have no items."""
         while True:
             _, number, flow = above.heap[0]
             if number == flow.stands and flow.queued:

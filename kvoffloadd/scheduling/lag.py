@@ -1,4 +1,4 @@
-"""Measuring how late the event loop is, with a timer that should fire every few milliseconds."""
+"""Measures how late the event loop is, with a timer that should fire every few milliseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 BEAT_S = 0.005
 IDLE_BEAT_S = 0.05
-"""Of a loop that has nothing to do: 200 wake-ups a second take 1.6 % of a core, and keep it from sleeping."""
+"""The pause between the beats of an idle loop: 200 wake-ups a second take 1.6 % of a core, and keep it from
+sleeping.
+"""
 WORK_S = 0.0005
 """CPU time from one beat to the next that counts as work: a beat alone takes a fifth of it."""
 QUIET_BEATS = 20
@@ -20,15 +22,14 @@ LATE_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 
 class Lag:
-    """Delays of beats. A delay is the loop's own work, or the machine did not let it run: the CPU time that the loop's
-    thread took from one beat to the next shows which. An idle loop beats less often, until `wake`, and calls `on_idle`
-    then.
+    """Measures delays of beats. A delay is caused by the loop's own work, or by the machine: the CPU time of the loop's
+    thread from one beat to the next shows which. An idle loop beats less often, until `wake`, and calls `on_idle` then.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_idle: Callable[[], None] = lambda: None) -> None:
-        self.worst_s = 0.0  # since the start, as the following
+        self.worst_s = 0.0  # since the start, like the following
         self.worst_cpu_s = 0.0
-        self.late_s = 0.0  # all delays together
+        self.late_s = 0.0  # sum of all delays
         self.late = [0] * (len(LATE_S) + 1)  # beats by delay: up to each of LATE_S, and above all
         self._loop = loop
         self._on_idle = on_idle
@@ -36,17 +37,17 @@ class Lag:
         self._cpu_windows = (0.0, 0.0)
         self._cpu_s = 0.0
         self._window_ends = 0.0
-        self._quiet = 0  # beats without work, one after the other
+        self._quiet = 0  # beats without work, in a row
         self._handle: asyncio.TimerHandle | None = None
 
     @property
     def recent_s(self) -> float:
-        """The longest delay in the last WINDOW_S to 2 * WINDOW_S."""
+        """Returns the longest delay in the last WINDOW_S to 2 * WINDOW_S."""
         return max(self._windows)
 
     @property
     def recent_cpu_s(self) -> float:
-        """The most CPU time of the loop's thread between two beats, in the same time."""
+        """Returns the most CPU time of the loop's thread between two beats, in the same time."""
         return max(self._cpu_windows)
 
     def figures(self) -> dict[str, Any]:
@@ -62,14 +63,14 @@ class Lag:
         }
 
     def start(self) -> None:
-        """Begin to beat. Pair with `stop`."""
+        """Begins to beat. Pair with `stop`."""
         now = self._loop.time()
         self._cpu_s = time.thread_time()
         self._window_ends = now + WINDOW_S
         self._beat_at(now + BEAT_S)
 
     def wake(self) -> None:
-        """Work begins, such as a request: if the loop was idle, beats are frequent from now on."""
+        """Signals that work begins, such as a request: if the loop was idle, beats are frequent from now on."""
         if self._quiet < QUIET_BEATS or self._handle is None:
             return
         self._quiet = 0

@@ -1,11 +1,11 @@
-"""Lanes: pools of threads that move bytes, and nothing else. All decisions and state changes are the event loop's.
+"""Lanes: pools of threads that only move bytes. The event loop makes all decisions and state changes.
 
 Ownership
     _lock       guards every field named here; it is never held while work or a callback runs.
     _queue      tickets that wait for a thread; any thread may change it, through the methods.
     _running    ticket -> time.monotonic() when a thread began with it; written by the lane's threads.
-    _busy_s     what ended work has taken; written by the lane's threads.
-    _deliveries calls of `done`, on their way to the loop; it has a lock of its own.
+    _busy_s     time that ended work has taken; written by the lane's threads.
+    _deliveries calls of `done`, on their way to the loop; it has a separate lock.
     _closing    set once, by `close`.
     _live, _ended   the event loop alone: threads that have not ended; set when none is left.
     Ticket      `since_s` and its places are the lane's; the rest is read-only. A thread runs `work`, the loop `done`.
@@ -32,26 +32,26 @@ P = ParamSpec("P")
 
 
 TURN_BYTES = 32 << 20
-"""What one turn of a thread moves or hashes at most, where cutting costs nothing: some milliseconds, for which
-all others wait.
+"""The most that one turn of a thread moves or hashes, where cutting costs nothing: all others wait for some
+milliseconds.
 """
 
 TURN_BYTES_MIN = 64 << 10
-"""A turn costs its flow at least so much, however few bytes it moves."""
+"""The least cost of a turn to its flow, however few bytes it moves."""
 
 TURN_S = 0.002
-"""How long one turn of the event loop takes what threads deliver: none begins later than this."""
+"""How long one turn of the event loop runs callbacks from threads: none begins later than this."""
 
 URGENCY_RATIO = 8
-"""Of turns, in bytes, between neighbouring urgencies of one engine while it has work of both."""
+"""The ratio of turns, in bytes, between neighbouring urgencies of one engine that has work of both."""
 
 MOST_URGENT, LEAST_URGENT = -1, 3
-"""Urgencies beyond these share as these do."""
+"""Urgencies beyond these share like these."""
 
 
 class Flow(NamedTuple):
-    """Whose work it is: lanes share their time equally by `uid`, then by engine (an instance's id), and then by urgency
-    and ticket. `divisor` n: others of the `uid` level get n times as much.
+    """The owner of work: lanes share their time equally by `uid`, then by engine (an instance's id), and then by
+    urgency and ticket. `divisor` n: others of the `uid` level get n times as much.
     """
 
     uid: int
@@ -63,7 +63,7 @@ DAEMON: Final = Flow(-1, 0)
 """The daemon's own work, which requests may wait for."""
 
 BACKGROUND: Final = Flow(-2, 0, 8)
-"""Work that may wait: audits, moving records on."""
+"""Work that may wait: audits, relocation of records."""
 
 
 class CancelledWork(Exception):
@@ -71,7 +71,7 @@ class CancelledWork(Exception):
 
 
 class Again(enum.Enum):
-    """Type of `AGAIN`."""
+    """The type of `AGAIN`."""
 
     AGAIN = enum.auto()
 
@@ -85,8 +85,8 @@ _Path = tuple[tuple[int, int], ...]
 
 
 class Deliveries:
-    """Callbacks from threads to the event loop, which runs a bounded number of them in each turn. `name`: whose they
-    are, for messages.
+    """Callbacks from threads to the event loop, which runs a bounded number of them in each turn. `name`: the owner's
+    name, for messages.
 
     Ownership: `_lock` guards `_queue`, which threads append to, and `_waking`: the loop has been woken and has not yet
     found `_queue` empty, so that the next value needs no wakeup. It is never held while a callback runs.
@@ -100,8 +100,8 @@ class Deliveries:
         self._waking = False
 
     def put(self, done: Callable[[Any], None], value: object) -> None:
-        """Calls `done(value)` on the loop, behind all that was put before. From any thread. Nothing happens if the loop
-        is closed: there is no loop left to run it.
+        """Calls `done(value)` on the loop, after all earlier values. Any thread may call this. If the loop is closed,
+        the call has no effect.
         """
         with self._lock:
             self._queue.append((done, value))
@@ -126,7 +126,7 @@ class Deliveries:
                     {"message": f"{self._name}: a completion callback failed", "exception": error}
                 )
             if time.monotonic() >= turn_ends:
-                self._loop.call_soon(self._deliver)  # even if none is left now: only here `_waking` ends
+                self._loop.call_soon(self._deliver)  # even if none is left now: `_waking` ends only here
                 return
 
 
@@ -146,28 +146,30 @@ class Ticket:
         self.since_s = 0.0
 
     def cancel(self) -> bool:
-        """Drops the work if no thread is at it. True: it won't run (again), and `done` gets a `CancelledWork`, later.
-        False: it runs now or has ended, and nothing changes.
+        """Drops the work if no thread runs it. Returns True if it won't run (again), and `done` gets a `CancelledWork`,
+        later. False: it runs now or has ended, and nothing changes.
         """
         return self._lane._cancel(self)
 
     def running_s(self, now: float) -> float:
-        """Seconds that a thread has been at its present turn; 0 while none is. `now`: of time.monotonic()."""
+        """Returns the seconds that a thread has spent in its present turn; 0 while none runs. `now`: of
+        time.monotonic().
+        """
         return self._lane._running_s(self, now)
 
 
 class Lane:
-    """`threads` threads that run work, turn by turn, and share their time fairly: see `Flow` and `FairQueue`. Nothing
-    that waits is passed over for ever.
+    """`threads` threads that run work, turn by turn, and share their time fairly: see `Flow` and `FairQueue`. All
+    waiting work has its turn eventually.
 
-    `loop`: where every `done` is called. The threads are daemons: one that hangs in the kernel can't keep the process
-    from its exit.
+    `loop`: calls every `done`. The threads are daemons: one that hangs in the kernel can't keep the process from its
+    exit.
     """
 
     def __init__(
         self, name: str, threads: int, loop: asyncio.AbstractEventLoop, cpus: frozenset[int] = frozenset()
     ) -> None:
-        """`cpus`: those that its threads run on; none: any."""
+        """Starts the threads. `cpus`: those that they run on; none: any."""
         if threads < 1:
             raise UsageError(f"lane {name}: needs a thread, got {threads}")
         self.name = name
@@ -199,9 +201,9 @@ class Lane:
         urgent: int = 0,
         cost_bytes: int = 0,
     ) -> Ticket:
-        """Queues `work` behind all of the same `flow` and `urgent` (lower goes first). From any thread.
+        """Queues `work` behind all of the same `flow` and `urgent` (lower goes first). Any thread may call this.
 
-        `cost_bytes`: what a turn moves, more or less. `done` is called exactly once, on the loop, never within this
+        `cost_bytes`: approximately what a turn moves. `done` is called exactly once, on the loop, never within this
         call: with what `work` returned, with what it raised, or with a `CancelledWork`. Work that returns `AGAIN` is
         queued again and not reported.
 
@@ -220,8 +222,8 @@ class Lane:
         urgent: int = 0,
         cost_bytes: int = 0,
     ) -> list[Ticket]:
-        """Submits work that up to `count` threads share, as `submit` does: `count` tickets, each of which runs `work`
-        and calls `done`. If this raises, none of them is queued.
+        """Submits work that up to `count` threads share, like `submit`: `count` tickets that each run `work` and call
+        `done`. If this raises, none of them is queued.
         """
         path = path_of(flow, urgent)
         tickets = [Ticket(self, work, done, path, cost_bytes) for _ in range(count)]
@@ -241,7 +243,9 @@ class Lane:
         return tickets
 
     def raise_priority(self, ticket: Ticket, flow: Flow, urgent: int) -> None:
-        """If it still waits, it waits for a turn of this `flow` at this urgency too, and has whichever comes first."""
+        """Queues the ticket, if it still waits, for a turn of this `flow` at this urgency, too; the first turn
+        counts.
+        """
         with self._lock:
             if ticket in self._queue:
                 self._queue.push(path_of(flow, urgent), ticket, ticket.cost_bytes)
@@ -249,8 +253,8 @@ class Lane:
     async def perform(
         self, work: Callable[[], T | Again], *, flow: Flow = DAEMON, urgent: int = 0, cost_bytes: int = 0
     ) -> T:
-        """Runs `work` in the lane and waits for it; raises what it raises. The caller sees to the deadline: whoever
-        gives up waiting leaves the work running.
+        """Runs `work` in the lane and waits for it; raises what it raises. The caller enforces the deadline: when it
+        stops waiting, the work continues to run.
 
         Raises:
             UsageError: the lane is closed.
@@ -272,36 +276,38 @@ class Lane:
 
     @property
     def closing(self) -> bool:
-        """Whether `close` was called: it takes no more work."""
+        """Returns whether `close` was called: the lane takes no more work."""
         return self._closing
 
     @property
     def queued(self) -> int:
-        """Tickets that wait for a thread."""
+        """Returns the number of tickets that wait for a thread."""
         with self._lock:
             return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Tickets that a thread is at."""
+        """Returns the number of tickets that a thread runs."""
         return len(self._running)
 
     def oldest_running_s(self, now: float) -> float:
-        """Seconds since the longest running work began; 0 if none runs. `now`: of time.monotonic() or loop.time()."""
+        """Returns the seconds since the longest running work began; 0 if none runs. `now`: of time.monotonic() or
+        loop.time().
+        """
         with self._lock:
             began = min(self._running.values(), default=now)
         return max(now - began, 0.0)  # uvloop's time() is that of the loop's last turn, and may lie before
 
     def newest_running_s(self, now: float) -> float:
-        """Does what `oldest_running_s` does, but counts since the last of what runs began: a thread that ends one thing
-        begins the next.
+        """Does what `oldest_running_s` does, but for the running work that began last: a thread that ends one piece of
+        work begins the next.
         """
         with self._lock:
             began = max(self._running.values(), default=now)
         return max(now - began, 0.0)
 
     def figures(self) -> dict[str, int | float]:
-        """Returns the figures for `status`. `busy_s`: what the threads have spent on work since the start, together."""
+        """Returns the figures for `status`. `busy_s`: the time that all threads have spent on work since the start."""
         with self._lock:
             now = time.monotonic()
             first = next(iter(self._queue), None)
@@ -316,20 +322,21 @@ class Lane:
             }
 
     def dismiss(self) -> None:
-        """Takes no more work and cancels what is queued; the threads end with what runs."""
+        """Takes no more work and cancels queued work; the threads end with their present work."""
         with self._lock:
             self._closing = True
-            # Under the lock: a thread must not tell of its end before these are told.
+            # Under the lock: no thread may report its end before these are reported.
             for ticket in list(self._queue):
                 self._queue.remove(ticket)
                 self._deliveries.put(ticket.done, CancelledWork())
             self._work_or_close.notify_all()
 
     async def close(self, deadline_s: float) -> bool:
-        """Ends the lane: as `dismiss`, and waits at most `deadline_s` seconds for what runs.
+        """Ends the lane like `dismiss`, and waits at most `deadline_s` seconds for running work.
 
-        True: every `done` has been called, and no thread touches anything any more. False: some work still runs, and
-        whatever it uses can't be released; its `done` is called if it ends while the loop lives. May be called again.
+        Returns True if every `done` has been called, and no thread touches anything any more. False: some work still
+        runs, and the resources that it uses can't be released; its `done` is called if it ends while the loop lives.
+        May be called again.
         """
         self.dismiss()
         try:
@@ -360,10 +367,10 @@ class Lane:
         while (ticket := self._take()) is not None:
             try:
                 value = ticket.work()
-            except BaseException as error:  # noqa: BLE001  end of a thread: whatever it is, the loop must hear of it
+            except BaseException as error:  # noqa: BLE001 end of a thread: the loop must learn of any exception
                 value = error
             self._end(ticket, value)
-            del ticket, value  # or they, and the buffers they name, would live until the next one comes
+            del ticket, value  # or they, and the buffers they name, would live until the next ticket
         self._deliveries.put(self._on_thread_end, None)
 
     def _take(self) -> Ticket | None:
@@ -395,14 +402,14 @@ class Lane:
 
 
 class LaneExecutor(Executor):
-    """A lane for libraries that want an executor: their calls are seen to hang there, and keep no others waiting."""
+    """A lane for libraries that take an executor: hanging calls are noticed, and delay no others."""
 
     def __init__(self, lane: Lane, urgent: int) -> None:
         self._lane = lane
         self._urgent = urgent
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Raises UsageError if the lane is closed. What was submitted can't be cancelled."""
+        """Submits a call. Raises UsageError if the lane is closed. The call can't be cancelled."""
         ended: Future[T] = Future()
         ended.set_running_or_notify_cancel()
 

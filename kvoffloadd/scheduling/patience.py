@@ -1,4 +1,4 @@
-"""What never ends: found by looking at it again and again, since time alone proves nothing."""
+"""Detects work that never ends by repeated looks, since elapsed time alone proves nothing."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ LOOKS_MIN: Final = 3
 
 
 class Patience:
-    """Whether work never ends. The owner looks every `look_s` seconds, more often or later. Time alone is no
-    reason: the process may have been stopped (a frozen cgroup, a debugger, a paused machine), and the clock goes on.
-    What lies between two looks counts for `look_s` at most, and what lay before the work began for nothing.
+    """Decides whether work never ends. The owner looks every `look_s` seconds, more often or later. Elapsed time alone
+    is no reason: the process may have been stopped (a frozen cgroup, a debugger, a paused machine) while the clock went
+    on. The time between two looks counts for at most `look_s`, and time before the work began does not count.
 
-    `since_s`: since when it is watched; before its first look otherwise.
+    `since_s`: when the watch began; before its first look otherwise.
     """
 
     def __init__(self, look_s: float, since_s: float = -math.inf) -> None:
@@ -23,8 +23,8 @@ class Patience:
         self._watched_s = 0.0
 
     def is_over(self, busy_s: float, now: float, patience_s: float) -> bool:
-        """One more look: work has been under way for `busy_s` seconds; 0: there is none. True: for longer than
-        `patience_s`, and it was watched for as long, and at several looks.
+        """Records a look at work that has been under way for `busy_s` seconds; 0: there is none. Returns True if it has
+        lasted longer than `patience_s`, and was watched for as long, and at several looks.
         """
         since_s, self._last_s = now - self._last_s, now
         slack_s = self.look_s / 16  # timers may be a little early, and sums are not exact

@@ -1,7 +1,7 @@
-"""Work in steps: one shape for whatever may take longer than a turn of the event loop.
+"""Work in steps: one form for all work that may take longer than a turn of the event loop.
 
 A yield is an opportunity for the loop to turn, not a request: the code that drives the steps goes by the clock. Small
-work thus ends in the turn in which it began, and no caller has to tell large from small.
+work thus ends in the turn in which it began, and no caller has to distinguish large from small.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 TURN_S = 0.0005
-"""What one turn may take: no step and no request begins later than this. A step takes some milliseconds at most."""
+"""The length of one turn: no step and no request begins later than this. A step takes some milliseconds at most."""
 
 Steps = Generator[None, None, T]
-"""A generator that yields between its steps, and returns its result. `close` ends it early: it undoes what it did."""
+"""A generator that yields between its steps, and returns its result. `close` ends it early: the generator then undoes
+its effects.
+"""
 
 
 def take_turn(steps: Steps[T], turn_ends: float) -> T | None:
-    """Take one step at least, and none that begins after `turn_ends`, in `time.monotonic()`. Returns the result, which
-    is not None; None: they have not ended, and want another turn.
+    """Takes at least one step, and none that begins after `turn_ends`, in `time.monotonic()`. Returns the result, which
+    is not None; None: the steps have not ended, and need another turn.
     """
     try:
         _turn(steps, turn_ends)
@@ -34,8 +36,8 @@ def take_turn(steps: Steps[T], turn_ends: float) -> T | None:
 
 
 async def in_turns(steps: Steps[T]) -> T:
-    """The result, after as many turns of the loop as it takes, this one first. Closes them if it is cancelled, but not
-    if it never begins.
+    """Returns the result, after the necessary number of turns of the loop, the present one first. Closes the steps if
+    it is cancelled, but not if it never begins.
     """
     with contextlib.closing(steps):
         try:

@@ -1,8 +1,8 @@
-"""Fair sharing of the event loop between requests, and what follows from them: by user, then engine, then session, as
-lanes share theirs.
+"""Shares the event loop fairly between requests and their follow-up work: by user, then engine, then session, as lanes
+share theirs.
 
-A loop that served each readable socket as it comes would share by the number of sockets, and a turn of it would take
-as long as a request of each: many sessions with large requests would delay all others, and all completions.
+A loop that served each readable socket in order of arrival would share by the number of sockets, and a turn of it would
+take as long as one request of each: many sessions with large requests would delay all others, and all completions.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from kvoffloadd.scheduling.fairqueue import FairQueue
 from kvoffloadd.scheduling.steps import TURN_S
 
 ROUND_S = 0.002
-"""What all may serve before the loop looks at its sockets, timers and completions again: no turn begins later."""
+"""The time that all may be served before the loop checks its sockets, timers and completions again: no turn begins
+later.
+"""
 
 FIRST_TURN_US = int(TURN_S * 1e6)
-"""What a first turn counts for: a whole one, or many who come anew would have as many for nothing."""
+"""The cost of a first turn: a whole turn, or many newcomers would have as many turns for nothing."""
 
 
 class Served(Protocol):
-    """What is served turn by turn: a connection, the events of a namespace, a continuation."""
+    """An object that is served turn by turn: a connection, the events of a namespace, a continuation."""
 
-    turn_us: int  # what its last turn took, which it pays for with the next one
+    turn_us: int  # duration of its last turn, which it pays for with the next one
 
     def __hash__(self) -> int: ...
 
     @property
     def flow(self) -> tuple[int, int, int]:
-        """Its user, its engine, itself."""
+        """Returns its user, its engine, itself."""
 
     def serve(self) -> None:
-        """Serve some of its requests: one turn."""
+        """Serves some of its requests: one turn."""
 
 
 class Turns:
-    """The queue of what waits for its turn. Event loop only."""
+    """The queue of objects that wait for their turn. Event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -48,8 +50,8 @@ class Turns:
         self._scheduled = False
 
     def begin(self, served: Served) -> bool:
-        """Serves it at once if no other waits and this turn of the loop has time left. False: it has to queue,
-        and should read nothing more until its turn has come.
+        """Serves it at once if no other waits and this turn of the loop has time left. Returns False if it has to
+        queue; it should read nothing more until its turn has come.
         """
         if self._scheduled and (self._waiting or time.monotonic() >= self._round_ends):
             return False
@@ -66,7 +68,7 @@ class Turns:
             self._schedule()
 
     def forget(self, served: Served) -> None:
-        """Remove one that has ended."""
+        """Removes one that has ended."""
         self._queue.remove(served)
 
     def _schedule(self) -> None:
@@ -85,14 +87,14 @@ class Turns:
                 served.serve()
                 if time.monotonic() >= ends:
                     break
-        finally:  # the bug of one is not the others' end
+        finally:  # a bug in one must not end the others
             self._scheduled = False
             if self._waiting:
                 self._schedule()
 
 
 class Continuation:
-    """What one piece of work does next, each time in a turn of its flow."""
+    """The next steps of one piece of work, each in a turn of its flow."""
 
     def __init__(self, turns: Turns, flow: tuple[int, int, int], go_on: Callable[[], None]) -> None:
         self.flow = flow
@@ -101,7 +103,7 @@ class Continuation:
         self._go_on = go_on
 
     def later(self) -> None:
-        """Go on when it is due."""
+        """Continues when the turn is due."""
         self._turns.queue(self)
 
     def serve(self) -> None:

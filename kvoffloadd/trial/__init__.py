@@ -1,1 +1,1 @@
-"""Trials that come with the package: a demo and a benchmark, each with a daemon of its own, and their parts."""
+"""Trials that come with the package: a demo and a benchmark, each with a private daemon, and their parts."""

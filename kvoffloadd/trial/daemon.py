@@ -1,4 +1,4 @@
-"""A daemon as a child process on a private socket: its life, and what it says."""
+"""Runs a daemon as a child process on a private socket, and reads its answers and log."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ KVOFFLOADD = ("-m", "kvoffloadd")
 
 
 class OwnDaemon:
-    """`kvoffloadd serve` on a socket in `folder`, and an observer of it while it runs. As a context it runs within.
+    """`kvoffloadd serve` on a socket in `folder`, and an observer session while it runs. As a context manager it runs
+    the daemon within the context.
 
-    What it is started with may be changed between two starts. `settings`: config values by section.key; `faults`: what
-    to plant; `options`: more words of its command; `environment`: variables beside those of this process; `program`:
-    what Python runs in place of the module.
+    The attributes may change between two starts. `settings`: config values by section.key; `faults`: the faults to
+    plant; `options`: further words of its command; `environment`: variables in addition to this process's; `program`:
+    the program that Python runs in place of the module.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class OwnDaemon:
     # --- its life ---
 
     def launch(self) -> None:
-        """Start it, without waiting for anything."""
+        """Starts it, without waiting for anything."""
         self._leave()
         self._child = spawn(self._command(), self.log_path, environment=self._environment)
 
     def start(self) -> None:
-        """Start it and wait until it answers. Raises DaemonError."""
+        """Starts it and waits until it answers. Raises DaemonError."""
         self.launch()
         self.await_answer()
 
@@ -89,7 +90,7 @@ class OwnDaemon:
                 return
 
     def run_another(self) -> subprocess.CompletedProcess[str]:
-        """The same command once more, while this one lives, to its end."""
+        """Runs the same command once more to its end, while this one lives."""
         return subprocess.run(self._command(), cwd=ROOT, capture_output=True, text=True, check=False, timeout=START_S)
 
     def _command(self) -> list[str]:
@@ -118,26 +119,26 @@ class OwnDaemon:
 
     @property
     def exit_status(self) -> int | None:
-        """How it ended: None: it has not; negative: the signal that killed it."""
+        """Returns how it ended. None: it has not; negative: the signal that killed it."""
         return self.child.poll()
 
     def signal(self, number: int) -> None:
         self.child.send_signal(number)
 
     def wait(self, deadline_s: float = STOP_S) -> int:
-        """Its exit status, once it has ended by itself. Raises DaemonError at the deadline."""
+        """Returns its exit status, once it has ended by itself. Raises DaemonError at the deadline."""
         try:
             return self.child.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise DaemonError(f"the daemon did not end within {deadline_s} s:\n{self.log()}") from None
 
     def stop(self) -> int:
-        """SIGTERM, and SIGKILL if it takes too long; returns its exit status."""
+        """Sends SIGTERM, and SIGKILL if it takes too long; returns its exit status."""
         self._leave()
         return 0 if self._child is None else end(self._child, signal.SIGTERM, STOP_S)
 
     def kill(self) -> None:
-        """SIGKILL; returns when the kernel has taken everything from it."""
+        """Sends SIGKILL; returns when the kernel has released all of its resources."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -149,21 +150,21 @@ class OwnDaemon:
                 self._observer.close(1.0, force=True)
             self._observer = None
 
-    # --- what it says ---
+    # --- its answers and its log ---
 
     @property
     def observer(self) -> Client:
-        """A session without a namespace, of the run that was started last."""
+        """Returns a session without a namespace, of the run that was started last."""
         if self._observer is None:
             raise DaemonError("the daemon does not run")
         return self._observer
 
     def log(self) -> str:
-        """All that its runs have logged."""
+        """Returns the log of all its runs."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     def says(self, text: str) -> bool:
-        """Whether it has logged this. What a daemon has just logged may still wait for the thread that writes it."""
+        """Returns whether it has logged this. The newest lines may still wait for the thread that writes them."""
         return within(lambda: text in self.log() or not self.alive, HANG_S) is not None and text in self.log()
 
     def tail(self) -> str:
@@ -177,11 +178,11 @@ class OwnDaemon:
         return self.observer.verify(payloads=payloads).findings
 
     def clear(self) -> None:
-        """All namespaces."""
+        """Clears all namespaces."""
         self.observer.clear(everything=True)
 
     def ping_s(self) -> float:
-        """How long a bystander's ping takes."""
+        """Returns how long a bystander's ping takes."""
         begun = time.monotonic()
         self.observer.ping()
         return time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""A disk root that a trial gives to its daemon."""
+"""Makes disk roots for the daemons of trials."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from kvoffloadd.model import PAGE_BYTES
 SEGMENT_BYTES_MIN = 4 << 20
 SHARE_OF_ROOT = 32
 STUCK_S = 120.0
-"""Longer than a run waits for any progress: a disk that hangs ends the run, one that is slow does nothing."""
+"""Longer than a run waits for any progress: a disk that hangs ends the run, a slow one has no effect."""
 _REAL = Path("/var/tmp")
 
 
 def disk_folder(where: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A folder in `where`, or on a disk: /tmp is often memory, /var/tmp outlasts a reboot and so is not."""
+    """Makes a folder in `where`, or else on a disk: /tmp is often memory; /var/tmp outlasts a reboot and so is not."""
     parent = where or (_REAL if _REAL.is_dir() else None)
     return tempfile.TemporaryDirectory(prefix="kvo-disk-", dir=parent)
 
 
 def disk_settings(root: Path, capacity_bytes: int) -> dict[str, str]:
-    """Config values for one root. Many segments, so that they fill, are sealed and come again all the time. A disk that
-    a loaded machine keeps waiting is no fault of the daemon's, which would take it off and find it unreadable.
+    """Returns config values for one root. Many segments, so that they are filled, sealed and reused all the time. A
+    disk that is delayed by a loaded machine is no fault of the daemon's, which would turn it off and find it
+    unreadable.
     """
     return {
         "disk.roots": f'[{{ path = "{root}", capacity = {capacity_bytes} }}]',
@@ -34,12 +35,12 @@ def disk_settings(root: Path, capacity_bytes: int) -> dict[str, str]:
 
 
 def used_bytes(root: Path) -> int:
-    """What `du` says: blocks of the directory and all in it."""
+    """Returns the bytes that `du` reports: blocks of the directory and all in it."""
     total = 0
     for folder, _, names in os.walk(root):
         for path in (folder, *(os.path.join(folder, name) for name in names)):
             try:
                 total += os.stat(path, follow_symlinks=False).st_blocks * 512
             except FileNotFoundError:
-                continue  # gone since it was listed
+                continue  # removed since it was listed
     return total

@@ -1,4 +1,4 @@
-"""What benchmarks share: keys, samples and tables."""
+"""Helpers that benchmarks share: keys, samples and tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEY_BYTES = 8 * KEY_WORDS
 
 
 def keys_of(numbers: I64Array, seed: int = 0) -> U8Array:
-    """u8 (n, 32): the keys of these numbers, as unlike each other as hashes."""
+    """Returns u8 (n, 32): the keys of these numbers, as unlike each other as hashes."""
     words: U64Array = np.empty((len(numbers), KEY_WORDS), np.uint64)
     words[:] = numbers[:, None]
     words *= np.uint64(KEY_WORDS)
@@ -31,17 +31,17 @@ def p50(samples: Iterable[float]) -> float:
 
 
 def p99(samples: Sequence[float]) -> float:
-    """99 % of them are not above."""
+    """Returns the value that 99 % of them do not exceed."""
     return float(np.percentile(np.asarray(samples), 99))
 
 
 def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median over the rounds of one figure by another of the same round: noise that both had cancels."""
+    """Returns the median over the rounds of one figure by another of the same round: noise that both had cancels."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def print_grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> None:
-    """A table of figures; the first `texts` columns are text."""
+    """Prints a table of figures; the first `texts` columns are text."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number >= texts else "left", no_wrap=True)

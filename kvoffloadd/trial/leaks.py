@@ -1,4 +1,4 @@
-"""What a daemon holds for others, before they came and after they left: the difference is a leak."""
+"""Compares what a daemon holds for others before they came and after they left: the difference is a leak."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kvoffloadd.trial.process import mapped_memfds, open_fds
 from kvoffloadd.trial.wait import HANG_S, within
 
 STAYS = ("groups",)
-"""What is charged for as long as keys are held, whoever has left."""
+"""Charges that last as long as keys are held, even after their users have left."""
 
 DISK_FDS_MAX = 5
-"""What each disk root keeps open at rest: two directories, the lock, and the segments that are written next."""
+"""Descriptors that each disk root keeps open at rest: two directories, the lock, and the next segments to write."""
 
 _DRIVER_FILES = ("/dev/nvidia", "/dev/dri")
-"""What a GPU's driver keeps open for as long as the process lives."""
+"""Files that a GPU's driver keeps open for as long as the process lives."""
 
 Used = dict[str, int]
-"""What others use of a daemon, by what it is."""
+"""Amounts of a daemon that others use, by name."""
 
 
 def in_use(status: dict[str, Any]) -> Used:
-    """What a daemon's status says is in use."""
+    """Returns the amounts in use according to a daemon's status."""
     devices = status["devices"].values()
     charged = {
         f"{name} charged to uid {uid}": amount
@@ -44,18 +44,18 @@ def in_use(status: dict[str, Any]) -> Used:
 
 UID = os.getuid()
 OBSERVER_ALONE: Used = {"instances": 1, "sessions": 1, f"sessions charged to uid {UID}": 1}
-"""Of a daemon that nobody uses but an observer of this user."""
+"""The amounts of a daemon without peers, except one observer of this user."""
 
 
 def more_than(before: Used, now: Used) -> list[str]:
-    """What is used more than before, each said."""
+    """Describes each amount that is larger than before."""
     more = {name: amount - before.get(name, 0) for name, amount in now.items()}
     return [f"{amount} {name}" for name, amount in more.items() if amount > 0]
 
 
 def held(observer: Client, pid: int, memory_prefix: str) -> Used:
-    """What it holds now, by its status and by the kernel, unless that does not let us see. `memory_prefix`: of the
-    names of the memfds that count. Descriptors of files in disk roots count if they are more than are open at rest.
+    """Returns what it holds now, according to its status and, if permitted, to the kernel. `memory_prefix`: the prefix
+    of the names of the memfds that count. Descriptors of files in disk roots count if more are open than at rest.
     """
     status = observer.status()
     used = in_use(status)
@@ -74,7 +74,7 @@ def held(observer: Client, pid: int, memory_prefix: str) -> Used:
 
 
 def leaks(observer: Client, pid: int, memory_prefix: str, before: Used) -> list[str]:
-    """What it holds more than before, each said; waits a moment for what is still ending."""
+    """Describes each amount that is larger than before; waits a moment for operations that are still ending."""
     found: list[str] = []
 
     def nothing() -> bool:
@@ -85,7 +85,7 @@ def leaks(observer: Client, pid: int, memory_prefix: str, before: Used) -> list[
 
 
 def unreturned_slots(observer: Client) -> list[str]:
-    """Drops every key of every namespace; what the tiers still hold then, nobody will ever give back."""
+    """Drops every key of every namespace, and describes what the tiers still hold then: it can never be freed."""
     observer.clear(everything=True)
     status = observer.status()
     used, keys = status["memory"]["used_bytes"], status["cache"]["keys"]

@@ -1,4 +1,4 @@
-"""What scripts show: progress on standard error, at the end a table or one JSON object on standard output."""
+"""Output of scripts: progress on standard error, at the end a table or one JSON object on standard output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 20
 
 
 class Live:
-    """A progress bar with figures behind it; where standard error is no terminal, a line now and then."""
+    """A progress bar followed by figures; where standard error is no terminal, a line now and then."""
 
     def __init__(self, what: str, total: float) -> None:
         self._console = Console(stderr=True)
@@ -42,24 +42,24 @@ class Live:
         self._progress.stop()
 
     def show(self, done: float, figures: str) -> None:
-        """Where it stands."""
+        """Shows the present state."""
         self._progress.update(self._task, completed=min(done, self._total), figures=figures)
         if not self._console.is_terminal and time.monotonic() - self._told_at >= PLAIN_EVERY_S:
             self._told_at = time.monotonic()
             sys.stderr.write(f"{self._what}: {100 * min(done / self._total, 1):.0f} % {figures}\n")
 
     def print(self, line: str) -> None:
-        """A line that stays, above the bar."""
+        """Prints a line that stays, above the bar."""
         self._console.print(f"{self._what}: {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(values: Mapping[str, object]) -> None:
-    """One object on standard output."""
+    """Prints one object on standard output."""
     sys.stdout.write(json.dumps(values, indent=2) + "\n")
 
 
 def print_table(title: str, sections: Sequence[Sequence[tuple[str, str, str]]], *, good: bool) -> None:
-    """Rows of name, value and remark, a line between sections; green or red by how it went."""
+    """Prints rows of name, value and remark, with a line between sections; green or red by result."""
     table = Table(
         title=title, title_style="bold", border_style="green" if good else "red", show_header=False, width=COLUMNS
     )
@@ -74,17 +74,17 @@ def print_table(title: str, sections: Sequence[Sequence[tuple[str, str, str]]], 
 
 
 def format_ms(seconds: float | None) -> str:
-    """A latency."""
+    """Formats a latency."""
     return "-" if seconds is None else f"{seconds * 1e3:,.2f} ms"
 
 
 def ratio(part: float, whole: float) -> float:
-    """0 of nothing."""
+    """Returns the ratio; 0 for nothing."""
     return part / whole if whole else 0.0
 
 
 class Judged(Protocol):
-    """What has found things that are wrong."""
+    """A result with lists of problems."""
 
     @property
     def findings(self) -> list[str]:
@@ -92,11 +92,11 @@ class Judged(Protocol):
 
     @property
     def leaks(self) -> list[str]:
-        """What was not given back."""
+        """Returns what was not released."""
 
     @property
     def errors(self) -> list[str]:
-        """What failed."""
+        """Returns what failed."""
 
     @property
     def said(self) -> list[str]:
@@ -104,7 +104,7 @@ class Judged(Protocol):
 
 
 def print_wrong(report: Judged) -> None:
-    """Each thing that is wrong, below the table."""
+    """Prints each problem, below the table."""
     findings = [f"finding: {finding}" for finding in report.findings]
     leaked = [f"leaked: {leak}" for leak in report.leaks]
     for text in [*findings[:SHOWN], *leaked, *report.errors[:SHOWN], *report.said[:SHOWN]]:

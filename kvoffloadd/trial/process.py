@@ -1,4 +1,4 @@
-"""Child processes, their folders and logs, and what the kernel says of a process."""
+"""Child processes, their folders and logs, and their state in /proc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _SHM = "/dev/shm"
 _SOCKET_BYTES_MAX = 100
 
-# A child of ours ends with us, even if we are killed: SIGTERM on the parent's death, kept over the exec.
+# A child ends with this process, even if that is killed: SIGTERM on the parent's death, kept over the exec.
 _LAUNCHER = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -26,11 +26,11 @@ _LAUNCHER = (
 
 
 class DaemonError(Exception):
-    """A daemon or a worker did not do what it must; the message ends with its log."""
+    """A daemon or a worker did not behave as required; the message ends with its log."""
 
 
 def obey_signals() -> None:
-    """SIGTERM is answered like Ctrl-C: everything is ended in order. Also where a shell had SIGINT ignored."""
+    """Handles SIGTERM like Ctrl-C: everything is ended in order. Works also where a shell made SIGINT ignored."""
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
 
@@ -40,7 +40,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def private_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for one run, with a path short enough for a socket in it."""
+    """Makes a folder for one run, with a path short enough for a socket in it."""
     folder = tempfile.TemporaryDirectory(prefix="kvo-")
     if len(os.fsencode(folder.name)) + len("/kvo.sock.lock") > _SOCKET_BYTES_MAX:
         folder.cleanup()
@@ -49,17 +49,17 @@ def private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def memory_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for files that are memory, if there is a place for such."""
+    """Makes a folder for files that are memory, if there is a place for such."""
     return tempfile.TemporaryDirectory(prefix="kvo-", dir=_SHM if os.access(_SHM, os.W_OK) else None)
 
 
 def module(name: str, *arguments: str) -> list[str]:
-    """The command of a module of this repository, for `spawn`, or for what has the `search_path`."""
+    """Returns the command of a module of this repository, for `spawn`, or for a process that has the `search_path`."""
     return [sys.executable, "-m", name, *arguments]
 
 
 def search_path() -> str:
-    """PYTHONPATH for children: this repository, behind what this process has."""
+    """Returns PYTHONPATH for children: this process's, followed by this repository."""
     return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
 
 
@@ -71,9 +71,10 @@ def spawn(
     stdout: int = subprocess.DEVNULL,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A child process out of the terminal's reach, so that Ctrl-C is ours alone to answer. Its stderr goes to `log`.
+    """Starts a child process that is detached from the terminal, so that only this process receives Ctrl-C. Its stderr
+    goes to `log`.
 
-    `environment`: variables beside those that this process has. The child ends with the thread that calls this.
+    `environment`: variables in addition to this process's. The child ends with the thread that calls this.
     """
     variables = {**os.environ, "PYTHONPATH": search_path(), **(environment or {})}
     launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), *command]
@@ -84,7 +85,7 @@ def spawn(
 
 
 def end(child: subprocess.Popen[bytes], number: int, deadline_s: float) -> int:
-    """Signal a child and wait for its end; SIGKILL at the deadline. Returns its exit status."""
+    """Signals a child and waits for its end; sends SIGKILL at the deadline. Returns its exit status."""
     if child.poll() is None:
         child.send_signal(number)
     try:
@@ -101,7 +102,7 @@ _BAD = re.compile(r"\A\S+ +(ERROR|CRITICAL)\b|^Traceback|never awaited|never ret
 
 
 def tail(log: Path, lines: int = 30) -> str:
-    """The end of a log file."""
+    """Returns the end of a log file."""
     try:
         return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
     except OSError as error:
@@ -109,7 +110,7 @@ def tail(log: Path, lines: int = 30) -> str:
 
 
 def bad_entries(log: Path) -> list[str]:
-    """What a daemon's log says of its own errors, tracebacks and all."""
+    """Returns the errors in a daemon's log, including tracebacks."""
     entries = _ENTRY.split(log.read_text(encoding="utf-8", errors="replace"))
     return [entry.rstrip() for entry in entries if _BAD.search(entry)]
 
@@ -118,7 +119,7 @@ def bad_entries(log: Path) -> list[str]:
 
 
 def open_fds(pid: int) -> dict[int, str]:
-    """Open descriptors and what they are."""
+    """Returns the open descriptors and their targets."""
     folder = Path(f"/proc/{pid}/fd")
     found = {}
     for entry in folder.iterdir():
@@ -130,7 +131,7 @@ def open_fds(pid: int) -> dict[int, str]:
 
 
 def mapped_memfds(pid: int, prefix: str) -> Counter[str]:
-    """Mappings of memfds whose names begin with `prefix`, by name."""
+    """Counts the mappings of memfds with names that begin with `prefix`, by name."""
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     return Counter(re.findall(rf"/memfd:({re.escape(prefix)}\S*)", maps))
 
@@ -140,12 +141,14 @@ def rss_anon_bytes(pid: int) -> int:
 
 
 def status_bytes(pid: int, name: str) -> int:
-    """One of the sizes in a process's `status`; 0: it has none of that name."""
+    """Returns one of the sizes in a process's `status`; 0: it has none of that name."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 
 
 def unmapped_within(pid: int, memory_name: str, limit_s: float) -> float | None:
-    """Seconds until the process has no mapping of such memfds any more; None: it still has one at the limit."""
+    """Returns the seconds until the process has no mapping of such memfds any more; None: it still has one at the
+    limit.
+    """
     return within(lambda: not mapped_memfds(pid, memory_name), limit_s)

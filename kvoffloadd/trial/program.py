@@ -1,4 +1,4 @@
-"""What trials have in common: how a result is shown, exit statuses, and values of options."""
+"""Common parts of trials: printing of results, exit statuses, and values of options."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ EXIT_BAD, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class TrialReport(Protocol):
-    """How a run went."""
+    """The result of a run."""
 
     @property
     def is_good(self) -> bool:
-        """Whether all that must hold held."""
+        """Returns whether all requirements were met."""
 
     def as_json(self) -> dict[str, object]:
-        """Names that stay."""
+        """Returns the result by stable names."""
 
     def print(self) -> None:
-        """A table."""
+        """Prints a table."""
 
 
 def carry_out(name: str, run: Callable[[Path], TrialReport], *, as_json: bool) -> int:
-    """Run it in a folder of its own, and show what came of it; returns the exit status."""
+    """Runs `run` in a private folder, and shows its result; returns the exit status."""
     obey_signals()
     try:
         with private_folder() as folder:
@@ -49,7 +49,7 @@ def carry_out(name: str, run: Callable[[Path], TrialReport], *, as_json: bool) -
 
 
 def size(text: str) -> int:
-    """An option's bytes."""
+    """Parses an option's bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -57,7 +57,7 @@ def size(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """An option's duration, above 0."""
+    """Parses an option's duration, above 0."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")

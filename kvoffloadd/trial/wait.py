@@ -1,4 +1,4 @@
-"""Waiting for a fact with a deadline, in place of sleeping and hoping."""
+"""Waits for a fact with a deadline, instead of sleeping."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ SLOWNESS_MAX = 10.0
 
 
 def slowness() -> float:
-    """How many times longer than on an idle machine work takes on this one: what the kernel's load average, of the last
-    minute, says about how many want to run on each CPU. From 1 to `SLOWNESS_MAX`.
+    """Returns how many times longer work takes on this machine than on an idle one, estimated from the kernel's load
+    average of the last minute: the processes that are ready to run for each CPU. From 1 to `SLOWNESS_MAX`.
     """
     wanting = os.getloadavg()[0] / len(os.sched_getaffinity(0))
     return min(max(wanting, 1.0), SLOWNESS_MAX)
 
 
 HANG_S = 60.0 * slowness()
-"""Longer than anything that goes on takes, as busy as the machine is: what takes longer hangs."""
+"""Longer than any operation that makes progress, even on a machine this busy: an operation that takes longer hangs."""
 
 
 def until(fact: Callable[[], T], what: str, deadline_s: float = HANG_S, *, every_s: float = 0.002) -> T:
-    """The first true value of `fact()`. Raises TimeoutError at the deadline."""
+    """Returns the first true value of `fact()`. Raises TimeoutError at the deadline."""
     end = time.monotonic() + deadline_s
     while True:
         value = fact()
@@ -37,7 +37,7 @@ def until(fact: Callable[[], T], what: str, deadline_s: float = HANG_S, *, every
 
 
 def within(fact: Callable[[], object], limit_s: float, *, every_s: float = 0.001) -> float | None:
-    """Seconds from now until `fact()` is true; None: it was not at the limit."""
+    """Returns the seconds from now until `fact()` is true; None: it was not at the limit."""
     began = time.monotonic()
     try:
         until(fact, "", limit_s, every_s=every_s)

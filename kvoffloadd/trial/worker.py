@@ -1,4 +1,4 @@
-"""A worker as a child process that answers one question after the other, in lines of JSON."""
+"""Runs a worker as a child process that answers one question after the other, in lines of JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END_S = 60.0
 class WorkerProcess:
     """Runs the module `name` with `options`, its only argument. At most one question is open at a time.
 
-    `python`: the interpreter; none: the one that this process has. `environment`: as `spawn` has it.
+    `python`: the interpreter; none: this process's. `environment`: as in `spawn`.
     """
 
     def __init__(
@@ -44,17 +44,17 @@ class WorkerProcess:
         return self._child.pid
 
     def fileno(self) -> int:
-        """Readable when an answer has come, or the worker has ended."""
+        """Returns a descriptor that is readable when an answer has come, or the worker has ended."""
         return self._answers.fileno()
 
     def ask(self, question: dict[str, Any]) -> None:
-        """Let it begin. One that has ended is told of by `answer`."""
+        """Sends a question, without waiting. If the worker has ended, `answer` reports that."""
         with suppress(BrokenPipeError):
             self._questions.write(json.dumps(question).encode() + b"\n")
             self._questions.flush()
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """What it says next. Raises DaemonError: it says nothing, or has ended."""
+        """Returns the next answer. Raises DaemonError if there is none, or the worker has ended."""
         ready, _, _ = select.select([self], [], [], limit_s)
         line = self._answers.readline() if ready else b""
         if not line:
@@ -63,7 +63,7 @@ class WorkerProcess:
         return found
 
     def kill(self) -> None:
-        """SIGKILL, without waiting for its end: see `reap`."""
+        """Sends SIGKILL, without waiting for the worker's end: see `reap`."""
         self._child.kill()
 
     def reap(self) -> None:
@@ -72,7 +72,9 @@ class WorkerProcess:
         self._close_pipes()
 
     def end(self) -> int:
-        """Tell it that no more questions come, and wait until it has closed its session. Returns its exit status."""
+        """Signals that no more questions come, and waits until the worker has closed its session. Returns its exit
+        status.
+        """
         self._close_questions()
         try:
             status = self._child.wait(END_S)
@@ -86,5 +88,5 @@ class WorkerProcess:
         self._answers.close()
 
     def _close_questions(self) -> None:
-        with suppress(BrokenPipeError):  # it has ended before it had read all
+        with suppress(BrokenPipeError):  # it has ended before it had read everything
             self._questions.close()

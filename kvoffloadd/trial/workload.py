@@ -1,4 +1,4 @@
-"""A worker of benchmarks: stores new keys, and loads those that it stored last, a job of always as many bytes."""
+"""A worker of benchmarks: stores new keys, and loads those that it stored last, in jobs of equal size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvoffloadd.model import I64Array, U8Array
 from kvoffloadd.trial.figures import keys_of
 
 Wanted = dict[int, tuple[U8Array, I64Array]]
-"""Group -> keys, and block ids."""
+"""Maps a group to keys and block ids."""
 
 WAIT_S = 60.0
 
 
 class Workload:
-    """`keys`: of a job in each group. `groups`: none: one whose keys have `blocks_per_key` rows in each tensor.
-    `scattered`: block ids at random, else one behind the other. `load_to`: the first of the blocks that loads go to;
-    stores are from 0 on, and each group's blocks are behind those of the one before.
+    """A worker and its jobs. `keys`: keys of a job in each group. `groups`: none: one that has keys with
+    `blocks_per_key` rows in each tensor. `scattered`: block ids at random, else consecutive. `load_to`: the first of
+    the blocks that loads go to; stores use blocks from 0 on, and each group's blocks follow those of the one before.
     """
 
     def __init__(
@@ -48,11 +48,13 @@ class Workload:
         self.registration = client.register(KvCache(tensors, self._groups, timelines))
 
     def store(self) -> tuple[float, float]:
-        """Store new keys: seconds as the client sees them, to the end of `wait`, and as the daemon does."""
+        """Stores new keys. Returns the seconds that the client measures, to the end of `wait`, and those that the
+        daemon reports.
+        """
         return self._timed(self.client.store, self._new_wanted())
 
     def load(self) -> tuple[float, float]:
-        """Load the keys that were stored last."""
+        """Loads the keys that were stored last."""
         return self._timed(self.client.load, self._wanted(self._load_to))
 
     def _timed(self, submit: Callable[..., Job], wanted: Wanted) -> tuple[float, float]:
@@ -69,14 +71,14 @@ class Workload:
         return self.client.load(self.registration, self._wanted(self._load_to), deadline_s=WAIT_S)
 
     def finish(self, job: Job) -> JobResult:
-        """Wait. Raises SystemExit if it has not moved every byte."""
+        """Waits. Raises SystemExit if the job has not moved every byte."""
         result = self.client.wait(job, WAIT_S)
         if result.outcome is not Outcome.DONE or result.bytes != self.bytes:
             raise SystemExit(f"{job} moved {result.bytes} of {self.bytes} bytes: {result.outcome} {result.reason}")
         return result
 
     def last_keys(self, jobs: int = 1) -> U8Array:
-        """The keys that the last of its stores stored."""
+        """Returns the keys that the last `jobs` stores stored."""
         return keys_of(np.arange(self._stored - jobs * self.keys, self._stored))
 
     def drain(self) -> None:
@@ -88,7 +90,7 @@ class Workload:
         return self._wanted(0)
 
     def _wanted(self, first: int) -> Wanted:
-        """The keys that were stored last, and block ids from `first` on."""
+        """Returns the keys that were stored last, and block ids from `first` on."""
         keys = self.last_keys()
         wanted = {}
         for group in self._groups:

@@ -1,1 +1,1 @@
-"""`kvoffloadd top`: a daemon's figures as they change, for a terminal."""
+"""The command `kvoffloadd top`: shows a daemon's figures as they change, in a terminal."""

@@ -1,4 +1,4 @@
-"""What is shown at one instant, from the statuses so far. Pure."""
+"""Derives what is shown at one instant from the statuses so far. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Figures = dict[str, Any]
 
 SAMPLES_MAX = 240
 WINDOW_S = 60.0
-"""What hit lately is told of so long, or since the first look."""
+"""The window of recent hits, or since the first status if that is later."""
 
 DIRECTIONS = ("store", "load", "demote", "promote", "fetch", "push")
 REMOTE = {"fetch": "fetched", "push": "pushed"}
@@ -28,7 +28,7 @@ class History:
     )
 
     def add(self, now_s: float, status: Status) -> None:
-        """A status that came at `now_s`, of any clock that only goes forward."""
+        """Adds a status that came at `now_s`, on any monotonic clock."""
         if self.samples and self.samples[-1][1]["boot_id"] != status["boot_id"]:
             self.samples.clear()
         self.samples.append((now_s, status))
@@ -36,17 +36,19 @@ class History:
             self.rates[direction].append(figures["bytes_per_s"])
 
     def miss(self) -> None:
-        """There is no daemon, and nothing moves."""
+        """Records that there is no daemon, and nothing moves."""
         for rates in self.rates.values():
             rates.append(0.0)
 
     @property
     def latest(self) -> Status:
-        """The last status."""
+        """Returns the last status."""
         return self.samples[-1][1]
 
     def window(self, seconds: float) -> tuple[float, Status, Status]:
-        """Seconds, and the statuses at the beginning and end of about the last `seconds`; of one look: 0 s."""
+        """Returns seconds, and the statuses at the beginning and end of about the last `seconds`; for a single status:
+        0 s.
+        """
         now, last = self.samples[-1]
         began, first = next((s for s in self.samples if s[0] >= now - seconds - 1e-3), self.samples[-1])
         if first is last and len(self.samples) > 1:
@@ -54,7 +56,7 @@ class History:
         return now - began, first, last
 
     def throughput(self) -> dict[str, Figures]:
-        """Returns the throughput by direction, between the last two looks."""
+        """Returns the throughput by direction, between the last two statuses."""
         seconds, first, last = self.window(0.0)
         found = {}
         for direction in DIRECTIONS if "transfers" in last else ():
@@ -71,7 +73,7 @@ class History:
 
 
 def figures(history: History) -> Figures:
-    """Everything that is shown, as `--json` has it; names are stable."""
+    """Returns everything that is shown, as in `--json`; names are stable."""
     status = history.latest
     seconds, first, _ = history.window(0.0)
     recent_s, then, _ = history.window(WINDOW_S)
@@ -113,7 +115,7 @@ def _rate(amount: float, seconds: float) -> float:
 
 
 def _moved(status: Status, direction: str) -> tuple[int, int]:
-    """Bytes, and jobs or keys, since the daemon's start."""
+    """Returns bytes, and jobs or keys, since the daemon's start."""
     if direction in status["transfers"]:
         counters = status["transfers"][direction]
         return counters["bytes"], counters["jobs"]
@@ -138,7 +140,7 @@ def _tier(name: str, used_bytes: int, capacity_bytes: int, keys: int) -> Figures
 
 
 def _asked(status: Status, since: Status | None) -> Figures:
-    """Keys by outcome, of all namespaces, since an earlier status or the start."""
+    """Returns keys by outcome, over all namespaces, since an earlier status or the start."""
     now, before = _outcomes(status), _outcomes(since) if since else {}
     return {name: max(count - before.get(name, 0), 0) for name, count in now.items()}
 
@@ -170,7 +172,7 @@ def _ceiling(status: Status) -> float:
 
 
 def _instances(sessions: Iterable[Status]) -> list[Figures]:
-    """Engines; whoever only looks is none, and who is about to leave none any more."""
+    """Returns the engines; observers are excluded, and so are clients that are about to leave."""
     found: dict[int, Figures] = {}
     for session in sessions:
         if session["role"] not in ("worker", "scheduler") or not session["instance"]:
@@ -191,12 +193,12 @@ def _instances(sessions: Iterable[Status]) -> list[Figures]:
 
 
 def _said_by(devices: Mapping[str, Status], gauge: str) -> dict[str, str]:
-    """Returns what each device says there; devices that say nothing are left out."""
+    """Returns each device's values there; devices without any are left out."""
     return {kind: text for kind, gauges in devices.items() if (text := gauges.get(gauge))}
 
 
 def _lanes(first: Status, last: Status, seconds: float) -> list[Figures]:
-    """`busy_rate`: share of the threads' time that was work."""
+    """Returns the lanes. `busy_rate`: share of the threads' time that was work."""
     found = []
     for name, lane in last.get("lanes", {}).items():
         before = first["lanes"].get(name, lane)
@@ -207,7 +209,7 @@ def _lanes(first: Status, last: Status, seconds: float) -> list[Figures]:
 
 
 def _remote(remote: Status | None) -> Figures | None:
-    """None: there is no remote tier."""
+    """Returns the remote tier; None: there is none."""
     if remote is None:
         return None
     kept = ("state", "reason", "backlog_bytes", "quarantined_bytes")

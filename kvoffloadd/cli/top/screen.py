@@ -1,4 +1,4 @@
-"""The loop of `kvoffloadd top`: ask, derive, show, wait; whatever becomes of the daemon."""
+"""The loop of `kvoffloadd top`: query, derive, show, wait; continues whatever happens to the daemon."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TITLE = "kvoffloadd top"
 
 @dataclass(slots=True)
 class Screen:
-    """What was asked for on the command line, and what is known so far."""
+    """The options of the command line, and the state so far."""
 
     socket: Path
     interval_s: float
@@ -43,7 +43,7 @@ class Screen:
     waiting: str = ""
 
     def once(self) -> None:
-        """Two looks, so that there are rates, and one picture. Raises ClientError."""
+        """Queries twice, so that there are rates, and prints one picture. Raises ClientError."""
         with self._client() as client:
             self._look(client)
             time.sleep(self.interval_s)
@@ -69,13 +69,13 @@ class Screen:
         return Client(self.socket, namespace=None, role="observer", deadline_s=ANSWER_S, connect_deadline_s=0)
 
     def _look(self, client: Client) -> None:
-        """Raises ClientError."""
+        """Queries the daemon. Raises ClientError."""
         status = client.status()
         self.history.add(time.monotonic(), status)
         self.shown, self.waiting = figures(self.history), ""
 
     def _try(self, client: Client) -> None:
-        """A daemon that is gone, or does not answer, may come back."""
+        """Queries a daemon that may be gone or not answer, and may return."""
         try:
             self._look(client)
         except ClientError as error:
@@ -115,7 +115,7 @@ class Screen:
         return render(self.shown, self.history.rates, width, self.waiting)
 
     def _draw(self, path: Path) -> None:
-        """What was shown last, in the terminal's width."""
+        """Draws the last figures, in the terminal's width."""
         with open("/dev/null", "w", encoding="utf-8") as nowhere:
             width = Console().width if sys.stdout.isatty() else PIPE_COLUMNS
             console = Console(
@@ -128,7 +128,7 @@ class Screen:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[None]:
-    """Keys come at once, and are not shown."""
+    """Delivers keys at once, without echo, within the context."""
     if not sys.stdin.isatty():
         yield
         return
@@ -141,7 +141,7 @@ def _keys() -> Iterator[None]:
 
 
 def _quit_within(seconds: float) -> bool:
-    """Whether somebody pressed q."""
+    """Returns whether q was pressed within this time."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False

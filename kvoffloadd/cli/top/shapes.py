@@ -1,4 +1,4 @@
-"""Bars and lines that take the width they are given."""
+"""Draws bars and lines that adapt to the given width."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 GROUND = "grey23"
-"""Colour of what is not filled."""
+"""The colour of the unfilled part."""
 
 
 class Bar:
-    """Shares of a whole, one behind the other: fractions with their colours, to an eighth of a character.
+    """Shares of a whole, one after the other: fractions with their colours, to an eighth of a character.
 
     Whole characters are background, which has no gaps in any font; without colours they are blocks.
     """
@@ -53,7 +53,7 @@ class Bar:
 
 
 class Spark:
-    """The last values, as many as there is room for, the newest on the right."""
+    """The last values, as many as fit, the newest on the right."""
 
     def __init__(self, values: Sequence[float], colour: str, most: float) -> None:
         self._values = values

@@ -1,4 +1,4 @@
-"""Figures on a screen: readable in 80 columns, and side by side where there is room."""
+"""Draws figures on a screen: readable in 80 columns, and in two columns where there is room."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Figures = Mapping[str, Any]
 
 WIDE = 150
-"""From so many columns on two of them stand side by side."""
+"""The number of columns from which on two tables are shown next to each other."""
 
 ROWS_MAX = 8
 QUIET, FAINT = "grey58", "grey35"
@@ -55,7 +55,7 @@ FULL_SHARE = 0.9
 def render(
     figures: Figures | None, rates: Mapping[str, Sequence[float]], width: int, waiting: str = ""
 ) -> RenderableType:
-    """The whole screen. `figures` None: there never was a daemon; `waiting`: why there is none now."""
+    """Returns the whole screen. `figures` None: there never was a daemon; `waiting`: why there is none now."""
     if figures is None:
         return Group(_waiting_line(waiting), Text())
     left = [
@@ -76,7 +76,7 @@ def render(
     ]
     if waiting:
         top.insert(1, _waiting_line(waiting))
-    lanes = [_lanes(figures["lanes"], wide=width >= WIDE)] if figures["lanes"] else []  # nobody but root is told
+    lanes = [_lanes(figures["lanes"], wide=width >= WIDE)] if figures["lanes"] else []  # only root gets them
     if width < WIDE:
         return Group(*top, *left, *right, *lanes)
     both = Table.grid(padding=(0, 2), expand=True)
@@ -125,7 +125,8 @@ def _loop(figures: Figures) -> RenderableType:
         (_count(figures["jobs"]), "jobs", ""),
         (_count(figures["leases"]["keys"]), "leased", ""),
     ]
-    told = [(name, figures["server"][name]) for name in ("busy", "errors")]  # of all users, which only root is told
+    # figures of all users, which only root gets
+    told = [(name, figures["server"][name]) for name in ("busy", "errors")]
     pieces += [(_count(count), name, FAIR if count else "") for name, count in told if count is not None]
     text = Text(" loop ", QUIET, no_wrap=True, overflow="ellipsis")
     for index, (value, name, style) in enumerate(pieces):
@@ -168,7 +169,7 @@ def _tiers(figures: Figures) -> RenderableType:
 
 
 def _throughput(figures: Figures, rates: Mapping[str, Sequence[float]]) -> RenderableType:
-    # Wide enough for most figures, so that the lines do not move with them.
+    # Wide enough for most figures, so that the lines do not move as these change.
     table = _grid({"style": "bold"}, {"style": QUIET}, _BAR, {**_RIGHT, "min_width": 12}, {**_RIGHT, "min_width": 11})
     needs = {
         "demote": figures["roots"],
@@ -338,7 +339,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _count(number: float) -> str:
-    """Four figures at most: 999, 12.3 k, 1.23 M."""
+    """Formats at most four digits: 999, 12.3 k, 1.23 M."""
     if number < 1000:
         return f"{number:.0f}" if number >= 10 or number == int(number) else f"{number:.1f}"
     unit = next((unit for unit, most in (("k", 999_500), ("M", 999.5e6)) if number < most), "G")
@@ -347,10 +348,10 @@ def _count(number: float) -> str:
 
 
 def _device(kind: str) -> str:
-    """GPUs by the beginning of their UUID, as nvidia-smi shows it."""
+    """Shortens GPUs to the beginning of their UUID, as in nvidia-smi."""
     return f"GPU-{kind.removeprefix('cuda:')[:8]}" if kind.startswith("cuda:") else kind
 
 
 def _tail(path: str, most: int = 32) -> Text:
-    """The end of a path tells more than its beginning."""
+    """Returns the end of a path, which is more informative than its beginning."""
     return Text(path if len(path) <= most else f"…{path[1 - most :]}")

@@ -1,7 +1,7 @@
 """One GPU: its context, its memory lane, a stream each way.
 
-Ownership: the event loop alone. The copy lanes' threads run `CopyStream.move`, the memory lane's thread runs whatever
-else needs the driver; both with the GPU's context current.
+Ownership: the event loop alone. The copy lanes' threads run `CopyStream.move`, the memory lane's thread runs all other
+driver calls; both with the GPU's context current.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 THREADS = 2
-"""Chunks in flight each way: what is urgent waits for no more."""
+"""Chunks in flight each way: urgent copies wait for no more than these."""
 
 WATCH_S = 0.5
 
@@ -43,14 +43,14 @@ _NEEDED = {
     "UNIFIED_ADDRESSING": "one address space with the host",
     "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM": "registered memory has the same address for the GPU as for the host",
 }
-"""Attributes of a GPU. Batched copies name the host's memory by its own address."""
+"""The required attributes of a GPU. Batched copies address the host's memory by its own address."""
 _PRIORITIES = {Direction.STORE: 0, Direction.LOAD: -1}
-"""Of the streams; lower goes first. A load is waited for, a store is not."""
+"""The priorities of the streams; lower goes first. A load is waited for, a store is not."""
 
 
 class CudaDevice:
-    """A GPU in use, from `open` to `close`. `fatal(reason)` ends the process: for a GPU that can't be used any more.
-    `cpus`: those that the copy lanes run on; none: any.
+    """A GPU in use, from `open` to `close`. `fatal(reason)` ends the process: it is called when the GPU can't be used
+    any more. `cpus`: those that the copy lanes run on; none: any.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class CudaDevice:
         self._watch: asyncio.TimerHandle | None = None
 
     async def open(self, pinning: Pinning, trials: Trials | None = None) -> None:
-        """Makes the context and the streams. `pinning`: the arena's, begun after that. `trials`: None: none is written
-        down.
+        """Makes the context and the streams. `pinning`: the arena's, started after that. `trials`: None: no trial is
+        recorded.
 
         Raises:
             DeviceError: the GPU can't be used.
@@ -105,8 +105,8 @@ class CudaDevice:
 
     @property
     def _patience_s(self) -> float:
-        """How long a call to the driver may take: a new context is given all that is pinned, and may keep other calls
-        waiting meanwhile.
+        """Returns how long a call to the driver may take: the driver gives a new context all that is pinned, and may
+        delay other calls meanwhile.
         """
         return self._config.stuck_s + self._pinning.mapping_s
 
@@ -120,7 +120,9 @@ class CudaDevice:
         self._copiers = {direction: self._make_copier(direction) for direction in Direction}
 
     def _check_attributes(self, device: object) -> None:
-        """Raises DeviceError: what all copies rely on is missing. A driver may then take them and do nothing."""
+        """Raises DeviceError if an attribute is missing that all copies rely on. A driver may then accept copies and do
+        nothing.
+        """
         names = self._driver.api.CUdevice_attribute
         for name, meaning in _NEEDED.items():
             which = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
@@ -139,7 +141,8 @@ class CudaDevice:
             batch=self._config.batch,
             on_broken=self._report_broken,
             batch_descriptors=self._config.batch_descriptors,
-            # A slot is complete before it is loaded. What a store copies may be a kernel's that runs before it.
+            # A slot is complete before it is loaded. The source of a store may still be written by a kernel that runs
+            # before it.
             sources_final=direction is Direction.LOAD,
             trials=self._trials,
         )
@@ -179,7 +182,7 @@ class CudaDevice:
         self._mapped_ends = np.array(sorted(ends), np.uint64)
 
     async def _perform(self, work: Callable[[], T]) -> T:
-        """Runs in the memory lane's thread; `_check_stuck` enforces the deadline, since other work may be before it."""
+        """Runs in the memory lane's thread; `_check_stuck` enforces the deadline, since other work may run first."""
         try:
             return await self._memory_lane.perform(work)
         except CudaError as error:
@@ -233,10 +236,10 @@ class CudaDevice:
     # --- the end ---
 
     def _check_stuck(self) -> None:
-        """A chunk and a call to the driver take milliseconds. One that has not ended long after never will, and its
-        blocks, or its mapping, can't be released.
+        """Ends the process if the driver hangs. A chunk and a call to the driver take milliseconds. One that has not
+        ended long after that never will, and its blocks, or its mapping, can't be released.
         """
-        self._pinning.start(self._context)  # again, if there was no thread for it
+        self._pinning.start(self._context)  # again, if no thread could be made for it before
         now, stuck_s, patience_s = time.monotonic(), self._config.stuck_s, self._patience_s
         if self._copying.is_over(self.busy_s(now), now, stuck_s):
             self._blame(now, stuck_s / 2)
@@ -246,12 +249,14 @@ class CudaDevice:
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
 
     def _blame(self, now: float, least_s: float) -> None:
-        """Write down how the directions copy whose oldest chunk has been under way for more than `least_s`."""
+        """Records how the directions copy in which the oldest chunk has been under way for more than `least_s`."""
         stuck = [self._copiers[way] for way, lane in self._lanes.items() if lane.oldest_running_s(now) > least_s]
         self._trials.blame({way for copier in stuck for way in copier.stream.ways})
 
     def _report_broken(self, reason: str) -> NoReturn:
-        """The thread that calls this keeps the memory that it copies: it never returns to say that it has ended."""
+        """Reports that copies may never end. The calling thread keeps the memory that it copies: it never returns to
+        report an end.
+        """
         with contextlib.suppress(Exception):  # the loop is closed: the process ends; else `_check_stuck` ends it
             self._loop.call_soon_threadsafe(self._broken, reason)
         while True:

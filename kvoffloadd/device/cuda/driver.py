@@ -13,20 +13,19 @@ from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, U64Array
 
 PITCH_MAX_BYTES = 0x7FFFFFFF
-"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far."""
+"""CU_DEVICE_ATTRIBUTE_MAX_PITCH of all known GPUs."""
 
 _BATCH_VERSION = 12080
-"""The first cuMemcpyBatchAsync and cuMemcpy3DBatchAsync, with `failIdx`; newer drivers still serve them, so one form
-of each does for all.
+"""The version of the first cuMemcpyBatchAsync and cuMemcpy3DBatchAsync, with `failIdx`; newer drivers still support
+them, so one form of each suffices.
 """
 
 _STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder: the source is read in the stream's order, or before
 _BY_COPY_ENGINES = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE. Without it, drivers from CUDA 13.1 on may copy with the GPU's processors,
-and the engine waits meanwhile (release notes of CUDA 13.1). On CUDA 13.0 it makes no difference
-(docs/benchmarks/gpu.md).
+and delay the engine (release notes of CUDA 13.1). On CUDA 13.0 it makes no difference (docs/benchmarks/gpu.md).
 """
-_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address tells which memory it is
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the driver finds the kind of memory from the address
 _POINTER = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 
 
@@ -68,7 +67,9 @@ distance of rows. `type` has 4 bytes and 4 of padding; a layer of height 0 is as
 
 
 class Driver(CudaDriver):
-    """Extends `CudaDriver` by what copies need. Raises DeviceError also for a driver that lacks any of it."""
+    """Extends `CudaDriver` by the calls that copies need. Raises DeviceError also for a driver that lacks any
+    of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,15 +92,15 @@ class Driver(CudaDriver):
 
     @property
     def batches(self) -> bool:
-        """Whether the driver has batched copies."""
+        """Returns whether the driver has batched copies."""
         return self._batch is not None
 
     def copy_batch(
         self, src: U64Array, dst: U64Array, size: U64Array, stream: int, *, sources_final: bool = False
     ) -> int:
         """Submits copies in one call: contiguous u64 arrays of one length. Returns the CUresult. They are unordered
-        among each other, and read their sources in the stream's order. `sources_final`: the sources hold their last
-        bytes already, so that the driver may read them before.
+        among each other, and read their sources in the stream's order. `sources_final`: the sources hold their final
+        bytes already, so the driver may read them earlier.
         """
         if self._batch is None:
             raise DeviceError("this driver has no cuMemcpyBatchAsync")
@@ -120,7 +121,7 @@ class Driver(CudaDriver):
 
     @property
     def pitches(self) -> bool:
-        """Whether the driver has pitched copies."""
+        """Returns whether the driver has pitched copies."""
         return self._pitched is not None
 
     def copy_pitched(self, runs: Pitched, stream: int) -> int:
@@ -141,7 +142,7 @@ class Driver(CudaDriver):
 
     @property
     def pitched_batches(self) -> bool:
-        """Whether the driver has batches of pitched copies."""
+        """Returns whether the driver has batches of pitched copies."""
         return self._pitched_batch is not None
 
     def copy_pitched_batch(self, runs: Pitched, most: int, stream: int, *, sources_final: bool = False) -> int:
@@ -172,10 +173,10 @@ class Driver(CudaDriver):
 
 
 def host_side(direction: Direction, src: U64Array, dst: U64Array) -> U64Array:
-    """Which of the two is this process's own memory: stores write it, loads read it."""
+    """Returns whichever of the two is this process's own memory: stores write it, loads read it."""
     return dst if direction is Direction.STORE else src
 
 
 def device_side(direction: Direction, src: U64Array, dst: U64Array) -> U64Array:
-    """The other one, which workers share."""
+    """Returns the other one, which workers share."""
     return src if direction is Direction.STORE else dst

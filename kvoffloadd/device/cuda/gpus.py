@@ -1,4 +1,4 @@
-"""Finding GPUs and opening them. Nothing of CUDA is loaded, and no context made, before a worker names a GPU."""
+"""Finds GPUs and opens them. No part of CUDA is loaded, and no context made, before a worker names a GPU."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _HINTS = {
         " (its compute mode may be EXCLUSIVE_PROCESS, which keeps all but one process out: nvidia-smi -c DEFAULT)"
     ),
 }
-"""What to look at, by the error with which a GPU can't be made usable."""
+"""What to check, by the error with which opening a GPU fails."""
 
 
 class _Gpu(NamedTuple):
-    """One that this process sees. `cpus`: those on its NUMA node; none: any."""
+    """A GPU that this process sees. `cpus`: those on its NUMA node; none: any."""
 
     ordinal: int
     cpus: frozenset[int]
 
 
 class CudaGpus:
-    """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. `near`: the CPUs on the NUMA
-    node of a GPU, by its PCI address; none: any. `trials`: the path of the file of `Trials`; None: there is none.
-    Event loop only.
+    """See `Gpus`. `arena`: the memory tier's, pinned when the first GPU is opened. `near`: returns the CPUs on the NUMA
+    node of a GPU, by its PCI address; none: any. `trials`: the path of the file of `Trials`; None: there is none. Event
+    loop only.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class CudaGpus:
         self._devices: dict[bytes, CudaDevice] = {}
 
     async def device(self, uuid: bytes) -> CudaDevice:
-        """See `Gpus.device`. The first call for a GPU takes as long as its context does. GPUs do not wait for each
-        other: the ranks of an engine name them at the same time.
+        """See `Gpus.device`. The first call for a GPU takes as long as its context does. GPUs are opened in parallel,
+        since the ranks of an engine name them at the same time.
         """
         if not self._config.enabled:
             raise MemoryKindError("CUDA is disabled in this daemon: its config has cuda.enabled = false")
@@ -135,7 +135,7 @@ class CudaGpus:
         return self._pinning
 
     async def close(self, deadline_s: float) -> bool:
-        """Ends pinning; the devices are closed. False: the driver does not come back in time."""
+        """Ends pinning; the devices are closed. Returns False if the driver does not return in time."""
         if self._pinning is None:
             return True
         try:
@@ -147,7 +147,7 @@ class CudaGpus:
 
 
 def _load(near: Callable[[str], frozenset[int]]) -> tuple[Driver, dict[bytes, _Gpu]]:
-    """The driver, and the GPUs by UUID. Blocks."""
+    """Returns the driver, and the GPUs by UUID. Blocks."""
     driver = Driver()
     count = int(driver.call("cuDeviceGetCount"))
     return driver, {driver.uuid(ordinal): _Gpu(ordinal, _cpus(driver, ordinal, near)) for ordinal in range(count)}
@@ -157,4 +157,4 @@ def _cpus(driver: Driver, ordinal: int, near: Callable[[str], frozenset[int]]) -
     try:
         return near(driver.pci_address(ordinal))
     except DeviceError:
-        return frozenset()  # a GPU that does not say where it is can be used all the same
+        return frozenset()  # a GPU of unknown location can be used all the same

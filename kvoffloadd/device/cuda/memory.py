@@ -1,7 +1,7 @@
-"""Mapping workers' GPU memory: cudaMalloc'ed memory by IPC handle, virtual memory in chunks by descriptor.
+"""Maps workers' GPU memory: cudaMalloc'ed memory by IPC handle, virtual memory in chunks by descriptor.
 
-Ownership: the thread of the GPU's memory lane alone, but for the allocations' sizes and addresses, which the event loop
-reads when the call that changed them has returned.
+Ownership: the thread of the GPU's memory lane alone, except for the allocations' sizes and addresses, which the event
+loop reads when the call that changed them has returned.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 @dataclass(slots=True, eq=False)
 class IpcAllocation(Allocation):
-    """All of another process's cudaMalloc'ed allocation."""
+    """The whole of another process's cudaMalloc'ed allocation."""
 
     handle: bytes
 
 
 @dataclass(slots=True, eq=False)
 class VmmAllocation(Allocation):
-    """Chunks side by side in reserved addresses; `size_bytes` grows to `total_bytes` as they are mapped."""
+    """Adjacent chunks in reserved addresses; `size_bytes` grows to `total_bytes` as they are mapped."""
 
     total_bytes: int
     chunks: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class VmmAllocation(Allocation):
 
 @dataclass(slots=True)
 class _Opened:
-    """An IPC handle that is open: where, and how often it was asked for."""
+    """An open IPC handle: its address, and the number of times it was opened."""
 
     address: int
     size_bytes: int
@@ -67,7 +67,9 @@ class SharedMemory:
     # --- IPC handles ---
 
     def open_handle(self, handle: bytes) -> IpcAllocation:
-        """See `GpuMemory.open_handle`. A handle is opened once, and counted: the driver knows it once, too."""
+        """See `GpuMemory.open_handle`. A handle is opened once, and counted, since the driver opens it only once per
+        process.
+        """
         known = self._opened.get(handle)
         if known is None:
             known = self._opened[handle] = self._open(handle)
@@ -95,12 +97,13 @@ class SharedMemory:
             raise
 
     def _bytes_from(self, address: int) -> int:
-        """How many of an opened allocation's bytes lie there and behind."""
+        """Returns how many of an opened allocation's bytes lie at the address and after it."""
         ordinal = self._driver.attribute(PointerAttribute.DEVICE_ORDINAL, address)
-        if ordinal != self._ordinal:  # it opens all the same, and every copy would go by way of two GPUs
+        if ordinal != self._ordinal:  # it would open all the same, and every copy would pass through two GPUs
             raise MemoryKindError(f"memory of GPU {ordinal}, announced as GPU {self._ordinal}'s")
         base, size_bytes = map(int, self._driver.call("cuMemGetAddressRange", address))
-        # Small allocations share a block with others, which the driver maps whole: only what lies behind is named.
+        # Small allocations share a block with others, which the driver maps whole: only the part from the address on is
+        # named.
         return base + size_bytes - address
 
     def _close(self, allocation: IpcAllocation) -> None:
@@ -172,13 +175,13 @@ class SharedMemory:
     # --- both ---
 
     def _lasts(self, error: CudaError) -> bool:
-        """Whether the GPU can't be used any more. What a peer has given fails for the peer's reasons, too, and drivers
-        have no number of their own for some of these.
+        """Returns whether the GPU can't be used any more. Memory from a peer can fail for reasons of the peer, and
+        drivers have no separate error codes for some of these.
         """
         return error.sticky and not self._driver.context_works()
 
     def unmap(self, allocation: Allocation) -> None:
-        """The caller guarantees that no copy uses it. Blocks as long as the driver likes."""
+        """Ends a mapping. The caller guarantees that no copy uses it. Blocks until the driver returns."""
         if isinstance(allocation, IpcAllocation):
             self._close(allocation)
         elif isinstance(allocation, VmmAllocation):
@@ -186,7 +189,7 @@ class SharedMemory:
             self._driver.call("cuMemAddressFree", allocation.base_address, allocation.total_bytes)
 
     def close(self) -> None:
-        """Closes what is still open at the end of the process. The driver's refusals don't matter any more."""
+        """Closes what is still open at the end of the process, and ignores the driver's errors."""
         for known in self._opened.values():
             with contextlib.suppress(CudaError):
                 self._driver.call("cuIpcCloseMemHandle", known.address)

@@ -1,19 +1,18 @@
-"""Pinning the arena: it is registered with CUDA piece by piece, beside the copies.
+"""Pins the arena: registers it with CUDA piece by piece, while copies run.
 
-What is not pinned, yet or ever, is copied all the same, by way of the driver's own buffers: that is legal and slower.
-So nothing waits for a piece. One that a copy has missed is pinned before the others; one that the driver refuses is
-tried again later, for what it lacks may come back.
+Memory that is not pinned is copied all the same, through the driver's own buffers, which is legal but slower. So
+nothing waits for a piece. A piece that a copy has missed is pinned before the others; one that the driver refuses is
+tried again later, since the missing resource may be free by then.
 
-A call takes some 0.05 s a GiB (docs/benchmarks/gpu.md), and as long as it does the driver keeps copies and other
-processes of this host waiting, and the kernel every thread of this one that maps memory. So pieces are small, their
-pages are there before the driver is asked for them (else the call would provide them, a second a GiB), and between two
-of them others have their turn.
-They double in size from `FIRST_BYTES` to `piece_bytes` and end where slabs end, unless slabs are larger. No copy may
-reach over an end: the driver knows each piece alone.
+A call takes some 0.05 s a GiB (docs/benchmarks/gpu.md), and meanwhile the driver blocks copies and other processes of
+this host, and the kernel blocks every thread of this process that maps memory. So pieces are small, their pages are
+populated before the driver call (which otherwise would populate them, at a second a GiB), and others have their turn
+between two pieces. They double in size from `FIRST_BYTES` to `piece_bytes` and end where slabs end, unless slabs are
+larger. No copy may cross an end: the driver knows each piece separately.
 
-Nothing is unpinned: the process's end does that, and no deadline holds for it.
+Nothing is unpinned explicitly: the end of the process does that, without a deadline.
 
-Ownership: the thread that pins, but for `start` and `stop`, which are the event loop's. Any thread may ask what is
+Ownership: the thread that pins, except for `start` and `stop`, which the event loop calls. Any thread may ask what is
 pinned, and `want` more: `_pinned` and `_wanted` change by single operations.
 """
 
@@ -37,19 +36,19 @@ log = logging.getLogger(__name__)
 
 FIRST_BYTES = 128 << 20
 PAUSE_S = 0.01
-"""A pause between two pieces, so that others that wait for the driver get it."""
+"""A pause between two pieces, so that other users of the driver get it."""
 RETRY_S = 60.0
-"""When what was refused is tried again."""
+"""The delay before refused pieces are tried again."""
 REFUSALS_MAX = 4
-"""After so many in a row, the others are left for later, too: each try takes the driver's lock."""
+"""After this many refusals in a row the other pieces are deferred, too: each try takes the driver's lock."""
 _MAP_S_PER_GIB = 0.1
-"""How long a driver may take to give a new context what is pinned, on top of the context itself."""
+"""How long a driver may take to give a new context the pinned memory, in addition to the context itself."""
 _ALREADY = "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for the contexts of all GPUs
 
 
 class Arena(NamedTuple):
-    """The memory tier's memory: what is pinned, and the multiple at which pieces may end."""
+    """The memory tier's memory that is pinned, and the multiple at which pieces may end."""
 
     address: int
     size_bytes: int
@@ -57,7 +56,7 @@ class Arena(NamedTuple):
 
 
 def piece_ends(arena: Arena, piece_bytes: int) -> U64Array:
-    """The addresses at which the pieces end: u64, ascending, the arena's end the last."""
+    """Returns the addresses at which the pieces end: u64, ascending; the last is the arena's end."""
     ends, at, size = [], 0, min(max(FIRST_BYTES, arena.slab_bytes), piece_bytes)
     while at < arena.size_bytes:
         unit = arena.slab_bytes if arena.slab_bytes <= size else PAGE_BYTES
@@ -68,12 +67,12 @@ def piece_ends(arena: Arena, piece_bytes: int) -> U64Array:
 
 
 def cut(copies: Copies, direction: Direction, ends: U64Array) -> Copies:
-    """The same bytes in copies that reach over none of `ends` on this process's side."""
+    """Returns the same bytes in copies that cross none of `ends` on this process's side."""
     return cut_at(copies, host_side(direction, copies.src, copies.dst), ends)
 
 
 def cut_at(copies: Copies, side: U64Array, ends: U64Array) -> Copies:
-    """The same bytes in copies that reach over none of `ends`. `side`: their sources, or their destinations."""
+    """Returns the same bytes in copies that cross none of `ends`. `side`: their sources, or their destinations."""
     first = np.searchsorted(ends, side, side="right")
     last = np.searchsorted(ends, side + copies.size - np.uint64(1), side="right")
     over = np.flatnonzero(first != last)
@@ -89,13 +88,15 @@ def cut_at(copies: Copies, side: U64Array, ends: U64Array) -> Copies:
 
 
 def _pieces(copies: Copies, at: int, side: U64Array, ends: U64Array) -> tuple[U64Array, U64Array, U64Array]:
-    """One copy in pieces that end at `ends`."""
+    """Returns one copy in pieces that end at `ends`."""
     starts = np.concatenate([np.zeros(1, np.uint64), ends - side[at]])
     return copies.src[at] + starts, copies.dst[at] + starts, np.diff(starts, append=copies.size[at])
 
 
 class Pinning:
-    """What is pinned so far. `failure`: why some of it is not, in the driver's words; empty if nothing was refused."""
+    """Pins the arena. `failure`: why some of it is not pinned, as the driver reports it; empty if nothing was
+    refused.
+    """
 
     def __init__(self, driver: Driver, arena: Arena, piece_bytes: int) -> None:
         self.ends = piece_ends(arena, piece_bytes)
@@ -104,24 +105,25 @@ class Pinning:
         self._begins = np.concatenate([np.array([arena.address], np.uint64), self.ends[:-1]])
         self._sizes = (self.ends - self._begins).astype(np.int64)
         self._pinned: BoolArray = np.zeros(len(self.ends), bool)
-        self._wanted: I64Array = np.zeros(len(self.ends), np.int64)  # how many bytes were copied past the driver
-        self._left: BoolArray = np.ones(len(self.ends), bool)  # not tried since all were
+        # how many bytes were copied through the driver's buffers
+        self._wanted: I64Array = np.zeros(len(self.ends), np.int64)
+        self._left: BoolArray = np.ones(len(self.ends), bool)  # pieces not tried in the present round
         self._complete = False
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes registered so far."""
+        """Returns the bytes registered so far."""
         return int(self._sizes[self._pinned].sum())
 
     @property
     def mapping_s(self) -> float:
-        """How much longer a new context may take for what is pinned."""
+        """Returns how much longer a new context may take because of the pinned memory."""
         return self.pinned_bytes / (1 << 30) * _MAP_S_PER_GIB
 
     def start(self, context: int) -> None:
-        """Begins, in a thread of its own, with this context current. Once there is one, later calls change nothing."""
+        """Starts a thread that pins, with this context current. Once there is one, later calls change nothing."""
         if self._thread is not None:
             return
         thread = threading.Thread(target=self._work, args=(context,), name="kvo-pin", daemon=True)
@@ -133,8 +135,8 @@ class Pinning:
             self._thread = thread
 
     def covers(self, copies: Copies, direction: Direction) -> bool:
-        """Whether all that these copies touch of the arena is pinned. None of them reaches over one of `ends`. What is
-        not is wanted from now on.
+        """Returns whether all that these copies touch of the arena is pinned. None of them crosses any of `ends`.
+        Pieces that are not pinned are wanted from now on.
         """
         if self._complete or not len(copies):
             return True
@@ -144,7 +146,7 @@ class Pinning:
         return not missing.any()
 
     def stop(self) -> None:
-        """Begins no further piece, and blocks until the one under way has ended."""
+        """Begins no further piece, and blocks until the present one has ended."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
@@ -152,7 +154,7 @@ class Pinning:
     # --- the thread that pins -------------------------------------------------------------------------
 
     def _work(self, context: int) -> None:
-        """Ends when all is pinned, or at `stop`; whatever else fails is told, and tried again."""
+        """Runs until all is pinned, or until `stop`; any other failure is logged, and tried again."""
         while not self._stopping.is_set() and not self._complete:
             self._pin_all(context)
             self._complete = bool(self._pinned.all())
@@ -163,7 +165,7 @@ class Pinning:
                 self._stopping.wait(RETRY_S)
 
     def _pin_all(self, context: int) -> None:
-        """Tries each piece once, until too many in a row were refused: the next call goes on with the others."""
+        """Tries each piece once, until too many in a row were refused: the next call continues with the others."""
         refused = 0
         while self._left.any() and refused < REFUSALS_MAX and not self._stopping.is_set():
             piece = int(np.argmax(np.where(self._left, self._wanted + 1, 0)))  # of equals, the first
@@ -171,7 +173,7 @@ class Pinning:
             try:
                 self._pin(piece, context)
                 refused = 0
-            except Exception as error:  # noqa: BLE001  nothing may end this thread: it is told, and tried again
+            except Exception as error:  # noqa: BLE001 nothing may end this thread: logged, and tried again
                 self._fail(error)
                 refused += 1
         if not self._left.any():
@@ -185,12 +187,12 @@ class Pinning:
             try:
                 self._driver.call("cuMemHostRegister", at, size_bytes, _PORTABLE)
             except CudaError as error:
-                if error.name != _ALREADY:  # a call that failed may have registered it all the same
+                if error.name != _ALREADY:  # a failed call may have registered it all the same
                     raise
             self._pinned[piece] = True
 
     def _fail(self, error: Exception) -> None:
-        """Says it once."""
+        """Records the failure; logs the first one."""
         reason = str(error) if isinstance(error, KvOffloadError) else f"{type(error).__name__}: {error}"
         if not self.failure:
             log.warning("some of the memory tier can't be pinned, and copies of it are slower: %s", reason)

@@ -1,6 +1,6 @@
-"""How the copies of one direction of a GPU are made: row by row, or as runs of rows.
+"""Makes the copies of one direction of a GPU: row by row, or as runs of rows.
 
-Ownership: all is read-only, or looks after itself. Any thread may call any method.
+Ownership: every member is read-only, or synchronises itself. Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvoffloadd.model import Direction, U64Array
 
 
 class RowCopier:
-    """Cuts copies of one direction into chunks that the driver takes, and makes them. `mapped_ends`: where the memories
-    end that workers share, u64, ascending.
+    """Cuts copies of one direction into chunks that the driver accepts, and makes them. `mapped_ends`: returns where
+    the memories end that workers share, u64, ascending.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class RowCopier:
         self._chunk_bytes = chunk_bytes
 
     def cuts_quickly(self, work: Work) -> bool:
-        """Whether `cut` takes so little time for this work that the event loop may call it."""
+        """Returns whether `cut` takes so little time for this work that the event loop may call it."""
         return not self._takes_runs(work.total_bytes, work.descriptors)
 
     def cut(self, copies: Copies) -> list[Copies]:
-        """Chunks of copies that the driver takes: none reaches from one piece of the arena, or from one mapping, into
-        the next.
+        """Returns chunks of copies that the driver accepts: none crosses from one piece of the arena, or from one
+        mapping, into the next.
         """
         copies = cut(copies, self._direction, self._pinning.ends)
         copies = cut_at(copies, device_side(self._direction, copies.src, copies.dst), self._mapped_ends())
@@ -55,7 +55,7 @@ class RowCopier:
         return split(copies, 1, 1, chunk_bytes=self._chunk_bytes, chunk_descriptors=most)
 
     def move(self, copies: Copies) -> None:
-        """Makes the copies of one chunk, in a lane's thread: returns when they have ended. Blocks.
+        """Makes the copies of one chunk, in a lane's thread, and returns when they have ended. Blocks.
 
         Raises:
             CudaError: as `CopyStream.move`.
@@ -66,12 +66,14 @@ class RowCopier:
             self.stream.move_each(copies.src, copies.dst, copies.size)
 
     def _takes_runs(self, total_bytes: int, rows: int) -> bool:
-        """Whether so many rows are to be copied in runs: they are small on average, and the driver takes runs."""
+        """Returns whether rows of this number and size are copied in runs: they are small on average, and the driver
+        has runs.
+        """
         most = self._config.pitched_row_bytes
         return bool(most) and self.stream.pitched and total_bytes <= most * rows
 
     def _runs(self, copies: Copies) -> Pitched | None:
-        """The copies in pitched form. None: they are to be made one by one."""
+        """Returns the copies in pitched form. None: they must be made one by one."""
         if not self._takes_runs(copies.total_bytes, len(copies)):
             return None
         host, device = self._pinning.ends, self._mapped_ends()

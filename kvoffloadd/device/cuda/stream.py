@@ -1,15 +1,16 @@
-"""One CUDA stream, which carries one direction's chunks of a GPU. Its lane's threads submit them and see to their end.
+"""One CUDA stream, which carries one direction's chunks of a GPU. Its lane's threads submit them and wait for their
+end.
 
 Each thread has one chunk in flight: two threads keep the stream busy while the end of a chunk is being noticed. Ends
-are polled for, since a call that waits for them could not be given up. What is slept between two looks is bounded by
-what has passed, not by what the chunk should take: so a wrong estimate costs looks or a part of a chunk's time, and is
-never confirmed by a sleep that it caused.
+are polled for, since a call that waits for them could not be aborted. The sleep between two polls is bounded by the
+time that has passed, not by the time that the chunk should take: so a wrong estimate costs polls or a part of a chunk's
+time, and is never confirmed by a sleep that it caused.
 
-No error tells by itself that DMA has stopped. Whatever goes wrong once something may have been submitted, the driver is
-asked whether the stream has drained, before anybody is told that the copies have ended.
+No error proves that DMA has stopped. After any failure once something may have been submitted, the stream is polled
+until it has drained, before the end of the copies is reported.
 
-Ownership: `_lock` guards submission, so that an event follows its own chunk alone, and what is known of how long
-chunks take (`_rate`, `_in_flight_bytes`, `_last_end_s`), and `_ways`. `_idle_events` changes by single operations.
+Ownership: `_lock` guards submission, so that an event follows only its chunk, and the estimate of how long chunks take
+(`_rate`, `_in_flight_bytes`, `_last_end_s`), and `_ways`. `_idle_events` changes by single operations.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from kvoffloadd.model import U64Array
 log = logging.getLogger(__name__)
 
 POLL_MIN_S, POLL_MAX_S = 20e-6, 1e-3
-"""Between two looks at a chunk that should have ended; longer the longer it is overdue."""
+"""The pause between two polls of a chunk that should have ended; it grows with the delay."""
 STEP_S, STEP_SHARE = 250e-6, 1 / 8
-"""Between two looks before that: at most this long, or this share of the time since the chunk began."""
+"""The pause before that: at most this long, or this share of the time since the chunk began."""
 _EARLY = 0.8
-"""How much of the time that a chunk should take is slept through; the rest is polled."""
+"""The share of a chunk's expected time that is slept through; the rest is polled."""
 _ASKS = 8
-"""How often in a row the driver may refuse to say whether a stream has drained."""
+"""How many times in a row the driver may fail to report whether a stream has drained."""
 _DISABLE_EVENT_TIMING, _NON_BLOCKING = 2, 1
 
 
 class Rate:
-    """Bytes per busy second of late: over the last `_WINDOW_S` or so, so that what was long counts for more, and an
-    end that is seen late is made up for by the next one. Starts too high: looks too early cost little.
+    """Estimates the recent bytes per busy second: over about the last `_WINDOW_S`, so that long chunks count for more,
+    and an end that is noticed late is compensated by the next one. Starts too high, since early polls cost little.
     """
 
     _WINDOW_S = 5e-3
@@ -56,11 +57,11 @@ class Rate:
 
     @property
     def bytes_per_s(self) -> float:
-        """The estimated rate, greater than 0."""
+        """Returns the estimated rate, greater than 0."""
         return self._bytes / self._seconds
 
     def add_sample(self, moved_bytes: int, seconds: float) -> None:
-        """Record that so many bytes, at least one, took so long."""
+        """Records that this number of bytes, at least one, took this long."""
         self._bytes += moved_bytes
         self._seconds += max(seconds, 0.0)
         kept = min(self._WINDOW_S / self._seconds, 1.0)
@@ -69,8 +70,9 @@ class Rate:
 
 
 class CopyStream:
-    """`move` and `run` are for its lane's threads; the rest for its owner. `on_broken(reason)`: whether copies have
-    ended can't be known, so that their memory can't be used any more; called from a lane's thread, and never returns.
+    """`move` and `run` are for its lane's threads; the other methods are for its owner. `on_broken(reason)`: called
+    from a lane's thread, and never returns, when it can't be known whether copies have ended: their memory can't be
+    used any more.
     """
 
     def __init__(
@@ -86,8 +88,8 @@ class CopyStream:
         trials: Trials | None = None,
     ) -> None:
         """Blocks for a moment; the context must be current. `batch_descriptors`: how many copies a batch has at most.
-        `sources_final`: nothing writes a source any more when its copy is asked for. `trials`: None: none is written
-        down.
+        `sources_final`: nothing writes a source any more when its copy is asked for. `trials`: None: no trial is
+        recorded.
         """
         self._sources_final = sources_final
         self._trials = trials or Trials()
@@ -111,10 +113,10 @@ class CopyStream:
 
     def move(self, src: U64Array, dst: U64Array, size: U64Array, runs: Pitched | None = None) -> None:
         """Copies one chunk, see `copy_runs`: returns when it has ended, however long that takes. Blocks, without the
-        GIL. `runs`: the same bytes, which are moved so as long as the driver takes that.
+        GIL. `runs`: the same bytes, used instead as long as the driver accepts runs.
 
         Raises:
-            CudaError: a call failed; what was submitted has ended.
+            CudaError: a call failed; submitted copies have ended.
         """
         used: list[Way] = []
         try:
@@ -123,16 +125,15 @@ class CopyStream:
             self._leave(used)
 
     def move_each(self, src: U64Array, dst: U64Array, size: U64Array) -> None:
-        """Does what `move` does, for memory that is not pinned: in single copies, which the driver may take by way of
-        its own buffers, slowly. Other submissions to this stream wait meanwhile.
+        """Does what `move` does, for memory that is not pinned: in single copies, which the driver may pass through its
+        own buffers, slowly. Other submissions to this stream wait meanwhile.
         """
         self.unpinned_copies += len(size)
         self.run(int(size.sum()), lambda stream: self._driver.copy_each(src, dst, size, stream))
 
     def run(self, total_bytes: int, submit: Callable[[int], int]) -> None:
-        """Has `submit` submit work that moves so many bytes to the stream that it is given, and waits for the end of
-        what it has submitted, however long that takes and whatever it raises. It returns a CUresult. Blocks, without
-        the GIL.
+        """Calls `submit` with the stream, to submit work that moves this number of bytes, and waits for the end of that
+        work, however long it takes and whatever `submit` raises. `submit` returns a CUresult. Blocks, without the GIL.
 
         Raises:
             CudaError: as `move`.
@@ -172,7 +173,7 @@ class CopyStream:
         self._ways.append(way)
 
     def _leave(self, used: list[Way]) -> None:
-        """What was copied in these ways has ended."""
+        """Records that the copies made in these ways have ended."""
         with self._lock:
             for way in used:
                 self._ways.remove(way)
@@ -182,8 +183,9 @@ class CopyStream:
     def _submit(
         self, src: U64Array, dst: U64Array, size: U64Array, stream: int, runs: Pitched | None, used: list[Way]
     ) -> int:
-        """Submits copies, as `move`, to the stream that `run` gives. Returns the CUresult of the last way tried: what
-        the driver refuses in one way is submitted in the next, since copying twice does no harm. `used`: gets the ways.
+        """Submits copies, as `move`, to the stream that `run` gives. Returns the CUresult of the last way tried: a
+        submission that the driver refuses is repeated in the next way, since copying twice does no harm. `used`:
+        collects the ways.
         """
         driver = self._driver
         if runs is not None and self.pitched and len(runs):
@@ -208,7 +210,9 @@ class CopyStream:
         return driver.copy_each(src, dst, size, stream)
 
     def _submit_runs(self, runs: Pitched, stream: int) -> bool:
-        """All in one call, or one by one. False: the driver takes neither, and is not asked again."""
+        """Submits the runs in one call, or one by one. Returns False if the driver accepts neither, and then does not
+        try again.
+        """
         driver, most, final = self._driver, self._batch_descriptors, self._sources_final
         if self.pitched_batch:
             status = driver.copy_pitched_batch(runs, most, stream, sources_final=final)
@@ -248,7 +252,7 @@ class CopyStream:
         self._driver.check("cuEventQuery", status)
 
     def _drain(self, error: BaseException) -> None:
-        """Returns when the stream has drained, with nobody submitting to it meanwhile."""
+        """Waits until the stream has drained; no other thread submits to it meanwhile."""
         refused = 0
         with self._lock:
             while (status := self._driver.query_stream(self._stream)) != SUCCESS:
@@ -276,7 +280,7 @@ class CopyStream:
         return int(self._driver.call("cuEventCreate", _DISABLE_EVENT_TIMING))
 
     def destroy(self) -> None:
-        """Blocks; the context must be current, and no thread in `move`."""
+        """Destroys the stream. Blocks; the context must be current, and no thread in `move`."""
         for event in self._idle_events:
             self._driver.call("cuEventDestroy", event)
         self._driver.call("cuStreamDestroy", self._stream)

@@ -1,12 +1,12 @@
-"""What is tried with a GPU's driver that this process may not survive, written down before.
+"""Records the driver calls that this process may not survive, before they are made.
 
-A call for many copies at once is something that the daemon can do without. Drivers are known in which one never ends
-(vLLM issue 49276), and one that breaks the process would do so at each start. So a file beside the socket's lock
-names each way of copying: as trying from before its first use with this driver, as working once that has ended, and as
-failed if the process has to end because copies that were made so never do. (An error that breaks a context later is not
-held against them: GPUs have many.) A start that finds a way there that does not work copies without it. It is tried
-again when the file is removed, the driver is replaced, or the host is booted (the file is then gone, in /run). What
-has worked is no trial any more: a daemon that is killed for other reasons meanwhile costs no way.
+The daemon can do without calls for many copies at once. Some drivers have one that never ends (vLLM issue 49276), and
+one that breaks the process would do so at each start. So a file next to the socket's lock names each way of copying: as
+trying before its first use with this driver, as working once that has ended, and as failed if the process has to end
+because copies made that way never do. (An error that breaks a context later does not count against a way: GPUs have
+many.) A start that finds a way there that does not work copies without it. The way is tried again when the file is
+removed, the driver is replaced, or the host is booted (which removes the file in /run). A way that has worked is not
+tried again: a daemon that is killed for other reasons meanwhile loses no way.
 
 Ownership: `begin` and `end` are for any thread, and write; `blame` is for the event loop, at the process's end.
 """
@@ -24,12 +24,12 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 WRITE_S = 1.0
-"""How long the process's end waits for what is written."""
+"""How long the end of the process waits for the file."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Way(StrEnum):
-    """A way of copying, beside the one that always works: a call for each copy."""
+    """A way of copying, in addition to a call for each copy, which always works."""
 
     BATCH = "batch"
     RUNS = "runs"
@@ -47,10 +47,10 @@ CALLS = {Way.BATCH: "cuMemcpyBatchAsync", Way.RUNS: "cuMemcpy3DBatchAsync or cuM
 
 
 class Trials:
-    """The file at `path`; None: nothing is written down. `left_out`: what an earlier process did not survive."""
+    """The file at `path`; None: nothing is recorded. `left_out`: the ways that an earlier process did not survive."""
 
     def __init__(self, path: Path | None = None, driver: Path = _DRIVER) -> None:
-        """Blocks."""
+        """Reads the file. Blocks."""
         self._path = path
         self._release = _first_line(driver)
         self._lock = threading.Lock()
@@ -63,19 +63,22 @@ class Trials:
             )  # fmt: skip
 
     def begin(self, way: Way) -> None:
-        """Call before each use of a way; the first one is written down. Blocks for a moment."""
-        if self._states.get(way, _State.TRYING) is _State.TRYING:  # what another thread writes down is waited for
+        """Must be called before each use of a way; the first one is recorded. Blocks for a moment."""
+        # a record that another thread is writing is waited for
+        if self._states.get(way, _State.TRYING) is _State.TRYING:
             self._note(way, _State.TRYING)
 
     def end(self, way: Way) -> None:
-        """Call when what was copied so has ended, well or not."""
+        """Must be called when the copies made in this way have ended, well or not."""
         if self._states.get(way) is _State.TRYING:
             self._note(way, _State.WORKS)
 
     def blame(self, ways: Iterable[Way]) -> None:
-        """The process has to end because copies that were made so do not. Takes at most `WRITE_S`."""
+        """Records a way as failed: the process must end because copies made in this way do not. Takes at most
+        `WRITE_S`.
+        """
         thread = threading.Thread(target=self._blame, args=(list(ways),), name="kvo-blame", daemon=True)
-        with contextlib.suppress(RuntimeError):  # there is no thread: the end of the process is more important
+        with contextlib.suppress(RuntimeError):  # no thread can be made: the end of the process is more important
             thread.start()
             thread.join(WRITE_S)
 
@@ -105,7 +108,7 @@ class Trials:
 
 
 def _states(path: Path, release: str) -> Iterable[tuple[Way, _State]]:
-    """What a file says for this release of the driver: what was tried and is not said to work has failed."""
+    """Yields the states that a file has for this release of the driver; a way with any state but working has failed."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,6 @@
-"""Keys to a disk and back, beside plain writes and reads of a file on the same disk by as many threads."""
+"""Benchmarks keys to a disk and back against plain writes and reads of a file on the same disk by the same number of
+threads.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,14 @@ MIB = 1 << 20
 PAYLOAD_BYTES = MIB
 PIECE_BYTES = 4 * MIB
 DEADLINE_S = 600.0
-"""A disk that has not taken what a round stores by then is no disk."""
+"""A disk that has not taken the data of a round by then counts as unusable."""
 LOOK_EVERY_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class DiskBench:
-    """A root that stays over all rounds, a daemon that is started again and again, and its worker, whose next `jobs`
-    stores are those of a round.
+    """A root that stays for all rounds, a daemon that is restarted between them, and its worker; a round consists of
+    the worker's next `jobs` stores.
     """
 
     daemon: OwnDaemon
@@ -47,11 +49,11 @@ class DiskBench:
 
     @property
     def bytes(self) -> int:
-        """What a round stores."""
+        """Returns the bytes that a round stores."""
         return self.jobs * self.work.bytes
 
     def restart(self) -> None:
-        """Nothing is in memory any more. Raises DaemonError if the daemon does not end in order."""
+        """Restarts the daemon, so that memory holds nothing. Raises DaemonError if the daemon does not end in order."""
         if self.daemon.stop() != 0:
             raise DaemonError(f"the daemon did not end in order:\n{self.daemon.tail()}")
         self.daemon.start()
@@ -59,12 +61,14 @@ class DiskBench:
         self.await_memory()
 
     def await_memory(self) -> None:
-        """A daemon has its memory provided by the kernel after its start: that is not the disk's time."""
+        """Waits until the kernel has provided the daemon's memory, which happens after its start: that time is not the
+        disk's.
+        """
         capacity_bytes = self.daemon.status()["memory"]["capacity_bytes"]
         within(lambda: status_bytes(self.daemon.pid, "RssShmem") >= capacity_bytes, HANG_S, every_s=0.01)
 
     def demoted_bytes(self) -> int:
-        """What this run of the daemon has written. Raises DaemonError if its disk is off."""
+        """Returns the bytes that this run of the daemon has written. Raises DaemonError if its disk is off."""
         disk = self.daemon.status()["disk"]
         if wrong := [root for root in disk["roots"] if root["state"] != "ok"]:
             raise DaemonError(f"the disk tier is {wrong[0]['state']}: {wrong[0]['reason']}")
@@ -72,7 +76,9 @@ class DiskBench:
         return demoted
 
     def look(self, least_bytes: float) -> tuple[float, int]:
-        """(seconds, bytes) as soon as this run has written at least so much. Raises DaemonError at the deadline."""
+        """Returns (seconds, bytes) as soon as this run has written at least this much. Raises DaemonError at the
+        deadline.
+        """
         until = time.perf_counter() + DEADLINE_S
         while True:
             written = self.demoted_bytes()
@@ -88,7 +94,7 @@ class DiskBench:
 def disk_bench(
     folder: Path, root: Path, payload_bytes: int, keys: int, jobs: int, capacity_bytes: int, settings: Mapping[str, str]
 ) -> Iterator[DiskBench]:
-    """A round stores `jobs` times `keys`, and the root has room for `capacity_bytes`."""
+    """Makes the bench. A round stores `jobs` times `keys`, and the root has room for `capacity_bytes`."""
     round_bytes = jobs * keys * payload_bytes
     settings = {
         "disk.roots": f'[{{ path = "{root}", capacity = {capacity_bytes} }}]',
@@ -110,7 +116,7 @@ def disk_bench(
 
 
 def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, show: Show) -> list[Figure]:
-    """`where`: a folder on the disk. Raises DaemonError, KvOffloadError or OSError."""
+    """Measures a disk. `where`: a folder on it. Raises DaemonError, KvOffloadError or OSError."""
     keys = max(4, job_bytes // PAYLOAD_BYTES)
     capacity_bytes = (rounds + 2) * keys * PAYLOAD_BYTES + 256 * MIB
     settings = {"disk.segment_bytes": str(64 * MIB), "log.level": "warning"}
@@ -144,8 +150,8 @@ def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, 
 
 
 class RawFile:
-    """A file of `size_bytes`, in whole pages, on the disk that is measured. It is made anew in each round, as the
-    daemon's segments are: a disk takes longer for blocks that were never written.
+    """A file of `size_bytes`, in whole pages, on the measured disk. It is created anew in each round, like the daemon's
+    segments: a disk takes longer for blocks that were never written.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -160,11 +166,11 @@ class RawFile:
         self._pages[:] = 7
 
     def write(self) -> float:
-        """Seconds until all of it is on the disk."""
+        """Returns the seconds until all of it is on the disk."""
         return self._timed(os.O_RDWR | os.O_CREAT, DiskConfig().write_threads, self._write_piece)
 
     def read(self) -> float:
-        """Seconds."""
+        """Returns the seconds until all of it is read."""
         return self._timed(os.O_RDONLY, DiskConfig().read_threads, self._read_piece)
 
     def _timed(self, flags: int, threads: int, piece: Callable[[int, int], None]) -> float:
@@ -190,5 +196,5 @@ class RawFile:
         Files().read(fd, at, [aligned_pages(self._num_pages(at))])
 
     def _num_pages(self, at: int) -> int:
-        """The pages of the piece at this place: the last one may be shorter."""
+        """Returns the pages of the piece at this place: the last one may be shorter."""
         return min(PIECE_BYTES, self._size_bytes - at) // 4096

@@ -1,5 +1,5 @@
-"""Processes that only answer, and this module's own: it reads as many bytes as a request has, and answers as many as a
-reply has. A round trip can't take less here.
+"""Runs echo processes. As a process, this module reads as many bytes as a request has, and answers as many as a reply
+has. A round trip can't take less on this machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from kvoffloadd.trial.worker import WorkerProcess
 
 @contextmanager
 def echo_process(module: str, folder: Path, **options: object) -> Iterator[Path]:
-    """The socket at which a module serves, whose options are `path` and these. Raises DaemonError if it does not."""
+    """Starts a module that serves at a socket, with `path` and these as options, and yields the socket. Raises
+    DaemonError if it does not serve.
+    """
     path, log = folder / "echo", folder / "echo.log"
     server = WorkerProcess(module, {"path": str(path), **options}, log)
     try:
@@ -39,7 +41,7 @@ def _listens(path: Path) -> bool:
 
 @contextmanager
 def bare_echo(folder: Path, request_bytes: int, reply_bytes: int) -> Iterator[Callable[[], object]]:
-    """A call that makes one round trip."""
+    """Yields a call that makes one round trip."""
     request = bytes(request_bytes)
     with (
         echo_process(
@@ -57,7 +59,7 @@ def bare_echo(folder: Path, request_bytes: int, reply_bytes: int) -> Iterator[Ca
 
 
 def main() -> None:
-    """Serves one client after the other, until it is killed."""
+    """Serves one client after the other, until the process is killed."""
     options = json.loads(sys.argv[1])
     reply = bytes(options["reply_bytes"])
     with socket.socket(socket.AF_UNIX) as listener:

@@ -1,4 +1,6 @@
-"""Stores and loads between a GPU's memory and the memory tier, beside one large copy of the driver's each way."""
+"""Benchmarks stores and loads between a GPU's memory and the memory tier against one large copy of the driver's each
+way.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ class DeviceMemory:
         }  # fmt: skip
 
     def close(self) -> None:
-        """Nothing may use it any more."""
+        """Frees the memory, which must not be in use any more."""
         driver().call("cuMemFree", self.address)
 
 
 class Pinned:
-    """Shared memory that the driver knows, as the daemon's memory tier is: a new memfd, or `fd`, which stays the
-    caller's.
+    """Shared memory that is registered with the driver, as the daemon's memory tier is: a new memfd, or `fd`, which
+    stays the caller's.
     """
 
     def __init__(self, size_bytes: int, fd: int | None = None, threads: int = 4) -> None:
@@ -54,17 +56,17 @@ class Pinned:
 
     @property
     def device_address(self) -> int:
-        """The address of byte 0 as kernels see it."""
+        """Returns the address of byte 0 in kernels."""
         return int(driver().call("cuMemHostGetDevicePointer", self.address, 0))
 
     def close(self) -> None:
-        """Nothing may use it any more."""
+        """Frees the memory, which must not be in use any more."""
         driver().call("cuMemHostUnregister", self.address)
         self._mapping.close()
 
 
 def measure_gpu(folder: Path, job_bytes: int, rounds: int, show: Show) -> list[Figure]:
-    """The first GPU. Raises DeviceError if there is none; DaemonError, KvOffloadError or OSError."""
+    """Measures the first GPU. Raises DeviceError if there is none; DaemonError, KvOffloadError or OSError."""
     driver().call("cuCtxSetCurrent", driver().call("cuDevicePrimaryCtxRetain", driver().call("cuDeviceGet", 0)))
     rows = max(1, job_bytes // ROW_BYTES)
     moved = rows * ROW_BYTES

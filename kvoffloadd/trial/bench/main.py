@@ -1,4 +1,4 @@
-"""Runs the benchmark, from parsed arguments to an exit status, and shows its figures."""
+"""Runs the benchmark, from parsed arguments to an exit status, and prints its figures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ PIPE_COLUMNS = 110
 
 @dataclass(slots=True)
 class BenchReport:
-    """All figures. `skipped`: the parts that can't be measured here, and why. `load`: of the machine, before."""
+    """All figures. `skipped`: the parts that can't be measured here, and why. `load`: the machine's load before the
+    run.
+    """
 
     figures: list[Figure] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
@@ -38,11 +40,11 @@ class BenchReport:
 
     @property
     def is_good(self) -> bool:
-        """A benchmark has no verdict; it is good if something was measured."""
+        """Returns whether anything was measured: a benchmark has no other verdict."""
         return bool(self.figures)
 
     def as_json(self) -> dict[str, object]:
-        """Keys are stable."""
+        """Returns the figures by stable keys."""
         return {
             "version": __version__,
             "machine": {"cpus": os.cpu_count(), "kernel": platform.release(), "arch": platform.machine()},
@@ -52,7 +54,7 @@ class BenchReport:
         }
 
     def print(self) -> None:
-        """A table."""
+        """Prints a table."""
         table = Table(box=None, pad_edge=False)
         for name, justify in (("part", "left"), ("what", "left"), ("daemon", "right"), ("ratio", "right")):
             table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
@@ -98,7 +100,7 @@ def _parts(given: argparse.Namespace, folder: Path) -> dict[str, Callable[[Show]
 
 
 def _sub(folder: Path, name: str) -> Path:
-    """A daemon's own folder: its socket's path must stay short."""
+    """Makes a folder for one daemon: its socket's path must stay short."""
     path = folder / name
     path.mkdir()
     return path

@@ -1,4 +1,4 @@
-"""Stores and loads as jobs of one size between a worker's memory and the memory tier, beside memcpy."""
+"""Benchmarks stores and loads, as jobs of one size between a worker's memory and the memory tier, against memcpy."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from kvoffloadd.trial.workload import WAIT_S, Workload
 from kvoffloadd.units import format_bytes
 
 SETS = 3
-"""How often the bytes of a job fit into the memory tier: each store evicts."""
+"""How many times the memory tier holds the bytes of a job: each store evicts."""
 
 KvMemory = tuple[Sequence[CanonicalTensor], Sequence[Group]]
 """Tensors and groups; no groups: one group that has a row in each tensor."""
 Limit = tuple[str, Callable[[], float]]
-"""The name of what limits a job, and a function that returns its seconds for as many bytes."""
+"""The name of a job's limit, and a function that returns its seconds for the same number of bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyCase:
-    """What a job copies. `memory`: the worker's, for that many keys in each of `groups`; `payload_bytes`: of a key in
-    each group, summed; `row_bytes`: the mean of its rows; `scattered`: block ids at random, else in order.
+    """The copies of a job. `memory`: the worker's, for that many keys in each of `groups`; `payload_bytes`: bytes of a
+    key, summed over the groups; `row_bytes`: the mean of its rows; `scattered`: block ids at random, else in order.
     """
 
     name: str
@@ -47,7 +47,7 @@ class CopyCase:
 
     @classmethod
     def of_rows(cls, row_bytes: int, tensors: int, *, scattered: bool = True) -> CopyCase:
-        """A key has a row in each of that many tensors in shared memory."""
+        """Makes a case in which a key has a row in each of that many tensors in shared memory."""
 
         def memory(keys: int) -> KvMemory:
             return [SharedTensor.allocate(keys, row_bytes) for _ in range(tensors)], ()
@@ -56,19 +56,19 @@ class CopyCase:
         return cls(name, memory, row_bytes * tensors, row_bytes, tensors, scattered=scattered)
 
     def keys_in(self, job_bytes: int) -> int:
-        """Keys of each group in a job of about that many bytes."""
+        """Returns the keys of each group in a job of about that many bytes."""
         return max(1, job_bytes // self.payload_bytes)
 
 
 class Memcpy:
-    """Copies of one thread between two shared mappings."""
+    """Copies between two shared mappings in one thread."""
 
     def __init__(self, size_bytes: int) -> None:
         self._source, self._target = (SharedTensor.allocate(1, size_bytes).array[0] for _ in range(2))
         self._source[:] = self._target[:] = 1  # the kernel provides the pages now
 
     def seconds(self, size_bytes: int) -> float:
-        """How long that many bytes take."""
+        """Returns how long that many bytes take."""
         begun = time.perf_counter()
         ctypes.memmove(self._target.ctypes.data, self._source.ctypes.data, size_bytes)
         return time.perf_counter() - begun
@@ -78,7 +78,7 @@ class Memcpy:
 def copy_worker(
     folder: Path, case: CopyCase, job_bytes: int, settings: Mapping[str, str]
 ) -> Iterator[tuple[OwnDaemon, Workload]]:
-    """A daemon and its worker. They have filled the memory tier, so that each page of it has been written."""
+    """Starts a daemon and its worker, and fills the memory tier, so that each page of it has been written."""
     keys = case.keys_in(job_bytes)
     moved = keys * case.payload_bytes
     settings = {
@@ -100,7 +100,7 @@ def copy_worker(
 
 
 def measure_memory(folder: Path, job_bytes: int, rounds: int, show: Show) -> list[Figure]:
-    """Raises DaemonError, KvOffloadError or OSError."""
+    """Measures the cases. Raises DaemonError, KvOffloadError or OSError."""
     case = CopyCase.of_rows(64 << 10, 24)
     with copy_worker(folder, case, job_bytes, {"log.level": "warning"}) as (_, work):
         limit = "memcpy, 1 thread", partial(Memcpy(work.bytes).seconds, work.bytes)
@@ -110,7 +110,9 @@ def measure_memory(folder: Path, job_bytes: int, rounds: int, show: Show) -> lis
 def jobs_beside(
     part: str, case: CopyCase, work: Workload, limits: tuple[Limit, Limit], rounds: int, show: Show
 ) -> list[Figure]:
-    """Stores and loads, each with the daemon at rest and behind its limit. `limits`: of a store, of a load."""
+    """Measures stores and loads, each with the daemon at rest and after its limit. `limits`: those of a store and of a
+    load.
+    """
     jobs = {"store": work.store, "load": work.load}
 
     def measure() -> dict[str, float]:

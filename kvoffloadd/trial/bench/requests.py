@@ -1,4 +1,4 @@
-"""Round trips to the daemon, beside those to a process that does nothing but send as many bytes back."""
+"""Benchmarks round trips to the daemon against those to a process that only sends the same number of bytes back."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from kvoffloadd.trial.figures import KEY_BYTES, keys_of, p50
 CALLS = 200
 LOOKUP_KEYS = (1, 512)
 FRAME_BYTES = 24
-"""About what a ping and its answer take."""
+"""The approximate bytes of a ping and of its answer."""
 PLACEMENTS = ("apart", "together", "free")
 
 
 @contextmanager
 def placed(placement: str) -> Iterator[Callable[[], None]]:
-    """Processes that are started meanwhile run on the servers' CPU; this one runs on the client's from the call on.
+    """Places processes that are started within the context on the servers' CPU, and this one on the client's from the
+    call on.
 
-    The kernel may put a client and its server on one CPU, where a round trip takes much less, and may do so with one
-    server of two. `apart`: on two CPUs, if there are two; `together`: on one; `free`: where the kernel likes.
+    The kernel may put a client and its server on one CPU, where a round trip takes much less, and may do so with only
+    one of two servers. `apart`: on two CPUs, if there are two; `together`: on one; `free`: where the kernel chooses.
     """
     cpus = os.sched_getaffinity(0)
     first, last = {min(cpus)}, {max(cpus)}
@@ -43,7 +44,7 @@ def placed(placement: str) -> Iterator[Callable[[], None]]:
 
 
 def timed(call: Callable[[], object], count: int) -> list[float]:
-    """Seconds of each call."""
+    """Returns the seconds of each call."""
     seconds = []
     for _ in range(count):
         begun = time.perf_counter()
@@ -53,7 +54,7 @@ def timed(call: Callable[[], object], count: int) -> list[float]:
 
 
 def measure_requests(folder: Path, rounds: int, show: Show) -> list[Figure]:
-    """Raises DaemonError, KvOffloadError or OSError."""
+    """Measures requests. Raises DaemonError, KvOffloadError or OSError."""
     with (
         placed("apart") as place_client,
         bare_echo(folder, FRAME_BYTES, FRAME_BYTES) as echo,

@@ -1,4 +1,4 @@
-"""Rounds of measurements: all are measured once in each round, so that other work on the machine slows all of them."""
+"""Runs measurements in rounds: each is made once per round, so that other work on the machine slows all of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Show = Callable[[float, str], None]
-"""Takes the share of the rounds that have ended, and the name of the next one."""
+"""Takes the share of the rounds that have ended, and the name of the next measurement."""
 Samples = dict[str, list[T]]
-"""What was measured -> what each round found."""
+"""Maps each measurement to the values of its rounds."""
 
 
 def in_rounds(

@@ -1,4 +1,4 @@
-"""A seeded multi-turn chat: who says how much, in which order, and which worker answers."""
+"""Generates a seeded multi-turn chat: the lengths of turns, their order, and the worker that answers each."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 ROOTS, ROOT_TOKENS = 3, 512
-"""System prompts: how many there are, and how long each is."""
+"""System prompts: their number, and the length of each."""
 ACTIVE = 10
 """Conversations that go on at the same time."""
 TURNS_EACH = 8
 COMES_BACK = 0.15
-"""How likely an ended conversation is to be taken up again, once, in place of a new one."""
+"""The probability that an ended conversation is resumed, once, in place of a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTurn:
-    """A prompt of `prompt_tokens`, of which the first `known_tokens` were in an earlier turn, and its answer."""
+    """A prompt of `prompt_tokens`, the first `known_tokens` of them from earlier turns, and its answer."""
 
     number: int
     conversation: int
@@ -28,7 +28,7 @@ class ChatTurn:
 
 
 def chat(seed: int, turns: int, workers: int) -> list[ChatTurn]:
-    """The turns in the order in which they come; a conversation goes to another worker with every turn."""
+    """Returns the turns in order; a conversation moves to another worker with every turn."""
     rng = np.random.default_rng([seed, 2])
     lengths: dict[int, int] = {}
     spoken: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The KV cache of the demo's workers: an engine without a model, in shared memory, whose every byte is known."""
+"""The KV cache of the demo's workers: an engine without a model, in shared memory, with known contents."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ LAYERS, KV_HEADS, HEAD_DIM, ITEM_BYTES = 12, 2, 64, 2
 TOKENS_PER_KEY = 16
 WINDOW_KEYS = 128 // TOKENS_PER_KEY
 PAGE_BYTES = LAYERS * 2 * KV_HEADS * HEAD_DIM * ITEM_BYTES * TOKENS_PER_KEY
-"""Of a block in one group: K and V of all its layers."""
+"""Bytes of a block in one group: K and V of all its layers."""
 GROUPS = (0, 1)
 """Full attention, sliding attention."""
 CACHE_TOKENS = 4608
 """Enough for the longest conversation."""
 GUARD_BLOCKS = 4
-"""Behind the others, and never named to the daemon."""
+"""Blocks after the others, which are never named to the daemon."""
 
 _EMPTY, _GUARD = 0xA5, 0x5A
 
 
 def namespace(seed: int) -> NamespaceSpec:
-    """Names the workers that may share keys."""
+    """Returns the namespace of the workers that may share keys."""
     return NamespaceSpec(model=MODEL, revision=f"seed {seed}", dtype="bfloat16", layout="cross-layer", key_bytes=32)
 
 
 def bytes_of(tokens: int) -> int:
-    """What so many tokens take in all groups."""
+    """Returns the bytes that this number of tokens takes in all groups."""
     return len(GROUPS) * (tokens // TOKENS_PER_KEY) * PAGE_BYTES
 
 
 def first_needed(group: int, keys: int) -> int:
-    """The first of so many keys that an engine reads to go on."""
+    """Returns the first of these keys that an engine reads to continue."""
     return 0 if group == 0 else max(0, keys - WINDOW_KEYS)
 
 
@@ -60,19 +60,19 @@ class WorkerCache:
         self.registration: Registration = client.register(KvCache(self._tensors, groups))
 
     def compute(self, group: int, keys: U8Array, blocks: I64Array) -> None:
-        """What a model would: fill the blocks with what belongs to the keys."""
+        """Stands in for a model: fills the blocks with the contents that belong to the keys."""
         self._tensors[group].array[blocks] = self._oracle.contents(group, 0, keys, PAGE_BYTES)
 
     def forget(self, group: int) -> None:
-        """What a turn before has left must not look like something that was loaded."""
+        """Overwrites the remains of the turn before, which must not look like loaded bytes."""
         self._tensors[group].array[: self._blocks] = _EMPTY
 
     def wrong_bytes(self, group: int, keys: U8Array, blocks: I64Array) -> int:
-        """How many bytes of these blocks are not those of the keys."""
+        """Counts the bytes of these blocks that are not those of the keys."""
         return int((self._tensors[group].array[blocks] != self._oracle.contents(group, 0, keys, PAGE_BYTES)).sum())
 
     def stray_bytes(self, group: int, blocks: I64Array) -> int:
-        """How many bytes of all other blocks were written since `forget`."""
+        """Counts the bytes of all other blocks that were written since `forget`."""
         array = self._tensors[group].array
         others = np.ones(self._blocks, bool)
         others[blocks] = False

@@ -1,4 +1,4 @@
-"""What the demo found: figures, verdict, table and JSON."""
+"""The results of the demo: figures, verdict, table and JSON."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvoffloadd.units import format_bytes
 class DemoReport:
     """All figures of one demo.
 
-    `chat_bytes`: the KV cache of all conversations. `known_tokens`: of prompts, what earlier turns had; no cache can
-    restore more. `..._after`: what was restored after the daemon's restart.
+    `chat_bytes`: the KV cache of all conversations. `known_tokens`: tokens of prompts that earlier turns had; no cache
+    can restore more. `..._after`: figures of the restores after the daemon's restart.
     """
 
     seed: int
@@ -52,7 +52,7 @@ class DemoReport:
     said: list[str] = field(default_factory=list)
 
     def count(self, turn: ChatTurn, answer: TurnAnswer) -> None:
-        """A turn was answered."""
+        """Counts a turn that was answered."""
         self.turns += 1
         self.conversations.add(turn.conversation)
         self.prompt_tokens += turn.prompt_tokens
@@ -62,7 +62,7 @@ class DemoReport:
         self._count_bytes(answer)
 
     def count_after(self, answer: TurnAnswer) -> None:
-        """A turn was answered again, after the daemon's restart."""
+        """Counts a turn that was answered again, after the daemon's restart."""
         self.restored_after += answer.restored_tokens
         self.hits_after += answer.hits
         self.from_disk_after += answer.from_disk
@@ -84,7 +84,7 @@ class DemoReport:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything is right, and something was checked."""
+        """Returns whether everything is right, and something was checked."""
         bad = self.wrong_bytes + self.stray_bytes + self.corrupt
         found = self.findings or self.leaks or self.errors
         return not bad and not found and self.verified_loads > 0 and self.from_disk_after > 0
@@ -95,7 +95,7 @@ class DemoReport:
         return f"{self.restored_tokens:,} tokens restored, {hit_rate:.0f} %, {self.wrong_bytes} wrong"
 
     def as_json(self) -> dict[str, object]:
-        """Keys are stable."""
+        """Returns the figures by stable keys."""
         return {
             "seed": self.seed,
             "seconds": round(self.seconds, 2),
@@ -136,7 +136,7 @@ class DemoReport:
         }
 
     def print(self) -> None:
-        """The table, and below it each thing that is wrong."""
+        """Prints the table, and below it each problem."""
         hit_rate, most = (100 * ratio(x, self.prompt_tokens) for x in (self.restored_tokens, self.known_tokens))
         chat = [
             ("chat turns", f"{self.turns:,}", f"of {len(self.conversations)} conversations, on 2 workers in turn"),

@@ -33,7 +33,7 @@ DISK_BYTES_MIN = 64 * MIB
 
 
 class Run:
-    """One demo, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
+    """One demo, in a private folder, with another one for the disk tier. It leaves nothing behind, however it ends."""
 
     def __init__(self, given: argparse.Namespace, folder: Path, disk_folder: Path) -> None:
         self._given = given
@@ -53,7 +53,7 @@ class Run:
         )
 
     def run(self) -> DemoReport:
-        """Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
+        """Runs the demo. Raises DaemonError, KvOffloadError or OSError if it can't be carried out."""
         daemon, report = self._daemon, self._report
         try:
             daemon.start()
@@ -110,13 +110,15 @@ class Run:
                 live.show(self._report.turns, self._report.figures())
 
     def _restore(self) -> None:
-        """The last turn of each conversation again, as far as they come."""
+        """Repeats the last turn of each conversation, as far as the workers answer."""
         last = {turn.conversation: turn for turn in self._turns[: self._report.turns]}
         for _, answer in self._answers(list(last.values())[-RESTORED_TURNS:], store=False):
             self._report.count_after(answer)
 
     def _answers(self, pending: list[ChatTurn], *, store: bool) -> Iterator[tuple[ChatTurn, TurnAnswer]]:
-        """Turns and their answers, as they come. In the middle of the chat worker 0 is killed while it is at a turn."""
+        """Yields turns and their answers, in the order of the answers. In the middle of the chat worker 0 is killed
+        while it is at a turn.
+        """
         while pending or self._asked:
             for row in self._workers.keys() - self._asked.keys():
                 if (turn := self._next_turn(row, pending)) is not None:
@@ -129,12 +131,12 @@ class Run:
             asked = {row: self._workers[row] for row in self._asked}
             ready, _, _ = select.select(list(asked.values()), [], [], TURN_S)
             for row, worker in asked.items():
-                if worker in ready or not ready:  # nobody within the time: let the first one say so
+                if worker in ready or not ready:  # none within the time: the first one raises the error
                     answer = TurnAnswer(**worker.answer(TURN_S if ready else 0.0))
                     yield self._asked.pop(row), answer
 
     def _next_turn(self, row: int, pending: list[ChatTurn]) -> ChatTurn | None:
-        """The first turn for this worker whose conversation waits for no earlier answer."""
+        """Returns the first turn for this worker in a conversation without an earlier turn open."""
         waiting = {turn.conversation for turn in self._asked.values()}
         for turn in pending[:LOOKAHEAD]:
             if turn.worker == row and turn.conversation not in waiting:
@@ -145,7 +147,9 @@ class Run:
     # --- kills ---
 
     def _kill_worker(self, row: int) -> ChatTurn:
-        """SIGKILL it while it is at a turn, which is returned for the process that takes its place."""
+        """Kills a worker with SIGKILL while it is at a turn, and returns that turn for the process that takes its
+        place.
+        """
         time.sleep(float(self._rng.uniform(0.001, 0.02)))
         self._workers[row].kill()
         unmap_s = unmapped_within(self._daemon.pid, f"{self._memory_prefix}{row}-", UNMAP_LIMIT_S)
@@ -156,11 +160,11 @@ class Run:
             self._report.errors.append(f"the killed worker's memory was mapped for more than {UNMAP_LIMIT_S:.0f} s")
         turn = self._asked.pop(row)
         self._start_worker(row, 1)
-        # What it had stored of its turn before is known, too.
+        # The keys that it had stored of the turn before are known, too.
         return replace(turn, known_tokens=turn.prompt_tokens)
 
     def _restart(self) -> None:
-        """SIGKILL the daemon, and start it again; its memory is gone, and the workers are still there."""
+        """Kills the daemon with SIGKILL, and starts it again; its memory is gone, and the workers are still there."""
         daemon, report = self._daemon, self._report
         status = daemon.status()
         report.note_disk(status, used_bytes(self._disk))

@@ -1,6 +1,7 @@
-"""A worker of the demo, in a process of its own. It answers turns that come as lines of JSON on standard input.
+"""A worker of the demo, in a separate process. It answers turns that come as lines of JSON on standard input.
 
-Run by the demo, with its options as one JSON argument. Blocks are "computed" by filling them with what the oracle says.
+The demo runs it, with its options as one JSON argument. It "computes" blocks by filling them with the oracle's
+contents.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """What became of a turn. `restored_tokens` need not be computed again; `hits`: keys that were there, `from_disk` of
-    them brought from there for this turn. `wrong_bytes`: of what was loaded; `stray_bytes`: written where nothing was
-    asked for.
+    """The result of a turn. `restored_tokens` need not be computed again; `hits`: keys that were there, `from_disk`:
+    how many of them came from disk for this turn. `wrong_bytes`: wrong ones among the loaded bytes; `stray_bytes`:
+    bytes written elsewhere.
     """
 
     restored_tokens: int
@@ -37,7 +38,7 @@ class TurnAnswer:
 
 
 class Worker:
-    """Pins, loads, computes, stores; in this order for every turn."""
+    """Pins, loads, computes and stores, in this order for every turn."""
 
     def __init__(self, socket: str, seed: int, memory_name: str) -> None:
         self._oracle = Oracle(seed, 0, KEY_BYTES, roots=ROOTS, root_tokens=ROOT_TOKENS)
@@ -46,16 +47,17 @@ class Worker:
         self._cache = WorkerCache(self._client, self._oracle, memory_name)
 
     def answer(self, turn: ChatTurn, *, store: bool) -> TurnAnswer:
-        """Restore what is held of the prompt, from memory or disk; `store`: compute and store the rest and the answer.
+        """Restores what is held of the prompt, from memory or disk; `store`: computes and stores the rest and the
+        answer.
 
-        A daemon that has come after one that was killed is found again.
+        Reconnects to a daemon that has replaced a killed one.
         """
         self._client.ping()
         keys = self._oracle.keys(turn.conversation, TOKENS_PER_KEY, turn.total_tokens // TOKENS_PER_KEY)
         prompt = keys[: turn.prompt_tokens // TOKENS_PER_KEY]
         pinned = self._client.pin(dict.fromkeys(GROUPS, prompt))
         found = self._client.wait_ready(pinned, CALL_S)
-        # The last token is always computed: its logits are what the engine is after.
+        # The last token is always computed: the engine needs its logits.
         restorable = found.boundaries[found.boundaries < turn.prompt_tokens]
         count = int(restorable[0]) // TOKENS_PER_KEY if len(restorable) else 0
         wrong = stray = loads = 0
@@ -71,7 +73,9 @@ class Worker:
         return TurnAnswer(count * TOKENS_PER_KEY, hits, from_disk, loads, wrong, stray)
 
     def _load(self, keys: U8Array, count: int, found: Found) -> tuple[bool, int, int]:
-        """Whether all of the first `count` keys came; bytes of what came that are wrong; bytes that are stray."""
+        """Loads the first `count` keys. Returns whether all of them came, the wrong bytes among those that came, and
+        the stray bytes.
+        """
         wanted = {}
         for group in GROUPS:
             first = first_needed(group, count)
@@ -89,7 +93,7 @@ class Worker:
         return whole, wrong, stray
 
     def _store(self, keys: U8Array, first: int) -> None:
-        """What is behind the first keys."""
+        """Stores the blocks after the first keys."""
         blocks = np.arange(first, len(keys))
         if not len(blocks):
             return
@@ -99,7 +103,7 @@ class Worker:
         self._client.wait(self._client.store(self._cache.registration, wanted, deadline_s=CALL_S), CALL_S)
 
     def close(self) -> None:
-        """Orderly end."""
+        """Closes the session in order."""
         self._client.close()
 
 
