@@ -36,9 +36,9 @@ from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
 from kvoffloadd.device.faults import Faults, FaultyDevice, parse_faults
-from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostDevice
 from kvoffloadd.device.signals import Signals
+from kvoffloadd.device.userfaultguard import UserfaultGuard
 from kvoffloadd.errors import ConfigError, ResourceError
 from kvoffloadd.linux.hugepages import why_not_transparent
 from kvoffloadd.linux.memorylimits import check_memory_fits, has_memory_limit, worker_totals
@@ -58,7 +58,7 @@ from kvoffloadd.server import status
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.peers.account import Accounts, caps
-from kvoffloadd.server.peers.closer import Closer
+from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
 from kvoffloadd.server.reload import Reload
 from kvoffloadd.server.socketplace import SocketPlace, keep_socket
 from kvoffloadd.server.watchdog import Watchdog
@@ -198,12 +198,12 @@ def _place_memory(asked: str | tuple[int, ...]) -> None:
         log.info("memory: spread over NUMA nodes %s", ", ".join(map(str, chosen)))
 
 
-def _holes(fill: bool | str) -> Holes | None:
+def _holes(fill: bool | str) -> UserfaultGuard | None:
     """Returns the object that forbids holes in workers' memory; None: they may be filled."""
     if fill is True or (fill == "auto" and not has_memory_limit()):
         return None
     try:
-        return Holes()
+        return UserfaultGuard()
     except OSError as error:
         if fill is False:
             raise ConfigError(f"copy.fill_holes = false: this kernel can't forbid such pages ({error})") from None
@@ -384,7 +384,7 @@ class Daemon:
             lag=Lag(loop, self._collector.on_idle),
             turns=Turns(loop),
             lower=lower,
-            closer=Closer(loop, trusted),
+            closer=DescriptorCloser(loop, trusted),
         )
         for uid in config.server.allowed_uids[:USERS_AT_START]:
             context.admit(uid)

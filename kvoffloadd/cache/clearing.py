@@ -1,8 +1,8 @@
 """Clears namespaces: the epoch changes at once, slots are freed, and disks and store record it. Event loop only.
 
 A clear is done when it has taken effect on this host, which is at once. If a disk or the remote store has not recorded
-it yet, the daemon repeats that by itself: `Arrivals` for each root, `Eras` for the store, both as long as it runs. They
-record the epoch that the clear began, so no repetition clears keys anew.
+it yet, the daemon repeats that by itself: `RootLifecycle` for each root, `Eras` for the store, both as long as it runs.
+They record the epoch that the clear began, so no repetition clears keys anew.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from typing import NamedTuple
 from kvoffloadd.device.base import Allocation, CopyRequest, CopyResult
 from kvoffloadd.device.chunked import ChunkedCopy, Chunks, Mover, Turn, lane_gauges
 from kvoffloadd.device.copyruns import copy_payloads, copy_runs
-from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.peruser import PerUser
 from kvoffloadd.device.plan import Copies, PayloadCopies, split, split_payloads
+from kvoffloadd.device.userfaultguard import UserfaultGuard
 from kvoffloadd.device.work import HASHED_DESCRIPTORS, HashedWork
 from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
 from kvoffloadd.linux.sharedmem import Mapping, is_sealed_against_shrinking
@@ -88,7 +88,7 @@ class HostDevice:
         copy_threads: int,
         chunk_bytes: int,
         *,
-        holes: Holes | None = None,
+        holes: UserfaultGuard | None = None,
         trusted: Collection[int] | None = None,
     ) -> None:
         self.others_late = False

@@ -7,7 +7,7 @@ from itertools import chain
 
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.config import Config
-from kvoffloadd.device.holes import Holes
+from kvoffloadd.device.userfaultguard import UserfaultGuard
 from kvoffloadd.doctor.diagnosis import Diagnosis, Verdict, ok, problem
 from kvoffloadd.doctor.gpus import MakeDriver, check_gpus
 from kvoffloadd.doctor.host import Host
@@ -65,7 +65,7 @@ def _check_policy(config: Config) -> Iterator[Diagnosis]:
 
 def _has_userfaultfd() -> bool:
     try:
-        Holes().close()
+        UserfaultGuard().close()
     except OSError:
         return False
     return True

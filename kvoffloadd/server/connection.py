@@ -36,7 +36,7 @@ from kvoffloadd.server.peers.framedeadline import FrameDeadline
 from kvoffloadd.server.peers.framewriter import FLUSH_S, FrameWriter
 from kvoffloadd.server.peers.outbox import Outbox
 from kvoffloadd.server.peers.peer import Peer
-from kvoffloadd.server.peers.underway import UnderWay
+from kvoffloadd.server.peers.pendingrequests import PendingRequests
 from kvoffloadd.server.session.session import Session
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class PeerConnection:
         self._outbox = Outbox(context.config.limits.outbox_bytes, self._account)
         self.session = Session(context, peer, self._outbox, self._send)
         self._writer = FrameWriter(self._loop, sock, self._outbox, self._on_written, self._on_write_error)
-        self._under_way = UnderWay()
+        self._under_way = PendingRequests()
         self._steps: tuple[Steps[m.Reply], int] | None = None  # the request in progress, and its seq
         self._deadline = FrameDeadline(self._loop, self._on_late)
         self._input = Input.OPEN

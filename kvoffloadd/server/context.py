@@ -18,7 +18,7 @@ from kvoffloadd.cache.lowertiers import LowerTiers
 from kvoffloadd.cache.memory import audit
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import torn_by
-from kvoffloadd.cache.memory.lease import LetGo
+from kvoffloadd.cache.memory.lease import ReleasedLease
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import Device, Gpus, HostMemory
@@ -31,7 +31,7 @@ from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server.events import EventFeeds
 from kvoffloadd.server.peers.account import Accounts
 from kvoffloadd.server.peers.clears import RequestedClears
-from kvoffloadd.server.peers.closer import Closer
+from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
 from kvoffloadd.server.peers.instance import Instance, Instances
 from kvoffloadd.server.peers.peer import Peer
 from kvoffloadd.server.peers.quarantine import Quarantine
@@ -89,7 +89,7 @@ class Context:
     accounts: Accounts
     lag: Lag
     turns: Turns
-    closer: Closer
+    closer: DescriptorCloser
     instances: Instances = field(default_factory=Instances)
     sessions: set[OpenSession] = field(default_factory=set)
     counters: SessionCounters = field(default_factory=SessionCounters)
@@ -200,7 +200,7 @@ class Context:
         if self.cache.uses.settle_due():
             self.loop.call_later(0, self._count_uses)
 
-    def let_go(self, ended: LetGo, uid: int) -> None:
+    def let_go(self, ended: ReleasedLease, uid: int) -> None:
         """Releases the contents of ended leases: rows may be evicted, and reserved parts without a job are freed."""
         if len(ended.rows):
             self.cache.unhold(ended.rows)

@@ -16,7 +16,7 @@ from kvoffloadd.protocol.connection import encode
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.context import Context
 from kvoffloadd.server.peers import peer as peers
-from kvoffloadd.server.peers.closer import STRANGERS
+from kvoffloadd.server.peers.descriptorcloser import STRANGERS
 
 log = logging.getLogger(__name__)
 

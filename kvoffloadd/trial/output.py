@@ -18,7 +18,7 @@ PLAIN_EVERY_S = 15.0
 SHOWN = 20
 
 
-class Live:
+class ProgressBar:
     """A progress bar followed by figures; where standard error is no terminal, a line now and then."""
 
     def __init__(self, what: str, total: float) -> None:
@@ -83,7 +83,7 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-class Judged(Protocol):
+class Audited(Protocol):
     """A result with lists of problems."""
 
     @property
@@ -103,7 +103,7 @@ class Judged(Protocol):
         """Returns what workers wrote."""
 
 
-def print_wrong(report: Judged) -> None:
+def print_wrong(report: Audited) -> None:
     """Prints each problem, below the table."""
     findings = [f"finding: {finding}" for finding in report.findings]
     leaked = [f"leaked: {leak}" for leak in report.leaks]

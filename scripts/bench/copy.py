@@ -29,7 +29,7 @@ from kvoffloadd.trial.bench.memory import CopyCase, KvMemory, copy_worker
 from kvoffloadd.trial.bench.rounds import Samples, in_rounds
 from kvoffloadd.trial.daemon import OwnDaemon
 from kvoffloadd.trial.figures import median_ratio, p50, p99, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import private_folder
 from kvoffloadd.trial.program import size
 from kvoffloadd.trial.worker import WorkerProcess
@@ -287,7 +287,7 @@ def main() -> int:
     if min(arguments.rounds, arguments.jobs, arguments.threads, arguments.bytes) < 1:
         parser.error("--bytes, --rounds, --jobs and --threads are at least 1")
     results = []
-    with Live("bench_copy", len(cases)) as live:
+    with ProgressBar("bench_copy", len(cases)) as live:
         for number, case in enumerate(cases):
             live.show(number, case.name)
             results.append(run_case(case, arguments))

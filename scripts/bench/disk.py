@@ -30,7 +30,7 @@ from kvoffloadd.trial.bench.disk import DiskBench, disk_bench
 from kvoffloadd.trial.bench.rounds import Show, in_rounds
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.figures import median_ratio, p50, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import DaemonError, end, module, private_folder, spawn
 from kvoffloadd.trial.program import size
 from kvoffloadd.trial.wait import within
@@ -226,7 +226,7 @@ def main() -> int:
     if arguments.rounds < 1 or min(arguments.read_threads, arguments.write_threads) < 1:
         parser.error("--rounds and the threads must be at least 1")
     cases: list[dict[str, Any]] = []
-    with Live("bench_disk", len(arguments.payloads)) as live:
+    with ProgressBar("bench_disk", len(arguments.payloads)) as live:
         for number, payload_bytes in enumerate(arguments.payloads):
             try:
                 cases.append(run_case(payload_bytes, arguments, partial(_show, live, number, payload_bytes)))
@@ -236,7 +236,7 @@ def main() -> int:
     return show_result(result, arguments, show)
 
 
-def _show(live: Live, number: int, payload_bytes: int, done: float, text: str) -> None:
+def _show(live: ProgressBar, number: int, payload_bytes: int, done: float, text: str) -> None:
     live.show(number + done, f"{format_bytes(payload_bytes)}: {text}")
 
 

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from kvoffloadd.trial.figures import p50, p99, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import private_folder
 from kvoffloadd.trial.program import size
 from kvoffloadd.trial.worker import WorkerProcess
@@ -125,7 +125,7 @@ def main() -> int:
     if min(*arguments.engines, arguments.keys, arguments.rounds) < 1 or arguments.seconds <= 0:
         parser.error("--engines, --keys, --rounds and --seconds are above 0")
     cases = []
-    with Live("bench_engines", len(arguments.engines)) as live:
+    with ProgressBar("bench_engines", len(arguments.engines)) as live:
         for number, engines in enumerate(arguments.engines):
             live.show(number, f"{engines} engines")
             cases.append(run_case(engines, arguments))

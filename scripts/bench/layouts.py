@@ -25,7 +25,7 @@ from kvoffloadd.planner import Layout
 from kvoffloadd.trial.bench.memory import SETS, Memcpy
 from kvoffloadd.trial.bench.rounds import Samples, in_rounds
 from kvoffloadd.trial.figures import KEY_BYTES, median_ratio, p50, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import private_folder
 from kvoffloadd.trial.program import size
 from kvoffloadd.trial.workload import WAIT_S, Workload
@@ -276,7 +276,7 @@ def main() -> int:
     except softcuda.SoftCudaError as error:
         left_out.append(f"{CUDA}: {error}")
     models = []
-    with Live("bench_layouts", len(arguments.models)) as live:
+    with ProgressBar("bench_layouts", len(arguments.models)) as live:
         for number, name in enumerate(arguments.models):
             live.show(number, name)
             models.append(run_model(name, arguments, devices))

@@ -30,7 +30,7 @@ from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
 from kvoffloadd.trial.bench.echo import bare_echo
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import end, module, private_folder, rss_anon_bytes, spawn, tail
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
@@ -170,7 +170,7 @@ class Level:
         return dict(zip(CALLS, found, strict=True))
 
 
-def measure(levels: list[Level], rounds: int, calls: int, live: Live, done: int) -> Samples:
+def measure(levels: list[Level], rounds: int, calls: int, live: ProgressBar, done: int) -> Samples:
     """Rounds of calls to all levels in turn; the first round warms up."""
     samples: Samples = {level.count: {name: [] for name in CALLS} for level in levels}
     rng = np.random.default_rng(1)
@@ -251,7 +251,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     counts = [count for count in LEVELS if count < arguments.max_keys] + [arguments.max_keys]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(private_folder()))
-        live = stack.enter_context(Live("bench_lookup", len(counts) + 1))
+        live = stack.enter_context(ProgressBar("bench_lookup", len(counts) + 1))
         echo = stack.enter_context(bare_echo(folder, REQUEST_BYTES, REPLY_BYTES))
         levels = []
         for number, count in enumerate(counts):

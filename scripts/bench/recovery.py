@@ -23,7 +23,7 @@ from kvoffloadd.storage.disk.manifest import Manifest, write_manifest
 from kvoffloadd.storage.disk.segment import create_segment, seal_segment
 from kvoffloadd.trial.disk import disk_folder
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, p50, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import private_folder
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds
@@ -146,7 +146,7 @@ def main() -> int:
     if arguments.rounds < 1 or not arguments.records or min(arguments.records) < 1:
         parser.error("--rounds and --records are at least 1")
     levels: list[dict[str, Any]] = []
-    with Live("bench_recovery", len(arguments.records) + 1) as live:
+    with ProgressBar("bench_recovery", len(arguments.records) + 1) as live:
         for records in (0, *sorted(arguments.records)):
             live.show(len(levels), f"{records:,} records")
             base = levels[0]["rss_bytes"] if levels else 0.0

@@ -41,7 +41,7 @@ from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.store import RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
 from kvoffloadd.trial.figures import keys_of, median_ratio, p50, p99, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import end, module, private_folder, spawn
 from kvoffloadd.trial.wait import HANG_S, until
 from scripts.bench import remotepins
@@ -230,7 +230,7 @@ async def measure(bench: RemoteBench, plain: PlainSocket, plain_pid: int, given:
     await bench.start()
     sizes: dict[str, dict[str, RemoteRound]] = {}
     try:
-        with Live("bench_remote", given.rounds + 1) as live:
+        with ProgressBar("bench_remote", given.rounds + 1) as live:
             for number in range(-1, given.rounds):
                 for size in OBJECT_BYTES:
                     kept = sizes.setdefault(f"{size >> 10} KiB", {}) if number >= 0 else {}  # the first one warms up
@@ -323,7 +323,7 @@ def measure_pins(name: str, lab: Lab, folder: Path, given: argparse.Namespace) -
     """See `remotepins`. Each of them with a store of its own."""
     host = lab.hosts[0]
     ends = remotepins.ENDS if host.enter else remotepins.ENDS[:-1]
-    with Live("bench_remote", given.rounds) as live:
+    with ProgressBar("bench_remote", given.rounds) as live:
         with own_store(name, lab, folder / f"{name}-open") as (settings, first, mine):
             opened = remotepins.measure_open(settings, first, mine, given.rounds, live.show)
         dead = {}

@@ -35,7 +35,7 @@ from kvoffloadd.trial.bench.echo import echo_process
 from kvoffloadd.trial.bench.requests import PLACEMENTS, placed, timed
 from kvoffloadd.trial.bench.rounds import Samples, in_rounds
 from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import private_folder
 from scripts.bench.echo import AsyncEchoClient, EchoClient
 from scripts.harness.daemon import Daemon
@@ -78,7 +78,7 @@ def fill(client: Client) -> None:
         raise SystemExit(f"the daemon holds {hits} of {len(KEYS)} keys: is its memory too small?")
 
 
-def measure(paths: tuple[str, str], given: argparse.Namespace, live: Live) -> RoundTrips:
+def measure(paths: tuple[str, str], given: argparse.Namespace, live: ProgressBar) -> RoundTrips:
     """`paths`: of the daemon and of the echo server."""
     with (
         Client(paths[0], namespace=NAMESPACE) as client,
@@ -129,7 +129,7 @@ def measure_requests(client: Client, calls: int) -> dict[str, list[float]]:
     return found
 
 
-def measure_beside(paths: tuple[str, str], given: argparse.Namespace, live: Live) -> RoundTrips:
+def measure_beside(paths: tuple[str, str], given: argparse.Namespace, live: ProgressBar) -> RoundTrips:
     """`paths`: of this checkout's daemon and of the other one's. Few calls at a time, in turn, so that what else the
     machine does hits both.
     """
@@ -252,7 +252,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if socket_path is None:
             socket_path = str(stack.enter_context(Daemon(folder, arguments.memory)).socket)
         place_client()
-        live = stack.enter_context(Live("bench_rpc", 1))
+        live = stack.enter_context(ProgressBar("bench_rpc", 1))
         paths = socket_path, str(other)
         if beside is not None:
             found = {"beside": str(beside), **beside_summary(measure_beside(paths, arguments, live))}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvoffloadd.trial.demo.chat import ChatTurn, chat
-from kvoffloadd.trial.output import SHOWN, Live, format_ms, print_table, print_wrong, ratio
+from kvoffloadd.trial.output import SHOWN, ProgressBar, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.trial.process import bad_entries
 from kvoffloadd.trial.wait import until
 from kvoffloadd.trial.worker import WorkerProcess
@@ -161,7 +161,7 @@ class HostsRun:
         for row in range(HOSTS):
             self._start_host(row, shared)
         began = time.monotonic()
-        with Live("demo-remote", len(self._turns)) as live:
+        with ProgressBar("demo-remote", len(self._turns)) as live:
             half = len(self._turns) // 2
             for row, turn in enumerate(self._turns):
                 if row == half:

@@ -23,7 +23,7 @@ import numpy as np
 from kvoffloadd.client import Client
 from kvoffloadd.trial.disk import disk_folder, disk_settings
 from kvoffloadd.trial.figures import print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import private_folder
 from scripts.extremes.cases import CASES
 from scripts.extremes.crowd import CROWDED
@@ -164,7 +164,7 @@ def main() -> int:
     options = arguments()
     runs: dict[str, list[dict[str, Any]]] = {}
     total = options.runs * len(options.case or ALL)
-    with Live("cases", total) as live:
+    with ProgressBar("cases", total) as live:
         done = iter(range(total))
         for stage in STAGES * options.runs:
             chosen = [case for case in stage.cases if not options.case or case.name in options.case]

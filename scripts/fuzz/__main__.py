@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.program import carry_out
 from scripts.fuzz.sessions import FrameTally, Fuzzer
 from scripts.fuzz.trial import Trial, TrialReport
@@ -78,10 +78,10 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> FuzzReport:
     with Trial(folder, seed, SETTINGS, ["corrupt_every=1"] * given.plant_corruption) as trial:
         fuzzer = Fuzzer(trial.daemon.socket, seed, tally)
         try:
-            with Live("warming up", 1) as live:  # what every daemon of some age has allocated is no growth
+            with ProgressBar("warming up", 1) as live:  # what every daemon of some age has allocated is no growth
                 fuzzer.run(min(WARM_UP_FRAMES, given.frames // 4), 1, live)
             begun = time.monotonic()
-            with trial.beside_bystander("fuzz"), Live("fuzzing", total) as live:
+            with trial.beside_bystander("fuzz"), ProgressBar("fuzzing", total) as live:
                 fuzzer.run(given.frames - tally.frames, given.threads, live)
                 fuzzer.truncate(live, given.truncations_every)
             seconds = time.monotonic() - begun

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.program import carry_out
 from kvoffloadd.units import format_bytes
 from scripts.fuzz.flooder import KINDS, Flooder
@@ -42,7 +42,7 @@ class Flood:
     flooded_s: float = 0.0
     read_s: float = 0.0
 
-    def run(self, seconds: float, live: Live) -> None:
+    def run(self, seconds: float, live: ProgressBar) -> None:
         """Ask and hardly read."""
         begun = now = time.monotonic()
         while now < begun + seconds and not self.problems:
@@ -58,7 +58,7 @@ class Flood:
             live.show(now - begun, f"{sum(flooder.asked for flooder in self.flooders):,} requests")
         self.flooded_s = now - begun
 
-    def settle(self, live: Live) -> None:
+    def settle(self, live: ProgressBar) -> None:
         """Ask nothing more, and read everything."""
         begun = time.monotonic()
         open_ones = set(self.flooders)
@@ -144,9 +144,9 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> FloodReport:
     with Trial(folder, seed, settings, faults) as trial, trial.beside_bystander("flood", expedited=True):
         for number in range(given.sessions):
             flood.flooders.append(trial.daemon.welcome(Flooder(trial.daemon.socket, number, rng)))
-        with Live("flooding", given.seconds) as live:
+        with ProgressBar("flooding", given.seconds) as live:
             flood.run(given.seconds, live)
-        with Live("reading", given.sessions) as live:
+        with ProgressBar("reading", given.sessions) as live:
             flood.settle(live)
     return FloodReport(trial, flood.problems, given.sessions * RSS_GROWTH_PER_SESSION_MAX, flood)
 

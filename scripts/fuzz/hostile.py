@@ -26,7 +26,7 @@ from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.trial.disk import disk_settings
 from kvoffloadd.trial.leaks import STAYS
-from kvoffloadd.trial.output import Live, format_ms
+from kvoffloadd.trial.output import ProgressBar, format_ms
 from kvoffloadd.trial.program import carry_out
 from kvoffloadd.trial.wait import HANG_S, within
 from scripts.fuzz.attackers import ATTACKS, Attackers
@@ -106,7 +106,7 @@ class Siege:
     worst_cpu_s: float = 0.0
     worst_beside: str = ""
 
-    def run(self, seconds: float, rng: random.Random, live: Live) -> None:
+    def run(self, seconds: float, rng: random.Random, live: ProgressBar) -> None:
         """Whole rounds, until the time is over; at least one."""
         begun = time.monotonic()
         weights = sum(WEIGHT.get(phase, 1) for phase in (ALONE, *self.names, TOGETHER))
@@ -246,7 +246,7 @@ def run(given: argparse.Namespace, seed: int, folder: Path) -> SiegeReport:
             trial.beside_bystander("hostile", uid=BYSTANDER_UID if is_root else None),
             operator,
             Attackers(target, seed, folder / "attackers.log") as attackers,
-            Live("attacking", given.seconds) as live,
+            ProgressBar("attacking", given.seconds) as live,
         ):
             siege = Siege(trial, attackers, given.only)
             siege.run(given.seconds, random.Random(seed), live)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvoffloadd.linux.sharedmem import create_memfd
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from scripts.fuzz.frames import MEMORY_BYTES, Frame, Names, Requests, Spoiler, truncations
 from scripts.harness.peer import Fields, RawPeer
 
@@ -83,7 +83,7 @@ class Fuzzer:
     def close(self) -> None:
         self._descriptors.close()
 
-    def run(self, frames: int, threads: int, live: Live) -> None:
+    def run(self, frames: int, threads: int, live: ProgressBar) -> None:
         """Random frames, until so many were sent."""
         end = self.tally.frames + frames
         workers = [threading.Thread(target=self._fuzz, args=(end,), daemon=True) for _ in range(threads)]
@@ -95,7 +95,7 @@ class Fuzzer:
         if self.tally.frames < end and not self.tally.problems:
             self.tally.problems.append(f"a fuzzing thread failed: {end - self.tally.frames} frames were not sent")
 
-    def truncate(self, live: Live, every: int) -> None:
+    def truncate(self, live: ProgressBar, every: int) -> None:
         """Every truncation of a right frame of every type (or one of `every`), as they come."""
         requests = Requests(self._rng(), Names("fuzz-truncated"))
         frames = [frame for at, frame in enumerate(truncations(requests)) if at % every == 0]

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.client import Client
-from kvoffloadd.device.holes import Holes
+from kvoffloadd.device.userfaultguard import UserfaultGuard
 from kvoffloadd.trial.disk import disk_settings
 from kvoffloadd.trial.leaks import Used, held, leaks, unreturned_slots
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import DaemonError, bad_entries, end, module, spawn, tail
 from kvoffloadd.trial.wait import HANG_S, within
 from scripts.harness.counters import Counters
@@ -140,7 +140,7 @@ class HolesRun:
         seconds, began = self._options.seconds, time.monotonic()
         mishaps = Mishaps(self._rng, seconds, list(self._mishaps()))
         self._report.mishaps = mishaps.counts
-        with Live("holes", seconds) as live:
+        with ProgressBar("holes", seconds) as live:
             while (now := time.monotonic() - began) < seconds or self._has_shown_nothing(now):
                 watch.look()
                 self._check_children()
@@ -247,7 +247,7 @@ class HolesRun:
 def can_forbid_holes() -> bool:
     """Whether the kernel lets a daemon run with `copy.fill_holes = false`."""
     try:
-        Holes().close()
+        UserfaultGuard().close()
     except OSError:
         return False
     return True

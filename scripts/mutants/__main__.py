@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvoffloadd.trial.output import Live, print_json, print_table
+from kvoffloadd.trial.output import ProgressBar, print_json, print_table
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.mutants.mutations import Mutant, found, written
 
@@ -102,7 +102,7 @@ def run(mutants: list[Mutant], jobs: int) -> list[Fate]:
     with (
         tempfile.TemporaryDirectory(prefix="kvoffloadd-mutants-") as folder,
         ThreadPoolExecutor(jobs) as pool,
-        Live("mutants", len(mutants)) as live,
+        ProgressBar("mutants", len(mutants)) as live,
     ):
         copies = Copies(Path(folder), jobs)
         for fate in pool.map(lambda mutant: fate_of(mutant, copies), mutants):

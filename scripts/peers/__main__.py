@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.output import Live, print_json
+from kvoffloadd.trial.output import ProgressBar, print_json
 from kvoffloadd.trial.process import DaemonError, obey_signals
 from kvoffloadd.trial.program import EXIT_BAD, EXIT_INTERRUPTED
 from scripts.peers.cases import Notes, RunPlan, find_out, in_short, run_round
@@ -32,7 +32,7 @@ def order(peers: Sequence[Peer], number: int) -> list[Peer]:
     return [*peers[at:], *peers[:at]]
 
 
-def run(peers: Sequence[Peer], plan: RunPlan, rounds: int, live: Live) -> dict[str, Any]:
+def run(peers: Sequence[Peer], plan: RunPlan, rounds: int, live: ProgressBar) -> dict[str, Any]:
     """All rounds, then what is found out once."""
     samples: dict[str, Samples] = {peer.name: {} for peer in peers}
     notes = {peer.name: Notes() for peer in peers}
@@ -106,7 +106,7 @@ def main() -> int:
     try:
         with disk_folder(given.path) as folder:
             found: dict[str, Any] = {"machine": machine(Path(folder))}
-        with Live("bench_peers", len(peers) * (rounds + 1)) as live:
+        with ProgressBar("bench_peers", len(peers) * (rounds + 1)) as live:
             found |= run(peers, plan, rounds, live)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

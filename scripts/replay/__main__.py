@@ -33,7 +33,7 @@ from kvoffloadd.cache.policy import DEFAULT_POLICY
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import I64Array
 from kvoffloadd.trial.figures import print_grid
-from kvoffloadd.trial.output import Live, print_json
+from kvoffloadd.trial.output import ProgressBar, print_json
 from kvoffloadd.trial.process import DaemonError, private_folder
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.harness.daemon import Daemon
@@ -133,7 +133,7 @@ class Replay:
             slabs += -(-slots // (slab_bytes // tenant.slot_bytes))
         return slabs * slab_bytes
 
-    def run(self, capacity: Capacity, live: Live, before: int) -> dict[str, Any]:
+    def run(self, capacity: Capacity, live: ProgressBar, before: int) -> dict[str, Any]:
         """Replay at one capacity with a daemon of its own. Raises DaemonError or KvOffloadError."""
         arguments = self._arguments
         planted = [f"corrupt_every={CORRUPT_EVERY}"] * arguments.plant_corruption
@@ -167,7 +167,7 @@ class Replay:
             settings["memory.policy"] = self._arguments.policy
         return settings
 
-    def _replay(self, daemon: Daemon, live: Live, before: int, what: str) -> tuple[list[ReplayTally], float]:
+    def _replay(self, daemon: Daemon, live: ProgressBar, before: int, what: str) -> tuple[list[ReplayTally], float]:
         """What was counted of each tenant, and how long it took."""
         workers = Workers(daemon.socket, self._trace, self._arguments.workers, self._arguments.seed)
         try:
@@ -408,7 +408,7 @@ def main() -> int:
         return 2
     results = []
     try:
-        with Live("replay_trace", len(requests) * len(capacities)) as live:
+        with ProgressBar("replay_trace", len(requests) * len(capacities)) as live:
             for number, capacity in enumerate(capacities):
                 results.append(replay.run(capacity, live, number * len(requests)))
     except (DaemonError, KvOffloadError) as error:

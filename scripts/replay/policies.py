@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.model import I64Array
-from kvoffloadd.trial.output import Live, print_json
+from kvoffloadd.trial.output import ProgressBar, print_json
 from scripts.replay.trace import (
     Signal,
     TraceError,
@@ -97,7 +97,7 @@ def measure(requests: list[I64Array], arguments: argparse.Namespace) -> list[dic
     names = [*arguments.policies, *REFERENCES]
     signals = SIGNALS[arguments.signals](requests, arguments.seed)
     results = []
-    with Live("simulate_policies", len(names) * len(capacities) * len(requests)) as live:
+    with ProgressBar("simulate_policies", len(names) * len(capacities) * len(requests)) as live:
         done = 0
         for name in names:
             hits, seconds = [], []

@@ -15,7 +15,7 @@ import numpy as np
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.model import I64Array
 from kvoffloadd.trial.figures import print_grid
-from kvoffloadd.trial.output import Live, print_json
+from kvoffloadd.trial.output import ProgressBar, print_json
 from scripts.replay.trace import TraceError, ceiling_hits, num_blocks, simulate
 from scripts.replay.workloads import WORKLOADS, requests_of
 
@@ -46,7 +46,7 @@ def main() -> int:
     if unknown := set(policies) - set(POLICIES):
         parser.error(f"--policies: {unknown.pop()!r} is not one of {', '.join(POLICIES)}")
     found: dict[str, dict[str, list[float]]] = {}
-    with Live("policy_table", len(loads) * arguments.seeds * len(policies)) as live:
+    with ProgressBar("policy_table", len(loads) * arguments.seeds * len(policies)) as live:
         for number, load in enumerate(loads):
             seen: dict[str, list[list[float]]] = {policy: [] for policy in policies}
             for seed in range(arguments.seeds):

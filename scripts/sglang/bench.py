@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvoffloadd.trial.figures import median_ratio, p50, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import DaemonError, obey_signals, private_folder
 from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
 from kvoffloadd.trial.wait import until
@@ -143,7 +143,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     who = [OUR, DEAD, *([FILE] if given.seat == "storage" else [])]
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in who}
     rng = random.Random(1)
-    with private_folder() as name, ExitStack() as stack, Live("bench_sglang", given.rounds + 1) as live:
+    with private_folder() as name, ExitStack() as stack, ProgressBar("bench_sglang", given.rounds + 1) as live:
         folder = Path(name)
         model = models.write("dense", folder)
         settings = {"memory.slab_bytes": str(1 << 20), "log.level": "warning"}

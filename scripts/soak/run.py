@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.wait import within
 from scripts.harness.counters import Counters
 from scripts.harness.disk import ManifestTrap
@@ -149,7 +149,7 @@ class SoakRun:
     def _work(self, mishaps: Mishaps) -> None:
         within(self._all_busy, BEGIN_S, every_s=TICK_S)
         began = time.monotonic()
-        with Live("soak", self._options.seconds) as live:
+        with ProgressBar("soak", self._options.seconds) as live:
             while (now := time.monotonic() - began) < self._options.seconds:
                 self._report.seconds = now
                 self._look()

@@ -18,7 +18,7 @@ from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.trial.leaks import Used, held, leaks, unreturned_slots
-from kvoffloadd.trial.output import Live, ratio
+from kvoffloadd.trial.output import ProgressBar, ratio
 from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail, unmapped_within
 from kvoffloadd.trial.wait import within
 from scripts.gpu.workerprocess import GpuWorker
@@ -256,7 +256,7 @@ class StressRun:
         kills = self._instants(min(max(options.seconds / 12, 0.5), 4.0)) if options.kill_workers else []
         daemon_kills = self._instants(min(max(options.seconds / 6, 2.0), 14.0)) if options.kill_daemon else []
         plants = self._instants(PLANT_EVERY_S)
-        with Live("stress", options.seconds) as live:
+        with ProgressBar("stress", options.seconds) as live:
             while (now := time.monotonic() - began) < options.seconds or self._has_shown_nothing(now):
                 watch.look()
                 self._look_at_disk(watch)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvoffloadd.trial.output import Live, print_table
+from kvoffloadd.trial.output import ProgressBar, print_table
 from kvoffloadd.trial.process import ROOT, module, spawn
 from kvoffloadd.trial.program import carry_out
 from scripts.harness.program import command_line
@@ -96,7 +96,7 @@ def run(given: argparse.Namespace, folder: Path) -> ThreadsReport:
     report = ThreadsReport(given.times)
     words = ["-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-n", str(given.workers), "--dist", "loadfile"]
     command = module("pytest", *words, *given.modules)
-    with busy(given.busy, folder), Live("threads", given.times) as live:
+    with busy(given.busy, folder), ProgressBar("threads", given.times) as live:
         for number in range(given.times):
             log = folder / f"round-{number}.log"
             with log.open("wb") as stream:

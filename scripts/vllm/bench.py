@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from kvoffloadd.trial.disk import disk_folder, disk_settings
 from kvoffloadd.trial.figures import median_ratio, p99, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import DaemonError, module, obey_signals, private_folder, spawn, tail
 from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
 from scripts.harness.daemon import Daemon
@@ -199,7 +199,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     rounds: dict[str, dict[str, list[dict[str, float]]]] = {case: {who: [] for who in given.who} for case in CASES}
     settings = settings_of(given.requests)
     total, done = given.rounds * len(settings) * len(given.who), 0
-    with private_folder() as name, Live("bench_vllm", total) as live:
+    with private_folder() as name, ProgressBar("bench_vllm", total) as live:
         folder = Path(name)
         model = write_model(folder)
         for number in range(given.rounds):

@@ -36,7 +36,7 @@ DEFAULT_SOCKET = "/run/kvoffloadd/kvoffloadd.sock"
 _FIRST_TOKEN = 3  # the ones before it are special in most vocabularies
 _RESET_S = 30.0
 
-Answers = list[list[int]]
+LookupCache = list[list[int]]
 
 
 class SmokeReport(NamedTuple):
@@ -97,7 +97,7 @@ class SmokeEngine:
         self._answer_tokens = given.answer
         self.vocabulary = self._engine.llm_engine.model_config.get_vocab_size()
 
-    def ask(self, prompts: Sequence[list[int]], salt: str) -> Answers:
+    def ask(self, prompts: Sequence[list[int]], salt: str) -> LookupCache:
         """All at once. Prompts of another `salt` are other prompts for every cache."""
         asked = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
         params = self._vllm.SamplingParams(
@@ -129,7 +129,7 @@ def run(vllm: Any, given: argparse.Namespace) -> SmokeReport:
     prompts = [
         [rng.randrange(_FIRST_TOKEN, engine.vocabulary) for _ in range(given.tokens)] for _ in range(given.prompts)
     ]
-    kept: Answers | None = None
+    kept: LookupCache | None = None
     if given.keep:
         _say(f"asking what the daemon has under the name {given.keep}")
         kept = engine.ask(prompts, given.keep)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.cache.disk import arrivals as arrivals_module
+from kvoffloadd.cache.disk import rootlifecycle as arrivals_module
 from kvoffloadd.cache.memory.epochs import unix_time_us
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.errors import NotDurableError

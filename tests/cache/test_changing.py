@@ -16,11 +16,11 @@ from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.changing import CacheTornError, changing, torn_by
 from kvoffloadd.cache.memory.epochs import REMEMBERED_MAX
 from kvoffloadd.cache.memory.events import Event, WaitingEvents
-from kvoffloadd.cache.memory.finding import STEP_KEYS as FINDING_KEYS
-from kvoffloadd.cache.memory.finding import find_in_steps
 from kvoffloadd.cache.memory.lease import Leases
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import STEP_KEYS, Wanted, reserve, reserve_all, reserve_in_steps
+from kvoffloadd.cache.memory.steppedlookup import STEP_KEYS as FINDING_KEYS
+from kvoffloadd.cache.memory.steppedlookup import find_in_steps
 from kvoffloadd.cache.warm_restart import adopt
 from kvoffloadd.errors import DeviceError, KvOffloadError, LimitError
 from kvoffloadd.model import GroupKind, GroupSchema, I64Array, U32Array

@@ -12,8 +12,8 @@ from kvoffloadd.cache.lower.fetches import Urgency
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.confirmed import UNCONFIRMED_MAX_S
 from kvoffloadd.cache.memory.doubt import Doubt
-from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.cache.memory.steppedlookup import SteppedLookup
 from kvoffloadd.errors import NotDurableError
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.manifest import read_manifest
@@ -27,7 +27,7 @@ A, B = (bytes([n]) * 16 for n in (1, 2))
 
 def large(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[int]:
     """Answers as a lookup over several turns does."""
-    finding = Finding(cache, [(keyspace, keys_of(*numbers))])
+    finding = SteppedLookup(cache, [(keyspace, keys_of(*numbers))])
     list(finding.steps())
     states: list[int] = finding.results()[0].states.tolist()
     finding.release()

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.memory import audit, finding
+from kvoffloadd.cache.memory import audit
+from kvoffloadd.cache.memory import steppedlookup as finding
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.finding import Finding, find_in_steps
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import reserve
+from kvoffloadd.cache.memory.steppedlookup import SteppedLookup, find_in_steps
 from kvoffloadd.model import KeyState, U64Array
 from kvoffloadd.server.context import Context
 from tests.cache.fakes import keys_of, make_cache, make_context, make_keyspace, store
@@ -41,16 +42,16 @@ def keyspace(cache: Cache) -> Keyspace:
     return make_keyspace(cache)[1]
 
 
-def begun(cache: Cache, keyspace: Keyspace, keys: U64Array, reserved: int = 0) -> tuple[Finding, Iterator[None]]:
+def begun(cache: Cache, keyspace: Keyspace, keys: U64Array, reserved: int = 0) -> tuple[SteppedLookup, Iterator[None]]:
     """Begins a lookup and makes its first step; `reserved` parts are reserved."""
-    found = Finding(cache, [(keyspace, keys)])
+    found = SteppedLookup(cache, [(keyspace, keys)])
     steps = found.steps()
     next(steps)
     assert audit.check(cache, found.num_held, reserved) == []
     return found, steps
 
 
-def states(found: Finding) -> list[int]:
+def states(found: SteppedLookup) -> list[int]:
     (result,) = found.results()
     assert (result.hits == (result.states == HIT)).all()
     assert (result.rows[result.states == MISS] < 0).all()
@@ -63,7 +64,7 @@ def test_it_says_what_find_all_says(cache: Cache, keyspace: Keyspace) -> None:
     store(cache, other, keys_of(3))
     pending = reserve(cache, keyspace, keys_of(9), ONE_PART, 0).parts
     groups = [(keyspace, keys_of(*range(11))), (other, keys_of()), (other, keys_of(4, 3, 3))]
-    found = Finding(cache, groups)
+    found = SteppedLookup(cache, groups)
     assert len(list(found.steps())) == 4, "of 14 keys"
     for mine, expected in zip(found.results(), cache.find_all(groups), strict=True):
         arrays: Any
@@ -175,7 +176,7 @@ def test_many_small_groups_take_few_steps(
     """A step finds four keys here; a group counts as some more."""
     monkeypatch.setattr(finding, "GROUP_KEYS", group_keys)
     groups = [(make_keyspace(cache, bytes([number]) * 16)[1], keys_of(1, 2)) for number in range(10)]
-    found = Finding(cache, groups)
+    found = SteppedLookup(cache, groups)
     assert len(list(found.steps())) == steps
     assert [len(rows) for rows in found.rows()] == [2] * 10
     found.release()

@@ -10,9 +10,9 @@ import pytest
 from kvoffloadd.cache.memory import reservation
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
-from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve, reserve_all, reserve_in_steps
+from kvoffloadd.cache.memory.steppedlookup import SteppedLookup
 from kvoffloadd.errors import LimitError
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema, KeyState, U32Array
 from kvoffloadd.scheduling.steps import Steps
@@ -161,7 +161,7 @@ def test_a_lookup_in_steps_holds_no_more_than_its_user_may(cache: Cache) -> None
     keys = range(900)
     for begin in range(0, 900, 100):
         store_keys(cache, keyspace, keys_of(*keys[begin : begin + 100]))
-    finding = Finding(cache, [(keyspace, keys_of(*keys))])
+    finding = SteppedLookup(cache, [(keyspace, keys_of(*keys))])
     for _ in finding.steps():
         pass
     assert cache.entries.held.pages(FIRST) == SHARE // 2
@@ -175,7 +175,7 @@ def test_a_lookup_in_steps_holds_no_more_than_its_user_may(cache: Cache) -> None
 def test_what_a_lookup_in_steps_may_not_hold_may_go_meanwhile(cache: Cache) -> None:
     keyspace = keyspace_of(cache, FIRST)
     store_keys(cache, keyspace, keys_of(*range(500)))
-    finding = Finding(cache, [(keyspace, keys_of(*range(500)))])
+    finding = SteppedLookup(cache, [(keyspace, keys_of(*range(500)))])
     for _ in finding.steps():
         pass
     cache.drop(cache.find(keyspace, keys_of(0, 499)).hit_rows)

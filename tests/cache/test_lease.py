@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvoffloadd.cache.memory.lease import LEASE_KEYS, Holdings, Leases, LetGo
+from kvoffloadd.cache.memory.lease import LEASE_KEYS, Holdings, Leases, ReleasedLease
 from kvoffloadd.errors import LeaseError
 from kvoffloadd.model import I64Array, U32Array
 
@@ -21,7 +21,7 @@ def parts(*numbers: int) -> I64Array:
     return np.array(numbers, np.int64)
 
 
-def told(ended: LetGo) -> tuple[list[int], list[int], int]:
+def told(ended: ReleasedLease) -> tuple[list[int], list[int], int]:
     return ended.rows.tolist(), ended.parts.tolist(), ended.charged
 
 

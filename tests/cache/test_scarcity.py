@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvoffloadd.cache.memory import scarcity as scarcity_module
+from kvoffloadd.cache.memory import recordreclaim as scarcity_module
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keytable import KeyTable, RowState

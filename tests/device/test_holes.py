@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.device.copyruns import CopyRuns, ReadWords, implementations
-from kvoffloadd.device.holes import Holes
+from kvoffloadd.device.userfaultguard import UserfaultGuard
 from kvoffloadd.errors import DeviceError, LimitError
 from kvoffloadd.linux.sharedmem import Mapping
 from tests.device.memory import address, noise, u64
@@ -22,9 +22,9 @@ each = pytest.mark.parametrize(("copy", "read"), implementations().values(), ids
 
 
 @pytest.fixture
-def holes() -> Iterator[Holes]:
+def holes() -> Iterator[UserfaultGuard]:
     try:
-        made = Holes()
+        made = UserfaultGuard()
     except OSError as error:
         pytest.skip(f"no userfaultfd here: {error}")
     yield made
@@ -34,7 +34,10 @@ def holes() -> Iterator[Holes]:
 @each
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_holes(
-    holes: Holes, copy: CopyRuns, read: ReadWords, kind: Callable[[], AbstractContextManager[tuple[int, Vanish]]]
+    holes: UserfaultGuard,
+    copy: CopyRuns,
+    read: ReadWords,
+    kind: Callable[[], AbstractContextManager[tuple[int, Vanish]]],
 ) -> None:
     with kind() as (fd, vanish):
         mapping = Mapping.map_fd(fd, SIZE)
@@ -53,7 +56,7 @@ def test_holes(
 
 
 @each
-def test_what_its_owner_fills_is_no_hole(holes: Holes, copy: CopyRuns, read: ReadWords) -> None:
+def test_what_its_owner_fills_is_no_hole(holes: UserfaultGuard, copy: CopyRuns, read: ReadWords) -> None:
     with vanishing.holes() as (fd, vanish):
         vanish()
         mapping = Mapping.map_fd(fd, SIZE)
@@ -67,18 +70,18 @@ def test_what_its_owner_fills_is_no_hole(holes: Holes, copy: CopyRuns, read: Rea
         mapping.close()
 
 
-def test_sizes_that_are_no_whole_pages(holes: Holes) -> None:
+def test_sizes_that_are_no_whole_pages(holes: UserfaultGuard) -> None:
     with vanishing.cut_off() as (fd, _):
         mapping = Mapping.map_fd(fd, 5000)
         holes.forbid(mapping)
         mapping.close()
 
 
-def test_what_the_kernel_refuses_is_told(holes: Holes) -> None:
+def test_what_the_kernel_refuses_is_told(holes: UserfaultGuard) -> None:
     with vanishing.cut_off() as (fd, _):
         mapping = Mapping.map_fd(fd, SIZE)
     holes.forbid(mapping)
-    others = Holes()
+    others = UserfaultGuard()
     with pytest.raises(LimitError, match="can't forbid holes"):
         others.forbid(mapping)
     others.close()

@@ -25,9 +25,9 @@ import xxhash
 from kvoffloadd.device import host
 from kvoffloadd.device.base import Copy, CopyRequest, CopyResult, Device
 from kvoffloadd.device.copyruns import copy_payloads
-from kvoffloadd.device.holes import Holes
 from kvoffloadd.device.host import HostAllocation, HostDevice, copy_chunk
 from kvoffloadd.device.plan import Copies, GroupPlan, Tensor
+from kvoffloadd.device.userfaultguard import UserfaultGuard
 from kvoffloadd.device.work import BlockList, BlockWork, hashable
 from kvoffloadd.errors import BusyError, DrainingError, MemoryKindError, UsageError
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd
@@ -699,7 +699,7 @@ async def test_a_file_system_is_not_asked_before_it_is_known(
 # --- memory that keeps the kernel waiting ---------------------------------------------------------------
 
 
-class SlowHoles(Holes):
+class SlowHoles(UserfaultGuard):
     """Mappings of this size wait for `open` while they are made: the kernel takes its time."""
 
     def __init__(self, slow_bytes: int) -> None:

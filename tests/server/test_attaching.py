@@ -15,7 +15,7 @@ import pytest
 from kvoffloadd.config import Config
 from kvoffloadd.device.base import Allocation
 from kvoffloadd.errors import BusyError, KvOffloadError, LimitError, MemoryKindError, StateError, UnknownNameError
-from kvoffloadd.server.peers.closer import Closer
+from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
 from kvoffloadd.server.session.registry import Registry
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
@@ -70,7 +70,7 @@ class SlowHost:
 class AttachScene:
     def __init__(self, fds: list[int]) -> None:
         self.context = context_of(make_cache())
-        self.context.closer = Closer(self.context.loop, (UID,))
+        self.context.closer = DescriptorCloser(self.context.loop, (UID,))
         self.host = SlowHost()
         enough: Any = self.host
         self.context.host = enough

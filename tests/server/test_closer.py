@@ -19,8 +19,8 @@ import pytest
 
 from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.linux import sockets
-from kvoffloadd.server.peers import closer as closer_module
-from kvoffloadd.server.peers.closer import LOOK_S, SPARE, STUCK_S, Closer
+from kvoffloadd.server.peers import descriptorcloser as closer_module
+from kvoffloadd.server.peers.descriptorcloser import LOOK_S, SPARE, STUCK_S, DescriptorCloser
 from kvoffloadd.trial.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame
@@ -39,15 +39,15 @@ def stuck() -> Iterator[Lingering]:
 
 
 @pytest.fixture
-async def closer() -> AsyncIterator[Closer]:
-    made = Closer(asyncio.get_running_loop(), (THEIRS, OURS))
+async def closer() -> AsyncIterator[DescriptorCloser]:
+    made = DescriptorCloser(asyncio.get_running_loop(), (THEIRS, OURS))
     yield made
     for uid in made._queues:
         await closed(made, uid, [])
         assert made._of(uid).held == 0
 
 
-async def closed(closer: Closer, uid: int, fds: list[int]) -> None:
+async def closed(closer: DescriptorCloser, uid: int, fds: list[int]) -> None:
     """Wait for it, and for all that came before."""
     done = asyncio.Event()
     fds = [*fds, os.dup(0)]
@@ -57,7 +57,7 @@ async def closed(closer: Closer, uid: int, fds: list[int]) -> None:
         await done.wait()
 
 
-def begin(closer: Closer, stuck: Lingering) -> asyncio.Event:
+def begin(closer: DescriptorCloser, stuck: Lingering) -> asyncio.Event:
     """Its last reference is being closed; the event: it is."""
     done = asyncio.Event()
     closer.hold(THEIRS, 1)
@@ -65,7 +65,7 @@ def begin(closer: Closer, stuck: Lingering) -> asyncio.Event:
     return done
 
 
-async def test_who_sends_what_does_not_close_waits_alone(closer: Closer, stuck: Lingering) -> None:
+async def test_who_sends_what_does_not_close_waits_alone(closer: DescriptorCloser, stuck: Lingering) -> None:
     done = begin(closer, stuck)
     kept, other = os.pipe()
     await closed(closer, OURS, [other])
@@ -78,7 +78,7 @@ async def test_who_sends_what_does_not_close_waits_alone(closer: Closer, stuck: 
 
 
 async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(
-    closer: Closer, stuck: Lingering, monkeypatch: pytest.MonkeyPatch
+    closer: DescriptorCloser, stuck: Lingering, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [time.monotonic()]
     monkeypatch.setattr(closer_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -101,7 +101,7 @@ async def test_a_stuck_thread_s_user_is_refused_until_it_comes_back(
     closer.admit(THEIRS)
 
 
-async def test_what_waits_to_be_closed_counts(closer: Closer, stuck: Lingering) -> None:
+async def test_what_waits_to_be_closed_counts(closer: DescriptorCloser, stuck: Lingering) -> None:
     begin(closer, stuck)
     for count in range(1, CAP + SPARE):
         closer.check(THEIRS, CAP)
@@ -118,7 +118,9 @@ async def test_what_waits_to_be_closed_counts(closer: Closer, stuck: Lingering) 
     closer.check(THEIRS, CAP)
 
 
-async def test_nobody_comes_in_who_can_have_no_thread(closer: Closer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_comes_in_who_can_have_no_thread(
+    closer: DescriptorCloser, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -131,7 +133,7 @@ async def test_nobody_comes_in_who_can_have_no_thread(closer: Closer, monkeypatc
 
 
 @pytest.mark.parametrize("queued", [0, 1, 1000])
-async def test_a_socket_with_descriptors_in_its_queue(closer: Closer, stuck: Lingering, queued: int) -> None:
+async def test_a_socket_with_descriptors_in_its_queue(closer: DescriptorCloser, stuck: Lingering, queued: int) -> None:
     """The queue has `queued` bytes before them."""
     ours, theirs = socket.socketpair()
     theirs.send(bytes(queued))
@@ -151,7 +153,7 @@ async def test_a_socket_with_descriptors_in_its_queue(closer: Closer, stuck: Lin
 
 
 @pytest.mark.parametrize("queued", [0, 1, 1000, 100_000])
-async def test_a_socket_without_costs_nothing(closer: Closer, stuck: Lingering, queued: int) -> None:
+async def test_a_socket_without_costs_nothing(closer: DescriptorCloser, stuck: Lingering, queued: int) -> None:
     """Whose user's thread is stuck."""
     begin(closer, stuck)
     ours, theirs = socket.socketpair()

@@ -18,7 +18,7 @@ from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server import listener as module
 from kvoffloadd.server.listener import Listener
 from kvoffloadd.server.peers.account import BUILT_IN, Account
-from kvoffloadd.server.peers.closer import Closer
+from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
 from kvoffloadd.server.socketplace import SocketPlace
 from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.trial.wait import HANG_S
@@ -65,7 +65,7 @@ class DoorScene:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.context = context_of(make_cache())
-        self.context.closer = Closer(self.context.loop, (os.getuid(),))
+        self.context.closer = DescriptorCloser(self.context.loop, (os.getuid(),))
         self.context.turns = Turns(self.context.loop)
         self.threads = Threads()
         enough: Any = self.threads

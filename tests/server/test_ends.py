@@ -19,8 +19,8 @@ from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server import connection as connections
 from kvoffloadd.server.connection import PeerConnection
 from kvoffloadd.server.peers import framewriter
-from kvoffloadd.server.peers.closer import Closer
 from kvoffloadd.server.peers.connectionstate import Input, Output
+from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
 from kvoffloadd.server.peers.framedeadline import LOOKS, FrameDeadline
 from kvoffloadd.server.peers.peer import Peer
 from kvoffloadd.server.peers.quarantine import Quarantine
@@ -47,7 +47,7 @@ class FailingDevice:
 
 def connection() -> tuple[PeerConnection, socket.socket, Any]:
     context = context_of(make_cache())
-    context.closer = Closer(context.loop, (UID,))
+    context.closer = DescriptorCloser(context.loop, (UID,))
     context.turns = Turns(context.loop)
     made, theirs = connect(context, UID)
     return made, theirs, context

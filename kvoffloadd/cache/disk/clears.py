@@ -84,7 +84,7 @@ class DiskClears:
                     self._emptying.discard(disk_keyspace.id)
 
     async def save_epochs(self, roots: Sequence[Root]) -> None:
-        """Writes the epochs to these roots' manifests. If that fails, `Arrivals.check` repeats it."""
+        """Writes the epochs to these roots' manifests. If that fails, `RootLifecycle.check` repeats it."""
         await asyncio.gather(*map(self._save_at, roots))
         self._contents.numbers.changes.notify_all()  # keys that were stored since may be written now
 

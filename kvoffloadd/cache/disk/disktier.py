@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.cache.disk.arrivals import Arrivals
 from kvoffloadd.cache.disk.clears import DiskClears
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
 from kvoffloadd.cache.disk.promotion import Promotion
 from kvoffloadd.cache.disk.reclaim import Reclaim
+from kvoffloadd.cache.disk.rootlifecycle import RootLifecycle
 from kvoffloadd.cache.disk.scrub import Scrub
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import changing
@@ -44,7 +44,7 @@ class DiskTier(DiskContents):
         self.promotion = Promotion(self)
         self.reclaim = Reclaim(self, self.demotion, rewrite_hot=config.rewrite_hot)
         self.scrub = Scrub(self, self.promotion.counters)
-        self.arrivals = Arrivals(self, self.clears, self.demotion, self.promotion, self.reclaim)
+        self.arrivals = RootLifecycle(self, self.clears, self.demotion, self.promotion, self.reclaim)
         self._tasks: list[asyncio.Task[None]] = []
         cache.attach_local(self)
 

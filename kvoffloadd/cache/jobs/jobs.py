@@ -26,7 +26,7 @@ from kvoffloadd.device.signals import Signals
 from kvoffloadd.device.work import BlockList
 from kvoffloadd.model import Direction, I64Array, Outcome, U32Array
 from kvoffloadd.scheduling.lanes import Lane
-from kvoffloadd.scheduling.patience import Patience
+from kvoffloadd.scheduling.stuckdetector import StuckDetector
 from kvoffloadd.storage.hashing import hash_payloads, in_turns
 
 STUCK_LOOKS = 10
@@ -222,7 +222,7 @@ class Jobs:
 
         A late event loop, or chunks of other jobs that take long, are no reason to give up.
         """
-        patience = Patience(stuck_s / STUCK_LOOKS, time.monotonic())
+        patience = StuckDetector(stuck_s / STUCK_LOOKS, time.monotonic())
         while not await self.settle(jobs, patience.look_s):
             now = time.monotonic()
             if patience.is_over(max((job.busy_s(now) for job in jobs), default=0.0), now, stuck_s):

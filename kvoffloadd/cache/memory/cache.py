@@ -29,8 +29,8 @@ from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.namespaces import Namespaces
 from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.recordreclaim import RecordReclaim
 from kvoffloadd.cache.memory.savedstate import pack_state
-from kvoffloadd.cache.memory.scarcity import Scarcity
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
 from kvoffloadd.cache.stats.missreasons import Reason
@@ -85,7 +85,7 @@ class Cache:
         self.tier = tier
         self.entries = KeyTable(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
-        self.scarcity = Scarcity(self.entries, self.eviction.drop)
+        self.scarcity = RecordReclaim(self.entries, self.eviction.drop)
         self.uses = self.entries.uses
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from kvoffloadd.cache.memory.barren import BarrenBlocks
+from kvoffloadd.cache.memory.deferredtouches import DeferredTouches
 from kvoffloadd.cache.memory.events import Event, WaitingEvents
 from kvoffloadd.cache.memory.held import HeldMemory
 from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
@@ -21,7 +22,6 @@ from kvoffloadd.cache.memory.keyspaces import Keyspaces
 from kvoffloadd.cache.memory.lowertier import LocalTier, LowerTier
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState, PartTable
-from kvoffloadd.cache.memory.uses import Uses
 from kvoffloadd.cache.stats.missreasons import MissReasons, Reason
 from kvoffloadd.errors import InternalError
 from kvoffloadd.linux.sharedmem import reserve_array
@@ -66,7 +66,7 @@ class KeyTable:
         self.lost: BoolArray = reserve_array((max_rows,), np.bool_)
         self.lower: list[LowerTier] = []
         self.local: LocalTier | None = None
-        self.uses = Uses(self.parts, self.first, self.lost, tier.touch, self.lower)
+        self.uses = DeferredTouches(self.parts, self.first, self.lost, tier.touch, self.lower)
         self.num_retired = 0  # rows in state RETIRED
         self.keyspaces = Keyspaces()
         self.held = HeldMemory(self.keyspaces, tier.num_pages)

@@ -63,7 +63,7 @@ class Holdings:
     parts: int = 0  # parts under them that no job fills yet
 
 
-class LetGo(NamedTuple):
+class ReleasedLease(NamedTuple):
     """Lists what leases have released: the caller unholds the rows, aborts the parts and refunds the charge."""
 
     rows: U32Array
@@ -145,7 +145,7 @@ class Leases:
         return len(lease.rows) if isinstance(lease, ReadLease) else len(lease.parts)
 
     @changing
-    def end(self, lease_id: int, most: int = sys.maxsize) -> LetGo:
+    def end(self, lease_id: int, most: int = sys.maxsize) -> ReleasedLease:
         """Ends a lease. A lease with more than `most` rows or parts does not end, but loses its last ones. Raises
         LeaseError if this instance holds no such lease.
         """
@@ -156,24 +156,24 @@ class Leases:
             del self._leases[lease_id]
             self.held.keys -= len(lease.rows)
             self.held.read -= 1
-            return LetGo(lease.rows, _NO_PARTS, len(lease.rows) + LEASE_KEYS)
+            return ReleasedLease(lease.rows, _NO_PARTS, len(lease.rows) + LEASE_KEYS)
         return self._cut(lease, most)
 
     @changing
-    def end_some(self, most: int) -> LetGo:
+    def end_some(self, most: int) -> ReleasedLease:
         """Ends the oldest leases that together have at most `most` rows and parts, counting one more for each lease. A
         lease with more than the rest of `most` does not end, but loses its last ones.
         """
-        cuts: list[LetGo] = []
+        cuts: list[ReleasedLease] = []
         while most > 0 and self._leases:
             cut = self._cut(next(iter(self._leases.values())), most)
             most -= 1 + len(cut.rows) + len(cut.parts)
             cuts.append(cut)
         cuts.reverse()  # the first rows are evicted last: the youngest lease's, and in each the beginning of its prompt
         rows, parts, charged = zip(*cuts, strict=True) if cuts else ((_NO_ROWS,), (_NO_PARTS,), ())
-        return LetGo(np.concatenate(rows), np.concatenate(parts), sum(charged))
+        return ReleasedLease(np.concatenate(rows), np.concatenate(parts), sum(charged))
 
-    def _cut(self, lease: ReadLease | WriteLease, most: int) -> LetGo:
+    def _cut(self, lease: ReadLease | WriteLease, most: int) -> ReleasedLease:
         """Removes up to `most` rows or parts from the lease, the last ones. The lease ends if none is left."""
         rows, parts = _NO_ROWS, _NO_PARTS
         if isinstance(lease, ReadLease):
@@ -188,4 +188,4 @@ class Leases:
             self.held.write -= is_over
         if is_over:
             del self._leases[lease.id]
-        return LetGo(rows, parts, len(rows) + len(parts) + LEASE_KEYS * is_over)
+        return ReleasedLease(rows, parts, len(rows) + len(parts) + LEASE_KEYS * is_over)

@@ -12,11 +12,11 @@ import numpy as np
 
 from kvoffloadd.cache.memory.cache import NO_ROWS, Cache
 from kvoffloadd.cache.memory.changing import changing
-from kvoffloadd.cache.memory.finding import Finding
 from kvoffloadd.cache.memory.held import UNBOUNDED
 from kvoffloadd.cache.memory.keys import join_keys, spans
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
+from kvoffloadd.cache.memory.steppedlookup import SteppedLookup
 from kvoffloadd.errors import LimitError, SchemaError
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U8Array, U16Array, U32Array, U64Array
 from kvoffloadd.scheduling.steps import Steps
@@ -291,7 +291,7 @@ class Admission:
         self._gaps: set[int] = set()  # groups with a key that got no slots
         # Its keys that were in memory at the beginning, or that a step finds, are not evicted to make room for the
         # others.
-        self._present = Finding(cache, [(wanted.keyspace, wanted.keys) for wanted in request])
+        self._present = SteppedLookup(cache, [(wanted.keyspace, wanted.keys) for wanted in request])
         self._made: list[list[tuple[int, Reservation]]] = [[] for _ in request]  # by group: of keys from an index on
 
     @property

@@ -34,7 +34,7 @@ from kvoffloadd.cache.stats.histogram import Histogram
 from kvoffloadd.model import BoolArray, I64Array, KeyState, U64Array
 from kvoffloadd.scheduling.lanes import DAEMON, Flow
 from kvoffloadd.storage.hashing import in_turns
-from kvoffloadd.storage.remote.flight import RemoteTransfer
+from kvoffloadd.storage.remote.inflight import RemoteTransfer
 from kvoffloadd.storage.remote.questions import QUESTION_KEYS, ExistsResult
 from kvoffloadd.storage.remote.transfers import GetResult, Names, RemoteStatus
 

@@ -28,7 +28,7 @@ from kvoffloadd.device.cuda.trials import Trials
 from kvoffloadd.errors import DeviceError, UsageError
 from kvoffloadd.model import Direction
 from kvoffloadd.scheduling.lanes import Lane
-from kvoffloadd.scheduling.patience import Patience
+from kvoffloadd.scheduling.stuckdetector import StuckDetector
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class CudaDevice:
         self._mapped: set[Allocation] = set()
         self._mapped_ends = np.zeros(0, np.uint64)  # replaced, never changed: the copy lanes read it
         self._closed = False
-        self._copying, self._calling = Patience(WATCH_S), Patience(WATCH_S)
+        self._copying, self._calling = StuckDetector(WATCH_S), StuckDetector(WATCH_S)
         self._watch: asyncio.TimerHandle | None = None
 
     async def open(self, pinning: Pinning, trials: Trials | None = None) -> None:

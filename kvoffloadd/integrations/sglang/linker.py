@@ -21,15 +21,15 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from kvoffloadd.client import Timeline
 from kvoffloadd.integrations.sglang import engine
-from kvoffloadd.integrations.sglang.answers import Answers
 from kvoffloadd.integrations.sglang.background import Background
 from kvoffloadd.integrations.sglang.devicepool import DevicePool, device_pools, found_pools
 from kvoffloadd.integrations.sglang.guard import or_else
-from kvoffloadd.integrations.sglang.offloads import Offloads
+from kvoffloadd.integrations.sglang.lookupcache import LookupCache
 from kvoffloadd.integrations.sglang.options import LinkerOptions
 from kvoffloadd.integrations.sglang.pagestore import Pages
 from kvoffloadd.integrations.sglang.pools import KV, STATES
 from kvoffloadd.integrations.sglang.start import page_store
+from kvoffloadd.integrations.sglang.storequeue import StoreQueue
 from kvoffloadd.integrations.sglang.transfers import needed_of
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         self._device_pools = found.pools
         self._overlap = options.overlap
         self._pages = page_store(pools, options, rank.size, retry_busy=False)
-        self._answers = Answers()
+        self._answers = LookupCache()
         self._queued: dict[str, Future[bool]] = {}
         self._landing: dict[int, Future[bool]] = {}  # loads that unfinished forwards wait for
         self._loads = Background("kvoffloadd-loads")
-        self._offloads = Offloads(pools.pools[KV].pages // 2)
+        self._offloads = StoreQueue(pools.pools[KV].pages // 2)
         # SGLang reads these attributes of a linker.
         self.pools = {PoolName(pool.name): pool for pool in found.pools}
         self.layer_done_counter = LayerWiseLoadCounter(found.layers)

@@ -36,10 +36,10 @@ from kvoffloadd.integrations.vllm.adapters import LoadedAdapter, NamedAdapter
 from kvoffloadd.integrations.vllm.config import Options
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.integrations.vllm.expectation import expected_until
-from kvoffloadd.integrations.vllm.keeping import Keeping
 from kvoffloadd.integrations.vllm.keys import PLAIN, KeyNames, by_group, hash_bytes_of, offload_key_of
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
 from kvoffloadd.integrations.vllm.requests import LookupState, RequestPhase, RequestState, admitted
+from kvoffloadd.integrations.vllm.reusehints import ReuseHints
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec
 from kvoffloadd.model import Tier
 
@@ -105,7 +105,7 @@ class KVOffloaddManager(OffloadingManager):
         self._options = options
         self._requests: dict[str, RequestState] = {}
         self._fresh: dict[str, RequestState] = {}
-        self._keeping = Keeping()
+        self._keeping = ReuseHints()
         self._used: dict[OffloadKey, UsedKeys] = {}  # in this step, by the last key: it names all before it
         self._outstanding: set[PinRequest] = set()
         self._names = names

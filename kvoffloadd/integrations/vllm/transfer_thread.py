@@ -57,7 +57,7 @@ class Ended:
 
 
 @dataclass(slots=True, eq=False)
-class _Course:
+class _TransferProgress:
     """A transfer under way, in as many jobs as necessary. `jobs`: how many have not ended.
 
     `whole`: so far all keys were copied. `carried_out`: so far all keys were that the daemon had.
@@ -111,7 +111,7 @@ class TransferThread:
         self._wakes = 0
         self._queue: queue.SimpleQueue[tuple[int, Transfer] | None] = queue.SimpleQueue()
         self._first: deque[tuple[int, Transfer]] = deque()
-        self._jobs: dict[Job, _Course] = {}
+        self._jobs: dict[Job, _TransferProgress] = {}
         self._ended: deque[Ended] = deque()
         self._open: set[int] = set()
         self._changed = threading.Condition()
@@ -244,7 +244,7 @@ class TransferThread:
             ready=transfer.ready,
             expedited=transfer.expedited,
         )
-        course = _Course(transfer, len(jobs), whole=whole, carried_out=whole)
+        course = _TransferProgress(transfer, len(jobs), whole=whole, carried_out=whole)
         self._jobs |= dict.fromkeys((job for _, job in jobs), course)
         if not jobs:
             self._end(course.ended())

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvoffloadd.scheduling.patience import Patience
+from kvoffloadd.scheduling.stuckdetector import StuckDetector
 
 LOOKS = 4
 """The number of checks within the deadline. Several are necessary: a process that was stopped has read nothing."""
@@ -18,7 +18,7 @@ class _Watch:
     """One frame. Its times are of a clock that stops while the deadline is paused."""
 
     limit_s: float
-    patience: Patience
+    patience: StuckDetector
     since_s: float
     next_s: float  # time of the next check
     behind_s: float = 0.0  # how far this clock lags behind the real one
@@ -48,7 +48,7 @@ class FrameDeadline:
         """
         if self.watch is None:
             now = self._clock()
-            patience = Patience(limit_s / LOOKS, now)
+            patience = StuckDetector(limit_s / LOOKS, now)
             self.watch = _Watch(limit_s, patience, now, now + patience.look_s)
             self._set_timer(self.watch, now)
         else:

@@ -14,13 +14,13 @@ from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job
 from kvoffloadd.cache.jobs.loadplan import NO_PARTS, GroupLoad, LoadRequest, plan_load
 from kvoffloadd.cache.lowertiers import GroupLookup
 from kvoffloadd.cache.memory.cache import NO_ROWS
-from kvoffloadd.cache.memory.finding import find_in_steps
 from kvoffloadd.cache.memory.keys import has_duplicates, keys_array
 from kvoffloadd.cache.memory.lease import WriteLease
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.namespace import Namespace
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.reservation import Reservation, Wanted, reserve_in_steps
+from kvoffloadd.cache.memory.steppedlookup import find_in_steps
 from kvoffloadd.config import LimitsConfig
 from kvoffloadd.device.overlap import Target, check_targets
 from kvoffloadd.device.work import SMALL_DESCRIPTORS, BlockList

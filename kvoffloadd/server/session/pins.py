@@ -16,10 +16,10 @@ from msgspec import UNSET, UnsetType
 from kvoffloadd.cache.lower.fetches import Urgency
 from kvoffloadd.cache.lowertiers import GroupLookup, LowerFetch, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.deferredtouches import Used
 from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
 from kvoffloadd.cache.memory.lookup import GroupHits, LookupResult, packed_boundaries
 from kvoffloadd.cache.memory.namespace import Keyspace
-from kvoffloadd.cache.memory.uses import Used
 from kvoffloadd.model import BoolArray, KeyState, U32Array, U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.context import Context

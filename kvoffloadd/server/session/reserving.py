@@ -42,7 +42,7 @@ def check_distinct(request: Sequence[Wanted]) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class LeaseInMaking:
+class PendingWriteLease:
     """A context manager that charges for all wanted parts on entry, and keeps only the charge for granted parts on
     exit.
     """

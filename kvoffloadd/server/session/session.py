@@ -48,7 +48,7 @@ from kvoffloadd.server.session.jobs import SessionJobs
 from kvoffloadd.server.session.pins import Lookups, PendingPins, find_all
 from kvoffloadd.server.session.registration import is_large
 from kvoffloadd.server.session.registry import Registry
-from kvoffloadd.server.session.reserving import LeaseInMaking, check_distinct, wanted_of
+from kvoffloadd.server.session.reserving import PendingWriteLease, check_distinct, wanted_of
 from kvoffloadd.server.session.verification import verify
 from kvoffloadd.server.status import describe, short_label
 
@@ -257,7 +257,7 @@ class Session:
         wanted = wanted_of(message, self._keys_of(message.groups))
         _check_price(self._limits, sum(len(one.keys) * one.keyspace.schema.price(len(one.parts)) for one in wanted))
         check_distinct(wanted)
-        with LeaseInMaking(self._own_instance(), self._account, wanted) as lease:
+        with PendingWriteLease(self._own_instance(), self._account, wanted) as lease:
             reserved = yield from self._own_jobs().while_open(reserve_in_steps(self._context.cache, wanted))
             return lease.grant(message.seq, reserved)
 

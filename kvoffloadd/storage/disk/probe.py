@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.scheduling.lanes import Lane
-from kvoffloadd.scheduling.patience import Patience
+from kvoffloadd.scheduling.stuckdetector import StuckDetector
 from kvoffloadd.storage.disk.files import describe_error, lacks_resources
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.rootdirectory import RootDirectory
@@ -49,7 +49,7 @@ class Probe:
         self._lanes = (*lanes, self.lane)
         self._retry_s = retry_s
         self._stuck_s = stuck_s
-        self._oldest, self._newest = Patience(stuck_s / LOOKS), Patience(stuck_s / LOOKS)
+        self._oldest, self._newest = StuckDetector(stuck_s / LOOKS), StuckDetector(stuck_s / LOOKS)
 
     async def pause(self) -> None:
         """Waits until the next `check` is due. Sets the root OFF, and returns soon, if the disk does not answer."""

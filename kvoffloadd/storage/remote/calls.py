@@ -34,7 +34,7 @@ from kvoffloadd.errors import FramingError
 from kvoffloadd.model import I64Array
 from kvoffloadd.scheduling.fairqueue import FairQueue
 from kvoffloadd.scheduling.lanes import DAEMON, Flow, path_of
-from kvoffloadd.scheduling.patience import Patience
+from kvoffloadd.scheduling.stuckdetector import StuckDetector
 
 RESULT_MAX: Final = 1 << 48
 """The limit of a code that counts bytes or objects."""
@@ -142,7 +142,7 @@ class Calls:
         self._serving = False
         self._stops_at_once = False
         self._look: asyncio.TimerHandle | None = None
-        self._patience = Patience(stuck_s / LOOKS)
+        self._patience = StuckDetector(stuck_s / LOOKS)
 
     def line(
         self, depth: int, *, items_max: int = NO_LIMIT, in_order: bool = False, may_hang: bool = False
@@ -311,7 +311,7 @@ class Calls:
 
     def _look_soon(self) -> None:
         if self._look is None:
-            self._patience = Patience(self._stuck_s / LOOKS)
+            self._patience = StuckDetector(self._stuck_s / LOOKS)
             self._look = self._loop.call_later(self._stuck_s / LOOKS, self._look_again)
 
     def _look_again(self) -> None:

@@ -28,9 +28,9 @@ from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.remote.agent import AgentState, AgentSupervisor
 from kvoffloadd.storage.remote.breaker import Breaker, BreakerState
 from kvoffloadd.storage.remote.calls import Calls
-from kvoffloadd.storage.remote.flight import HEADERS_MAX, Flight, RemoteTransfer
 from kvoffloadd.storage.remote.header import encode_headers
 from kvoffloadd.storage.remote.headerpages import HeaderPages
+from kvoffloadd.storage.remote.inflight import HEADERS_MAX, InflightTransfers, RemoteTransfer
 from kvoffloadd.storage.remote.questions import Answered, ExistsResult, Questions
 from kvoffloadd.storage.remote.transfers import CORRUPT, GetResult, Names, RemoteStatus, verify
 from kvoffloadd.storage.remote.values import NotRead, SmallObjects
@@ -102,7 +102,7 @@ class RemoteStore:
         self._values = SmallObjects(self._calls, loop)
         self._questions = Questions(self._calls, loop, self._watch_breakers)
         self._gets, self._puts = (
-            Flight(kind, threads, config, self._calls, self._headers, pool, loop, self._watch_breakers)
+            InflightTransfers(kind, threads, config, self._calls, self._headers, pool, loop, self._watch_breakers)
             for kind, threads in ((Get, config.get_threads), (Put, config.put_threads))
         )
         self._closing = False

@@ -22,7 +22,7 @@ from kvoffloadd.trial.bench.gpu import measure_gpu
 from kvoffloadd.trial.bench.memory import measure_memory
 from kvoffloadd.trial.bench.requests import measure_requests
 from kvoffloadd.trial.bench.rounds import Show
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.program import carry_out
 
 PIPE_COLUMNS = 110
@@ -74,7 +74,7 @@ def bench(given: argparse.Namespace) -> int:
     def run(folder: Path) -> BenchReport:
         report = BenchReport()
         parts = _parts(given, folder)
-        with Live("bench", len(parts)) as live:
+        with ProgressBar("bench", len(parts)) as live:
             for number, (name, measure) in enumerate(parts.items()):
                 try:
                     report.figures += measure(partial(_show, live, number, name))
@@ -85,7 +85,7 @@ def bench(given: argparse.Namespace) -> int:
     return carry_out("bench", run, as_json=given.json)
 
 
-def _show(live: Live, number: int, part: str, done: float, text: str) -> None:
+def _show(live: ProgressBar, number: int, part: str, done: float, text: str) -> None:
     live.show(number + done, f"{part}, {text}")
 
 

@@ -19,7 +19,7 @@ from kvoffloadd.trial.demo.report import DemoReport
 from kvoffloadd.trial.demo.worker import TurnAnswer
 from kvoffloadd.trial.disk import disk_settings, used_bytes
 from kvoffloadd.trial.leaks import held, leaks, unreturned_slots
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import bad_entries, unmapped_within
 from kvoffloadd.trial.worker import WorkerProcess
 
@@ -101,7 +101,7 @@ class Run:
     def _chat(self) -> None:
         began = time.monotonic()
         pending = list(self._turns)
-        with Live("demo", len(self._turns)) as live:
+        with ProgressBar("demo", len(self._turns)) as live:
             for turn, answer in self._answers(pending, store=True):
                 self._report.count(turn, answer)
                 self._report.seconds = time.monotonic() - began

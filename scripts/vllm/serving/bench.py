@@ -26,7 +26,7 @@ from typing import Any
 
 from kvoffloadd.trial.bench.memory import Memcpy
 from kvoffloadd.trial.figures import median_ratio, p50, print_grid
-from kvoffloadd.trial.output import Live
+from kvoffloadd.trial.output import ProgressBar
 from kvoffloadd.trial.process import DaemonError, module, obey_signals, private_folder
 from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
 from kvoffloadd.trial.wait import until
@@ -159,7 +159,7 @@ def start(given: argparse.Namespace, folder: Path, stack: ExitStack) -> ServingB
 def run(given: argparse.Namespace) -> dict[str, Any]:
     """Rounds of all; the first one warms up."""
     rng = random.Random(1)
-    with private_folder() as name, ExitStack() as stack, Live("bench_serving", given.rounds + 1) as live:
+    with private_folder() as name, ExitStack() as stack, ProgressBar("bench_serving", given.rounds + 1) as live:
         live.show(0, "starting the engines")
         bench = start(given, Path(name), stack)
         cases: dict[str, list[ServingRound]] = {case: [] for case in bench.pairs}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvoffloadd.integrations.sglang.answers import Answers
+from kvoffloadd.integrations.sglang.lookupcache import LookupCache
 
 
 def test_an_answer_counts_for_its_question_and_for_a_while() -> None:
     now = [0.0]
-    answers = Answers(lambda: now[0])
+    answers = LookupCache(lambda: now[0])
     assert answers.ask("r", ("k", 3), lambda: (1, 2)) == (1, 2)
     assert answers.known("r", ("k", 3)) == (1, 2)
     assert answers.known("r", ("k", 4)) is None
@@ -23,7 +23,7 @@ def test_an_answer_counts_for_its_question_and_for_a_while() -> None:
 
 
 def test_requests_that_never_come_back_take_no_more_room() -> None:
-    answers = Answers()
+    answers = LookupCache()
     for number in range(5000):
         answers.ask(f"{number}", ("k", 1), lambda: (1,))
     assert answers.known("0", ("k", 1)) is None
@@ -35,7 +35,7 @@ def test_requests_that_never_come_back_take_no_more_room() -> None:
 def test_however_many_wait_little_of_the_schedulers_time_goes_into_asking() -> None:
     """Each of its turns takes 10 ms, and a question 1 ms."""
     now, spent_s = [0.0], 0.0
-    answers = Answers(lambda: now[0])
+    answers = LookupCache(lambda: now[0])
 
     def question() -> tuple[int, ...]:
         nonlocal spent_s

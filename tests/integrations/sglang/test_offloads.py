@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvoffloadd.integrations.sglang.offloads import Offloads
+from kvoffloadd.integrations.sglang.storequeue import StoreQueue
 from kvoffloadd.trial.wait import until
 
 SOON_S = 100.0
@@ -15,7 +15,7 @@ def boom() -> bool:
 
 
 def test_ends_are_told_in_order() -> None:
-    offloads, go = Offloads(100), threading.Event()
+    offloads, go = StoreQueue(100), threading.Event()
     assert offloads.begin(1, lambda: go.wait(SOON_S))
     assert offloads.begin(1, boom)
     assert offloads.begin(1, lambda: True)
@@ -28,7 +28,7 @@ def test_ends_are_told_in_order() -> None:
 
 
 def test_what_is_under_way_is_bounded() -> None:
-    offloads, go = Offloads(4), threading.Event()
+    offloads, go = StoreQueue(4), threading.Event()
     assert offloads.begin(9, lambda: go.wait(SOON_S)), "one alone, however large"
     assert not offloads.begin(1, lambda: True)
     go.set()
@@ -45,7 +45,7 @@ def test_what_is_under_way_is_bounded() -> None:
 
 
 def test_a_close_does_not_wait_for_ever() -> None:
-    offloads, go = Offloads(4), threading.Event()
+    offloads, go = StoreQueue(4), threading.Event()
     assert offloads.begin(1, lambda: go.wait(SOON_S))
     offloads.close(0.0)
     go.set()

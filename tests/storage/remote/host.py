@@ -18,7 +18,7 @@ from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array, slot_pages
 from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
-from kvoffloadd.storage.remote.flight import RemoteTransfer
+from kvoffloadd.storage.remote.inflight import RemoteTransfer
 from kvoffloadd.storage.remote.questions import ExistsResult
 from kvoffloadd.storage.remote.store import START_S, RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import GetResult, Names

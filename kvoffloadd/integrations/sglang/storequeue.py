@@ -13,7 +13,7 @@ logger = logging.getLogger("sglang.kvoffloadd")
 _WAIT_WARNING_S = 30.0
 
 
-class Offloads:
+class StoreQueue:
     """Belongs to the scheduler's thread. SGLang keeps the pages of each offload until it is popped.
 
     SGLang pops the same number on all ranks. So nothing here depends on the state of a single rank, such as whether its

@@ -27,7 +27,7 @@ class _Kept:
     finished: bool = False
 
 
-class Keeping:
+class ReuseHints:
     """The keys of those requests that give a hint, until the request and its last store have ended."""
 
     def __init__(self) -> None:

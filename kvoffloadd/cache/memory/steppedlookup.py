@@ -36,7 +36,7 @@ def find_in_steps(cache: Cache, groups: Sequence[tuple[Keyspace, U64Array]]) -> 
     if sum(len(keys) for _, keys in groups) <= STEP_KEYS:
         return cache.find_all(groups)
     with changing:
-        finding = Finding(cache, groups)
+        finding = SteppedLookup(cache, groups)
         cache.unfinished.add(finding)
         try:
             yield from finding.steps()
@@ -46,7 +46,7 @@ def find_in_steps(cache: Cache, groups: Sequence[tuple[Keyspace, U64Array]]) -> 
             finding.release()
 
 
-class Finding:
+class SteppedLookup:
     """Finds the keys of `groups`: keyspaces, and keys of each. Run `steps` to the end for `rows` and `results`; always
     call `release`.
     """

@@ -27,7 +27,7 @@ search goes on, and skips barren blocks (see `BarrenBlocks`).
 """
 
 
-class Scarcity:
+class RecordReclaim:
     """Makes room for part records. `evict` drops rows that are evictable."""
 
     def __init__(self, entries: KeyTable, evict: Callable[[U32Array], None]) -> None:

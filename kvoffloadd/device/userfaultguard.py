@@ -26,7 +26,7 @@ _MISSING_HUGETLBFS, _MISSING_SHMEM, _SIGBUS = 1 << 4, 1 << 5, 1 << 7
 _MODE_MISSING = 1
 
 
-class Holes:
+class UserfaultGuard:
     """Forbids holes. Owns a descriptor until `close`."""
 
     def __init__(self) -> None:

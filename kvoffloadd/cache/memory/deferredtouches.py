@@ -41,7 +41,7 @@ Used = tuple[Keyspace, LookupResult, int]
 """A group of a request, the lookup that has its hits, and the position of its first key in the prompt."""
 
 
-class Uses:
+class DeferredTouches:
     """Collects uses and losses of keys, and counts them later.
 
     `parts`, `first`, `lost`: columns of the table of keys. `touch`: notes a use of slots. `lower`: the tiers below.

@@ -24,7 +24,7 @@ class _Answer:
     until: float
 
 
-class Answers:
+class LookupCache:
     """Prefix lengths in pages, by request. They hold no pins: the keys found may be gone when they are loaded."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:

@@ -58,7 +58,7 @@ from kvoffloadd.storage.disk.segment import Segment
 log = logging.getLogger(__name__)
 
 
-class Arrivals:
+class RootLifecycle:
     """Takes roots in, and watches them for as long as the daemon runs. Event loop only."""
 
     def __init__(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True, eq=False)
-class UnderWay:
+class PendingRequests:
     """Maps each task to the seq of the request that it answers. `seqs` is read-only for callers."""
 
     seqs: dict[asyncio.Task[None], int] = field(default_factory=dict)

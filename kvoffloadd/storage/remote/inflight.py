@@ -29,7 +29,7 @@ Ended = Callable[["RemoteTransfer", U8Array], None]
 class RemoteTransfer:
     """A get or put. `batch` is its memory, which the caller must leave alone until it has ended."""
 
-    def __init__(self, flight: Flight, batch: ObjectBatch, until_s: float, ended: Ended) -> None:
+    def __init__(self, flight: InflightTransfers, batch: ObjectBatch, until_s: float, ended: Ended) -> None:
         self.batch = batch
         self.until_s = until_s
         self._flight = flight
@@ -86,7 +86,7 @@ class RemoteTransfer:
             self._flight.tell_breaker(token, ok, timed_out=timed_out)
 
 
-class Flight:
+class InflightTransfers:
     """All gets, or all puts, that have not ended. `on_breaker` is called after each report to the `breaker`. The store
     has `fetch_s` for a transfer, whatever time the caller leaves.
     """

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.linux.sockets import carries_nothing
 from kvoffloadd.scheduling.lanes import Deliveries
-from kvoffloadd.scheduling.patience import Patience
+from kvoffloadd.scheduling.stuckdetector import StuckDetector
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ class _Queue:
     held: int = 0  # descriptors that its users have sent and that are not closed
     waiting: int = 0  # batches that the thread has not finished
     since_s: float = 0.0  # when the thread began the first of them, or last closed one
-    patience: Patience = field(default_factory=lambda: Patience(LOOK_S))
+    patience: StuckDetector = field(default_factory=lambda: StuckDetector(LOOK_S))
     stuck: bool = False  # its thread does not return from a close
 
 
-class Closer:
+class DescriptorCloser:
     """Closes descriptors off the loop. `uids`: users that get their threads at once: later that may be impossible."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, uids: Iterable[int] = ()) -> None:

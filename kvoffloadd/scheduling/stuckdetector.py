@@ -9,7 +9,7 @@ LOOKS_MIN: Final = 3
 """Even the least patience takes this many looks."""
 
 
-class Patience:
+class StuckDetector:
     """Decides whether work never ends. The owner looks every `look_s` seconds, more often or later. Elapsed time alone
     is no reason: the process may have been stopped (a frozen cgroup, a debugger, a paused machine) while the clock went
     on. The time between two looks counts for at most `look_s`, and time before the work began does not count.
