@@ -42,7 +42,7 @@ ENDED_PER_TURN = 4096
 """The number of rows and parts that one turn takes out of leases of ended instances; see `Leases.end_some`."""
 
 USES_WAIT_S = 0.005
-"""The delay until the first waiting uses of keys are counted: see `cache.memory.uses`."""
+"""The delay until the first waiting uses of keys are counted: see `cache.memory.deferredtouches`."""
 
 
 @dataclass(slots=True, eq=False)
