@@ -198,7 +198,7 @@ class PeerConnection:
 
     def _end_partial(self) -> None:
         """Ends the wait for a complete frame, whatever its outcome. The next frame gets new room and a new deadline."""
-        if self._deadline.watch is not None:
+        if self._deadline.watch is not None or self._input is Input.ENDING:  # the end has cleared the watch
             self._account.received(self)
             if self.session.role:
                 self._deadline.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from kvoffloadd.cache.jobs.job import Completion, CopyOptions, Job
 from kvoffloadd.cache.jobs.jobs import STUCK_LOOKS, Jobs
 from kvoffloadd.cache.jobs.loadplan import NO_PARTS, LoadPlan, LoadRequest
 from kvoffloadd.cache.memory.audit import check
+from kvoffloadd.cache.memory.cache import NO_ROWS
 from kvoffloadd.cache.memory.changing import CacheTornError
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.device.base import CopyResult
@@ -218,6 +219,26 @@ async def test_a_bug_while_a_store_is_made_readable_tears_the_cache(broken: str)
     loop.call_soon(copied[-1], result)
     await asyncio.sleep(0)
     assert [(type(torn), type(torn.__cause__)) for torn in told] == [(CacheTornError, IndexError)]
+
+
+@pytest.mark.parametrize("direction", Direction)
+async def test_a_job_that_fails_before_it_begins_tears_the_cache(direction: Direction) -> None:
+    """Nothing else gives back the slots that were reserved for it, or the keys that it holds."""
+    lane: Any = SimpleNamespace(loop=asyncio.get_running_loop())
+    device: Any = SimpleNamespace(hashed_load_bytes=0)
+    jobs = Jobs(make_cache(), None, lane, device, False)
+    parts = reserved(jobs)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    jobs.running = cast(Any, SimpleNamespace(add=fail))
+    options = CopyOptions(device, 1e9)
+    with pytest.raises(CacheTornError):
+        if direction is Direction.STORE:
+            jobs.store(parts, [], options, lambda _: None)
+        else:
+            jobs.load(LoadPlan(NO_ROWS, NO_PARTS, [], []), options, lambda _: None)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "ENOMEM"), RuntimeError("can't start new thread")])

@@ -103,6 +103,7 @@ class Jobs:
 
     # --- store ---
 
+    @changing
     def store(
         self, parts: I64Array, lists: list[BlockList], options: CopyOptions, on_end: Callable[[Completion], None]
     ) -> Job:
@@ -117,6 +118,7 @@ class Jobs:
 
     # --- load ---
 
+    @changing
     def load(
         self,
         plan: LoadPlan,

@@ -85,15 +85,17 @@ class DaemonLink:
     # --- requests ----------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Connects and registers, or checks whether the daemon still answers. Then requests a clear that is wanted."""
+        """Connects and registers, or checks whether the daemon still answers, and requests a clear that is wanted. The
+        link counts as connected only if all of it succeeds.
+        """
         try:
             self._registered()  # repeated after every reconnect from now on
             self._greet(self.client)
+            self._clear(self.client)
         except KvOffloadError as error:
             self.lost(error)
         else:
             self._succeeded()
-            self.clear()
 
     def attempt(self, call: Callable[[Client], object], *, reconnects: bool = False) -> bool:
         """Returns whether the daemon has answered. `reconnects`: connect to another daemon at once where this one went
@@ -183,9 +185,8 @@ class DaemonLink:
 
     def clear(self) -> None:
         """Requests the clear that is wanted. The daemon carries it out once, even if the request is repeated."""
-        token = self._wanted_clear
-        if self.clearing and self.attempt(lambda client: client.clear(wait_s=0.0, token=token)):
-            self._done_clear = token  # another one may be wanted by now
+        if self.clearing:
+            self.attempt(self._clear)
 
     # --- ends --------------------------------------------------------------------------------------
 
@@ -203,11 +204,12 @@ class DaemonLink:
         """
         self.connected = False
         self._pause(error)
-        if isinstance(error, RemoteError):
+        if self._lost_warning:
+            if not self._is_loss_logged:
+                self._is_loss_logged = True
+                self._logger.warning("kvoffloadd: %s: %s", self._lost_warning, error)
+        elif isinstance(error, RemoteError):
             self._log_refusal(error)
-        elif self._lost_warning and not self._is_loss_logged:
-            self._is_loss_logged = True
-            self._logger.warning("kvoffloadd: %s: %s", self._lost_warning, error)
 
     def close(self, deadline_s: float) -> None:
         """Ends the session. Blocks that the daemon has not given back by then stay its own until this process ends."""
@@ -216,6 +218,12 @@ class DaemonLink:
             self.client.close(deadline_s, force=True)
 
     # --- helpers -----------------------------------------------------------------------------------
+
+    def _clear(self, client: Client) -> None:
+        token = self._wanted_clear  # read once: another thread may want another clear at any time
+        if token != self._done_clear:
+            client.clear(wait_s=0.0, token=token)
+            self._done_clear = token
 
     def _registered(self) -> Registration:
         """Returns the registration, and makes it if there is none. Raises as the client's methods."""

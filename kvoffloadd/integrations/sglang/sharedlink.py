@@ -112,7 +112,8 @@ class SharedLink:
         if not self._mutex.acquire(blocking=False):
             return
         try:
-            if not self._link.retry_in_s and not self._closed.is_set():
+            # Refused requests put the next attempt off, but a link that counts as connected is checked all the same.
+            if (self._link.connected or not self._link.retry_in_s) and not self._closed.is_set():
                 self._link.connect()
         finally:
             self._let_go()

@@ -280,14 +280,14 @@ class LookupThread:
         for pin in list(self._promoting):
             if not all(found.ready for _, found in pin.found):
                 continue
-            if not self._attempt(partial(self._take_promoted, pin)):
+            try:  # no attempt: what has come already does not prove that the daemon still answers
+                pin.found = [(piece, self._link.client.wait_ready(found, 0.0)) for piece, found in pin.found]
+            except KvOffloadError as error:
+                self._link.lost(error)
                 pin.found.clear()
             self._promoting.remove(pin)
             pin.promoting = False
             self._answer(pin)
-
-    def _take_promoted(self, pin: PinRequest, client: Client) -> None:
-        pin.found = [(piece, client.wait_ready(found, 0.0)) for piece, found in pin.found]
 
     def _release(self, pin: PinRequest) -> None:
         self._unreleased += pin.leases

@@ -187,7 +187,7 @@ class TransferThread:
         try:
             self._serve()
         except Exception as error:  # noqa: BLE001  the thread's boundary: better an engine that ends than one that waits
-            log_bug(logger, self._thread.name, error)
+            log_bug(logger, self._thread.name, error, repeated=True)  # what is refused from now on refers to it
             with self._changed:
                 self._broken = True
                 self._changed.notify_all()

@@ -176,7 +176,7 @@ class SegmentPool:
         except FileNotFoundError:
             self.lost(segment)
             return False
-        except (OSError, KvOffloadError) as error:
+        except (OSError, KvOffloadError, MemoryError) as error:
             self.write_failed(error)
             return False
         return True
@@ -202,7 +202,7 @@ class SegmentPool:
         make = self._directory.make_segment(name, header, reuse=bool(size_bytes))
         try:
             fd = await self._directory.perform(self._lane, make)
-        except (OSError, KvOffloadError) as error:
+        except (OSError, KvOffloadError, MemoryError) as error:
             # A new file, too: the cause of its failure may prevent its removal, and then its space is taken.
             size = partial(self._directory.left_bytes, name, size_bytes)
             if left_bytes := await self._directory.perform(self._lane, size):

@@ -176,7 +176,7 @@ def test_a_refusal_is_logged_once_a_minute_and_is_no_loss(
         now[0] += 30
     assert caplog.messages == ["kvoffloadd: a request was refused: limit: too many"] * 2
     assert link.attempt(ping)
-    silent, client = make(refused="")
+    silent, client = make(lost="", refused="")
     client.errors = [REFUSAL]
     silent.connect()
     assert not silent.connected
@@ -185,12 +185,15 @@ def test_a_refusal_is_logged_once_a_minute_and_is_no_loss(
 
 def test_a_daemon_that_refuses_the_registration_is_not_connected(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """Not even one that answered before."""
+    caplog.set_level(logging.INFO, LOGGER.name)
     link, client = make()
     link.connect()
     client.errors = [REFUSAL]
     link.connect()
     assert not link.connected
-    assert caplog.messages == ["kvoffloadd: a request was refused: limit: too many"]
+    link.connect()
+    assert link.connected
+    assert caplog.messages == ["kvoffloadd: no cache: limit: too many", "kvoffloadd: the daemon answers again"]
 
 
 @pytest.mark.parametrize("reconnects", [False, True])
@@ -273,6 +276,38 @@ def test_a_clear_that_is_wanted_while_another_is_answered_is_asked_for_next(make
     link.clear()
     assert not link.clearing
     assert client.tokens == [b"one", b"another"]
+
+
+@pytest.mark.parametrize("error", [REFUSAL, DeadlineError("no answer")], ids=["refused", "no answer"])
+def test_a_clear_that_fails_is_asked_for_ever_less_often(
+    make: Make, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """The daemon answers everything else, which does not make the pauses short again. The log has one line."""
+    link, client = make()
+    link.connect()
+    link.want_clear()
+    pauses = []
+    for _ in range(10):
+        client.errors = [None, error]
+        link.connect()
+        pauses.append(link.retry_in_s)
+        assert not link.connected
+    assert pauses[-1] == 2.0
+    assert len(set(client.tokens)) == 1
+    assert len(caplog.messages) == 1
+    link.connect()
+    assert link.connected
+    assert not link.clearing
+
+
+def test_a_clear_that_was_carried_out_is_not_asked_for_again(make: Make) -> None:
+    """A daemon that was started since does not know its token."""
+    link, client = make()
+    link.want_clear(b"one")
+    link.connect()
+    link.clear()
+    link.connect()
+    assert client.tokens == [b"one"]
 
 
 def test_close_is_never_an_error(make: Make) -> None:
