@@ -117,7 +117,7 @@ def test_a_write_within_a_write_waits_for_nothing(pipe: Pipe) -> None:
 
 # --- in a process -----------------------------------------------------------------------------------------------------
 
-TAKEN_OVER = "import os, sys; from kvoffloadd import standarderror as s; s.take_over(); "
+TAKEN_OVER = "import os, sys; from kvoffloadd.linux import standarderror as s; s.take_over(); "
 
 
 def run(code: str, *, reads: bool = True, full: bool = False) -> tuple[int, str]:

@@ -79,8 +79,10 @@ def use(rank: Rank, seed: int) -> None:
         pytest.param("kvoffloadd.cache.memory.keytable:KeyTable:account", id="a completion, between states and events"),
         pytest.param("kvoffloadd.storage.memory:MemoryTier:take", id="memory that the cache keeps"),
         pytest.param("kvoffloadd.cache.memory.keytable:KeyTable:count_leases", id="a hold"),
-        pytest.param("kvoffloadd.cache.memory.deferredtouches:Uses:_count", id="uses that are counted later"),
-        pytest.param("kvoffloadd.cache.sealing:Sealing:_seal", id="a store behind its completion"),
+        pytest.param(
+            "kvoffloadd.cache.memory.deferredtouches:DeferredTouches:_count", id="uses that are counted later"
+        ),
+        pytest.param("kvoffloadd.cache.jobs.sealing:Sealing:_seal", id="a store behind its completion"),
         pytest.param("kvoffloadd.cache.memory.epochs:Epochs:advance", id="a clear"),
         pytest.param("kvoffloadd.cache.disk.catalog:Catalog:put", id="a disk that has written"),
         pytest.param("kvoffloadd.cache.lower.backlog:Backlog:enqueue", id="a key that is to be written"),
