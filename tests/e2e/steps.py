@@ -16,7 +16,7 @@ _PROGRAM = """
 import asyncio, contextlib, os, sys, types
 from kvoffloadd.cache.jobs import job
 from kvoffloadd.scheduling import steps
-from kvoffloadd.cache.memory import finding, reservation
+from kvoffloadd.cache.memory import steppedlookup as finding, reservation
 from kvoffloadd.server import connection, context
 from kvoffloadd.server.session import jobs as requests
 from kvoffloadd.server.session import session

@@ -131,9 +131,9 @@ def test_a_row_that_was_cut_costs_that_row_alone(tmp_path: Path) -> None:
 
 _CUT = """
 import sys, time
-from scripts.gpu.bench import Run, parser
+from scripts.gpu.bench import BenchRun, parser
 sys.argv[1:] = []
-Run(parser(""), needs_gpu=False).done({"rows": 4096, "gb_per_s": 12.5})
+BenchRun(parser(""), needs_gpu=False).done({"rows": 4096, "gb_per_s": 12.5})
 print("about to hang", file=sys.stderr, flush=True)
 time.sleep(600)
 """
@@ -152,9 +152,9 @@ def test_what_came_before_the_end_stays(tmp_path: Path) -> None:
 
 _STOPPED = """
 import sys, time
-from scripts.gpu.bench import Run, cut_short, parser, table
+from scripts.gpu.bench import BenchRun, cut_short, parser, table
 sys.argv[1:] = ["--json"]
-run = Run(parser(""), needs_gpu=False)
+run = BenchRun(parser(""), needs_gpu=False)
 with cut_short():
     run.done({"rows": 4096})
     print("daemon: what a daemon logged", file=sys.stderr, flush=True)
