@@ -127,6 +127,20 @@ async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: 
     theirs.close()
 
 
+async def test_the_room_of_a_frame_whose_answer_ends_its_session_comes_back_at_once() -> None:
+    """The session's end may wait for copies, and other sessions of the user wait for the room."""
+    made, theirs, context = connection()
+    account = context.accounts.of(UID)
+    made._watch_partial()
+    assert account.receive(made, connections.LARGE_BYTES + 1)
+    assert made in account._received
+    ended = made.end("its answer could not be written")
+    made._end_partial()
+    assert made not in account._received
+    await ended
+    theirs.close()
+
+
 class SteppedDeadline:
     """A deadline on a clock of its own, and the limits that were exceeded."""
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, Job, JobResult, KeyState, KvCache, Outcome
+from kvoffloadd.errors import RemoteError
 from kvoffloadd.integrations.sglang.sharedlink import SharedLink
 from kvoffloadd.model import Direction
 from kvoffloadd.trial.wait import HANG_S
@@ -112,6 +113,33 @@ def test_a_job_whose_end_nobody_told_has_done_nothing(outcome: Outcome | None, d
 
 
 BLOCKS = {0: (KEYS, np.arange(len(STATES), dtype=np.uint32))}
+
+
+class Refusing(Ending):
+    """A client whose daemon answers pings and refuses copies."""
+
+    def __init__(self) -> None:
+        super().__init__(Outcome.DONE)
+        self.pings = 0
+
+    def ping(self) -> None:
+        self.pings += 1
+
+    def load(self, *_: Any, **__: Any) -> Job:
+        raise RemoteError("limit", "too many", "client", False)
+
+
+def test_a_link_whose_copies_are_refused_is_checked_all_the_same() -> None:
+    """Refusals put attempts to connect off, and this link counts as connected: only a ping tells otherwise."""
+    client = Refusing()
+    link = SharedLink(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
+    link.keep()
+    for _ in range(12):
+        assert not link.carry(Direction.LOAD, BLOCKS)[0].any()
+    pings = client.pings
+    link.keep()
+    assert client.pings == pings + 1
+    assert link.connected
 
 
 def test_a_flush_does_not_wait_for_a_ping(hanging: tuple[SharedLink, Hanging]) -> None:

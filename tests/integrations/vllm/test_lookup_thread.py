@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
-from kvoffloadd.client import Client, Found, KeyState
+from kvoffloadd.client import Client, Found, KeyState, KvCache
+from kvoffloadd.errors import ConnectionLostError
+from kvoffloadd.integrations.common.link import DaemonLink
 from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
 from kvoffloadd.model import Tier
@@ -280,6 +285,23 @@ def test_keys_from_disk_that_have_come_before_the_answer_is_read(
 
 
 @pytest.mark.slow
+def test_keys_that_have_come_do_not_prove_that_the_daemon_answers(keys: Keys) -> None:
+    """What was received before it died is answered, and the link stays lost."""
+    pin = pin_request(keys[:2])
+    found = SimpleNamespace(ready=True, states=[np.array([HIT, HIT], np.uint8)], tiers=None, promotion=7)
+    pin.found = [({0: slice(0, 2)}, cast(Found, found))]
+    pin.promoting = True
+    client: Any = SimpleNamespace(wait_ready=lambda found, _: found, close=lambda *_, **__: None)
+    lookup_thread = LookupThread.__new__(LookupThread)
+    lookup_thread._link = DaemonLink(client, KvCache((), []), logging.getLogger(__name__), lost="no cache")
+    lookup_thread._promoting, lookup_thread._answers = [pin], deque()
+    lookup_thread._link.lost(ConnectionLostError("it died"))
+    lookup_thread._look_for_promotions()
+    assert [list(one.states[0]) for one in lookup_thread._answers] == [[HIT, HIT]]
+    assert not lookup_thread._link.connected
+    assert lookup_thread._link.retry_in_s > 0
+
+
 def test_forgotten_on_its_way_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: int) -> None:
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)), memory="1MiB")
     line = lines(daemon)
