@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import Metric
 
 from kvoffloadd.metrics.families import families
-from kvoffloadd.trial.process import ROOT, private_folder
+from kvoffloadd.testing.process import ROOT, private_folder
 from scripts.harness.daemon import Daemon
 
 DOCUMENT = ROOT / "docs" / "STATUS.md"

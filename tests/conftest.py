@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.wait import slowness
+from kvoffloadd.testing.wait import slowness
 from scripts.harness.daemon import Daemon
 from scripts.threads import SWITCH_VARIABLE
 from tests.e2e import gpu_rank

@@ -9,7 +9,7 @@ import pytest
 
 from kvoffloadd.scheduling import collector as module
 from kvoffloadd.scheduling.collector import PAUSE_S, Collector
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 
 MANY = """
 import gc

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvoffloadd.linux.standarderror import QUEUED_BYTES_MAX, LineQueue
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 
 PIPE_BYTES = 4096
 _F_SETPIPE_SZ = 1031

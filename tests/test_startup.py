@@ -21,8 +21,8 @@ from kvoffloadd.errors import BusyError, ConfigError, LimitError
 from kvoffloadd.linux.sharedmem import populate
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.startup import EXECUTOR_THREADS, check_proc, make_executor, refusals
-from kvoffloadd.trial.process import ROOT
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.process import ROOT
+from kvoffloadd.testing.wait import HANG_S
 
 
 def beside() -> list[threading.Thread]:

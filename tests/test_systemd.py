@@ -16,7 +16,7 @@ import pytest
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.linux.systemd import Systemd
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from tests.notify import Manager, manager_in
 
 ME = str(os.getpid())

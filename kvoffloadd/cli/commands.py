@@ -74,7 +74,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.trial.demo.main import demo as run_demo
+    from kvoffloadd.demo.main import demo as run_demo
 
     if arguments.turns < 2:
         return complain("--turns must be at least 2, because one turn is interrupted", EXIT_USAGE)
@@ -83,7 +83,7 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.trial.bench.main import bench as run_bench
+    from kvoffloadd.bench.main import bench as run_bench
 
     arguments.bytes = parse_bytes(arguments.bytes)
     return run_bench(arguments)

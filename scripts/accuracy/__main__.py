@@ -16,8 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.program import carry_out
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.program import carry_out
 from scripts.accuracy.report import AccuracyReport
 from scripts.harness.program import command_line
 

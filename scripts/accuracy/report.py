@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.table import Table
 
-from kvoffloadd.trial.output import ratio
+from kvoffloadd.testing.output import ratio
 from scripts.accuracy.layouts import LAYOUTS
 
 COMPUTED, MEMORY, DISK = "recomputed", "memory", "disk"

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.trial.disk import disk_settings
-from kvoffloadd.trial.process import bad_entries
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.disk import disk_settings
+from kvoffloadd.testing.process import bad_entries
+from kvoffloadd.testing.wait import until
 from scripts.accuracy.layouts import LAYOUTS
 from scripts.accuracy.model import train
 from scripts.accuracy.report import COMPUTED, DISK, MEMORY, AccuracyReport, Row

@@ -14,7 +14,7 @@ import numpy as np
 from kvoffloadd.client import Client, GroupKind, NamespaceSpec, Outcome
 from kvoffloadd.layout import Reach
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.process import DaemonError
 from scripts.accuracy.engine import PagedModel, Tables
 from scripts.accuracy.layouts import BLOCK, LAYOUTS
 from scripts.accuracy.model import Model

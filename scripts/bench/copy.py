@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.memory import CopyCase, KvMemory, copy_worker
+from kvoffloadd.bench.rounds import Samples, in_rounds
 from kvoffloadd.client import SharedTensor
 from kvoffloadd.model import I64Array
-from kvoffloadd.trial.bench.memory import CopyCase, KvMemory, copy_worker
-from kvoffloadd.trial.bench.rounds import Samples, in_rounds
-from kvoffloadd.trial.daemon import OwnDaemon
-from kvoffloadd.trial.figures import median_ratio, p50, p99, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import private_folder
-from kvoffloadd.trial.program import size
-from kvoffloadd.trial.worker import WorkerProcess
-from kvoffloadd.trial.workload import WAIT_S, Workload
+from kvoffloadd.testing.daemon import OwnDaemon
+from kvoffloadd.testing.figures import median_ratio, p50, p99, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import private_folder
+from kvoffloadd.testing.program import size
+from kvoffloadd.testing.worker import WorkerProcess
+from kvoffloadd.testing.workload import WAIT_S, Workload
 from kvoffloadd.units import format_bytes
 from scripts.bench import layouts
 from scripts.harness.figures import at_least, at_most, judged, print_bounds

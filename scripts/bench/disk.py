@@ -25,15 +25,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvoffloadd.bench.disk import DiskBench, disk_bench
+from kvoffloadd.bench.rounds import Show, in_rounds
 from kvoffloadd.linux.mounts import file_system_of
-from kvoffloadd.trial.bench.disk import DiskBench, disk_bench
-from kvoffloadd.trial.bench.rounds import Show, in_rounds
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.figures import median_ratio, p50, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import DaemonError, end, module, private_folder, spawn
-from kvoffloadd.trial.program import size
-from kvoffloadd.trial.wait import within
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.figures import median_ratio, p50, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import DaemonError, end, module, private_folder, spawn
+from kvoffloadd.testing.program import size
+from kvoffloadd.testing.wait import within
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.bench.fio import Fio, has_fio
 from scripts.harness.figures import Bound, at_least, at_most, judged, print_bounds

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.workload import WAIT_S
+from kvoffloadd.testing.workload import WAIT_S
 
 NAMESPACE = NamespaceSpec(model="bench_engines")
 

@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvoffloadd.trial.figures import p50, p99, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import private_folder
-from kvoffloadd.trial.program import size
-from kvoffloadd.trial.worker import WorkerProcess
+from kvoffloadd.testing.figures import p50, p99, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import private_folder
+from kvoffloadd.testing.program import size
+from kvoffloadd.testing.worker import WorkerProcess
 from kvoffloadd.units import format_bytes
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_least, judged, print_bounds

@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.memory import SETS, Memcpy
+from kvoffloadd.bench.rounds import Samples, in_rounds
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.client.memory.tensor import CanonicalTensor
 from kvoffloadd.planner import Layout
-from kvoffloadd.trial.bench.memory import SETS, Memcpy
-from kvoffloadd.trial.bench.rounds import Samples, in_rounds
-from kvoffloadd.trial.figures import KEY_BYTES, median_ratio, p50, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import private_folder
-from kvoffloadd.trial.program import size
-from kvoffloadd.trial.workload import WAIT_S, Workload
+from kvoffloadd.testing.figures import KEY_BYTES, median_ratio, p50, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import private_folder
+from kvoffloadd.testing.program import size
+from kvoffloadd.testing.workload import WAIT_S, Workload
 from scripts.harness.arrangement import Arrangement
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds

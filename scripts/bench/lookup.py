@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.echo import bare_echo
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, GroupKind, GroupSchema
-from kvoffloadd.trial.bench.echo import bare_echo
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import end, module, private_folder, rss_anon_bytes, spawn, tail
+from kvoffloadd.testing.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import end, module, private_folder, rss_anon_bytes, spawn, tail
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result
 

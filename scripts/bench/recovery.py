@@ -21,10 +21,10 @@ from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.format import ENTRY, KeyspaceId, SegmentHeader, footer_pages
 from kvoffloadd.storage.disk.manifest import Manifest, write_manifest
 from kvoffloadd.storage.disk.segment import create_segment, seal_segment
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of, p50, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import private_folder
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.figures import KEY_BYTES, keys_of, p50, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import private_folder
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result

@@ -40,10 +40,10 @@ from kvoffloadd.storage.arenafile import ArenaFile
 from kvoffloadd.storage.hashing import hash_payloads
 from kvoffloadd.storage.remote.store import RemoteState, RemoteStore
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
-from kvoffloadd.trial.figures import keys_of, median_ratio, p50, p99, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import end, module, private_folder, spawn
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.figures import keys_of, median_ratio, p50, p99, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import end, module, private_folder, spawn
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.bench import remotepins
 from scripts.harness.lab import Host, Lab, why_not_isolated
 from scripts.harness.program import benchmark_line, show_result

@@ -22,8 +22,8 @@ import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.figures import p50, print_grid
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.figures import p50, print_grid
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Host, Lab
 from scripts.harness.stores import StoreProcess

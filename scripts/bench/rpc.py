@@ -30,13 +30,13 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.echo import echo_process
+from kvoffloadd.bench.requests import PLACEMENTS, placed, timed
+from kvoffloadd.bench.rounds import Samples, in_rounds
 from kvoffloadd.client import AsyncClient, Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
-from kvoffloadd.trial.bench.echo import echo_process
-from kvoffloadd.trial.bench.requests import PLACEMENTS, placed, timed
-from kvoffloadd.trial.bench.rounds import Samples, in_rounds
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import private_folder
+from kvoffloadd.testing.figures import KEY_BYTES, keys_of, median_ratio, p50, p99, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import private_folder
 from scripts.bench.echo import AsyncEchoClient, EchoClient
 from scripts.harness.daemon import Daemon
 from scripts.harness.program import benchmark_line, show_result

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvoffloadd.trial.figures import print_grid
-from kvoffloadd.trial.program import size
+from kvoffloadd.testing.figures import print_grid
+from kvoffloadd.testing.program import size
 from scripts.gpu.bench_submit import COLUMNS, ROW_BYTES, SINGLE, TITLE, Costs, measured, rows_of
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.gpu import Gpu

@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from kvoffloadd.trial.demo.chat import ChatTurn, chat
-from kvoffloadd.trial.output import SHOWN, ProgressBar, format_ms, print_table, print_wrong, ratio
-from kvoffloadd.trial.process import bad_entries
-from kvoffloadd.trial.wait import until
-from kvoffloadd.trial.worker import WorkerProcess
+from kvoffloadd.demo.chat import ChatTurn, chat
+from kvoffloadd.testing.output import SHOWN, ProgressBar, format_ms, print_table, print_wrong, ratio
+from kvoffloadd.testing.process import bad_entries
+from kvoffloadd.testing.wait import until
+from kvoffloadd.testing.worker import WorkerProcess
 from kvoffloadd.units import format_bytes
 from scripts.demo.worker import WHOLE, Answer
 from scripts.harness.counters import Counters

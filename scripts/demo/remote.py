@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from kvoffloadd.trial.program import carry_out, seconds, size
+from kvoffloadd.testing.program import carry_out, seconds, size
 from scripts.demo.hosts import HostsReport, HostsRun
 from scripts.harness.program import command_line
 from scripts.harness.stores import why_no_mooncake, why_no_valkey

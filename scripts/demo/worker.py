@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.client import Found, KeyState
+from kvoffloadd.demo.chat import ROOT_TOKENS, ROOTS, ChatTurn
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.demo.chat import ROOT_TOKENS, ROOTS, ChatTurn
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.oracle import Oracle
 from scripts.harness.counters import Counters
 from scripts.harness.engine import Engine
 from scripts.harness.jobs import OpenJob, Share

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from kvoffloadd.client import Client
-from kvoffloadd.trial.disk import disk_folder, disk_settings
-from kvoffloadd.trial.figures import print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import private_folder
+from kvoffloadd.testing.disk import disk_folder, disk_settings
+from kvoffloadd.testing.figures import print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import private_folder
 from scripts.extremes.cases import CASES
 from scripts.extremes.crowd import CROWDED
 from scripts.extremes.refusals import REFUSALS

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.trial.figures import keys_of
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.figures import keys_of
+from kvoffloadd.testing.wait import until
 from scripts.harness.peer import RawPeer
 
 MIB = 1 << 20

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.trial.figures import keys_of
+from kvoffloadd.testing.figures import keys_of
 from scripts.extremes.scene import (
     GROUPS,
     KEYS,

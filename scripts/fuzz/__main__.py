@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.program import carry_out
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.program import carry_out
 from scripts.fuzz.sessions import FrameTally, Fuzzer
 from scripts.fuzz.trial import Trial, TrialReport
 from scripts.harness.program import add_seed, command_line, seed_of

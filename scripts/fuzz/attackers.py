@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from kvoffloadd.trial.process import DaemonError, module, spawn, tail
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.process import DaemonError, module, spawn, tail
+from kvoffloadd.testing.wait import HANG_S
 from scripts.fuzz.enemy import Attack, Deeds, Enemy, RefusedError, Target
 from scripts.fuzz.hoards import HOARDS
 from scripts.fuzz.strikes import STRIKES

@@ -37,7 +37,7 @@ from kvoffloadd.client import (
 )
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.process import module, open_fds, rss_anon_bytes, spawn, tail
+from kvoffloadd.testing.process import module, open_fds, rss_anon_bytes, spawn, tail
 from scripts.harness.beside import Beside
 from scripts.harness.otheruser import connect_as
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.program import carry_out
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.program import carry_out
 from kvoffloadd.units import format_bytes
 from scripts.fuzz.flooder import KINDS, Flooder
 from scripts.fuzz.trial import Trial, TrialReport

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffloadd.linux.sharedmem import create_memfd
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.process import DaemonError
 from scripts.harness.peer import Fields, RawPeer, frame
 
 REPLY_S = 60.0

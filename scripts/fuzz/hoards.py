@@ -7,7 +7,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from scripts.fuzz.enemy import PAGE, Attack, Enemy, RefusedError, memory, named
 from scripts.harness.peer import RawPeer
 

@@ -24,11 +24,11 @@ import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.trial.disk import disk_settings
-from kvoffloadd.trial.leaks import STAYS
-from kvoffloadd.trial.output import ProgressBar, format_ms
-from kvoffloadd.trial.program import carry_out
-from kvoffloadd.trial.wait import HANG_S, within
+from kvoffloadd.testing.disk import disk_settings
+from kvoffloadd.testing.leaks import STAYS
+from kvoffloadd.testing.output import ProgressBar, format_ms
+from kvoffloadd.testing.program import carry_out
+from kvoffloadd.testing.wait import HANG_S, within
 from scripts.fuzz.attackers import ATTACKS, Attackers
 from scripts.fuzz.bystander import Samples
 from scripts.fuzz.enemy import Deeds, Target

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvoffloadd.linux.sharedmem import create_memfd
-from kvoffloadd.trial.output import ProgressBar
+from kvoffloadd.testing.output import ProgressBar
 from scripts.fuzz.frames import MEMORY_BYTES, Frame, Names, Requests, Spoiler, truncations
 from scripts.harness.peer import Fields, RawPeer
 

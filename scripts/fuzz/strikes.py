@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from scripts.fuzz.enemy import PAGE, Attack, Enemy, RefusedError, become, memory, named, pages_of
 from scripts.harness.peer import PREFIX, RawPeer, frame
 

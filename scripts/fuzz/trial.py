@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvoffloadd.trial.leaks import held, leaks
-from kvoffloadd.trial.output import format_ms, print_table
-from kvoffloadd.trial.process import bad_entries
+from kvoffloadd.testing.leaks import held, leaks
+from kvoffloadd.testing.output import format_ms, print_table
+from kvoffloadd.testing.process import bad_entries
 from kvoffloadd.units import format_bytes
 from scripts.fuzz.bystander import MEMORY_NAME, Bystander, Cost, Experience
 from scripts.harness.daemon import Daemon

@@ -20,15 +20,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
+from kvoffloadd.bench.rounds import in_rounds
 from kvoffloadd.client import Client, GpuTensor, NamespaceSpec, Timeline
 from kvoffloadd.client.memory.gpu import driver
-from kvoffloadd.trial.bench.gpu import Pinned
-from kvoffloadd.trial.bench.rounds import in_rounds
-from kvoffloadd.trial.figures import KEY_BYTES, median_ratio
-from kvoffloadd.trial.output import print_json
-from kvoffloadd.trial.process import obey_signals, private_folder
-from kvoffloadd.trial.wait import until
-from kvoffloadd.trial.workload import WAIT_S, Workload
+from kvoffloadd.testing.figures import KEY_BYTES, median_ratio
+from kvoffloadd.testing.output import print_json
+from kvoffloadd.testing.process import obey_signals, private_folder
+from kvoffloadd.testing.wait import until
+from kvoffloadd.testing.workload import WAIT_S, Workload
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.gpu import DAEMON_SAYS
 from scripts.gpu.report import grid

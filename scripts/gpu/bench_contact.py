@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate, reserve_array
-from kvoffloadd.trial.bench.gpu import Pinned
-from kvoffloadd.trial.process import module
+from kvoffloadd.testing.process import module
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, BenchRun, cut_short, parser, table
 from scripts.gpu.machine import available_bytes, meminfo, output_of

@@ -34,8 +34,8 @@ from kvoffloadd.client import (
     SharedTensor,
     Timeline,
 )
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of, median_ratio, p50
-from kvoffloadd.trial.workload import WAIT_S
+from kvoffloadd.testing.figures import KEY_BYTES, keys_of, median_ratio, p50
+from kvoffloadd.testing.workload import WAIT_S
 from scripts.gpu.bench import KIB, MIB, BenchRun, await_pinned, cut_short, daemon, parser, table
 from scripts.gpu.bench_paths import PATHS
 from scripts.gpu.decode import DecodeLoop

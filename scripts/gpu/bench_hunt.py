@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
 from kvoffloadd.cudadriver import NOT_READY
 from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
 from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.model import Direction
-from kvoffloadd.trial.bench.gpu import Pinned
 from scripts.gpu.bench import KIB, MIB, BenchRun, cut_short, parser, table
 from scripts.harness.gpu import Gpu, GpuBuffer
 

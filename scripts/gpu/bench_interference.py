@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.trial.figures import median_ratio
-from kvoffloadd.trial.process import private_folder
-from kvoffloadd.trial.worker import WorkerProcess
+from kvoffloadd.testing.figures import median_ratio
+from kvoffloadd.testing.process import private_folder
+from kvoffloadd.testing.worker import WorkerProcess
 from scripts.gpu.bench import (
     KIB,
     BenchRun,

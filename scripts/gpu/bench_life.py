@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from kvoffloadd.client import Client
-from kvoffloadd.trial.figures import p50, p99
-from kvoffloadd.trial.process import private_folder
-from kvoffloadd.trial.workload import WAIT_S
+from kvoffloadd.testing.figures import p50, p99
+from kvoffloadd.testing.process import private_folder
+from kvoffloadd.testing.workload import WAIT_S
 from scripts.gpu.bench import KIB, MIB, BenchRun, GpuWorkload, KvShape, await_pinned, cut_short, daemon, parser, table
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.figures import at_most

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffloadd.client import Client
-from kvoffloadd.trial.figures import p50
+from kvoffloadd.testing.figures import p50
 from scripts.gpu.bench import (
     KIB,
     MIB,

@@ -28,8 +28,8 @@ from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate
-from kvoffloadd.trial.figures import p50, p99
-from kvoffloadd.trial.process import module
+from kvoffloadd.testing.figures import p50, p99
+from kvoffloadd.testing.process import module
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB, BenchRun, cut_short, gb_per_s, parser, table
 from scripts.gpu.machine import available_bytes

@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
 from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
 from kvoffloadd.device.pitched import pitch
 from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.model import Direction, U8Array, U64Array
-from kvoffloadd.trial.bench.gpu import Pinned
-from kvoffloadd.trial.figures import p50
+from kvoffloadd.testing.figures import p50
 from scripts.gpu.bench import (
     KIB,
     LAYERS,

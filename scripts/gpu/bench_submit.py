@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
 from kvoffloadd.config import CudaConfig
 from kvoffloadd.device.chunked import PIECE_DESCRIPTORS
 from kvoffloadd.device.cuda.driver import PITCH_MAX_BYTES, Driver
@@ -25,8 +26,7 @@ from kvoffloadd.device.cuda.stream import CopyStream
 from kvoffloadd.device.pitched import Pitched, pitch
 from kvoffloadd.device.plan import Copies, GroupPlan, make_copies, split
 from kvoffloadd.model import Direction, Ref, U64Array
-from kvoffloadd.trial.bench.gpu import Pinned
-from kvoffloadd.trial.figures import p50
+from kvoffloadd.testing.figures import p50
 from scripts.gpu.bench import LAYERS, MIB, BenchRun, parser, table
 from scripts.harness.figures import at_most
 from scripts.harness.gpu import Gpu, GpuBuffer

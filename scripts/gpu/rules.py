@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
 from kvoffloadd.client.memory.gpu import driver, gpu_allocation
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.memory import SharedMemory
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate
 from kvoffloadd.model import Direction
-from kvoffloadd.trial.bench.gpu import Pinned
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from kvoffloadd.units import format_bytes
 from scripts.gpu.bench import GIB, KIB, MIB
 from scripts.harness.gpu import POSIX_FD, Gpu, GpuBuffer, one_copy, software_driver

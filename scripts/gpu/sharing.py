@@ -23,7 +23,7 @@ from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.memory import SharedMemory
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.trial.process import module
+from kvoffloadd.testing.process import module
 from scripts.gpu.worker import become
 from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, software_driver
 

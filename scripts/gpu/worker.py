@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
 from kvoffloadd.client import Client, GpuTensor, Group, GroupKind, Job, KvCache, NamespaceSpec, Ref, Timeline
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.trial.bench.gpu import Pinned
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of
+from kvoffloadd.testing.figures import KEY_BYTES, keys_of
 from scripts.harness.gpu import Gpu
 from scripts.harness.gpumemory import CacheMemory, Gate, Rows
 

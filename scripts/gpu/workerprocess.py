@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.trial.worker import WorkerProcess
+from kvoffloadd.testing.worker import WorkerProcess
 from scripts.harness.gpumemory import Rows
 
 START_S, ANSWER_S = 45.0, 45.0

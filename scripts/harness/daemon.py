@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.daemon import KVOFFLOADD, OwnDaemon
-from kvoffloadd.trial.leaks import OBSERVER_ALONE, in_use, more_than
-from kvoffloadd.trial.process import DaemonError, bad_entries, mapped_memfds, open_fds, rss_anon_bytes
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.daemon import KVOFFLOADD, OwnDaemon
+from kvoffloadd.testing.leaks import OBSERVER_ALONE, in_use, more_than
+from kvoffloadd.testing.process import DaemonError, bad_entries, mapped_memfds, open_fds, rss_anon_bytes
+from kvoffloadd.testing.wait import until
 from scripts.harness.peer import RawPeer
 
 Guest = TypeVar("Guest")

@@ -13,7 +13,7 @@ import numpy as np
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import Files, is_segment_name
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.damage import flip
 
 

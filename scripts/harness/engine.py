@@ -16,7 +16,7 @@ import numpy as np
 from kvoffloadd.client import Client, JobConnectionLostError, JobDeadlineError, JobResult, KeyState, Outcome, Ready
 from kvoffloadd.errors import ClientError, ConnectionLostError
 from kvoffloadd.model import NO_BLOCK, BoolArray, Direction, I64Array, U8Array
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.oracle import Oracle
 from scripts.harness.counters import Counters, verified_in
 from scripts.harness.geometry import Geometry
 from scripts.harness.groupshape import GroupShape

@@ -27,8 +27,8 @@ from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer, R
 from kvoffloadd.agent.engines.registry import make_engine
 from kvoffloadd.agentwire.frames import HEADER_BYTES
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.process import DaemonError, end, module, spawn, tail
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.process import DaemonError, end, module, spawn, tail
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.lab import Host
 
 _MEMORY_BYTES = 128 << 20

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvoffloadd.trial.figures import print_grid
+from kvoffloadd.testing.figures import print_grid
 
 
 @dataclass(frozen=True, slots=True)

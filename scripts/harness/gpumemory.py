@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.bench.gpu import Pinned
-from kvoffloadd.trial.oracle import digest, mixed
+from kvoffloadd.testing.oracle import digest, mixed
 from scripts.harness.gpu import CHUNK_BYTES, POSIX_FD, Gpu, GpuBuffer
 
 KINDS = ("ipc", "vmm", "vmm-private", "torch")

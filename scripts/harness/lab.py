@@ -16,8 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from kvoffloadd.trial.process import ROOT, end, spawn
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import ROOT, end, spawn
+from kvoffloadd.testing.wait import until
 
 _COMMANDS = ("ip", "iptables", "nsenter", "tc", "unshare")
 _COMMAND_S = 20.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from kvoffloadd.planner import ModelConfig, read_model
 from kvoffloadd.planner.heads import Heads
 from kvoffloadd.planner.states import DeltaHeads, LightningHeads, LinearHeads, MambaHeads, Recurrent, ShortConv
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from scripts.harness.published import CONFIGS
 
 FILES = {path.stem: path for path in sorted((ROOT / "tests" / "planner" / "data").glob("*.json"))}

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvoffloadd.trial.output import print_json
-from kvoffloadd.trial.program import EXIT_BAD
+from kvoffloadd.testing.output import print_json
+from kvoffloadd.testing.program import EXIT_BAD
 
 
 def command_line(documentation: str | None) -> argparse.ArgumentParser:

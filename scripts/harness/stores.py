@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
-from kvoffloadd.trial.process import ROOT, DaemonError, end, spawn, tail
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.process import ROOT, DaemonError, end, spawn, tail
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.lab import Host
 
 _STOP_S = 10.0

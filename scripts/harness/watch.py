@@ -9,7 +9,7 @@ from typing import Any
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.process import rss_anon_bytes
+from kvoffloadd.testing.process import rss_anon_bytes
 from scripts.harness.copies import counted
 
 STATUS_S = 0.5

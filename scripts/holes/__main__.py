@@ -16,9 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.process import memory_folder
-from kvoffloadd.trial.program import EXIT_INTERRUPTED, carry_out, seconds, size
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.process import memory_folder
+from kvoffloadd.testing.program import EXIT_INTERRUPTED, carry_out, seconds, size
 from kvoffloadd.units import format_bytes
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.holes.options import HolesOptions

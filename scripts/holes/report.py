@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvoffloadd.trial.output import SHOWN, print_table, print_wrong, ratio
+from kvoffloadd.testing.output import SHOWN, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
 from scripts.harness.counters import Counters
 from scripts.harness.watch import DaemonCounters

@@ -15,11 +15,11 @@ import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.device.userfaultguard import UserfaultGuard
-from kvoffloadd.trial.disk import disk_settings
-from kvoffloadd.trial.leaks import Used, held, leaks, unreturned_slots
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import DaemonError, bad_entries, end, module, spawn, tail
-from kvoffloadd.trial.wait import HANG_S, within
+from kvoffloadd.testing.disk import disk_settings
+from kvoffloadd.testing.leaks import Used, held, leaks, unreturned_slots
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import DaemonError, bad_entries, end, module, spawn, tail
+from kvoffloadd.testing.wait import HANG_S, within
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.watch import Watch

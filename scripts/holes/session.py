@@ -20,7 +20,7 @@ from kvoffloadd.client import (
     Outcome,
 )
 from kvoffloadd.model import BoolArray, Direction, I64Array, U8Array
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.counters import Counters
 from scripts.harness.jobs import Share
 from scripts.harness.kvmemory import Wrong

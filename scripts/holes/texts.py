@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffloadd.client import Group, GroupKind, NamespaceSpec, Ref
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.oracle import Oracle
 from scripts.harness.groupshape import GroupShape, RefShape
 
 KEY_BYTES = 32

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from kvoffloadd.trial.output import ProgressBar, print_json, print_table
+from kvoffloadd.testing.output import ProgressBar, print_json, print_table
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.mutants.mutations import Mutant, found, written
 

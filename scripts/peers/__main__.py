@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.output import ProgressBar, print_json
-from kvoffloadd.trial.process import DaemonError, obey_signals
-from kvoffloadd.trial.program import EXIT_BAD, EXIT_INTERRUPTED
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.output import ProgressBar, print_json
+from kvoffloadd.testing.process import DaemonError, obey_signals
+from kvoffloadd.testing.program import EXIT_BAD, EXIT_INTERRUPTED
 from scripts.peers.cases import Notes, RunPlan, find_out, in_short, run_round
 from scripts.peers.figures import LOOKUP_TOKENS, Samples
 from scripts.peers.page import page

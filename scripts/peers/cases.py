@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.process import DaemonError
 from scripts.peers.figures import Samples
 from scripts.peers.peers import Peer, PeerError, PeerSession, Sizes
 from scripts.peers.system import ModelGeometry, NotOfferedError

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, Registration, SharedTensor
 from kvoffloadd.client.results import Found
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import is_idle
 from scripts.peers.system import I64Array, Prompt, SystemSetting, U8Array

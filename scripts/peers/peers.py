@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.process import ROOT, private_folder
-from kvoffloadd.trial.worker import WorkerProcess
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.process import ROOT, private_folder
+from kvoffloadd.testing.worker import WorkerProcess
 from scripts.peers.system import ModelGeometry, NotOfferedError
 
 ANSWER_S = 300.0

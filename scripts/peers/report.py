@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffloadd.linux.mounts import file_system_of
-from kvoffloadd.trial.figures import print_grid
+from kvoffloadd.testing.figures import print_grid
 from kvoffloadd.units import format_bytes
 from scripts.peers.cases import REST_S, RunPlan
 from scripts.peers.figures import FIGURES, Figure, Samples, spread

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from kvoffloadd.trial.process import DaemonError, end, spawn, tail
+from kvoffloadd.testing.process import DaemonError, end, spawn, tail
 
 
 class Service:

@@ -32,9 +32,9 @@ import numpy as np
 from kvoffloadd.cache.policy import DEFAULT_POLICY
 from kvoffloadd.errors import KvOffloadError
 from kvoffloadd.model import I64Array
-from kvoffloadd.trial.figures import print_grid
-from kvoffloadd.trial.output import ProgressBar, print_json
-from kvoffloadd.trial.process import DaemonError, private_folder
+from kvoffloadd.testing.figures import print_grid
+from kvoffloadd.testing.output import ProgressBar, print_json
+from kvoffloadd.testing.process import DaemonError, private_folder
 from kvoffloadd.units import format_bytes, parse_bytes
 from scripts.harness.daemon import Daemon
 from scripts.replay import seeded

@@ -18,7 +18,7 @@ from kvoffloadd.cache.policy import create_policy
 from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.model import I64Array
 from kvoffloadd.storage.memory import MemoryTier
-from kvoffloadd.trial.figures import KEY_BYTES
+from kvoffloadd.testing.figures import KEY_BYTES
 from scripts.replay.tenants import BLOCK_TOKENS, Tenant, Trace, keys_of_blocks
 
 _PARTS = np.zeros(1, np.uint16)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.model import I64Array
-from kvoffloadd.trial.output import ProgressBar, print_json
+from kvoffloadd.testing.output import ProgressBar, print_json
 from scripts.replay.trace import (
     Signal,
     TraceError,

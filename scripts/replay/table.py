@@ -14,8 +14,8 @@ import numpy as np
 
 from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.model import I64Array
-from kvoffloadd.trial.figures import print_grid
-from kvoffloadd.trial.output import ProgressBar, print_json
+from kvoffloadd.testing.figures import print_grid
+from kvoffloadd.testing.output import ProgressBar, print_json
 from scripts.replay.trace import TraceError, ceiling_hits, num_blocks, simulate
 from scripts.replay.workloads import WORKLOADS, requests_of
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from kvoffloadd.client import GroupKind, NamespaceSpec
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupSchema, I64Array, U8Array, slot_pages
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of
-from kvoffloadd.trial.oracle import digest
+from kvoffloadd.testing.figures import KEY_BYTES, keys_of
+from kvoffloadd.testing.oracle import digest
 from scripts.harness.geometry import Geometry
 from scripts.harness.groupshape import GroupShape, RefShape
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvoffloadd.client import Client, Job, KeyState, KvCache, Outcome, Ref, SharedTensor
 from kvoffloadd.model import I64Array, U8Array
-from kvoffloadd.trial.figures import KEY_BYTES
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.figures import KEY_BYTES
+from kvoffloadd.testing.oracle import Oracle
 from scripts.harness.arrangement import group_of
 from scripts.harness.otheruser import connect_as
 from scripts.replay.tenants import BLOCK_TOKENS, Tenant, keys_of_blocks

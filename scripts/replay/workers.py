@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.process import DaemonError
 from scripts.replay.tenants import Trace
 from scripts.replay.worker import ReplayTally, Task, Turn, work
 

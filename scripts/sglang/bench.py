@@ -24,11 +24,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvoffloadd.trial.figures import median_ratio, p50, print_grid
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import DaemonError, obey_signals, private_folder
-from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.figures import median_ratio, p50, print_grid
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import DaemonError, obey_signals, private_folder
+from kvoffloadd.testing.program import EXIT_BAD, EXIT_USAGE
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.figures import at_most, judged, print_bounds
 from scripts.harness.program import benchmark_line, show_result

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.output import print_json, print_table
-from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.output import print_json, print_table
+from kvoffloadd.testing.program import EXIT_BAD, EXIT_USAGE
+from kvoffloadd.testing.wait import until
 from scripts.sglang import storage_options
 
 DEFAULT_SOCKET = "/run/kvoffloadd/kvoffloadd.sock"

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.trial.output import print_table
-from kvoffloadd.trial.process import ROOT, module
+from kvoffloadd.testing.output import print_table
+from kvoffloadd.testing.process import ROOT, module
 from scripts.harness.program import benchmark_line, show_result
 from scripts.shape.modules import lines_of, shape_of
 

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.process import DaemonError, memory_folder
-from kvoffloadd.trial.program import carry_out, seconds, size
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.process import DaemonError, memory_folder
+from kvoffloadd.testing.program import carry_out, seconds, size
 from scripts.harness.program import add_seed, command_line, seed_of
 from scripts.harness.stores import why_no_mooncake, why_no_valkey
 from scripts.soak.options import SoakOptions

@@ -17,10 +17,10 @@ import numpy as np
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.disk import disk_settings
-from kvoffloadd.trial.leaks import Used, held, leaks, unreturned_slots
-from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail
-from kvoffloadd.trial.wait import HANG_S, until, within
+from kvoffloadd.testing.disk import disk_settings
+from kvoffloadd.testing.leaks import Used, held, leaks, unreturned_slots
+from kvoffloadd.testing.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail
+from kvoffloadd.testing.wait import HANG_S, until, within
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.harness.geometry import Geometry

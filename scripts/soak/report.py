@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
+from kvoffloadd.testing.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
 from scripts.harness.counters import Counters
 from scripts.soak.host import HostReport

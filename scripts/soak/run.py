@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.wait import within
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.wait import within
 from scripts.harness.counters import Counters
 from scripts.harness.disk import ManifestTrap
 from scripts.harness.geometry import Geometry

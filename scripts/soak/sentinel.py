@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KeyState, KvCache, NamespaceSpec, Ref, SharedTensor
 from kvoffloadd.model import I64Array, U8Array
-from kvoffloadd.trial.oracle import digest, key_digests, mixed
+from kvoffloadd.testing.oracle import digest, key_digests, mixed
 
 KEYS: Final = 24
 PAYLOAD_BYTES: Final = 8192

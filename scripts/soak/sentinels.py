@@ -26,7 +26,7 @@ from kvoffloadd.client import NamespaceSpec
 from kvoffloadd.errors import ClientError
 from kvoffloadd.model import U8Array
 from kvoffloadd.server.session.session import fingerprint
-from kvoffloadd.trial.wait import HANG_S, slowness, within
+from kvoffloadd.testing.wait import HANG_S, slowness, within
 from scripts.harness.disk import ManifestTrap
 from scripts.soak.host import SoakHost
 from scripts.soak.sentinel import KEYS, Sentinel

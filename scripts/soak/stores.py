@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.process import DaemonError
 from scripts.harness.lab import Host, Lab
 from scripts.harness.stores import Master, MooncakeStore, StoreProcess, Valkey
 from scripts.soak.options import SoakOptions

@@ -27,7 +27,7 @@ from kvoffloadd.agentwire.names import marker_name, pointer_name, successor_name
 from kvoffloadd.cache.memory.epochs import unix_time_us
 from kvoffloadd.cache.remote.era import COUNT_MAX, Era, decode_era, encode_era, new_era
 from kvoffloadd.model import EPOCH_MAX
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.process import DaemonError
 from scripts.harness.enginehost import EngineHost
 from scripts.harness.lab import Host
 from scripts.soak.host import lives

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.process import memory_folder
-from kvoffloadd.trial.program import EXIT_INTERRUPTED, EXIT_USAGE, carry_out, seconds, size
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.process import memory_folder
+from kvoffloadd.testing.program import EXIT_INTERRUPTED, EXIT_USAGE, carry_out, seconds, size
 from kvoffloadd.units import format_bytes
 from scripts.harness.copies import WAYS
 from scripts.harness.models import NAMES

@@ -15,7 +15,7 @@ import numpy as np
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from kvoffloadd.linux.mounts import file_system_of
-from kvoffloadd.trial.disk import disk_settings, used_bytes
+from kvoffloadd.testing.disk import disk_settings, used_bytes
 from scripts.harness.disk import Planted, Planter
 from scripts.harness.watch import Watch
 

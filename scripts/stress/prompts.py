@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.oracle import Oracle
 from scripts.harness.geometry import BLOCK_TOKENS, Geometry
 from scripts.harness.groupshape import GroupShape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
+from kvoffloadd.testing.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
 from scripts.harness.counters import VERIFIED_LAYOUTS, Counters, verified_in
 from scripts.harness.watch import DaemonCounters

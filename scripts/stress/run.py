@@ -17,10 +17,19 @@ import numpy as np
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.trial.leaks import Used, held, leaks, unreturned_slots
-from kvoffloadd.trial.output import ProgressBar, ratio
-from kvoffloadd.trial.process import DaemonError, bad_entries, end, mapped_memfds, module, spawn, tail, unmapped_within
-from kvoffloadd.trial.wait import within
+from kvoffloadd.testing.leaks import Used, held, leaks, unreturned_slots
+from kvoffloadd.testing.output import ProgressBar, ratio
+from kvoffloadd.testing.process import (
+    DaemonError,
+    bad_entries,
+    end,
+    mapped_memfds,
+    module,
+    spawn,
+    tail,
+    unmapped_within,
+)
+from kvoffloadd.testing.wait import within
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon

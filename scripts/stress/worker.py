@@ -19,7 +19,7 @@ import numpy as np
 from kvoffloadd.client import Found, JobDeadlineError, KeyState
 from kvoffloadd.errors import ClientError, DeadlineError, RemoteError
 from kvoffloadd.model import I64Array, U8Array
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.oracle import Oracle
 from scripts.harness.counters import Counters
 from scripts.harness.engine import CALL_S, JOB_S, Engine
 from scripts.harness.geometry import Geometry

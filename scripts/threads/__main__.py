@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from kvoffloadd.trial.output import ProgressBar, print_table
-from kvoffloadd.trial.process import ROOT, module, spawn
-from kvoffloadd.trial.program import carry_out
+from kvoffloadd.testing.output import ProgressBar, print_table
+from kvoffloadd.testing.process import ROOT, module, spawn
+from kvoffloadd.testing.program import carry_out
 from scripts.harness.program import command_line
 from scripts.threads import SWITCH_VARIABLE
 

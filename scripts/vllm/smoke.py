@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.output import print_json, print_table
-from kvoffloadd.trial.program import EXIT_BAD, EXIT_USAGE
+from kvoffloadd.testing.output import print_json, print_table
+from kvoffloadd.testing.program import EXIT_BAD, EXIT_USAGE
 from scripts.vllm import transfer_config
 
 HITS = "vllm:external_prefix_cache_hits"

@@ -14,7 +14,7 @@ from kvoffloadd.agent.engines import mooncake
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer, Region
 from kvoffloadd.agent.engines.mooncake import MooncakeEngine
 from kvoffloadd.agentwire.frames import Code, Presence
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 
 SIZE = 8192
 FOREVER_S = 60.0

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.agent.engines.sidebyside import Readers
 from kvoffloadd.agentwire.frames import Code
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 
 FOREVER_S = 60.0
 FAILED = Code.FAILED

@@ -24,7 +24,7 @@ from kvoffloadd.storage.disk import segment, writer
 from kvoffloadd.storage.disk.format import KeyspaceId
 from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.disk.writer import OnWritten, WriteBatch
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 
 from .conftest import Open
 from .disktier import HIT, MISS, PENDING, Shape, Tier

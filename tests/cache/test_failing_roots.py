@@ -21,7 +21,7 @@ from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.opening import open_root
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
 from kvoffloadd.storage.disk.segment import Segment
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 
 from .conftest import Open
 from .disktier import MISS, Shape, Tier

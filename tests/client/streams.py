@@ -11,7 +11,7 @@ import pytest
 from kvoffloadd.client import Timeline
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.errors import DeviceError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.gpu import Gpu
 from tests import softcuda
 

@@ -17,7 +17,7 @@ from kvoffloadd.model import NO_BLOCK, U8Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import PREFIX, encode
 from kvoffloadd.protocol.unpacking import unpack
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.flavours import NAMESPACE
 

@@ -16,7 +16,7 @@ from kvoffloadd.client import EventGap, KvCache, Lease, Outcome
 from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError, DeadlineError, RemoteError
 from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.test_lifetime import eof, fake_is_idle
 

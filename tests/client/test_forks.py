@@ -16,7 +16,7 @@ import pytest
 from kvoffloadd.client import AsyncClient, Client, KvCache, Outcome
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.client.everycall import CALLS, Stage, public_calls
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.test_lifetime import fake_is_idle

@@ -14,7 +14,7 @@ import pytest
 from kvoffloadd.client import GpuTensor, Group, GroupKind, KvCache, Ref, SharedTensor, Timeline
 from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory, gpu_allocation
 from kvoffloadd.errors import UsageError
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.gpu import Gpu, GpuBuffer
 from tests import softcuda
 

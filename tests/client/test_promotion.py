@@ -23,7 +23,7 @@ from kvoffloadd.model import U8Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import encode
 from kvoffloadd.protocol.state import ProtocolState
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from tests.client.fake_daemon import FakeDaemon, FakeSession
 from tests.client.flavours import NAMESPACE
 from tests.client.test_lifetime import eof, fake_is_idle

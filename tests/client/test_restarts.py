@@ -17,7 +17,7 @@ import pytest
 
 from kvoffloadd.client import Group, GroupKind, Job, KvCache, Outcome, Ref, SharedTensor, Timeline
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.client.everycall import CALLS, Stage
 from tests.client.flavours import MAKERS, NAMESPACE, OnLoop

@@ -17,7 +17,7 @@ from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.client.memory.streamwatch import StreamWatch
 from kvoffloadd.cudadriver import CudaError
 from kvoffloadd.errors import DeviceError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.gpu import Gpu
 from tests import softcuda
 from tests.client import streams

@@ -16,7 +16,7 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.model import Direction, Outcome, U8Array
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.device.memory import Made, address, noise, u64
 
 

@@ -24,7 +24,7 @@ from kvoffloadd.doctor.system import check_holes, check_kernel, check_limits, ch
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.linux.sockets import is_listening
 from kvoffloadd.storage.disk.opening import Abilities
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.daemon import Daemon
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Keys
 

@@ -13,7 +13,7 @@ from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk.files import is_segment_name
 from kvoffloadd.storage.disk.format import RECORD_MAGIC, decode_records, decode_segment_header, record_pages
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.damage import flip
 from scripts.harness.disk import is_idle

@@ -23,7 +23,7 @@ from kvoffloadd.client import (
     Timeline,
 )
 from kvoffloadd.model import NO_BLOCK, U8Array
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.places import GpuPlace
 from tests.e2e.gpu_rank import Where
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 
 STEP = 64
 """Parts that one turn commits, frees, reserves or takes out of a lease."""

@@ -16,8 +16,8 @@ import pytest
 
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import KeyState, Outcome
-from kvoffloadd.trial.process import ROOT, module
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import ROOT, module
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
 from tests.e2e.daemons import make_daemon

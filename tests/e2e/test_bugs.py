@@ -14,7 +14,7 @@ import pytest
 
 from kvoffloadd.client import KeyState
 from kvoffloadd.errors import ClientError, RemoteError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import make_daemon
 from tests.e2e.disk import disk_settings

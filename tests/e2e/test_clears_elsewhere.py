@@ -14,7 +14,7 @@ import xxhash
 from kvoffloadd.agentwire.names import marker_name, successor_name
 from kvoffloadd.cache.remote.era import decode_era
 from kvoffloadd.client import KeyState, NamespaceSpec
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk_settings, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys

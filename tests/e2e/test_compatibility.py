@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import digest_layers
-from kvoffloadd.trial.process import ROOT
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import ROOT
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk_settings, group_of, idle, only_on_disk, served, store_all
 from tests.e2e.rank import Rank, new_keys

@@ -13,7 +13,7 @@ import pytest
 from kvoffloadd.client import Group, KeyState, Ref, digest_layers
 from kvoffloadd.errors import RemoteError
 from kvoffloadd.model import Dtype
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, demoted, disk_settings, served, store_all
 from tests.e2e.rank import HYBRID, PAGE, SIMPLE, Keys, Rank, new_keys

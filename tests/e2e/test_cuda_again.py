@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from tests.e2e import gpu_rank
 from tests.e2e.daemons import COPIES_VARIABLE
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffloadd.client import Job, KeyState, Outcome
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold, gpu_mappings
 from tests.e2e.disk import demoted, disk_settings

@@ -9,7 +9,7 @@ import pytest
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import RemoteError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.gpu_rank import HOST, Where
 from tests.e2e.rank import HYBRID, Rank, new_keys

@@ -21,8 +21,8 @@ from kvoffloadd.client.base import GPU_OPEN_S
 from kvoffloadd.client.memory.gpu import IpcMemory, gpu_allocation
 from kvoffloadd.errors import DeadlineError, RemoteError, UsageError
 from kvoffloadd.linux.sharedmem import create_memfd
-from kvoffloadd.trial.process import ROOT
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.process import ROOT
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.gpu import GpuBuffer
 from tests import softcuda

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, Ref
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import HYBRID
 from tests.e2e.small_rows import KEYS, roundtrip, roundtrips_that_may_fail

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffloadd.client import Outcome
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank
 from tests.e2e.daemons import Hold

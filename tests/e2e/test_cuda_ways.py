@@ -15,7 +15,7 @@ import pytest
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.errors import ClientError
 from kvoffloadd.model import NO_BLOCK
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.copies import COUNTERS, WAYS, counted
 from scripts.harness.daemon import Daemon
 from tests.e2e import gpu_rank

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState
-from kvoffloadd.trial.disk import used_bytes
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.disk import used_bytes
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import chosen
 from tests.e2e.disk import (

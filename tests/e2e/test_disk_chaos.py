@@ -17,7 +17,7 @@ import pytest
 
 from kvoffloadd.client import NamespaceSpec, Outcome
 from kvoffloadd.errors import RemoteError
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, Switch, disk, disk_settings, root_state, segments
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, KeyEvents, KeyState, NamespaceSpec, Outcome
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, only_on_disk, served, store_on_disk
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys

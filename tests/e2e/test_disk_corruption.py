@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.client import Client, KeyState
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.daemon import Daemon
 from scripts.harness.damage import flip
 from tests.e2e.disk import (

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState, Outcome
-from kvoffloadd.trial.disk import used_bytes
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.disk import used_bytes
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, Switch, demoted, disk, disk_settings, idle, records, root_state, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys

@@ -12,8 +12,8 @@ import xxhash
 
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.storage.disk.manifest import decode_manifest
-from kvoffloadd.trial.disk import used_bytes
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.disk import used_bytes
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, demoted, disk, disk_settings, root_state, segments, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys

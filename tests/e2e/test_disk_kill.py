@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, KeyState, Outcome
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, demoted, disk, disk_settings, group_of, served
 from tests.e2e.rank import Keys, Rank, new_keys

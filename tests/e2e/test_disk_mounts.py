@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState, Outcome
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk, disk_settings, idle, root_state, served, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys

@@ -12,7 +12,7 @@ import pytest
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.errors import RemoteError
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.damage import flip
 from tests.e2e.disk import (

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Outcome
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import chosen
 from tests.e2e.disk import MIB, disk, disk_settings, idle, root_state, served, store_on_disk

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client, EventGap, KeyEvents
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
 from scripts.harness.wait import throughout

@@ -12,9 +12,9 @@ import pytest
 
 from kvoffloadd.model import HUGE_PAGE_BYTES
 from kvoffloadd.storage.arenafile import file_bytes
-from kvoffloadd.trial.daemon import KVOFFLOADD
-from kvoffloadd.trial.process import DaemonError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.daemon import KVOFFLOADD
+from kvoffloadd.testing.process import DaemonError
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, group_of, served, store_all
 from tests.e2e.rank import Rank, new_keys

@@ -14,7 +14,7 @@ import pytest
 
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.client import Job, JobDeadlineError, KeyState, Outcome
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
 from tests.e2e.daemons import Hold

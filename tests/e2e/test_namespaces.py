@@ -12,8 +12,8 @@ import pytest
 
 from kvoffloadd.cli import main
 from kvoffloadd.client import Drained, KeyState, Outcome
-from kvoffloadd.trial.leaks import UID
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.leaks import UID
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import NAMESPACE, Keys, Rank, new_keys

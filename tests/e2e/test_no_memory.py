@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.daemon import EXIT_FATAL
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 
 pytestmark = pytest.mark.slow
 

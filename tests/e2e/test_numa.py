@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.process import DaemonError
 from scripts.harness.daemon import Daemon
 
 Start = Callable[..., Daemon]

@@ -17,7 +17,7 @@ import pytest
 
 from kvoffloadd.client import Client, Group, GroupKind, Outcome, Ref
 from kvoffloadd.errors import ClientError, RemoteError
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame
 from scripts.harness.wait import throughout

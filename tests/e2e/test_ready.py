@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.client import Job, Ready, Timeline
 from kvoffloadd.errors import UsageError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank, new_keys
 

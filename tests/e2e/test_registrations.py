@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Outcome
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold
 from tests.e2e.rank import Rank, new_keys

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffloadd.client import Found, Group, GroupKind, KeyState, Outcome, Ref
 from kvoffloadd.model import Tier
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import Switch, disk_settings
 from tests.e2e.rank import HYBRID, Keys, Rank, new_keys

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Client
-from kvoffloadd.trial.daemon import KVOFFLOADD
-from kvoffloadd.trial.process import ROOT
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.daemon import KVOFFLOADD
+from kvoffloadd.testing.process import ROOT
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
 from tests.conftest import OTHER_UID

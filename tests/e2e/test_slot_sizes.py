@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk, disk_settings
 from tests.e2e.rank import Rank, new_keys

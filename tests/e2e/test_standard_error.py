@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.client import Client
-from kvoffloadd.trial.process import ROOT
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.process import ROOT
+from kvoffloadd.testing.wait import HANG_S, until
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import pytest
 from kvoffloadd.client import KeyState, Outcome
 from kvoffloadd.storage.arenafile import _ATTEMPTS_AT as ATTEMPTS_AT
 from kvoffloadd.storage.arenafile import ATTEMPTS_MAX
-from kvoffloadd.trial.process import DaemonError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import DaemonError
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import MIB, disk, disk_settings, group_of, idle, served, store_all
 from tests.e2e.rank import Keys, Rank, new_keys

@@ -9,8 +9,8 @@ import sys
 
 import numpy as np
 
+from kvoffloadd.bench.gpu import Pinned
 from kvoffloadd.client.memory.gpu import driver
-from kvoffloadd.trial.bench.gpu import Pinned
 from scripts.harness.gpu import Gpu, GpuBuffer
 from scripts.harness.gpumemory import content
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.process import search_path
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import search_path
+from kvoffloadd.testing.wait import until
 from scripts.gpu import SOFT_VARIABLE
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.daemon import Daemon

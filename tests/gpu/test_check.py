@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from scripts.gpu import RESULTS_VARIABLE
 from scripts.gpu.__main__ import verdict_of
 from scripts.gpu.bench_contact import STEPS

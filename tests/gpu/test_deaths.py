@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.gpu.workerprocess import GpuWorker
 from scripts.harness.daemon import Daemon
 from scripts.harness.gpumemory import Rows

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.process import ROOT
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import ROOT
+from kvoffloadd.testing.wait import until
 from scripts.gpu.__main__ import BUDGET_S, PLANS, names_of, parts_of, unfinished, verdict_of
 from scripts.gpu.decisions import bounds_of, decisions_of
 from scripts.gpu.parts import Ended, Part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.gpu.workerprocess import GpuWorker, WorkerError
 from scripts.harness.daemon import Daemon
 from tests.gpu.conftest import Record, StartWorker, mapped_bytes

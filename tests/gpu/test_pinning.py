@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvoffloadd.linux.sharedmem import create_memfd
-from kvoffloadd.trial.process import module, search_path
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import module, search_path
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.gpu.conftest import StartWorker, gauges
 from tests.gpu.layouts import INSIDE, MIB

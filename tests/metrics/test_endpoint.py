@@ -21,7 +21,7 @@ from kvoffloadd.cache.stats.missreasons import REASONS
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.metrics import endpoint as module
 from kvoffloadd.metrics.endpoint import Endpoint, bind
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.process import DaemonError
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank
 

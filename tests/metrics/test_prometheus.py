@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffloadd.trial.process import ROOT, end, spawn, tail
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import ROOT, end, spawn, tail
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Rank, new_keys
 from tests.metrics.test_endpoint import free_port

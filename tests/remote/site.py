@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffloadd.client import Group, GroupKind, Outcome, Ref
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from scripts.harness.stores import remote_python
 from tests.e2e.rank import Keys, Rank

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from typing import Any
 
-from kvoffloadd.trial.process import ROOT, module, search_path
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.process import ROOT, module, search_path
+from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.lab import Host
 
 PAGE_BYTES = 4096

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import KeyState, Outcome
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.rank import Keys, Rank, new_keys
 from tests.remote.site import FULL, Site, await_era, push, remote, states

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.agentwire.frames import HEADER_BYTES, Code, Presence
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.enginehost import EngineHost
 from tests.remote.cluster import MEMORY_BYTES, Cluster
 from tests.remote.objects import KIB, MIB, Object, Places, get, put

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import Group, GroupKind, KeyState, Outcome, Ref
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.harness.stores import Etcd, Master, MooncakeStore, why_no_etcd, why_no_mooncake

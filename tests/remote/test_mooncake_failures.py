@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.agentwire.frames import Code, Presence
-from kvoffloadd.trial.process import DaemonError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import DaemonError
+from kvoffloadd.testing.wait import until
 from scripts.harness.enginehost import BASE, EngineHost, Pending
 from scripts.harness.lab import Host
 from scripts.harness.stores import MooncakeStore

@@ -22,7 +22,7 @@ from kvoffloadd.agentwire.names import era_prefix, key_names, marker_name
 from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.storage.remote.store import RemoteState
 from kvoffloadd.storage.remote.transfers import Names, RemoteStatus
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from scripts.harness.lab import Host as LabHost
 from tests.remote.cluster import Cluster
 from tests.remote.objects import Object, put

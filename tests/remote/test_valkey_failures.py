@@ -16,8 +16,8 @@ from kvoffloadd.agent.engines.resp import RespConnection, Server
 from kvoffloadd.agent.engines.valkey import DEADLINE_S
 from kvoffloadd.agentwire.frames import HEADER_BYTES, Code, Presence
 from kvoffloadd.agentwire.names import KEPT_NAME
-from kvoffloadd.trial.process import DaemonError
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.process import DaemonError
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.wait import throughout
 from tests.remote.cluster import Cluster
 from tests.remote.objects import MIB, Object, Places, get, put

@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from kvoffloadd.trial.process import ROOT
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.process import ROOT
+from kvoffloadd.testing.wait import HANG_S
 
 LIMIT_S = 4.5 * HANG_S
 """For a script that hangs; below the limit of a test."""

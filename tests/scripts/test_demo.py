@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.demo.chat import ChatTurn
-from kvoffloadd.trial.demo.report import DemoReport
-from kvoffloadd.trial.demo.worker import TurnAnswer
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.demo.chat import ChatTurn
+from kvoffloadd.demo.report import DemoReport
+from kvoffloadd.demo.worker import TurnAnswer
+from kvoffloadd.testing.wait import HANG_S
 from tests import softcuda
 from tests.e2e import gpu_rank
 
@@ -51,7 +51,7 @@ def test_a_wrong_byte_is_found() -> None:
     source = """
 import sys
 from kvoffloadd import cli
-from kvoffloadd.trial.demo import run
+from kvoffloadd.demo import run
 real = run.OwnDaemon
 run.OwnDaemon = lambda *given, **named: real(*given, faults="corrupt_every=5", **named)
 sys.exit(cli.main(["demo", "--turns", "20", "--memory", "64MiB", "--json"]))

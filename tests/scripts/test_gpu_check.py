@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from scripts.gpu import SOFT_VARIABLE
 from scripts.gpu.__main__ import SOFT_TESTS_MIN
 from tests import softcuda

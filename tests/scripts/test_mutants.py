@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from scripts.mutants.mutations import found, written
 
 PROGRAM = """

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kvoffloadd.client import SharedTensor
+from kvoffloadd.demo.chat import TURNS_EACH, chat
 from kvoffloadd.model import NO_BLOCK
-from kvoffloadd.trial.demo.chat import TURNS_EACH, chat
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.oracle import Oracle
 from scripts.harness.counters import Counters
 from scripts.harness.geometry import Geometry, random_geometry
 from scripts.harness.kvmemory import KvMemory

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from kvoffloadd.device.copyruns import copy_payloads
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.process import DaemonError
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.process import DaemonError
 from scripts.harness import damage
 from scripts.peers import cases, pagecache, peers
 from scripts.peers.__main__ import order

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.process import ROOT, search_path
+from kvoffloadd.testing.process import ROOT, search_path
 from scripts.harness.arrangement import Arrangement
 from scripts.harness.models import NAMES
 from scripts.harness.planned import (

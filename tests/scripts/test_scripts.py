@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from scripts.__main__ import MODULES, summary
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvoffloadd.agentwire.names import marker_name, pointer_name
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
 from kvoffloadd.client import NamespaceSpec
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.disk import ManifestTrap
 from scripts.harness.lab import Host

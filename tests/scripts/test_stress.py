@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.disk import disk_settings
+from kvoffloadd.testing.disk import disk_settings
 from scripts.stress.run import STILL_S
 from tests.e2e import gpu_rank
 from tests.scripts.running import run_script

@@ -13,8 +13,8 @@ import msgpack
 import pytest
 
 from kvoffloadd.linux.sharedmem import create_memfd
-from kvoffloadd.trial.process import open_fds
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import open_fds
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import NAMESPACE, PREFIX, RawPeer, frame, said
 from tests.server.scene import Scene
@@ -217,7 +217,7 @@ def test_a_later_attach_takes_its_descriptors_from_the_same_read(scene: Scene, m
 
 
 def _descriptors_again(daemon: Daemon, before: int) -> None:
-    from kvoffloadd.trial.wait import until
+    from kvoffloadd.testing.wait import until
 
     until(lambda: daemon.open_fds() <= before, f"{before} descriptors are open, not {daemon.open_fds()}")
 

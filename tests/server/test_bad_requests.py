@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.model import KeyState
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.peer import Fields
 from tests.server.scene import ELSEWHERE, FULL, PAGE, REF, SIZE, SLIDING, STRIDE, Scene, ids, keys
 

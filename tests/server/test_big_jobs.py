@@ -24,7 +24,7 @@ from kvoffloadd.server.context import Context
 from kvoffloadd.server.session.jobs import STEP_GROUPS, SessionJobs
 from kvoffloadd.server.session.sessionjob import GroupJob
 from kvoffloadd.storage.memory import MemoryTier
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.cache.fakes import keys_of, make_cache, make_context, make_keyspace
 from tests.calls import Calls, assert_short
 from tests.server.scene import Scene, ids, keys

@@ -12,8 +12,8 @@ from kvoffloadd.cache.memory.lease import LEASE_KEYS
 from kvoffloadd.errors import LimitError
 from kvoffloadd.server.peers.account import Accounts
 from kvoffloadd.server.session.registration import NAMED_COST, PLAN_BASE
-from kvoffloadd.trial.leaks import UID
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.leaks import UID
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields, RawPeer
 from tests.e2e.daemons import Hold

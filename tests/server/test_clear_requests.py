@@ -14,7 +14,7 @@ import pytest
 
 from kvoffloadd.client import Client, NamespaceSpec
 from kvoffloadd.storage.disk.manifest import decode_manifest
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields, RawPeer
 from tests.e2e.disk import MIB, disk_settings

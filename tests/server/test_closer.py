@@ -21,7 +21,7 @@ from kvoffloadd.errors import BusyError, LimitError
 from kvoffloadd.linux import sockets
 from kvoffloadd.server.peers import descriptorcloser as closer_module
 from kvoffloadd.server.peers.descriptorcloser import LOOK_S, SPARE, STUCK_S, DescriptorCloser
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer, frame
 from tests.conftest import OTHER_UID

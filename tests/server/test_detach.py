@@ -14,7 +14,7 @@ from kvoffloadd.client import Group, GroupKind, KvCache, Ref, SharedTensor
 from kvoffloadd.errors import RemoteError
 from kvoffloadd.linux.sharedmem import create_memfd
 from kvoffloadd.server.session import registry
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields
 from tests.client.flavours import MAKERS, NAMESPACE, OnLoop

@@ -21,7 +21,7 @@ from kvoffloadd.server.peers.account import BUILT_IN, Account
 from kvoffloadd.server.peers.descriptorcloser import DescriptorCloser
 from kvoffloadd.server.socketplace import SocketPlace
 from kvoffloadd.server.watchdog import Watchdog
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from tests.cache.fakes import make_cache
 from tests.server.test_clears import context_of
 

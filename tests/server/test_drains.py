@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.leaks import UID
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.leaks import UID
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import Fields, RawPeer, frame
 from tests.server.scene import FULL, Scene, ids, keys

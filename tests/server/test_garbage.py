@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.e2e.daemons import make_daemon
 from tests.e2e.disk import disk_settings, group_of, only_on_disk, store_on_disk
 from tests.e2e.rank import Rank, new_keys

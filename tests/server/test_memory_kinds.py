@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.linux.memorylimits import memory_bytes
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.server.scene import Scene
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import pytest
 
 from kvoffloadd.linux.sharedmem import create_memfd
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
 from tests.conftest import OTHER_UID

@@ -19,7 +19,7 @@ import pytest
 from kvoffloadd.errors import ConfigError, TryAgainError
 from kvoffloadd.server import socketplace as module
 from kvoffloadd.server.socketplace import SocketPlace, is_ending
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 
 
 @pytest.fixture(autouse=True)

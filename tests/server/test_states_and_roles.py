@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.protocol.messages import REQUESTS
 from kvoffloadd.protocol.state import ROLE_MAY
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import NAMESPACE, RawPeer, frame, said
 from tests.e2e.daemons import Hold

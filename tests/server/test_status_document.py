@@ -14,7 +14,7 @@ from kvoffloadd.client import Client
 from kvoffloadd.protocol.connection import encode
 from kvoffloadd.protocol.messages import FRAME_BYTES_MAX, Report
 from kvoffloadd.server.status import LABEL_CHARS, NAMESPACES_MAX, SESSIONS_MAX
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import NAMESPACE
 from tests.e2e.daemons import Hold

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.stores import why_no_mooncake
 from tests.service.conftest import CONFIG, SERVICE, TEXT
 from tests.service.container import BINARY, SITE, Container

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Self
 
-from kvoffloadd.trial.process import end, module, spawn, tail
+from kvoffloadd.testing.process import end, module, spawn, tail
 from scripts.harness.counters import Counters
 from scripts.harness.daemon import Daemon
 from scripts.stress.namespaces import MIXED, geometries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine

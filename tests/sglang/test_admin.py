@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.enginechild import EngineError
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
 from tests.sglang.engine import ALL, Prompts, Seat, cached, linked_to, settle, stored_at, tokens

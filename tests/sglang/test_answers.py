@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
 from tests.sglang.engine import ALL, SESSIONS, TWO_RANKS, Prompts, cached, settle, stored_at, tokens
 from tests.vllm.models import OTHER

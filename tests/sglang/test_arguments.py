@@ -15,7 +15,7 @@ import pytest
 
 from kvoffloadd.integrations.sglang import environment
 from kvoffloadd.integrations.sglang.arguments import COUNTED, HARMLESS, NAMES_HARMLESS, HarmlessArguments
-from kvoffloadd.trial.process import ROOT
+from kvoffloadd.testing.process import ROOT
 from tests.sglang.engine import ENVIRONMENT
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]

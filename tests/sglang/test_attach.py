@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.sglang import storage_options
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
 from tests.sglang.engine import ALL, SESSIONS, Prompts, SglangEngine, cached, settle, stored_at, tokens

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.process import memory_folder
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.process import memory_folder
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.conftest import SEED
 from tests.e2e import disk

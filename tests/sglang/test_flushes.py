@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.e2e.daemons import Hold
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
 from tests.sglang.engine import ALL, SESSIONS, Prompts, cached, settle, stored_at, tokens

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.disk import used_bytes
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.disk import used_bytes
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e import disk
 from tests.e2e.daemons import chosen

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.conftest import SEED
 from tests.e2e import disk
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine

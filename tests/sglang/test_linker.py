@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.e2e import disk
 from tests.sglang.conftest import Reference, StartDaemon, StartEngine
 from tests.sglang.engine import ALL, SESSIONS, TWO_RANKS, Prompts, cached, linked, linked_to, settle, stored_at, tokens

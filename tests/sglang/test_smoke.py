@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.enginechild import ROOT
 from tests.sglang.conftest import StartDaemon
 from tests.sglang.engine import ENVIRONMENT, OPTIONS

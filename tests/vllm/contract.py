@@ -47,7 +47,7 @@ from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost
 from kvoffloadd.integrations.vllm.parts import by_heads
 from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec, KVOffloaddWorker
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import disk_settings, idle
 from tests.e2e.unrecordable import epoch

@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffloadd.integrations.vllm import expectation, handoff
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.vllm.engine import by_connector
 from tests.vllm.modelless import BLOCK, BLOCKS, Modelless, is_connected

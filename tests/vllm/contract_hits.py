@@ -15,7 +15,7 @@ import pytest
 from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.request import RequestStatus
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.sharedstore import SharedStore
 from tests.vllm.engine import by_connector

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd.integrations.vllm.caches import announced
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.sharedstore import SharedStore
 from tests.vllm.engine import by_connector

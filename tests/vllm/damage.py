@@ -14,7 +14,7 @@ from kvoffloadd.integrations.vllm.worker import KeysLoadStoreSpec
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.arenafile import _HEADER as HEADER
 from kvoffloadd.storage.arenafile import NAMES_BYTES, RECORD_WORDS, arena_offset
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 
 Choose = Callable[[Sequence[tuple[int, list[bytes]]]], tuple[int, bytes]]
 """Of what is about to be loaded, each group's keys: which one is to be damaged."""

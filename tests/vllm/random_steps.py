@@ -17,7 +17,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from kvoffloadd.integrations.vllm.worker import KVOffloaddWorker
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.vllm.damage import damage
 from tests.vllm.engine import by_connector

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
 from tests.vllm.conftest import StartDaemon, StartEngine

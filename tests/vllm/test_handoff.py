@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from tests.e2e import disk
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import COUNT, Prompts, by_chunks, by_connector, cached, settle, tokens

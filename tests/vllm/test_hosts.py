@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.lab import Lab, why_not_isolated
 from scripts.harness.stores import remote_python, why_no_mooncake, why_no_valkey

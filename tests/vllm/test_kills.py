@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine

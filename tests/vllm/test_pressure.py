@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffloadd.trial.leaks import UID
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.leaks import UID
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine
 from tests.vllm.engine import ALL, COUNT, ROUTES, Prompts, by_connector, by_spec, cached, settle, tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e import disk
 from tests.vllm.conftest import Reference, StartDaemon, StartEngine

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from kvoffloadd.trial.figures import p50, p99
+from kvoffloadd.testing.figures import p50, p99
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from kvoffloadd.trial.process import DaemonError, module, spawn, tail
+from kvoffloadd.testing.process import DaemonError, module, spawn, tail
 from scripts.vllm import ENVIRONMENT
 from scripts.vllm.serving.engine import Answered, Asked, EngineOptions
 from scripts.vllm.serving.figures import RequestSample

@@ -11,7 +11,7 @@ from kvoffloadd.cache.policy import POLICIES, create_policy
 from kvoffloadd.cache.policy.s3fifo import CHANCES_MIN
 from kvoffloadd.cache.policy.selection import BLOCK_MAX, IN_USE_MAX
 from kvoffloadd.model import BoolArray, U32Array
-from kvoffloadd.trial.process import rss_anon_bytes
+from kvoffloadd.testing.process import rss_anon_bytes
 from tests.calls import Calls, assert_short
 
 ROWS, PROMPT = 1_000_000, 500

@@ -18,7 +18,7 @@ from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
 from kvoffloadd.errors import MemoryKindError
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 
 MIB = 1 << 20
 MINE = frozenset(os.sched_getaffinity(0))

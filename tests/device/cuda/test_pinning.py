@@ -19,7 +19,7 @@ from kvoffloadd.device.plan import Copies
 from kvoffloadd.errors import ResourceError
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd
 from kvoffloadd.model import Direction, U64Array
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 
 GIB = 1 << 30
 BASE = 1 << 40

@@ -14,7 +14,7 @@ import pytest
 
 from kvoffloadd.integrations.sglang import pagestore
 from kvoffloadd.integrations.sglang.prefixes import Needed
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.sharedstore import SharedStore
 from tests.integrations.sglang.fakesglang import ADAPTER, Node

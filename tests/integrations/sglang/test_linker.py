@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.e2e.daemons import Hold
 from tests.integrations.sglang import fakes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvoffloadd.integrations.sglang.storequeue import StoreQueue
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 
 SOON_S = 100.0
 

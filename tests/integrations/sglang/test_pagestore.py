@@ -23,7 +23,7 @@ from kvoffloadd.integrations.sglang.pagestore import Pages, PageStore, Purpose
 from kvoffloadd.integrations.sglang.pools import TpRank
 from kvoffloadd.integrations.sglang.prefixes import Needed
 from kvoffloadd.model import Direction
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from tests.conftest import SEED
 from tests.e2e.daemons import Hold

@@ -14,7 +14,7 @@ from kvoffloadd.client import Client, Job, JobResult, KeyState, KvCache, Outcome
 from kvoffloadd.errors import RemoteError
 from kvoffloadd.integrations.sglang.sharedlink import SharedLink
 from kvoffloadd.model import Direction
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 
 KEYS = np.zeros((4, 32), np.uint8).tobytes()
 STATES = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffloadd.integrations.vllm import event_thread as watching
 from kvoffloadd.integrations.vllm.event_thread import EventThread
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
 from tests.e2e.disk import disk_settings, idle

@@ -21,7 +21,7 @@ from kvoffloadd.integrations.common.link import DaemonLink
 from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.lookup_thread import LookupThread, PinRequest, UsedKeys
 from kvoffloadd.model import Tier
-from kvoffloadd.trial.wait import HANG_S, until
+from kvoffloadd.testing.wait import HANG_S, until
 from scripts.harness.daemon import Daemon
 from tests.e2e.disk import disk_settings, only_on_disk, store_on_disk
 from tests.e2e.rank import Keys, Rank, new_keys

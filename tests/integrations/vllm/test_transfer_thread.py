@@ -14,7 +14,7 @@ from kvoffloadd.errors import DeadlineError
 from kvoffloadd.integrations.vllm.blocks import Chunks, GroupChunks
 from kvoffloadd.integrations.vllm.transfer_thread import Ended, Transfer, TransferThread
 from kvoffloadd.model import Direction
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
 from tests.e2e.daemons import Hold

@@ -21,7 +21,7 @@ from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, is_segment_name
 from kvoffloadd.storage.disk.opening import probe
 from kvoffloadd.storage.disk.segment import create_segment, recycle_segment, seal_segment
-from kvoffloadd.trial.wait import HANG_S
+from kvoffloadd.testing.wait import HANG_S
 from tests.conftest import OTHER_UID
 from tests.storage.disk.builders import NAME, SPACE_A, Folder, entries_of, header_of
 

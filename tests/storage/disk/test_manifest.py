@@ -23,7 +23,7 @@ from kvoffloadd.storage.disk.manifest import (
     read_manifest,
     write_manifest,
 )
-from kvoffloadd.trial.wait import until
+from kvoffloadd.testing.wait import until
 
 FULL = Manifest(b"r" * 16, 3, 9, {b"a" * 16: 9, b"b" * 16: 2})
 

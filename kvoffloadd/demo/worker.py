@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from kvoffloadd.client import Client, Found, KeyState, Outcome
+from kvoffloadd.demo.chat import ROOT_TOKENS, ROOTS, ChatTurn
+from kvoffloadd.demo.kvcache import GROUPS, TOKENS_PER_KEY, WorkerCache, first_needed, namespace
 from kvoffloadd.model import U8Array
-from kvoffloadd.trial.demo.chat import ROOT_TOKENS, ROOTS, ChatTurn
-from kvoffloadd.trial.demo.kvcache import GROUPS, TOKENS_PER_KEY, WorkerCache, first_needed, namespace
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.oracle import Oracle
 
 CALL_S = 60.0
 KEY_BYTES = 32

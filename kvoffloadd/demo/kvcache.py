@@ -6,7 +6,7 @@ import numpy as np
 
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, Registration, SharedTensor
 from kvoffloadd.model import I64Array, U8Array
-from kvoffloadd.trial.oracle import Oracle
+from kvoffloadd.testing.oracle import Oracle
 
 MODEL = "gpt-oss-20b"
 """12 layers of full and 12 of sliding attention; here with 2 of its 8 KV heads."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kvoffloadd.trial.wait import within
+from kvoffloadd.testing.wait import within
 
 ROOT = Path(__file__).resolve().parents[2]
 _SHM = "/dev/shm"

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvoffloadd.bench.figure import Figure
+from kvoffloadd.bench.memory import CopyCase, copy_worker, jobs_beside
+from kvoffloadd.bench.rounds import Show
 from kvoffloadd.client import GpuTensor
 from kvoffloadd.client.memory.gpu import driver
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd, populate
-from kvoffloadd.trial.bench.figure import Figure
-from kvoffloadd.trial.bench.memory import CopyCase, copy_worker, jobs_beside
-from kvoffloadd.trial.bench.rounds import Show
 
 ROW_BYTES = 1 << 20
 _PORTABLE_AND_MAPPED, _DEFAULT_STREAM = 3, 0

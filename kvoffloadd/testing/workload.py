@@ -10,7 +10,7 @@ import numpy as np
 from kvoffloadd.client import Client, Group, GroupKind, Job, JobResult, KvCache, Outcome, Ready, Ref, Timeline
 from kvoffloadd.client.memory.tensor import CanonicalTensor
 from kvoffloadd.model import I64Array, U8Array
-from kvoffloadd.trial.figures import keys_of
+from kvoffloadd.testing.figures import keys_of
 
 Wanted = dict[int, tuple[U8Array, I64Array]]
 """Maps a group to keys and block ids."""

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from kvoffloadd.bench.echo import bare_echo
+from kvoffloadd.bench.figure import Figure, latency
+from kvoffloadd.bench.rounds import Show, in_rounds
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
-from kvoffloadd.trial.bench.echo import bare_echo
-from kvoffloadd.trial.bench.figure import Figure, latency
-from kvoffloadd.trial.bench.rounds import Show, in_rounds
-from kvoffloadd.trial.daemon import OwnDaemon
-from kvoffloadd.trial.figures import KEY_BYTES, keys_of, p50
+from kvoffloadd.testing.daemon import OwnDaemon
+from kvoffloadd.testing.figures import KEY_BYTES, keys_of, p50
 
 CALLS = 200
 LOOKUP_KEYS = (1, 512)

@@ -13,8 +13,8 @@ from typing import Any, Self
 
 from kvoffloadd.client import Client
 from kvoffloadd.errors import ClientError
-from kvoffloadd.trial.process import ROOT, DaemonError, end, spawn, tail
-from kvoffloadd.trial.wait import HANG_S, within
+from kvoffloadd.testing.process import ROOT, DaemonError, end, spawn, tail
+from kvoffloadd.testing.wait import HANG_S, within
 
 START_S = HANG_S
 STOP_S = 30.0

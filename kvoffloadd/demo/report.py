@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvoffloadd.trial.demo.chat import ChatTurn
-from kvoffloadd.trial.demo.kvcache import MODEL
-from kvoffloadd.trial.demo.worker import TurnAnswer
-from kvoffloadd.trial.output import SHOWN, format_ms, print_table, print_wrong, ratio
+from kvoffloadd.demo.chat import ChatTurn
+from kvoffloadd.demo.kvcache import MODEL
+from kvoffloadd.demo.worker import TurnAnswer
+from kvoffloadd.testing.output import SHOWN, format_ms, print_table, print_wrong, ratio
 from kvoffloadd.units import format_bytes
 
 

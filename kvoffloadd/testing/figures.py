@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffloadd.model import I64Array, U8Array, U64Array
-from kvoffloadd.trial.oracle import mixed
-from kvoffloadd.trial.output import COLUMNS
+from kvoffloadd.testing.oracle import mixed
+from kvoffloadd.testing.output import COLUMNS
 
 KEY_WORDS = 4
 KEY_BYTES = 8 * KEY_WORDS

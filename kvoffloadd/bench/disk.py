@@ -14,19 +14,19 @@ from pathlib import Path
 
 import numpy as np
 
+from kvoffloadd.bench.figure import Figure, bandwidth
+from kvoffloadd.bench.rounds import Show, in_rounds
 from kvoffloadd.client import Client, NamespaceSpec, SharedTensor
 from kvoffloadd.config import DiskConfig
 from kvoffloadd.linux.mounts import file_system_of
 from kvoffloadd.storage.disk.files import Files, aligned_pages
 from kvoffloadd.storage.disk.opening import probe
-from kvoffloadd.trial.bench.figure import Figure, bandwidth
-from kvoffloadd.trial.bench.rounds import Show, in_rounds
-from kvoffloadd.trial.daemon import OwnDaemon
-from kvoffloadd.trial.disk import STUCK_S, disk_folder
-from kvoffloadd.trial.figures import KEY_BYTES
-from kvoffloadd.trial.process import DaemonError, status_bytes
-from kvoffloadd.trial.wait import HANG_S, within
-from kvoffloadd.trial.workload import WAIT_S, Workload
+from kvoffloadd.testing.daemon import OwnDaemon
+from kvoffloadd.testing.disk import STUCK_S, disk_folder
+from kvoffloadd.testing.figures import KEY_BYTES
+from kvoffloadd.testing.process import DaemonError, status_bytes
+from kvoffloadd.testing.wait import HANG_S, within
+from kvoffloadd.testing.workload import WAIT_S, Workload
 
 MIB = 1 << 20
 PAYLOAD_BYTES = MIB

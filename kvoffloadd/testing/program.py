@@ -1,4 +1,4 @@
-"""Common parts of trials: printing of results, exit statuses, and values of options."""
+"""Runs a command in a private folder: prints its result, and has its exit statuses and the values of its options."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Protocol
 
 from kvoffloadd.errors import KvOffloadError
-from kvoffloadd.trial.output import print_json
-from kvoffloadd.trial.process import DaemonError, obey_signals, private_folder
+from kvoffloadd.testing.output import print_json
+from kvoffloadd.testing.process import DaemonError, obey_signals, private_folder
 from kvoffloadd.units import parse_bytes
 
 EXIT_BAD, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
-class TrialReport(Protocol):
+class RunReport(Protocol):
     """The result of a run."""
 
     @property
@@ -30,7 +30,7 @@ class TrialReport(Protocol):
         """Prints a table."""
 
 
-def carry_out(name: str, run: Callable[[Path], TrialReport], *, as_json: bool) -> int:
+def carry_out(name: str, run: Callable[[Path], RunReport], *, as_json: bool) -> int:
     """Runs `run` in a private folder, and shows its result; returns the exit status."""
     obey_signals()
     try:

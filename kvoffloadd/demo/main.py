@@ -6,10 +6,10 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from kvoffloadd.trial.demo.report import DemoReport
-from kvoffloadd.trial.demo.run import Run
-from kvoffloadd.trial.disk import disk_folder
-from kvoffloadd.trial.program import carry_out
+from kvoffloadd.demo.report import DemoReport
+from kvoffloadd.demo.run import Run
+from kvoffloadd.testing.disk import disk_folder
+from kvoffloadd.testing.program import carry_out
 
 
 def demo(given: argparse.Namespace) -> int:

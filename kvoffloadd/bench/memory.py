@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from kvoffloadd.bench.figure import Figure, bandwidth
+from kvoffloadd.bench.rounds import Show, in_rounds
 from kvoffloadd.client import Client, Group, NamespaceSpec, SharedTensor
 from kvoffloadd.client.memory.tensor import CanonicalTensor
-from kvoffloadd.trial.bench.figure import Figure, bandwidth
-from kvoffloadd.trial.bench.rounds import Show, in_rounds
-from kvoffloadd.trial.daemon import OwnDaemon
-from kvoffloadd.trial.figures import KEY_BYTES
-from kvoffloadd.trial.workload import WAIT_S, Workload
+from kvoffloadd.testing.daemon import OwnDaemon
+from kvoffloadd.testing.figures import KEY_BYTES
+from kvoffloadd.testing.workload import WAIT_S, Workload
 from kvoffloadd.units import format_bytes
 
 SETS = 3

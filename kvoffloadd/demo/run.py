@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffloadd.trial.daemon import OwnDaemon
-from kvoffloadd.trial.demo.chat import ChatTurn, chat
-from kvoffloadd.trial.demo.kvcache import bytes_of
-from kvoffloadd.trial.demo.report import DemoReport
-from kvoffloadd.trial.demo.worker import TurnAnswer
-from kvoffloadd.trial.disk import disk_settings, used_bytes
-from kvoffloadd.trial.leaks import held, leaks, unreturned_slots
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.process import bad_entries, unmapped_within
-from kvoffloadd.trial.worker import WorkerProcess
+from kvoffloadd.demo.chat import ChatTurn, chat
+from kvoffloadd.demo.kvcache import bytes_of
+from kvoffloadd.demo.report import DemoReport
+from kvoffloadd.demo.worker import TurnAnswer
+from kvoffloadd.testing.daemon import OwnDaemon
+from kvoffloadd.testing.disk import disk_settings, used_bytes
+from kvoffloadd.testing.leaks import held, leaks, unreturned_slots
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.process import bad_entries, unmapped_within
+from kvoffloadd.testing.worker import WorkerProcess
 
 WORKERS = 2
 START_S = TURN_S = 60.0
@@ -84,7 +84,7 @@ class Run:
             "seed": self._given.seed,
             "memory_name": f"{self._memory_prefix}{row}-{generation}-",
         }
-        self._workers[row] = WorkerProcess("kvoffloadd.trial.demo.worker", options, self._log(row))
+        self._workers[row] = WorkerProcess("kvoffloadd.demo.worker", options, self._log(row))
         self._workers[row].answer(START_S)
 
     def _log(self, row: int) -> Path:

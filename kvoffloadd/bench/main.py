@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from kvoffloadd import __version__
+from kvoffloadd.bench.disk import measure_disk
+from kvoffloadd.bench.figure import Figure
+from kvoffloadd.bench.gpu import measure_gpu
+from kvoffloadd.bench.memory import measure_memory
+from kvoffloadd.bench.requests import measure_requests
+from kvoffloadd.bench.rounds import Show
 from kvoffloadd.errors import DeviceError
-from kvoffloadd.trial.bench.disk import measure_disk
-from kvoffloadd.trial.bench.figure import Figure
-from kvoffloadd.trial.bench.gpu import measure_gpu
-from kvoffloadd.trial.bench.memory import measure_memory
-from kvoffloadd.trial.bench.requests import measure_requests
-from kvoffloadd.trial.bench.rounds import Show
-from kvoffloadd.trial.output import ProgressBar
-from kvoffloadd.trial.program import carry_out
+from kvoffloadd.testing.output import ProgressBar
+from kvoffloadd.testing.program import carry_out
 
 PIPE_COLUMNS = 110
 

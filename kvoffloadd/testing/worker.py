@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvoffloadd.trial.process import DaemonError, end, module, spawn, tail
+from kvoffloadd.testing.process import DaemonError, end, module, spawn, tail
 
 END_S = 60.0
 

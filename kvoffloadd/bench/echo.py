@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvoffloadd.trial.process import DaemonError, tail
-from kvoffloadd.trial.wait import until
-from kvoffloadd.trial.worker import WorkerProcess
+from kvoffloadd.testing.process import DaemonError, tail
+from kvoffloadd.testing.wait import until
+from kvoffloadd.testing.worker import WorkerProcess
 
 
 @contextmanager
@@ -44,9 +44,7 @@ def bare_echo(folder: Path, request_bytes: int, reply_bytes: int) -> Iterator[Ca
     """Yields a call that makes one round trip."""
     request = bytes(request_bytes)
     with (
-        echo_process(
-            "kvoffloadd.trial.bench.echo", folder, request_bytes=request_bytes, reply_bytes=reply_bytes
-        ) as path,
+        echo_process("kvoffloadd.bench.echo", folder, request_bytes=request_bytes, reply_bytes=reply_bytes) as path,
         socket.socket(socket.AF_UNIX) as sock,
     ):
         sock.connect(str(path))

@@ -6,8 +6,8 @@ import os
 from typing import Any
 
 from kvoffloadd.client import Client
-from kvoffloadd.trial.process import mapped_memfds, open_fds
-from kvoffloadd.trial.wait import HANG_S, within
+from kvoffloadd.testing.process import mapped_memfds, open_fds
+from kvoffloadd.testing.wait import HANG_S, within
 
 STAYS = ("groups",)
 """Charges that last as long as keys are held, even after their users have left."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvoffloadd.trial.figures import median_ratio, p50
+from kvoffloadd.testing.figures import median_ratio, p50
 
 GIB = 1 << 30
 

@@ -1,4 +1,4 @@
-"""Makes disk roots for the daemons of trials."""
+"""Makes disk roots for the private daemons."""
 
 from __future__ import annotations
 

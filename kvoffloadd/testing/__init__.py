@@ -1,0 +1,1 @@
+"""Runs a private daemon and child processes, and checks every byte: what demo, bench, scripts and tests share."""
