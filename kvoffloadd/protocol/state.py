@@ -18,6 +18,8 @@ from kvoffloadd.protocol.messages import PUSHES, REPLIES, REQUESTS
 class ProtocolState(enum.Enum):
     """The state of a session."""
 
+    __hash__ = object.__hash__  # that of Enum runs in Python, for each request
+
     HELLO = "hello"
     GREETING = "greeting"
     READY = "ready"

@@ -7,8 +7,7 @@ to unpack, so a daemon unpacks large frames in steps.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any, Final
 
 import msgpack
@@ -69,15 +68,19 @@ class _Count:
 
 def unpack(body: bytes | memoryview, map_items_max: int = MAP_ITEMS_MAX) -> dict[str, Any]:
     """Returns the map in a frame's body. Raises FramingError."""
-    with _framing_errors():
+    try:
         found = msgpack.unpackb(body, max_array_len=ARRAY_ITEMS_MAX, max_map_len=map_items_max, **_Count().options())
+    except _UNPACK_ERRORS as error:
+        raise _framing_error(error) from None
     return _one_map(found)
 
 
 def unpack_in_steps(body: bytes) -> Unpacking:
     """Yields between its steps, and before it returns the map. Raises FramingError."""
-    with _framing_errors():
+    try:
         found = yield from _Unpacker(body).run()
+    except _UNPACK_ERRORS as error:
+        raise _framing_error(error) from None
     del body
     yield
     return found
@@ -171,12 +174,11 @@ class _Unpacker:
         return self._body[at]
 
 
-@contextlib.contextmanager
-def _framing_errors() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException) as error:
-        raise FramingError(f"not a msgpack map: {str(error)[:200]}") from None
+_UNPACK_ERRORS: Final = (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException)
+
+
+def _framing_error(error: Exception) -> FramingError:
+    return FramingError(f"not a msgpack map: {str(error)[:200]}")
 
 
 def _one_map(found: Any) -> dict[str, Any]:

@@ -47,6 +47,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * _FDS_MAX)
 """Room for all descriptors of a message: the kernel would close the others within `recvmsg`, on the event loop."""
 MESSAGES_PER_TURN = 32
 """The most messages that one turn of a session serves; none begins more than TURN_S after the turn's start."""
+_DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)  # a plain number: the operators of flags run in Python
 LARGE_BYTES = len(_READ)
 """Frames up to this size do not wait for room: a single read takes as much."""
 REQUESTS_UNDER_WAY_MAX = 64
@@ -102,7 +103,7 @@ class PeerConnection:
             self._close_fds(fds)
             self.end("the peer closed the socket")
             return
-        if flags & socket.MSG_CTRUNC:  # the kernel has closed the others
+        if flags & _DESCRIPTORS_LOST:  # the kernel has closed the others
             self._close_fds(fds)
             self._refuse(DescriptorsLostError("not all descriptors arrived: the daemon has run out of descriptors"))
             return
@@ -257,10 +258,10 @@ class PeerConnection:
             if others >= REQUESTS_UNDER_WAY_MAX and not last and self.session.waits(message):
                 raise BusyError(f"{others} requests of this session are under way")
             answer = self.session.handle(message, fds)
-            if isinstance(answer, Generator):
-                self._steps = answer, seq  # `serve` continues them
-            elif isinstance(answer, m.Reply):
+            if isinstance(answer, m.Reply):
                 self._send(answer, (self._context.pidfd,) if isinstance(answer, m.Welcome) else ())
+            elif isinstance(answer, Generator):
+                self._steps = answer, seq  # `serve` continues them
             else:
                 task = self._loop.create_task(self._finish_request(answer, seq, last=last))
                 self._under_way.add(task, seq)

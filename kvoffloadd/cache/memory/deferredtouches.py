@@ -32,7 +32,7 @@ PIECE_KEYS = 1 << 13
 first, so that the beginning is evicted last.
 """
 
-STEP_KEYS = 1 << 11
+STEP_KEYS = 1 << 12
 """The number of keys that one turn of the event loop counts (or one piece, if it is larger), unless the order is
 needed. It is small because the rows are not in the processor's caches while copies run.
 """
@@ -98,7 +98,7 @@ class DeferredTouches:
         used = groups if used is None else used
         gone = _gone_from(groups, reach)
         if not gone or any((lookup.states == KeyState.PENDING).any() for _, lookup, _ in groups):
-            return self.add(used)  # no key is gone, or it is on its way
+            return self._add(used, lost=False)  # no key is gone, or it is on its way
         end = max(reach, min(gone))
         self._add(_split(groups, end)[1], lost=True)
         self._add(_split(used, end)[0], lost=False)
@@ -175,6 +175,8 @@ def _gone_from(groups: Sequence[Used], reach: int) -> list[int]:
     """
     found = []
     for keyspace, lookup, first in groups:
+        if lookup.num_hits == len(lookup.hits):
+            continue
         tokens, begin = keyspace.schema.tokens_per_key, max(0, reach // keyspace.schema.tokens_per_key - first)
         absent = np.flatnonzero(lookup.rows[begin:] < 0)
         if len(absent):

@@ -17,6 +17,8 @@ import enum
 class Input(enum.Enum):
     """The state of the data that the peer sends."""
 
+    __hash__ = object.__hash__  # that of Enum runs in Python, for each request
+
     OPEN = "open"  # every whole frame is served
     SERVING = "serving"  # the session has its turn
     QUEUED = "queued"  # frames, or a request that has begun, wait for the session's turn
@@ -27,6 +29,8 @@ class Input(enum.Enum):
 
 class Output(enum.Enum):
     """Whether the peer keeps up with the data that it is sent."""
+
+    __hash__ = object.__hash__  # that of Enum runs in Python, for each request
 
     FLOWING = "flowing"
     CONGESTED = "congested"  # too slow for further requests

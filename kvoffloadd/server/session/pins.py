@@ -50,11 +50,6 @@ class Lookups(NamedTuple):
         return packed_boundaries(hits)
 
     @property
-    def reach(self) -> int:
-        """The number of tokens that can be restored of a prompt that has all groups."""
-        return int.from_bytes(self.boundaries[:4], "little")
-
-    @property
     def rows(self) -> U32Array:
         """The rows of all keys that hit."""
         if len(self.groups) == 1:
@@ -134,7 +129,7 @@ class PendingPins:
         if below:
             cache.uses.add(used)  # keys behind a gap are known when the tiers below have finished
         else:
-            cache.uses.add_prompt(used, answered.reach)
+            cache.uses.add_prompt(used, _reach(reply.boundaries))
         for group in answered.groups:
             cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.asked)
         if cache.lookups.waiting:
@@ -194,15 +189,16 @@ class PendingPins:
             waiting.charged -= len(fresh)
         came = _used(before, groups, [group.on_disk for group in groups])
         pinned = _used(before, groups, [group.lookup.hits for group in groups]) if waiting.lease is not None else came
-        cache.uses.add_prompt(pinned, answered.reach, came)
+        boundaries = answered.boundaries
+        cache.uses.add_prompt(pinned, _reach(boundaries), came)
         for group in groups:
             if group.asked is not None and waiting.lease is not None:
                 cache.lookups.record_asked(group.keyspace, group.keys, group.lookup, group.asked)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.classify_misses)
         self._end(waiting)
-        states, boundaries = answered.states, answered.boundaries
-        self.push(m.Ready(seq=waiting.seq, states=states, boundaries=boundaries, lease=lease.id if lease else 0))
+        lease_id = lease.id if lease else 0
+        self.push(m.Ready(seq=waiting.seq, states=answered.states, boundaries=boundaries, lease=lease_id))
 
     def _leave_out(self, groups: list[GroupLookup], joining: list[BoolArray]) -> None:
         """Turns keys that would join a lease (`joining`, of each group), but that its user may not hold, into misses:
@@ -247,6 +243,11 @@ def _used(before: list[GroupLookup], now: list[GroupLookup], hits: list[BoolArra
         states = np.where(first.below & (group.lookup.rows < 0), np.uint8(_PENDING), group.lookup.states)
         used.append((group.keyspace, LookupResult(group.lookup.rows, states, some), group.first))
     return used
+
+
+def _reach(boundaries: bytes) -> int:
+    """Returns the number of tokens that can be restored of a prompt that has all groups."""
+    return int.from_bytes(boundaries[:4], "little")
 
 
 def _ready_bytes(answered: Lookups) -> int:
