@@ -1,7 +1,7 @@
 """A tiny hybrid model: layers with states, with a window and with full attention, trained here to do the task.
 
-What a token finds is decided by content alone: a convolution tells each token which one stood before it, and attention
-looks for that. So it begins with weights that can find what stood behind a token; training teaches the rest, such as
+What a token finds is decided by content alone: a convolution gives each token the one before it, and attention looks
+for that. So it begins with weights that can find what stood behind a token; training teaches the rest, such as
 which of several values holds. Which mode a token names is in a part of its vector that the recurrence alone reads.
 """
 
@@ -56,7 +56,7 @@ class UntrainedError(KvOffloadError):
 
 @dataclass(frozen=True)
 class Model:
-    """`embedding`: f32 (VOCABULARY, HALF), of which logits are made, too. `layers`: weights by name, see `_weights`."""
+    """`embedding`: f32 (VOCABULARY, HALF), also used to make logits. `layers`: weights by name, see `_weights`."""
 
     embedding: Any
     layers: tuple[dict[str, Any], ...]

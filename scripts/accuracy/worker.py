@@ -25,7 +25,7 @@ torch: Any = importlib.import_module("torch")
 BLOCKS = PROMPT_TOKENS // BLOCK
 CALL_S = 60.0
 NOWHERE = 0
-"""A block that nobody may read: what tables name that a group does not need."""
+"""A block that must not be read: tables name it where a group needs none."""
 
 SWAP_FALL, GROUP_FALL = 0.03, 0.5
 
@@ -145,7 +145,7 @@ class AccuracyWorker:
             raise DaemonError(f"{self.layout}: a job has ended as {result.outcome}: {result.reason}")
 
     def _answer(self, tables: Tables) -> Any:
-        """i64 (prompts, questions, ANSWER_TOKENS): every question of every prompt, each in a block of its own."""
+        """i64 (prompts, questions, ANSWER_TOKENS): every question of every prompt, each in its own block."""
         asked = self._prompts.asked
         rows = {
             group: torch.cat([table.repeat_interleave(asked.shape[1], 0), self._tails[group]], 1)

@@ -1,4 +1,4 @@
-"""What a layout of the KV cache buys: the same model and the same bytes in each, beside memcpy by one thread.
+"""What a layout of the KV cache buys: the same model and the same bytes in each, against memcpy by one thread.
 
 Jobs of about as many bytes (128 MiB by default), which store and load blocks of all the model's groups, at scattered
 block ids; layers and blocks have the model's true sizes. On `host`, and on a software driver whose calls take some time
@@ -43,7 +43,7 @@ MODELS = ("gpt-oss-20b", "qwen3-next-80b-a3b")
 COMPARED = ("by-layer", "cross-layer", "packed-pages", "packed-rows")
 """Of the harness's layouts."""
 SLAB_BYTES, SLABS = 64 << 20, 8
-"""Of the arena; so many more, since each size of payloads has its own."""
+"""The arena's slabs in addition to those that the jobs fill, since each size of payloads has its own."""
 HOST, CUDA = "host", "software driver"
 DIRECTIONS = ("store", "load")
 

@@ -46,7 +46,7 @@ class SparseFiles(Files):
 
 
 def make_root(root: Path, records: int) -> int:
-    """A root with so many records in sealed segments; returns how many segments."""
+    """Makes a root with `records` records in sealed segments; returns the number of segments."""
     files = SparseFiles()
     files.make_directory(root)
     files.make_directory(root / "segments")
@@ -84,7 +84,7 @@ def start(folder: Path, root: Path, records: int) -> dict[str, float]:
 
 
 def measure(records: int, rounds: int, base_bytes: float, parent: Path | None) -> dict[str, Any]:
-    """Medians of some starts with so many records. `base_bytes`: what a daemon without records takes."""
+    """Measures medians of some starts with `records` records. `base_bytes`: what a daemon without records takes."""
     with private_folder() as name, disk_folder(parent) as place:
         root = Path(place) / "root"
         segments = make_root(root, records) if records else 0

@@ -1,8 +1,8 @@
-"""The remote tier's way of bytes beside a plain TCP socket, in one run on one machine.
+"""The remote tier's path of bytes against a plain TCP socket, in one run on one machine.
 
 The daemon's side of it alone, `RemoteStore` with its agent, a hash lane and an arena, against a real store. Each round
 fetches and puts the same bytes in batches, one after the other with the plain socket, which moves as many from one
-process to another and does nothing else; what is fetched is verified. Then `exists` of 64 and 512 keys of which one in
+process to another and does nothing else; what is fetched is verified. Then `exists` of 64 and 512 keys, where one in
 eight is there. `ratio_to_limit` is the median over the rounds of fetched GB/s by those of the plain socket.
 
 Then what the tier costs pins when the store is gone: see `remotepins`.
@@ -117,7 +117,7 @@ class PlainSocket:
         return True
 
     def fetch(self, size: int) -> None:
-        """So many bytes, a batch at a time."""
+        """Fetches `size` bytes, a batch at a time."""
         for _ in range(size // BATCH_BYTES):
             self._sock.sendall(SIZE.pack(BATCH_BYTES))
             at = 0
@@ -320,7 +320,7 @@ def measure_moves(name: str, lab: Lab, folder: Path, given: argparse.Namespace) 
 
 
 def measure_pins(name: str, lab: Lab, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """See `remotepins`. Each of them with a store of its own."""
+    """Measures pins, as `remotepins` describes, each part with a separate store."""
     host = lab.hosts[0]
     ends = remotepins.ENDS if host.enter else remotepins.ENDS[:-1]
     with ProgressBar("bench_remote", given.rounds) as live:

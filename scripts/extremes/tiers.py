@@ -178,7 +178,7 @@ def reserve_where_most_are_pinned(scene: Scene) -> Iterator[None]:
 
 @asks("store", "16,384 keys, evicting incomplete ones of 64 parts")
 def store_over_incomplete_keys_of_many_parts(scene: Scene) -> Iterator[None]:
-    """Memory is full of keys of which one part of many is there, so that each one's end frees one slot alone."""
+    """Memory is full of keys that have one part of many, so that each one's end frees one slot alone."""
     peer = scene.session(scene.new_model())
     parts = 64
     told = [{**group(0, [(0, 0, PAGE, 1)]), "parts": parts, "part": part} for part in range(parts)]
@@ -204,7 +204,7 @@ FULL: tuple[ExtremeCase, ...] = (
 
 
 def of_parts(scene: Scene, parts: int) -> RawPeer:
-    """A session whose namespace has a group 0 of so many parts, all of them registered."""
+    """Opens a session whose namespace has a group 0 of `parts` parts, all of them registered."""
     peer = scene.session(scene.new_model())
     told = [{**group(0, [(0, 0, 16, 1)]), "parts": parts, "part": part} for part in range(parts)]
     register(peer, [(16, KEYS)], told)

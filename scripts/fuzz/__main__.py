@@ -1,4 +1,4 @@
-"""Fuzz a daemon over its socket: random, mutated and truncated frames in many sessions, beside an honest worker.
+"""Fuzz a daemon over its socket: random, mutated and truncated frames in many sessions, next to an honest worker.
 
 Every whole frame must be answered once, or its session be closed; the daemon must live, its memory and descriptors
 stay bounded, its self-audit find nothing; the honest worker must be served all the while, and with right bytes. Exit

@@ -1,7 +1,7 @@
-"""All attacks, in a process of their own: `-m scripts.fuzz.attackers SOCKET PORT SEED [UID...]`.
+"""All attacks, in a separate process: `-m scripts.fuzz.attackers SOCKET PORT SEED [UID...]`.
 
 It reads a line for each phase, the names of the attacks that are made at once, and an empty line at the phase's end.
-Then it says as JSON what each of them did. It ends with its standard input.
+Then it prints as JSON what each of them did. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Attackers:
 
 
 class Phase:
-    """Attacks that are made at once, each in a thread of its own."""
+    """Attacks that are made at once, each in its own thread."""
 
     def __init__(self, target: Target, names: Sequence[str], rng: random.Random) -> None:
         self._over = threading.Event()

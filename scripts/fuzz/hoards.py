@@ -24,7 +24,7 @@ SCRAPE = b"GET /metrics HTTP/1.0\r\n\r\n"
 
 
 def long_labels(enemy: Enemy) -> None:
-    """Every session that its user may have, in a namespace of its own with the longest names."""
+    """Every session that its user may have, each in its own namespace with the longest names."""
     with suppress(RefusedError):
         while True:
             enemy.session(enemy.new_model() + LABEL[:400], **dict.fromkeys(LABELS, LABEL))
@@ -186,7 +186,7 @@ def signals_that_never_come(enemy: Enemy) -> None:
             if enemy.ask(peer, "store", **job, ready={"signal": 0, "offset": 8, "value": 1})["type"] == "accepted":
                 begun.add(job["job"])
         outcomes = {peer.completed(job)["outcome"] for job in begun}
-        if not outcomes <= {"expired", "partial", "done"}:  # done: a job without a key that is to be stored
+        if not outcomes <= {"expired", "partial", "done"}:  # done: a job without a key to store
             enemy.problem(f"jobs whose signal never comes ended {outcomes}")
 
 

@@ -1,4 +1,4 @@
-"""Sessions that misbehave: what they send, what they must be told, and what became of it."""
+"""Sessions that misbehave: what they send, what the daemon must answer, and what became of it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Fuzzer:
         self._descriptors.close()
 
     def run(self, frames: int, threads: int, live: ProgressBar) -> None:
-        """Random frames, until so many were sent."""
+        """Sends random frames, until `frames` more were sent."""
         end = self.tally.frames + frames
         workers = [threading.Thread(target=self._fuzz, args=(end,), daemon=True) for _ in range(threads)]
         for worker in workers:

@@ -30,7 +30,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 def dripped_frames(enemy: Enemy) -> None:
-    """Frames, large and small, that come a byte at a time: their sessions must end, whoever else is busy."""
+    """Frames, large and small, that come a byte at a time: their sessions must end, however busy others are."""
     dripping = [enemy.session() for _ in range(16)]
     for number, peer in enumerate(dripping):
         enemy.push(peer, LARGEST if number % 2 else SMALL)
@@ -287,7 +287,7 @@ def forked_clients(enemy: Enemy) -> None:
 
 
 def comes_and_goes(enemy: Enemy) -> None:
-    """Sessions that begin and end as fast as they may, in namespaces of their own."""
+    """Sessions that begin and end as fast as they may, in separate namespaces."""
     while enemy.goes_on:
         peers: list[RawPeer] = []
         with suppress(RefusedError):
@@ -303,7 +303,7 @@ def comes_and_goes(enemy: Enemy) -> None:
 
 
 def clears(enemy: Enemy) -> None:
-    """A clear behind each store; most are waited for by nobody."""
+    """A clear follows each store; most are not waited for."""
     peer, registration = enemy.worker()
     while enemy.goes_on:
         waiting = []

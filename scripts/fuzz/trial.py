@@ -1,4 +1,4 @@
-"""A daemon that others misbehave towards beside a bystander, and what must hold of it in the end, whatever they did."""
+"""A daemon that serves a bystander while others misbehave, and what must hold of it in the end, whatever they did."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Trial:
 
     @contextmanager
     def beside_bystander(self, memory_name: str, *, expedited: bool = False, uid: int | None = None) -> Iterator[None]:
-        """What is done within must cost no more than it may; the memory of whoever does it has this name. `uid`: as
-        whom the bystander connects.
+        """What is done within must cost no more than it may; the memory that is registered for it has this name.
+        `uid`: the user as whom the bystander connects.
         """
         daemon = self.daemon
         before = held(daemon.observer, daemon.pid, "")

@@ -24,7 +24,7 @@ RAW_ROW_BYTES = 64 << 10
 """Rows of this size have a bound, and are in both parts."""
 
 GATHER_GAIN_MIN, DECODE_LOSS_MAX = 1.3, 0.02
-"""The worker gathers if loads are so much faster, and its engine is no slower than beside the daemon's own way."""
+"""The worker gathers if loads are this many times as fast, and decoding loses no more against the best other way."""
 
 WAIT_MAX_MS = 20.0
 """How long a copy may wait while memory is registered, in the median."""
@@ -139,7 +139,7 @@ def _batches(speeds: Mapping[tuple[int, str, str], float], hunt: Sequence[Case])
 
 
 def _bad(hunt: Sequence[Case], way: str) -> str:
-    """Says what was wrong with a way in a hunt; empty: nothing was. Wrong bytes may be either way's."""
+    """Returns what was wrong with a way in a hunt; empty: nothing was. Wrong bytes may be either way's."""
     stuck = [str(case["stuck"]) for case in hunt if case["stuck"] != "none" and case["last way"] == way]
     wrong = sum(int(case["wrong_bytes"]) for case in hunt)
     if stuck:

@@ -130,10 +130,10 @@ def short(name: str) -> str:
 
 
 def remark_of(test: dict[str, Any]) -> str:
-    """What a test has to say beside its outcome."""
+    """Returns what a test reports in addition to its outcome."""
     properties = [f"{name}: {value}" for name, value in test["properties"].items()]
     lines = [line.strip() for line in test["reason"].splitlines() if line.strip()]
-    # Of a worker's failure the first line says where it was seen, the last one what it was.
+    # The first line of a worker's failure names where it was seen, the last one what it was.
     reason = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
     return "; ".join([*properties, *([reason] if reason else [])])
 

@@ -1,4 +1,4 @@
-"""Rules of the driver that no document settles: each is tried, and what it answers is told by name.
+"""Rules of the driver that no document settles: each is tried, and the driver's answer is reported by name.
 
 Copies from and to memory that is not registered, or in part; signals on the NULL stream; chunks of virtual memory as
 engines' sleep mode allocates them; what may be called while another thread captures a graph.
@@ -40,7 +40,7 @@ SEEN_S = 5.0
 
 
 def told(work: Callable[[], Any]) -> str:
-    """What a call answers: the driver's name for its failure, or success and what it says."""
+    """Returns what a call answers: the driver's name for its failure, or success and the value."""
     try:
         value = work()
     except KvOffloadError as error:
@@ -52,7 +52,7 @@ def told(work: Callable[[], Any]) -> str:
 
 
 class _Host:
-    """Shared memory that is there, of which the first `registered_bytes` are known to the driver."""
+    """Shared memory that is there. The driver knows the first `registered_bytes` of it."""
 
     def __init__(self, size_bytes: int, registered_bytes: int = 0) -> None:
         self.size_bytes = size_bytes
@@ -128,8 +128,8 @@ class _Copies:
 
 
 def unregistered(quick: bool) -> dict[str, Any]:
-    """Copies from and to shared memory that the driver was never told of, or in part. A copy over both comes last: it
-    may end the context.
+    """Copies from and to shared memory that the driver does not know, or knows in part. A copy over both comes last:
+    it may end the context.
     """
     if software_driver() is not None:
         return SOFT
@@ -155,7 +155,7 @@ def _told_of(copies: _Copies, direction: Direction, row_bytes: int) -> str:
 
 
 def null_streams(_quick: bool) -> dict[str, Any]:
-    """A signal on the streams that have no handle of their own, as an engine's current stream may be one."""
+    """Signals on the streams that have only fixed handles, as an engine's current stream may be one."""
     if software_driver() is not None:
         return SOFT
     Gpu()
@@ -284,7 +284,7 @@ def _end_capture(stream: int) -> None:
 
 
 def _silent(_value: object) -> None:
-    """Only that it worked is told."""
+    """Reports only that it worked."""
 
 
 def _in_thread(gpu: Gpu, work: Callable[[], Any], answers: list[str]) -> None:

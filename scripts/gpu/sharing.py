@@ -30,7 +30,7 @@ from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, software_driver
 SMALL_BYTES = 64 << 10
 CHUNKS = 4
 SMALL_FILLS = (0x31, 0x32, 0x33)
-"""Small allocations share a block of the driver's; the last one is exported, and its bytes tell where it lies."""
+"""Small allocations share a block of the driver's; the last one is exported, and its bytes show where it lies."""
 CHUNK_FILL = 0x34
 _LAZY_PEER_ACCESS = 1
 _MESSAGE_BYTES, _START_S = 4096, 20.0
@@ -70,7 +70,7 @@ def export(uid: int) -> None:
 
 
 def opened(exporter_uid: int, importer_uid: int) -> dict[str, Any]:
-    """What an importer of that user (0: this one) is told of an exporter's memory. May become that user for good."""
+    """Returns what an importer of that user (0: this one) learns of an exporter's memory. May become it for good."""
     if (exporter_uid or importer_uid) and os.getuid():
         return {"skipped": "only root can become another user"}
     link, theirs = socket.socketpair()

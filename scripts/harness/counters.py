@@ -27,7 +27,7 @@ NAMES = (
     "broken_promises",  # answers that contradict each other, or the protocol
     "stores",
     "loads",
-    "verified_loads",  # loads of which every byte was compared and right
+    "verified_loads",  # loads whose every byte was compared and right
     *map(verified_in, VERIFIED_LAYOUTS),  # those of them into memory of that layout
     "verified_loads_from_disk",  # those of them with a key that was on disk alone when it was asked for
     "stored_keys",

@@ -24,8 +24,8 @@ class Moved(Protocol):
 
 
 class Begun(Protocol):
-    """A job that was asked for. `leased`: under a lease; `hurried`: its deadline may pass; `cancelled`: somebody asked
-    for an early end.
+    """A job that was asked for. `leased`: under a lease; `hurried`: its deadline may pass; `cancelled`: an early
+    end was asked for.
     """
 
     @property
@@ -53,7 +53,7 @@ _FILLED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.MISS)
 
 
 class Findings:
-    """Where a worker says what went wrong: counted, and written to its standard error."""
+    """Where a worker reports what went wrong: counted, and written to its standard error."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters

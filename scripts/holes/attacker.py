@@ -43,7 +43,7 @@ class HolePuncher(Beside):
         try:
             while not self.ending.wait(float(self._rng.choice(PAUSES_S))):
                 punch_once(self._memory, self._rng, self._counters)
-        except Exception as error:  # noqa: BLE001  told by __exit__
+        except Exception as error:  # noqa: BLE001  reported by __exit__
             self.failure = error
 
 
@@ -86,7 +86,7 @@ class HolesAttacker(HolesWorker):
         self.begin_job()
 
     def begin_job(self) -> None:
-        """Store what nobody else stores, or load anything."""
+        """Store what no other worker stores, or load anything."""
         session, some = self.any_session(), self.some(0.7)
         if not self.room(len(some)):
             return

@@ -1,6 +1,6 @@
-"""A bystander process: stores and loads in a namespace of its own and in the shared one, every byte and state checked.
+"""A bystander process: stores and loads in its own namespace and in the shared one, every byte and state checked.
 
-It does nothing to its memory. The only keys of which it can't know every byte are those that attackers have stored.
+It does nothing to its memory. It knows every byte of all keys but those that attackers have stored.
 """
 
 from __future__ import annotations

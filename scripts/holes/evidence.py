@@ -1,4 +1,4 @@
-"""What a worker has asked and been told, and what it writes down when bytes are wrong."""
+"""A worker's calls and the answers, and what it writes down when bytes are wrong."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Journal:
         self._uses[block] = details
 
     def write(self, wrong: list[WrongBlock], what: str) -> Path | None:
-        """A JSON file that names each wrong block, and an .npz beside it with their bytes. None: enough is written."""
+        """A JSON file that names each wrong block, and an .npz next to it with their bytes. None: enough is written."""
         if self._written == FILES_MAX:
             return None
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -86,7 +86,7 @@ class WatchedMemory:
         self.write(blocks, noise.reshape(len(blocks), PAYLOAD_BYTES))
 
     def lend(self, blocks: I64Array, lent: bool = True) -> None:
-        """A load writes into these blocks until it has ended (`lent` False); the gaps are nobody's to write."""
+        """A load writes into these blocks until it has ended (`lent` False); nothing may write into the gaps."""
         self._lent[blocks] = lent
 
     def expect(self, blocks: I64Array, contents: U8Array, *, holed: bool) -> None:

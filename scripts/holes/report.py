@@ -42,7 +42,7 @@ class HolesReport:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything is right, and something was checked beside holes that were made."""
+        """Whether everything is right, and something was checked next to holes that were made."""
         total = self.counters.total
         bad = total("wrong_bytes") + total("broken_promises")
         checked = self.of_bystanders("verified_loads") and (total("holes") or not self.options.attackers)

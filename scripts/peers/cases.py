@@ -24,7 +24,7 @@ HIT_S = 10.0
 SAID_MAX = 200
 """Characters of an error: a line, and no log."""
 CACHED_MAX = 0.05
-"""What small files beside those of the payloads may have of all."""
+"""The share of all bytes that small files other than the payloads' may have."""
 REST_S = 3.0
 """After a start, before bytes move: some systems still provide their memory then, and others did so before."""
 AGAIN_S = 20.0
@@ -61,7 +61,7 @@ class RunPlan:
         return self.tokens * self.model.token_bytes
 
     def sizes(self, prompts: int, *, verified: bool = False) -> Sizes:
-        """Memory for so many prompts; more disk than anything needs."""
+        """Returns memory for `prompts` prompts, and more disk than anything needs."""
         return Sizes(prompts * self.prompt_bytes, 32 * self.prompt_bytes + (1 << 30), self.threads, verified)
 
 

@@ -1,4 +1,4 @@
-"""One system in a process of its own, in that system's Python: answers one question after the other, in lines of JSON.
+"""One system in a separate process, in that system's Python: answers one question after the other, in lines of JSON.
 
 Times are taken here, around the system's call alone. What the system's libraries print goes to the log.
 """
@@ -59,7 +59,7 @@ class Child:
         return [_timed(self._system.ping) for _ in range(count)]
 
     def store(self, number: int, tokens: int) -> tuple[float, bool]:
-        """A prompt that nobody has stored."""
+        """Stores a prompt that was not stored before."""
         prompt, blocks = self._prompt(number, tokens), self._blocks(tokens)
         self._content.write(self._system.memory(), prompt, blocks)
         begun = time.perf_counter()
@@ -67,7 +67,7 @@ class Child:
         return time.perf_counter() - begun, stored
 
     def await_hit(self, number: int, tokens: int, deadline_s: float) -> int:
-        """Tokens found, once all are or the deadline is over: a store's end may be told before others see it."""
+        """Tokens found, once all are or the deadline is over: a store's end may be reported before others see it."""
         until = time.monotonic() + deadline_s
         while (found := self._lookup(self._prompt(number, tokens))[1]) < tokens and time.monotonic() < until:
             time.sleep(0.005)

@@ -24,7 +24,7 @@ STOP_S = 20.0
 SETTLE_S = 60.0
 MIB = 1 << 20
 HEARTBEAT_S = 1
-"""Between two looks for what is to be written to disk: the least that it takes."""
+"""Between two looks for what must be written to disk: the least that it takes."""
 BUCKET_BYTES = 32 * MIB
 """A file of its disk, written when it is full; a whole number of them has a prompt."""
 CLIENT_TTL_S = 3
@@ -173,7 +173,7 @@ class Mooncake:
         """Its leases end by themselves."""
 
     def settle(self) -> None:
-        """It doesn't tell: until its files have as many bytes as were stored."""
+        """It has no report of this: waits until its files have as many bytes as were stored."""
         if self._setting.disk is None:
             return
         until = time.monotonic() + SETTLE_S

@@ -96,7 +96,7 @@ class Trace:
 
 
 def tenants_of(model: RankCache, scale: float | None, sizes: Sequence[int], count: int) -> list[Tenant]:
-    """So many tenants with a model scaled down. Root has each but the first be another user.
+    """Makes `count` tenants with a model scaled down. Under root each but the first is another user.
 
     `scale`: of the rows, 1 is the real size; None: as large as one slot of 4 KiB takes. `sizes`: how many times as
     large those of each tenant are, round and round.

@@ -62,8 +62,8 @@ class Task:
 
 
 class Turn:
-    """The right to be next, of which there is one: whoever has it is at the next request of the trace. `workers`: whose
-    each request is.
+    """The one right to be next: the worker that has it is at the next request of the trace. `workers`: whose each
+    request is.
     """
 
     def __init__(self, gates: list[Semaphore], workers: list[int], number: int) -> None:

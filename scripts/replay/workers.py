@@ -16,7 +16,7 @@ from scripts.replay.worker import ReplayTally, Task, Turn, work
 
 
 class Workers:
-    """So many processes of each tenant, which take its requests in turn. If it is one, requests do not overlap."""
+    """Processes of each tenant, `of_each` at most, which take its requests in turn. If it is one, none overlap."""
 
     def __init__(self, socket: Path, trace: Trace, of_each: int, seed: int) -> None:
         self._trace = trace

@@ -1,11 +1,11 @@
 """What a storage costs SGLang where nothing hits: per request, the time of its calls in each of SGLang's threads.
 
 Real engines on the CPU: with `KVOffloaddStorage` and a daemon, the same with its daemon dead, and with SGLang's own
-`file` backend. All the same tiny model and random prompts that nobody has asked before, one at a time; rounds
+`file` backend. All the same tiny model and random prompts that were not asked before, one at a time; rounds
 alternate. Threads share Python's lock with the scheduler, so that what each of them takes of the processor counts, too.
 
 Run it with the Python of `make test-sglang`. With `--seat linker` it is `KVOffloaddLinker` in place of the storage,
-all of whose calls come from the scheduler's thread.
+whose calls all come from the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def main() -> int:
     parser = benchmark_line(__doc__)
     add = parser.add_argument
     add("--requests", type=int, default=8, help="measured in each case and round (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="beside one that warms up (default: %(default)s)")
+    add("--rounds", type=int, default=5, help="in addition to one that warms up (default: %(default)s)")
     add("--seat", choices=("storage", "linker"), default="storage", help="which of ours (default: %(default)s)")
     given = parser.parse_args()
     if given.requests < 1 or given.rounds < 1:

@@ -1,7 +1,7 @@
 """SGLang's storages and linkers with a clock on each call, for `bench_sglang`: loaded by SGLang, in its scheduler.
 
 The names are those of the classes that are timed: `KVOffloaddStorage`, `HiCacheFile` (SGLang's own file backend) and
-`KVOffloaddLinker`. `timings` of the extra config is a folder. There `pid` says which process it is; at each SIGUSR2 it
+`KVOffloaddLinker`. `timings` of the extra config is a folder. There `pid` has the process id; at each SIGUSR2 it
 writes what was counted since the last one to `timings.json`, and begins anew.
 """
 

@@ -71,7 +71,7 @@ def least(trials: Sequence[tuple[int, int, int]]) -> dict[str, int]:
 
 
 def exercise(socket: Path, recorder: Recorder) -> dict[str, Any]:
-    """Store and load, again and again. In a thread of its own."""
+    """Store and load, again and again. Runs in its own thread."""
     import numpy as np
 
     from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor

@@ -1,6 +1,6 @@
 """One stress worker process: random operations on a daemon, every answer and every byte checked.
 
-Run by `stress`, with its options as one JSON argument. It ends when it is told to, when its parent ends, or killed.
+Run by `stress`, with its options as one JSON argument. It ends when it is asked to, when its parent ends, or killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLEAR_WAIT_S = 2.0
 
 
 class StressWorker:
-    """Runs operations until it is told to stop."""
+    """Runs operations until it is asked to stop."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self.options = options
@@ -110,7 +110,7 @@ class StressWorker:
     # --- prompts ---------------------------------------------------------------------------------------
 
     def engage(self) -> bool:
-        """Be an engine in one of the namespaces; try until there is a daemon. False: told to stop before."""
+        """Be an engine in one of the namespaces; try until there is a daemon. False: asked to stop before."""
         while not self.counters.stopping:
             geometry, conversations = next(self.namespaces)
             seed, number = self.options.seed, geometry.number
@@ -229,7 +229,7 @@ class StressWorker:
         self.engine.wait(begun)
 
     def _store_new(self, keys: dict[int, U8Array], states: dict[int, U8Array]) -> None:
-        again = 0.1  # of keys that are there already, to be told so
+        again = 0.1  # of keys that are there already, for that answer
 
         def missing(group: GroupShape, count: int) -> I64Array:
             wanted = (states[group.number] == KeyState.MISS) | (self.rng.random(count) < again)
@@ -324,7 +324,7 @@ class StressWorker:
         return begun
 
     def ask(self) -> None:
-        """What moves nothing. Keys that nobody ever stored are strewn in, so that prefixes break in all places."""
+        """What moves nothing. Keys that were never stored are strewn in, so that prefixes break in all places."""
         rank = self.any_rank()
         keys = self.prompts.all_keys()
         share = float(self.rng.choice([0.0, 0.05, 0.2]))

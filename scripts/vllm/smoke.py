@@ -1,7 +1,7 @@
 """Smoke test: does a vLLM engine with your model get its KV cache back from a running daemon, and answer the same?
 
 Starts the engine with the connector and asks it the same random prompts three times: computed, from the engine's own
-prefix cache, and, that cache emptied, from the daemon. Says how many tokens came from the daemon and how many answers
+prefix cache, and, that cache emptied, from the daemon. Prints how many tokens came from the daemon and how many answers
 are those of one of the first two rounds. (Kernels may round otherwise when less is computed, so an answer can change
 without the daemon, too: then the first two rounds differ, and that is counted.) With --keep NAME the prompts are asked
 under that name as well, and first of all: a later run with the same name shows what outlived engine and daemon.

@@ -40,7 +40,7 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Answered:
     """Times are of the clock that all processes have (`time.monotonic`). `cached`: prompt tokens that were not
-    computed. `params`: what the engine that goes on is to be given.
+    computed. `params`: what the engine that goes on must get.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Served:
                 self._answers.write(json.dumps(asdict(answered)) + "\n")
                 self._answers.flush()
         if not self._has_executed and self._scheduler.has_requests():
-            time.sleep(_YIELD_S)  # as vLLM does in an engine process of its own, for the threads of connectors
+            time.sleep(_YIELD_S)  # as vLLM does in a separate engine process, for the threads of connectors
 
     def _note_step(self, model_executed: bool) -> None:
         self._has_executed = model_executed
