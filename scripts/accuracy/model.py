@@ -187,8 +187,8 @@ def _loss(model: Model, positions: _Positions, prompts: TaskPrompts) -> Any:
     for kind, layer in zip(KINDS, model.layers, strict=True):
         y = normed(x)
         x = x + widened(kind, MIXES[kind](y, layer, positions))
-    said = model.logits(x[:, PROMPT_TOKENS:]).unflatten(1, (FAR_KEYS, -1))[:, :, 1:]
-    return torch.nn.functional.cross_entropy(said.flatten(0, 2), prompts.answers.flatten())
+    logits = model.logits(x[:, PROMPT_TOKENS:]).unflatten(1, (FAR_KEYS, -1))[:, :, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 2), prompts.answers.flatten())
 
 
 def _attention(y: Any, layer: dict[str, Any], seen: Any) -> Any:

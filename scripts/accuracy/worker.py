@@ -146,12 +146,12 @@ class AccuracyWorker:
 
     def _answer(self, tables: Tables) -> Any:
         """i64 (prompts, questions, ANSWER_TOKENS): every question of every prompt, each in its own block."""
-        asked = self._prompts.asked
+        questions = self._prompts.asked
         rows = {
-            group: torch.cat([table.repeat_interleave(asked.shape[1], 0), self._tails[group]], 1)
+            group: torch.cat([table.repeat_interleave(questions.shape[1], 0), self._tails[group]], 1)
             for group, table in tables.items()
         }
-        return self._model.answer(asked.flatten(), rows).unflatten(0, asked.shape)
+        return self._model.answer(questions.flatten(), rows).unflatten(0, questions.shape)
 
 
 def _rolling_hash(group: int, prompt: list[int]) -> U8Array:

@@ -150,19 +150,19 @@ def measure_lag(work: Workload, daemon: OwnDaemon, jobs: int) -> dict[str, Any]:
     log = daemon.log_path.with_name("ping.log")
     pinger = WorkerProcess("scripts.bench.ping", {"socket": str(daemon.socket)}, log)
 
-    def told() -> list[float]:
+    def pings() -> list[float]:
         pinger.ask({})
         seconds: list[float] = pinger.answer(WAIT_S)["seconds"]
         return seconds
 
     def during(act: Callable[[], object]) -> dict[str, float]:
-        told()
+        pings()
         act()
-        seconds = told()
+        seconds = pings()
         figures = {"p50_us": p50(seconds), "p99_us": p99(seconds), "max_us": max(seconds)}
         return {"pings": len(seconds), **{name: round(value * 1e6, 1) for name, value in figures.items()}}
 
-    told()  # it has started
+    pings()  # it has started
     lag = {
         "idle": during(lambda: time.sleep(0.5)),
         "stores": during(lambda: [work.store() for _ in range(jobs)]),
@@ -211,13 +211,13 @@ def ratio(samples: Samples[float], limit: str, what: str) -> float:
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """The cases and the bounds; `ratio_to_limit` is the least of all cases."""
     bounds = []
-    for label, minimum, mine in (
+    for label, minimum, subset in (
         ("rows >= 16 KiB", LARGE_RATIO_MIN, [case for case in cases if case["row_bytes"] >= LARGE_ROW_BYTES]),
         ("rows of 4 KiB", SMALL_RATIO_MIN, [case for case in cases if case["row_bytes"] < LARGE_ROW_BYTES]),
     ):
         for what in ("store", "load"):
-            if mine:
-                least = min(case["ratio_to_limit"][what] for case in mine)
+            if subset:
+                least = min(case["ratio_to_limit"][what] for case in subset)
                 bounds.append(at_least(f"{what}, {label}: least ratio to memcpy", least, minimum))
     ratio_to_limit = min(bound.value for bound in bounds)
     if unverified := [case["ratio_to_unverified"] for case in cases if "ratio_to_unverified" in case]:

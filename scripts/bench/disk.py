@@ -103,8 +103,8 @@ class Noise:
     def end(self) -> float:
         """Its worst delay, ms."""
         end(self._child, 15, 5.0)
-        said = self._child.stdout.read() if self._child.stdout else b""
-        return float(said or 0)
+        output = self._child.stdout.read() if self._child.stdout else b""
+        return float(output or 0)
 
 
 async def beat() -> None:

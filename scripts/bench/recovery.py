@@ -57,12 +57,12 @@ def make_root(root: Path, records: int) -> int:
     number = 0
     for first in range(0, records, fit):
         number += 1
-        some = np.arange(first, min(first + fit, records))
-        entries = np.zeros(len(some), ENTRY)
-        entries["key"] = keys_of(some).view("<u8")
-        entries["sequence"] = some + 1
+        numbers = np.arange(first, min(first + fit, records))
+        entries = np.zeros(len(numbers), ENTRY)
+        entries["key"] = keys_of(numbers).view("<u8")
+        entries["sequence"] = numbers + 1
         entries["payload_bytes"] = PAGE_BYTES
-        entries["page"] = 1 + 2 * np.arange(len(some))
+        entries["page"] = 1 + 2 * np.arange(len(numbers))
         header = SegmentHeader(secrets.token_bytes(16), number, SEGMENT_BYTES, int(time.time()))
         fd = create_segment(files, folder, f"{number:016x}", header, direct=False)
         seal_segment(files, fd, header, entries, [SPACE])

@@ -79,13 +79,13 @@ class PinningWorker:
         keys = {0: self.fresh(count)}
         began = time.perf_counter()
         found = self.client.pin(keys)
-        asked = bool(found.promoting)
-        if asked:
+        took_part = bool(found.promoting)
+        if took_part:
             found = self.client.wait_ready(found, HANG_S)
         seconds = time.perf_counter() - began
         if found.lease:
             self.client.release(found.lease)
-        return seconds, asked
+        return seconds, took_part
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def measure_open(
         stack.callback(os.sched_setaffinity, 0, cpus)
         os.sched_setaffinity(0, {max(cpus)})  # children inherit it
         chosen: dict[str, dict[str, str]] = {name: {} for name in STORES} | {"open": settings}
-        daemons = {name: stack.enter_context(daemon_of(folder / name, mine)) for name, mine in chosen.items()}
+        daemons = {name: stack.enter_context(daemon_of(folder / name, given)) for name, given in chosen.items()}
         os.sched_setaffinity(0, {min(cpus)})
         workers = {name: PinningWorker(daemon, rng) for name, daemon in daemons.items()}
         for worker in workers.values():
@@ -181,8 +181,8 @@ def _pins_after(worker: PinningWorker) -> dict[str, Any]:
     calm, calm_since_s = 0, 0.0
     while calm < SURE_PINS:
         at_s = time.perf_counter() - began
-        seconds, asked = worker.whole_pin(KEY_COUNTS[0])
-        if asked:
+        seconds, took_part = worker.whole_pin(KEY_COUNTS[0])
+        if took_part:
             disturbed.append(seconds)
             calm = 0
         else:
@@ -217,5 +217,5 @@ def show(engine: str, result: dict[str, Any]) -> None:
     headings = ("pin of keys", "p50 us", "added us", "two equal ones", "ratio")
     print_grid(f"{engine}: what an open breaker adds to a pin", headings, rows)
     named = ("until_undisturbed_ms", "disturbed_pins", "disturbed_p50_ms", "disturbed_max_ms")
-    said = [(name, *(f"{row[key]:,}" for key in named)) for name, row in result["death"].items()]
-    print_grid(f"{engine}: from its end on", ("", "ms until undisturbed", "pins before", "p50 ms", "max ms"), said)
+    deaths = [(name, *(f"{row[key]:,}" for key in named)) for name, row in result["death"].items()]
+    print_grid(f"{engine}: from its end on", ("", "ms until undisturbed", "pins before", "p50 ms", "max ms"), deaths)

@@ -156,8 +156,8 @@ def call_of(client: Client, name: str) -> Callable[[], object]:
     verb, _, count = name.partition(" ")
     if verb == "ping":
         return client.ping
-    some = {0: KEYS[: int(count)]}
-    return partial(client.lookup, some) if verb == "lookup" else lambda: client.release(client.pin(some).lease)
+    keys = {0: KEYS[: int(count)]}
+    return partial(client.lookup, keys) if verb == "lookup" else lambda: client.release(client.pin(keys).lease)
 
 
 def medians_of(samples: RoundTrips) -> Samples[float]:
@@ -204,7 +204,7 @@ def summary(samples: RoundTrips) -> dict[str, Any]:
         for number in PRICED
     }
     prices_max = {str(number): PRICE_MAX if number <= FEW_KEYS else MANY_PRICE_MAX for number in PRICED}
-    are_cheap = all(max(some.values()) <= prices_max[number] for number, some in prices.items())
+    are_cheap = all(max(by_request.values()) <= prices_max[number] for number, by_request in prices.items())
     return {
         "round_trips": rows,
         "ratio_to_limit": ratios,
@@ -226,8 +226,8 @@ def show(result: dict[str, Any]) -> None:
         "\nprice of a request, in pings",
         ("keys", *REQUESTS, "budget"),
         (
-            (number, *(f"{some[what]:.2f}" for what in REQUESTS), str(result["price_max"][number]))
-            for number, some in result["price"].items()
+            (number, *(f"{by_request[what]:.2f}" for what in REQUESTS), str(result["price_max"][number]))
+            for number, by_request in result["price"].items()
         ),
     )
     for kind, ratio in result["ratio_to_limit"].items():

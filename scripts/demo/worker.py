@@ -132,8 +132,8 @@ def main() -> int:
     worker = DemoWorker(**json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(asdict(worker.answer(ChatTurn(**asked["turn"]), store=asked["store"]))), flush=True)
+        question = json.loads(line)
+        print(json.dumps(asdict(worker.answer(ChatTurn(**question["turn"]), store=question["store"]))), flush=True)
     worker.close()
     return 0
 

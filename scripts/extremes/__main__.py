@@ -122,9 +122,9 @@ def play(
         settings = {"server.use_uvloop": "false", **stage.settings}
         if stage.has_disk:
             settings |= disk_settings(Path(roots) / "root", 4 * stage.held(options.keys) * PAGE)
-        metrics, told = Path(folder) / "metrics", Path(folder) / "turns"
+        metrics, turns_path = Path(folder) / "metrics", Path(folder) / "turns"
         settings["metrics.listen"] = str(metrics)
-        turns, environment = Turns(told), {VARIABLE: str(told)}
+        turns, environment = Turns(turns_path), {VARIABLE: str(turns_path)}
         with Daemon(
             Path(folder), stage.memory_bytes(options.keys), settings, program=PROGRAM, environment=environment
         ) as daemon:

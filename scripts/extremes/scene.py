@@ -151,9 +151,9 @@ def run(peer: RawPeer, tag: str, job: int, registration: int, keys: bytes, ids: 
 
 def group(number: int, refs: list[tuple[int, int, int, int]], blocks_per_key: int = 1) -> dict[str, Any]:
     """A group of refs (tensor, offset, length, count), whose runs are twice their length apart."""
-    told = [{"tensor": t, "offset": o, "length": n, "count": c, "stride": 2 * n if c > 1 else 0} for t, o, n, c in refs]
+    runs = [{"tensor": t, "offset": o, "length": n, "count": c, "stride": 2 * n if c > 1 else 0} for t, o, n, c in refs]
     return {
-        "group": number, "kind": "full", "tokens_per_key": 16, "blocks_per_key": blocks_per_key, "refs": told
+        "group": number, "kind": "full", "tokens_per_key": 16, "blocks_per_key": blocks_per_key, "refs": runs
     }  # fmt: skip
 
 

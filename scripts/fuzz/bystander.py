@@ -135,15 +135,15 @@ class Bystander:
         return self
 
     def __exit__(self, *_: object) -> None:
-        said = b"" if self._first_line == READY else self._first_line  # it may have failed at once
+        output = b"" if self._first_line == READY else self._first_line  # it may have failed at once
         try:
-            said += self._child.communicate(timeout=2 * WAIT_S)[0]
-            self.experience = Experience(**json.loads(said))
+            output += self._child.communicate(timeout=2 * WAIT_S)[0]
+            self.experience = Experience(**json.loads(output))
             self.samples = Samples.read(self._samples_path)
         except (subprocess.TimeoutExpired, ValueError, TypeError):
             self._child.kill()
             self._child.wait()
-            self.experience.failures.append(f"the bystander said {said[:200]!r}; its log: {tail(self._log)}")
+            self.experience.failures.append(f"the bystander printed {output[:200]!r}; its log: {tail(self._log)}")
 
 
 class BystanderWorker:

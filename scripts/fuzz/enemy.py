@@ -130,7 +130,7 @@ class Enemy:
             "type": "hello", "seq": 1 << 20, "version": 1, "role": role, "instance": self.rng.randbytes(16),
             "namespace": namespace,
         })  # fmt: skip
-        _judge(self.told(peer.reply() or {"type": "error", "code": "hung up"}))
+        _judge(self.counted(peer.reply() or {"type": "error", "code": "hung up"}))
         return peer
 
     def new_model(self) -> str:
@@ -153,8 +153,8 @@ class Enemy:
 
     def register_pages(self, peer: RawPeer, allocation: int, blocks: int, page_bytes: int = PAGE, **more: Any) -> int:
         """The pages of an allocation. Raises RefusedError."""
-        told = self.must(peer, "register", **pages_of(allocation, blocks, page_bytes), **more)
-        return int(told["registration"])
+        reply = self.must(peer, "register", **pages_of(allocation, blocks, page_bytes), **more)
+        return int(reply["registration"])
 
     def attach(self, peer: RawPeer, fds: Sequence[int]) -> list[int]:
         """Raises RefusedError."""
@@ -165,13 +165,13 @@ class Enemy:
     def ask(self, peer: RawPeer, tag: str, **fields: Any) -> Fields:
         """The reply, whatever it is."""
         self.deeds.asked += 1
-        return self.told(peer.ask(tag, **fields))
+        return self.counted(peer.ask(tag, **fields))
 
     def must(self, peer: RawPeer, tag: str, **fields: Any) -> Fields:
         """The reply that grants it. Raises RefusedError."""
         return _judge(self.ask(peer, tag, **fields))
 
-    def told(self, reply: Fields) -> Fields:
+    def counted(self, reply: Fields) -> Fields:
         """A reply that has come: refusals are counted, and must not be the daemon's fault."""
         if reply["type"] == "error":
             self.deeds.refusals[str(reply["code"])] += 1

@@ -123,14 +123,14 @@ class FloodReport(TrialReport):
         flood, grown = self.flood, self.trial.cost.rss_growth
         admitted = sum(len(flooder.admitted) for flooder in flood.flooders)
         completed = sum(len(flooder.ended) for flooder in flood.flooders)
-        asked = [
+        rows = [
             ("sessions", f"{len(flood.flooders):,}", ", ".join(KINDS)),
             ("requests", f"{sum(f.asked for f in flood.flooders):,}", f"in {flood.flooded_s:,.1f} s"),
-            ("busy", f"{self.busy:,}", "told to come again later"),
+            ("busy", f"{self.busy:,}", "refused, to come again later"),
             ("jobs admitted", f"{admitted:,}", f"{completed:,} completed, read in {flood.read_s:,.1f} s"),
         ]
         growth = ("growth", format_bytes(grown), f"{format_bytes(grown // len(flood.flooders))} a session")
-        self.print_sections("flood", asked, [growth])
+        self.print_sections("flood", rows, [growth])
 
 
 def run(given: argparse.Namespace, seed: int, folder: Path) -> FloodReport:

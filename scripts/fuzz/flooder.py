@@ -52,20 +52,20 @@ class Flooder:
     def _prepare(self, number: int) -> int:
         namespace = {"model": f"flood-{number % 8}", "key_bytes": KEY_BYTES}
         hello = {"type": "hello", "version": 1, "role": "worker", "instance": self._rng.bytes(16)}
-        self._told("welcome", {**hello, "namespace": namespace})
+        self._granted("welcome", {**hello, "namespace": namespace})
         fd = create_memfd("flood", BLOCKS * PAGE_BYTES)
         try:
-            attached = self._told("attached", {"type": "attach", "kind": "shm", "fds": 1}, fd)
+            attached = self._granted("attached", {"type": "attach", "kind": "shm", "fds": 1}, fd)
         finally:
             os.close(fd)
         tensor = {"offset": 0, "num_blocks": BLOCKS, "page_bytes": PAGE_BYTES, "stride_bytes": PAGE_BYTES}
         refs = [{"tensor": 0, "offset": 0, "length": PAGE_BYTES}]
         group = {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": refs}
         tensors = [{"allocation": attached["allocations"][0], **tensor}]
-        told = self._told("registered", {"type": "register", "tensors": tensors, "groups": [group]})
-        return int(told["registration"])
+        registered = self._granted("registered", {"type": "register", "tensors": tensors, "groups": [group]})
+        return int(registered["registration"])
 
-    def _told(self, wanted: str, fields: Fields, *fds: int) -> Fields:
+    def _granted(self, wanted: str, fields: Fields, *fds: int) -> Fields:
         self.asked += 1
         self.peer.tell({"seq": self.asked, **fields}, fds)
         reply = self.peer.reply()

@@ -66,8 +66,8 @@ def page_tables(enemy: Enemy) -> None:
                     "allocation": allocation, "offset": 0, "num_blocks": 1, "page_bytes": SPARSE_BYTES,
                     "stride_bytes": SPARSE_BYTES,
                 }  # fmt: skip
-                told = enemy.must(peer, "register", tensors=[tensor], groups=[group])
-                enemy.run(peer, "store", enemy.job(enemy.keys(1), told["registration"], blocks=1))
+                registered = enemy.must(peer, "register", tensors=[tensor], groups=[group])
+                enemy.run(peer, "store", enemy.job(enemy.keys(1), registered["registration"], blocks=1))
     finally:
         os.close(fd)
     enemy.hold()
@@ -110,12 +110,12 @@ def reservations(enemy: Enemy) -> None:
     peer, _ = enemy.worker()
     with suppress(RefusedError):
         while True:
-            told = enemy.must(peer, "reserve", groups=named(enemy.keys(1024)))
-            if 3 not in told["states"][0]:  # no slot at all
+            reply = enemy.must(peer, "reserve", groups=named(enemy.keys(1024)))
+            if 3 not in reply["states"][0]:  # no slot at all
                 break
     while enemy.goes_on:
-        told = enemy.ask(peer, "reserve", groups=named(enemy.keys(1)))
-        if told["type"] == "error" or enemy.rng.random() < 0.01:
+        reply = enemy.ask(peer, "reserve", groups=named(enemy.keys(1)))
+        if reply["type"] == "error" or enemy.rng.random() < 0.01:
             enemy.rest(0.01)
 
 
@@ -136,7 +136,7 @@ def drains(enemy: Enemy) -> None:
             enemy.end(other)
         for other, seq in waiting:
             if other not in gone:
-                enemy.told(other.answer(seq))
+                enemy.counted(other.answer(seq))
         others = [other for other in others if other not in gone] + [enemy.session() for _ in gone]
 
 

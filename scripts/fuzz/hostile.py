@@ -147,7 +147,7 @@ class Siege:
             accounts = daemon.status()["accounts"]
             left.clear()
             for uid in map(str, ATTACKER_UIDS):
-                used = {name: some for name, some in accounts.get(uid, {}).items() if name not in STAYS}
+                used = {name: amount for name, amount in accounts.get(uid, {}).items() if name not in STAYS}
                 left.update({uid: used} if used else {})
             return not left
 
@@ -207,8 +207,8 @@ class SiegeReport(TrialReport):
         for phase in (ALONE, *sorted(self.siege.names), TOGETHER):
             deeds, samples = self.siege.attackers.deeds.get(phase, Deeds()), self.samples(phase)
             hits = f"{100 * samples.cycles[:, 2].mean():.0f} %" if len(samples.cycles) else "-"
-            said = f"{_pair(samples.cycles)}; {_pair(samples.events)}; {hits}; {deeds.asked:,}"
-            rows.append((phase.replace("_", " "), _pair(samples.pings), said))
+            figures = f"{_pair(samples.cycles)}; {_pair(samples.events)}; {hits}; {deeds.asked:,}"
+            rows.append((phase.replace("_", " "), _pair(samples.pings), figures))
         beside = self.siege.worst_beside.replace("_", " ")
         turn = ("worst turn of the loop", format_ms(self.siege.worst_cpu_s), f"of CPU time, beside {beside}")
         served = ("operator", f"{self.operator.reports:,}", f"reports; {self.operator.scrapes:,} scrapes")

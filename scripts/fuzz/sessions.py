@@ -57,7 +57,7 @@ class Descriptors:
             here.detach(), there.detach(), os.memfd_create("fuzz_empty"),
         ]  # fmt: skip
 
-    def some(self, count: int, rng: random.Random) -> list[int]:
+    def draw(self, count: int, rng: random.Random) -> list[int]:
         """Mostly good ones."""
         return [self.memory if rng.random() < 0.7 else rng.choice(self._strange) for _ in range(count)]
 
@@ -157,7 +157,7 @@ class Fuzzer:
         for frame in frames:
             used += 1
             try:
-                peer.send(frame.data, self._descriptors.some(frame.fds, rng))
+                peer.send(frame.data, self._descriptors.draw(frame.fds, rng))
             except PermissionError:  # not let in yet
                 peer.send(frame.data)
             if not frame.whole:

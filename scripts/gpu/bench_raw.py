@@ -149,9 +149,9 @@ class Ways:
 
         def submit() -> int:
             for at in range(0, len(src), BATCH):
-                some = slice(at, at + BATCH)
+                batch = slice(at, at + BATCH)
                 status: int = self._batch(
-                    dst[some].ctypes.data, src[some].ctypes.data, rows.sizes[some].ctypes.data, len(src[some]),
+                    dst[batch].ctypes.data, src[batch].ctypes.data, rows.sizes[batch].ctypes.data, len(src[batch]),
                     ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), self._stream,
                 )  # fmt: skip
                 if status:

@@ -133,9 +133,9 @@ def _batches(speeds: Mapping[tuple[int, str, str], float], hunt: Sequence[Case])
     if bad:
         yield "cuda.batch", "false", bad
     elif gains:
-        said = "true" if min(gains) >= 1 else "false where rows are copied faster one by one"
+        value = "true" if min(gains) >= 1 else "false where rows are copied faster one by one"
         hunted = f"; none of {sum(int(case['batches']) for case in hunt)} hunted batches was stuck" if hunt else ""
-        yield "cuda.batch", said, f"{min(gains):.1f} to {max(gains):.1f} times as fast as one by one{hunted}"
+        yield "cuda.batch", value, f"{min(gains):.1f} to {max(gains):.1f} times as fast as one by one{hunted}"
 
 
 def _bad(hunt: Sequence[Case], way: str) -> str:
@@ -157,14 +157,14 @@ def _gathering(cases: Sequence[Case]) -> Iterator[Decision]:
         others = [case for way, case in by.items() if way != "gather"]
         if "gather" not in by or not others:
             continue
-        mine, best = by["gather"], max(others, key=lambda case: float(case["gb_per_s"]))
-        gain = mine["gb_per_s"] / max(best["gb_per_s"], 0.01)
-        pays = gain >= GATHER_GAIN_MIN and mine["decode"] >= best["decode"] - DECODE_LOSS_MAX
+        gathered, best = by["gather"], max(others, key=lambda case: float(case["gb_per_s"]))
+        gain = gathered["gb_per_s"] / max(best["gb_per_s"], 0.01)
+        pays = gain >= GATHER_GAIN_MIN and gathered["decode"] >= best["decode"] - DECODE_LOSS_MAX
         yield (
             f"rows of {rows}: gathered by the worker",
             "worth building" if pays else "no",
             f"loads are {gain:.2f} times as fast as by {best['way']}, decoding beside them has "
-            f"{mine['decode']:.2f} of its speed, not {best['decode']:.2f}",
+            f"{gathered['decode']:.2f} of its speed, not {best['decode']:.2f}",
         )
 
 
@@ -178,5 +178,5 @@ def _pieces(cases: Sequence[Case]) -> Iterator[Decision]:
     short = [name for name, wait_ms in waits.items() if wait_ms <= WAIT_MAX_MS]
     if waits:
         figures = ", ".join(f"{name} {wait_ms:g} ms" for name, wait_ms in waits.items())
-        said = short[0].partition(" x ")[2] if short else "smaller than any that was tried"
-        yield "cuda.pin_bytes", said, f"a copy waits, in the median: {figures}"
+        value = short[0].partition(" x ")[2] if short else "smaller than any that was tried"
+        yield "cuda.pin_bytes", value, f"a copy waits, in the median: {figures}"

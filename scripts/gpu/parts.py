@@ -139,13 +139,13 @@ class _Reader:
     def __init__(self, path: Path, tell: Tell) -> None:
         self._path = path
         self._tell = tell
-        self._told = 0
+        self._passed_on = 0
 
     def read(self) -> None:
         """Those that are new."""
         whole, _, _ = _text(self._path).rpartition("\n")  # the last line may still be written
         lines = whole.splitlines()
-        new, self._told = lines[self._told :], len(lines)
+        new, self._passed_on = lines[self._passed_on :], len(lines)
         for line in new:
             self._tell(json.loads(line))
 

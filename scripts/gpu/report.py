@@ -102,11 +102,11 @@ def _part(ended: Ended) -> Iterable[str]:
             yield "The last lines of its daemons':\n"
             yield _block(ended.daemon_lines)
     yield from what_it_found(ended)
-    told = [test for test in ended.tests if test["outcome"] != "passed" or test["properties"]]
-    if told:
+    shown = [test for test in ended.tests if test["outcome"] != "passed" or test["properties"]]
+    if shown:
         yield grid(
             ("test", "outcome", "seconds", ""),
-            [(short(test["test"]), test["outcome"], test["seconds"], remark_of(test)) for test in told],
+            [(short(test["test"]), test["outcome"], test["seconds"], remark_of(test)) for test in shown],
         )
 
 

@@ -39,7 +39,7 @@ CAPTURE_MODES = {"global": 0, "thread local": 1, "relaxed": 2}
 SEEN_S = 5.0
 
 
-def told(work: Callable[[], Any]) -> str:
+def answer_of(work: Callable[[], Any]) -> str:
     """Returns what a call answers: the driver's name for its failure, or success and the value."""
     try:
         value = work()
@@ -105,9 +105,9 @@ class _Copies:
         src, dst = at + np.uint64(ends[0]), at + np.uint64(ends[1])
         sizes = np.full(len(at), row_bytes, np.uint64)
         for begin in range(0, len(at), BATCH):
-            some = slice(begin, begin + BATCH)
+            batch = slice(begin, begin + BATCH)
             status = self._driver.copy_batch(
-                src[some], dst[some], sizes[some], self._gpu.stream, sources_final=not store
+                src[batch], dst[batch], sizes[batch], self._gpu.stream, sources_final=not store
             )
             if status:
                 return status
@@ -141,17 +141,17 @@ def unregistered(quick: bool) -> dict[str, Any]:
         copies = _Copies(gpu, host)
         for direction in Direction:
             for rows, row_bytes in (("64 KiB rows in batches", 64 * KIB), ("4 KiB rows in batches", 4 * KIB)):
-                found[f"{name}, {direction.value}, {rows}"] = _told_of(copies, direction, row_bytes)
+                found[f"{name}, {direction.value}, {rows}"] = _answer_of_copy(copies, direction, row_bytes)
         for direction in Direction:
-            found[f"{name}, {direction.value}, one copy"] = _told_of(copies, direction, 0)
+            found[f"{name}, {direction.value}, one copy"] = _answer_of_copy(copies, direction, 0)
         found[f"{name}: context works after all"] = driver().context_works()
         if not registered_bytes:
             host.close()
     return found
 
 
-def _told_of(copies: _Copies, direction: Direction, row_bytes: int) -> str:
-    return told(lambda: copies.by(direction, row_bytes))
+def _answer_of_copy(copies: _Copies, direction: Direction, row_bytes: int) -> str:
+    return answer_of(lambda: copies.by(direction, row_bytes))
 
 
 def null_streams(_quick: bool) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def null_streams(_quick: bool) -> dict[str, Any]:
     words = page.array.view(np.uint64)
     found = {}
     for number, (name, stream) in enumerate(STREAMS.items()):
-        found[f"cuStreamWriteValue64, stream {name}"] = told(partial(_signal, page, words, number, stream))
+        found[f"cuStreamWriteValue64, stream {name}"] = answer_of(partial(_signal, page, words, number, stream))
     return found
 
 
@@ -185,8 +185,8 @@ def large_chunks(quick: bool) -> dict[str, Any]:
         ("fabric, for GPUDirect RDMA", FABRIC, True),
         ("none", 0, False),
     ):
-        told_name = f"{format_bytes(size)}, handles: {name}"
-        found[told_name] = told(partial(_chunk, gpu, size, kinds, rdma))
+        name_of_case = f"{format_bytes(size)}, handles: {name}"
+        found[name_of_case] = answer_of(partial(_chunk, gpu, size, kinds, rdma))
     return found
 
 
@@ -261,7 +261,7 @@ def during_capture(_quick: bool) -> dict[str, Any]:
             thread = threading.Thread(target=_in_thread, args=(gpu, work, answers), daemon=True)
             thread.start()
             thread.join(SEEN_S)
-            ended = told(partial(_end_capture, captured))
+            ended = answer_of(partial(_end_capture, captured))
             capture = "goes on" if ended == "CUDA_SUCCESS" else f"ends with {ended}"
             found[f"capture {name}: {call}"] = f"{answers[0] if answers else 'hangs'}; the capture {capture}"
     return found
@@ -289,4 +289,4 @@ def _silent(_value: object) -> None:
 
 def _in_thread(gpu: Gpu, work: Callable[[], Any], answers: list[str]) -> None:
     gpu.use()
-    answers.append(told(work))
+    answers.append(answer_of(work))

@@ -94,7 +94,7 @@ def scattered(
         layouts=layouts,
         order=tuple(range(len(layouts))),
         groups=tuple(group_of(shape, refs.get(shape.number, []), rank) for shape in shapes),
-        pieces={number: tuple(_piece(ref, layouts[ref.tensor]) for ref in mine) for number, mine in refs.items()},
+        pieces={number: tuple(_piece(ref, layouts[ref.tensor]) for ref in own) for number, own in refs.items()},
     )
 
 

@@ -125,7 +125,7 @@ class Daemon(OwnDaemon):
         """Checks that the log shows no bug. Raises DaemonError."""
         bad = [entry for entry in bad_entries(self.log_path) if not re.search(self.expected_in_log, entry)]
         if bad:
-            raise DaemonError(f"the log tells of a bug: {bad}\n{self.log()}")
+            raise DaemonError(f"the log reports a bug: {bad}\n{self.log()}")
 
     def finish(self) -> None:
         """Audit it, then end it in order. Raises what `audit` does."""

@@ -161,7 +161,7 @@ class KvMemory:
         rows = np.flatnonzero(~self._busy)
         return self._compared(rows, np.zeros(len(rows), bool))
 
-    def _compared(self, rows: I64Array, asked: BoolArray) -> Wrong | None:
+    def _compared(self, rows: I64Array, wanted: BoolArray) -> Wrong | None:
         found: Wrong | None = None
         runs = _consecutive(rows)
         self._place.fetch(runs)
@@ -170,7 +170,7 @@ class KvMemory:
                 continue
             real, expected = row.real[rows], row.expected[rows]
             differs = real != expected
-            wrong, stray = int(differs.sum()), int(differs[~asked].sum())
+            wrong, stray = int(differs.sum()), int(differs[~wanted].sum())
             at, byte = (int(index[0]) for index in np.nonzero(differs))
             where = (
                 f"first tensor {tensor} block {rows[at]} byte {byte} of {row.real.shape[1]}: "
@@ -187,7 +187,7 @@ class KvMemory:
 def _consecutive(rows: I64Array) -> list[tuple[int, int]]:
     """Ascending rows as runs of neighbours: the first, and how many."""
     breaks = np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1
-    return [(int(some[0]), len(some)) for some in np.split(rows, breaks) if len(some)]
+    return [(int(run[0]), len(run)) for run in np.split(rows, breaks) if len(run)]
 
 
 def _noisy(real: U8Array, rng: np.random.Generator) -> _Row:

@@ -189,7 +189,7 @@ class RawPeer:
 
 def said(message: Fields, code: str) -> str:
     """The words of an error of this code."""
-    told = (message["type"], message.get("code"), message.get("fault"))
-    if told != ("error", code, "client") or not message["message"]:
+    found = (message["type"], message.get("code"), message.get("fault"))
+    if found != ("error", code, "client") or not message["message"]:
         raise AssertionError(f"no error {code} of the client's, but {message}")
     return str(message["message"])

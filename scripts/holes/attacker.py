@@ -87,15 +87,15 @@ class HolesAttacker(HolesWorker):
 
     def begin_job(self) -> None:
         """Store what no other worker stores, or load anything."""
-        session, some = self.any_session(), self.some(0.7)
-        if not self.room(len(some)):
+        session, at = self.any_session(), self.draw(0.7)
+        if not self.room(len(at)):
             return
         if self.rng.random() < 0.5:
-            session.store(session.texts.holed(self.rng), some)
+            session.store(session.texts.holed(self.rng), at)
         elif session is self.shared and self.rng.random() < 0.5:
-            session.load(session.texts.clean(self.rng), some)
+            session.load(session.texts.clean(self.rng), at)
         else:
-            session.load(session.texts.holed(self.rng), some)
+            session.load(session.texts.holed(self.rng), at)
 
 
 def main() -> int:

@@ -125,10 +125,10 @@ class WatchedMemory:
             )
             for block in np.flatnonzero(differs.any(axis=1))
         ]
-        mine = ~self._lent
-        self._expected[mine] = seen[mine]
+        own = ~self._lent
+        self._expected[own] = seen[own]
         self._expected[self._lent, PAYLOAD_BYTES:] = seen[self._lent, PAYLOAD_BYTES:]
-        self._holed[mine] = False
+        self._holed[own] = False
         return wrong
 
 

@@ -236,7 +236,7 @@ class HolesRun:
             try:
                 status = place.child.wait(max(until_s - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                self._failed(place, "did not end when it was told to")
+                self._failed(place, "did not end when it was asked to")
                 continue
             if status != 0:
                 self._failed(place, f"ended with status {status}")

@@ -204,14 +204,14 @@ class TextSession:
         unsure = ~valid if result.outcome is Outcome.LOST else (result.states[0] == KeyState.HIT) & ~valid
         memory.forgive(blocks[unsure])
 
-    def compare(self, what: str, asked: I64Array | None = None) -> bool:
-        """Every byte of the memory; what is wrong outside the payloads of the blocks `asked` is stray."""
+    def compare(self, what: str, wanted: I64Array | None = None) -> bool:
+        """Every byte of the memory; what is wrong outside the payloads of the blocks `wanted` is stray."""
         wrong = self.memory.compare()
         if not wrong:
             return True
-        mine = set() if asked is None else set(asked.tolist())
+        inside = set() if wanted is None else set(wanted.tolist())
         total = sum(one.wrong_bytes for one in wrong)
-        stray = sum(one.gap_bytes if one.block in mine else one.wrong_bytes for one in wrong)
+        stray = sum(one.gap_bytes if one.block in inside else one.wrong_bytes for one in wrong)
         path = self._journal.write(wrong, what)
         self._findings.wrong(Wrong(f"evidence in {path}", total, stray), what)
         return False

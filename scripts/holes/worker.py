@@ -155,7 +155,7 @@ class HolesWorker:
         """Whether `blocks` blocks are free."""
         return len(self.memory.free) >= blocks
 
-    def some(self, share: float = 1.0) -> I64Array:
+    def draw(self, share: float = 1.0) -> I64Array:
         """Indices of keys of a prompt; of all, or of a random share, and never none."""
         found: I64Array = np.flatnonzero(self.rng.random(KEYS) < share)
         return found if len(found) else np.arange(KEYS)

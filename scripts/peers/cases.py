@@ -136,11 +136,11 @@ def _store(session: PeerSession, number: int, tokens: int) -> float:
 
 
 def _median_lookup(session: PeerSession, plan: RunPlan, number: int, tokens: int, expected: int) -> float:
-    asked: list[tuple[float, int]] = session.ask("lookup", number=number, tokens=tokens, count=plan.asks)
-    for _, found in asked:
+    lookups: list[tuple[float, int]] = session.ask("lookup", number=number, tokens=tokens, count=plan.asks)
+    for _, found in lookups:
         if found != expected:
             raise PeerError(f"a lookup of {tokens} tokens found {found}, not {expected}")
-    return statistics.median(seconds for seconds, _ in asked)
+    return statistics.median(seconds for seconds, _ in lookups)
 
 
 def _memory(peer: Peer, plan: RunPlan, samples: Samples) -> None:
@@ -159,7 +159,7 @@ def _whole(loaded: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     """Raises PeerError unless all of the prompt came back, right."""
     if loaded["wrong"]:
         raise PeerError(
-            f"WRONG BYTES among {loaded['told']} tokens that it said it has loaded; wrong blocks: {loaded['wrong']}"
+            f"WRONG BYTES among {loaded['told']} tokens that it reported as loaded; wrong blocks: {loaded['wrong']}"
         )
     if loaded["told"] != plan.tokens:
         raise PeerError(f"of {plan.tokens} tokens {loaded['found']} were found and {loaded['told']} loaded")

@@ -92,12 +92,12 @@ class Child:
         begun = time.perf_counter()
         found = self._system.lookup(prompt)
         looked = time.perf_counter()
-        told = self._system.load(prompt, blocks, found)
+        reported = self._system.load(prompt, blocks, found)
         ended = time.perf_counter()
         self._system.release(prompt)
-        good = blocks[: told // self._setting.geometry.block_tokens]
+        good = blocks[: reported // self._setting.geometry.block_tokens]
         wrong = self._content.wrong(self._system.memory(), prompt, good)
-        return LoadedPrompt(looked - begun, ended - looked, found, told, wrong)
+        return LoadedPrompt(looked - begun, ended - looked, found, reported, wrong)
 
     def write(self, numbers: list[int], tokens: int) -> tuple[float, bool]:
         """Store these prompts, one behind the other, until all of them is on disk. Their bytes are made before."""
@@ -181,7 +181,7 @@ def answer(child: Child, question: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Answers until standard input ends."""
     options = json.loads(sys.argv[1])
-    with os.fdopen(os.dup(1), "w") as told:
+    with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
         disk = options["disk"]
         setting = SystemSetting(
@@ -193,8 +193,8 @@ def main() -> int:
         child = Child(options["module"], options["factory"], options["arguments"], setting)
         try:
             for line in sys.stdin:
-                told.write(json.dumps(answer(child, json.loads(line))) + "\n")
-                told.flush()
+                output.write(json.dumps(answer(child, json.loads(line))) + "\n")
+                output.flush()
         finally:
             child.stop()
             sys.stdout.flush()

@@ -164,8 +164,8 @@ class Mooncake:
         step = len(keys) if self._setting.disk is None else max(1, CALL_BUFFERS // len(places[0]))
         codes: list[int] = []
         for at in range(0, len(keys), step):
-            some = places[at : at + step]
-            codes += self._engine.batch_get_into_multi_buffers(keys[at : at + step], some, self._sizes(len(some)))
+            part = places[at : at + step]
+            codes += self._engine.batch_get_into_multi_buffers(keys[at : at + step], part, self._sizes(len(part)))
         good = next((at for at, code in enumerate(codes) if code < 0), len(codes))
         return good * prompt.chunk_tokens
 

@@ -121,10 +121,10 @@ class PeerSession:
         """The value of its answer."""
         self._is_lost = True  # until it has answered
         self._child.ask({"do": what, **given})
-        told = self._child.answer(ANSWER_S)
+        answer = self._child.answer(ANSWER_S)
         self._is_lost = False
-        if "not_offered" in told:
-            raise NotOfferedError(told["not_offered"])
-        if "error" in told:
-            raise PeerError(told["error"])
-        return told["value"]
+        if "not_offered" in answer:
+            raise NotOfferedError(answer["not_offered"])
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer["value"]

@@ -93,5 +93,5 @@ def show(result: Mapping[str, Any]) -> None:
         texts=2,
     )
     for name, system in systems.items():
-        for case, said in {**system["notes"], **system["facts"]}.items():
-            print(f"{name}: {case}: {said}")
+        for case, note in {**system["notes"], **system["facts"]}.items():
+            print(f"{name}: {case}: {note}")

@@ -151,12 +151,12 @@ class Replay:
                 program=seeded.PROGRAM,
             ) as daemon:
                 tallies, seconds = self._replay(daemon, live, before, capacity.name)
-                told = daemon.status()
+                status = daemon.status()
                 daemon.observer.drain(WAIT_S, everything=True)
                 findings = list(daemon.verify(payloads=True))
         if daemon.exit_status != 0:
             findings.append(f"the daemon's exit status is {daemon.exit_status}")
-        return self._result(capacity, tallies, findings, seconds, told)
+        return self._result(capacity, tallies, findings, seconds, status)
 
     def _settings(self, capacity: Capacity) -> dict[str, str]:
         uids = sorted({tenant.uid for tenant in self._trace.tenants})
@@ -181,7 +181,7 @@ class Replay:
         return tallies, time.perf_counter() - begun
 
     def _result(
-        self, capacity: Capacity, tallies: list[ReplayTally], findings: list[str], seconds: float, told: dict[str, Any]
+        self, capacity: Capacity, tallies: list[ReplayTally], findings: list[str], seconds: float, state: dict[str, Any]
     ) -> dict[str, Any]:
         whole, total = self._whole, ReplayTally()
         for tally in tallies:
@@ -193,7 +193,7 @@ class Replay:
             findings.append("no load was verified")
         total.findings += findings
         simulated = self._simulate(capacity)
-        asked = sum(row["asked"] for row in told["lookups"])
+        references = sum(row["asked"] for row in state["lookups"])
         return {
             "capacity": capacity.name,
             "capacity_blocks": capacity.blocks,
@@ -202,10 +202,10 @@ class Replay:
             "simulated_hit_rate": self._rate(sum(simulated)),
             **self._rates_of_one_size(capacity),
             "ceiling_hit_rate": self._rate(whole.restorable),
-            "estimated_ceiling": round(1 - sum(row["new"] for row in told["lookups"]) / asked, 4),
+            "estimated_ceiling": round(1 - sum(row["new"] for row in state["lookups"]) / references, 4),
             "shortfall": shortfall,
-            "evictions": told["cache"]["keys_evicted"],
-            "slabs_taken_over": told["cache"]["slabs_taken_over"],
+            "evictions": state["cache"]["keys_evicted"],
+            "slabs_taken_over": state["cache"]["slabs_taken_over"],
             "seconds": round(seconds, 2),
             "requests_per_s": round(self._whole.requests / seconds, 1),
             "gib_per_s": round((total.stored_bytes + total.loaded_bytes) / GIB / seconds, 3),

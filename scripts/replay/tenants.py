@@ -101,10 +101,10 @@ def tenants_of(model: RankCache, scale: float | None, sizes: Sequence[int], coun
     `scale`: of the rows, 1 is the real size; None: as large as one slot of 4 KiB takes. `sizes`: how many times as
     large those of each tenant are, round and round.
     """
-    real, mine = model.token_bytes * BLOCK_TOKENS, os.getuid()
+    real, uid = model.token_bytes * BLOCK_TOKENS, os.getuid()
     page_bytes = PAGE_BYTES // model.tensors if scale is None else max(1, round(real * scale))
     return [
-        Tenant(number, OTHER_UID + number - 1 if number and not mine else mine, _geometry(model, page_bytes * size))
+        Tenant(number, OTHER_UID + number - 1 if number and not uid else uid, _geometry(model, page_bytes * size))
         for number, size in zip(range(count), [*sizes] * count, strict=False)
     ]
 

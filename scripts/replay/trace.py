@@ -180,10 +180,10 @@ def half_right(signals: list[Signal], seed: int = 0) -> list[Signal]:
     """The same, but every second request, at random, has the signal of another one."""
     random = np.random.default_rng(seed)
     wrong = np.flatnonzero(random.random(len(signals)) < 0.5)
-    said = list(signals)
+    mixed = list(signals)
     for at, other in zip(wrong.tolist(), random.permutation(wrong).tolist(), strict=True):
-        said[at] = signals[other]
-    return said
+        mixed[at] = signals[other]
+    return mixed
 
 
 def _prefix_hits(ids: list[int], held: dict[int, Any]) -> int:

@@ -92,9 +92,9 @@ class TimedEngine(NamedTuple):
         result = self.folder / "timings.json"
         result.unlink(missing_ok=True)
         os.kill(int((self.folder / "pid").read_text(encoding="utf-8")), signal.SIGUSR2)
-        until(result.exists, "the engine tells its timings", TELL_S)
-        said: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return said
+        until(result.exists, "the engine writes its timings", TELL_S)
+        timings: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return timings
 
 
 def options_of(who: str, seat: str, socket: Path, folder: Path) -> dict[str, Any]:
@@ -113,20 +113,20 @@ def options_of(who: str, seat: str, socket: Path, folder: Path) -> dict[str, Any
     return storage_options(socket=str(socket), module_path=TIMED, **extra)
 
 
-def figures_of(said: dict[str, Any], requests: int) -> dict[str, float]:
+def figures_of(timings: dict[str, Any], requests: int) -> dict[str, float]:
     """Returns the figures of one round: milliseconds for each request."""
-    calls: list[tuple[str, str, list[list[float]]]] = [(one[0], one[1], one[2]) for one in said["calls"]]
+    calls: list[tuple[str, str, list[list[float]]]] = [(one[0], one[1], one[2]) for one in timings["calls"]]
     ours = {*STORAGE_METHODS, *LINKER_METHODS}
 
     def spent(at: int, methods: set[str], thread: str = "") -> float:
         times = (t for where, method, t in calls if method in methods and (not thread or where == thread))
-        return sum(one[at] for some in times for one in some) / requests * 1e3
+        return sum(one[at] for rows in times for one in rows) / requests * 1e3
 
-    others = sum(took for name, took in said["processor_s"].items() if name != SCHEDULER)
+    others = sum(took for name, took in timings["processor_s"].items() if name != SCHEDULER)
     return {
         "scheduler_ms": spent(0, ours, SCHEDULER),
         "hooks_ms": spent(0, set(HOOKS), SCHEDULER),
-        "wait_ms": p50(said["waits_s"]) * 1e3 if said["waits_s"] else 0.0,
+        "wait_ms": p50(timings["waits_s"]) * 1e3 if timings["waits_s"] else 0.0,
         "lookup_ms": spent(0, set(LOOKUPS)),
         "lookup_processor_ms": spent(1, set(LOOKUPS)),
         "store_ms": spent(0, set(STORES)),

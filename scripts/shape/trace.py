@@ -92,7 +92,7 @@ def exercise(socket: Path, recorder: Recorder) -> dict[str, Any]:
                 client.wait(submit(registration, {0: (keys, np.arange(KEYS))}), 20.0)
                 time.sleep(SETTLE_S)
                 trials[what].append(counts(recorder.end(), threading.get_ident()))
-    return {what: least(some) for what, some in trials.items()}
+    return {what: least(each) for what, each in trials.items()}
 
 
 def main(tree: Path) -> int:

@@ -476,7 +476,7 @@ class StressRun:
             try:
                 status = slot.child.wait(max(until - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                self._failed(slot, "did not end when it was told to")
+                self._failed(slot, "did not end when it was asked to")
                 continue
             if status != 0:
                 self._failed(slot, f"ended with status {status}")
@@ -487,12 +487,12 @@ class StressRun:
         status = daemon.stop()
         if status != 0:
             self._report.errors.append(f"the daemon ended with status {status}:\n{daemon.tail()}")
-        said = bad_entries(daemon.log_path)
-        expected = [entry for entry in said if self._driver.ends_daemon and _DRIVER_FAILED.search(entry)]
-        self._report.errors += [entry for entry in said if entry not in expected]
+        entries = bad_entries(daemon.log_path)
+        expected = [entry for entry in entries if self._driver.ends_daemon and _DRIVER_FAILED.search(entry)]
+        self._report.errors += [entry for entry in entries if entry not in expected]
         if len(expected) < self._report.fatal_ends:
             ends = self._report.fatal_ends
-            self._report.errors.append(f"of {ends} fatal ends the daemon's log tells the reason of {len(expected)}")
+            self._report.errors.append(f"of {ends} fatal ends the daemon's log has the reason of {len(expected)}")
 
 
 def _forgotten_within(observer: Client, pid: int, limit_s: float) -> float | None:

@@ -156,10 +156,10 @@ class StressWorker:
         """
         found = []
         for group, part in self.engine.groups_of(rank):
-            mine = keys[group.number]
-            at = chosen(group, len(mine))
+            own = keys[group.number]
+            at = chosen(group, len(own))
             if len(at):
-                found.append(self.engine.share(rank, group, part, mine[at], int(at[0])))
+                found.append(self.engine.share(rank, group, part, own[at], int(at[0])))
         return [share for share in found if len(share.keys)]
 
     # --- operations ------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ class StressWorker:
         for rank in self.engine.ranks:
             if shares := self.shares(rank, keys, needed):
                 expedited = bool(self.rng.integers(0, 2))
-                mine = [pending[one.group.number][one.first : one.first + len(one.keys)] for one in shares]
-                known = mine, count(pinned.states, KeyState.PENDING) - pinned.promoting
+                own = [pending[one.group.number][one.first : one.first + len(one.keys)] for one in shares]
+                known = own, count(pinned.states, KeyState.PENDING) - pinned.promoting
                 opened = self.engine.load(rank, shares, lease=found.lease, expedited=expedited, pending=known)
                 begun.append(opened)
         self.engine.wait(begun)
@@ -251,9 +251,9 @@ class StressWorker:
         keys = self.prompts.keys(group)
         reserved = rank.client.reserve({group.number: keys}, parts=[part])
         try:
-            mine = np.flatnonzero(reserved.states[0] == KeyState.RESERVED)
-            mine = mine[self.rng.random(len(mine)) < 0.8]
-            share = self.engine.share(rank, group, part, keys[mine], 0)
+            own = np.flatnonzero(reserved.states[0] == KeyState.RESERVED)
+            own = own[self.rng.random(len(own)) < 0.8]
+            share = self.engine.share(rank, group, part, keys[own], 0)
             if len(share.keys):
                 begun = self.engine.store(rank, [share], lease=reserved.lease)
                 if self.rng.random() < 0.5:
@@ -288,8 +288,8 @@ class StressWorker:
         """Load keys that may be there or not, and not all blocks of each."""
         rank = self.any_rank()
         keys = self.prompts.all_keys()
-        some = float(self.rng.choice([1.0, 0.5]))
-        shares = self.shares(rank, keys, lambda _group, count: np.flatnonzero(self.rng.random(count) < some))
+        fraction = float(self.rng.choice([1.0, 0.5]))
+        shares = self.shares(rank, keys, lambda _group, count: np.flatnonzero(self.rng.random(count) < fraction))
         if shares:
             unwanted = float(self.rng.choice([0.0, 0.3]))
             begun = self.engine.load(rank, shares, unwanted=unwanted)
@@ -299,7 +299,7 @@ class StressWorker:
     def load_again(self) -> None:
         """Load some of the latest prompt's keys, as a second request for it would; most are in memory."""
         rank = self.any_rank()
-        keys = {number: mine[:AGAIN_KEYS] for number, mine in self.latest.items()}
+        keys = {number: latest[:AGAIN_KEYS] for number, latest in self.latest.items()}
         if keys and (shares := self.shares(rank, keys, lambda _group, count: np.arange(count))):
             self.engine.wait([self.engine.load(rank, shares, expedited=True)])
 
@@ -328,7 +328,7 @@ class StressWorker:
         rank = self.any_rank()
         keys = self.prompts.all_keys()
         share = float(self.rng.choice([0.0, 0.05, 0.2]))
-        strewn = {number: self._strewn(mine, share) for number, mine in keys.items()}
+        strewn = {number: self._strewn(whole, share) for number, whole in keys.items()}
         self._check_found(strewn, rank.client.lookup(strewn))
         coming = rank.client.prefetch(keys)
         if self.rng.random() < 0.3:

@@ -102,12 +102,12 @@ def run(given: argparse.Namespace, folder: Path) -> ThreadsReport:
             with log.open("wb") as stream:
                 child = spawn(command, log, stdout=stream.fileno(), environment={SWITCH_VARIABLE: SWITCH_S})
                 status = _end_of(child)
-            said = log.read_text(encoding="utf-8", errors="replace")
-            report.red.update(_FAILED.findall(said))
+            output = log.read_text(encoding="utf-8", errors="replace")
+            report.red.update(_FAILED.findall(output))
             if status not in _ENDED:
-                report.errors.append(f"pytest ended with status {status}: {said[-300:]}")
+                report.errors.append(f"pytest ended with status {status}: {output[-300:]}")
             if status:
-                sys.stderr.write(said[-8000:])
+                sys.stderr.write(output[-8000:])
             live.show(number + 1, f"{report.red.total()} red")
     return report
 

@@ -207,8 +207,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 for who in given.who[:: -1 if number % 2 else 1]:
                     live.show(done, f"round {number + 1} of {given.rounds}, {who}, {setting_name}")
                     samples = run_setting(who, setting, model, folder, given)
-                    for case, some in cases_of(setting_name, setting, samples, who).items():
-                        rounds[case][who].append(figures_of(some))
+                    for case, chosen in cases_of(setting_name, setting, samples, who).items():
+                        rounds[case][who].append(figures_of(chosen))
                     done += 1
     cases = {
         case: {

@@ -173,7 +173,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 live.show(number + len(found) / len(bench.pairs), f"round {number} of {given.rounds}, {case}")
                 found[case] = bench.round(case, prompts)
             for case, one in found.items():
-                wrong[case] += sum(differing(found[ALONE].single, some) for some in (one.single, one.own, one.busy))
+                wrong[case] += sum(differing(found[ALONE].single, had) for had in (one.single, one.own, one.busy))
                 if number:
                     cases[case].append(one)
     return result_of(given, cases, wrong)
@@ -186,8 +186,8 @@ def result_of(given: argparse.Namespace, cases: dict[str, list[ServingRound]], w
     def add(what: str, figures: dict[str, list[float]], one: str, other: str, bound: float) -> None:
         bounds.append(at_most(f"{one}: {what} of {other}", median_ratio(figures[one], figures[other]), bound))
 
-    ttfts = {case: [p50(one.ttft_s for one in some.single) for some in rounds] for case, rounds in cases.items()}
-    loaded = {case: [some.load.job_bytes for some in rounds] for case, rounds in cases.items()}
+    ttfts = {case: [p50(one.ttft_s for one in round_.single) for round_ in rounds] for case, rounds in cases.items()}
+    loaded = {case: [round_.load.job_bytes for round_ in rounds] for case, rounds in cases.items()}
     for case in cases:
         if case != ALONE:
             add("TTFT", ttfts, case, ALONE, 1.0)
