@@ -1,7 +1,7 @@
 """Accuracy check: a tiny model answers questions from KV that a daemon had, in every layout, as if it had computed it.
 
 Trains a hybrid model (full attention, windows, states) within seconds to a task that needs all three, computes prompts,
-stores their KV cache in a daemon of its own, and answers the same questions from what it loads: out of memory, and,
+stores their KV cache in a separate daemon, and answers the same questions from what it loads: out of memory, and,
 after a restart of the daemon, from disk. Then it loads wrong blocks on purpose, which must show. Exit status 0 only if
 accuracy is 95 % at least, every answer is equal to the recomputed one, and every wrong block was noticed; 1 otherwise;
 2 for wrong usage. Needs torch.

@@ -56,16 +56,16 @@ class PagedModel:
             self._step(tokens[:, position], position, tables)
         self.computed += tokens.numel()
 
-    def answer(self, asked: Any, tables: Tables) -> Any:
-        """i64 (sequences, ANSWER_TOKENS), most likely tokens. `asked`: i64 (sequences,), the key of each question; the
+    def answer(self, keys: Any, tables: Tables) -> Any:
+        """i64 (sequences, ANSWER_TOKENS), most likely tokens. `keys`: i64 (sequences,), the key of each question; the
         prompts are in the blocks that the tables name.
         """
-        self._step(torch.full_like(asked, ASK), PROMPT_TOKENS, tables)
-        said, token = [], asked
+        self._step(torch.full_like(keys, ASK), PROMPT_TOKENS, tables)
+        answers, token = [], keys
         for position in range(PROMPT_TOKENS + 1, PROMPT_TOKENS + 1 + ANSWER_TOKENS):
             token = self._step(token, position, tables).argmax(-1)
-            said.append(token)
-        return torch.stack(said, -1)
+            answers.append(token)
+        return torch.stack(answers, -1)
 
     def _step(self, tokens: Any, position: int, tables: Tables) -> Any:
         x = self._model.embed(tokens)

@@ -91,4 +91,4 @@ LAYOUTS: dict[str, Callable[[int], LayerMemory]] = {
     "packed-pages": _pages,
     "packed-rows": _rows,
 }
-"""Name -> memory for so many blocks."""
+"""Maps a layout's name to what allocates memory for a number of blocks."""

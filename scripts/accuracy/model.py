@@ -1,7 +1,7 @@
 """A tiny hybrid model: layers with states, with a window and with full attention, trained here to do the task.
 
-What a token finds is decided by content alone: a convolution tells each token which one stood before it, and attention
-looks for that. So it begins with weights that can find what stood behind a token; training teaches the rest, such as
+What a token finds is decided by content alone: a convolution gives each token the one before it, and attention looks
+for that. So it begins with weights that can find what stood behind a token; training teaches the rest, such as
 which of several values holds. Which mode a token names is in a part of its vector that the recurrence alone reads.
 """
 
@@ -56,7 +56,7 @@ class UntrainedError(KvOffloadError):
 
 @dataclass(frozen=True)
 class Model:
-    """`embedding`: f32 (VOCABULARY, HALF), of which logits are made, too. `layers`: weights by name, see `_weights`."""
+    """`embedding`: f32 (VOCABULARY, HALF), also used to make logits. `layers`: weights by name, see `_weights`."""
 
     embedding: Any
     layers: tuple[dict[str, Any], ...]
@@ -187,8 +187,8 @@ def _loss(model: Model, positions: _Positions, prompts: TaskPrompts) -> Any:
     for kind, layer in zip(KINDS, model.layers, strict=True):
         y = normed(x)
         x = x + widened(kind, MIXES[kind](y, layer, positions))
-    said = model.logits(x[:, PROMPT_TOKENS:]).unflatten(1, (FAR_KEYS, -1))[:, :, 1:]
-    return torch.nn.functional.cross_entropy(said.flatten(0, 2), prompts.answers.flatten())
+    logits = model.logits(x[:, PROMPT_TOKENS:]).unflatten(1, (FAR_KEYS, -1))[:, :, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 2), prompts.answers.flatten())
 
 
 def _attention(y: Any, layer: dict[str, Any], seen: Any) -> Any:

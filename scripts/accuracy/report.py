@@ -35,7 +35,7 @@ class Row:
 
     @property
     def accuracy(self) -> float:
-        """Questions of which every token was right."""
+        """The share of questions that were answered with every token right."""
         return ratio(self.right, self.questions)
 
 
@@ -67,7 +67,7 @@ class AccuracyReport:
 
     @property
     def is_good(self) -> bool:
-        """Every row is as it must be, and nobody has complained."""
+        """Whether every row is as it must be, and no error was reported."""
         return bool(self.rows) and not any(map(self.verdict, self.rows)) and not self.errors
 
     def as_json(self) -> dict[str, object]:

@@ -90,11 +90,11 @@ class AccuracyRun:
         report: AccuracyReport,
         worker: AccuracyWorker,
         source: str,
-        said: Any,
+        answered: Any,
         answers: Any,
         control: Control | None = None,
     ) -> None:
-        right = (said == answers).all(-1)
+        right = (answered == answers).all(-1)
         before = sum(row.recomputed_tokens for row in report.rows if row.layout == worker.layout)
         report.add(
             Row(
@@ -105,6 +105,6 @@ class AccuracyRun:
                 questions=right.numel(),
                 right=int(right.sum()),
                 recomputed_tokens=worker.computed - before,
-                said=said.flatten().tolist(),
+                said=answered.flatten().tolist(),
             )
         )

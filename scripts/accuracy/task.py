@@ -1,8 +1,8 @@
-"""The task: questions about a long prompt, each of whose answers needs full attention, a window, and a state.
+"""The task: questions about a long prompt. Each answer needs full attention, a window, and a state.
 
-A prompt is pairs of tokens in three stretches. In the old one, far keys stand beside near keys, near keys beside values
-that do not hold any more, and modes are named, once or more. The middle one has more far keys, the recent one the value
-of each near key. A question names a far key. Its answer is, token by token: the near key beside it, the
+A prompt is pairs of tokens in three stretches. The old one pairs far keys with near keys, and near keys with values
+that do not hold any more, and names modes, once or more. The middle one has more far keys, the recent one the value
+of each near key. A question names a far key. Its answer is, token by token: the near key that is paired with it, the
 value that this near key has now, and the mode that was named last.
 """
 
@@ -65,7 +65,7 @@ def make_prompts(count: int, generator: Any) -> TaskPrompts:
     near_of, value_of = FIRST_NEAR + draw(NEAR_KEYS, FAR_KEYS), FIRST_VALUE + draw(VALUES, NEAR_KEYS)
     far = shuffled(torch.stack([_all(FIRST_FAR, FAR_KEYS, count), near_of], -1))
     old = torch.stack([FIRST_NEAR + draw(NEAR_KEYS, OLD_VALUES), FIRST_VALUE + draw(VALUES, OLD_VALUES)], -1)
-    # How many there are differs: else the last could be told by its number.
+    # Their number differs, or else the position of the last one would give it away.
     named = torch.where(torch.arange(OLD_MODES) <= draw(OLD_MODES, 1), FIRST_MODE + draw(MODES, OLD_MODES), FILL)
     modes = torch.stack([torch.full_like(named, FILL), named], -1)
     recent = torch.stack([_all(FIRST_NEAR, NEAR_KEYS, count), value_of], -1)

@@ -25,7 +25,7 @@ torch: Any = importlib.import_module("torch")
 BLOCKS = PROMPT_TOKENS // BLOCK
 CALL_S = 60.0
 NOWHERE = 0
-"""A block that nobody may read: what tables name that a group does not need."""
+"""A block that must not be read: tables name it where a group needs none."""
 
 SWAP_FALL, GROUP_FALL = 0.03, 0.5
 
@@ -145,13 +145,13 @@ class AccuracyWorker:
             raise DaemonError(f"{self.layout}: a job has ended as {result.outcome}: {result.reason}")
 
     def _answer(self, tables: Tables) -> Any:
-        """i64 (prompts, questions, ANSWER_TOKENS): every question of every prompt, each in a block of its own."""
-        asked = self._prompts.asked
+        """i64 (prompts, questions, ANSWER_TOKENS): every question of every prompt, each in its own block."""
+        questions = self._prompts.asked
         rows = {
-            group: torch.cat([table.repeat_interleave(asked.shape[1], 0), self._tails[group]], 1)
+            group: torch.cat([table.repeat_interleave(questions.shape[1], 0), self._tails[group]], 1)
             for group, table in tables.items()
         }
-        return self._model.answer(asked.flatten(), rows).unflatten(0, asked.shape)
+        return self._model.answer(questions.flatten(), rows).unflatten(0, questions.shape)
 
 
 def _rolling_hash(group: int, prompt: list[int]) -> U8Array:

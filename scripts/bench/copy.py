@@ -1,4 +1,4 @@
-"""Stores and loads through the daemon, beside memcpy of the same rows by as many threads, in one run on one machine.
+"""Stores and loads through the daemon against memcpy of the same rows by as many threads, in one run on one machine.
 
 Each case moves the same bytes (256 MiB by default) as one job, for one size of rows in the worker's tensors. A round
 measures memcpy row by row, stores back to back (the arena is full: each store evicts), stores with a `drain` before
@@ -6,7 +6,7 @@ each, loads, and memcpy again. Times are the client's: from `store` or `load` to
 the median over the rounds of (memcpy's time) / (the job's time). Then another process pings the daemon while nothing is
 copied, and while stores and loads are.
 
-With `--unverified`, each load is beside one of a second daemon, which has `memory.verify_loads = false`:
+With `--unverified`, each load is compared with one of a second daemon, which has `memory.verify_loads = false`:
 `ratio_to_unverified` is the median over the rounds of (its time) / (the load's time).
 """
 
@@ -44,13 +44,13 @@ from scripts.harness.program import benchmark_line, show_result
 
 GIB = 1 << 30
 REFS = (1, 16, 64)
-"""Rows of a key, each in a tensor of its own."""
+"""Rows of a key, each in its own tensor."""
 ROW_BYTES = (4 << 10, 16 << 10, 64 << 10, 1 << 20)
 LARGE_ROW_BYTES = 16 << 10
 LARGE_RATIO_MIN, SMALL_RATIO_MIN = 0.85, 0.60
 UNVERIFIED_RATIO_MIN = 0.90
 PING_RATIO_MAX = 10.0
-"""Of another session's p99 beside jobs, to the one without."""
+"""The highest ratio of another session's p99 during jobs to the one without jobs."""
 LAG = ("p99_us", "max_us")
 BUSY = ("stores", "loads")
 KINDS = ("store", "store, drained", "load")
@@ -79,7 +79,7 @@ def layout_case(model: str, layout: str) -> CopyCase:
         row_bytes=sum(planned.payloads) // sum(planned.descriptors),
         tensors=len(planned.plan.canonical.rows),
         groups=planned.num_groups,
-        slab_bytes=layouts.SLAB_BYTES,  # groups' payloads may be of several sizes, and each has slabs of its own
+        slab_bytes=layouts.SLAB_BYTES,  # groups' payloads may be of several sizes, and each has its own slabs
     )
 
 
@@ -150,19 +150,19 @@ def measure_lag(work: Workload, daemon: OwnDaemon, jobs: int) -> dict[str, Any]:
     log = daemon.log_path.with_name("ping.log")
     pinger = WorkerProcess("scripts.bench.ping", {"socket": str(daemon.socket)}, log)
 
-    def told() -> list[float]:
+    def pings() -> list[float]:
         pinger.ask({})
         seconds: list[float] = pinger.answer(WAIT_S)["seconds"]
         return seconds
 
     def during(act: Callable[[], object]) -> dict[str, float]:
-        told()
+        pings()
         act()
-        seconds = told()
+        seconds = pings()
         figures = {"p50_us": p50(seconds), "p99_us": p99(seconds), "max_us": max(seconds)}
         return {"pings": len(seconds), **{name: round(value * 1e6, 1) for name, value in figures.items()}}
 
-    told()  # it has started
+    pings()  # it has started
     lag = {
         "idle": during(lambda: time.sleep(0.5)),
         "stores": during(lambda: [work.store() for _ in range(jobs)]),
@@ -176,7 +176,7 @@ def measure_lag(work: Workload, daemon: OwnDaemon, jobs: int) -> dict[str, Any]:
 
 
 def run_case(case: CopyCase, given: argparse.Namespace) -> dict[str, Any]:
-    """One case with a daemon of its own."""
+    """Measures one case with a separate daemon."""
     with contextlib.ExitStack() as stack:
 
         def begin(**more: str) -> tuple[OwnDaemon, Workload]:
@@ -211,13 +211,13 @@ def ratio(samples: Samples[float], limit: str, what: str) -> float:
 def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
     """The cases and the bounds; `ratio_to_limit` is the least of all cases."""
     bounds = []
-    for label, minimum, mine in (
+    for label, minimum, subset in (
         ("rows >= 16 KiB", LARGE_RATIO_MIN, [case for case in cases if case["row_bytes"] >= LARGE_ROW_BYTES]),
         ("rows of 4 KiB", SMALL_RATIO_MIN, [case for case in cases if case["row_bytes"] < LARGE_ROW_BYTES]),
     ):
         for what in ("store", "load"):
-            if mine:
-                least = min(case["ratio_to_limit"][what] for case in mine)
+            if subset:
+                least = min(case["ratio_to_limit"][what] for case in subset)
                 bounds.append(at_least(f"{what}, {label}: least ratio to memcpy", least, minimum))
     ratio_to_limit = min(bound.value for bound in bounds)
     if unverified := [case["ratio_to_unverified"] for case in cases if "ratio_to_unverified" in case]:

@@ -1,4 +1,4 @@
-"""Demotion to disk and promotion from disk, beside fio, in one run on one machine.
+"""Demotion to disk and promotion from disk against fio, in one run on one machine.
 
 A round, for each payload size: fio writes, a worker stores as many bytes in new keys and the daemon demotes them, fio
 reads, the daemon is restarted and a `prefetch` brings all of them back. Both sides use O_DIRECT on files of the same
@@ -9,9 +9,9 @@ segment when it is full, and keeps its catalog.
 Demote: bytes written between two looks at the daemon's counters, by the time between them: the last when all is
 written, the first when the stores (memory to memory) have ended, or, where then less than 30 % are left to write, when
 10 % are written. Promote: from the request to `ready`.
-`ratio_to_limit` is the median over the rounds of ours by fio's of the same round. Lag: how late the daemon's event loop
-came to a beat of 5 ms, at worst (`status`, "loop"), and the same of an idle process beside it, which tells what the
-machine itself adds.
+`ratio_to_limit` is the median over the rounds of the daemon's rate divided by fio's in the same round. Lag: how late
+the daemon's event loop came to a beat of 5 ms, at worst (`status`, "loop"), and the same of an idle process at the same
+time, which shows what the machine itself adds.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Noise:
     def end(self) -> float:
         """Its worst delay, ms."""
         end(self._child, 15, 5.0)
-        said = self._child.stdout.read() if self._child.stdout else b""
-        return float(said or 0)
+        output = self._child.stdout.read() if self._child.stdout else b""
+        return float(output or 0)
 
 
 async def beat() -> None:

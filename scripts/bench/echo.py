@@ -30,9 +30,9 @@ class EchoServer(asyncio.Protocol):
             (size,) = PREFIX.unpack_from(self._buffer)
             if len(self._buffer) < PREFIX.size + size:
                 return
-            asked = msgpack.unpackb(self._buffer[PREFIX.size : PREFIX.size + size])
+            request = msgpack.unpackb(self._buffer[PREFIX.size : PREFIX.size + size])
             self._buffer = self._buffer[PREFIX.size + size :]
-            body = msgpack.packb({"type": "done", "seq": asked["seq"]})
+            body = msgpack.packb({"type": "done", "seq": request["seq"]})
             self._transport.write(PREFIX.pack(len(body)) + body)
 
 

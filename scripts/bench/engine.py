@@ -1,7 +1,7 @@
 """One engine that does nothing but offload: a `WorkerProcess` with the options `socket`, `keys` and `page_bytes`.
 
 Its scheduler pins and releases prompts; its rank stores new prompts of as many keys, and loads each once. Two threads
-and two sessions of one instance. The question {"seconds": s} is answered after so many seconds with what was done in
+and two sessions of one instance. The question {"seconds": s} is answered after `s` seconds with what was done in
 them: {"pins": [seconds of each], "stores": [...], "loads": [...]}.
 """
 

@@ -1,7 +1,7 @@
 """What many engines get of one daemon: requests a second, how long a pin takes, and the share of each.
 
 Each engine is a process with two sessions, as vLLM has them: a scheduler that pins prompts and releases them, and a
-rank that stores prompts and loads them, all without a pause. For each number of engines a daemon of its own serves them
+rank that stores prompts and loads them, all without a pause. For each number of engines a separate daemon serves them
 for some rounds. An engine's fair share is what all of them got, by their number; `least_share` is what the one that got
 the least had of it, the median over the rounds. A pin's time is that of the pin and its release. Engines need
 processors, too: the machine divides those among them, not the daemon.
@@ -34,7 +34,7 @@ KINDS = ("pins", "stores", "loads")
 
 
 def run_case(engines: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All rounds with so many engines."""
+    """Measures all rounds with this number of engines."""
     prompt_bytes = arguments.keys * arguments.page_bytes
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(private_folder()))
@@ -57,7 +57,7 @@ def round_of(workers: list[WorkerProcess], seconds: float) -> list[dict[str, lis
 
 
 def case_of(engines: int, rounds: list[list[dict[str, list[float]]]], seconds: float) -> dict[str, Any]:
-    """The figures of so many engines, from what each did in each round."""
+    """Returns the figures of this number of engines, from what each did in each round."""
     pins = [duration for found in rounds for one in found for duration in one["pins"]]
     return {
         "engines": engines,

@@ -1,4 +1,4 @@
-"""What a layout of the KV cache buys: the same model and the same bytes in each, beside memcpy by one thread.
+"""What a layout of the KV cache buys: the same model and the same bytes in each, against memcpy by one thread.
 
 Jobs of about as many bytes (128 MiB by default), which store and load blocks of all the model's groups, at scattered
 block ids; layers and blocks have the model's true sizes. On `host`, and on a software driver whose calls take some time
@@ -43,7 +43,7 @@ MODELS = ("gpt-oss-20b", "qwen3-next-80b-a3b")
 COMPARED = ("by-layer", "cross-layer", "packed-pages", "packed-rows")
 """Of the harness's layouts."""
 SLAB_BYTES, SLABS = 64 << 20, 8
-"""Of the arena; so many more, since each size of payloads has its own."""
+"""The arena's slabs in addition to those that the jobs fill, since each size of payloads has its own."""
 HOST, CUDA = "host", "software driver"
 DIRECTIONS = ("store", "load")
 
@@ -161,11 +161,11 @@ def run_model(model: str, given: argparse.Namespace, devices: Sequence[str]) -> 
     for device in devices:
         with served(cases, given, device) as (daemon, benches):
             samples = measure(benches, given.rounds)
-            for found, bench, mine in zip(layouts, benches, samples, strict=True):
+            for found, bench, own in zip(layouts, benches, samples, strict=True):
                 found["job_bytes"] = bench.bytes
                 found["devices"][device] = {
                     direction: _figures(
-                        bench, daemon, direction, mine, benches[0].bytes, samples[0], given.submit_ns * (device == CUDA)
+                        bench, daemon, direction, own, benches[0].bytes, samples[0], given.submit_ns * (device == CUDA)
                     )
                     for direction in DIRECTIONS
                 }
@@ -187,7 +187,7 @@ def _figures(
     bench: LayoutWorkload,
     daemon: Daemon,
     direction: str,
-    mine: Samples[float],
+    own: Samples[float],
     first_bytes: int,
     first: Samples[float],
     submit_ns: int,
@@ -200,12 +200,12 @@ def _figures(
         "unplanned_descriptors": abs(
             counted["descriptors"] - bench.case.planned.descriptors_of([bench.keys] * bench.case.planned.num_groups)
         ),
-        "ms": round(p50(mine[direction]) * 1e3, 2),
+        "ms": round(p50(own[direction]) * 1e3, 2),
         "submission_ms": round(counted["copies"] * submit_ns / 1e6, 2),
-        "gb_per_s": round(bench.bytes / p50(mine[direction]) / 1e9, 2),
-        "memcpy_gb_per_s": round(bench.bytes / p50(mine["memcpy"]) / 1e9, 2),
-        "ratio_to_limit": round(median_ratio(mine["memcpy"], mine[direction]), 3),
-        "time_to_by_layer": round(median_ratio(mine[direction], first[direction]) * first_bytes / bench.bytes, 2),
+        "gb_per_s": round(bench.bytes / p50(own[direction]) / 1e9, 2),
+        "memcpy_gb_per_s": round(bench.bytes / p50(own["memcpy"]) / 1e9, 2),
+        "ratio_to_limit": round(median_ratio(own["memcpy"], own[direction]), 3),
+        "time_to_by_layer": round(median_ratio(own[direction], first[direction]) * first_bytes / bench.bytes, 2),
     }
 
 

@@ -1,6 +1,6 @@
 """Lookups while ever more keys are held, through the real socket, and what holding a key costs.
 
-For each number of keys a daemon of its own is filled in its own process: its arena is a sparse memfd whose pages are
+For each number of keys a separate daemon is filled in its own process: its arena is a sparse memfd whose pages are
 never touched, so that ten million keys need no 40 GiB. Then rounds of calls go to all the daemons in turn: `lookup` of
 512 keys that were stored together (a prompt), that were not (scattered) and that are not held (missing), and `pin`
 with `release` of a prompt; and to a bare blocking server that takes and gives as many bytes as a lookup does, which is
@@ -125,7 +125,7 @@ def serve(path: str, count: int, policy: str) -> int:
 
 
 class Level:
-    """A daemon that holds so many keys, and a session with it."""
+    """A daemon that holds a number of keys, and a session with it."""
 
     def __init__(self, folder: Path, count: int, policy: str, echo: Callable[[], object]) -> None:
         self.count = count
@@ -153,7 +153,7 @@ class Level:
         end(self._child, signal.SIGTERM, START_S)
 
     def calls(self, rng: np.random.Generator) -> dict[str, Callable[[], object]]:
-        """What is measured, each with keys of its own."""
+        """Returns the calls that are measured, each with its own keys."""
         client, count = self._client, self.count
         first = int(rng.integers(0, max(count // KEYS, 1))) * KEYS
         prompt = {0: keys_of(np.arange(first, min(first + KEYS, count)))}

@@ -1,4 +1,4 @@
-"""Pings a daemon all the time, in a process of its own: a `WorkerProcess` with the option `socket`.
+"""Pings a daemon all the time, in a separate process: a `WorkerProcess` with the option `socket`.
 
 Each question is answered with the round trips since the one before, {"seconds": [...]}.
 """

@@ -46,7 +46,7 @@ class SparseFiles(Files):
 
 
 def make_root(root: Path, records: int) -> int:
-    """A root with so many records in sealed segments; returns how many segments."""
+    """Makes a root with `records` records in sealed segments; returns the number of segments."""
     files = SparseFiles()
     files.make_directory(root)
     files.make_directory(root / "segments")
@@ -57,12 +57,12 @@ def make_root(root: Path, records: int) -> int:
     number = 0
     for first in range(0, records, fit):
         number += 1
-        some = np.arange(first, min(first + fit, records))
-        entries = np.zeros(len(some), ENTRY)
-        entries["key"] = keys_of(some).view("<u8")
-        entries["sequence"] = some + 1
+        numbers = np.arange(first, min(first + fit, records))
+        entries = np.zeros(len(numbers), ENTRY)
+        entries["key"] = keys_of(numbers).view("<u8")
+        entries["sequence"] = numbers + 1
         entries["payload_bytes"] = PAGE_BYTES
-        entries["page"] = 1 + 2 * np.arange(len(some))
+        entries["page"] = 1 + 2 * np.arange(len(numbers))
         header = SegmentHeader(secrets.token_bytes(16), number, SEGMENT_BYTES, int(time.time()))
         fd = create_segment(files, folder, f"{number:016x}", header, direct=False)
         seal_segment(files, fd, header, entries, [SPACE])
@@ -84,7 +84,7 @@ def start(folder: Path, root: Path, records: int) -> dict[str, float]:
 
 
 def measure(records: int, rounds: int, base_bytes: float, parent: Path | None) -> dict[str, Any]:
-    """Medians of some starts with so many records. `base_bytes`: what a daemon without records takes."""
+    """Measures medians of some starts with `records` records. `base_bytes`: what a daemon without records takes."""
     with private_folder() as name, disk_folder(parent) as place:
         root = Path(place) / "root"
         segments = make_root(root, records) if records else 0

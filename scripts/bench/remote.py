@@ -1,8 +1,8 @@
-"""The remote tier's way of bytes beside a plain TCP socket, in one run on one machine.
+"""The remote tier's path of bytes against a plain TCP socket, in one run on one machine.
 
 The daemon's side of it alone, `RemoteStore` with its agent, a hash lane and an arena, against a real store. Each round
 fetches and puts the same bytes in batches, one after the other with the plain socket, which moves as many from one
-process to another and does nothing else; what is fetched is verified. Then `exists` of 64 and 512 keys of which one in
+process to another and does nothing else; what is fetched is verified. Then `exists` of 64 and 512 keys, where one in
 eight is there. `ratio_to_limit` is the median over the rounds of fetched GB/s by those of the plain socket.
 
 Then what the tier costs pins when the store is gone: see `remotepins`.
@@ -117,7 +117,7 @@ class PlainSocket:
         return True
 
     def fetch(self, size: int) -> None:
-        """So many bytes, a batch at a time."""
+        """Fetches `size` bytes, a batch at a time."""
         for _ in range(size // BATCH_BYTES):
             self._sock.sendall(SIZE.pack(BATCH_BYTES))
             at = 0
@@ -174,11 +174,11 @@ class RemoteBench:
         async def move(verb: str, base: int) -> None:
             ends = []
             for first in range(0, count, batch):
-                some = slice(first, first + batch)
-                names, where = Names(SPACE, keys[some]), addresses[some] + np.uint64(base)
+                chosen = slice(first, first + batch)
+                names, where = Names(SPACE, keys[chosen]), addresses[chosen] + np.uint64(base)
                 ended: asyncio.Future[Any] = self._loop.create_future()
                 if verb == "put":
-                    self._remote.put(names, where, [payload_bytes], digests[some], _soon(), ended.set_result)
+                    self._remote.put(names, where, [payload_bytes], digests[chosen], _soon(), ended.set_result)
                 else:
                     self._remote.get(names, where, [payload_bytes], _soon(), ended.set_result)
                 ends.append(ended)
@@ -242,7 +242,7 @@ async def measure(bench: RemoteBench, plain: PlainSocket, plain_pid: int, given:
                     round_.cpu.append({name: after[name] - before[name] for name in after})
                     await bench.measure(size, kept)
                 live.show(number + 2, f"round {number + 1} of {given.rounds}")
-        asked = {f"{count} keys": await bench.exists(count, given.calls) for count in KEY_COUNTS}
+        lookups = {f"{count} keys": await bench.exists(count, given.calls) for count in KEY_COUNTS}
     finally:
         await bench.close()
     ratios = {
@@ -251,7 +251,7 @@ async def measure(bench: RemoteBench, plain: PlainSocket, plain_pid: int, given:
     return {
         "moves": {size: {verb: each.figures() for verb, each in rounds.items()} for size, rounds in sizes.items()},
         "exists": {
-            name: {"p50_us": round(p50(each) * 1e6), "p99_us": round(p99(each) * 1e6)} for name, each in asked.items()
+            name: {"p50_us": round(p50(each) * 1e6), "p99_us": round(p99(each) * 1e6)} for name, each in lookups.items()
         },
         "ratio_to_limit": ratios,
     }
@@ -320,18 +320,18 @@ def measure_moves(name: str, lab: Lab, folder: Path, given: argparse.Namespace) 
 
 
 def measure_pins(name: str, lab: Lab, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """See `remotepins`. Each of them with a store of its own."""
+    """Measures pins, as `remotepins` describes, each part with a separate store."""
     host = lab.hosts[0]
     ends = remotepins.ENDS if host.enter else remotepins.ENDS[:-1]
     with ProgressBar("bench_remote", given.rounds) as live:
-        with own_store(name, lab, folder / f"{name}-open") as (settings, first, mine):
-            opened = remotepins.measure_open(settings, first, mine, given.rounds, live.show)
+        with own_store(name, lab, folder / f"{name}-open") as (settings, first, own_folder):
+            opened = remotepins.measure_open(settings, first, own_folder, given.rounds, live.show)
         dead = {}
         for what in ends:
             live.show(given.rounds, what)
-            with own_store(name, lab, folder / f"{name}-{what}") as (settings, first, mine):
+            with own_store(name, lab, folder / f"{name}-{what}") as (settings, first, own_folder):
                 strike = partial(remotepins.strike, what, first, lab)
-                dead[what] = remotepins.measure_death(settings, strike, mine / "daemon")
+                dead[what] = remotepins.measure_death(settings, strike, own_folder / "daemon")
             if host.enter:
                 lab.mend(host)
     return {"open": opened, "death": dead}
@@ -370,8 +370,8 @@ def show(result: dict[str, Any]) -> None:
                 cpu = ", ".join(f"{who} {seconds:.2f}" for who, seconds in row["cpu_s_per_gb"].items())
                 rows.append((size, verb, f"{row['gb_per_s']:.2f}", cpu))
         print_grid(f"{name}, {result['network']}", ("objects", "", "GB/s", "CPU seconds a GB"), rows, texts=2)
-        asked = [(keys, f"{row['p50_us']:,}", f"{row['p99_us']:,}") for keys, row in engine["exists"].items()]
-        print_grid("exists", ("", "p50 us", "p99 us"), asked)
+        lookups = [(keys, f"{row['p50_us']:,}", f"{row['p99_us']:,}") for keys, row in engine["exists"].items()]
+        print_grid("exists", ("", "p50 us", "p99 us"), lookups)
         print(f"ratio_to_limit, fetched by plain: {engine['ratio_to_limit']}")
 
 

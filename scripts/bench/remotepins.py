@@ -1,11 +1,12 @@
-"""What the remote tier costs a pin when the store is gone: through the socket, beside a daemon without the tier.
+"""What the remote tier costs a pin when the store is gone: through the socket, against a daemon without the tier.
 
 `open`: three daemons on one CPU, in turn: one without `[remote]`, twice, and one whose breaker is open, since its store
-is dead. A pin of keys that nobody has would be a question to the store; one of keys that memory has would not. The
-second daemon without `[remote]` says what the difference of two equal daemons is here and now.
+is dead. A pin of keys that no tier has would be a question to the store; one of keys that memory has would not. The
+second daemon without `[remote]` shows how much two equal daemons differ here and now.
 
-`death`: the store dies, or the link to it, while a worker pins keys that nobody has, one pin after the other, and waits
-for each to be through. Seconds until the first pin that the store has no part in any more, and what those before took.
+`death`: the store dies, or the link to it, while a worker pins keys that no tier has, one pin after the other, and
+waits for each to be through. Seconds until the first pin that the store has no part in any more, and what those before
+took.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TURN_CALLS = 10
 PINS_BEFORE = 20
 OPEN_MAX_US = 20.0
 SURE_PINS = 20
-"""So many undisturbed pins in a row, and the first of them counts."""
+"""This many undisturbed pins in a row are needed, and the first of them counts."""
 KILLED, STOPPED, CUT = ENDS = ("killed", "stopped", "link cut")
 STORES = ("first", "second", "open")
 
@@ -58,11 +59,11 @@ class PinningWorker:
         self.client.drain(HANG_S)
 
     def fresh(self, count: int) -> U8Array:
-        """Keys that nobody has."""
+        """Returns keys that no tier has."""
         return self._rng.integers(0, 256, (count, NAMESPACE.key_bytes), dtype=np.uint8)
 
     def pin_s(self, kind: str, count: int) -> float:
-        """Seconds of a pin of so many keys that "hit" or "miss"; it is released."""
+        """Returns the seconds of a pin of `count` keys that "hit" or "miss"; it is released."""
         keys = {0: self._kept[:count] if kind == "hit" else self.fresh(count)}
         began = time.perf_counter()
         found = self.client.pin(keys)
@@ -74,17 +75,17 @@ class PinningWorker:
         return seconds
 
     def whole_pin(self, count: int) -> tuple[float, bool]:
-        """Seconds until a pin of keys that nobody has is through, and whether the store had a part in it."""
+        """Returns the seconds until a pin of absent keys is through, and whether the store had a part in it."""
         keys = {0: self.fresh(count)}
         began = time.perf_counter()
         found = self.client.pin(keys)
-        asked = bool(found.promoting)
-        if asked:
+        took_part = bool(found.promoting)
+        if took_part:
             found = self.client.wait_ready(found, HANG_S)
         seconds = time.perf_counter() - began
         if found.lease:
             self.client.release(found.lease)
-        return seconds, asked
+        return seconds, took_part
 
 
 @contextlib.contextmanager
@@ -119,7 +120,7 @@ def measure_open(
         stack.callback(os.sched_setaffinity, 0, cpus)
         os.sched_setaffinity(0, {max(cpus)})  # children inherit it
         chosen: dict[str, dict[str, str]] = {name: {} for name in STORES} | {"open": settings}
-        daemons = {name: stack.enter_context(daemon_of(folder / name, mine)) for name, mine in chosen.items()}
+        daemons = {name: stack.enter_context(daemon_of(folder / name, given)) for name, given in chosen.items()}
         os.sched_setaffinity(0, {min(cpus)})
         workers = {name: PinningWorker(daemon, rng) for name, daemon in daemons.items()}
         for worker in workers.values():
@@ -180,8 +181,8 @@ def _pins_after(worker: PinningWorker) -> dict[str, Any]:
     calm, calm_since_s = 0, 0.0
     while calm < SURE_PINS:
         at_s = time.perf_counter() - began
-        seconds, asked = worker.whole_pin(KEY_COUNTS[0])
-        if asked:
+        seconds, took_part = worker.whole_pin(KEY_COUNTS[0])
+        if took_part:
             disturbed.append(seconds)
             calm = 0
         else:
@@ -216,5 +217,5 @@ def show(engine: str, result: dict[str, Any]) -> None:
     headings = ("pin of keys", "p50 us", "added us", "two equal ones", "ratio")
     print_grid(f"{engine}: what an open breaker adds to a pin", headings, rows)
     named = ("until_undisturbed_ms", "disturbed_pins", "disturbed_p50_ms", "disturbed_max_ms")
-    said = [(name, *(f"{row[key]:,}" for key in named)) for name, row in result["death"].items()]
-    print_grid(f"{engine}: from its end on", ("", "ms until undisturbed", "pins before", "p50 ms", "max ms"), said)
+    deaths = [(name, *(f"{row[key]:,}" for key in named)) for name, row in result["death"].items()]
+    print_grid(f"{engine}: from its end on", ("", "ms until undisturbed", "pins before", "p50 ms", "max ms"), deaths)

@@ -1,11 +1,11 @@
-"""Round trips to the daemon beside those of a bare msgpack echo server in asyncio, in one run on one machine.
+"""Round trips to the daemon against those of a bare msgpack echo server in asyncio, in one run on one machine.
 
 Each round measures, one after the other, the echo, `ping` and `lookup` of 1, 64 and 512 keys, first with a blocking
 socket and `Client`, then with asyncio and `AsyncClient`. `ratio_to_limit` is the median over the rounds of
 (p50 of ping) / (p50 of the echo with the same kind of client); the budget is 2.
 
 Then requests of an engine's scheduler, one after the other on one connection: `ping`, `lookup`, `pin` and `release` of
-so many keys. `price` is the median over the rounds of each one's p50 by that of the pings between them.
+1 to 512 keys. `price` is the median over the rounds of each one's p50 by that of the pings between them.
 
 Where the scheduler puts the processes decides more than their code: left alone, it runs some pairs on one CPU and
 some on two, and changes its mind. So they are placed: `apart`, servers on another CPU than the client, as an engine
@@ -43,7 +43,7 @@ from scripts.harness.program import benchmark_line, show_result
 
 RATIO_MAX = 2.0
 FEW_KEYS, PRICE_MAX, MANY_PRICE_MAX = 32, 1.6, 3.0
-"""What a request of up to so many keys may cost, in pings, and one of more."""
+"""What a request of up to FEW_KEYS keys may cost, in pings, and one of more keys."""
 PRICED, REQUESTS = (1, 8, 32, 512), ("lookup", "pin", "release")
 BESIDE_RATIO_MAX = 1.02
 SIDES = ("this", "other")
@@ -156,8 +156,8 @@ def call_of(client: Client, name: str) -> Callable[[], object]:
     verb, _, count = name.partition(" ")
     if verb == "ping":
         return client.ping
-    some = {0: KEYS[: int(count)]}
-    return partial(client.lookup, some) if verb == "lookup" else lambda: client.release(client.pin(some).lease)
+    keys = {0: KEYS[: int(count)]}
+    return partial(client.lookup, keys) if verb == "lookup" else lambda: client.release(client.pin(keys).lease)
 
 
 def medians_of(samples: RoundTrips) -> Samples[float]:
@@ -204,7 +204,7 @@ def summary(samples: RoundTrips) -> dict[str, Any]:
         for number in PRICED
     }
     prices_max = {str(number): PRICE_MAX if number <= FEW_KEYS else MANY_PRICE_MAX for number in PRICED}
-    are_cheap = all(max(some.values()) <= prices_max[number] for number, some in prices.items())
+    are_cheap = all(max(by_request.values()) <= prices_max[number] for number, by_request in prices.items())
     return {
         "round_trips": rows,
         "ratio_to_limit": ratios,
@@ -226,8 +226,8 @@ def show(result: dict[str, Any]) -> None:
         "\nprice of a request, in pings",
         ("keys", *REQUESTS, "budget"),
         (
-            (number, *(f"{some[what]:.2f}" for what in REQUESTS), str(result["price_max"][number]))
-            for number, some in result["price"].items()
+            (number, *(f"{by_request[what]:.2f}" for what in REQUESTS), str(result["price_max"][number]))
+            for number, by_request in result["price"].items()
         ),
     )
     for kind, ratio in result["ratio_to_limit"].items():
@@ -263,8 +263,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = benchmark_line(__doc__)
-    parser.add_argument("--socket", help="measure the daemon that listens there, instead of one of its own")
-    parser.add_argument("--memory", default="64MiB", help="memory of its own daemon (default: %(default)s)")
+    parser.add_argument("--socket", help="measure the daemon that listens there, instead of starting one")
+    parser.add_argument("--memory", default="64MiB", help="memory of the daemon that it starts (default: %(default)s)")
     parser.add_argument("--placement", choices=PLACEMENTS, default="apart", help="see above (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="calls of each kind in a round (default: %(default)s)")

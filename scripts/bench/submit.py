@@ -2,7 +2,7 @@
 
 `plan`: from block ids to chunks; `build`: what a thread makes of a chunk before it calls the driver; `calls`: within
 calls, the software driver's own work among them, which a real driver does in another way. What the two spend before is
-the daemon's on any driver. Times are the thread's own, medians over rounds. Nothing here says how fast a GPU copies.
+the daemon's on any driver. Times are the thread's own, medians over rounds. Nothing here shows how fast a GPU copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DAEMON_MAX_US = 0.3
 
 
 def summary(cases: Sequence[dict[str, Any]], costs: Costs) -> dict[str, Any]:
-    """All figures; each beside that of one call for each row."""
+    """Returns all figures, each with a comparison to that of one call for each row."""
     single = {one["direction"]: one["us"]["in all"] for one in cases if one["way"] == SINGLE}
     compared = [{**one, "to_one_by_one": round(one["us"]["in all"] / single[one["direction"]], 3)} for one in cases]
     result = {

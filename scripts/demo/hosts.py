@@ -133,7 +133,7 @@ def _rows(what: str, part: TurnTotals, remark: str) -> list[tuple[str, str, str]
 
 
 class HostsRun:
-    """One demo, in a folder of its own. As a context: nothing stays behind, however it ends."""
+    """One demo, in its own folder. As a context: nothing stays behind, however it ends."""
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         self._given = given

@@ -3,7 +3,7 @@
 Each host is an address of the loopback device, with a daemon, a worker, and a store of Mooncake's; there is a master.
 Conversations go from one host to the other with every turn, so that each restores what the other stored, and every key
 has a copy in both stores. In the middle the first host is killed: worker, daemon, its agent, and its store. The second
-one goes on, and at the end its daemon is killed, too: started again, it has nothing of its own, and restores from its
+one goes on, and at the end its daemon is killed, too: started again, it holds nothing itself, and restores from its
 host's store. With `--engine valkey` there is one server, on neither host. Exit status 0 only if no byte was wrong,
 something came from the other host before and after the kill, and the self-audit found nothing; 1 otherwise; 2 for wrong
 usage.

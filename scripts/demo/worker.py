@@ -1,6 +1,6 @@
 """One demo worker process: an engine without a model. It answers turns that come as lines of JSON on standard input.
 
-Run by the demo, with its options as one JSON argument. Blocks are "computed" by filling them with what the oracle says.
+Run by the demo, with its options as one JSON argument. Blocks are "computed" by filling them with the oracle's bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scripts.harness.planned import PlannedGeometry, planned_geometries
 from scripts.harness.promises import count
 
 WHOLE = "gpt-oss-20b"
-"""The model of which all layers are there: 12 with full and 12 with sliding attention. Others are scaled down."""
+"""The model that keeps all its layers: 12 with full and 12 with sliding attention. Others are scaled down."""
 CACHE_TOKENS = 4608
 """Enough for the longest conversation, in all groups."""
 READY_S = 30.0
@@ -107,7 +107,7 @@ class DemoWorker:
         }
 
     def _store(self, keys: dict[int, U8Array], tokens: int) -> OpenJob:
-        """What is behind so many tokens."""
+        """Stores what is behind the first `tokens` tokens."""
         rank, shares = self._engine.ranks[0], []
         for group in self._engine.geometry.groups:
             first = tokens // group.tokens_per_key
@@ -132,8 +132,8 @@ def main() -> int:
     worker = DemoWorker(**json.loads(sys.argv[1]))
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        print(json.dumps(asdict(worker.answer(ChatTurn(**asked["turn"]), store=asked["store"]))), flush=True)
+        question = json.loads(line)
+        print(json.dumps(asdict(worker.answer(ChatTurn(**question["turn"]), store=question["store"]))), flush=True)
     worker.close()
     return 0
 

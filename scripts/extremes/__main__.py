@@ -1,8 +1,8 @@
 """The largest requests of each type that are legal, sent to a daemon that holds many keys, while another peer pings.
 
-One case after the other, each in sessions of its own; all of them `--runs` times, each time with a new daemon, and the
+One case after the other, each in its own sessions; all of them `--runs` times, each time with a new daemon, and the
 median is shown. `turn` is the most CPU time that one turn of the daemon's event loop took while the case ran, which a
-busy machine does not change much; while it lasts nobody else is served. `wait` is the longest ping of the bystander,
+busy machine does not change much; while it lasts no other peer is served. `wait` is the longest ping of the bystander,
 and `took` how long it took until all was answered, both by the clock. The daemon runs with asyncio's own event loop.
 """
 
@@ -69,7 +69,7 @@ ALL = tuple(case for stage in STAGES for case in stage.cases)
 
 
 class Pinger:
-    """Pings from a thread of its own."""
+    """Pings from a separate thread."""
 
     def __init__(self, socket: Path) -> None:
         self._client = Client(socket, namespace=None, role="observer", deadline_s=60.0)
@@ -122,9 +122,9 @@ def play(
         settings = {"server.use_uvloop": "false", **stage.settings}
         if stage.has_disk:
             settings |= disk_settings(Path(roots) / "root", 4 * stage.held(options.keys) * PAGE)
-        metrics, told = Path(folder) / "metrics", Path(folder) / "turns"
+        metrics, turns_path = Path(folder) / "metrics", Path(folder) / "turns"
         settings["metrics.listen"] = str(metrics)
-        turns, environment = Turns(told), {VARIABLE: str(told)}
+        turns, environment = Turns(turns_path), {VARIABLE: str(turns_path)}
         with Daemon(
             Path(folder), stage.memory_bytes(options.keys), settings, program=PROGRAM, environment=environment
         ) as daemon:

@@ -336,10 +336,10 @@ def register_interleaved_refs(scene: Scene) -> Iterator[None]:
     """Refs of one tensor whose runs lie between each other's, so that all runs have to be compared."""
     peer = scene.session(scene.new_model())
     count = DESCRIPTORS_PER_KEY_MAX // 64
-    told = group(0, [])
-    told["refs"] = [{"tensor": 0, "offset": n, "length": 1, "count": count, "stride": 64} for n in range(64)]
+    interleaved = group(0, [])
+    interleaved["refs"] = [{"tensor": 0, "offset": n, "length": 1, "count": count, "stride": 64} for n in range(64)]
     yield
-    register(peer, [(2 * MIB, 2)], [told])
+    register(peer, [(2 * MIB, 2)], [interleaved])
 
 
 @asks("register", "15,360 refs in 256 groups")

@@ -87,7 +87,7 @@ def clear_beside_a_crowd(scene: Scene) -> Iterator[None]:
 
 @asks("status", f"{NAMESPACES:,} namespaces, {CROWD:,} sessions")
 def status_of_a_crowd(scene: Scene) -> Iterator[None]:
-    """Each session is an engine of its own with a lease."""
+    """Each session is a separate engine with a lease."""
     crowded(scene)
     peers = [scene.worker()[0] for _ in range(CROWD)]
     for peer in peers:

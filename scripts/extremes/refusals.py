@@ -53,7 +53,7 @@ def jobs_of_4_mib(scene: Scene) -> Iterator[None]:
 
 @asks("all others", "4 MiB of a field that there is not; refused")
 def other_types_of_4_mib(scene: Scene) -> Iterator[None]:
-    """A field that is too much of each type that has no list of its own."""
+    """Each type that has no list itself is sent with an unknown field that is too large."""
     peer, _ = scene.worker()
     stuffing = bytes(FRAME_BYTES)
     tags = ("ping", "attach", "attach_ipc", "attach_vmm", "detach", "unregister", "release", "cancel", "clear", "drain",
@@ -104,11 +104,11 @@ def a_block_twice_among_a_million(scene: Scene) -> Iterator[None]:
 
 @asks("load", "65,536 runs that overlap; refused")
 def destinations_that_overlap(scene: Scene) -> Iterator[None]:
-    """Two groups of the same bytes: only descriptors tell, as many as are compared at most."""
+    """Two groups of the same bytes: only descriptors show it, as many as are compared at most."""
     peer = scene.session(scene.new_model())
     runs = 1 << 11
-    told = [group(n, [(0, n, 1, runs)]) for n in range(2)]
-    registration = register(peer, [(2 * runs + 8, 64)], told)
+    both = [group(n, [(0, n, 1, runs)]) for n in range(2)]
+    registration = register(peer, [(2 * runs + 8, 64)], both)
     keys = scene.keys(16, new=True)
     ids = np.arange(16)
     for number in range(2):
@@ -122,11 +122,11 @@ def destinations_that_overlap(scene: Scene) -> Iterator[None]:
 
 @asks("register", "refs of 2^20 runs of which two overlap; refused")
 def refs_that_overlap_at_the_end(scene: Scene) -> Iterator[None]:
-    """A registration of as many runs as a key may have, of which the last two share a byte."""
+    """A registration has as many runs as a key may have, and the last two share a byte."""
     peer = scene.session(scene.new_model())
     half = DESCRIPTORS_PER_KEY_MAX // 2
-    told = group(0, [])
-    told["refs"] = [
+    overlapping = group(0, [])
+    overlapping["refs"] = [
         {"tensor": 0, "offset": 0, "length": 1, "count": half, "stride": 2},
         {"tensor": 0, "offset": 1, "length": 1, "count": half - 1, "stride": 2},
         {"tensor": 0, "offset": 2 * half - 2, "length": 1},
@@ -136,7 +136,7 @@ def refs_that_overlap_at_the_end(scene: Scene) -> Iterator[None]:
     allocation = 1
     tensor = {"allocation": allocation, "offset": 0, "num_blocks": 2, "page_bytes": 2 * MIB, "stride_bytes": 2 * MIB}
     yield
-    refused(peer, "register", tensors=[tensor], groups=[told])
+    refused(peer, "register", tensors=[tensor], groups=[overlapping])
     peer.ok("unregister", registration=first)
 
 

@@ -60,7 +60,7 @@ class Scene:
         self._open: list[RawPeer] = []
 
     def session(self, model: str = "extremes") -> RawPeer:
-        """Said hello; closed behind the case."""
+        """Opens a session that has sent `hello`; it is closed after the case."""
         peer = RawPeer(self._socket, REPLY_S)
         self._open.append(peer)
         peer.hello(namespace={"model": model})
@@ -72,7 +72,7 @@ class Scene:
         self._open.remove(peer)
 
     def new_model(self) -> str:
-        """A namespace of its own."""
+        """Returns a model whose namespace is new."""
         self.models += 1
         return f"extremes-{self.models}"
 
@@ -88,7 +88,7 @@ class Scene:
         return keys_of(np.arange(begin, begin + count)).tobytes()
 
     def fill(self, count: int, *, has_disk: bool) -> None:
-        """So many keys, of a page each; all of them are written to the disk, if there is one."""
+        """Stores keys of a page each until `count` are held; all are written to the disk, if there is one."""
         peer, registration = self.worker()
         while self.held < count:
             share = min(KEYS, count - self.held)
@@ -130,7 +130,7 @@ def shares(packed: Sequence[bytes]) -> list[dict[str, Any]]:
 
 
 def completed(peer: RawPeer, jobs: int = 1) -> list[str]:
-    """The outcomes of so many jobs."""
+    """Returns the outcomes of `jobs` jobs, once they have ended."""
     found: list[str] = []
     while len(found) < jobs:
         message = peer.pushes.pop(0) if peer.pushes else peer.receive()
@@ -150,10 +150,10 @@ def run(peer: RawPeer, tag: str, job: int, registration: int, keys: bytes, ids: 
 
 
 def group(number: int, refs: list[tuple[int, int, int, int]], blocks_per_key: int = 1) -> dict[str, Any]:
-    """A group of refs (tensor, offset, length, count), of which runs are twice their length apart."""
-    told = [{"tensor": t, "offset": o, "length": n, "count": c, "stride": 2 * n if c > 1 else 0} for t, o, n, c in refs]
+    """A group of refs (tensor, offset, length, count), whose runs are twice their length apart."""
+    runs = [{"tensor": t, "offset": o, "length": n, "count": c, "stride": 2 * n if c > 1 else 0} for t, o, n, c in refs]
     return {
-        "group": number, "kind": "full", "tokens_per_key": 16, "blocks_per_key": blocks_per_key, "refs": told
+        "group": number, "kind": "full", "tokens_per_key": 16, "blocks_per_key": blocks_per_key, "refs": runs
     }  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def register(
 
 
 def held_in_groups(scene: Scene) -> tuple[RawPeer, int, list[bytes]]:
-    """A worker of a namespace of its own, its registration, and as many keys as a request may have, stored in as many
+    """A worker of a separate namespace, its registration, and as many keys as a request may have, stored in as many
     groups as there may be.
     """
     peer = scene.session(scene.new_model())

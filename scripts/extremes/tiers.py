@@ -178,12 +178,12 @@ def reserve_where_most_are_pinned(scene: Scene) -> Iterator[None]:
 
 @asks("store", "16,384 keys, evicting incomplete ones of 64 parts")
 def store_over_incomplete_keys_of_many_parts(scene: Scene) -> Iterator[None]:
-    """Memory is full of keys of which one part of many is there, so that each one's end frees one slot alone."""
+    """Memory is full of keys that have one part of many, so that each one's end frees one slot alone."""
     peer = scene.session(scene.new_model())
     parts = 64
-    told = [{**group(0, [(0, 0, PAGE, 1)]), "parts": parts, "part": part} for part in range(parts)]
-    register(peer, [(PAGE, 1)], told)
-    one = [{**told[0]}, {**group(1, [(0, 0, PAGE, 1)])}]
+    groups = [{**group(0, [(0, 0, PAGE, 1)]), "parts": parts, "part": part} for part in range(parts)]
+    register(peer, [(PAGE, 1)], groups)
+    one = [{**groups[0]}, {**group(1, [(0, 0, PAGE, 1)])}]
     registration = register(peer, [(PAGE, 1)], one)
     left, job = scene.held + KEYS, 0
     while left > 0:
@@ -204,10 +204,10 @@ FULL: tuple[ExtremeCase, ...] = (
 
 
 def of_parts(scene: Scene, parts: int) -> RawPeer:
-    """A session whose namespace has a group 0 of so many parts, all of them registered."""
+    """Opens a session whose namespace has a group 0 of `parts` parts, all of them registered."""
     peer = scene.session(scene.new_model())
-    told = [{**group(0, [(0, 0, 16, 1)]), "parts": parts, "part": part} for part in range(parts)]
-    register(peer, [(16, KEYS)], told)
+    groups = [{**group(0, [(0, 0, 16, 1)]), "parts": parts, "part": part} for part in range(parts)]
+    register(peer, [(16, KEYS)], groups)
     return peer
 
 
@@ -248,8 +248,8 @@ def lookups_of_reserved_keys_of_1024_parts(scene: Scene) -> Iterator[None]:
     peer = of_parts(scene, PARTS)
     packed = b""
     while len(packed) < 32 * KEYS // 8:
-        packed += (some := scene.keys(128, new=True))
-        peer.ok("reserve", groups=[{"group": 0, "keys": some}], parts=[0])
+        packed += (new_keys := scene.keys(128, new=True))
+        peer.ok("reserve", groups=[{"group": 0, "keys": new_keys}], parts=[0])
     yield
     while packed:  # as many as it takes
         if peer.ask("lookup", groups=[{"group": 0, "keys": packed}])["type"] == "found":

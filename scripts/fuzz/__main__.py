@@ -1,4 +1,4 @@
-"""Fuzz a daemon over its socket: random, mutated and truncated frames in many sessions, beside an honest worker.
+"""Fuzz a daemon over its socket: random, mutated and truncated frames in many sessions, next to an honest worker.
 
 Every whole frame must be answered once, or its session be closed; the daemon must live, its memory and descriptors
 stay bounded, its self-audit find nothing; the honest worker must be served all the while, and with right bytes. Exit
@@ -59,7 +59,7 @@ class FuzzReport(TrialReport):
         tally, cost = self.tally, self.trial.cost
         codes = ", ".join(f"{code} {count:,}" for code, count in tally.replies.most_common(6))
         truncated = f"and {tally.truncations:,} truncations, in {tally.sessions:,} sessions"
-        asked = [
+        rows = [
             ("frames", f"{tally.frames:,}", truncated),
             ("answered", f"{tally.answered:,}", codes),
             ("closed", f"{tally.closed:,}", "sessions ended by the daemon"),
@@ -67,7 +67,7 @@ class FuzzReport(TrialReport):
             ("time", f"{self.seconds:,.1f} s", f"seed {self.trial.seed}"),
         ]
         self.print_sections(
-            "fuzz", asked, [("descriptors", f"{cost.fds_max:,}", f"at most; {cost.fds_before:,} before")]
+            "fuzz", rows, [("descriptors", f"{cost.fds_max:,}", f"at most; {cost.fds_before:,} before")]
         )
 
 

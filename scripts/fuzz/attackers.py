@@ -1,7 +1,7 @@
-"""All attacks, in a process of their own: `-m scripts.fuzz.attackers SOCKET PORT SEED [UID...]`.
+"""All attacks, in a separate process: `-m scripts.fuzz.attackers SOCKET PORT SEED [UID...]`.
 
 It reads a line for each phase, the names of the attacks that are made at once, and an empty line at the phase's end.
-Then it says as JSON what each of them did. It ends with its standard input.
+Then it prints as JSON what each of them did. It ends with its standard input.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Attackers:
         self.deeds = {name: Deeds() for name in ATTACKS}
 
     def __enter__(self) -> Self:
-        if self._said() != READY:
+        if self._line() != READY:
             raise DaemonError(f"the attackers do not start:\n{tail(self._log)}")
         return self
 
@@ -59,13 +59,13 @@ class Attackers:
         self._tell(" ".join(names))
         yield
         self._tell("")
-        said = self._said()
+        line = self._line()
         try:
-            found = json.loads(said)
+            found = json.loads(line)
         except ValueError:
-            raise DaemonError(f"the attackers said {said[:200]!r}; their log:\n{tail(self._log)}") from None
-        for name, told in found.items():
-            self.deeds[name].add(Deeds(told["asked"], Counter(told["refusals"]), told["problems"]))
+            raise DaemonError(f"the attackers printed {line[:200]!r}; their log:\n{tail(self._log)}") from None
+        for name, report in found.items():
+            self.deeds[name].add(Deeds(report["asked"], Counter(report["refusals"]), report["problems"]))
 
     def _tell(self, line: str) -> None:
         if self._child.stdin is None:
@@ -73,12 +73,12 @@ class Attackers:
         self._child.stdin.write(f"{line}\n".encode())
         self._child.stdin.flush()
 
-    def _said(self) -> str:
+    def _line(self) -> str:
         return "" if self._child.stdout is None else self._child.stdout.readline().decode().rstrip("\n")
 
 
 class Phase:
-    """Attacks that are made at once, each in a thread of its own."""
+    """Attacks that are made at once, each in its own thread."""
 
     def __init__(self, target: Target, names: Sequence[str], rng: random.Random) -> None:
         self._over = threading.Event()

@@ -1,8 +1,8 @@
-"""An honest worker beside dishonest ones, which must not notice them; and a watch over what they cost the daemon.
+"""An honest worker that must not notice the dishonest ones next to it; and a watch over what they cost the daemon.
 
-As a program (`-m scripts.fuzz.bystander SOCKET SEED EXPEDITED UID SAMPLES`) it says when it works, goes on until its
-standard input ends, and then says as JSON what it went through: in a process of its own, since its round trips must not
-wait for our threads.
+As a program (`-m scripts.fuzz.bystander SOCKET SEED EXPEDITED UID SAMPLES`) it reports when it works, goes on until its
+standard input ends, and then prints as JSON what it went through. It is a separate process, since its round trips must
+not wait for the threads of the script.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from scripts.harness.otheruser import connect_as
 PAGE_BYTES = 16 << 10
 KEYS_PER_STEP = 8
 KEPT_STEPS = 16
-"""Keys of so many steps are loaded again; more is not expected to be held."""
+"""The keys of this many steps are loaded again; more are not expected to be held."""
 MEMORY_NAME = "bystander"
 WAIT_S = 30.0
 SAMPLE_S = 0.02
@@ -81,8 +81,8 @@ class Experience:
 @dataclass(frozen=True)
 class Samples:
     """All round trips. `pings`: (n, 2) of when each began, by the monotonic clock, and how long it took; `cycles`:
-    (n, 3) the same of a store and a load, and the share of its keys that hit; `events`: (n, 2) when a key was to be
-    stored, and how long it took until a subscriber was told.
+    (n, 3) the same of a store and a load, and the share of its keys that hit; `events`: (n, 2) when the store of a key
+    began, and how long it took until a subscriber had the event.
     """
 
     pings: F64Array
@@ -111,8 +111,8 @@ def _during(samples: F64Array, spans: Sequence[tuple[float, float]]) -> F64Array
 
 
 class Bystander:
-    """The program, as long as the context lasts; then `experience` is what it said, and `samples` all that it measured.
-    `expedited`: its loads go before others'. `uid`: as whom it connects (by default as ourselves).
+    """The program, as long as the context lasts; then `experience` is what it printed, and `samples` all that it
+    measured. `expedited`: its loads go before others'. `uid`: as whom it connects (by default as ourselves).
     """
 
     def __init__(
@@ -135,15 +135,15 @@ class Bystander:
         return self
 
     def __exit__(self, *_: object) -> None:
-        said = b"" if self._first_line == READY else self._first_line  # it may have failed at once
+        output = b"" if self._first_line == READY else self._first_line  # it may have failed at once
         try:
-            said += self._child.communicate(timeout=2 * WAIT_S)[0]
-            self.experience = Experience(**json.loads(said))
+            output += self._child.communicate(timeout=2 * WAIT_S)[0]
+            self.experience = Experience(**json.loads(output))
             self.samples = Samples.read(self._samples_path)
         except (subprocess.TimeoutExpired, ValueError, TypeError):
             self._child.kill()
             self._child.wait()
-            self.experience.failures.append(f"the bystander said {said[:200]!r}; its log: {tail(self._log)}")
+            self.experience.failures.append(f"the bystander printed {output[:200]!r}; its log: {tail(self._log)}")
 
 
 class BystanderWorker:
@@ -222,7 +222,7 @@ class BystanderWorker:
             self.cycles.append((begun, time.monotonic() - begun, (self._hits - hits) / KEYS_PER_STEP))
 
     def _listen(self, client: Client) -> None:
-        """Notes how late it is told of each key."""
+        """Notes how late the event of each key comes."""
         try:
             while not self._ended.is_set():
                 heard = client.events(LISTEN_S)

@@ -20,11 +20,11 @@ PAGE = 4096
 KEY_BYTES = 32
 
 become = threading.Lock()
-"""Whoever holds it is the only thread that changes the process's effective user, or forks."""
+"""Only the thread that holds it changes the process's effective user, or forks."""
 
 
 class RefusedError(Exception):
-    """The daemon refuses what a peer asked for. No fault of anybody's: the attack begins anew, or is over."""
+    """The daemon refuses what a peer asked for, which is no fault: the attack begins anew, or is over."""
 
     def __init__(self, code: str) -> None:
         super().__init__(code)
@@ -113,7 +113,7 @@ class Enemy:
         return peer
 
     def be(self) -> None:
-        """Become its user, for whoever holds `become`."""
+        """Become its user. The caller holds `become`."""
         os.seteuid(self._uid)
 
     def end(self, peer: RawPeer) -> None:
@@ -130,7 +130,7 @@ class Enemy:
             "type": "hello", "seq": 1 << 20, "version": 1, "role": role, "instance": self.rng.randbytes(16),
             "namespace": namespace,
         })  # fmt: skip
-        _judge(self.told(peer.reply() or {"type": "error", "code": "hung up"}))
+        _judge(self.counted(peer.reply() or {"type": "error", "code": "hung up"}))
         return peer
 
     def new_model(self) -> str:
@@ -143,7 +143,7 @@ class Enemy:
         return peer, self.register(peer, blocks, page_bytes)
 
     def register(self, peer: RawPeer, blocks: int = 64, page_bytes: int = PAGE, **more: Any) -> int:
-        """Pages in a memfd of their own, whose first word is also a signal. Raises RefusedError."""
+        """Registers pages in a new memfd, whose first word is also a signal. Raises RefusedError."""
         fd = memory(blocks * page_bytes)
         try:
             (allocation,) = self.attach(peer, [fd])
@@ -153,8 +153,8 @@ class Enemy:
 
     def register_pages(self, peer: RawPeer, allocation: int, blocks: int, page_bytes: int = PAGE, **more: Any) -> int:
         """The pages of an allocation. Raises RefusedError."""
-        told = self.must(peer, "register", **pages_of(allocation, blocks, page_bytes), **more)
-        return int(told["registration"])
+        reply = self.must(peer, "register", **pages_of(allocation, blocks, page_bytes), **more)
+        return int(reply["registration"])
 
     def attach(self, peer: RawPeer, fds: Sequence[int]) -> list[int]:
         """Raises RefusedError."""
@@ -165,13 +165,13 @@ class Enemy:
     def ask(self, peer: RawPeer, tag: str, **fields: Any) -> Fields:
         """The reply, whatever it is."""
         self.deeds.asked += 1
-        return self.told(peer.ask(tag, **fields))
+        return self.counted(peer.ask(tag, **fields))
 
     def must(self, peer: RawPeer, tag: str, **fields: Any) -> Fields:
         """The reply that grants it. Raises RefusedError."""
         return _judge(self.ask(peer, tag, **fields))
 
-    def told(self, reply: Fields) -> Fields:
+    def counted(self, reply: Fields) -> Fields:
         """A reply that has come: refusals are counted, and must not be the daemon's fault."""
         if reply["type"] == "error":
             self.deeds.refusals[str(reply["code"])] += 1
@@ -180,7 +180,7 @@ class Enemy:
         return reply
 
     def job(self, keys: bytes, registration: int, *, blocks: int = 64, **more: Any) -> Fields:
-        """The fields of one that names these keys, and blocks of so many in turns."""
+        """Returns the fields of a job that names these keys, and the first `blocks` blocks in turn."""
         self._jobs += 1
         count = len(keys) // KEY_BYTES
         ids = struct.pack(f"<{count}I", *(at % blocks for at in range(count)))
@@ -213,7 +213,7 @@ class Enemy:
         return True
 
     def is_ended(self, peer: RawPeer) -> bool:
-        """Whether the daemon has closed the connection; what it said before is read."""
+        """Whether the daemon has closed the connection; what it sent before is read."""
         peer.socket.setblocking(False)
         try:
             return not peer.read()

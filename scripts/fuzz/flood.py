@@ -1,6 +1,6 @@
-"""Flood a daemon: sessions that ask for as much as they may and do not read, beside an honest worker.
+"""Flood a daemon: sessions that ask for as much as they may and do not read, next to an honest worker.
 
-Each flooder registers a KV cache, asks for jobs, and for status in between, until it is told `busy` or the kernel
+Each flooder registers a KV cache, asks for jobs, and for status in between, until the answer is `busy` or the kernel
 takes no more bytes from it, and reads a byte now and then or nothing at all. At the end all of them read: every
 admitted job must get exactly one completion, every other request exactly one reply. The daemon's memory must stay
 bounded, and the honest worker be served all the while, with right bytes. Exit status 0 only if all that held; 1
@@ -29,7 +29,7 @@ from scripts.harness.program import add_seed, command_line, seed_of
 
 OUTBOX_BYTES = 8 << 20
 RSS_GROWTH_PER_SESSION_MAX = 2 * OUTBOX_BYTES
-"""What a session's unread replies, promises and half-read requests may cost; the default limits allow so much."""
+"""What a session's unread replies, promises and half-read requests may cost; the default limits allow that much."""
 READ_S = 120.0
 
 
@@ -95,12 +95,12 @@ class FloodReport(TrialReport):
 
     @property
     def is_good(self) -> bool:
-        """Somebody was told to come again, too."""
+        """Whether, in addition, some requests were refused as `busy`."""
         return super().is_good and self.busy > 0
 
     @property
     def busy(self) -> int:
-        """Requests that were told to come again later."""
+        """The number of requests that were refused as `busy`."""
         return sum(flooder.busy for flooder in self.flood.flooders)
 
     def as_json(self) -> dict[str, object]:
@@ -123,14 +123,14 @@ class FloodReport(TrialReport):
         flood, grown = self.flood, self.trial.cost.rss_growth
         admitted = sum(len(flooder.admitted) for flooder in flood.flooders)
         completed = sum(len(flooder.ended) for flooder in flood.flooders)
-        asked = [
+        rows = [
             ("sessions", f"{len(flood.flooders):,}", ", ".join(KINDS)),
             ("requests", f"{sum(f.asked for f in flood.flooders):,}", f"in {flood.flooded_s:,.1f} s"),
-            ("busy", f"{self.busy:,}", "told to come again later"),
+            ("busy", f"{self.busy:,}", "refused, to come again later"),
             ("jobs admitted", f"{admitted:,}", f"{completed:,} completed, read in {flood.read_s:,.1f} s"),
         ]
         growth = ("growth", format_bytes(grown), f"{format_bytes(grown // len(flood.flooders))} a session")
-        self.print_sections("flood", asked, [growth])
+        self.print_sections("flood", rows, [growth])
 
 
 def run(given: argparse.Namespace, seed: int, folder: Path) -> FloodReport:

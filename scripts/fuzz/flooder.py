@@ -1,4 +1,4 @@
-"""A session that asks for as much as it may, and hardly reads what it is told."""
+"""A session that asks for as much as it may, and hardly reads the answers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from scripts.harness.peer import Fields, RawPeer, frame
 REPLY_S = 60.0
 BLOCKS, PAGE_BYTES, KEY_BYTES = 64, 4096, 32
 KEYS_OF_WIDE_JOB = 4096
-"""A load of so many keys, few of which are there: its completion must have room to name all that failed."""
+"""A load has this many keys, and few are there: its completion must have room to name all that failed."""
 GREEDY_CYCLE = 100
 """Some jobs, and then more requests that wait for them than may wait."""
 DRIP_S = 0.25
 
 KINDS = ("mute", "dripping", "greedy")
-"""Mute: never reads. Dripping: a byte now and then. Greedy: reads until it is told `busy`, then never again."""
+"""Mute: never reads. Dripping: a byte now and then. Greedy: reads until the answer is `busy`, then never again."""
 
 
 class Flooder:
@@ -52,20 +52,20 @@ class Flooder:
     def _prepare(self, number: int) -> int:
         namespace = {"model": f"flood-{number % 8}", "key_bytes": KEY_BYTES}
         hello = {"type": "hello", "version": 1, "role": "worker", "instance": self._rng.bytes(16)}
-        self._told("welcome", {**hello, "namespace": namespace})
+        self._granted("welcome", {**hello, "namespace": namespace})
         fd = create_memfd("flood", BLOCKS * PAGE_BYTES)
         try:
-            attached = self._told("attached", {"type": "attach", "kind": "shm", "fds": 1}, fd)
+            attached = self._granted("attached", {"type": "attach", "kind": "shm", "fds": 1}, fd)
         finally:
             os.close(fd)
         tensor = {"offset": 0, "num_blocks": BLOCKS, "page_bytes": PAGE_BYTES, "stride_bytes": PAGE_BYTES}
         refs = [{"tensor": 0, "offset": 0, "length": PAGE_BYTES}]
         group = {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": refs}
         tensors = [{"allocation": attached["allocations"][0], **tensor}]
-        told = self._told("registered", {"type": "register", "tensors": tensors, "groups": [group]})
-        return int(told["registration"])
+        registered = self._granted("registered", {"type": "register", "tensors": tensors, "groups": [group]})
+        return int(registered["registration"])
 
-    def _told(self, wanted: str, fields: Fields, *fds: int) -> Fields:
+    def _granted(self, wanted: str, fields: Fields, *fds: int) -> Fields:
         self.asked += 1
         self.peer.tell({"seq": self.asked, **fields}, fds)
         reply = self.peer.reply()
@@ -80,7 +80,7 @@ class Flooder:
     # --- asking ------------------------------------------------------------------------------------------
 
     def wants_to_ask(self) -> bool:
-        """Greedy ones have enough once they were told `busy`."""
+        """Greedy ones stop once the answer was `busy`."""
         return bool(self._unsent) or self.kind != "greedy" or not self.busy
 
     def ask(self) -> None:
@@ -107,7 +107,7 @@ class Flooder:
         if turn == 0:
             fields: Fields = {"type": "status"}
         elif turn == 1 or turn >= 8:
-            fields = {"type": "drain", "deadline_s": 600.0}  # answered late, and only so many may wait
+            fields = {"type": "drain", "deadline_s": 600.0}  # answered late, and only a limited number may wait
         elif turn == 2:
             fields = {"type": "store", **self._job(self._present, np.arange(BLOCKS // 2))}
         else:
@@ -160,7 +160,7 @@ class Flooder:
         return not self.mid_frame and len(self.replied) >= self.asked and self.admitted <= self.ended.keys()
 
     def problems(self) -> list[str]:
-        """What was lost, or told twice."""
+        """Returns what was lost, or came twice."""
         found = []
         for what, count in (
             ("requests without a reply", self.asked - len(self.replied)),

@@ -65,7 +65,7 @@ class Names:
 
 
 TOLD: Fields = {"dtype": "bfloat16", "layers": b"layers 0"}
-"""What all sessions tell of a ref, or tell nothing: one that told something else first would shut the others out."""
+"""All sessions describe a ref like this, or not at all: one that came first with another would shut the others out."""
 
 GROUPS: list[Fields] = [
     {"group": 0, "kind": "full", "tokens_per_key": 16, "refs": [{"tensor": 0, "offset": 0, "length": 1000, **TOLD}]},

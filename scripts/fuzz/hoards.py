@@ -24,7 +24,7 @@ SCRAPE = b"GET /metrics HTTP/1.0\r\n\r\n"
 
 
 def long_labels(enemy: Enemy) -> None:
-    """Every session that its user may have, in a namespace of its own with the longest names."""
+    """Every session that its user may have, each in its own namespace with the longest names."""
     with suppress(RefusedError):
         while True:
             enemy.session(enemy.new_model() + LABEL[:400], **dict.fromkeys(LABELS, LABEL))
@@ -66,8 +66,8 @@ def page_tables(enemy: Enemy) -> None:
                     "allocation": allocation, "offset": 0, "num_blocks": 1, "page_bytes": SPARSE_BYTES,
                     "stride_bytes": SPARSE_BYTES,
                 }  # fmt: skip
-                told = enemy.must(peer, "register", tensors=[tensor], groups=[group])
-                enemy.run(peer, "store", enemy.job(enemy.keys(1), told["registration"], blocks=1))
+                registered = enemy.must(peer, "register", tensors=[tensor], groups=[group])
+                enemy.run(peer, "store", enemy.job(enemy.keys(1), registered["registration"], blocks=1))
     finally:
         os.close(fd)
     enemy.hold()
@@ -110,12 +110,12 @@ def reservations(enemy: Enemy) -> None:
     peer, _ = enemy.worker()
     with suppress(RefusedError):
         while True:
-            told = enemy.must(peer, "reserve", groups=named(enemy.keys(1024)))
-            if 3 not in told["states"][0]:  # no slot at all
+            reply = enemy.must(peer, "reserve", groups=named(enemy.keys(1024)))
+            if 3 not in reply["states"][0]:  # no slot at all
                 break
     while enemy.goes_on:
-        told = enemy.ask(peer, "reserve", groups=named(enemy.keys(1)))
-        if told["type"] == "error" or enemy.rng.random() < 0.01:
+        reply = enemy.ask(peer, "reserve", groups=named(enemy.keys(1)))
+        if reply["type"] == "error" or enemy.rng.random() < 0.01:
             enemy.rest(0.01)
 
 
@@ -136,7 +136,7 @@ def drains(enemy: Enemy) -> None:
             enemy.end(other)
         for other, seq in waiting:
             if other not in gone:
-                enemy.told(other.answer(seq))
+                enemy.counted(other.answer(seq))
         others = [other for other in others if other not in gone] + [enemy.session() for _ in gone]
 
 
@@ -186,7 +186,7 @@ def signals_that_never_come(enemy: Enemy) -> None:
             if enemy.ask(peer, "store", **job, ready={"signal": 0, "offset": 8, "value": 1})["type"] == "accepted":
                 begun.add(job["job"])
         outcomes = {peer.completed(job)["outcome"] for job in begun}
-        if not outcomes <= {"expired", "partial", "done"}:  # done: a job without a key that is to be stored
+        if not outcomes <= {"expired", "partial", "done"}:  # done: a job without a key to store
             enemy.problem(f"jobs whose signal never comes ended {outcomes}")
 
 

@@ -1,9 +1,9 @@
-"""Attack a daemon with all that a peer may send, beside an honest worker of another user.
+"""Attack a daemon with all that a peer may send, next to an honest worker of another user.
 
 Each attack is made alone and then all at once, over and over, until the time is over: peers that hoard what they may
 have, or strike in the midst of something. The honest worker stores, loads and compares all the while; an operator asks
 for status and scrapes metrics. The table has p50/p99 in milliseconds of a ping, of a cycle of a store and a load, and
-from a store to its event, and the share of keys that hit, beside each attack. At the end nothing may have ended, be
+from a store to its event, and the share of keys that hit, during each attack. At the end nothing may have ended, be
 lost, or still be charged to who has left. As root the attackers are other users; otherwise they are the same as the
 worker, and what uses up a user's caps is left out. Exit status 0 only if all that held; 1 otherwise; 2 for wrong usage.
 """
@@ -39,7 +39,7 @@ from scripts.harness.program import add_seed, command_line, seed_of
 
 BYSTANDER_UID = 61000
 ATTACKER_UIDS = (61001, 61002)
-"""Nobody's, on most hosts: the daemon of the trial alone lets them in."""
+"""Users that most hosts do not have: the daemon of the trial alone lets them in."""
 RSS_GROWTH_MAX = len(ATTACKER_UIDS) * (192 << 20)
 """What a user may leave unread, and unfinished: 128 MiB and 64 MiB, by the daemon's own limits."""
 NEEDS_ANOTHER_USER = {
@@ -94,7 +94,7 @@ class Operator(Beside):
 @dataclass
 class Siege:
     """The phases, one after the other. `spans`: when each was, by the monotonic clock; `worst_cpu_s`: of a turn of the
-    daemon's loop, and beside what it was.
+    daemon's loop, and `worst_beside` the phase that it was in.
     """
 
     trial: Trial
@@ -147,7 +147,7 @@ class Siege:
             accounts = daemon.status()["accounts"]
             left.clear()
             for uid in map(str, ATTACKER_UIDS):
-                used = {name: some for name, some in accounts.get(uid, {}).items() if name not in STAYS}
+                used = {name: amount for name, amount in accounts.get(uid, {}).items() if name not in STAYS}
                 left.update({uid: used} if used else {})
             return not left
 
@@ -174,7 +174,7 @@ class SiegeReport(TrialReport):
         return self.siege.attackers.deeds[name]
 
     def samples(self, phase: str) -> Samples:
-        """What the bystander measured beside it."""
+        """Returns what the bystander measured during it."""
         return self.trial.samples.during(self.siege.spans.get(phase, []))
 
     def as_json(self) -> dict[str, object]:
@@ -207,8 +207,8 @@ class SiegeReport(TrialReport):
         for phase in (ALONE, *sorted(self.siege.names), TOGETHER):
             deeds, samples = self.siege.attackers.deeds.get(phase, Deeds()), self.samples(phase)
             hits = f"{100 * samples.cycles[:, 2].mean():.0f} %" if len(samples.cycles) else "-"
-            said = f"{_pair(samples.cycles)}; {_pair(samples.events)}; {hits}; {deeds.asked:,}"
-            rows.append((phase.replace("_", " "), _pair(samples.pings), said))
+            figures = f"{_pair(samples.cycles)}; {_pair(samples.events)}; {hits}; {deeds.asked:,}"
+            rows.append((phase.replace("_", " "), _pair(samples.pings), figures))
         beside = self.siege.worst_beside.replace("_", " ")
         turn = ("worst turn of the loop", format_ms(self.siege.worst_cpu_s), f"of CPU time, beside {beside}")
         served = ("operator", f"{self.operator.reports:,}", f"reports; {self.operator.scrapes:,} scrapes")

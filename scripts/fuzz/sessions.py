@@ -1,4 +1,4 @@
-"""Sessions that misbehave: what they send, what they must be told, and what became of it."""
+"""Sessions that misbehave: what they send, what the daemon must answer, and what became of it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Descriptors:
             here.detach(), there.detach(), os.memfd_create("fuzz_empty"),
         ]  # fmt: skip
 
-    def some(self, count: int, rng: random.Random) -> list[int]:
+    def draw(self, count: int, rng: random.Random) -> list[int]:
         """Mostly good ones."""
         return [self.memory if rng.random() < 0.7 else rng.choice(self._strange) for _ in range(count)]
 
@@ -84,7 +84,7 @@ class Fuzzer:
         self._descriptors.close()
 
     def run(self, frames: int, threads: int, live: ProgressBar) -> None:
-        """Random frames, until so many were sent."""
+        """Sends random frames, until `frames` more were sent."""
         end = self.tally.frames + frames
         workers = [threading.Thread(target=self._fuzz, args=(end,), daemon=True) for _ in range(threads)]
         for worker in workers:
@@ -157,7 +157,7 @@ class Fuzzer:
         for frame in frames:
             used += 1
             try:
-                peer.send(frame.data, self._descriptors.some(frame.fds, rng))
+                peer.send(frame.data, self._descriptors.draw(frame.fds, rng))
             except PermissionError:  # not let in yet
                 peer.send(frame.data)
             if not frame.whole:

@@ -30,7 +30,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 def dripped_frames(enemy: Enemy) -> None:
-    """Frames, large and small, that come a byte at a time: their sessions must end, whoever else is busy."""
+    """Frames, large and small, that come a byte at a time: their sessions must end, however busy others are."""
     dripping = [enemy.session() for _ in range(16)]
     for number, peer in enumerate(dripping):
         enemy.push(peer, LARGEST if number % 2 else SMALL)
@@ -89,7 +89,7 @@ def unknown_prefetches(enemy: Enemy) -> None:
         enemy.deeds.asked += len(begun)
         due = 0
         for seq in begun:
-            due += bool(enemy.told(peer.answer(seq)).get("promoting"))
+            due += bool(enemy.counted(peer.answer(seq)).get("promoting"))
         while due:
             message = peer.pushes.pop(0) if peer.pushes else peer.receive()
             if message is None:
@@ -201,8 +201,8 @@ def refused_registers(enemy: Enemy) -> None:
 
 
 def _wrong(enemy: Enemy, allocation: int) -> dict[str, Any]:
-    told = pages_of(allocation, BLOCKS)
-    tensor, group = told["tensors"][0], told["groups"][0]
+    fields = pages_of(allocation, BLOCKS)
+    tensor, group = fields["tensors"][0], fields["groups"][0]
     change = enemy.rng.randrange(4)
     if change == 0:
         tensor["num_blocks"] += 1
@@ -211,8 +211,8 @@ def _wrong(enemy: Enemy, allocation: int) -> dict[str, Any]:
     elif change == 2:
         group["refs"] *= 2  # which share their bytes
     else:
-        told["signals"] = [allocation + (1 << 40)]
-    return told
+        fields["signals"] = [allocation + (1 << 40)]
+    return fields
 
 
 def detaches_in_the_midst(enemy: Enemy) -> None:
@@ -229,7 +229,7 @@ def detaches_in_the_midst(enemy: Enemy) -> None:
         enemy.deeds.asked += len(seqs)
         if enemy.rng.random() < 0.5:
             for seq in seqs:
-                enemy.told(peer.answer(seq))
+                enemy.counted(peer.answer(seq))
         enemy.end(peer)
 
 
@@ -256,13 +256,13 @@ def _ask_for_all(enemy: Enemy) -> None:
     peer.hello(namespace={"model": enemy.new_model(), "key_bytes": 32})
     fd = memory(1 << 20)
     (allocation,) = peer.attach([fd])
-    told = peer.ok("register", **pages_of(allocation, 256), signals=[allocation])
+    registered = peer.ok("register", **pages_of(allocation, 256), signals=[allocation])
     for tag in rng.sample(("reserve", "pin", "prefetch", "clear", "drain"), 3):
         wanted: dict[str, Any] = {} if tag in ("clear", "drain") else {"groups": named(enemy.keys(4096))}
         peer.begin(tag, **wanted)
     for ready in (None, {"signal": 0, "offset": 0, "value": 1}):
-        peer.begin("store", **enemy.job(enemy.keys(4096), told["registration"], blocks=256), ready=ready)
-    peer.begin("load", **enemy.job(enemy.keys(4096), told["registration"], blocks=256))
+        peer.begin("store", **enemy.job(enemy.keys(4096), registered["registration"], blocks=256), ready=ready)
+    peer.begin("load", **enemy.job(enemy.keys(4096), registered["registration"], blocks=256))
     if rng.random() < 0.5:
         peer.receive()
 
@@ -287,7 +287,7 @@ def forked_clients(enemy: Enemy) -> None:
 
 
 def comes_and_goes(enemy: Enemy) -> None:
-    """Sessions that begin and end as fast as they may, in namespaces of their own."""
+    """Sessions that begin and end as fast as they may, in separate namespaces."""
     while enemy.goes_on:
         peers: list[RawPeer] = []
         with suppress(RefusedError):
@@ -303,7 +303,7 @@ def comes_and_goes(enemy: Enemy) -> None:
 
 
 def clears(enemy: Enemy) -> None:
-    """A clear behind each store; most are waited for by nobody."""
+    """A clear follows each store; most are not waited for."""
     peer, registration = enemy.worker()
     while enemy.goes_on:
         waiting = []
@@ -312,7 +312,7 @@ def clears(enemy: Enemy) -> None:
             waiting.append(peer.begin("clear", token=enemy.rng.randbytes(16), wait_s=enemy.rng.choice((0.0, 0.1))))
         enemy.deeds.asked += len(waiting)
         for seq in waiting:
-            enemy.told(peer.answer(seq))
+            enemy.counted(peer.answer(seq))
         peer.pushes.clear()
 
 

@@ -1,4 +1,4 @@
-"""A daemon that others misbehave towards beside a bystander, and what must hold of it in the end, whatever they did."""
+"""A daemon that serves a bystander while others misbehave, and what must hold of it in the end, whatever they did."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Trial:
 
     @contextmanager
     def beside_bystander(self, memory_name: str, *, expedited: bool = False, uid: int | None = None) -> Iterator[None]:
-        """What is done within must cost no more than it may; the memory of whoever does it has this name. `uid`: as
-        whom the bystander connects.
+        """What is done within must cost no more than it may; the memory that is registered for it has this name.
+        `uid`: the user as whom the bystander connects.
         """
         daemon = self.daemon
         before = held(daemon.observer, daemon.pid, "")
@@ -70,7 +70,7 @@ class TrialReport:
         return self.trial.experience
 
     @property
-    def told(self) -> list[str]:
+    def complaints(self) -> list[str]:
         """All that must not be."""
         trial = self.trial
         return [*self.problems, *trial.findings, *trial.leaks, *trial.bad_log_lines, *self.seen.failures]
@@ -80,7 +80,7 @@ class TrialReport:
         """Whether all that must hold held."""
         grown = self.trial.cost.rss_growth > self.rss_growth_max
         return (
-            not self.told
+            not self.complaints
             and self.seen.wrong_bytes == 0 < self.seen.verified_loads
             and not (grown or self.trial.exit_status)
         )
@@ -118,7 +118,7 @@ class TrialReport:
             "exit_status": trial.exit_status,
         }
 
-    def print_sections(self, title: str, asked: list[tuple[str, str, str]], costs: list[tuple[str, str, str]]) -> None:
+    def print_sections(self, title: str, rows: list[tuple[str, str, str]], costs: list[tuple[str, str, str]]) -> None:
         """A table: what was asked, what it cost, what the bystander saw."""
         cost, seen = self.trial.cost, self.seen
         memory = (
@@ -136,6 +136,6 @@ class TrialReport:
         verdict = (
             "verdict",
             "good" if self.is_good else "BAD",
-            "; ".join(self.told)[:400] or f"seed {self.trial.seed}",
+            "; ".join(self.complaints)[:400] or f"seed {self.trial.seed}",
         )
-        print_table(title, [asked, [memory, *costs], served, [verdict]], good=self.is_good)
+        print_table(title, [rows, [memory, *costs], served, [verdict]], good=self.is_good)

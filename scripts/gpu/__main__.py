@@ -1,6 +1,6 @@
 """Tests and measures the CUDA device on a machine with one GPU: one command, no network, under nine minutes.
 
-Every part is a command in a process of its own with a time limit: a crash or a hang costs that part alone. What does
+Every part is a command in its own process with a time limit: a crash or a hang costs that part alone. What does
 not fit into the budget is reported as not run. The output folder (--out, else $OUT, else build/gpu-check) gets
 
     report.md        tables, rewritten after every part
@@ -9,7 +9,7 @@ not fit into the budget is reported as not run. The output folder (--out, else $
     log.txt          what the parts and their daemons printed
 
 Exit status 1 if a part failed, bytes were wrong, a bound was missed, or too few GPU tests passed (unless their time was
-up: then the report says so, and `--again` runs them again). `make gpu-check`
+up: then the report notes it, and `--again` runs them again). `make gpu-check`
 makes the environment; without make, `python3 -m scripts.gpu.environment VENV BUNDLE` does.
 
 On a machine that is lent for minutes: `--plan first`, then `--plan second`, then `--again FOLDER...`, which runs what
@@ -145,8 +145,8 @@ def names_of(arguments: argparse.Namespace) -> set[str] | None:
 
 
 def unfinished(folders: Sequence[Path]) -> set[str]:
-    """Returns the parts that earlier checks, of which these are the output folders, have not brought to a good end. Of
-    a part in several of them the last one counts. Raises SystemExit: a folder has no results.
+    """Returns the parts that earlier checks, with these output folders, have not brought to a good end. Of a part in
+    several of them the last one counts. Raises SystemExit: a folder has no results.
     """
     states: dict[str, str] = {}
     for folder in folders:

@@ -128,7 +128,7 @@ class GpuWorkload(Workload):
         ]
         self.timeline = Timeline(gpu.stream)
         self._half_bytes = blocks // 2 * shape.row_bytes
-        # Layouts differ from case to case, so each has a namespace of its own; and each size of jobs its own keys.
+        # Layouts differ from case to case, so each has its own namespace; and each size of jobs its own keys.
         namespace = NamespaceSpec(model=f"gpu {shape} {job_bytes}", key_bytes=KEY_BYTES)
         super().__init__(
             Client(socket, namespace=namespace, deadline_s=WAIT_S),
@@ -213,15 +213,15 @@ KINDS: dict[str, tuple[str, Callable[[Ceiling], float], Callable[[GpuWorkload], 
     "load": ("load", Ceiling.load, GpuWorkload.load_s),
     "both": ("both", Ceiling.both, GpuWorkload.both_s),
 }
-"""What jobs do, and the plain copies beside them. `stores`: back to back, so that what the one before stored is hashed
-meanwhile.
+"""What jobs do, and the plain copies that they are compared with. `stores`: back to back, so that what the one before
+stored is hashed meanwhile.
 """
 
 
 def against_ceiling(
     gpu: Gpu, socket: Path, shape: KvShape, job_bytes: int, rounds: int, kinds: Sequence[str]
 ) -> dict[str, Any]:
-    """Jobs of these KINDS beside plain copies of as many bytes."""
+    """Measures jobs of these KINDS against plain copies of as many bytes."""
     worker = GpuWorkload(gpu, socket, shape, job_bytes)
     await_pinned(socket)
     ceiling = Ceiling(gpu, worker.bytes)
@@ -258,7 +258,7 @@ def against_ceiling(
 
 @contextlib.contextmanager
 def cut_short() -> Iterator[None]:
-    """SIGTERM ends what is measured within, in order: the result tells of what there is."""
+    """SIGTERM ends what is measured within, in order: the result has what there is."""
     obey_signals()
     with contextlib.suppress(KeyboardInterrupt):
         yield

@@ -1,4 +1,4 @@
-"""What the machine and its driver say, step by step, each in a process of its own: first of all, and never fatal.
+"""What the machine and its driver answer, step by step, each in its own process: first of all, and never fatal.
 
 Versions, what the driver has, what contexts and pinned memory take of the GPU and of the host, and with which results
 it gives or refuses memory of other processes. A step that fails is a line with its error.
@@ -162,7 +162,7 @@ def signals(_quick: bool) -> dict[str, Any]:
 
 
 def pinning(quick: bool) -> dict[str, Any]:
-    """What registered memory takes: of the GPU for its page tables, of the host for the kernel's, beside itself."""
+    """What registered memory takes besides itself: of the GPU for its page tables, of the host for the kernel's."""
     gpu = Gpu()
     found: dict[str, Any] = {}
     for size in QUICK_PIN_BYTES if quick else PIN_BYTES:

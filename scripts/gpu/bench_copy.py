@@ -1,4 +1,4 @@
-"""Stores and loads of GPU memory through the daemon, beside one plain copy of as many bytes, by size of rows.
+"""Stores and loads of GPU memory through the daemon, against one plain copy of as many bytes, by size of rows.
 
 Times are the client's, from `store` or `load` to the end of `wait`; the ceiling is cuMemcpyAsync between the GPU and a
 registered memfd, each way and both at once, in the same rounds. Block ids are scattered, so that nothing is merged.
@@ -38,7 +38,7 @@ def bounds_of(cases: list[dict[str, Any]]) -> list[Bound]:
 
 def main() -> int:
     made = parser(__doc__ or "")
-    made.add_argument("--rows", type=int, nargs="*", metavar="KIB", help="rows of so many KiB only")
+    made.add_argument("--rows", type=int, nargs="*", metavar="KIB", help="only rows of these sizes, in KiB")
     run = BenchRun(made, 32 * MIB)
     given = run.given
     gpu = Gpu()

@@ -1,9 +1,9 @@
-"""Small rows: the ways of the daemon, and another, in which the worker gathers them itself; beside a decode loop.
+"""Small rows: the ways of the daemon, and another, in which the worker gathers them itself; during a decode loop.
 
-`gather`: the worker gathers the rows of a chunk on a stream of its own (`torch.index_select`) into a staging buffer
+`gather`: the worker gathers the rows of a chunk on its own stream (`torch.index_select`) into a staging buffer
 that it has registered, signals, and the daemon moves the chunk as one large row; a load comes the same way back
 (`index_copy_`). No process but the engine's runs a kernel. The other ways are settings of the daemon, as in
-bench_paths.py. An engine decodes in the same process, or does not; `decode`: its speed beside the copies, relative to
+bench_paths.py. An engine decodes in the same process, or does not; `decode`: its speed during the copies, relative to
 its speed without. Every way's bytes are compared.
 
 Without a GPU (`--device host`) all runs on the CPU, which shows only that it runs.
@@ -235,7 +235,7 @@ def repeated(work: Callable[[], None], seconds: float) -> list[float]:
 
 
 def decoded(loop: DecodeLoop, work: Callable[[], None] | None, seconds: float) -> tuple[float, list[float]]:
-    """Steps per second of the loop beside the work, and seconds of the work."""
+    """Returns the steps per second of the loop during the work, and the seconds of the work."""
     with loop:
         taken = repeated(work if work is not None else lambda: time.sleep(seconds), seconds)
     return loop.steps_per_s, taken

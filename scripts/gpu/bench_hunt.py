@@ -2,7 +2,7 @@
 
 A thread for each direction submits batches of 1,024 copies of 1 KiB to 256 KiB between registered memory and the GPU's,
 now and then as runs, waits for each by polling an event, and compares all bytes of each tenth. A batch that has not
-ended after ten seconds ends the hunt: its sizes are told, and the process ends without waiting for it.
+ended after ten seconds ends the hunt: its sizes are printed, and the process ends without waiting for it.
 """
 
 from __future__ import annotations

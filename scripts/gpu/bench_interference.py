@@ -1,7 +1,7 @@
 """What copies take from an engine's kernels, and what kernels take from copies.
 
-Kernels run in a process of their own: bfloat16 matrix products of 8,192 (`matmul`), copies within the GPU's memory
-(`memory`). Beside them the daemon stores, loads, or both, job after job, by each path of bench_paths.py. Speeds are
+Kernels run in a separate process: bfloat16 matrix products of 8,192 (`matmul`), copies within the GPU's memory
+(`memory`). Meanwhile the daemon stores, loads, or both, job after job, by each path of bench_paths.py. Speeds are
 relative to those alone, by round. Without torch there is one kind, which fills memory by the driver (`fill`).
 """
 

@@ -1,7 +1,7 @@
-"""Times beside copying: the end of a killed worker's GPU memory, round trips of the smallest jobs.
+"""Times other than those of copies: the end of a killed worker's GPU memory, round trips of the smallest jobs.
 
 `unmapped`: from the worker's end until the daemon has closed its mappings, by the daemon's status. `free`: until the
-driver says that the memory is free. The worker is killed while its stores run.
+driver reports that the memory is free. The worker is killed while its stores run.
 """
 
 from __future__ import annotations

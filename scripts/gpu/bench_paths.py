@@ -1,8 +1,8 @@
 """Stores and loads by each path of the daemon: in batches, one by one, pitched; and mixed sizes.
 
-Each path is a daemon of its own, whose settings allow no other, in a layout of one allocation whose layers are evenly
+Each path has its own daemon, whose settings allow no other, in a layout of one allocation whose layers are evenly
 apart. Times are the client's; ratios are to one plain copy of as many bytes in the same rounds. `by`: how many pitched
-copies the daemon counts. `mixed`: jobs of 2 MiB rows, each behind one of small rows, beside
+copies the daemon counts. `mixed`: jobs of 2 MiB rows, each behind one of small rows, and
 the same without; `upwards` and `downwards`: jobs of each size, one behind the other.
 """
 

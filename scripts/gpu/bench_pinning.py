@@ -48,7 +48,7 @@ SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class Loops:
-    """Does things again and again, each in a thread of its own, and remembers how long each time took."""
+    """Does things again and again, each in its own thread, and remembers how long each time took."""
 
     def __init__(self, gpu: Gpu, work: dict[str, Callable[[], object]]) -> None:
         self._seconds: dict[str, list[float]] = {name: [] for name in work}

@@ -1,4 +1,4 @@
-"""Small rows by the driver alone, in each way that it has, beside the daemon: what is the driver's, what is ours.
+"""Small rows by the driver alone, in each way that it has, and by the daemon: what takes the driver, what the daemon.
 
 A block has one row in each of 32 layers, evenly apart in the GPU's memory and side by side in registered memory;
 blocks are scattered. `one by one`: cuMemcpyAsync. `batch`: cuMemcpyBatchAsync with flags 0 or 1 (prefer overlap with
@@ -149,9 +149,9 @@ class Ways:
 
         def submit() -> int:
             for at in range(0, len(src), BATCH):
-                some = slice(at, at + BATCH)
+                batch = slice(at, at + BATCH)
                 status: int = self._batch(
-                    dst[some].ctypes.data, src[some].ctypes.data, rows.sizes[some].ctypes.data, len(src[some]),
+                    dst[batch].ctypes.data, src[batch].ctypes.data, rows.sizes[batch].ctypes.data, len(src[batch]),
                     ctypes.byref(attributes), ctypes.byref(first), 1, ctypes.byref(failed), self._stream,
                 )  # fmt: skip
                 if status:
@@ -188,7 +188,7 @@ def measure(ways: Ways, rows: RawRows, direction: Direction, method: str, rounds
 
 
 def measure_both(sides: list[tuple[Ways, RawRows, Direction]], method: str, rounds: int) -> dict[str, Any]:
-    """Returns a case, as `measure` does: each side has a thread and a stream of its own."""
+    """Returns a case, as `measure` does: each side has its own thread and stream."""
     submits = [ways.submit(method, rows, direction) for ways, rows, direction in sides]
     for _, rows, direction in sides:
         rows.reset(direction)

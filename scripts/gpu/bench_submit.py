@@ -102,7 +102,7 @@ class TimedStream(CopyStream):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How rows are copied: cut into chunks, each of which is moved."""
+    """How rows are copied: they are cut into chunks, which are moved one by one."""
 
     name: str
     cut: Callable[[Copies], list[Copies]]
@@ -110,7 +110,7 @@ class Way:
 
 
 class Costs:
-    """Jobs of so many `rows` between the GPU and an arena, made anew each time, as the daemon does. `ways`: those that
+    """Jobs of `rows` rows between the GPU and an arena, made anew each time, as the daemon does. `ways`: those that
     there are here; `skipped`: why others are not.
     """
 
@@ -191,7 +191,7 @@ class Costs:
 
 
 def measured(costs: Costs, rounds: int) -> list[dict[str, Any]]:
-    """All ways, each direction, interleaved; medians over the rounds, the first of which warms up."""
+    """All ways, each direction, interleaved; medians over the rounds; the first one warms up."""
     found: dict[tuple[str, str], list[dict[str, float]]] = {}
     for number in range(rounds + 1):
         for way in costs.ways:

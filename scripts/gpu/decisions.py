@@ -24,7 +24,7 @@ RAW_ROW_BYTES = 64 << 10
 """Rows of this size have a bound, and are in both parts."""
 
 GATHER_GAIN_MIN, DECODE_LOSS_MAX = 1.3, 0.02
-"""The worker gathers if loads are so much faster, and its engine is no slower than beside the daemon's own way."""
+"""The worker gathers if loads are this many times as fast, and decoding loses no more against the best other way."""
 
 WAIT_MAX_MS = 20.0
 """How long a copy may wait while memory is registered, in the median."""
@@ -133,13 +133,13 @@ def _batches(speeds: Mapping[tuple[int, str, str], float], hunt: Sequence[Case])
     if bad:
         yield "cuda.batch", "false", bad
     elif gains:
-        said = "true" if min(gains) >= 1 else "false where rows are copied faster one by one"
+        value = "true" if min(gains) >= 1 else "false where rows are copied faster one by one"
         hunted = f"; none of {sum(int(case['batches']) for case in hunt)} hunted batches was stuck" if hunt else ""
-        yield "cuda.batch", said, f"{min(gains):.1f} to {max(gains):.1f} times as fast as one by one{hunted}"
+        yield "cuda.batch", value, f"{min(gains):.1f} to {max(gains):.1f} times as fast as one by one{hunted}"
 
 
 def _bad(hunt: Sequence[Case], way: str) -> str:
-    """Says what was wrong with a way in a hunt; empty: nothing was. Wrong bytes may be either way's."""
+    """Returns what was wrong with a way in a hunt; empty: nothing was. Wrong bytes may be either way's."""
     stuck = [str(case["stuck"]) for case in hunt if case["stuck"] != "none" and case["last way"] == way]
     wrong = sum(int(case["wrong_bytes"]) for case in hunt)
     if stuck:
@@ -157,14 +157,14 @@ def _gathering(cases: Sequence[Case]) -> Iterator[Decision]:
         others = [case for way, case in by.items() if way != "gather"]
         if "gather" not in by or not others:
             continue
-        mine, best = by["gather"], max(others, key=lambda case: float(case["gb_per_s"]))
-        gain = mine["gb_per_s"] / max(best["gb_per_s"], 0.01)
-        pays = gain >= GATHER_GAIN_MIN and mine["decode"] >= best["decode"] - DECODE_LOSS_MAX
+        gathered, best = by["gather"], max(others, key=lambda case: float(case["gb_per_s"]))
+        gain = gathered["gb_per_s"] / max(best["gb_per_s"], 0.01)
+        pays = gain >= GATHER_GAIN_MIN and gathered["decode"] >= best["decode"] - DECODE_LOSS_MAX
         yield (
             f"rows of {rows}: gathered by the worker",
             "worth building" if pays else "no",
             f"loads are {gain:.2f} times as fast as by {best['way']}, decoding beside them has "
-            f"{mine['decode']:.2f} of its speed, not {best['decode']:.2f}",
+            f"{gathered['decode']:.2f} of its speed, not {best['decode']:.2f}",
         )
 
 
@@ -178,5 +178,5 @@ def _pieces(cases: Sequence[Case]) -> Iterator[Decision]:
     short = [name for name, wait_ms in waits.items() if wait_ms <= WAIT_MAX_MS]
     if waits:
         figures = ", ".join(f"{name} {wait_ms:g} ms" for name, wait_ms in waits.items())
-        said = short[0].partition(" x ")[2] if short else "smaller than any that was tried"
-        yield "cuda.pin_bytes", said, f"a copy waits, in the median: {figures}"
+        value = short[0].partition(" x ")[2] if short else "smaller than any that was tried"
+        yield "cuda.pin_bytes", value, f"a copy waits, in the median: {figures}"

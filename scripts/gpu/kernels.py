@@ -1,9 +1,9 @@
-"""An engine as far as a GPU's time goes: kernels in a loop, in a process of its own.
+"""An engine as far as a GPU's time goes: kernels in a loop, in a separate process.
 
     python -m scripts.gpu.kernels '{"cpu": false}'    (then a line {"kind": "matmul" or "memory", "seconds": S} each)
 
-It says {"kinds": [...]} first: `matmul` and `memory` by torch; where torch is not installed `fill` by the driver. Then
-it answers {"per_s": kernels per second}. `cpu`: torch's loop runs on the CPU, and means nothing (software driver).
+It prints {"kinds": [...]} first: `matmul` and `memory` by torch; where torch is not installed `fill` by the driver.
+Then it answers {"per_s": kernels per second}. `cpu`: torch's loop runs on the CPU, and means nothing (software driver).
 """
 
 from __future__ import annotations

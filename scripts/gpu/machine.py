@@ -69,7 +69,7 @@ def held_open() -> Iterator[int | None]:
 
 
 def meminfo() -> str:
-    """What the kernel says of the host's memory now."""
+    """Returns what the kernel reports of the host's memory now."""
     names = ("MemTotal", "MemAvailable", "HugePages_Total")
     found = re.findall(rf"^({'|'.join(names)}):\s+(\d+)( kB)?$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     return ", ".join(

@@ -1,4 +1,4 @@
-"""One part of `gpu_check`: a command in a process of its own, which may crash or hang.
+"""One part of `gpu_check`: a command in its own process, which may crash or hang.
 
 Needs nothing but Python's own library.
 """
@@ -52,8 +52,8 @@ class Part:
 class Ended:
     """How it went. `state`: "ran", "failed", "crashed", "timed out", "cut short", "skipped" (it can't run here) or
     "not run" (for time). `figures`: the JSON
-    object that it printed at its end; `tests`, `cases`: a row for each that ended. `last_lines`: of its own log,
-    `daemon_lines`: of its daemons'.
+    object that it printed at its end; `tests`, `cases`: a row for each that ended. `last_lines` are from its log,
+    `daemon_lines` from its daemons' logs.
     """
 
     part: Part
@@ -134,18 +134,18 @@ def run(
 
 
 class _Reader:
-    """Tells of the rows of a file that another process writes."""
+    """Passes on the rows of a file that another process writes."""
 
     def __init__(self, path: Path, tell: Tell) -> None:
         self._path = path
         self._tell = tell
-        self._told = 0
+        self._passed_on = 0
 
     def read(self) -> None:
         """Those that are new."""
         whole, _, _ = _text(self._path).rpartition("\n")  # the last line may still be written
         lines = whole.splitlines()
-        new, self._told = lines[self._told :], len(lines)
+        new, self._passed_on = lines[self._passed_on :], len(lines)
         for line in new:
             self._tell(json.loads(line))
 
@@ -182,7 +182,7 @@ def _end_group(leader: int) -> None:
 
 
 def _end_orphans(spared: frozenset[int]) -> None:
-    """What made sessions of its own, such as daemons: they are this process's children now."""
+    """Ends processes in sessions that they made, such as daemons: they are this process's children now."""
     until = time.monotonic() + TERM_S
     with contextlib.suppress(ChildProcessError):
         while True:

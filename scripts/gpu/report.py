@@ -102,11 +102,11 @@ def _part(ended: Ended) -> Iterable[str]:
             yield "The last lines of its daemons':\n"
             yield _block(ended.daemon_lines)
     yield from what_it_found(ended)
-    told = [test for test in ended.tests if test["outcome"] != "passed" or test["properties"]]
-    if told:
+    shown = [test for test in ended.tests if test["outcome"] != "passed" or test["properties"]]
+    if shown:
         yield grid(
             ("test", "outcome", "seconds", ""),
-            [(short(test["test"]), test["outcome"], test["seconds"], remark_of(test)) for test in told],
+            [(short(test["test"]), test["outcome"], test["seconds"], remark_of(test)) for test in shown],
         )
 
 
@@ -130,10 +130,10 @@ def short(name: str) -> str:
 
 
 def remark_of(test: dict[str, Any]) -> str:
-    """What a test has to say beside its outcome."""
+    """Returns what a test reports in addition to its outcome."""
     properties = [f"{name}: {value}" for name, value in test["properties"].items()]
     lines = [line.strip() for line in test["reason"].splitlines() if line.strip()]
-    # Of a worker's failure the first line says where it was seen, the last one what it was.
+    # The first line of a worker's failure names where it was seen, the last one what it was.
     reason = " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))
     return "; ".join([*properties, *([reason] if reason else [])])
 

@@ -17,14 +17,14 @@ from scripts.gpu import RESULTS_VARIABLE
 
 
 def keep(row: dict[str, Any]) -> None:
-    """Write one down; where nobody asks for it: do nothing."""
+    """Writes a row down; does nothing where the variable is not set."""
     if RESULTS_VARIABLE in os.environ:
         with Path(os.environ[RESULTS_VARIABLE]).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row, default=str) + "\n")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Called for setup, call and teardown of each test: told once, unless more than one of them fails."""
+    """Called for setup, call and teardown of each test. One row is written, unless more than one of them fails."""
     if report.when != "call" and report.passed:
         return
     reason = ""

@@ -1,4 +1,4 @@
-"""Rules of the driver that no document settles: each is tried, and what it answers is told by name.
+"""Rules of the driver that no document settles: each is tried, and the driver's answer is reported by name.
 
 Copies from and to memory that is not registered, or in part; signals on the NULL stream; chunks of virtual memory as
 engines' sleep mode allocates them; what may be called while another thread captures a graph.
@@ -39,8 +39,8 @@ CAPTURE_MODES = {"global": 0, "thread local": 1, "relaxed": 2}
 SEEN_S = 5.0
 
 
-def told(work: Callable[[], Any]) -> str:
-    """What a call answers: the driver's name for its failure, or success and what it says."""
+def answer_of(work: Callable[[], Any]) -> str:
+    """Returns what a call answers: the driver's name for its failure, or success and the value."""
     try:
         value = work()
     except KvOffloadError as error:
@@ -52,7 +52,7 @@ def told(work: Callable[[], Any]) -> str:
 
 
 class _Host:
-    """Shared memory that is there, of which the first `registered_bytes` are known to the driver."""
+    """Shared memory that is there. The driver knows the first `registered_bytes` of it."""
 
     def __init__(self, size_bytes: int, registered_bytes: int = 0) -> None:
         self.size_bytes = size_bytes
@@ -105,9 +105,9 @@ class _Copies:
         src, dst = at + np.uint64(ends[0]), at + np.uint64(ends[1])
         sizes = np.full(len(at), row_bytes, np.uint64)
         for begin in range(0, len(at), BATCH):
-            some = slice(begin, begin + BATCH)
+            batch = slice(begin, begin + BATCH)
             status = self._driver.copy_batch(
-                src[some], dst[some], sizes[some], self._gpu.stream, sources_final=not store
+                src[batch], dst[batch], sizes[batch], self._gpu.stream, sources_final=not store
             )
             if status:
                 return status
@@ -128,8 +128,8 @@ class _Copies:
 
 
 def unregistered(quick: bool) -> dict[str, Any]:
-    """Copies from and to shared memory that the driver was never told of, or in part. A copy over both comes last: it
-    may end the context.
+    """Copies from and to shared memory that the driver does not know, or knows in part. A copy over both comes last:
+    it may end the context.
     """
     if software_driver() is not None:
         return SOFT
@@ -141,21 +141,21 @@ def unregistered(quick: bool) -> dict[str, Any]:
         copies = _Copies(gpu, host)
         for direction in Direction:
             for rows, row_bytes in (("64 KiB rows in batches", 64 * KIB), ("4 KiB rows in batches", 4 * KIB)):
-                found[f"{name}, {direction.value}, {rows}"] = _told_of(copies, direction, row_bytes)
+                found[f"{name}, {direction.value}, {rows}"] = _answer_of_copy(copies, direction, row_bytes)
         for direction in Direction:
-            found[f"{name}, {direction.value}, one copy"] = _told_of(copies, direction, 0)
+            found[f"{name}, {direction.value}, one copy"] = _answer_of_copy(copies, direction, 0)
         found[f"{name}: context works after all"] = driver().context_works()
         if not registered_bytes:
             host.close()
     return found
 
 
-def _told_of(copies: _Copies, direction: Direction, row_bytes: int) -> str:
-    return told(lambda: copies.by(direction, row_bytes))
+def _answer_of_copy(copies: _Copies, direction: Direction, row_bytes: int) -> str:
+    return answer_of(lambda: copies.by(direction, row_bytes))
 
 
 def null_streams(_quick: bool) -> dict[str, Any]:
-    """A signal on the streams that have no handle of their own, as an engine's current stream may be one."""
+    """Signals on the streams that have only fixed handles, as an engine's current stream may be one."""
     if software_driver() is not None:
         return SOFT
     Gpu()
@@ -163,7 +163,7 @@ def null_streams(_quick: bool) -> dict[str, Any]:
     words = page.array.view(np.uint64)
     found = {}
     for number, (name, stream) in enumerate(STREAMS.items()):
-        found[f"cuStreamWriteValue64, stream {name}"] = told(partial(_signal, page, words, number, stream))
+        found[f"cuStreamWriteValue64, stream {name}"] = answer_of(partial(_signal, page, words, number, stream))
     return found
 
 
@@ -185,8 +185,8 @@ def large_chunks(quick: bool) -> dict[str, Any]:
         ("fabric, for GPUDirect RDMA", FABRIC, True),
         ("none", 0, False),
     ):
-        told_name = f"{format_bytes(size)}, handles: {name}"
-        found[told_name] = told(partial(_chunk, gpu, size, kinds, rdma))
+        name_of_case = f"{format_bytes(size)}, handles: {name}"
+        found[name_of_case] = answer_of(partial(_chunk, gpu, size, kinds, rdma))
     return found
 
 
@@ -261,7 +261,7 @@ def during_capture(_quick: bool) -> dict[str, Any]:
             thread = threading.Thread(target=_in_thread, args=(gpu, work, answers), daemon=True)
             thread.start()
             thread.join(SEEN_S)
-            ended = told(partial(_end_capture, captured))
+            ended = answer_of(partial(_end_capture, captured))
             capture = "goes on" if ended == "CUDA_SUCCESS" else f"ends with {ended}"
             found[f"capture {name}: {call}"] = f"{answers[0] if answers else 'hangs'}; the capture {capture}"
     return found
@@ -284,9 +284,9 @@ def _end_capture(stream: int) -> None:
 
 
 def _silent(_value: object) -> None:
-    """Only that it worked is told."""
+    """Reports only that it worked."""
 
 
 def _in_thread(gpu: Gpu, work: Callable[[], Any], answers: list[str]) -> None:
     gpu.use()
-    answers.append(told(work))
+    answers.append(answer_of(work))

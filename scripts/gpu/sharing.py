@@ -30,7 +30,7 @@ from scripts.harness.gpu import CHUNK_BYTES, Gpu, GpuBuffer, software_driver
 SMALL_BYTES = 64 << 10
 CHUNKS = 4
 SMALL_FILLS = (0x31, 0x32, 0x33)
-"""Small allocations share a block of the driver's; the last one is exported, and its bytes tell where it lies."""
+"""Small allocations share a block of the driver's; the last one is exported, and its bytes show where it lies."""
 CHUNK_FILL = 0x34
 _LAZY_PEER_ACCESS = 1
 _MESSAGE_BYTES, _START_S = 4096, 20.0
@@ -47,30 +47,30 @@ def export(uid: int) -> None:
     for buffer, value in zip((*small, chunks), (*SMALL_FILLS, CHUNK_FILL), strict=True):
         driver().call("cuMemsetD8", buffer.address, value, buffer.size_bytes)
     driver().call("cuCtxSynchronize")
-    told = {"handle": "", "exported": "CUDA_SUCCESS", "chunks exported": "CUDA_SUCCESS"}
+    described = {"handle": "", "exported": "CUDA_SUCCESS", "chunks exported": "CUDA_SUCCESS"}
     try:
         base, whole_bytes = map(int, driver().call("cuMemGetAddressRange", small[-1].address))
-        told["range of the exporter's"] = (
+        described["range of the exporter's"] = (
             f"{whole_bytes >> 10} KiB, exported {small[-1].address - base} bytes behind its begin"
         )
         handle = driver().call("cuIpcGetMemHandle", base)
-        told["handle"] = ctypes.string_at(int(handle.getPtr()), 64).hex()
+        described["handle"] = ctypes.string_at(int(handle.getPtr()), 64).hex()
     except KvOffloadError as error:
-        told["exported"] = _name(error)
+        described["exported"] = _name(error)
     fds: list[int] = []
     try:
         memory = gpu_allocation(chunks.address, chunks.size_bytes)
         exported = memory.export(0, CHUNKS)  # type: ignore[union-attr]
         fds = exported.fds
     except KvOffloadError as error:
-        told["chunks exported"] = _name(error)
-    socket.send_fds(link, [json.dumps(told).encode()], fds)
+        described["chunks exported"] = _name(error)
+    socket.send_fds(link, [json.dumps(described).encode()], fds)
     link.recv(1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def opened(exporter_uid: int, importer_uid: int) -> dict[str, Any]:
-    """What an importer of that user (0: this one) is told of an exporter's memory. May become that user for good."""
+    """Returns what an importer of that user (0: this one) learns of an exporter's memory. May become it for good."""
     if (exporter_uid or importer_uid) and os.getuid():
         return {"skipped": "only root can become another user"}
     link, theirs = socket.socketpair()
@@ -80,10 +80,10 @@ def opened(exporter_uid: int, importer_uid: int) -> dict[str, Any]:
         message, fds, _, _ = socket.recv_fds(link, _MESSAGE_BYTES, CHUNKS)
         if not message:
             return {"failed": "the exporter ended before it exported anything, see log.txt"}
-        told = json.loads(message)
+        described = json.loads(message)
         if importer_uid:
             become(importer_uid)
-        return _Importer(bytes.fromhex(told.pop("handle")), fds, told).ask(lambda: _end(link, exporter))
+        return _Importer(bytes.fromhex(described.pop("handle")), fds, described).ask(lambda: _end(link, exporter))
 
 
 def _end(link: socket.socket, exporter: subprocess.Popen[bytes]) -> None:
@@ -142,8 +142,8 @@ class _Importer:
         except KvOffloadError as error:
             self._found[name] = _name(error)
             return None
-        told = f", {value}" if isinstance(value, str) else ""
-        self._found[name] = f"CUDA_SUCCESS{told}, {(time.perf_counter() - begun) * 1e3:.1f} ms"
+        suffix = f", {value}" if isinstance(value, str) else ""
+        self._found[name] = f"CUDA_SUCCESS{suffix}, {(time.perf_counter() - begun) * 1e3:.1f} ms"
         return value
 
     def _open(self, handle: bytes) -> int:

@@ -1,8 +1,8 @@
-"""A worker with a KV cache on a GPU, as a child process that does one thing after the other as it is told.
+"""A worker with a KV cache on a GPU, as a child process that carries out one command after the other.
 
     python -m scripts.gpu.worker OPTIONS    (a JSON object; then a line of JSON with "call" and its arguments each)
 
-It answers {"value": ...} or {"error": "Class: message"}, with a traceback where the error is none of ours, and goes on;
+It answers {"value": ...} or {"error": "Class: message"}, with a traceback unless it is a KvOffloadError, and goes on;
 the first line, {"value": "ready"}, comes unasked.
 """
 
@@ -32,7 +32,7 @@ _DUMPABLE = 4
 
 
 class WorkerCommands:
-    """What it can be told. Keys are numbers; key i of `keys` goes to, or comes from, block i of `blocks`."""
+    """The commands that it knows. Keys are numbers; key i of `keys` goes to, or comes from, block i of `blocks`."""
 
     def __init__(self, socket: str, ordinal: int = 0) -> None:
         self._socket = socket
@@ -118,7 +118,7 @@ class WorkerCommands:
 
     def is_done(self, job: int) -> bool:
         """Returns whether the job is done, without waiting."""
-        self._client.ping()  # what the daemon has said before is read
+        self._client.ping()  # what the daemon has sent before is read
         return self._jobs[job].done
 
     def store(self, keys: list[int], blocks: list[int]) -> list[str]:
@@ -205,7 +205,7 @@ def main() -> None:
         question = json.loads(line)
         try:
             answer = {"value": getattr(worker, question.pop("call"))(**question)}
-        except Exception as error:  # noqa: BLE001  whoever asked is to know why
+        except Exception as error:  # noqa: BLE001  the caller gets the reason
             ours = isinstance(error, KvOffloadError)
             answer = {"error": f"{type(error).__name__}: {error}" + ("" if ours else f"\n{traceback.format_exc()}")}
         print(json.dumps(answer), flush=True)

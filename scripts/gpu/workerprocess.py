@@ -13,7 +13,7 @@ START_S, ANSWER_S = 45.0, 45.0
 
 
 class WorkerError(Exception):
-    """What it was told failed: "Class: message" of the worker's exception."""
+    """A command failed: "Class: message" of the worker's exception."""
 
 
 class GpuWorker:

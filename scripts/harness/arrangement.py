@@ -34,7 +34,7 @@ class Piece:
         return as_strided(rows.reshape(-1)[self.offset :], self.shape, self.strides)
 
     def runs(self, rows: U8Array) -> Runs:
-        """The same, and of which runs it is."""
+        """Returns the same view, and the runs that it consists of."""
         dims = [dim for dim in zip(self.shape[1:], self.strides[1:], strict=True) if dim[0] > 1]
         length = 1
         while dims and dims[-1][1] == length:
@@ -94,7 +94,7 @@ def scattered(
         layouts=layouts,
         order=tuple(range(len(layouts))),
         groups=tuple(group_of(shape, refs.get(shape.number, []), rank) for shape in shapes),
-        pieces={number: tuple(_piece(ref, layouts[ref.tensor]) for ref in mine) for number, mine in refs.items()},
+        pieces={number: tuple(_piece(ref, layouts[ref.tensor]) for ref in own) for number, own in refs.items()},
     )
 
 

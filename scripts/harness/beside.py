@@ -1,4 +1,4 @@
-"""Threads that work beside a run."""
+"""Threads that work during a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways in which a daemon copies to and from a GPU: settings that force one of them, and what it says of them."""
+"""The ways in which a daemon copies to and from a GPU: settings that force one of them, and what its status has."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NAMES = (
     "broken_promises",  # answers that contradict each other, or the protocol
     "stores",
     "loads",
-    "verified_loads",  # loads of which every byte was compared and right
+    "verified_loads",  # loads whose every byte was compared and right
     *map(verified_in, VERIFIED_LAYOUTS),  # those of them into memory of that layout
     "verified_loads_from_disk",  # those of them with a key that was on disk alone when it was asked for
     "stored_keys",
@@ -76,20 +76,20 @@ class Counters:
     def __init__(self, path: Path, rows: int, row: int = -1) -> None:
         exists = path.exists()
         self._all: I64Array = np.memmap(path, np.int64, "r+" if exists else "w+", shape=(rows, _WIDTH))
-        self._mine = self._all[row]
+        self._own_row = self._all[row]
         self._at = {name: 1 + index for index, name in enumerate(NAMES)}
 
     def add(self, name: str, amount: int = 1) -> None:
-        self._mine[self._at[name]] += amount
+        self._own_row[self._at[name]] += amount
 
     def set(self, name: str, value: int) -> None:
         """Sets what is a state, not a count."""
-        self._mine[self._at[name]] = value
+        self._own_row[self._at[name]] = value
 
     def took(self, what: str, seconds: float) -> None:
         """Note how long one thing took."""
         bucket = int(math.log10(max(seconds, _FIRST_S) / _FIRST_S) * _BUCKETS_PER_DECADE)
-        self._mine[1 + len(NAMES) + LATENCIES.index(what) * _BUCKETS + min(bucket, _BUCKETS - 1)] += 1
+        self._own_row[1 + len(NAMES) + LATENCIES.index(what) * _BUCKETS + min(bucket, _BUCKETS - 1)] += 1
 
     # --- the order to stop ---------------------------------------------------------------------------
 
@@ -100,7 +100,7 @@ class Counters:
     @property
     def stopping(self) -> bool:
         """Whether this worker is to end."""
-        return bool(self._mine[0])
+        return bool(self._own_row[0])
 
     # --- reading -------------------------------------------------------------------------------------
 

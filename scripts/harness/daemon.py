@@ -68,7 +68,7 @@ class Daemon(OwnDaemon):
             else:
                 guest.close()
 
-    # --- what it says ---
+    # --- what it reports ---
 
     def state(self) -> dict[str, Any]:
         """What a request that is refused may not change."""
@@ -83,7 +83,7 @@ class Daemon(OwnDaemon):
         return [session for session in self.status()["sessions"] if session["role"] != "observer"]
 
     def gpus(self) -> list[dict[str, Any]]:
-        """What it says of the GPUs in use."""
+        """Returns what it reports of the GPUs in use."""
         return [device for kind, device in self.status()["devices"].items() if kind.startswith("cuda:")]
 
     def await_pinned(self) -> None:
@@ -93,7 +93,7 @@ class Daemon(OwnDaemon):
     def _pinned_bytes(self) -> int:
         return max((int(gpu["pinned_bytes"]) for gpu in self.gpus()), default=0)
 
-    # --- what the kernel says ---
+    # --- what the kernel reports ---
 
     def mapped(self, name: str) -> int:
         """Mappings of memfds of this name."""
@@ -108,7 +108,7 @@ class Daemon(OwnDaemon):
     # --- the audit ---
 
     def audit(self) -> None:
-        """Nobody is left, nothing is charged or held, the self-audit finds nothing, the log tells of no bug.
+        """Checks that no session is left, nothing is charged or held, the self-audit finds nothing, the log has no bug.
 
         Raises DaemonError; TimeoutError: something is not given back.
         """
@@ -122,10 +122,10 @@ class Daemon(OwnDaemon):
         return more_than(OBSERVER_ALONE, in_use(self.status()))
 
     def check_log(self) -> None:
-        """No bug of ours has shown itself. Raises DaemonError."""
+        """Checks that the log shows no bug. Raises DaemonError."""
         bad = [entry for entry in bad_entries(self.log_path) if not re.search(self.expected_in_log, entry)]
         if bad:
-            raise DaemonError(f"the log tells of a bug: {bad}\n{self.log()}")
+            raise DaemonError(f"the log reports a bug: {bad}\n{self.log()}")
 
     def finish(self) -> None:
         """Audit it, then end it in order. Raises what `audit` does."""

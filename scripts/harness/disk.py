@@ -51,14 +51,14 @@ class ManifestTrap:
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """A record of which one bit was flipped: in which file, at which page."""
+    """A record that has one flipped bit: in which file, at which page."""
 
     segment: str
     page: int
 
 
 class Planter:
-    """Flips bits in records on disk, beside the daemon that uses them. `planted`: each of them."""
+    """Flips bits in records on disk, while the daemon uses them. `planted`: each of them."""
 
     def __init__(self, root: Path, rng: np.random.Generator) -> None:
         self._segments = root / "segments"

@@ -42,7 +42,7 @@ class Engine:
     that keys come into doubt while they are leased; all False until set.
     """
 
-    def __init__(  # noqa: PLR0913  what a worker is told
+    def __init__(  # noqa: PLR0913  the settings of a worker
         self,
         socket: str,
         geometry: Geometry,
@@ -88,7 +88,7 @@ class Engine:
         return status["boot_id"], max(epochs, default=0)
 
     def cleared_since(self, epoch: Epoch) -> bool:
-        """Whether the namespace was cleared since `self.epoch` was that; yes, if nobody can tell."""
+        """Whether the namespace was cleared since `self.epoch` was that; yes, if that is unknown."""
         if self.closing:
             return True
         try:
@@ -141,7 +141,7 @@ class Engine:
         return self._submit(Direction.STORE, rank, shares, lease, deadline_s, ready=ready)
 
     def _holds_up(self, memory: KvMemory) -> bool:
-        """Whether the next job is to be asked for before its blocks are final; then they will not be for a while."""
+        """Whether to ask for the next job before its blocks are final; if so, they will not be for a while."""
         if self._lines is None or memory.line is None or self._rng.random() >= LATE[self._lines.device]:
             return False
         memory.line.hold_up(float(self._rng.choice(HELD_UP_S)))
@@ -161,7 +161,7 @@ class Engine:
         """Start to load the shares' blocks, but for a fraction `unwanted` of them. Raises as `store`.
 
         `pending`: which keys of each share were pending when they were asked for, and how many of all keys asked for
-        were pending because others stored them. None: a lookup tells, right before.
+        were pending because others stored them. None: a lookup finds out, right before.
         """
         taken = [share.blocks for share in shares]
         if unwanted:
@@ -181,7 +181,7 @@ class Engine:
         return opened
 
     def _used_late(self, memory: KvMemory, shares: list[Share]) -> Ready | None:
-        """Now and then the blocks are still in use: somebody writes into them until the point that is returned."""
+        """Now and then the blocks are still in use: they are written into until the point that is returned."""
         if not self._holds_up(memory):
             return None
         for share in shares:
@@ -299,7 +299,7 @@ class Engine:
             self._count_from_disk(result, max(on_disk - opened.others, 0), right)
 
     def _unsure(self, result: JobResult, at: int, valid: BoolArray) -> BoolArray:
-        """Keys whose blocks may hold anything: their copies had begun, or nobody can tell."""
+        """Keys whose blocks may hold anything: their copies had begun, or may have begun."""
         if result.outcome is Outcome.LOST:
             return ~valid
         unsure: BoolArray = (result.states[at] == KeyState.HIT) & ~valid

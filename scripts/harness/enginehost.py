@@ -1,4 +1,4 @@
-"""An engine of the agent's in a process of its own, on a host of a lab, over memory that is shared with this process.
+"""An engine of the agent's in a separate process, on a host of a lab, over memory that is shared with this process.
 
 `EngineHost` is this side: it calls the engine, and sees every byte of its memory. The other one is
 `python -m scripts.harness.enginehost`. Each call runs there in a thread, so that one that hangs holds up no others.
@@ -112,7 +112,7 @@ class EngineHost:
         return self._child.pid
 
     def log(self) -> str:
-        """What its process has said."""
+        """Returns what its process has logged."""
         return tail(self._log)
 
     # --- calls ---
@@ -193,7 +193,7 @@ def main() -> None:
             if method in ("get", "put"):
                 arguments = [[_transfer(base, *wanted) for wanted in arguments[0]]]
             result = base if method == BASE else getattr(engine, method)(*arguments, **named)
-        except Exception as error:  # noqa: BLE001  the other side is told
+        except Exception as error:  # noqa: BLE001  the other side gets it
             traceback.print_exc()
             answer(number, {"error": f"{type(error).__name__}: {error}"})
         else:

@@ -11,7 +11,7 @@ from kvoffloadd.testing.figures import print_grid
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A budget of the design: `value` must be at most `bound`, or at least, as `kind` says."""
+    """A budget of the design: `value` must be at most `bound`, or at least, by its `kind`."""
 
     what: str
     value: float

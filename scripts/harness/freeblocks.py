@@ -1,4 +1,4 @@
-"""Blocks of a KV cache that nobody uses."""
+"""Blocks of a KV cache that are not in use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FreeBlocks:
         return self._count
 
     def take(self, count: int) -> I64Array:
-        """The caller has made sure that there are so many."""
+        """Takes `count` blocks. The caller has made sure that there are enough."""
         self._count -= count
         return self._blocks[self._count : self._count + count].copy()
 

@@ -24,7 +24,7 @@ PROMPT_TOKENS = 24 * BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One namespace. `overlaid`: the groups' bytes lie on each other in the same rows, told apart by block ids."""
+    """One namespace. `overlaid`: the groups' bytes lie on each other in the same rows, at different block ids."""
 
     name: str
     number: int
@@ -42,7 +42,7 @@ class Geometry:
 
     @property
     def step_tokens(self) -> int:
-        """Every prefix that can be restored has a multiple of so many tokens."""
+        """Every prefix that can be restored is a multiple of this many tokens."""
         return math.lcm(*(group.tokens_per_key for group in self.groups))
 
     def arrange(
@@ -73,7 +73,7 @@ class Geometry:
 
 
 def blocks_in(memory_bytes: int, block_bytes: int) -> int:
-    """How many blocks a rank has in about so much memory."""
+    """Returns how many blocks a rank has in about `memory_bytes`."""
     return int(np.clip(memory_bytes // block_bytes, BLOCKS_MIN, BLOCKS_MAX))
 
 

@@ -42,7 +42,7 @@ class Gpu:
         driver().call("cuStreamSynchronize", self.stream)
 
     def delay(self, seconds: float) -> None:
-        """Keep the stream busy for about so long: with a software driver's delay, on a GPU with work of no use."""
+        """Keep the stream busy for about this time: with a software driver's delay, on a GPU with work of no use."""
         self.use()
         software = software_driver()
         if software is not None:
@@ -58,7 +58,7 @@ class Gpu:
             driver().call("cuMemsetD8Async", self._busy_work, 0, _BUSY_BYTES, stream)
 
     def _measure_busy_work(self) -> float:
-        """How fast this GPU does it: in a stream of its own, since the other one may be waiting for something."""
+        """How fast this GPU does it: in a separate stream, since the other one may be waiting for something."""
         stream = int(driver().call("cuStreamCreate", _NON_BLOCKING))
         fastest_s = float("inf")
         for _ in range(1 + _BUSY_SAMPLES):  # the first wakes it up

@@ -52,7 +52,7 @@ class OpenJob:
     """A job whose blocks are the daemon's: those `taken`, for a load those of them that its shares name.
 
     `hurried`: its deadline may pass; `leased`: all its keys must be there, or be reserved; unless the namespace was
-    cleared since `epoch`. `took_s`: from the call to the end, if somebody waited for it. `on_disk[s]`: which keys of
+    cleared since `epoch`. `took_s`: from the call to the end, if that was waited for. `on_disk[s]`: which keys of
     share s were not in memory when they were asked for, and on disk, but for `others` of all of them, which others
     were storing.
     """

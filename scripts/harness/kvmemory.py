@@ -1,7 +1,7 @@
 """One rank's KV cache, in shared memory or a GPU's, and a private copy of what every byte of it must be.
 
-The copy (`expected`) covers rows whole: what lies between pieces and between rows, and blocks that nobody asked for. So
-one comparison finds both bytes that are wrong and bytes that should not have been touched.
+The copy (`expected`) covers rows whole: what lies between pieces and between rows, and blocks that were not asked for.
+So one comparison finds both bytes that are wrong and bytes that should not have been touched.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class KvMemory:
             runs.expected[ids] = values
 
     def spoil(self, group: int, blocks: I64Array, value: int) -> None:
-        """Set every byte of these blocks' pieces, late: whoever used them before is not done with them yet."""
+        """Set every byte of these blocks' pieces, late: their earlier user is not done with them yet."""
         ids = blocks[blocks != NO_BLOCK]
         for runs in self._runs[group]:
             self._place.write(runs.real, ids, np.full((len(ids), *runs.expected.shape[1:]), value, np.uint8), late=True)
             runs.expected[ids] = value
 
     def ready(self) -> Ready | None:
-        """When all is there that was to be written late; None: it is."""
+        """Returns when all late writes are done; None: they are."""
         return None if self.line is None else self.line.point()
 
     def expect(self, group: int, blocks: I64Array, contents: U8Array) -> None:
@@ -151,7 +151,7 @@ class KvMemory:
         self._busy[blocks] = lent
 
     def compare(self, blocks: I64Array) -> Wrong | None:
-        """What is wrong in these blocks and beside them; None: nothing. What was wrong is expected from then on."""
+        """What is wrong in these blocks and next to them; None: nothing. What was wrong is expected from then on."""
         near = np.unique(np.concatenate([blocks - 1, blocks, blocks + 1]))
         near = near[(near >= 0) & (near < self.num_blocks)]
         return self._compared(near[~self._busy[near]], np.isin(near[~self._busy[near]], blocks))
@@ -161,7 +161,7 @@ class KvMemory:
         rows = np.flatnonzero(~self._busy)
         return self._compared(rows, np.zeros(len(rows), bool))
 
-    def _compared(self, rows: I64Array, asked: BoolArray) -> Wrong | None:
+    def _compared(self, rows: I64Array, wanted: BoolArray) -> Wrong | None:
         found: Wrong | None = None
         runs = _consecutive(rows)
         self._place.fetch(runs)
@@ -170,7 +170,7 @@ class KvMemory:
                 continue
             real, expected = row.real[rows], row.expected[rows]
             differs = real != expected
-            wrong, stray = int(differs.sum()), int(differs[~asked].sum())
+            wrong, stray = int(differs.sum()), int(differs[~wanted].sum())
             at, byte = (int(index[0]) for index in np.nonzero(differs))
             where = (
                 f"first tensor {tensor} block {rows[at]} byte {byte} of {row.real.shape[1]}: "
@@ -187,7 +187,7 @@ class KvMemory:
 def _consecutive(rows: I64Array) -> list[tuple[int, int]]:
     """Ascending rows as runs of neighbours: the first, and how many."""
     breaks = np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1
-    return [(int(some[0]), len(some)) for some in np.split(rows, breaks) if len(some)]
+    return [(int(run[0]), len(run)) for run in np.split(rows, breaks) if len(run)]
 
 
 def _noisy(real: U8Array, rng: np.random.Generator) -> _Row:

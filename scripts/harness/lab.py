@@ -1,7 +1,7 @@
 """Hosts of a lab on this machine: network namespaces with a wire each, or else addresses of the loopback device.
 
-Namespaces need root. They have no names: each lives as long as a process of ours holds it, so none outlives this one.
-Between them links can be cut and made slow. On loopback they can't.
+Namespaces need root. They have no names: each lives as long as a process of the lab holds it, so none outlives this
+one. Between them links can be cut and made slow. On loopback they can't.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HUB = 1
 
 
 class LabError(Exception):
-    """A command of the lab's failed; the message ends with what it said."""
+    """A command of the lab's failed; the message ends with what it printed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

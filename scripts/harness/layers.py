@@ -28,7 +28,7 @@ def allocated(plan: Plan, device: str = HOST) -> LayerMemory:
 
 
 def apart(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_blocks: int) -> LayerMemory:
-    """K, V and each state in a tensor of its own, torch's: no layout at all."""
+    """Puts K, V and each state into its own torch tensor: no layout at all."""
     torch: Any = importlib.import_module("torch")
     layers = {
         name: [torch.zeros(num_blocks, *one.shape, dtype=getattr(torch, one.dtype)) for one in _tensors(spec)]

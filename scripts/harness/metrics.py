@@ -43,8 +43,8 @@ class Scraped:
 
     def total(self, name: str, **labels: str) -> int:
         """Sum of the samples of that name which have these labels."""
-        mine = (s for s in self._samples if s.name == f"kvoffloadd_{name}")
-        return round(sum(s.value for s in mine if labels.items() <= s.labels.items()))
+        samples = (s for s in self._samples if s.name == f"kvoffloadd_{name}")
+        return round(sum(s.value for s in samples if labels.items() <= s.labels.items()))
 
 
 def disagreements(scraped: Scraped, counters: Counters, *, exact: bool) -> list[str]:
@@ -65,7 +65,7 @@ def disagreements(scraped: Scraped, counters: Counters, *, exact: bool) -> list[
         "bytes loaded": (metric("transfer_bytes_total", direction="load"), total("moved_out_bytes")),
     }
     return [
-        f"metrics: {what}: the daemon tells {told:,}, the workers counted {counted:,}"
-        for what, (told, counted) in pairs.items()
-        if told != counted and (exact or told < counted)
+        f"metrics: {what}: the daemon reports {reported:,}, the workers counted {counted:,}"
+        for what, (reported, counted) in pairs.items()
+        if reported != counted and (exact or reported < counted)
     ]

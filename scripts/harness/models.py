@@ -19,7 +19,7 @@ FILES = {path.stem: path for path in sorted((ROOT / "tests" / "planner" / "data"
 NAMES = tuple(sorted({*FILES, *CONFIGS}))
 """Those in `tests/planner/data` and `published`."""
 EACH_KIND = 3
-"""Layers of each kind that a small model has unless told; and one layer more, so that groups are uneven."""
+"""Layers of each kind that a small model has by default; and one layer more, so that groups are uneven."""
 HEADS, HEAD_SIZE, STATE_HEADS = 2, 16, 4
 WINDOW_TOKENS, CHUNK_TOKENS = 72, 64
 """A window that ends within a block; a chunk of whole ones."""
@@ -54,7 +54,7 @@ def small(model: ModelConfig, kv_heads: int = HEADS, each_kind: int = EACH_KIND)
 
 
 def _few_layers(model: ModelConfig, each_kind: int) -> int:
-    """The fewest with so many of each kind, or all there are; and one more."""
+    """Returns the fewest that have `each_kind` of each kind, or all there are, and one more."""
     indexed = [at in model.indexed for at in range(len(model.kinds))]
     kinds = list(zip(model.kinds, model.ratios or model.kinds, indexed, strict=True))
     wanted = {kind: min(each_kind, count) for kind, count in Counter(kinds).items()}

@@ -1,4 +1,4 @@
-"""A session without the client library: says whatever it is told, byte for byte, and understands the answers."""
+"""A session without the client library: it sends what it is given, byte for byte, and reads the answers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RawPeer:
     # --- out ---
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Bytes and descriptors as they are, unless the daemon has hung up: what it said last can still be read.
+        """Sends bytes and descriptors as they are, unless the daemon has hung up: its last messages can still be read.
 
         `fds` stay the caller's. Raises PermissionError: the daemon has not let this peer in yet, and the kernel takes
         no descriptors until then (Linux 6.16).
@@ -189,7 +189,7 @@ class RawPeer:
 
 def said(message: Fields, code: str) -> str:
     """The words of an error of this code."""
-    told = (message["type"], message.get("code"), message.get("fault"))
-    if told != ("error", code, "client") or not message["message"]:
+    found = (message["type"], message.get("code"), message.get("fault"))
+    if found != ("error", code, "client") or not message["message"]:
         raise AssertionError(f"no error {code} of the client's, but {message}")
     return str(message["message"])

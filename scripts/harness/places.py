@@ -1,4 +1,4 @@
-"""Where a rank's KV cache lies, and how its bytes change late: behind the back of whoever asks for a job.
+"""Where a rank's KV cache lies, and how its bytes change late: after the caller has asked for a job.
 
 A line does one thing after the other, later than its caller: a GPU's stream, or a thread that stands in for one. What a
 job depends on is queued there, and the job is asked for at once, with the point of the line's timeline behind it.
@@ -67,7 +67,7 @@ class Line(Protocol):
     timeline: Timeline
 
     def hold_up(self, seconds: float) -> None:
-        """What is queued from now on is done about so much later."""
+        """Delays what is queued from now on by about `seconds`."""
 
     def point(self) -> Ready:
         """When all that is queued now has been done."""
@@ -182,7 +182,7 @@ def _set(view: U8Array, ids: I64Array, values: U8Array) -> None:
 
 
 class GpuLine:
-    """A stream of a GPU, with a context of its own. `kind`: of its places, one of KINDS; "": any."""
+    """A stream of a GPU, with its own context. `kind`: of its places, one of KINDS; "": any."""
 
     def __init__(self, ordinal: int = 0, kind: str = "") -> None:
         self.gpu = Gpu(ordinal)
@@ -287,7 +287,7 @@ def _staging(gpu: Gpu, layouts: Sequence[Layout]) -> list[U8Array]:
 
 
 class Lines:
-    """Those of one process: each rank has one of its own, on a GPU one for each GPU. `device`: "host" or "cuda"."""
+    """The lines of one process: each rank has its own, on GPUs one for each GPU. `device`: "host" or "cuda"."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -88,7 +88,7 @@ class PlannedGeometry(Geometry):
         return self.arrange_blocks(rank, blocks_in(memory_bytes, self.row_bytes(name)), name)
 
     def arrange_blocks(self, rank: int, num_blocks: int, layout: str) -> Arrangement:
-        """So many blocks of a rank in `layout`."""
+        """Arranges `num_blocks` blocks of a rank in `layout`."""
         return _arranged(self, rank, layout, possible(self.of, num_blocks)[0][layout])
 
 
@@ -121,7 +121,7 @@ def _payload_order(layout: Layout) -> object:
     """What two layouts must have in common for the same payloads: blocks, groups, their layers' order in memory, and
     the order of what a layer has.
 
-    By backends and where the layers' views begin, not by the refs: those are to be checked.
+    By backends and where the layers' views begin, not by the refs: those are under test.
     """
     plan = layout.plan
     begin = {name: min((view.memory, view.offset) for view in views) for name, views in plan.views.items()}

@@ -30,11 +30,11 @@ def benchmark_line(documentation: str | None) -> argparse.ArgumentParser:
 
 def add_seed(parser: argparse.ArgumentParser) -> None:
     """`--seed`, see `seed_of`."""
-    parser.add_argument("--seed", type=int, help="of all that is chosen at random (default: a new one, which is told)")
+    parser.add_argument("--seed", type=int, help="of all that is chosen at random (default: a new one; it is printed)")
 
 
 def seed_of(given: argparse.Namespace, name: str) -> int:
-    """The one that was asked for, or a new one; told on standard error."""
+    """Returns the seed that was asked for, or a new one; prints it to standard error."""
     seed: int = secrets.randbelow(1 << 32) if given.seed is None else given.seed
     print(f"{name}: seed {seed}", file=sys.stderr)
     return seed

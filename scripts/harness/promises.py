@@ -24,8 +24,8 @@ class Moved(Protocol):
 
 
 class Begun(Protocol):
-    """A job that was asked for. `leased`: under a lease; `hurried`: its deadline may pass; `cancelled`: somebody asked
-    for an early end.
+    """A job that was asked for. `leased`: under a lease; `hurried`: its deadline may pass; `cancelled`: an early
+    end was asked for.
     """
 
     @property
@@ -53,7 +53,7 @@ _FILLED = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.MISS)
 
 
 class Findings:
-    """Where a worker says what went wrong: counted, and written to its standard error."""
+    """Where a worker reports what went wrong: counted, and written to its standard error."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -112,24 +112,24 @@ def broken_in_result(opened: Begun, result: JobResult, *, may_miss: bool, closin
     broken = []
     load, finished = opened.is_load, result.outcome in (Outcome.DONE, Outcome.PARTIAL)
     chosen = [states == (KeyState.HIT if load else KeyState.RESERVED) for states in result.states]
-    moved = [result.valid(at) if load else mine for at, mine in enumerate(chosen)]
+    moved = [result.valid(at) if load else wanted for at, wanted in enumerate(chosen)]
     if finished:
-        least = sum(share.bytes_of(mine) for share, mine in zip(opened.shares, moved, strict=True))
+        least = sum(share.bytes_of(wanted) for share, wanted in zip(opened.shares, moved, strict=True))
         most = least
         if load and result.outcome is Outcome.PARTIAL:  # what the copy itself has found wrong was copied
-            tried = [mine | found for mine, found in zip(moved, chosen, strict=True)]
-            most = sum(share.bytes_of(mine) for share, mine in zip(opened.shares, tried, strict=True))
+            tried = [wanted | found for wanted, found in zip(moved, chosen, strict=True)]
+            most = sum(share.bytes_of(wanted) for share, wanted in zip(opened.shares, tried, strict=True))
         if not least <= result.bytes <= most:
             broken.append(f"{opened.job}: {result.bytes} bytes were copied, its keys have {least} to {most}")
-    for states, failed, mine in zip(result.states, result.failed, chosen, strict=True):
+    for states, failed, wanted in zip(result.states, result.failed, chosen, strict=True):
         if not np.isin(states, _LOADED if load else _FILLED if opened.leased else _STORED).all():
             broken.append(f"{opened.job}: states {np.unique(states).tolist()}")
-        told = np.isin(np.arange(len(mine)), failed)
+        reported = np.isin(np.arange(len(wanted)), failed)
         if load:
-            must_fail = ~mine if finished else np.ones(len(mine), bool)
-            must_fail |= told & mine & may_miss
+            must_fail = ~wanted if finished else np.ones(len(wanted), bool)
+            must_fail |= reported & wanted & may_miss
         else:
-            must_fail = mine & told if finished else mine
+            must_fail = wanted & reported if finished else wanted
         if not np.array_equal(np.sort(failed), np.flatnonzero(must_fail)):
             broken.append(f"{opened.job}, {result.outcome}: names {failed.tolist()}, states {states.tolist()}")
     some_failed = any(map(len, result.failed))

@@ -1,6 +1,6 @@
 """Configs of the open models most in use, cut down to what the KV cache depends on.
 
-Numbers alone, each from the `config.json` that its publisher has on Hugging Face, in the repository named beside it.
+Numbers alone, each from the `config.json` that its publisher has on Hugging Face, in the repository named next to it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ BF16 = {"torch_dtype": "bfloat16"}
 
 
 def dense(model_type: str, layers: int | None, hidden: int, heads: int, kv_heads: int | None, **more: object) -> Config:
-    """A model whose layers are alike, but for what `more` says. None: said by another key."""
+    """A model whose layers are alike, but for what `more` changes. None: another key has it."""
     return {
         "model_type": model_type,
         "num_hidden_layers": layers,
@@ -89,7 +89,7 @@ CONFIGS: dict[str, Config] = {
         "qwen3_next", 48, 2048, 16, 2, head_dim=256, full_attention_interval=4, linear_num_key_heads=16,
         linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
     ),
-    # openai/gpt-oss-120b, which says nothing of its dtype
+    # openai/gpt-oss-120b, which names no dtype
     "gpt-oss-120b": dense(
         "gpt_oss", 36, 2880, 64, 8, head_dim=64, sliding_window=128, torch_dtype=None,
         layer_types=["sliding_attention", "full_attention"] * 18,
@@ -128,7 +128,7 @@ CONFIGS: dict[str, Config] = {
     ),
     # zai-org/GLM-5, as GLM-5.1
     "glm-5": dsa(),
-    # zai-org/GLM-5.2, of whose layers only some have an index of their own
+    # zai-org/GLM-5.2, where only some layers have an index themselves
     "glm-5.2": dsa(index_topk_freq=4, index_skip_topk_offset=3, index_topk_pattern=None),
     # google/gemma-4-31B-it
     "gemma-4-31b": gemma_4(60, 5376, 32, 16, 4),

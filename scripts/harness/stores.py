@@ -173,8 +173,8 @@ def remote_python() -> str:
 
 @cache
 def why_no_mooncake(python: str = sys.executable) -> str:
-    """Why its package is of no use to this interpreter; empty: it is. A process of its own imports it: it takes over
-    signals.
+    """Why its package is of no use to this interpreter; empty: it is. A separate process imports it, since it takes
+    over signals.
     """
     if not _mooncake(python):
         return "Mooncake is not installed: see `make test-remote`"

@@ -1,7 +1,7 @@
 """`python -m scripts.harness.timed serve ...`: the daemon, on a loop that measures the CPU time of each of its turns.
 
-A turn is all that the loop does before it looks at its sockets and timers again. The longest is told in a file of the
-environment's KVO_TURNS, which the reader maps, too: it costs the daemon nothing that would be measured.
+A turn is all that the loop does before it looks at its sockets and timers again. The longest is recorded in a file of
+the environment's KVO_TURNS, which the reader maps, too: it costs the daemon nothing that would be measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RECORD = np.dtype([("turn_s", "f8"), ("collector_s", "f8"), ("part_s", "f8"), ("
 class Turns:
     """The longest turn since the last look. `part`: what took longest of it; `collector_s`: Python's garbage collector.
 
-    Whoever makes it first makes the file.
+    The first one makes the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -53,7 +53,7 @@ class Watch:
         self._private: list[tuple[float, int]] = []
 
     def look(self, *, now_due: bool = False) -> None:
-        """Take in what the daemon says. A daemon that does not answer is for others to notice."""
+        """Take in what the daemon reports. A daemon that does not answer is for others to notice."""
         now = time.monotonic()
         if now < self._look_at and not now_due:
             return

@@ -1,10 +1,10 @@
-"""Holes: attackers punch holes into memory that they have registered, beside bystanders whose every byte is checked.
+"""Holes: attackers punch holes into memory that they have registered, next to bystanders whose every byte is checked.
 
 An attacker punches pages out of its memory, cuts the file off and lets it grow, and fills it again, while its stores
-and loads run and between them. Bystanders do nothing of that: they store and load in namespaces of their own, and in
-one that all share. A key that misses, or a load that failed, excuses its blocks; a hit with wrong bytes does not, nor
-does any byte that changes in a block that no load names. Of keys that an attacker has stored every byte must be right
-or 0. What a check would count that ignores states is told, too. With --kill-workers and --kill-daemon processes are
+and loads run and between them. Bystanders do nothing of that: they store and load in their own namespaces, and in one
+that all share. A key that misses, or a load that failed, excuses its blocks; a hit with wrong bytes does not, nor does
+any byte that changes in a block that no load names. Of keys that an attacker has stored every byte must be right or 0.
+The report also has what a check that ignores states would count. With --kill-workers and --kill-daemon processes are
 killed at random instants; of daemons half keep their memory tier, all their disk. If bytes are wrong, files in
 --evidence have each wrong block, what it was used for, and the calls before. Exit status 0 only if no byte was wrong,
 no promise broken, nothing leaked, no audit found anything, and something was checked; 1 otherwise; 2 for wrong usage.

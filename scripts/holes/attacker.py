@@ -43,7 +43,7 @@ class HolePuncher(Beside):
         try:
             while not self.ending.wait(float(self._rng.choice(PAUSES_S))):
                 punch_once(self._memory, self._rng, self._counters)
-        except Exception as error:  # noqa: BLE001  told by __exit__
+        except Exception as error:  # noqa: BLE001  reported by __exit__
             self.failure = error
 
 
@@ -86,16 +86,16 @@ class HolesAttacker(HolesWorker):
         self.begin_job()
 
     def begin_job(self) -> None:
-        """Store what nobody else stores, or load anything."""
-        session, some = self.any_session(), self.some(0.7)
-        if not self.room(len(some)):
+        """Store what no other worker stores, or load anything."""
+        session, at = self.any_session(), self.draw(0.7)
+        if not self.room(len(at)):
             return
         if self.rng.random() < 0.5:
-            session.store(session.texts.holed(self.rng), some)
+            session.store(session.texts.holed(self.rng), at)
         elif session is self.shared and self.rng.random() < 0.5:
-            session.load(session.texts.clean(self.rng), some)
+            session.load(session.texts.clean(self.rng), at)
         else:
-            session.load(session.texts.holed(self.rng), some)
+            session.load(session.texts.holed(self.rng), at)
 
 
 def main() -> int:

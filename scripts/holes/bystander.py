@@ -1,6 +1,6 @@
-"""A bystander process: stores and loads in a namespace of its own and in the shared one, every byte and state checked.
+"""A bystander process: stores and loads in its own namespace and in the shared one, every byte and state checked.
 
-It does nothing to its memory. The only keys of which it can't know every byte are those that attackers have stored.
+It does nothing to its memory. It knows every byte of all keys but those that attackers have stored.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class HolesBystander(HolesWorker):
         """Keys that may be there or not."""
         session = self.any_session()
         if self.room():
-            session.load(session.texts.clean(self.rng), self.some(0.7))
+            session.load(session.texts.clean(self.rng), self.draw(0.7))
 
     def load_holed(self) -> None:
         """Keys that attackers have stored, while holes were punched into them: right bytes, and zeros."""
         if self.room():
-            self.shared.load(self.shared.texts.holed(self.rng), self.some(0.7))
+            self.shared.load(self.shared.texts.holed(self.rng), self.draw(0.7))
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What a worker has asked and been told, and what it writes down when bytes are wrong."""
+"""A worker's calls and the answers, and what it writes down when bytes are wrong."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class Journal:
         self._uses[block] = details
 
     def write(self, wrong: list[WrongBlock], what: str) -> Path | None:
-        """A JSON file that names each wrong block, and an .npz beside it with their bytes. None: enough is written."""
+        """A JSON file that names each wrong block, and an .npz next to it with their bytes. None: enough is written."""
         if self._written == FILES_MAX:
             return None
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._who}-{self._written}.json"
         self._written += 1
-        told = {
+        record = {
             "what": what,
             "at_s": round(time.monotonic(), 6),
-            "blocks": [self._told(one) for one in wrong],
+            "blocks": [self._described(one) for one in wrong],
             "calls": list(self._calls),
         }
-        path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         arrays = {f"{kind}_{one.block}": getattr(one, kind) for one in wrong for kind in ("before", "expected", "seen")}
         np.savez_compressed(path.with_suffix(".npz"), **arrays)
         return path
 
-    def _told(self, wrong: WrongBlock) -> dict[str, Any]:
+    def _described(self, wrong: WrongBlock) -> dict[str, Any]:
         at = np.flatnonzero(wrong.differs)
         starts = at[np.flatnonzero(np.diff(at, prepend=-2) > 1)]
         shown = slice(int(at[0]), int(at[0]) + SHOWN_BYTES)

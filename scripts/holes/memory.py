@@ -86,7 +86,7 @@ class WatchedMemory:
         self.write(blocks, noise.reshape(len(blocks), PAYLOAD_BYTES))
 
     def lend(self, blocks: I64Array, lent: bool = True) -> None:
-        """A load writes into these blocks until it has ended (`lent` False); the gaps are nobody's to write."""
+        """A load writes into these blocks until it has ended (`lent` False); nothing may write into the gaps."""
         self._lent[blocks] = lent
 
     def expect(self, blocks: I64Array, contents: U8Array, *, holed: bool) -> None:
@@ -125,10 +125,10 @@ class WatchedMemory:
             )
             for block in np.flatnonzero(differs.any(axis=1))
         ]
-        mine = ~self._lent
-        self._expected[mine] = seen[mine]
+        own = ~self._lent
+        self._expected[own] = seen[own]
         self._expected[self._lent, PAYLOAD_BYTES:] = seen[self._lent, PAYLOAD_BYTES:]
-        self._holed[mine] = False
+        self._holed[own] = False
         return wrong
 
 

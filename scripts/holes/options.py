@@ -1,4 +1,4 @@
-"""What a run of holes is told, and what it tells its workers."""
+"""The options of a run of holes, and those that it gives its workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HolesOptions:
 
 @dataclass(frozen=True, slots=True)
 class HolesWorkerOptions:
-    """What a bystander or an attacker is told. `row`: its place among all workers; `generation` counts the processes
+    """The options of a bystander or an attacker. `row`: its place among all workers; `generation` counts the processes
     that have had it. `prompts`: how many each namespace has.
     """
 

@@ -42,7 +42,7 @@ class HolesReport:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything is right, and something was checked beside holes that were made."""
+        """Whether everything is right, and something was checked next to holes that were made."""
         total = self.counters.total
         bad = total("wrong_bytes") + total("broken_promises")
         checked = self.of_bystanders("verified_loads") and (total("holes") or not self.options.attackers)
@@ -92,15 +92,15 @@ class HolesReport:
         print_wrong(self)
 
     def _served(self) -> list[tuple[str, str, str]]:
-        mine = self.of_bystanders
-        hits = 100 * ratio(mine("block_hits"), mine("block_references"))
+        total = self.of_bystanders
+        hits = 100 * ratio(total("block_hits"), total("block_references"))
         return [
-            ("stores", f"{mine('stores'):,}", f"by bystanders, {format_bytes(mine('stored_bytes'))}"),
-            ("loads", f"{mine('loads'):,}", f"by bystanders, {format_bytes(mine('loaded_bytes'))}"),
-            ("  verified", f"{mine('verified_loads'):,}", "every byte compared with the oracle"),
-            ("hits", f"{hits:.1f} %", f"of {mine('block_references'):,} keys pinned"),
-            ("missed keys", f"{mine('missed_keys'):,}", "of loads, or lost with a daemon"),
-            ("  excused bytes", f"{mine('excused_bytes'):,}", "theirs: wrong for a check that ignores states"),
+            ("stores", f"{total('stores'):,}", f"by bystanders, {format_bytes(total('stored_bytes'))}"),
+            ("loads", f"{total('loads'):,}", f"by bystanders, {format_bytes(total('loaded_bytes'))}"),
+            ("  verified", f"{total('verified_loads'):,}", "every byte compared with the oracle"),
+            ("hits", f"{hits:.1f} %", f"of {total('block_references'):,} keys pinned"),
+            ("missed keys", f"{total('missed_keys'):,}", "of loads, or lost with a daemon"),
+            ("  excused bytes", f"{total('excused_bytes'):,}", "theirs: wrong for a check that ignores states"),
         ]
 
     def _attacked(self) -> list[tuple[str, str, str]]:

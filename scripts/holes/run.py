@@ -49,7 +49,7 @@ class RunningWorker:
 
 
 class HolesRun:
-    """One run, in a folder of its own, beside those of the disk tier and of the memory that may outlive a daemon."""
+    """One run, in its own folder; the disk tier and the memory that may outlive a daemon have others."""
 
     def __init__(self, options: HolesOptions, folder: Path, disk_folder: Path, memory_folder: Path) -> None:
         self._options = options
@@ -160,7 +160,7 @@ class HolesRun:
             yield Mishap("daemons killed, memory lost", DAEMON_KILL_S, 0.0, lambda _: self._kill_daemon(warm=False))
 
     def _has_shown_nothing(self, now: float) -> bool:
-        """A slow machine gets more time, until something was compared beside a hole."""
+        """A slow machine gets more time, until something was compared next to a hole."""
         shown = self._report.of_bystanders("verified_loads") or self._counters.total("wrong_bytes")
         return now < self._options.seconds + HANG_S and not (shown and self._counters.total("holes"))
 
@@ -229,14 +229,14 @@ class HolesRun:
     # --- the end ---
 
     def _end_workers(self) -> None:
-        """Tell them to stop, and wait until they have checked and closed what they had open."""
+        """Ask them to stop, and wait until they have checked and closed what they had open."""
         self._counters.stop()
         until_s = time.monotonic() + HANG_S
         for place in self._places.values():
             try:
                 status = place.child.wait(max(until_s - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                self._failed(place, "did not end when it was told to")
+                self._failed(place, "did not end when it was asked to")
                 continue
             if status != 0:
                 self._failed(place, f"ended with status {status}")

@@ -1,4 +1,4 @@
-"""A client in one namespace, and the check of all that its jobs tell and move."""
+"""A client in one namespace, and the check of all that its jobs report and move."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from scripts.holes.memory import WatchedMemory
 from scripts.holes.texts import GROUP, SHAPE, Text, Texts
 
 GONE = "is gone"
-"""What a job says that met a hole."""
+"""The message of a job that met a hole."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +192,7 @@ class TextSession:
 
     def _take_in(self, opened: HolesJob, result: JobResult, valid: BoolArray) -> None:
         """What the load's blocks must hold now: the keys' bytes; anything, where a copy may have begun; or what they
-        held before, where the daemon says that it copied nothing.
+        held before, where the daemon reports that it copied nothing.
         """
         memory, blocks, keys = self.memory, opened.blocks, opened.share.keys
         if not valid.all():
@@ -204,14 +204,14 @@ class TextSession:
         unsure = ~valid if result.outcome is Outcome.LOST else (result.states[0] == KeyState.HIT) & ~valid
         memory.forgive(blocks[unsure])
 
-    def compare(self, what: str, asked: I64Array | None = None) -> bool:
-        """Every byte of the memory; what is wrong outside the payloads of the blocks `asked` is stray."""
+    def compare(self, what: str, wanted: I64Array | None = None) -> bool:
+        """Every byte of the memory; what is wrong outside the payloads of the blocks `wanted` is stray."""
         wrong = self.memory.compare()
         if not wrong:
             return True
-        mine = set() if asked is None else set(asked.tolist())
+        inside = set() if wanted is None else set(wanted.tolist())
         total = sum(one.wrong_bytes for one in wrong)
-        stray = sum(one.gap_bytes if one.block in mine else one.wrong_bytes for one in wrong)
+        stray = sum(one.gap_bytes if one.block in inside else one.wrong_bytes for one in wrong)
         path = self._journal.write(wrong, what)
         self._findings.wrong(Wrong(f"evidence in {path}", total, stray), what)
         return False

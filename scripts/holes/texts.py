@@ -1,6 +1,6 @@
 """The keys of a run of holes and what their payloads are: one namespace for each worker, and one that all share.
 
-Attackers store none of the `clean` prompts, and nobody else stores the others. Those were stored while holes were
+Attackers store none of the `clean` prompts, and only attackers store the others. Those were stored while holes were
 punched into them: every byte of such a payload is the oracle's, or 0.
 """
 

@@ -92,7 +92,7 @@ class HolesWorker:
         return self.own, self.shared
 
     def engage(self) -> bool:
-        """Allocate memory, and register it twice; try until there is a daemon. False: told to stop before."""
+        """Allocate memory, and register it twice; try until there is a daemon. False: asked to stop before."""
         while not self.is_ending:
             self._renewals += 1
             self.memory = WatchedMemory(
@@ -152,10 +152,10 @@ class HolesWorker:
         return self.sessions[int(self.rng.integers(0, 2))]
 
     def room(self, blocks: int = KEYS) -> bool:
-        """Whether so many are free."""
+        """Whether `blocks` blocks are free."""
         return len(self.memory.free) >= blocks
 
-    def some(self, share: float = 1.0) -> I64Array:
+    def draw(self, share: float = 1.0) -> I64Array:
         """Indices of keys of a prompt; of all, or of a random share, and never none."""
         found: I64Array = np.flatnonzero(self.rng.random(KEYS) < share)
         return found if len(found) else np.arange(KEYS)

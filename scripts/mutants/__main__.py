@@ -47,7 +47,7 @@ class Fate:
 
     @property
     def noticed(self) -> bool:
-        """Whether the tests told."""
+        """Whether the tests noticed it."""
         return self.end in ("killed", "hung")
 
 
@@ -115,7 +115,7 @@ def run(mutants: list[Mutant], jobs: int) -> list[Fate]:
 
 
 def sample(rooms: list[str], count: int, seed: int) -> list[Mutant]:
-    """So many mutants, drawn from all that the rooms offer."""
+    """Draws `count` mutants from all that the rooms offer."""
     pool = [mutant for room in rooms for mutant in found(room, ROOT, ROOMS[room])]
     return random.Random(seed).sample(pool, min(count, len(pool)))
 

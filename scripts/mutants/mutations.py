@@ -100,7 +100,7 @@ def _change(node: ast.AST, parent: ast.AST) -> tuple[str, ast.AST] | None:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OTHER:
             operator = _OTHER[type(op)]
             return f"{type(op).__name__} is {operator.__name__}", _at(node, ast.BinOp(left, operator(), right))
-        # Elsewhere a number is mostly a size or a start, of which another would do as well.
+        # Elsewhere a number is mostly a size or a start, and another one would do as well.
         case ast.Constant(value=int() as value) if isinstance(parent, (ast.Compare, ast.BinOp)) and value < 1000:
             return f"{value} is {value + 1}", _at(node, ast.Constant(value + 1))
         case ast.Expr(value=ast.Call(func=function)) if getattr(function, "attr", "") not in _TOLD:

@@ -1,1 +1,1 @@
-"""kvoffloadd beside its peers: the same work through each, one after the other, round by round."""
+"""kvoffloadd and its peers: the same work through each, one after the other, round by round."""

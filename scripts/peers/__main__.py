@@ -77,7 +77,7 @@ def command_line() -> argparse.ArgumentParser:
         help=f"some of {', '.join(peer.name for peer in PEERS)}")  # fmt: skip
     add("--tokens", type=int, default=4096, help="of a prompt that is stored and loaded (default: %(default)s)")
     add("--chunk-tokens", type=int, default=256, help="a multiple of 16 (default: %(default)s)")
-    add("--threads", type=int, default=2, help="of each system, where it can be told (default: %(default)s)")
+    add("--threads", type=int, default=2, help="of each system, where it can be set (default: %(default)s)")
     add("--path", type=Path, help="a folder on the disk to measure (default: /var/tmp)")
     return parser
 

@@ -24,7 +24,7 @@ HIT_S = 10.0
 SAID_MAX = 200
 """Characters of an error: a line, and no log."""
 CACHED_MAX = 0.05
-"""What small files beside those of the payloads may have of all."""
+"""The share of all bytes that small files other than the payloads' may have."""
 REST_S = 3.0
 """After a start, before bytes move: some systems still provide their memory then, and others did so before."""
 AGAIN_S = 20.0
@@ -61,7 +61,7 @@ class RunPlan:
         return self.tokens * self.model.token_bytes
 
     def sizes(self, prompts: int, *, verified: bool = False) -> Sizes:
-        """Memory for so many prompts; more disk than anything needs."""
+        """Returns memory for `prompts` prompts, and more disk than anything needs."""
         return Sizes(prompts * self.prompt_bytes, 32 * self.prompt_bytes + (1 << 30), self.threads, verified)
 
 
@@ -136,11 +136,11 @@ def _store(session: PeerSession, number: int, tokens: int) -> float:
 
 
 def _median_lookup(session: PeerSession, plan: RunPlan, number: int, tokens: int, expected: int) -> float:
-    asked: list[tuple[float, int]] = session.ask("lookup", number=number, tokens=tokens, count=plan.asks)
-    for _, found in asked:
+    lookups: list[tuple[float, int]] = session.ask("lookup", number=number, tokens=tokens, count=plan.asks)
+    for _, found in lookups:
         if found != expected:
             raise PeerError(f"a lookup of {tokens} tokens found {found}, not {expected}")
-    return statistics.median(seconds for seconds, _ in asked)
+    return statistics.median(seconds for seconds, _ in lookups)
 
 
 def _memory(peer: Peer, plan: RunPlan, samples: Samples) -> None:
@@ -159,7 +159,7 @@ def _whole(loaded: dict[str, Any], plan: RunPlan) -> dict[str, Any]:
     """Raises PeerError unless all of the prompt came back, right."""
     if loaded["wrong"]:
         raise PeerError(
-            f"WRONG BYTES among {loaded['told']} tokens that it said it has loaded; wrong blocks: {loaded['wrong']}"
+            f"WRONG BYTES among {loaded['told']} tokens that it reported as loaded; wrong blocks: {loaded['wrong']}"
         )
     if loaded["told"] != plan.tokens:
         raise PeerError(f"of {plan.tokens} tokens {loaded['found']} were found and {loaded['told']} loaded")

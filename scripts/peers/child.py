@@ -1,4 +1,4 @@
-"""One system in a process of its own, in that system's Python: answers one question after the other, in lines of JSON.
+"""One system in a separate process, in that system's Python: answers one question after the other, in lines of JSON.
 
 Times are taken here, around the system's call alone. What the system's libraries print goes to the log.
 """
@@ -59,7 +59,7 @@ class Child:
         return [_timed(self._system.ping) for _ in range(count)]
 
     def store(self, number: int, tokens: int) -> tuple[float, bool]:
-        """A prompt that nobody has stored."""
+        """Stores a prompt that was not stored before."""
         prompt, blocks = self._prompt(number, tokens), self._blocks(tokens)
         self._content.write(self._system.memory(), prompt, blocks)
         begun = time.perf_counter()
@@ -67,7 +67,7 @@ class Child:
         return time.perf_counter() - begun, stored
 
     def await_hit(self, number: int, tokens: int, deadline_s: float) -> int:
-        """Tokens found, once all are or the deadline is over: a store's end may be told before others see it."""
+        """Tokens found, once all are or the deadline is over: a store's end may be reported before others see it."""
         until = time.monotonic() + deadline_s
         while (found := self._lookup(self._prompt(number, tokens))[1]) < tokens and time.monotonic() < until:
             time.sleep(0.005)
@@ -92,12 +92,12 @@ class Child:
         begun = time.perf_counter()
         found = self._system.lookup(prompt)
         looked = time.perf_counter()
-        told = self._system.load(prompt, blocks, found)
+        reported = self._system.load(prompt, blocks, found)
         ended = time.perf_counter()
         self._system.release(prompt)
-        good = blocks[: told // self._setting.geometry.block_tokens]
+        good = blocks[: reported // self._setting.geometry.block_tokens]
         wrong = self._content.wrong(self._system.memory(), prompt, good)
-        return LoadedPrompt(looked - begun, ended - looked, found, told, wrong)
+        return LoadedPrompt(looked - begun, ended - looked, found, reported, wrong)
 
     def write(self, numbers: list[int], tokens: int) -> tuple[float, bool]:
         """Store these prompts, one behind the other, until all of them is on disk. Their bytes are made before."""
@@ -181,7 +181,7 @@ def answer(child: Child, question: dict[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Answers until standard input ends."""
     options = json.loads(sys.argv[1])
-    with os.fdopen(os.dup(1), "w") as told:
+    with os.fdopen(os.dup(1), "w") as output:
         os.dup2(2, 1)
         disk = options["disk"]
         setting = SystemSetting(
@@ -193,8 +193,8 @@ def main() -> int:
         child = Child(options["module"], options["factory"], options["arguments"], setting)
         try:
             for line in sys.stdin:
-                told.write(json.dumps(answer(child, json.loads(line))) + "\n")
-                told.flush()
+                output.write(json.dumps(answer(child, json.loads(line))) + "\n")
+                output.flush()
         finally:
             child.stop()
             sys.stdout.flush()

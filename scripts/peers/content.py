@@ -1,4 +1,4 @@
-"""What the KV of a prompt is: bytes that tell where they belong, so that each block that comes back can be judged."""
+"""What the KV of a prompt is: bytes that show where they belong, so that each block that comes back can be judged."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ def ahead(own: str, figures: Mapping[str, Mapping[str, Mapping[str, float]]]) ->
     """
     found = []
     for figure in FIGURES:
-        medians = {who: some[figure.name]["median"] for who, some in figures.items() if figure.name in some}
-        mine = medians.pop(own, None)
-        if mine is None or not medians:
+        medians = {who: values[figure.name]["median"] for who, values in figures.items() if figure.name in values}
+        median = medians.pop(own, None)
+        if median is None or not medians:
             continue
-        factors = {who: other / mine if figure.more_is_better else mine / other for who, other in medians.items()}
+        factors = {who: other / median if figure.more_is_better else median / other for who, other in medians.items()}
         best = max(factors, key=lambda who: factors[who])
         if factors[best] > 1:
             found.append((figure, best, factors[best]))

@@ -1,4 +1,4 @@
-"""LMCache's server mode: `lmcache server` in a process of its own, asked by its own client classes.
+"""LMCache's server mode: `lmcache server` in a separate process, asked by its own client classes.
 
 `copies`: "engine": the engine's process gathers and scatters, in shared memory of the server's, which is LMCache's own
 choice on a CPU; "server": the server copies from and to the engine's memory, as it does with a GPU's.
@@ -196,7 +196,7 @@ class LMCache:
         self._client.end_session(self._request).result(timeout=CALL_S)
 
     def settle(self) -> None:
-        """It doesn't tell: until as many files have their last names as chunks were stored."""
+        """It has no report of this: waits until as many files have their last names as chunks were stored."""
         folder = self._setting.disk
         if folder is None:
             return

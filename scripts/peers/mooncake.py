@@ -24,7 +24,7 @@ STOP_S = 20.0
 SETTLE_S = 60.0
 MIB = 1 << 20
 HEARTBEAT_S = 1
-"""Between two looks for what is to be written to disk: the least that it takes."""
+"""Between two looks for what must be written to disk: the least that it takes."""
 BUCKET_BYTES = 32 * MIB
 """A file of its disk, written when it is full; a whole number of them has a prompt."""
 CLIENT_TTL_S = 3
@@ -164,8 +164,8 @@ class Mooncake:
         step = len(keys) if self._setting.disk is None else max(1, CALL_BUFFERS // len(places[0]))
         codes: list[int] = []
         for at in range(0, len(keys), step):
-            some = places[at : at + step]
-            codes += self._engine.batch_get_into_multi_buffers(keys[at : at + step], some, self._sizes(len(some)))
+            part = places[at : at + step]
+            codes += self._engine.batch_get_into_multi_buffers(keys[at : at + step], part, self._sizes(len(part)))
         good = next((at for at, code in enumerate(codes) if code < 0), len(codes))
         return good * prompt.chunk_tokens
 
@@ -173,7 +173,7 @@ class Mooncake:
         """Its leases end by themselves."""
 
     def settle(self) -> None:
-        """It doesn't tell: until its files have as many bytes as were stored."""
+        """It has no report of this: waits until its files have as many bytes as were stored."""
         if self._setting.disk is None:
             return
         until = time.monotonic() + SETTLE_S

@@ -1,4 +1,4 @@
-"""Who is compared, and a session with one of them: a process of its own that is asked by a pipe."""
+"""The systems that are compared, and a session with one of them: a separate process that is asked by a pipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VLLM = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OF
 
 
 class PeerError(Exception):
-    """A system answered with an error of its own."""
+    """A system answered with its own error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Sizes:
 
 
 class PeerSession:
-    """One system with folders of its own, from its start to its end. Calls raise NotOfferedError, PeerError, and
+    """One system with its own folders, from its start to its end. Calls raise NotOfferedError, PeerError, and
     DaemonError where its process has ended or does not answer.
     """
 
@@ -121,10 +121,10 @@ class PeerSession:
         """The value of its answer."""
         self._is_lost = True  # until it has answered
         self._child.ask({"do": what, **given})
-        told = self._child.answer(ANSWER_S)
+        answer = self._child.answer(ANSWER_S)
         self._is_lost = False
-        if "not_offered" in told:
-            raise NotOfferedError(told["not_offered"])
-        if "error" in told:
-            raise PeerError(told["error"])
-        return told["value"]
+        if "not_offered" in answer:
+            raise NotOfferedError(answer["not_offered"])
+        if "error" in answer:
+            raise PeerError(answer["error"])
+        return answer["value"]

@@ -19,7 +19,7 @@ from scripts.peers.peers import Peer
 
 
 def machine(disk: Path) -> dict[str, str]:
-    """What it runs on, as the kernel tells it."""
+    """What it runs on, as the kernel reports it."""
     cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     total = re.search(r"^MemTotal:\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="utf-8"), re.MULTILINE)
     return {
@@ -93,5 +93,5 @@ def show(result: Mapping[str, Any]) -> None:
         texts=2,
     )
     for name, system in systems.items():
-        for case, said in {**system["notes"], **system["facts"]}.items():
-            print(f"{name}: {case}: {said}")
+        for case, note in {**system["notes"], **system["facts"]}.items():
+            print(f"{name}: {case}: {note}")

@@ -59,7 +59,7 @@ class Service:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens at now."""
+    """A TCP port of the loopback interface where nothing listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

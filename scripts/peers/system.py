@@ -2,7 +2,7 @@
 
 It runs in any system's own Python, and so needs numpy alone.
 
-A *prompt* is tokens that nobody has asked before; its KV is as many chunks of as many bytes in every system. *Tokens
+A *prompt* is tokens that were not asked before; its KV is as many chunks of as many bytes in every system. *Tokens
 found* are counted in whole chunks from the prompt's begin.
 """
 
@@ -25,7 +25,7 @@ VOCABULARY = 128_000
 
 
 class NotOfferedError(Exception):
-    """A system has no such thing, or not on a machine like this; the message says why, for the report."""
+    """A system has no such thing, or not on a machine like this; the message has the reason, for the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class ModelGeometry:
 @dataclass(frozen=True, slots=True)
 class SystemSetting:
     """One system. `folder`: for sockets and logs, with a short path. `disk`: an empty folder on a disk; None: memory
-    alone. `threads`: wherever a system can be told how many. `verified`: checksums wherever the system has them, also
+    alone. `threads`: wherever a system has a setting for them. `verified`: checksums wherever the system has them, also
     those that are off by default.
     """
 
@@ -76,7 +76,7 @@ class SystemSetting:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt of this number, as long as `tokens` says: whole chunks."""
+    """The prompt of this number, with `tokens` tokens: whole chunks."""
 
     number: int
     tokens: int
@@ -99,8 +99,8 @@ class Prompt:
 
     @cached_property
     def names(self) -> tuple[bytes, ...]:
-        """A name of 32 bytes for each chunk, which tells all tokens up to its end. An engine's own prefix cache has
-        such names already when it asks a connector.
+        """A name of 32 bytes for each chunk, which stands for all tokens up to its end. An engine's own prefix cache
+        has such names already when it asks a connector.
         """
         tokens = np.asarray(self.token_ids, np.uint32).reshape(self.chunks, self.chunk_tokens)
         names, above = [], b""
@@ -111,7 +111,7 @@ class Prompt:
 
 
 class System(Protocol):
-    """One system, with the engine's side of it in this process. Every call ends within a time of its own, or raises.
+    """One system, with the engine's side of it in this process. Every call ends within its own time limit, or raises.
 
     Calls raise NotOfferedError for what the system does not have.
     """
@@ -140,7 +140,7 @@ class System(Protocol):
 
     def load(self, prompt: Prompt, blocks: I64Array, found: int) -> int:
         """The `found` tokens that the `lookup` right before has found, into the first of these blocks. Returns how many
-        of them are there now, as the system says.
+        of them are there now, as the system reports.
         """
 
     def release(self, prompt: Prompt) -> None:

@@ -1,7 +1,7 @@
 """vLLM's own CPU offloading with its file system tier, in the engine's process.
 
 The manager that its scheduler asks, and the tiers, are vLLM's. Its copies between an engine and memory are CUDA's; here
-torch makes them on the CPU (`scripts.vllm.tiering`), so that what they take says nothing about vLLM.
+torch makes them on the CPU (`scripts.vllm.tiering`), so that their time shows nothing about vLLM.
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@ Each block id of the trace (512 tokens) is a key; what its payload must be is a 
 keys, stores those behind the prefix that hits, loads that prefix into other blocks, and compares every byte. Workers
 take the requests in the trace's order. Several workers overlap: a turn covers `pin` and the admission of the store, so
 that what is held or pending at each request is what it was in the trace, and copies, waiting and comparing go on
-beside the next requests. A reference hits if its block and all before it in the request are held; it is pending if they
+during the next requests. A reference hits if its block and all before it in the request are held; it is pending if they
 are held or being stored, and one is the latter.
 
-Some workloads have several tenants. Each has workers of its own, with payloads of another size, and as another user if
+Some workloads have several tenants. Each has its own workers, with payloads of another size, and as another user if
 root runs this.
 
-Hit rates stand beside those of the daemon's cache simulated in one process, with the same users, sizes and hashes.
+Hit rates are shown with those of the daemon's cache simulated in one process, with the same users, sizes and hashes.
 Where all keys are of one size, those of the simulated policy alone, with other hashes, of LRU, and of Belady's
-clairvoyant policy do, too. The ceiling is a cache without bounds. Exit status 0 only if no byte was wrong, something
-was checked, and the daemon's self-audit found nothing; 2 for wrong usage.
+clairvoyant policy are shown, too. The ceiling is a cache without bounds. Exit status 0 only if no byte was wrong,
+something was checked, and the daemon's self-audit found nothing; 2 for wrong usage.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from scripts.replay.workloads import REQUESTS, WORKLOADS, requests_of, tenants_i
 
 GIB = 1 << 30
 SLABS, SLAB_BYTES_MAX, SLAB_SLOTS_MIN = 64, 64 << 20, 16
-"""Memory is cut into so many slabs, unless they get too large, as by default; a slab has at least so many slots."""
+"""Memory is cut into this many slabs, unless they get too large, as by default; a slab has at least this many slots."""
 SIZES_MAX = 256
 SIZES = "1,3,2"
 CORRUPT_EVERY = 10
-"""With --plant-corruption: one bit of every so many loads."""
+"""With --plant-corruption: a bit is flipped in one load of this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Replay:
         return max(min(size // SLABS, SLAB_BYTES_MAX) // largest, SLAB_SLOTS_MIN) * largest
 
     def _room(self, slab_bytes: int) -> int:
-        """What all blocks take, where each tenant has slabs of its own."""
+        """What all blocks take, where each tenant has its own slabs."""
         slabs = 0
         for tenant, counts in zip(self._trace.tenants, self._counts, strict=True):
             slots = counts.blocks * tenant.block_bytes // tenant.slot_bytes
@@ -134,7 +134,7 @@ class Replay:
         return slabs * slab_bytes
 
     def run(self, capacity: Capacity, live: ProgressBar, before: int) -> dict[str, Any]:
-        """Replay at one capacity with a daemon of its own. Raises DaemonError or KvOffloadError."""
+        """Replay at one capacity with a separate daemon. Raises DaemonError or KvOffloadError."""
         arguments = self._arguments
         planted = [f"corrupt_every={CORRUPT_EVERY}"] * arguments.plant_corruption
         planted += [f"delay_s={arguments.slow_copies}"] * (arguments.slow_copies > 0)
@@ -151,12 +151,12 @@ class Replay:
                 program=seeded.PROGRAM,
             ) as daemon:
                 tallies, seconds = self._replay(daemon, live, before, capacity.name)
-                told = daemon.status()
+                status = daemon.status()
                 daemon.observer.drain(WAIT_S, everything=True)
                 findings = list(daemon.verify(payloads=True))
         if daemon.exit_status != 0:
             findings.append(f"the daemon's exit status is {daemon.exit_status}")
-        return self._result(capacity, tallies, findings, seconds, told)
+        return self._result(capacity, tallies, findings, seconds, status)
 
     def _settings(self, capacity: Capacity) -> dict[str, str]:
         uids = sorted({tenant.uid for tenant in self._trace.tenants})
@@ -181,7 +181,7 @@ class Replay:
         return tallies, time.perf_counter() - begun
 
     def _result(
-        self, capacity: Capacity, tallies: list[ReplayTally], findings: list[str], seconds: float, told: dict[str, Any]
+        self, capacity: Capacity, tallies: list[ReplayTally], findings: list[str], seconds: float, state: dict[str, Any]
     ) -> dict[str, Any]:
         whole, total = self._whole, ReplayTally()
         for tally in tallies:
@@ -193,7 +193,7 @@ class Replay:
             findings.append("no load was verified")
         total.findings += findings
         simulated = self._simulate(capacity)
-        asked = sum(row["asked"] for row in told["lookups"])
+        references = sum(row["asked"] for row in state["lookups"])
         return {
             "capacity": capacity.name,
             "capacity_blocks": capacity.blocks,
@@ -202,10 +202,10 @@ class Replay:
             "simulated_hit_rate": self._rate(sum(simulated)),
             **self._rates_of_one_size(capacity),
             "ceiling_hit_rate": self._rate(whole.restorable),
-            "estimated_ceiling": round(1 - sum(row["new"] for row in told["lookups"]) / asked, 4),
+            "estimated_ceiling": round(1 - sum(row["new"] for row in state["lookups"]) / references, 4),
             "shortfall": shortfall,
-            "evictions": told["cache"]["keys_evicted"],
-            "slabs_taken_over": told["cache"]["slabs_taken_over"],
+            "evictions": state["cache"]["keys_evicted"],
+            "slabs_taken_over": state["cache"]["slabs_taken_over"],
             "seconds": round(seconds, 2),
             "requests_per_s": round(self._whole.requests / seconds, 1),
             "gib_per_s": round((total.stored_bytes + total.loaded_bytes) / GIB / seconds, 3),

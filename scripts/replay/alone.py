@@ -1,4 +1,4 @@
-"""The daemon's cache alone, in this process: what a replay must hit, where no byte moves and nobody waits for another.
+"""The daemon's cache alone, in this process: what a replay must hit, where no byte moves and no request waits.
 
 It serves each request as a daemon does that has one at a time. With the same secret its hashes are the daemon's, so
 that both have the same luck.
@@ -25,7 +25,7 @@ _PARTS = np.zeros(1, np.uint16)
 
 
 class CacheAlone:
-    """A cache of so many bytes, in which all tenants have registered, one after the other."""
+    """A cache of `capacity_bytes`, in which all tenants have registered, one after the other."""
 
     def __init__(self, tenants: Sequence[Tenant], policy: str, capacity_bytes: int, slab_bytes: int, seed: int) -> None:
         self._tenants = tenants

@@ -1,6 +1,6 @@
 """How many references the eviction policies hit, at several cache sizes, on a trace or on a synthetic workload.
 
-No bytes move: only the policies run. For a trace the exact LRU, Belady's rule and the ceiling stand beside them.
+No bytes move: only the policies run. For a trace the exact LRU, Belady's rule and the ceiling are shown, too.
 """
 
 from __future__ import annotations

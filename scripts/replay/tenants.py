@@ -96,15 +96,15 @@ class Trace:
 
 
 def tenants_of(model: RankCache, scale: float | None, sizes: Sequence[int], count: int) -> list[Tenant]:
-    """So many tenants with a model scaled down. Root has each but the first be another user.
+    """Makes `count` tenants with a model scaled down. Under root each but the first is another user.
 
     `scale`: of the rows, 1 is the real size; None: as large as one slot of 4 KiB takes. `sizes`: how many times as
     large those of each tenant are, round and round.
     """
-    real, mine = model.token_bytes * BLOCK_TOKENS, os.getuid()
+    real, uid = model.token_bytes * BLOCK_TOKENS, os.getuid()
     page_bytes = PAGE_BYTES // model.tensors if scale is None else max(1, round(real * scale))
     return [
-        Tenant(number, OTHER_UID + number - 1 if number and not mine else mine, _geometry(model, page_bytes * size))
+        Tenant(number, OTHER_UID + number - 1 if number and not uid else uid, _geometry(model, page_bytes * size))
         for number, size in zip(range(count), [*sizes] * count, strict=False)
     ]
 

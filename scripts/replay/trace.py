@@ -29,7 +29,7 @@ ID_END = 1 << 63
 
 
 class Signal(Enum):
-    """What a client says of a request's blocks when it has ended."""
+    """What a client reports of a request's blocks when it has ended."""
 
     NONE = "none"
     SOON = "soon"
@@ -92,7 +92,7 @@ class PolicyCache:
         self._seed = seed
 
     def keep(self, ids: I64Array, *, soon: bool) -> None:
-        """A client says that these blocks of a prompt will be used again soon, or not at all."""
+        """A client reports that these blocks of a prompt will be used again soon, or not at all."""
         rows = self._row[ids]
         self._policy.keep(rows[rows >= 0].astype(np.uint32), soon=soon)
 
@@ -142,8 +142,8 @@ def simulate(
 ) -> int:
     """Hits of a cache with `capacity` blocks under a policy: its name, or a constructor `(capacity_rows, max_rows)`.
 
-    `seed` picks the hashes of the blocks, which only ghost lists see. `signals`: what clients say of each request's
-    blocks when it has ended. `progress` is told how many requests were served since it was last told.
+    `seed` picks the hashes of the blocks, which only ghost lists see. `signals`: what clients report of each request's
+    blocks when it has ended. `progress` gets the number of requests that were served since its last call.
     """
     made = create_policy(policy, capacity, capacity) if isinstance(policy, str) else policy(capacity, capacity)
     known, ids_from_0 = np.unique(np.concatenate(requests) if requests else [], return_inverse=True)
@@ -177,13 +177,13 @@ def perfect_signals(requests: list[I64Array]) -> list[Signal]:
 
 
 def half_right(signals: list[Signal], seed: int = 0) -> list[Signal]:
-    """The same, but that every second request, at random, says what belongs to another one."""
+    """The same, but every second request, at random, has the signal of another one."""
     random = np.random.default_rng(seed)
     wrong = np.flatnonzero(random.random(len(signals)) < 0.5)
-    said = list(signals)
+    mixed = list(signals)
     for at, other in zip(wrong.tolist(), random.permutation(wrong).tolist(), strict=True):
-        said[at] = signals[other]
-    return said
+        mixed[at] = signals[other]
+    return mixed
 
 
 def _prefix_hits(ids: list[int], held: dict[int, Any]) -> int:

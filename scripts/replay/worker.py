@@ -62,8 +62,8 @@ class Task:
 
 
 class Turn:
-    """The right to be next, of which there is one: whoever has it is at the next request of the trace. `workers`: whose
-    each request is.
+    """The one right to be next: the worker that has it is at the next request of the trace. `workers`: whose each
+    request is.
     """
 
     def __init__(self, gates: list[Semaphore], workers: list[int], number: int) -> None:
@@ -94,9 +94,9 @@ class ReplayWorker:
         self._geometry = geometry = tenant.geometry
         self._oracle = Oracle(task.seed, tenant.number, KEY_BYTES, roots=1, root_tokens=0)
         self._rng = np.random.default_rng([task.seed, number])
-        self.mine = [at for at, worker in enumerate(task.workers) if worker == number]
+        self.own = [at for at, worker in enumerate(task.workers) if worker == number]
         # Of each request and group: blocks to be stored, and as many to load into.
-        blocks = 2 * len(geometry.groups) * max(len(task.requests[at]) for at in self.mine)
+        blocks = 2 * len(geometry.groups) * max(len(task.requests[at]) for at in self.own)
         memory = SharedTensor.allocate(1, blocks * tenant.payload_bytes)
         self._pages = memory.array.reshape(geometry.tensors, blocks, -1)
         client = Client(task.socket, namespace=tenant.namespace, deadline_s=WAIT_S)
@@ -145,12 +145,14 @@ class ReplayWorker:
     def _prefix(self, states: list[U8Array], boundaries: np.ndarray) -> int:
         """Blocks that hit; counts those that would if what is pending were held."""
         prefix = self._tenant.prefix([state == KeyState.HIT for state in states])
-        told = int(boundaries[0]) // BLOCK_TOKENS if len(boundaries) else 0
-        if told != prefix:
-            self.tally.findings.append(f"{prefix} blocks can be served, the longest boundary told is {told} blocks")
+        longest = int(boundaries[0]) // BLOCK_TOKENS if len(boundaries) else 0
+        if longest != prefix:
+            self.tally.findings.append(
+                f"{prefix} blocks can be served, the longest boundary reported is {longest} blocks"
+            )
         soon = self._tenant.prefix([(state == KeyState.HIT) | (state == KeyState.PENDING) for state in states])
         self.tally.pending_misses += soon - prefix
-        return min(prefix, told)
+        return min(prefix, longest)
 
     def _load(
         self,
@@ -163,8 +165,8 @@ class ReplayWorker:
         """Load the `wanted` keys of each group into blocks that hold anything else, and compare."""
         for group, at in wanted.items():
             self._write(blocks[group][at], ~contents[group][at])
-        asked = {group: (keys[at], blocks[group][at]) for group, at in wanted.items()}
-        job = self._client.load(self._registration, asked, lease=lease, deadline_s=WAIT_S)
+        shares = {group: (keys[at], blocks[group][at]) for group, at in wanted.items()}
+        job = self._client.load(self._registration, shares, lease=lease, deadline_s=WAIT_S)
         result = self._client.wait(job, WAIT_S)
         self.tally.loads += 1
         self.tally.loaded_bytes += result.bytes
@@ -198,7 +200,7 @@ def work(task: Task, number: int, turn: Turn, report: Connection, done: Any) -> 
     turn.take()
     worker = ReplayWorker(task, number)
     report.send(None)
-    for at in worker.mine:
+    for at in worker.own:
         worker.replay(at, turn)
         done[number] += 1
     worker.close()

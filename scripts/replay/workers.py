@@ -16,7 +16,7 @@ from scripts.replay.worker import ReplayTally, Task, Turn, work
 
 
 class Workers:
-    """So many processes of each tenant, which take its requests in turn. If it is one, requests do not overlap."""
+    """Processes of each tenant, `of_each` at most, which take its requests in turn. If it is one, none overlap."""
 
     def __init__(self, socket: Path, trace: Trace, of_each: int, seed: int) -> None:
         self._trace = trace
@@ -36,12 +36,12 @@ class Workers:
         self._reports: list[Connection] = []
         self._processes = []
         for number in range(len(tenants)):
-            mine, theirs = context.Pipe(duplex=False)
-            arguments = (task, number, Turn(self._gates, task.workers, number), theirs, self._done)
+            receiver, sender = context.Pipe(duplex=False)
+            arguments = (task, number, Turn(self._gates, task.workers, number), sender, self._done)
             process = context.Process(target=work, args=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self._reports.append(mine)
+            sender.close()
+            self._reports.append(receiver)
             self._processes.append(process)
 
     def begin(self) -> None:
@@ -86,4 +86,4 @@ class Workers:
         try:
             return self._reports[number].recv()
         except EOFError:
-            raise DaemonError(f"worker {number} ended early; what it said stands above") from None
+            raise DaemonError(f"worker {number} ended early; its output is above") from None

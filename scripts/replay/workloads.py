@@ -22,7 +22,7 @@ TENANT_IDS = 1 << 40
 
 
 class Workload(Protocol):
-    """Makes about so many requests."""
+    """Makes about `requests` requests."""
 
     def __call__(self, random: np.random.Generator, requests: int = REQUESTS) -> list[I64Array]: ...
 

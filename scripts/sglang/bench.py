@@ -1,11 +1,11 @@
 """What a storage costs SGLang where nothing hits: per request, the time of its calls in each of SGLang's threads.
 
 Real engines on the CPU: with `KVOffloaddStorage` and a daemon, the same with its daemon dead, and with SGLang's own
-`file` backend. All the same tiny model and random prompts that nobody has asked before, one at a time; rounds
+`file` backend. All the same tiny model and random prompts that were not asked before, one at a time; rounds
 alternate. Threads share Python's lock with the scheduler, so that what each of them takes of the processor counts, too.
 
 Run it with the Python of `make test-sglang`. With `--seat linker` it is `KVOffloaddLinker` in place of the storage,
-all of whose calls come from the scheduler's thread.
+whose calls all come from the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class TimedEngine(NamedTuple):
         result = self.folder / "timings.json"
         result.unlink(missing_ok=True)
         os.kill(int((self.folder / "pid").read_text(encoding="utf-8")), signal.SIGUSR2)
-        until(result.exists, "the engine tells its timings", TELL_S)
-        said: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return said
+        until(result.exists, "the engine writes its timings", TELL_S)
+        timings: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return timings
 
 
 def options_of(who: str, seat: str, socket: Path, folder: Path) -> dict[str, Any]:
@@ -113,20 +113,20 @@ def options_of(who: str, seat: str, socket: Path, folder: Path) -> dict[str, Any
     return storage_options(socket=str(socket), module_path=TIMED, **extra)
 
 
-def figures_of(said: dict[str, Any], requests: int) -> dict[str, float]:
+def figures_of(timings: dict[str, Any], requests: int) -> dict[str, float]:
     """Returns the figures of one round: milliseconds for each request."""
-    calls: list[tuple[str, str, list[list[float]]]] = [(one[0], one[1], one[2]) for one in said["calls"]]
+    calls: list[tuple[str, str, list[list[float]]]] = [(one[0], one[1], one[2]) for one in timings["calls"]]
     ours = {*STORAGE_METHODS, *LINKER_METHODS}
 
     def spent(at: int, methods: set[str], thread: str = "") -> float:
         times = (t for where, method, t in calls if method in methods and (not thread or where == thread))
-        return sum(one[at] for some in times for one in some) / requests * 1e3
+        return sum(one[at] for rows in times for one in rows) / requests * 1e3
 
-    others = sum(took for name, took in said["processor_s"].items() if name != SCHEDULER)
+    others = sum(took for name, took in timings["processor_s"].items() if name != SCHEDULER)
     return {
         "scheduler_ms": spent(0, ours, SCHEDULER),
         "hooks_ms": spent(0, set(HOOKS), SCHEDULER),
-        "wait_ms": p50(said["waits_s"]) * 1e3 if said["waits_s"] else 0.0,
+        "wait_ms": p50(timings["waits_s"]) * 1e3 if timings["waits_s"] else 0.0,
         "lookup_ms": spent(0, set(LOOKUPS)),
         "lookup_processor_ms": spent(1, set(LOOKUPS)),
         "store_ms": spent(0, set(STORES)),
@@ -225,7 +225,7 @@ def main() -> int:
     parser = benchmark_line(__doc__)
     add = parser.add_argument
     add("--requests", type=int, default=8, help="measured in each case and round (default: %(default)s)")
-    add("--rounds", type=int, default=5, help="beside one that warms up (default: %(default)s)")
+    add("--rounds", type=int, default=5, help="in addition to one that warms up (default: %(default)s)")
     add("--seat", choices=("storage", "linker"), default="storage", help="which of ours (default: %(default)s)")
     given = parser.parse_args()
     if given.requests < 1 or given.rounds < 1:

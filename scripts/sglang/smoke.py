@@ -1,7 +1,7 @@
 """Smoke test: does an SGLang engine with your model get its pages back from a running daemon, and answer the same?
 
 Starts the engine with our storage and asks it the same random prompts three times: computed, from the engine's own
-cache, and, that emptied, from the daemon. Says how many tokens came from the daemon and how many answers are those of
+cache, and, that emptied, from the daemon. Prints how many tokens came from the daemon and how many answers are those of
 one of the first two rounds. (Kernels may round otherwise when less is computed, so an answer can change without the
 daemon, too.) With the same --seed a second run finds what the first one has stored.
 

@@ -1,7 +1,7 @@
 """SGLang's storages and linkers with a clock on each call, for `bench_sglang`: loaded by SGLang, in its scheduler.
 
 The names are those of the classes that are timed: `KVOffloaddStorage`, `HiCacheFile` (SGLang's own file backend) and
-`KVOffloaddLinker`. `timings` of the extra config is a folder. There `pid` says which process it is; at each SIGUSR2 it
+`KVOffloaddLinker`. `timings` of the extra config is a folder. There `pid` has the process id; at each SIGUSR2 it
 writes what was counted since the last one to `timings.json`, and begins anew.
 """
 
@@ -79,7 +79,7 @@ class StorageTimer:
         ask, check = owner.prefetch_from_storage, owner.check_prefetch_progress  # type: ignore[attr-defined]
 
         @functools.wraps(ask)
-        def asked(cache: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        def started(cache: Any, request: Any, *arguments: Any, **named: Any) -> Any:
             self._asked.setdefault(request, time.perf_counter())
             return ask(cache, request, *arguments, **named)
 
@@ -90,7 +90,7 @@ class StorageTimer:
                 self._waits.append(time.perf_counter() - self._asked.pop(request))
             return done
 
-        owner.prefetch_from_storage = asked  # type: ignore[attr-defined]
+        owner.prefetch_from_storage = started  # type: ignore[attr-defined]
         owner.check_prefetch_progress = checked  # type: ignore[attr-defined]
 
     def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,13 +110,13 @@ class StorageTimer:
         before, self._processor = self._processor, _processor_s()
         calls, self._calls = self._calls, defaultdict(list)
         waits, self._waits = self._waits, []
-        said = {
+        timings = {
             "calls": [[thread, method, times] for (thread, method), times in calls.items()],
             "waits_s": waits,
             "processor_s": {name: spent - before.get(name, 0.0) for name, spent in self._processor.items()},
         }
         part = self._folder / "timings.part"
-        part.write_text(json.dumps(said), encoding="utf-8")
+        part.write_text(json.dumps(timings), encoding="utf-8")
         part.rename(self._folder / "timings.json")
 
 

@@ -1,4 +1,4 @@
-"""What the source alone tells: sizes, class names that stand for several things, modules that import each other."""
+"""What the source alone shows: sizes, class names that stand for several things, modules that import each other."""
 
 from __future__ import annotations
 

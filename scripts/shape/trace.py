@@ -71,7 +71,7 @@ def least(trials: Sequence[tuple[int, int, int]]) -> dict[str, int]:
 
 
 def exercise(socket: Path, recorder: Recorder) -> dict[str, Any]:
-    """Store and load, again and again. In a thread of its own."""
+    """Store and load, again and again. Runs in its own thread."""
     import numpy as np
 
     from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Ref, SharedTensor
@@ -92,7 +92,7 @@ def exercise(socket: Path, recorder: Recorder) -> dict[str, Any]:
                 client.wait(submit(registration, {0: (keys, np.arange(KEYS))}), 20.0)
                 time.sleep(SETTLE_S)
                 trials[what].append(counts(recorder.end(), threading.get_ident()))
-    return {what: least(some) for what, some in trials.items()}
+    return {what: least(each) for what, each in trials.items()}
 
 
 def main(tree: Path) -> int:

@@ -3,7 +3,7 @@
 Each host is a network namespace with a daemon and workers (those of `stress`), which store and load the same keys as
 the other host's; without root, an address of the loopback device, whose links can't be cut. The store is Mooncake's,
 with a master and a store on each host, or Valkey. At random instants workers, daemons, their agents, stores and the
-master are killed, stopped for a while or for good, links cut or made slow, namespaces cleared: the seed says when. The
+master are killed, stopped for a while or for good, links cut or made slow, namespaces cleared: the seed sets when. The
 first host keeps its memory tier over a kill and has a disk, which for a while can record no clear; the second one has
 neither. A vandal damages, replaces and removes the small objects that hosts agree through, in some namespaces. Others
 are watched: what a clear has ended must not come back, on no host, also on one that was down meanwhile.

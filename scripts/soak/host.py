@@ -46,7 +46,7 @@ PUSH = ("seal", "evict", "second-use")
 
 @dataclass(slots=True)
 class HostReport:
-    """What is told of a host. `remote`: counters of the remote tier, over all runs of the daemon; `private_bytes`: of
+    """The figures of a host. `remote`: counters of the remote tier, over all runs of the daemon; `private_bytes`: of
     its last run, warm and at the end.
     """
 
@@ -279,12 +279,12 @@ class SoakHost:
             )
 
     def _has_ended(self) -> None:
-        """The daemon, and nobody had asked it to. The run goes on with the next one."""
-        said = f"daemon {self._number} died, status {self.daemon.exit_status}:\n{self.daemon.tail()}"
+        """The daemon has ended, unasked. The run goes on with the next one."""
+        message = f"daemon {self._number} died, status {self.daemon.exit_status}:\n{self.daemon.tail()}"
         self.report.daemons_ended += 1
-        self.report.errors.append(said)
+        self.report.errors.append(message)
         if self.report.daemons_ended > ENDED_MAX:
-            raise DaemonError(said)
+            raise DaemonError(message)
         self.daemon.start()
 
     def note(self, *, now_due: bool = False) -> None:
@@ -302,10 +302,10 @@ class SoakHost:
     # --- the end ---
 
     def end_workers(self, until_s: float) -> None:
-        """They were told to stop: wait until they have checked and closed what they had open."""
+        """They were asked to stop: wait until they have checked and closed what they had open."""
         for worker in self._workers.values():
             if within(lambda w=worker: w.child.poll() is not None, max(until_s - time.monotonic(), 0.1)) is None:  # type: ignore[misc]
-                self.report.errors.append(f"worker {worker.row} did not end when it was told to")
+                self.report.errors.append(f"worker {worker.row} did not end when it was asked to")
             elif worker.child.returncode:
                 self.report.errors.append(f"worker {worker.row} ended with status {worker.child.returncode}")
             self.report.said += self._log(worker.row).read_text(encoding="utf-8", errors="replace").splitlines()

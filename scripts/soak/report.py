@@ -46,7 +46,7 @@ class SoakReport:
 
     @property
     def daemons_ended(self) -> int:
-        """That nobody had asked to."""
+        """Returns how many ended unasked."""
         return sum(host.daemons_ended for host in self.hosts)
 
     @property

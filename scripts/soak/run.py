@@ -35,7 +35,7 @@ SLOW = "16mbit"
 
 
 class SoakRun:
-    """One run, in a folder of its own. Nothing stays behind, however it ends."""
+    """One run, in its own folder. Nothing stays behind, however it ends."""
 
     def __init__(self, options: SoakOptions, folder: Path, disk_folder: Path, memory_folder: Path) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""An engine whose every byte tells which version of the weights it was computed with: each clear begins another one."""
+"""An engine whose every byte shows which version of the weights it was computed with: each clear begins another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentinels: namespaces whose bytes tell which clear they are older than, so that one that is served shows.
+"""Sentinels: namespaces whose bytes show which clear they are older than, so that one that is served shows.
 
 Now and then all that is wrong ends for a **trial**, except for the vandal. Each host has the bytes of a version in
 memory, and one of them on its disk. One host clears; the other one hears of it while it runs, or was down meanwhile and
@@ -37,10 +37,10 @@ TRIAL_S, LOOK_S = 25.0, 1.0
 """How long between two trials, and between two looks."""
 HEARD_S: Final = 10.0
 """Within this time a host hears of a clear if it runs, and so does the store: the poll, and a look that takes as long
-as one may. On a machine that is busy, so many times longer as it is slow.
+as one may. On a machine that is busy, it is multiplied by how slow that is.
 """
 VANDALISED_S: Final = 30.0
-"""The same where a vandal is at work: what no look has told for 15 s does not hit."""
+"""The same where a vandal is at work: what no look has confirmed for 15 s does not hit."""
 AT_ONCE_S: Final = 2.0
 """How long a host is asked all the time when it is back."""
 CLEARED_SHARE, DOWN_SHARE, CLOSED_SHARE, SPOILT_SHARE = 0.75, 0.6, 0.5, 0.4
@@ -348,7 +348,7 @@ class Sentinels:
 
     def _forget_and_ask(self, recorded: list[bool]) -> None:
         """The host whose disk could not record it comes back with that disk alone. Where the vandal is at work, the
-        store may have lost the clear, too: then nobody knows of it.
+        store may have lost the clear, too: then no host knows of it.
         """
         self._go_down(KEEPS, killed=True, forgets=True)
         for watched in self.watched:

@@ -19,7 +19,7 @@ READY_S = 60.0
 
 
 class Stores:
-    """Processes by name. One that is dead is started again, unless it is to be down for a while."""
+    """Processes by name. One that is dead is started again, unless it must stay down for a while."""
 
     def __init__(self, options: SoakOptions, lab: Lab, folder: Path) -> None:
         self.starts = 0

@@ -39,7 +39,7 @@ LASTS_S = (3.0, 25.0)
 CALL_S = 10.0
 AGAIN_S = 5.0
 FAILURES_MAX = 5
-"""After so many acts that failed, one after the other, it takes another client."""
+"""After this many acts that failed, one after the other, it takes another client."""
 LARGE_BYTES = 96 << 10
 LINKS = (20, 300)
 FOLLOWED_MAX = 400
@@ -55,8 +55,8 @@ AHEAD_US: Final = 2 * 366 * DAY_US
 
 
 class Vandal:
-    """Acts in a thread of its own, between `start` and `close`. `counts`: what it did. `names`: fingerprints of the
-    namespaces that it does not spare. `look` is to be called often by the thread that has started it.
+    """Acts in its own thread, between `start` and `close`. `counts`: what it did. `names`: fingerprints of the
+    namespaces that it does not spare. The thread that has started it calls `look` often.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Vandal:
     def _run(self) -> None:
         try:
             self._go_on()
-        except Exception:  # else nobody would miss it
+        except Exception:  # else its end would not be noticed
             log.exception("the vandal has ended")
             self.counts[ENDED] += 1
 

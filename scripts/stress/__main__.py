@@ -5,7 +5,7 @@ through the layers' own views, or of random refs (several groups, parts, tensors
 reserves, cancels and reconnects at random. Contents are a function of the key, so that what one worker stored another
 can check. With --kill-daemon the daemon has a disk tier, too (half of the working set, memory a tenth of it): after
 each start it must find again what was there, and everything is audited; with --warm what memory held as well. With
---device cuda KV caches are GPU memory, of which many jobs are asked for before it is final. Exit status 0 only if no
+--device cuda KV caches are GPU memory, and many jobs are asked for before it is final. Exit status 0 only if no
 byte was wrong, no promise broken, nothing leaked, nothing planted, the disk never over its capacity, the daemon's
 self-audit found nothing, and something was checked at all; 1 otherwise; 2 for wrong usage.
 """
@@ -84,7 +84,7 @@ def _arguments() -> tuple[StressOptions, bool]:
         "place, or one group's in place of another's, which must be noticed",
     )  # fmt: skip
     add("--slow-copies", dest="slow_copies_s", type=seconds, default=0.0, metavar="SECONDS",
-        help="let each copy take so much longer")  # fmt: skip
+        help="let each copy take this much longer")  # fmt: skip
     add("--device", choices=("host", "cuda"), default="host", help="where KV caches lie (default: %(default)s)")
     add("--software-driver", action="store_true", help="without a GPU: on the driver that tests/softcuda is")
     add(
@@ -95,7 +95,7 @@ def _arguments() -> tuple[StressOptions, bool]:
         "--copies",
         choices=tuple(WAYS),
         default="",
-        help="how the daemon copies on a GPU: single copies, or runs of rows (default: as its config says)",
+        help="how the daemon copies on a GPU: single copies, or runs of rows (default: as its config has it)",
     )
     add_seed(parser)
     add("--socket", type=Path, metavar="PATH", help="use a running daemon; --memory then only scales the working set")

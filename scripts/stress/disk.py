@@ -27,7 +27,7 @@ _DAMAGED = re.compile(r"disk: the record at .*/([0-9a-f]{16}), page (\d+) is dam
 
 @dataclass(slots=True)
 class DiskReport:
-    """What is told of the disk. `found_again`: share of the keys on disk before a kill that were there after it."""
+    """What is reported of the disk. `found_again`: share of the keys on disk before a kill that were there after it."""
 
     file_system: str
     capacity_bytes: int

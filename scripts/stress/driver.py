@@ -22,9 +22,9 @@ class NoDriverError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """Variables for the daemon and for workers beside the process's own; what the driver does wrong. `ends_daemon`:
-    something that no daemon survives: it has to exit with status 70, soon; `fails_jobs`: what ends jobs as failed.
-    `copies`: the way that the daemon is forced to.
+    """Variables for the daemon and for workers in addition to the process's; what the driver does wrong.
+    `ends_daemon`: something that no daemon survives: it has to exit with status 70, soon; `fails_jobs`: what ends jobs
+    as failed. `copies`: the way that the daemon is forced to.
     """
 
     daemon: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a stress run is told, and what it tells its workers."""
+"""The options of a stress run, and those that it gives its workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StressOptions:
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What `stress` tells a worker. `conversations[n]`: how many namespace n has; `plant`: see `planned`.
+    """The options of a worker of `stress`. `conversations[n]`: how many namespace n has; `plant`: see `planned`.
     `remote`: hosts share a store, which may be away when a namespace is cleared, and may lose what it has.
     """
 

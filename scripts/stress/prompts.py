@@ -10,7 +10,7 @@ from scripts.harness.geometry import BLOCK_TOKENS, Geometry
 from scripts.harness.groupshape import GroupShape
 
 ROOTS = 4
-"""Conversations share one of so many beginnings."""
+"""Conversations share one of this many beginnings."""
 ROOT_TOKENS = 4 * BLOCK_TOKENS
 ZIPF = 0.7
 

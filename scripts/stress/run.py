@@ -84,7 +84,7 @@ class Slot:
 
 
 class StressRun:
-    """One run, in a folder of its own, and another one for the disk tier. Nothing stays behind, however it ends."""
+    """One run, in its own folder, and another one for the disk tier. Nothing stays behind, however it ends."""
 
     def __init__(
         self, options: StressOptions, folder: Path, disk_folder: Path, memory_folder: Path, driver: Driver
@@ -190,7 +190,7 @@ class StressRun:
         self._report.findings += watch.findings
 
     def _take_gpu_into_use(self, observer: Client) -> None:
-        """A GPU's driver opens descriptors at the first registration, and keeps them: they are nobody's leak."""
+        """A GPU's driver opens descriptors at the first registration, and keeps them: they are no leak."""
         sessions = len(observer.status()["sessions"])
         worker = GpuWorker(self._socket, self._folder / "first-worker.log")
         worker.begin("ipc", PAGE_BYTES, [Rows(0, 1, PAGE_BYTES, PAGE_BYTES)])
@@ -245,7 +245,7 @@ class StressRun:
     # --- while it runs -------------------------------------------------------------------------------
 
     def _begin(self, observer: Client, watch: Watch) -> None:
-        """Start the workers, and wait until each has done something: how long Python takes to start says nothing."""
+        """Start the workers, and wait until each has done something: how long Python takes to start means nothing."""
         for row in range(self._options.workers):
             self._spawn(row, 0)
 
@@ -335,7 +335,7 @@ class StressRun:
                 self._spawn(slot.row, slot.generation + 1)
 
     def _check_daemon(self, observer: Client, watch: Watch) -> None:
-        """One that has ended by itself did wrong, or met a fault that it can't survive: then there is to be another."""
+        """One that has ended by itself did wrong, or met a fault that it can't survive: then another one starts."""
         daemon = self._daemon
         if daemon is None or daemon.alive:
             return
@@ -348,7 +348,7 @@ class StressRun:
         self._start_again(observer, daemon)
 
     def _check_progress(self, now: float) -> None:
-        """Raises DaemonError if nobody has done anything for too long."""
+        """Raises DaemonError if no worker has done anything for too long."""
         done = self._counters.total("operations")
         if done != self._moved[0]:
             self._moved = done, now
@@ -403,7 +403,7 @@ class StressRun:
         return AUDIT_WAIT_S if self._rng.random() < AUDITED else 0.0
 
     def _may_kill_daemon(self, due_s: float) -> bool:
-        """Mostly not before the audit after the last start has ended, so that most of these tell something."""
+        """Mostly not before the audit after the last start has ended, so that most audits have something to check."""
         return self._disk is None or not self._disk.is_auditing or due_s >= self._patience_s
 
     def _look_at_disk(self, watch: Watch) -> None:
@@ -466,7 +466,7 @@ class StressRun:
     # --- the end -------------------------------------------------------------------------------------
 
     def _end_workers(self, observer: Client, watch: Watch) -> None:
-        """Tell them to stop, and wait until they have checked and closed what they had open."""
+        """Ask them to stop, and wait until they have checked and closed what they had open."""
         self._counters.stop()
         until = time.monotonic() + WORKER_END_S
         while any(slot.child.poll() is None for slot in self._slots.values()) and time.monotonic() < until:
@@ -476,7 +476,7 @@ class StressRun:
             try:
                 status = slot.child.wait(max(until - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                self._failed(slot, "did not end when it was told to")
+                self._failed(slot, "did not end when it was asked to")
                 continue
             if status != 0:
                 self._failed(slot, f"ended with status {status}")
@@ -487,12 +487,12 @@ class StressRun:
         status = daemon.stop()
         if status != 0:
             self._report.errors.append(f"the daemon ended with status {status}:\n{daemon.tail()}")
-        said = bad_entries(daemon.log_path)
-        expected = [entry for entry in said if self._driver.ends_daemon and _DRIVER_FAILED.search(entry)]
-        self._report.errors += [entry for entry in said if entry not in expected]
+        entries = bad_entries(daemon.log_path)
+        expected = [entry for entry in entries if self._driver.ends_daemon and _DRIVER_FAILED.search(entry)]
+        self._report.errors += [entry for entry in entries if entry not in expected]
         if len(expected) < self._report.fatal_ends:
             ends = self._report.fatal_ends
-            self._report.errors.append(f"of {ends} fatal ends the daemon's log tells the reason of {len(expected)}")
+            self._report.errors.append(f"of {ends} fatal ends the daemon's log has the reason of {len(expected)}")
 
 
 def _forgotten_within(observer: Client, pid: int, limit_s: float) -> float | None:

@@ -1,6 +1,6 @@
 """One stress worker process: random operations on a daemon, every answer and every byte checked.
 
-Run by `stress`, with its options as one JSON argument. It ends when it is told to, when its parent ends, or killed.
+Run by `stress`, with its options as one JSON argument. It ends when it is asked to, when its parent ends, or killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CLEAR_WAIT_S = 2.0
 
 
 class StressWorker:
-    """Runs operations until it is told to stop."""
+    """Runs operations until it is asked to stop."""
 
     def __init__(self, options: WorkerOptions) -> None:
         self.options = options
@@ -110,7 +110,7 @@ class StressWorker:
     # --- prompts ---------------------------------------------------------------------------------------
 
     def engage(self) -> bool:
-        """Be an engine in one of the namespaces; try until there is a daemon. False: told to stop before."""
+        """Be an engine in one of the namespaces; try until there is a daemon. False: asked to stop before."""
         while not self.counters.stopping:
             geometry, conversations = next(self.namespaces)
             seed, number = self.options.seed, geometry.number
@@ -156,10 +156,10 @@ class StressWorker:
         """
         found = []
         for group, part in self.engine.groups_of(rank):
-            mine = keys[group.number]
-            at = chosen(group, len(mine))
+            own = keys[group.number]
+            at = chosen(group, len(own))
             if len(at):
-                found.append(self.engine.share(rank, group, part, mine[at], int(at[0])))
+                found.append(self.engine.share(rank, group, part, own[at], int(at[0])))
         return [share for share in found if len(share.keys)]
 
     # --- operations ------------------------------------------------------------------------------------
@@ -222,14 +222,14 @@ class StressWorker:
         for rank in self.engine.ranks:
             if shares := self.shares(rank, keys, needed):
                 expedited = bool(self.rng.integers(0, 2))
-                mine = [pending[one.group.number][one.first : one.first + len(one.keys)] for one in shares]
-                known = mine, count(pinned.states, KeyState.PENDING) - pinned.promoting
+                own = [pending[one.group.number][one.first : one.first + len(one.keys)] for one in shares]
+                known = own, count(pinned.states, KeyState.PENDING) - pinned.promoting
                 opened = self.engine.load(rank, shares, lease=found.lease, expedited=expedited, pending=known)
                 begun.append(opened)
         self.engine.wait(begun)
 
     def _store_new(self, keys: dict[int, U8Array], states: dict[int, U8Array]) -> None:
-        again = 0.1  # of keys that are there already, to be told so
+        again = 0.1  # of keys that are there already, for that answer
 
         def missing(group: GroupShape, count: int) -> I64Array:
             wanted = (states[group.number] == KeyState.MISS) | (self.rng.random(count) < again)
@@ -251,9 +251,9 @@ class StressWorker:
         keys = self.prompts.keys(group)
         reserved = rank.client.reserve({group.number: keys}, parts=[part])
         try:
-            mine = np.flatnonzero(reserved.states[0] == KeyState.RESERVED)
-            mine = mine[self.rng.random(len(mine)) < 0.8]
-            share = self.engine.share(rank, group, part, keys[mine], 0)
+            own = np.flatnonzero(reserved.states[0] == KeyState.RESERVED)
+            own = own[self.rng.random(len(own)) < 0.8]
+            share = self.engine.share(rank, group, part, keys[own], 0)
             if len(share.keys):
                 begun = self.engine.store(rank, [share], lease=reserved.lease)
                 if self.rng.random() < 0.5:
@@ -288,8 +288,8 @@ class StressWorker:
         """Load keys that may be there or not, and not all blocks of each."""
         rank = self.any_rank()
         keys = self.prompts.all_keys()
-        some = float(self.rng.choice([1.0, 0.5]))
-        shares = self.shares(rank, keys, lambda _group, count: np.flatnonzero(self.rng.random(count) < some))
+        fraction = float(self.rng.choice([1.0, 0.5]))
+        shares = self.shares(rank, keys, lambda _group, count: np.flatnonzero(self.rng.random(count) < fraction))
         if shares:
             unwanted = float(self.rng.choice([0.0, 0.3]))
             begun = self.engine.load(rank, shares, unwanted=unwanted)
@@ -299,7 +299,7 @@ class StressWorker:
     def load_again(self) -> None:
         """Load some of the latest prompt's keys, as a second request for it would; most are in memory."""
         rank = self.any_rank()
-        keys = {number: mine[:AGAIN_KEYS] for number, mine in self.latest.items()}
+        keys = {number: latest[:AGAIN_KEYS] for number, latest in self.latest.items()}
         if keys and (shares := self.shares(rank, keys, lambda _group, count: np.arange(count))):
             self.engine.wait([self.engine.load(rank, shares, expedited=True)])
 
@@ -324,11 +324,11 @@ class StressWorker:
         return begun
 
     def ask(self) -> None:
-        """What moves nothing. Keys that nobody ever stored are strewn in, so that prefixes break in all places."""
+        """What moves nothing. Keys that were never stored are strewn in, so that prefixes break in all places."""
         rank = self.any_rank()
         keys = self.prompts.all_keys()
         share = float(self.rng.choice([0.0, 0.05, 0.2]))
-        strewn = {number: self._strewn(mine, share) for number, mine in keys.items()}
+        strewn = {number: self._strewn(whole, share) for number, whole in keys.items()}
         self._check_found(strewn, rank.client.lookup(strewn))
         coming = rank.client.prefetch(keys)
         if self.rng.random() < 0.3:

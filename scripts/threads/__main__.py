@@ -1,4 +1,4 @@
-"""Repeat the tests of what threads drain, beside busy loops, with threads that are switched all the time.
+"""Repeat the tests of what threads drain, next to busy loops, with threads that are switched all the time.
 
 A test that asserts what a thread has not done yet is green on an idle machine and red on a busy one. These modules look
 at queues of lanes, of sealing, of copies, of disks and of adapters' threads. Exit status 0 only if all runs of all
@@ -81,7 +81,7 @@ class ThreadsReport:
 
 @contextmanager
 def busy(loops: int, folder: Path) -> Iterator[None]:
-    """So many processes that want a CPU all the time."""
+    """Runs `loops` processes that want a CPU all the time."""
     children = [spawn([sys.executable, "-I", "-S", "-c", _BUSY], folder / "busy.log") for _ in range(loops)]
     try:
         yield
@@ -102,18 +102,18 @@ def run(given: argparse.Namespace, folder: Path) -> ThreadsReport:
             with log.open("wb") as stream:
                 child = spawn(command, log, stdout=stream.fileno(), environment={SWITCH_VARIABLE: SWITCH_S})
                 status = _end_of(child)
-            said = log.read_text(encoding="utf-8", errors="replace")
-            report.red.update(_FAILED.findall(said))
+            output = log.read_text(encoding="utf-8", errors="replace")
+            report.red.update(_FAILED.findall(output))
             if status not in _ENDED:
-                report.errors.append(f"pytest ended with status {status}: {said[-300:]}")
+                report.errors.append(f"pytest ended with status {status}: {output[-300:]}")
             if status:
-                sys.stderr.write(said[-8000:])
+                sys.stderr.write(output[-8000:])
             live.show(number + 1, f"{report.red.total()} red")
     return report
 
 
 def _end_of(child: subprocess.Popen[bytes]) -> int:
-    """Tests have limits of their own. An interrupt ends them."""
+    """Tests have their own limits. An interrupt ends them."""
     try:
         return child.wait()
     except BaseException:
@@ -126,7 +126,7 @@ def main() -> int:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--times", type=int, default=20, help="runs of each test (default: %(default)s)")
-    add("--busy", type=int, default=4, help="busy loops beside them (default: %(default)s)")
+    add("--busy", type=int, default=4, help="busy loops at the same time (default: %(default)s)")
     add("--workers", type=int, default=2, help="modules side by side (default: %(default)s)")
     add("modules", nargs="*", default=list(MODULES), metavar="MODULE", help="of tests, in place of all")
     given = parser.parse_args()

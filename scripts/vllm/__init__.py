@@ -9,7 +9,7 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "PYTHONHASHSEED": "0",
 }
-"""Of small engines on the CPU, which ask nobody."""
+"""Of small engines on the CPU, which ask no server on the network."""
 
 MODULE = "kvoffloadd.integrations.vllm"
 

@@ -1,11 +1,11 @@
 """What a request of 32k tokens costs vLLM's scheduler: through this daemon, and through vLLM's own tiering.
 
-Real engines on the CPU, each in a process of its own: with `KVOffloaddConnector` and with `KVOffloaddSpec`, beside a
+Real engines on the CPU, each in its own process: with `KVOffloaddConnector` and with `KVOffloaddSpec`, next to a
 daemon that the script starts, and with vLLM's `TieringOffloadingSpec` and its file system tier, whose GPU copies are
 done by torch instead. All the same model (one layer, random weights, attention left out), chunks and prompts. One
 request at a time is measured, while another one decodes and a step takes at least `--step-ms`, as on a GPU.
 
-Three cases: prompts that nobody has asked before, which are computed and stored; prompts that are in memory; prompts
+Three cases: prompts that were not asked before, which are computed and stored; prompts that are in memory; prompts
 that are on disk alone. Run it with the Python that has vLLM and kvoffloadd.
 """
 
@@ -135,7 +135,7 @@ def run_engine(options: dict[str, Any], folder: Path, name: str) -> Samples:
 
 
 def run_setting(who: str, setting: PromptCounts, model: Path, folder: Path, given: argparse.Namespace) -> Samples:
-    """One engine, with a daemon of its own if it needs one, on a disk of its own."""
+    """Runs one engine on a separate disk folder, with a separate daemon if it needs one."""
     with ExitStack() as stack:
         disk = Path(stack.enter_context(disk_folder(given.disk)))
         place = str(disk)
@@ -150,7 +150,7 @@ def run_setting(who: str, setting: PromptCounts, model: Path, folder: Path, give
             "dtype": "bfloat16",
             "max_model_len": TOKENS + 1024,
             "block_size": BLOCK_TOKENS,
-            # One prompt and the request beside it: the engine's own cache never has what is asked next.
+            # One prompt and the other request: the engine's own cache never has what is asked next.
             "num_gpu_blocks_override": TOKENS // BLOCK_TOKENS + 96,
             "max_num_batched_tokens": STEP_TOKENS,
             "enable_prefix_caching": True,
@@ -207,8 +207,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 for who in given.who[:: -1 if number % 2 else 1]:
                     live.show(done, f"round {number + 1} of {given.rounds}, {who}, {setting_name}")
                     samples = run_setting(who, setting, model, folder, given)
-                    for case, some in cases_of(setting_name, setting, samples, who).items():
-                        rounds[case][who].append(figures_of(some))
+                    for case, chosen in cases_of(setting_name, setting, samples, who).items():
+                        rounds[case][who].append(figures_of(chosen))
                     done += 1
     cases = {
         case: {

@@ -1,7 +1,7 @@
 """Smoke test: does a vLLM engine with your model get its KV cache back from a running daemon, and answer the same?
 
 Starts the engine with the connector and asks it the same random prompts three times: computed, from the engine's own
-prefix cache, and, that cache emptied, from the daemon. Says how many tokens came from the daemon and how many answers
+prefix cache, and, that cache emptied, from the daemon. Prints how many tokens came from the daemon and how many answers
 are those of one of the first two rounds. (Kernels may round otherwise when less is computed, so an answer can change
 without the daemon, too: then the first two rounds differ, and that is counted.) With --keep NAME the prompts are asked
 under that name as well, and first of all: a later run with the same name shows what outlived engine and daemon.
@@ -99,20 +99,20 @@ class SmokeEngine:
 
     def ask(self, prompts: Sequence[list[int]], salt: str) -> LookupCache:
         """All at once. Prompts of another `salt` are other prompts for every cache."""
-        asked = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
+        requests = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in prompts]
         params = self._vllm.SamplingParams(
             temperature=0.0, max_tokens=self._answer_tokens, ignore_eos=True, detokenize=False
         )
-        return [list(done.outputs[0].token_ids) for done in self._engine.generate(asked, params, use_tqdm=False)]
+        return [list(done.outputs[0].token_ids) for done in self._engine.generate(requests, params, use_tqdm=False)]
 
-    def forget(self, some: list[int]) -> None:
+    def forget(self, prompt: list[int]) -> None:
         """Empty the engine's own cache, when all is on its way to the daemon: it is sent with the next step."""
         until = time.monotonic() + _RESET_S
-        self.ask([some], secrets.token_hex(8))
+        self.ask([prompt], secrets.token_hex(8))
         while not self._engine.reset_prefix_cache():
             if time.monotonic() > until:
                 raise SystemExit("vllm_smoke: the engine does not give its prefix cache up")
-            self.ask([some], secrets.token_hex(8))
+            self.ask([prompt], secrets.token_hex(8))
 
     def hits(self) -> int:
         """Prompt tokens that came from the daemon so far."""
@@ -149,13 +149,13 @@ def run(vllm: Any, given: argparse.Namespace) -> SmokeReport:
     loaded = engine.ask(prompts, salt)
     from_daemon_s = time.monotonic() - begun
     known = [{tuple(one), tuple(other)} for one, other in zip(computed, own, strict=True)]
-    asked = [loaded] if kept is None else [loaded, kept]
+    rounds = [loaded] if kept is None else [loaded, kept]
     return SmokeReport(
         prompts=len(prompts),
         prompt_tokens=sum(map(len, prompts)),
         from_earlier=None if kept is None else earlier,
         from_daemon=engine.hits() - before,
-        equal=sum(all(tuple(one[number]) in known[number] for one in asked) for number in range(len(prompts))),
+        equal=sum(all(tuple(one[number]) in known[number] for one in rounds) for number in range(len(prompts))),
         unstable=sum(one != other for one, other in zip(computed, own, strict=True)),
         start_s=start_s,
         computed_s=computed_s,

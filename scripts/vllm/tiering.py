@@ -1,6 +1,6 @@
 """vLLM's own tiering, as it is but for the worker: its own copies by CUDA alone, this one by torch on a CPU.
 
-For `bench_vllm`. A module of its own, since vLLM loads specs by their modules' names.
+For `bench_vllm`. It is a separate module, since vLLM loads specs by their modules' names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An engine of `bench_vllm`, in a process of its own: prompts one after the other, and the time that its scheduler
+"""An engine of `bench_vllm`, in a separate process: prompts one after the other, and the time that its scheduler
 spends in the connector for each.
 
 Usage: `-m scripts.vllm.timed OPTIONS RESULT`, JSON of `TimedOptions` and the file that a list of `ConnectorSample` goes
@@ -41,7 +41,7 @@ _WHOLE = (
 
 @dataclass(frozen=True, slots=True)
 class TimedOptions:
-    """`engine`: of `vllm.LLM`. `connector`: `kv_transfer_config`. `fresh`: prompts that nobody has asked before.
+    """`engine`: of `vllm.LLM`. `connector`: `kv_transfer_config`. `fresh`: prompts that were not asked before.
     `again`: how often one of the last `rotation` of them is asked once more. `socket`: of the daemon, if there is one.
     """
 
@@ -145,7 +145,7 @@ class ConnectorTimer:
 
 
 class Timed:
-    """The engine, with a request beside that decodes, so that there is something to do in every step."""
+    """The engine, with another request that decodes, so that there is something to do in every step."""
 
     def __init__(self, options: TimedOptions) -> None:
         from vllm import LLM, SamplingParams

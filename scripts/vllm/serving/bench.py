@@ -1,6 +1,6 @@
 """What a prefill and a decode engine serve when they hand prompts over through the daemon, with and without groups.
 
-Real vLLM engines on the CPU, each in a process of its own with one thread; prompts much longer than the model's
+Real vLLM engines on the CPU, each in its own process with one thread; prompts much longer than the model's
 sliding windows. Three cases: a decode engine without connector, which computes everything itself; a prefill engine
 before it, where each KV cache group is stored and loaded by itself, of windows what they need; and the same without
 groups, as vLLM is with `disable_hybrid_kv_cache_manager`: all layers are one group with full attention.
@@ -123,7 +123,7 @@ def options_of(case: str, model: Path, socket: Path, given: argparse.Namespace) 
 
 
 def write_model(given: argparse.Namespace, folder: Path) -> Path:
-    """A process of its own writes it: the libraries take seconds to load and warn a lot."""
+    """Has a separate process write it: the libraries take seconds to load and warn a lot."""
     path = folder / "model"
     command = module("scripts.vllm.serving.models", given.model, str(given.tokens + given.answer), str(path))
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WRITE_S)
@@ -173,7 +173,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 live.show(number + len(found) / len(bench.pairs), f"round {number} of {given.rounds}, {case}")
                 found[case] = bench.round(case, prompts)
             for case, one in found.items():
-                wrong[case] += sum(differing(found[ALONE].single, some) for some in (one.single, one.own, one.busy))
+                wrong[case] += sum(differing(found[ALONE].single, had) for had in (one.single, one.own, one.busy))
                 if number:
                     cases[case].append(one)
     return result_of(given, cases, wrong)
@@ -186,8 +186,8 @@ def result_of(given: argparse.Namespace, cases: dict[str, list[ServingRound]], w
     def add(what: str, figures: dict[str, list[float]], one: str, other: str, bound: float) -> None:
         bounds.append(at_most(f"{one}: {what} of {other}", median_ratio(figures[one], figures[other]), bound))
 
-    ttfts = {case: [p50(one.ttft_s for one in some.single) for some in rounds] for case, rounds in cases.items()}
-    loaded = {case: [some.load.job_bytes for some in rounds] for case, rounds in cases.items()}
+    ttfts = {case: [p50(one.ttft_s for one in round_.single) for round_ in rounds] for case, rounds in cases.items()}
+    loaded = {case: [round_.load.job_bytes for round_ in rounds] for case, rounds in cases.items()}
     for case in cases:
         if case != ALONE:
             add("TTFT", ttfts, case, ALONE, 1.0)
@@ -216,7 +216,7 @@ def main() -> int:
     add = parser.add_argument
     add("--model", choices=KINDS, default="hybrid", help="dense: full attention alone (default: %(default)s)")
     add("--requests", type=int, default=12, help="in each case, phase and round (default: %(default)s)")
-    add("--rounds", type=int, default=3, help="beside one that warms up (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="in addition to one that warms up (default: %(default)s)")
     # Two tokens behind the last whole block: the engine's own prefix cache leaves two to compute, a hand-over one.
     add("--tokens", type=int, default=64 * BLOCK_TOKENS + 2, help="of a prompt (default: %(default)s)")
     add("--answer", type=int, default=32, metavar="TOKENS", help="of an answer (default: %(default)s)")

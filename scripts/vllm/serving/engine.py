@@ -40,7 +40,7 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Answered:
     """Times are of the clock that all processes have (`time.monotonic`). `cached`: prompt tokens that were not
-    computed. `params`: what the engine that goes on is to be given.
+    computed. `params`: what the engine that goes on must get.
     """
 
     name: str
@@ -77,11 +77,11 @@ class Served:
         self._answers.flush()
         while True:
             while not self._asked.empty() or not self._scheduler.has_requests():
-                asked = self._asked.get()
-                if asked is None:
+                request = self._asked.get()
+                if request is None:
                     self._engine.engine_core.shutdown()
                     return
-                self._add(asked)
+                self._add(request)
             self._step()
 
     def _read(self) -> None:
@@ -89,13 +89,13 @@ class Served:
             self._asked.put(Asked(**json.loads(line)))
         self._asked.put(None)
 
-    def _add(self, asked: Asked) -> None:
-        extra = None if asked.params is None else {"kv_transfer_params": asked.params}
+    def _add(self, request: Asked) -> None:
+        extra = None if request.params is None else {"kv_transfer_params": request.params}
         params = self._params(
-            temperature=0.0, max_tokens=asked.max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+            temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
         )
-        prompt = {"prompt_token_ids": asked.prompt, "cache_salt": asked.salt}
-        self._engine.add_request(asked.name, prompt, params)
+        prompt = {"prompt_token_ids": request.prompt, "cache_salt": request.salt}
+        self._engine.add_request(request.name, prompt, params)
 
     def _step(self) -> None:
         outputs = self._engine.step()
@@ -110,7 +110,7 @@ class Served:
                 self._answers.write(json.dumps(asdict(answered)) + "\n")
                 self._answers.flush()
         if not self._has_executed and self._scheduler.has_requests():
-            time.sleep(_YIELD_S)  # as vLLM does in an engine process of its own, for the threads of connectors
+            time.sleep(_YIELD_S)  # as vLLM does in a separate engine process, for the threads of connectors
 
     def _note_step(self, model_executed: bool) -> None:
         self._has_executed = model_executed

@@ -83,7 +83,7 @@ class TransferTotals:
 @dataclass(frozen=True, slots=True)
 class ServingRound:
     """One of a case. `single`: one request at a time; `own`: the same prompts once more, which the decode engine's own
-    prefix cache has; `busy`: several clients at once, all of which took `busy_s`. `memcpy_s`: of as many bytes as a
+    prefix cache has; `busy`: several clients at once, which took `busy_s` in all. `memcpy_s`: of as many bytes as a
     request loads.
     """
 

@@ -16,9 +16,9 @@ _HEADS, _HEAD_DIM, _FLOAT_BYTES = 4, 128, 4
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """`config`, `model`: classes of `transformers`. `more`: what the config is given beside what all are given.
+    """`config`, `model`: classes of `transformers`. `more`: what the config is given in addition to what all are given.
 
-    `windowed`: layers with a sliding window, beside `full` ones.
+    `windowed`: layers with a sliding window, in addition to `full` ones.
     """
 
     config: str
@@ -53,13 +53,13 @@ KINDS = {
     ),
     "dense": Kind("LlamaConfig", "LlamaForCausalLM", full=4),
 }
-"""By name. Heads are large for so few parameters: what is handed over is to take a time that shows beside what a CPU
+"""By name. Heads are large for so few parameters: handing KV over must take a time that shows next to what a CPU
 computes. "hybrid" has five layers with windows for each one with full attention, as Gemma 3 has.
 """
 
 
 def write(kind: Kind, tokens: int, path: Path) -> None:
-    """The folder of a model for prompts of so many tokens, and their answers."""
+    """The folder of a model for prompts of `tokens` tokens, and their answers."""
     import torch
     import transformers
 

@@ -71,9 +71,9 @@ class EngineProcess:
         await_any([self], START_S)
         self._lines()
 
-    def ask(self, asked: Asked) -> float:
+    def ask(self, request: Asked) -> float:
         """Returns when that was. Raises DaemonError."""
-        line = json.dumps(asdict(asked)).encode() + b"\n"
+        line = json.dumps(asdict(request)).encode() + b"\n"
         now_s = time.monotonic()
         try:
             while line:
@@ -140,8 +140,8 @@ class Pair:
                     if engine is self.prefill:
                         one.prefill_s = answered.end_s - one.begun_s
                         params = {word: value for word, value in (answered.params or {}).items() if word != _TOLD}
-                        asked = Asked(answered.name, prompts[one.number], answer_tokens, salt, params)
-                        one.asked_s = self.decode.ask(asked)
+                        request = Asked(answered.name, prompts[one.number], answer_tokens, salt, params)
+                        one.asked_s = self.decode.ask(request)
                         continue
                     done[one.number] = _sample(one, answered)
                     del flying[answered.name]
