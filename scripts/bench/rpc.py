@@ -12,7 +12,8 @@ some on two, and changes its mind. So they are placed: `apart`, servers on anoth
 and the daemon are; `together`, all on one CPU, which counts nothing but the work; `free`, as the scheduler likes.
 
 With `--beside TREE` no echo, but a daemon of another checkout (built there: its kvoffloadd/ has the C extensions), in
-turn with this one's: how much longer this one takes. With this checkout itself: what the measurement is worth.
+turn with this one's: how much longer this one takes, and how much more of a processor's time its daemon uses, which
+depends less on what else the machine does. With this checkout itself: what the measurement is worth.
 """
 
 from __future__ import annotations
@@ -137,18 +138,32 @@ def measure_beside(paths: tuple[str, str], given: argparse.Namespace, live: Prog
         clients = [stack.enter_context(Client(path, namespace=NAMESPACE)) for path in paths]
         for client in clients:
             fill(client)
+        pids = [client.status()["pid"] for client in clients]
 
         def measure_round() -> dict[str, list[float]]:
             gc.collect()
             found: dict[str, list[float]] = {}
             for name in ("ping", *(f"{verb} {n}" for verb in ("lookup", "pin") for n in KEY_COUNTS)):
+                used_s = [0.0, 0.0]
                 for turn in range(given.calls // TURN_CALLS):
                     for which in (0, 1) if turn % 2 else (1, 0):
+                        begun_s = cpu_s(pids[which])
                         seconds = timed(call_of(clients[which], name), TURN_CALLS)
+                        used_s[which] += cpu_s(pids[which]) - begun_s
                         found.setdefault(f"{SIDES[which]} {name}", []).extend(seconds)
+                for side, used in zip(SIDES, used_s, strict=True):
+                    found[f"{side} cpu {name}"] = [used / given.calls]
             return found
 
         return in_rounds(given.rounds, measure_round, live.show)
+
+
+def cpu_s(pid: int) -> float:
+    """Returns the processor time that all threads of a process have used, from the scheduler's own count:
+    https://docs.kernel.org/scheduler/sched-stats.html#proc-pid-schedstat.
+    """
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 def call_of(client: Client, name: str) -> Callable[[], object]:
@@ -166,19 +181,32 @@ def medians_of(samples: RoundTrips) -> Samples[float]:
 
 
 def beside_summary(samples: RoundTrips) -> dict[str, Any]:
-    """Medians over the rounds of the ratio of this checkout's p50 to the other one's."""
+    """Medians over the rounds of the ratio of this checkout's p50 to the other one's, and of their processor times."""
     medians = medians_of(samples)
     rows = {}
     for name in [name.removeprefix("this ") for name in samples if name.startswith("this ")]:
-        this, other = (medians[f"{side} {name}"] for side in SIDES)
-        rows[name] = {"p50_us": round(p50(this) * 1e6, 1), "ratio": round(median_ratio(this, other), 4)}
-    worst = max(row["ratio"] for row in rows.values())
-    return {"round_trips": rows, "worst_ratio": worst, "within_budget": worst <= BESIDE_RATIO_MAX}
+        if name.startswith("cpu "):
+            continue
+        (p50s, ratio), (cpu, cpu_ratio) = (compared(medians, what) for what in (name, f"cpu {name}"))
+        rows[name] = {"p50_us": p50s, "ratio": ratio, "cpu_us": cpu, "cpu_ratio": cpu_ratio}
+    worst, worst_cpu = (max(row[ratio] for row in rows.values()) for ratio in ("ratio", "cpu_ratio"))
+    within_budget = worst_cpu <= BESIDE_RATIO_MAX
+    return {"round_trips": rows, "worst_ratio": worst, "worst_cpu_ratio": worst_cpu, "within_budget": within_budget}
+
+
+def compared(medians: Samples[float], name: str) -> tuple[float, float]:
+    """Returns the microseconds of this checkout, and their ratio to the other one's."""
+    this, other = (medians[f"{side} {name}"] for side in SIDES)
+    return round(p50(this) * 1e6, 1), round(median_ratio(this, other), 4)
 
 
 def show_beside(result: dict[str, Any]) -> None:
-    rows = [(name, f"{row['p50_us']:.1f}", f"{row['ratio']:.3f}") for name, row in result["round_trips"].items()]
-    print_grid(f"beside {result['beside']}, processes {result['placement']}", ("call", "p50 us", "ratio"), rows)
+    heads = ("call", "p50 us", "ratio", "daemon's cpu us", "ratio")
+    rows = [
+        (name, f"{row['p50_us']:.1f}", f"{row['ratio']:.3f}", f"{row['cpu_us']:.1f}", f"{row['cpu_ratio']:.3f}")
+        for name, row in result["round_trips"].items()
+    ]
+    print_grid(f"beside {result['beside']}, processes {result['placement']}", heads, rows)
 
 
 def summary(samples: RoundTrips) -> dict[str, Any]:
