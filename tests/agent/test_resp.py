@@ -115,7 +115,7 @@ GARBAGE = st.one_of(
 
 @given(said=GARBAGE)
 def test_any_bytes_end_in_a_reply_or_an_error(said: bytes) -> None:
-    """Never in a hang, in much memory, or beside the pieces."""
+    """They never end in a hang, take much memory, or write outside the pieces."""
     for read in (lambda wire: wire.connection.reply(), _read_into):
         wire = Wire()
         try:

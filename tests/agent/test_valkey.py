@@ -1,4 +1,4 @@
-"""The engine for Valkey, against a server that does what the test says: answers that are late, broken off, or wrong."""
+"""The engine for Valkey, against a server that the test scripts: answers that are late, broken off, or wrong."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def transfers(memory: ctypes.Array[ctypes.c_char]) -> list[ObjectTransfer]:
 
 
 def closing_after(count: int, first: list[bytes], second: list[bytes]) -> Answer:
-    """The first call's connection is closed after so many answers; then the second call has its own."""
+    """The first call's connection is closed after `count` answers; then the second call has its own."""
     left = {0: first[:count], 1: list(second)}
 
     def answer(connection: int, command: list[bytes]) -> bytes | None:
@@ -161,7 +161,7 @@ def test_puts_of_a_second_try_are_not_mixed_with_those_of_the_first(
 def test_what_a_slow_link_has_brought_there_counts(
     server: ScriptedServer, engine: ValkeyEngine, monkeypatch: pytest.MonkeyPatch, went: int
 ) -> None:
-    """Time is over in the middle of a put. Answers have some time of their own."""
+    """Time is over in the middle of a put. Answers have some time in addition."""
     answered = threading.Semaphore(0)
     left = due = went
     until = {"send": 0.0, "reply": 0.0}

@@ -1,4 +1,4 @@
-"""Roots that come, at the start or later: one that hangs keeps nobody waiting, and clears hold in whatever order its
+"""Roots that come, at the start or later: one that hangs delays nothing else, and clears hold in whatever order its
 steps and others' follow one another.
 """
 
@@ -320,7 +320,7 @@ async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
     assert tier.states(tier.keyspace(A), 1, 2) == [MISS, PENDING]
     await tier.close()
     alone = await open_tier(paths=[paths[0]])
-    assert alone.states(alone.keyspace(A), 1) == [MISS], "it has been told"
+    assert alone.states(alone.keyspace(A), 1) == [MISS], "it has learned of the clear"
 
 
 class Walks:
@@ -344,8 +344,8 @@ class Walks:
 async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     open_tier: Open, paths: list[Path], hang: Hang, monkeypatch: pytest.MonkeyPatch, heard_before: bool
 ) -> None:
-    """Else its records would be read under the old epoch by whoever opens their namespace then, and their keys be taken
-    over into the new one.
+    """Otherwise, its records would be read under the old epoch for a client that opens their namespace then, and their
+    keys would be taken over into the new one.
     """
     first = await open_tier(paths=[paths[0]])
     await first.store_away(first.keyspace(A), 1)

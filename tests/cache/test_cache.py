@@ -344,7 +344,7 @@ def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
     assert keyspace.queue.most_per_key(1) == 3, "it has keys"
     for _ in cache.clear(other):
         pass
-    cache.close_namespace(cache.open_namespace(b"g" * 16, 0, "", 32))  # namespaces that nobody uses are looked for
+    cache.close_namespace(cache.open_namespace(b"g" * 16, 0, "", 32))  # a search for unused namespaces
     assert (keyspace.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (1, 1)
     assert (keyspace.queue.num_spaces, keyspace.queue.widest) == (1, 1)
     for pages in range(2, 12):
@@ -356,7 +356,7 @@ def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
 
 
 def test_a_policy_forgets_nothing_for_what_nobody_stores() -> None:
-    """Groups whose sizes of slots have no slabs, and keys that nobody has stored."""
+    """Groups whose sizes of slots have no slabs, and keys that were never stored."""
     cache = make_cache(pages=64, slab_pages=16)
     _, keyspace = make_keyspace(cache)
     _, large = make_keyspace(cache, b"l" * 16, pages=(4,))

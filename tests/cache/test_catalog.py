@@ -310,7 +310,7 @@ def test_a_closed_disk_keyspace_is_emptied_in_steps_while_its_segments_go(monkey
         if step == 0:
             lost = catalog.forget(catalog.in_segment(2))
             told += numbers_in(catalog.index.keys[lost])
-    assert sorted(told) == list(range(9)), "each key is told once"
+    assert sorted(told) == list(range(9)), "each key is listed once"
     assert catalog.records == 0
     assert check(catalog, {1}) == []
 

@@ -1,4 +1,4 @@
-"""What is known of a part's bytes: how it is told, compared and filled in, and what holds over restarts."""
+"""What is known of a part's bytes: how it is declared, compared and filled in, and what holds over restarts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refs_of(pieces: list[tuple[str, bytes, int]]) -> list[Ref]:
     return [Ref(0, 0, size, dtype=dtype_named(dtype), layers=layers) for dtype, layers, size in pieces]
 
 
-# --- what clients tell ---
+# --- what clients declare ---
 
 
 def test_the_digest_of_layers_is_what_the_protocol_says() -> None:
@@ -130,7 +130,7 @@ def test_unlike_ones_are_refused_and_change_nothing(unlike: Composition) -> None
         declare(cache, unlike)
     assert keyspace.compositions == [BF16]
     assert declare(cache, BF16) is declare(cache, UNKNOWN) is declare(cache, Composition("bfloat16")) is keyspace
-    assert keyspace.compositions == [BF16], "what is not told takes nothing away"
+    assert keyspace.compositions == [BF16], "what is not declared takes nothing away"
 
 
 def test_parts_are_compared_by_their_numbers() -> None:
@@ -172,7 +172,7 @@ def test_compositions_are_part_of_a_key_s_name_below_memory() -> None:
 
 
 def test_what_nobody_told_has_the_name_that_it_always_had() -> None:
-    """Records of earlier daemons are found again by clients that tell nothing."""
+    """Records of earlier daemons are found again by clients that declare nothing."""
     assert shape_of(declare(make_cache(), UNKNOWN)).hex() == "b56c73161f027a694d761aa2b415c02b"
 
 

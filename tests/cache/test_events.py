@@ -1,4 +1,4 @@
-"""Events that wait to be told: who makes too many loses his own, and is told so before anything later."""
+"""Events that wait for delivery: a client that makes too many loses its own, and learns of it before later ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_flood_costs_its_own_namespace_the_oldest() -> None:
         waiting.put(event(loud, number))
     assert waiting.lost == 1000 - 25, "half of a half: the rest is for other users, and for the user's other namespaces"
     assert waiting.take_loss(loud)
-    assert not waiting.take_loss(loud), "it is told once"
+    assert not waiting.take_loss(loud), "it is reported once"
     assert taken(waiting, loud) == list(range(975, 1000))
     assert not waiting.waits(loud)
 

@@ -1,4 +1,4 @@
-"""What is stored once sweeps nothing that is used, whoever stores it and in whatever size. Users get their victims by
+"""What is stored once sweeps nothing that is used, in whatever size and for whatever user. Users get their victims by
 what their keys are worth.
 """
 
@@ -21,7 +21,7 @@ USED, ROUNDS, ONCE = 24, 3, 1600
 
 
 def tenant(cache: Cache, uid: int, pages: int) -> Keyspace:
-    """A user's keys, with payloads of so many pages."""
+    """A user's keys, with payloads of `pages` pages."""
     namespace = cache.open_namespace(bytes([uid, pages]) * 8, uid, "test", 32)
     keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
     cache.set_part_bytes(keyspace, {0: pages * PAGE_BYTES})
@@ -29,7 +29,7 @@ def tenant(cache: Cache, uid: int, pages: int) -> Keyspace:
 
 
 def use(cache: Cache, keyspace: Keyspace, count: int) -> int:
-    """A request uses the first so many keys. Returns how many are there."""
+    """A request uses the first `count` keys. Returns how many are there."""
     found = cache.find(keyspace, keys_of(*range(count)))
     cache.uses.add([(keyspace, found, 0)])
     return found.num_hits

@@ -56,7 +56,7 @@ def pinned(cache: Cache, keyspace: Keyspace, *numbers: int) -> U32Array:
 
 
 def room(cache: Cache, keyspace: Keyspace, number: int, parts: int = 1) -> int:
-    """How many of so many new keys get slots; they are given back."""
+    """How many of `number` new keys get slots; they are given back."""
     made = reserve(cache, keyspace, keys_of(*range(10_000, 10_000 + number)), np.arange(parts, dtype=np.uint16), 0)
     cache.abort(made.parts)
     served = int(np.count_nonzero(made.states == KeyState.RESERVED))

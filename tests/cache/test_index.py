@@ -96,7 +96,7 @@ def test_keys_that_differ_in_one_bit_are_told_apart() -> None:
 
 
 class Colliding(Index):
-    """Has hashes of which only some bits differ."""
+    """Has hashes that differ only in some bits."""
 
     def __init__(self, max_keys: int, seed: int, bits: int) -> None:
         super().__init__(max_keys, seed)

@@ -64,8 +64,8 @@ async def test_a_copy_that_is_stuck() -> None:
 
 @pytest.mark.parametrize("busy_s", [0.0, STUCK_S / STUCK_LOOKS / 4, STUCK_S - 1e-3])
 async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
-    """Nobody is at it: it waits for its turn, or its end for the loop. Or its chunks end, and others begin, though at
-    each look somebody has been at one for long.
+    """No thread is at it: it waits for its turn, or its end for the loop. Or its chunks end, and others begin, though
+    at each look a thread has been at one for long.
     """
     copy = FakeCopy(lambda: busy_s)
     jobs, job = running(copy)
@@ -97,7 +97,7 @@ async def test_a_chunk_that_ends_at_last() -> None:
 
 
 def reserved(jobs: Jobs) -> I64Array:
-    """A part that is to be stored."""
+    """A part that has been reserved for a store."""
     parts = reserve(jobs.cache, make_keyspace(jobs.cache)[1], keys_of(1), np.zeros(1, np.uint16), 0).parts
     assert len(parts) == 1
     return parts
@@ -259,7 +259,7 @@ async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: R
 
 
 class Waiting:
-    """Signals, a lane and a device that call back when the test says so."""
+    """Signals, a lane and a device that call back when the test makes them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

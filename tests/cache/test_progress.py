@@ -1,4 +1,4 @@
-"""Who waits for what has begun: told when all of it has ended and no sooner, and woken a few each turn of the loop."""
+"""Waiters for what has begun: woken when all of it has ended and no sooner, and a few in each turn of the loop."""
 
 from __future__ import annotations
 

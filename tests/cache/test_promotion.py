@@ -31,7 +31,7 @@ from .fakes import entries_of, keys_of
 
 
 async def blocked(tier: Tier) -> Tier:
-    """The read lane's only thread is at key 99 of a keyspace of its own, and stays there until the gate opens."""
+    """The read lane's only thread is at key 99 of a separate keyspace, and stays there until the gate opens."""
     keyspace = tier.keyspace(b"b" * 16)
     await tier.store_away(keyspace, 99)
     tier.files.reading.close()
@@ -155,7 +155,7 @@ async def test_what_came_is_held_until_everybody_has_heard(open_tier: Open) -> N
     found: list[list[int]] = []
 
     def fill_then_look() -> None:
-        """A pin takes its lease here; whoever was told first may have needed room."""
+        """A pin takes its lease here; one that was woken first may have needed room."""
         tier.write(keyspace, range(100, 130))
         found.append(tier.served(keyspace, *range(4)))
 
@@ -337,7 +337,7 @@ async def test_what_the_disk_can_not_read_is_a_miss(open_tier: Open) -> None:
 
 @pytest.mark.parametrize("fault", ["open=EMFILE", "open=ENFILE", "read=ENOMEM"])
 async def test_what_the_system_is_too_poor_to_read_stays_on_disk(open_tier: Open, fault: str) -> None:
-    """It says nothing about the records, nor about the disk."""
+    """It proves nothing about the records, nor about the disk."""
     tier = await open_tier(retry_s=60.0)
     keyspace = tier.keyspace()
     numbers = range(READ_FAILURES_MAX + 4)

@@ -148,7 +148,7 @@ async def test_a_segment_of_which_much_was_read_is_spared_until_its_next_turn(op
 
 
 async def test_it_is_spared_where_it_holds_a_little_less_than_the_others(open_tier: Open) -> None:
-    """What is fuller goes, if nobody has read it."""
+    """What is fuller goes, if it was not read."""
     tier = await open_tier(BIG)
     keyspace, gone, cold = (tier.keyspace(name * 16) for name in (b"k", b"g", b"c"))
     hot = await pour(tier, keyspace, 0, PER_SEGMENT - 2, step=14)
@@ -180,7 +180,7 @@ async def test_restarts_lose_nothing_while_there_is_room(open_tier: Open, how: s
 
 
 async def test_starts_that_go_on_nowhere_lose_nothing_either(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each one leaves a segment that holds little. All of it is written again, whoever has registered."""
+    """Each one leaves a segment that holds little. All of it is written again, whichever groups are registered."""
     monkeypatch.setattr(segmentpool, "RESUME_SHARE", 0.5)
     tier = await open_tier(BIG)
     numbers, others = await pour(tier, tier.keyspace(), 0, PER_SEGMENT), tier.keyspace(b"o" * 16)
@@ -360,7 +360,7 @@ async def test_a_damaged_hot_record_does_not_move_on(open_tier: Open) -> None:
 
 
 async def test_what_moves_on_while_its_root_goes_is_not_found_there(open_tier: Open) -> None:
-    """The write ends when the root is off already, and its segment is nobody's: a place there would be a wrong one."""
+    """The write ends when the root is off already, and its segment belongs to no root: a place there would be wrong."""
     tier = await open_tier(Shape(pages=1024, segment_pages=64, num_segments=16))
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, *range(40))
@@ -414,7 +414,7 @@ async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open, mon
     changed = asyncio.ensure_future(tier.disk.numbers.changes.wait())
     await asyncio.sleep(0)
     tier.disk.numbers.changes.notify_all()
-    await changed  # whoever recycles has waited for longer, so it has looked again before this
+    await changed  # the recycler has waited for longer, so it has looked again before this
     assert recycling == [oldest]
     assert tier.on_disk(keyspace, numbers[0]) == []
     assert oldest.ordinal in tier.root.pool.segments

@@ -35,7 +35,7 @@ def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
 
 
 def keyspace_of(cache: Cache, name: str, width: int, uid: int = 0, known: int = 1) -> tuple[Namespace, Keyspace]:
-    """Keys of `width` parts, of which ranks have told the first `known`: a page each."""
+    """Keys of `width` parts; ranks have declared the sizes of the first `known`: a page each."""
     namespace = cache.open_namespace(name.encode() * 16, uid, name, 32)
     keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=width))
     for part in range(known):
@@ -145,7 +145,7 @@ def test_keys_of_many_widths_go_together_where_a_wide_one_is_to_lie(cache: Cache
     runs = cache.entries.parts.runs
     _, narrow = keyspace_of(cache, "c", 1, uid=3)
     store(cache, narrow, keys_of(*range(1000)))
-    rest = runs.ready(BLOCK, 1 << 20)  # somebody else's: nothing but the first block is left
+    rest = runs.ready(BLOCK, 1 << 20)  # taken by others: nothing but the first block is left
     kept = runs.allocate(BLOCK, rest)
     tail = runs.allocate(1, runs.ready(1, BLOCK))
     runs.free(1, tail[::2])
@@ -340,7 +340,7 @@ ACTIONS = st.tuples(
 @given(actions=st.lists(ACTIONS, max_size=40))
 @settings(deadline=None)
 def test_what_counts_as_barren_is(actions: list[tuple[str, int, int, bool]]) -> None:
-    """Whatever is reserved, committed, freed, held, released and cleared, of whom and in which order."""
+    """Whatever is reserved, committed, freed, held, released and cleared, for any user and in any order."""
     cache = make_cache(pages=1024, slab_pages=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scarcity_module, "WINDOW", BLOCK)

@@ -310,7 +310,7 @@ async def test_much_that_the_copy_hashed_is_sealed_in_steps(
 
 
 async def test_a_lane_that_closes_ends_what_the_copy_hashed(scene: SealingScene) -> None:
-    """The cache is closed next: nobody may write to it."""
+    """The cache is closed next: it must not be written to."""
     steps = scene.store_hashed(1, 2)
     scene.gate.set()
     assert await scene.lane.close(5.0)

@@ -324,7 +324,7 @@ async def test_a_store_is_hashed_meanwhile(
     ("pages", "per_key", "page_bytes"), [(64, 4, 64), (1024, 4, 4096), (2000, 2, 3001), (2, 1, MIB)]
 )
 async def test_a_load_is_hashed_on_request(device: HostDevice, pages: int, per_key: int, page_bytes: int) -> None:
-    """What it tells is what the payload held that it read, for each that it copies whole."""
+    """The hash is that of the payload as it was read, for each payload that is copied whole."""
     memory, payloads, results = np.zeros(pages * page_bytes, np.uint8), noise(pages * page_bytes), Results()
     count = pages // per_key
     plan = GroupPlan.build([Tensor(address(memory), pages, page_bytes, page_bytes)], [Ref(0, 0, page_bytes)], per_key)
@@ -790,7 +790,7 @@ async def test_a_mapping_that_takes_long_is_no_reason_to_refuse(
 
 
 async def test_what_waits_to_be_mapped_or_unmapped_when_the_device_is_closed() -> None:
-    """Nobody has misused it, and nothing has failed: it ends with the process."""
+    """This is no misuse, and nothing has failed: it ends with the process."""
     holes = SlowHoles(8192)
     device = HostDevice(asyncio.get_running_loop(), 1, MIB, holes=holes)
     device.admit(FOREIGN_UID)

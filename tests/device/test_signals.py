@@ -25,7 +25,7 @@ OURS, THEIRS = 0, 4001
 
 
 class SignalScene:
-    """Signals with eight words, and what was told."""
+    """Signals with eight words, and the outcomes that were reported."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ async def test_what_has_come_is_told_at_once_but_not_within_the_call(scene: Sign
 async def test_a_look_without_memory_is_made_again(
     scene: SignalScene, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Nobody's waits end with the thread that looks, and a wait that is given up meanwhile has its end."""
+    """No waits end with the thread that looks, and a wait that is given up meanwhile has its end."""
     tried, more = threading.Semaphore(0), threading.Event()
 
     def short(*_: object) -> None:

@@ -168,7 +168,7 @@ def test_what_is_not_copied_whole_is_not_hashed() -> None:
 def test_hashing_work_copies_what_is_wanted_and_tells_what_it_found_of_what(
     some: list[BlockList], data: st.DataObject, direction: Direction, pieces: int, size: int
 ) -> None:
-    """Payloads that are left out, or copied in part, take nobody else's place."""
+    """Payloads that are left out, or copied in part, take no other payload's place."""
     count = sum(len(one.keys) for one in some)
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool)
     work = BlockWork(some, mask)

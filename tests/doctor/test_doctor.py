@@ -1,4 +1,4 @@
-"""`kvoffloadd doctor`: each thing that can be wrong with a host is told, with its remedy. Hosts are made of files."""
+"""`kvoffloadd doctor` reports each thing that can be wrong with a host, with its remedy. Hosts are made of files."""
 
 from __future__ import annotations
 

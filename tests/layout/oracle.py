@@ -1,4 +1,4 @@
-"""What a store and a load must do to memory, told by an engine's own indices on one side and by refs on the other.
+"""What a store and a load must do to memory: by an engine's own indices on one side, and by refs on the other.
 
 Nothing here uses the package's geometry: layers are written and read through their backend's tensors, canonical tensors
 byte by byte.

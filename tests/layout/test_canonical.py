@@ -233,8 +233,8 @@ def test_an_opaque_layer_is_stored_as_it_is(ratio: int) -> None:
 
 
 def test_an_opaque_layer_of_every_dtype() -> None:
-    """All of torch's, but those that are no plain bytes: quantised ones, whose tensors have scales beside them, and
-    those whose elements torch keeps in bytes of which they are a part.
+    """All of torch's, but those that are no plain bytes: quantised ones, whose tensors come with scales, and those
+    whose elements torch keeps as parts of bytes.
     """
     names = {str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
     parts = {name for name in names if re.fullmatch(r"u?int[1-7]|bits.*|qu?int.*", name)}
@@ -311,7 +311,7 @@ def test_a_tensor_of_several_groups_is_listed_once() -> None:
 
 
 def test_what_the_bytes_of_refs_are() -> None:
-    """All refs of a group name all its layers, in the order of their bytes; elements of several types are not told."""
+    """All refs of a group name all its layers, in the order of their bytes; elements of several types are not named."""
     specs: dict[str, LayerSpec] = {
         "b": layer(backend=TRITON_NHD),
         "a": layer(backend=TRITON_NHD),
@@ -375,7 +375,7 @@ def test_every_order_of_one_allocation(order: str, tensors: int) -> None:
 
 
 def test_pools_of_token_slots() -> None:
-    """K and V in tensors of their own, (slots, heads, size), and pages of 4 slots: a kernel block is one slot."""
+    """K and V in separate tensors, (slots, heads, size), and pages of 4 slots: a kernel block is one slot."""
     spec = layer(block=4, backend=0, kernel_blocks=4)
     pools = [torch.zeros(6 * 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
     cache = single(pools, spec)

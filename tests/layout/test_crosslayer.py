@@ -313,7 +313,7 @@ def test_layers_that_cannot_share_a_slot(one: Attention, other: Attention, said:
     groups = [LayerGroup(0, ("a",)), LayerGroup(1, ("b",))]
     with pytest.raises(UsageError, match=said):
         cross_layers(specs, groups, 5, slots=[("a", "b")])
-    apart = cross_layers(specs, groups, 5)  # left to itself, it gives them tensors of their own
+    apart = cross_layers(specs, groups, 5)  # left to itself, it gives them separate tensors
     assert len(apart.tensors) == 2
     check_plan(apart)
 

@@ -122,7 +122,7 @@ def test_what_cannot_be_sliced() -> None:
 def some_views(
     specs: dict[str, LayerSpec], name: str
 ) -> tuple[dict[str, list[View]], dict[str, LayerSpec], list[LayerGroup]]:
-    """A layer of 2 blocks alone in memory, of which a rank holds two parts."""
+    """A layer of 2 blocks alone in memory; a rank holds two parts of it."""
     spec = specs[name]
     if isinstance(spec, Attention):
         shape = spec.shape(2) or (2, spec.payload_bytes // 2)

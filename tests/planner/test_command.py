@@ -113,7 +113,7 @@ def test_bad_configs(tmp_path: Path, keys: dict[str, object], complaint: str) ->
     ],
 )
 def test_no_plan(tmp_path: Path, engine: str, keys: dict[str, object], first: str) -> None:
-    """The first line says so, and the exit code is not that of a plan, nor of wrong usage."""
+    """The first line reports it, and the exit code is not that of a plan, nor of wrong usage."""
     path = changed(tmp_path, GPT_OSS, **keys)
     code, out, err = run("--model-config", path, "--engine", engine)
     assert (code, out) == (1, "")

@@ -1,4 +1,4 @@
-"""docs/PLANNING.md shows what the command says."""
+"""docs/PLANNING.md shows what the command prints."""
 
 from __future__ import annotations
 

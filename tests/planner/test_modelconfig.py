@@ -129,14 +129,14 @@ def test_an_empty_list_of_rotary_layers_is_what_the_class_has(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", [GPT_OSS, QWEN])
 def test_a_model_that_does_not_say_its_dtype(tmp_path: Path, name: str) -> None:
-    """gpt-oss-120b and others: engines run them in bfloat16, and the plan says that it took that."""
+    """gpt-oss-120b and others: engines run them in bfloat16, and the plan reports this assumption."""
     found = read_model(changed(tmp_path, name, dtype=..., torch_dtype=...))
     assert found.dtype == "bfloat16"
     assert "dtype is not in the file: taken to be bfloat16" in " ".join(found.assumed)
 
 
 def test_layers_that_attend_to_an_image_keep_nothing_of_the_tokens(tmp_path: Path) -> None:
-    """Llama 3.2 11B Vision: 40 layers, of which 8 cross; said in the file, or left to the class."""
+    """Llama 3.2 11B Vision: 8 of the 40 layers cross; they are listed in the file, or left to the class."""
     crossing = [3, 8, 13, 18, 23, 28, 33, 38]
     for keys in ({"cross_attention_layers": crossing}, {"model_type": "mllama_text_model"}):
         found = read_model(changed(tmp_path, LLAMA, num_hidden_layers=40, **keys))

@@ -1,4 +1,4 @@
-"""A plan for SGLang: its host pools against sums made by hand, its flags, and what the daemon must be told.
+"""A plan for SGLang: its host pools against sums made by hand, its flags, and the settings that the daemon needs.
 
 tests/sglang/test_plans.py asks SGLang itself about the pools of all published models.
 """
@@ -72,7 +72,7 @@ def test_windows_have_a_pool_where_sglang_says_so() -> None:
 
 
 def test_latents_are_stored_once(tmp_path: Path) -> None:
-    """(512 + 64) x 2 x 64 x 27 layers. With an index beside: 132 bytes; in fp8 656 for the latent."""
+    """(512 + 64) x 2 x 64 x 27 layers. With an index, 132 bytes more; in fp8 656 for the latent."""
     assert pools(plan(path_of(DEEPSEEK), tp=2)) == {"kv": (27, 1_990_656, 1)}
     made = published(tmp_path, "deepseek-v3.2", tp=8)
     assert pools(made) == {"kv": (61, 61 * 64 * 1152, 1), "indexer": (61, 61 * 64 * 132, 1)}
@@ -116,7 +116,7 @@ def test_an_index_wants_whole_pages(tmp_path: Path) -> None:
         published(tmp_path, "glm-5", block_size=96)
 
 
-# --- what is to be started ------------------------------------------------------------------------------
+# --- what must be started -------------------------------------------------------------------------------
 
 
 def test_flags_are_those_that_are_tested_and_documented() -> None:
@@ -136,7 +136,7 @@ def test_flags_are_those_that_are_tested_and_documented() -> None:
 
 
 def test_large_payloads_need_large_slabs(tmp_path: Path) -> None:
-    """A state of Nemotron-H is 102 MB; slabs have 64 MiB. Nothing is to be said where pages fit."""
+    """A state of Nemotron-H is 102 MB; slabs have 64 MiB. No setting is needed where pages fit."""
     made = published(tmp_path, "nemotron-h-8b")
     assert made.settings == {"memory.slab_bytes": "98MiB"}
     assert made.pools[1].payload_bytes == 24 * (61_440 + 4_194_304) <= 98 * MIB

@@ -1,4 +1,4 @@
-"""Bytes and descriptors in any pieces: the same messages, or the fault of whoever sent them."""
+"""Bytes and descriptors in any pieces: the same messages, or the fault of the side that sent them."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_report_has_larger_maps_than_a_request() -> None:
 
 
 def test_a_refused_bye_does_not_leave() -> None:
-    """What could not be encoded was not said."""
+    """What could not be encoded was not sent."""
     client = in_state(ProtocolState.READY, daemon=False)
     with pytest.raises(FramingError):
         client.send(sample("touch", groups=[m.GroupKeys(group=0, keys=bytes(m.FRAME_BYTES_MAX))]))

@@ -410,7 +410,7 @@ def release_twice() -> int:
 
 
 def _in_a_child(program: Callable[[], int]) -> tuple[int, str]:
-    """How a process of its own ends, and all that it and the driver say."""
+    """How a separate process ends, and all that it and the driver print."""
     said, out = os.pipe()
     pid = os.fork()
     if not pid:

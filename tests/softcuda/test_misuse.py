@@ -82,14 +82,14 @@ Ends = dict[str, tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def aborted() -> Ends:
-    """How each program ends: its exit status, and all that was said."""
+    """How each program ends: its exit status, and all that was printed."""
     ends: Ends = json.loads(result(misuses.all_of_them))
     return ends
 
 
 @pytest.fixture(scope="module")
 def answered() -> Ends:
-    """The same, of programs that are only told of their errors."""
+    """The same, of programs that only get errors for their misuse."""
     ends: Ends = json.loads(result(misuses.all_of_them, settings={"misuse": "error"}))
     return ends
 

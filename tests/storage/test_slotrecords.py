@@ -156,7 +156,7 @@ def test_later_records_say_so() -> None:
 
 
 class WatchedRecords(np.ndarray):
-    """Records of which `look` is called after each assignment: the writer may be killed there."""
+    """Records that call `look` after each assignment: the writer may be killed there."""
 
     look: Callable[[], None]
 

@@ -1,4 +1,4 @@
-"""The picture: it fits, it says what it must, and what peers say can't break it."""
+"""The picture: it fits, it shows what it must, and what peers send can't break it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ async def test_hosts_that_begin_at_once_agree_and_nobody_clears(seed: int, numbe
 
 class ClearChaos:
     """Clears by any of the hosts, several at once; hosts that are away meanwhile; small objects that are lost. `ahead`:
-    the hosts' clocks differ by up to so much.
+    the most that the hosts' clocks differ by.
     """
 
     def __init__(self, lab: Lab, loses: bool, ahead: int) -> None:

@@ -1,4 +1,4 @@
-"""Rounds over many namespaces: what becomes of one does not keep the others, and what no look has told is in doubt."""
+"""Rounds over many namespaces: trouble with one does not delay the others, and what no look has shown is in doubt."""
 
 from __future__ import annotations
 
@@ -179,12 +179,12 @@ async def test_nothing_of_an_earlier_run_hits_before_the_first_look(seed: int) -
     lab = Lab(seed, 2)
     one, other = lab.hosts
     assert one.doubt() is Doubt.INHERITED
-    one.store.is_silent = True  # it hangs, and nobody knows yet
+    one.store.is_silent = True  # it hangs, which is not known yet
     one.run()
     await asyncio.sleep(0)
     assert one.doubt() is Doubt.INHERITED
     one.store.is_silent = False
-    await settled(lambda: one.doubt() is Doubt.NONE, "the look has told")
+    await settled(lambda: one.doubt() is Doubt.NONE, "the look has shown it")
     assert one.eras.of(NAME) is not None
     assert one.open(NAMES[0]).doubt is Doubt.INHERITED, "another namespace"
     assert other.doubt() is Doubt.INHERITED
@@ -193,7 +193,7 @@ async def test_nothing_of_an_earlier_run_hits_before_the_first_look(seed: int) -
 
 @pytest.mark.parametrize("how", ["breaker", "silence"])
 async def test_a_store_that_is_away_puts_nothing_in_doubt(seed: int, how: str) -> None:
-    """The local tiers serve, as BEHAVIOR says. When it is back, what was never looked at is in doubt again."""
+    """The local tiers serve, as BEHAVIOR describes. When it is back, what was never looked at is in doubt again."""
     lab = Lab(seed, 1)
     (host,) = lab.hosts
     if how == "breaker":
@@ -244,7 +244,7 @@ async def test_what_is_overdue_is_named_and_then_does_not_hit(seed: int) -> None
 async def test_the_last_numbers_that_there_are_end_nothing(
     seed: int, where: str, generation: int, identity: bytes
 ) -> None:
-    """Forty-eight bytes that anybody can write: they are damage, and go."""
+    """Forty-eight bytes that any host can write: they are damage, and go."""
     lab = Lab(seed, 2)
     await opened(lab, NAME)
     era, one = era_of(lab, NAME), lab.hosts[0]
@@ -499,7 +499,7 @@ async def test_a_breaker_that_is_open_hides_no_doubt(seed: int, why: str) -> Non
 
 
 async def test_a_pointer_alone_that_is_lost_puts_nothing_in_doubt(seed: int) -> None:
-    """The era's marker is there: nobody has cleared."""
+    """The era's marker is there: there was no clear."""
     lab = Lab(seed, 1)
     (host,) = lab.hosts
     await opened(lab, NAME)

@@ -119,7 +119,7 @@ NO_MEMORY = CudaError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY")
 
 @pytest.fixture
 def pinning() -> Iterator[Start]:
-    """Pins eight slabs of memory that nobody has touched."""
+    """Pins eight slabs of untouched memory."""
     fd = create_memfd("arena", PIECES * SLAB)
     mapping = Mapping.map_fd(fd, PIECES * SLAB)
     started: list[tuple[Pinning, PinningDriver]] = []

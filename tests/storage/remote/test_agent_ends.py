@@ -180,7 +180,7 @@ async def test_one_that_stops_while_nobody_asks_is_found_at_the_next_call(open_h
 
 
 async def test_the_arena_names_it_as_long_as_it_lives(open_host: Open, engine: FaultyEngine) -> None:
-    """Whoever takes the arena over reads this, and waits."""
+    """The process that takes the arena over reads this, and waits."""
     host = await open_host()
 
     def named() -> bytes:

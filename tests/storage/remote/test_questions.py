@@ -1,4 +1,4 @@
-"""Questions to the store: who waits is told in time, and the breaker hears of the store alone."""
+"""Questions to the store: callers are answered in time, and the breaker hears of the store alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOUD, QUIET = Flow(1001, 1), Flow(1002, 2)
 
 
 class QuestionScene:
-    """Questions to an agent that answers when it is told to."""
+    """Questions to an agent that answers when the test makes it."""
 
     def __init__(self) -> None:
         self.frames = Frames(by_agent=False)
