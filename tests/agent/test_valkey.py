@@ -58,11 +58,11 @@ class _Connection(socketserver.StreamRequestHandler):
                 for _ in range(int(line[1:])):
                     size = int(self.rfile.readline()[1:])
                     words.append(self.rfile.read(size + 2)[:size])
-                said = self.server.answer(number, words)
-                if said is CLOSE:
+                response = self.server.answer(number, words)
+                if response is CLOSE:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
-                self.connection.sendall(said)
+                self.connection.sendall(response)
 
 
 @pytest.fixture
@@ -98,11 +98,11 @@ def test_an_answer_that_is_late_is_not_the_next_calls(server: ScriptedServer, en
     assert engine.exists(["other"]) == [NO]
 
 
-@pytest.mark.parametrize("said", [b"?\r\n:1\r\n:1\r\n", b":\r\n:1\r\n:1\r\n", b"$1\r\nabc:1\r\n:1\r\n"])
+@pytest.mark.parametrize("reply", [b"?\r\n:1\r\n:1\r\n", b":\r\n:1\r\n:1\r\n", b"$1\r\nabc:1\r\n:1\r\n"])
 def test_what_comes_behind_an_answer_that_can_not_be_is_not_the_next_calls(
-    server: ScriptedServer, engine: ValkeyEngine, said: bytes
+    server: ScriptedServer, engine: ValkeyEngine, reply: bytes
 ) -> None:
-    server.answer = lambda _, command: said if command[1] == b"bad" else b":0\r\n"
+    server.answer = lambda _, command: reply if command[1] == b"bad" else b":0\r\n"
     assert engine.exists(["bad"]) == [UNKNOWN]
     assert engine.exists(["other"]) == [NO]
 

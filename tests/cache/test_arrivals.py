@@ -230,15 +230,15 @@ async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Pa
     tier = await open_tier(paths=[paths[0]])
     await tier.store_away(tier.keyspace(A), 1)
     await tier.drop()
-    told: list[str] = []
+    threads: list[str] = []
 
     def before(tier: Tier) -> None:
-        tier.root.directory.on_progress = lambda: told.append(threading.current_thread().name)  # type: ignore[method-assign]
+        tier.root.directory.on_progress = lambda: threads.append(threading.current_thread().name)  # type: ignore[method-assign]
 
     again = await open_tier(paths=[paths[0]], before=before)
     assert again.on_disk(again.keyspace(A), 1) == [1]
     listed = len(list((paths[0] / "segments").iterdir()))
-    assert len([name for name in told if "read" in name]) > listed, "for each name, and for what was walked"
+    assert len([name for name in threads if "read" in name]) > listed, "for each name, and for what was walked"
 
 
 # --- what happens between the steps ---
@@ -334,9 +334,9 @@ class Walks:
 
     def __call__(self, namespace: Namespace, epoch: int) -> Iterator[None]:
         self.begun += 1
-        mine = self.begun
+        number = self.begun
         yield from self._drop(namespace, epoch)
-        while mine > self.let_go:
+        while number > self.let_go:
             yield
 
 

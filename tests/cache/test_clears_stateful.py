@@ -45,7 +45,7 @@ SHAPE = Shape(pages=64, slab_pages=16, segment_pages=16, num_segments=40)
 STAMP = struct.Struct("<QQQ")  # namespace, key, the last clear of the namespace before the key was stored
 
 roots = st.sampled_from(["A", "A", "B", "B", "C"])
-lists = st.lists(roots, min_size=1, max_size=3).map(lambda some: list(dict.fromkeys(some)))
+lists = st.lists(roots, min_size=1, max_size=3).map(lambda names: list(dict.fromkeys(names)))
 configs = st.one_of(roots.map(lambda name: [name]), lists)  # histories part where not all roots are there
 pools = st.sampled_from([None, None, *range(POOLS)])  # None: a new one, that is lost at the end
 some_roots = st.lists(roots, max_size=3, unique=True)
@@ -153,11 +153,11 @@ class ClearMachine(RuleBasedStateMachine):
     @rule(config=configs, pool=pools, done=deeds, flush=st.booleans())
     def a_whole_run(self, config: list[str], pool: int | None, done: list[tuple[Any, list[int]]], flush: bool) -> None:
         self.begin_run(config, [], pool)
-        for what, some in done:
+        for what, chosen in done:
             if what == "clear":
-                self.clear(some)
+                self.clear(chosen)
             else:
-                self.store(what, some, waits=True)
+                self.store(what, chosen, waits=True)
         self.look()
         if flush:
             self.end(flush=True)
@@ -165,13 +165,13 @@ class ClearMachine(RuleBasedStateMachine):
             self.crash()
 
     @precondition(lambda self: self.tier is None)
-    @rule(config=configs, name=roots, pool=pools, n=which, some=numbers)
-    def a_run_with_a_late_root(self, config: list[str], name: str, pool: int | None, n: int, some: list[int]) -> None:
+    @rule(config=configs, name=roots, pool=pools, n=which, keys=numbers)
+    def a_run_with_a_late_root(self, config: list[str], name: str, pool: int | None, n: int, keys: list[int]) -> None:
         """What others have is in use when it comes."""
         self.put_back_all_if_down()
         late = [name] if self.path(name).exists() else []
         self.begin_run(list(dict.fromkeys([*config, name])), late, pool)
-        self.store(n, some, waits=True)
+        self.store(n, keys, waits=True)
         self.look()
         self.arrive(name)
         self.look()
@@ -267,9 +267,9 @@ class ClearMachine(RuleBasedStateMachine):
     # --- engines ---
 
     @precondition(lambda self: self.tier is not None)
-    @rule(n=which, some=numbers, waits=st.booleans())
-    def store(self, n: int, some: list[int], waits: bool) -> None:
-        self.up.store(self.keyspace(n), *some)
+    @rule(n=which, keys=numbers, waits=st.booleans())
+    def store(self, n: int, keys: list[int], waits: bool) -> None:
+        self.up.store(self.keyspace(n), *keys)
         self.run(self.up.quiet() if waits else asyncio.sleep(0))
 
     @precondition(lambda self: self.tier is not None)

@@ -66,7 +66,7 @@ def test_names_of_dtypes() -> None:
         "bfloat16", "float8_e4m3fn", "", "", "",
     ]  # fmt: skip
     mixed: list[list[Dtype]] = [["int8", "int8"], ["int8", "uint8"], ["int8", ""], []]
-    assert [common_dtype(some) for some in mixed] == ["int8", "", "", ""]
+    assert [common_dtype(names) for names in mixed] == ["int8", "", "", ""]
 
 
 # --- compositions ---
@@ -89,13 +89,13 @@ def test_how_bytes_are_cut_into_refs_makes_no_difference(
 def test_only_what_both_know_is_compared(items: list[tuple[tuple[str, bytes], tuple[str, bytes]]]) -> None:
     """A model compares the types, and the layers, of each single byte of two payloads of one size."""
     one, other = ([pair[at] for pair in items] for at in (0, 1))
-    mine, its = (Composition.of(refs_of([(*item, 1) for item in some])) for some in (one, other))
+    left, right = (Composition.of(refs_of([(*item, 1) for item in side])) for side in (one, other))
     columns = [([item[field] for item in one], [item[field] for item in other]) for field in (0, 1)]
     differ = any(all(first) and all(second) and first != second for first, second in columns)
-    assert (mine.conflict(its) is not None) == (its.conflict(mine) is not None) == differ
+    assert (left.conflict(right) is not None) == (right.conflict(left) is not None) == differ
     if not differ:
-        assert mine.filled(its).conflict(its) is None
-        assert UNKNOWN.filled(mine) == mine.filled(UNKNOWN) == mine
+        assert left.filled(right).conflict(right) is None
+        assert UNKNOWN.filled(left) == left.filled(UNKNOWN) == left
 
 
 def test_a_composition_is_short_whatever_it_is_of() -> None:
@@ -195,17 +195,17 @@ def hits(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("told", [(BF16,), (BF16, BF16), (BF16, OTHER_LAYERS), (UNKNOWN, BF16)])
-def test_a_successor_knows_what_it_took_over(told: tuple[Composition, ...]) -> None:
+@pytest.mark.parametrize("declared", [(BF16,), (BF16, BF16), (BF16, OTHER_LAYERS), (UNKNOWN, BF16)])
+def test_a_successor_knows_what_it_took_over(declared: tuple[Composition, ...]) -> None:
     cache = make_cache()
-    store(cache, declare(cache, *told), keys_of(1, 2))
+    store(cache, declare(cache, *declared), keys_of(1, 2))
     after = heir(cache)
     keyspace = after.namespaces[NAME].keyspaces[0]
-    assert keyspace.compositions == list(told)
+    assert keyspace.compositions == list(declared)
     with pytest.raises(SchemaError):
-        declare(after, *[FP16] * len(told))
-    assert hits(after, declare(after, *told), 1, 2) == [True, True]
-    assert hits(after, declare(after, *[UNKNOWN] * len(told)), 1) == [True]
+        declare(after, *[FP16] * len(declared))
+    assert hits(after, declare(after, *declared), 1, 2) == [True, True]
+    assert hits(after, declare(after, *[UNKNOWN] * len(declared)), 1) == [True]
 
 
 def test_what_was_filled_in_is_saved_before_anything_is_stored_under_it() -> None:

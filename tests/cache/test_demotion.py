@@ -642,7 +642,7 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
 ) -> None:
     """A user who could provoke it must not take the disk from all others."""
     tier = await open_tier(Shape(segment_pages=128))
-    mine, other = tier.keyspace(), tier.keyspace(b"o" * 16)
+    keyspace, other = tier.keyspace(), tier.keyspace(b"o" * 16)
     tier.store(other, 1)
     await tier.quiet()
     encode, tries = disk_format.encode_records, []
@@ -655,7 +655,7 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
 
     monkeypatch.setattr(writer, "encode_records", fail)
     for number in range(5):
-        tier.store(mine, number)
+        tier.store(keyspace, number)
         await tier.quiet()
         tier.store(other, 10 + number)
         await tier.quiet()
@@ -668,7 +668,7 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
         "one segment"
     )
     monkeypatch.undo()
-    tier.store(mine, 9)
+    tier.store(keyspace, 9)
     await tier.close()
     again = await open_tier(Shape(segment_pages=128))
     assert again.on_disk(again.keyspace(), *range(10)) == [*range(5), 9], "the end has tried once more"
@@ -807,8 +807,8 @@ async def test_an_end_in_time_tells_of_what_was_never_offered(
     await tier.close(flush_s=0.3)
     again = await open_tier()
     written = len(again.on_disk(again.keyspace(), *range(100)))
-    (told,) = [int(r.message.split()[0]) for r in caplog.records if "were not written to disk in time" in r.message]
-    assert (100 - written - 20) * PAGE_BYTES <= told <= (100 - written + 20) * PAGE_BYTES, "what ends meanwhile aside"
+    (logged,) = [int(r.message.split()[0]) for r in caplog.records if "were not written to disk in time" in r.message]
+    assert (100 - written - 20) * PAGE_BYTES <= logged <= (100 - written + 20) * PAGE_BYTES, "what ends meanwhile aside"
 
 
 async def test_an_end_tells_of_what_no_root_took(open_tier: Open) -> None:

@@ -141,9 +141,9 @@ async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths
     paths[1].rename(paths[0])
     await clear(tier.cache, tier.disk, [tier.keyspace(A).namespace.fingerprint])
     assert await read_manifest(paths[0]) == other
-    mine = await read_manifest(on_disk)
-    assert mine is not None
-    assert mine.epoch_of(A) == tier.keyspace(A).namespace.epoch
+    manifest = await read_manifest(on_disk)
+    assert manifest is not None
+    assert manifest.epoch_of(A) == tier.keyspace(A).namespace.epoch
     await tier.disk.arrivals.check(tier.root)
     assert "is not the same root as before" in tier.root.health.reason
     assert tier.states(tier.keyspace(B), 1) == [MISS]

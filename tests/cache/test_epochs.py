@@ -59,9 +59,9 @@ def of_each(epochs: Epochs) -> list[int]:
     return [epochs.of(name) for name in [*NAMES, NOBODY]]
 
 
-def merged(*some: Epochs) -> Epochs:
+def merged(*sources: Epochs) -> Epochs:
     into = Epochs()
-    for other in some:
+    for other in sources:
         into.merge(other.base, other.last, dict(other.by_namespace))
     return into
 

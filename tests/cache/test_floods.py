@@ -39,16 +39,16 @@ def use(cache: Cache, keyspace: Keyspace, count: int) -> int:
 @pytest.mark.parametrize("pages", [1, 2, 4])
 def test_keys_in_use_outlive_what_is_stored_once(uid: int, pages: int) -> None:
     cache = make_cache(pages=256, slab_pages=16, policy="hit-density")
-    mine, other = tenant(cache, 1, 2), tenant(cache, uid, pages)
+    used, other = tenant(cache, 1, 2), tenant(cache, uid, pages)
     number = USED
-    store(cache, mine, keys_of(*range(USED)))
+    store(cache, used, keys_of(*range(USED)))
     for _ in range(3):
-        use(cache, mine, USED)
+        use(cache, used, USED)
     for _ in range(ROUNDS):
         for _ in range(ONCE // 16):
             store(cache, other, keys_of(*range(number, number + 16)))
             number += 16
-        assert use(cache, mine, USED) == USED
+        assert use(cache, used, USED) == USED
     assert check(cache, 0, 0) == []
     cache.tier.close()
 

@@ -204,16 +204,16 @@ async def test_a_fetch_that_is_cancelled_tells_nobody_and_holds_nothing(
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1, 2)
     tier.files.reading.close()
-    told: list[str] = []
-    fetch = tier.begin_fetch(keyspace, 1, 2, done=lambda: told.append("cancelled"))
-    other = tier.begin_fetch(keyspace, 2, done=lambda: told.append("other"))
+    ended: list[str] = []
+    fetch = tier.begin_fetch(keyspace, 1, 2, done=lambda: ended.append("cancelled"))
+    other = tier.begin_fetch(keyspace, 2, done=lambda: ended.append("other"))
     for _ in range(turns):
         await asyncio.sleep(0)
     tier.disk.promotion.cancel(fetch)
     assert tier.audit() == []
     tier.files.reading.open()
     await tier.quiet()
-    assert told == ["other"]
+    assert ended == ["other"]
     assert tier.disk.promotion.holds == 0
     assert tier.served(keyspace, 1, 2) == ([1, 2] if turns else [2]), "what was being read has come all the same"
     tier.disk.promotion.cancel(other)
@@ -238,10 +238,10 @@ async def test_a_key_that_somebody_is_storing_is_not_waited_for(open_tier: Open)
     tier = await open_tier()
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1, 2)
-    mine = reserve(tier.cache, keyspace, keys_of(1), np.zeros(1, np.uint16), 0)
+    reserved = reserve(tier.cache, keyspace, keys_of(1), np.zeros(1, np.uint16), 0)
     tier.reserved = 1
     assert await tier.fetch(keyspace, 1, 2) == [2]
-    tier.cache.abort(mine.parts)
+    tier.cache.abort(reserved.parts)
     tier.reserved = 0
     assert tier.states(keyspace, 1) == [PENDING], "it is on disk still"
     assert await tier.fetch(keyspace, 1) == [1]

@@ -28,10 +28,10 @@ async def pour(tier: Tier, keyspace: Keyspace, first: int, count: int, *, step: 
     """Store keys and evict them once they are written. Returns their numbers."""
     numbers = list(range(first, first + count))
     for at in range(0, count, step):
-        some = numbers[at : at + step]
-        tier.store(keyspace, *some)
+        batch = numbers[at : at + step]
+        tier.store(keyspace, *batch)
         await tier.quiet()
-        tier.evict(keyspace, *some)
+        tier.evict(keyspace, *batch)
         assert tier.audit() == []
     return numbers
 
@@ -108,9 +108,9 @@ async def test_what_moved_on_and_is_not_read_again_goes(open_tier: Open) -> None
 async def read(tier: Tier, keyspace: Keyspace, *numbers: int) -> None:
     """Promote these keys, some at a time, and evict them again."""
     for at in range(0, len(numbers), PER_SEGMENT):
-        some = list(numbers[at : at + PER_SEGMENT])
-        assert await tier.fetch(keyspace, *some) == some
-        tier.evict(keyspace, *some)
+        batch = list(numbers[at : at + PER_SEGMENT])
+        assert await tier.fetch(keyspace, *batch) == batch
+        tier.evict(keyspace, *batch)
 
 
 async def test_no_more_than_a_quarter_moves_on(open_tier: Open) -> None:
@@ -246,7 +246,7 @@ async def test_a_large_record_does_not_end_the_segment_that_is_written_to_again(
     names = (tier.keyspace(name * 16) for name in (b"a", b"b", b"c", b"d"))
     first, second, gone, filler = names
     large = tier.keyspace(b"l" * 16, sizes=(15 * PAGE_BYTES,))
-    mine, theirs = await pour(tier, first, 0, 10), await pour(tier, second, 0, 6)
+    in_first, in_second = await pour(tier, first, 0, 10), await pour(tier, second, 0, 6)
     await pour(tier, gone, 0, PER_SEGMENT - 16, step=14)
     await tier.clear(gone.namespace)
     await pour(tier, filler, 0, 6 * PER_SEGMENT)
@@ -264,8 +264,8 @@ async def test_a_large_record_does_not_end_the_segment_that_is_written_to_again(
     await tier.until(lambda: 15 * PAGE_BYTES in asked)
     tier.files.reading.open()
     await tier.quiet()
-    assert tier.on_disk(first, *mine) == mine
-    assert tier.on_disk(second, *theirs) == theirs
+    assert tier.on_disk(first, *in_first) == in_first
+    assert tier.on_disk(second, *in_second) == in_second
     assert tier.on_disk(large, 1) == [1]
 
 

@@ -228,7 +228,7 @@ def test_a_step_counts_few_keys(told: tuple[Cache, Namespace, Keyspace, Told], m
     rows = [use(cache, keyspace, 2 * number, 2 * number + 1) for number in range(5)]
     for pair in ([rows[0], rows[1]], [rows[2], rows[3]], [rows[4]]):
         cache.uses.settle_due()
-        assert [told for told, _, _ in heard] == [[row for rows in pair for row in rows]]
+        assert [touched for touched, _, _ in heard] == [[row for rows in pair for row in rows]]
         heard.clear()
     assert not cache.uses.waiting
 

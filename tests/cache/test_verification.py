@@ -132,8 +132,8 @@ async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: 
     count as checked.
     """
     loop = asyncio.get_running_loop()
-    told: list[BaseException] = []
-    loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
+    errors: list[BaseException] = []
+    loop.set_exception_handler(lambda _, about: errors.append(about["exception"]))
     cache, nobody = make_cache(), None
     plan = adopted(cache)
     lane = Lane("hash", 1, loop)
@@ -148,7 +148,7 @@ async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: 
     options = CopyOptions(GPU, loop.time() + 60)
     job = jobs.load(plan, options, results.append)
     assert await jobs.settle({job}, 20.0)
-    assert [(type(torn), torn.__cause__) for torn in told] == [(CacheTornError, error)]
+    assert [(type(torn), torn.__cause__) for torn in errors] == [(CacheTornError, error)]
     assert [(result.outcome, result.reason) for result in results] == [
         (Outcome.FAILED, "it met a bug in the daemon; its log has the details")
     ]
@@ -313,11 +313,11 @@ async def test_very_many_are_judged_in_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_device_that_does_not_hash_what_it_was_to_serves_nothing() -> None:
-    loop, told = asyncio.get_running_loop(), list[object]()
-    loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
+    loop, errors = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, about: errors.append(about["exception"]))
     scene = VerificationScene("auto")
     job = scene.load()
     scene.device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))
     assert await scene.jobs.settle({job}, 20.0)
     assert [end.outcome for end in scene.ends] == [Outcome.FAILED]
-    assert [str(error) for error in told] == ["a device was to hash what it loads, and did not"]
+    assert [str(error) for error in errors] == ["a device was to hash what it loads, and did not"]

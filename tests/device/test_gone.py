@@ -42,8 +42,8 @@ def shared() -> Iterator[Mapping]:
 def runs(mapping: Mapping, own: int, size: int, *, store: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One run in what is there, one that begins there and ends in what is gone, one in what is there."""
     peer = u64([mapping.address, mapping.address + GONE_FROM - size // 2, mapping.address + size])
-    mine = u64([own, own + size, own + 2 * size])
-    return (peer, mine, u64([size] * 3)) if store else (mine, peer, u64([size] * 3))
+    local = u64([own, own + size, own + 2 * size])
+    return (peer, local, u64([size] * 3)) if store else (local, peer, u64([size] * 3))
 
 
 @each

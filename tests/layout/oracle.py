@@ -242,10 +242,10 @@ def check_apart(
                 for block in range(num_blocks):
                     dim, at = blocks_of(tensor, specs[name], [block])
                     bits(tensor).index_fill_(dim, at, int.from_bytes(tensor.element_size() * bytes([block + 1]), "big"))
-        mine = [one.numpy() for one in memory]
-        used = sum(int(np.count_nonzero(one)) for one in mine)
+        arrays = [one.numpy() for one in memory]
+        used = sum(int(np.count_nonzero(one)) for one in arrays)
         assert used == num_blocks * sum(specs[layer].payload_bytes for layer in group.layers), "bytes are shared"
-        for old, new in zip(owners, mine, strict=True):
+        for old, new in zip(owners, arrays, strict=True):
             both = (old != 0) & (new != 0)
             assert (old[both] == new[both]).all(), "two blocks have bytes in common"
             old[new != 0] = new[new != 0]

@@ -71,9 +71,9 @@ def _work(layout: Layout, blocks: tuple[int, ...]) -> BlockWork:
     slots = _ARENA + rng.permutation(len(places)) * (_APART * slot_bytes(max(layout.payloads)))
     lists, first = [], 0
     for group, count in zip(groups, blocks, strict=True):
-        mine = slice(first, first + count)
+        span = slice(first, first + count)
         plan = GroupPlan.build(tensors, group.refs, 1)
-        lists.append(_block_list(plan, places[mine], slots[mine]))
+        lists.append(_block_list(plan, places[span], slots[span]))
         first += count
     return BlockWork(lists)
 

@@ -68,9 +68,9 @@ def test_which_layers_are_full(name: str, full: list[int]) -> None:
 
 def test_what_a_model_class_fills_in_is_said() -> None:
     """The published gemma-3-4b has neither heads nor a pattern in its file."""
-    said = " ".join(model(GEMMA_3).assumed)
+    assumed = " ".join(model(GEMMA_3).assumed)
     for key in ("sliding_window_pattern = 6", "num_key_value_heads = 4", "head_dim = 256"):
-        assert key in said
+        assert key in assumed
     assert model(GPT_OSS).assumed == ()
 
 
@@ -294,7 +294,7 @@ def test_a_type_around_a_known_one_that_is_not_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"model_type": "bert"}, "model_type = 'bert': it is an encoder, and keeps nothing of its tokens"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True: it is an encoder"),
@@ -302,8 +302,8 @@ def test_a_type_around_a_known_one_that_is_not_known(tmp_path: Path) -> None:
         ({"is_causal": False}, "is_causal = False: it is an encoder"),
     ],
 )
-def test_an_encoder_keeps_nothing(tmp_path: Path, keys: dict[str, object], said: str) -> None:
-    with pytest.raises(NoPlanError, match=said):
+def test_an_encoder_keeps_nothing(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(NoPlanError, match=message):
         read_model(changed(tmp_path, LLAMA, **keys))
     causal = changed(tmp_path, LLAMA, is_causal=True, use_bidirectional_attention="vision")
     assert read_model(causal).kinds == model(LLAMA).kinds

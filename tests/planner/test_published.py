@@ -227,8 +227,8 @@ def test_when_rows_are_packed_by_default(
     """Where each group's layers are of one kind, and pages of several sizes."""
     found = plan(tmp_path, name)
     print_plan(found)
-    said = f'"packed rows": engines that have it use it {"by default" if default else "on request"}'
-    assert said in capsys.readouterr().out
+    line = f'"packed rows": engines that have it use it {"by default" if default else "on request"}'
+    assert line in capsys.readouterr().out
     assert plan_json(found)["rows_by_default"] is default
 
 
@@ -471,5 +471,5 @@ def test_the_dtype_of_a_state_is_said_where_it_is_assumed(tmp_path: Path) -> Non
 
 
 def test_layers_without_a_cache_of_their_own_are_said(tmp_path: Path) -> None:
-    said = " ".join(plan(tmp_path, "gemma-3n-e4b").assumed)
-    assert "num_kv_shared_layers: the last 15 layers use earlier layers' cache, and are left out" in said
+    assumed = " ".join(plan(tmp_path, "gemma-3n-e4b").assumed)
+    assert "num_kv_shared_layers: the last 15 layers use earlier layers' cache, and are left out" in assumed

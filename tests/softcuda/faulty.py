@@ -268,8 +268,8 @@ def stream_writes() -> str:
     """no_stream_writes: what the GPU reports, and what the call returns."""
     _, host, stream = _buffers()
     which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
-    said = int(ok(driver.cuDeviceGetAttribute(which, 0)))
-    return str([said, code(driver.cuStreamWriteValue64(stream, address(host), 7, 0))])
+    supported = int(ok(driver.cuDeviceGetAttribute(which, 0)))
+    return str([supported, code(driver.cuStreamWriteValue64(stream, address(host), 7, 0))])
 
 
 def link() -> None:

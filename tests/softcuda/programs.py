@@ -352,16 +352,16 @@ def many_threads() -> None:
     def work(number: int) -> None:
         try:
             start()
-            mine = host[number * SIZE : (number + 1) * SIZE]
+            block = host[number * SIZE : (number + 1) * SIZE]
             for turn in range(5):
                 device, stream = allocate(SIZE), new_stream()
-                mine[:] = noise(SIZE, number * 10 + turn)
-                ok(driver.cuMemcpyHtoDAsync(device, address(mine), SIZE, stream))
+                block[:] = noise(SIZE, number * 10 + turn)
+                ok(driver.cuMemcpyHtoDAsync(device, address(block), SIZE, stream))
                 ok(driver.cuStreamSynchronize(stream))
-                mine[:] = 0
-                ok(batch([address(mine)], [device], [SIZE], stream))
+                block[:] = 0
+                ok(batch([address(block)], [device], [SIZE], stream))
                 ok(driver.cuStreamSynchronize(stream))
-                assert np.array_equal(mine, noise(SIZE, number * 10 + turn))
+                assert np.array_equal(block, noise(SIZE, number * 10 + turn))
                 ok(driver.cuMemFree(device))
                 ok(driver.cuStreamDestroy(stream))
         except BaseException as error:  # noqa: BLE001

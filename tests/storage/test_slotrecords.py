@@ -70,8 +70,8 @@ class Book(RuleBasedStateMachine):
             self.sizes[slab] = size
             self.slot_records.assign(slab, size)
         slots = np.array(self.slots(slab), np.uint32)
-        some = slots[np.random.default_rng(seed).random(len(slots)) < 0.5]
-        self.held |= write(self.slot_records, some, seed)
+        filled = slots[np.random.default_rng(seed).random(len(slots)) < 0.5]
+        self.held |= write(self.slot_records, filled, seed)
 
     @rule(seed=st.integers(0, 1 << 16))
     def erase(self, seed: int) -> None:

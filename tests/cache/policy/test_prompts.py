@@ -80,12 +80,12 @@ def test_policies_take_several_prompts(name: str, made: list[tuple[bool, list[tu
         places = [np.arange(first, first + len(numbers), dtype=np.uint32) for first, numbers in prompts]
         every, begins = np.concatenate(rows), begins_of([numbers for _, numbers in prompts])
         if new:
-            for mine, at in zip(rows, places, strict=True):
-                one.insert(mine, hashes[mine], at)
+            for prompt_rows, at in zip(rows, places, strict=True):
+                one.insert(prompt_rows, hashes[prompt_rows], at)
             other.insert(every, hashes[every], np.concatenate(places), begins)
         else:
-            for mine, at in zip(rows, places, strict=True):
-                one.touch(mine, at)
+            for prompt_rows, at in zip(rows, places, strict=True):
+                one.touch(prompt_rows, at)
             other.touch(every, np.concatenate(places), begins)
     assert len(one) == len(other)
     assert one.victims(ROWS, everybody).tolist() == other.victims(ROWS, everybody).tolist()

@@ -119,8 +119,8 @@ def test_threads_share_a_stream(gpu: Gpu, driver: Driver, memory: Memory, rng: n
     chunks = [rows[part::8] for part in range(8)]
     made = stream(gpu, driver)
 
-    def work(mine: list[U64Array]) -> None:
-        for offsets in mine:
+    def work(offset_lists: list[U64Array]) -> None:
+        for offsets in offset_lists:
             src, dst = offsets + np.uint64(memory.mapping.address), offsets + np.uint64(memory.buffer.address)
             made.move(src, dst, np.full(len(offsets), ROW, np.uint64))
 

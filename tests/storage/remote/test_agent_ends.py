@@ -271,10 +271,10 @@ async def test_closing_while_it_starts(engine: FaultyEngine) -> None:
 
 
 def test_it_does_not_have_what_systemd_told_the_daemon() -> None:
-    told = {"NOTIFY_SOCKET": "x", "LISTEN_FDS": "1", "WATCHDOG_USEC": "1", "PATH": "p", "PYTHONPATH": "q"}
-    kept = agent_environment("", told)
+    environment = {"NOTIFY_SOCKET": "x", "LISTEN_FDS": "1", "WATCHDOG_USEC": "1", "PATH": "p", "PYTHONPATH": "q"}
+    kept = agent_environment("", environment)
     assert kept == {"PATH": "p", "PYTHONPATH": f"{ROOT}:q"}
-    assert agent_environment("/other/python", told) == {"PATH": "p", "PYTHONPATH": "q"}
+    assert agent_environment("/other/python", environment) == {"PATH": "p", "PYTHONPATH": "q"}
 
 
 def read_proc(pid: int, name: str) -> str:
