@@ -21,8 +21,8 @@ FOREVER_S = 60.0
 
 
 class CodedStore:
-    """Answers `codes` to every call with many names, which takes `seconds` of its clock; `sizes`: what the master says
-    of objects.
+    """Answers `codes` to every call with many names, which takes `seconds` of its clock; `sizes`: the master's
+    answers about objects.
     """
 
     def __init__(self, codes: Sequence[int], seconds: float = 0.1, **sizes: int) -> None:
@@ -243,7 +243,7 @@ def test_memory_of_a_read_that_may_go_on_is_never_used_again(engine: Any) -> Non
 
 
 class PinningStore:
-    """A master that allows pins of so many milliseconds, and Mooncake's module."""
+    """A master that allows pins of up to `pin_ms_max` milliseconds, and Mooncake's module."""
 
     SoftPinAction = SimpleNamespace(ENABLE="enable")
     ReplicateConfig = SimpleNamespace

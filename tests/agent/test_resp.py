@@ -59,7 +59,7 @@ def wire() -> Iterator[Wire]:
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("sent", "meant"),
     [
         (b"+OK\r\n", "OK"),
         (b":42\r\n", 42),
@@ -70,8 +70,8 @@ def wire() -> Iterator[Wire]:
         (b"*2\r\n$1\r\n0\r\n*1\r\n:7\r\n", [b"0", [7]]),
     ],
 )
-def test_replies(wire: Wire, said: bytes, meant: Reply) -> None:
-    wire.say(said + b":1\r\n")
+def test_replies(wire: Wire, sent: bytes, meant: Reply) -> None:
+    wire.say(sent + b":1\r\n")
     assert wire.connection.reply() == meant
     assert wire.connection.reply() == 1
 
@@ -113,13 +113,13 @@ GARBAGE = st.one_of(
 )
 
 
-@given(said=GARBAGE)
-def test_any_bytes_end_in_a_reply_or_an_error(said: bytes) -> None:
-    """Never in a hang, in much memory, or beside the pieces."""
+@given(sent=GARBAGE)
+def test_any_bytes_end_in_a_reply_or_an_error(sent: bytes) -> None:
+    """They never end in a hang, take much memory, or write outside the pieces."""
     for read in (lambda wire: wire.connection.reply(), _read_into):
         wire = Wire()
         try:
-            wire.say(said, end=True)
+            wire.say(sent, end=True)
             for _ in range(20):
                 read(wire)
         except (OSError, ReplyError):
@@ -135,7 +135,7 @@ def _read_into(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         b"$99999999999\r\n",
         b"*99999999999\r\n",
@@ -147,15 +147,15 @@ def _read_into(wire: Wire) -> None:
         b"$1\r\nabc",
     ],
 )
-def test_what_cannot_be_is_refused_at_once(wire: Wire, said: bytes) -> None:
-    wire.say(said)
+def test_what_cannot_be_is_refused_at_once(wire: Wire, sent: bytes) -> None:
+    wire.say(sent)
     with pytest.raises(ProtocolError):
         wire.connection.reply()
 
 
-@pytest.mark.parametrize("said", [b"", b"$5\r\n", b"$5\r\nab", b"+O", b"*2\r\n:1\r\n"])
-def test_an_end_in_the_middle(wire: Wire, said: bytes) -> None:
-    wire.say(said, end=True)
+@pytest.mark.parametrize("sent", [b"", b"$5\r\n", b"$5\r\nab", b"+O", b"*2\r\n:1\r\n"])
+def test_an_end_in_the_middle(wire: Wire, sent: bytes) -> None:
+    wire.say(sent, end=True)
     with pytest.raises(ConnectionError):
         wire.connection.reply()
 
@@ -234,5 +234,5 @@ def test_who_asks_says_so_first() -> None:
             else:
                 RespConnection(place, time.monotonic() + LONG_S).close()
             thread.join()
-            said = command("AUTH", "me", "secret") + (b"" if raises else command("SELECT", "3"))
-            assert b"".join(heard) == said
+            expected = command("AUTH", "me", "secret") + (b"" if raises else command("SELECT", "3"))
+            assert b"".join(heard) == expected

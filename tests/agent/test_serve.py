@@ -363,10 +363,10 @@ def test_reading_gets_on_and_its_answers_fit(sizes: list[int]) -> None:
     values = [None if size < 0 else bytes(size) for size in sizes]
     came: list[bytes | int | None] = []
     while len(came) < len(values):
-        some = serve._that_fit(values[len(came) :])
-        assert len(encode(Values(1, some), ANSWER_BYTES_MAX)) <= ANSWER_BYTES_MAX
-        assert some
-        came += some
+        batch = serve._that_fit(values[len(came) :])
+        assert len(encode(Values(1, batch), ANSWER_BYTES_MAX)) <= ANSWER_BYTES_MAX
+        assert batch
+        came += batch
     assert came == [Code.SIZE if size > VALUE_BYTES_MAX else value for size, value in zip(sizes, values, strict=True)]
 
 

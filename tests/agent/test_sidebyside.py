@@ -37,7 +37,7 @@ class HangingStore:
         return self.readers.read(lots, self.work, time.monotonic() + until_s)
 
     def give_up(self, begun: int, *names: str) -> None:
-        """Read lots that hang, until so many of them have begun."""
+        """Read lots that hang, until `begun` of them have begun."""
 
         def read() -> bool:
             lots = {name: [name] for name in names}

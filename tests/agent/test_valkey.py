@@ -1,4 +1,4 @@
-"""The engine for Valkey, against a server that does what the test says: answers that are late, broken off, or wrong."""
+"""The engine for Valkey, against a server that the test scripts: answers that are late, broken off, or wrong."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class _Connection(socketserver.StreamRequestHandler):
                 for _ in range(int(line[1:])):
                     size = int(self.rfile.readline()[1:])
                     words.append(self.rfile.read(size + 2)[:size])
-                said = self.server.answer(number, words)
-                if said is CLOSE:
+                response = self.server.answer(number, words)
+                if response is CLOSE:
                     self.connection.shutdown(socket.SHUT_RDWR)
                     return
-                self.connection.sendall(said)
+                self.connection.sendall(response)
 
 
 @pytest.fixture
@@ -98,11 +98,11 @@ def test_an_answer_that_is_late_is_not_the_next_calls(server: ScriptedServer, en
     assert engine.exists(["other"]) == [NO]
 
 
-@pytest.mark.parametrize("said", [b"?\r\n:1\r\n:1\r\n", b":\r\n:1\r\n:1\r\n", b"$1\r\nabc:1\r\n:1\r\n"])
+@pytest.mark.parametrize("reply", [b"?\r\n:1\r\n:1\r\n", b":\r\n:1\r\n:1\r\n", b"$1\r\nabc:1\r\n:1\r\n"])
 def test_what_comes_behind_an_answer_that_can_not_be_is_not_the_next_calls(
-    server: ScriptedServer, engine: ValkeyEngine, said: bytes
+    server: ScriptedServer, engine: ValkeyEngine, reply: bytes
 ) -> None:
-    server.answer = lambda _, command: said if command[1] == b"bad" else b":0\r\n"
+    server.answer = lambda _, command: reply if command[1] == b"bad" else b":0\r\n"
     assert engine.exists(["bad"]) == [UNKNOWN]
     assert engine.exists(["other"]) == [NO]
 
@@ -128,7 +128,7 @@ def transfers(memory: ctypes.Array[ctypes.c_char]) -> list[ObjectTransfer]:
 
 
 def closing_after(count: int, first: list[bytes], second: list[bytes]) -> Answer:
-    """The first call's connection is closed after so many answers; then the second call has its own."""
+    """The first call's connection is closed after `count` answers; then the second call has its own."""
     left = {0: first[:count], 1: list(second)}
 
     def answer(connection: int, command: list[bytes]) -> bytes | None:
@@ -161,7 +161,7 @@ def test_puts_of_a_second_try_are_not_mixed_with_those_of_the_first(
 def test_what_a_slow_link_has_brought_there_counts(
     server: ScriptedServer, engine: ValkeyEngine, monkeypatch: pytest.MonkeyPatch, went: int
 ) -> None:
-    """Time is over in the middle of a put. Answers have some time of their own."""
+    """Time is over in the middle of a put. Answers have some time in addition."""
     answered = threading.Semaphore(0)
     left = due = went
     until = {"send": 0.0, "reply": 0.0}

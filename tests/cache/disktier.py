@@ -1,4 +1,4 @@
-"""A cache with a real disk tier in a directory, and files whose calls wait or fail when they are told to."""
+"""A cache with a real disk tier in a directory, and files whose calls wait or fail on request."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Sums:
 
 
 class DiskGate:
-    """Open at first. `entered` is set by whoever has come to it."""
+    """Open at first. `entered` is set when a thread arrives."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -80,7 +80,7 @@ class DiskGate:
         self._open.set()
 
     def let_others_pass(self) -> None:
-        """Whoever comes from now on; those who stand there stay."""
+        """Threads that come from now on pass; those that wait there stay."""
         self._passes.set()
 
     def __call__(self) -> None:
@@ -267,7 +267,7 @@ class Tier:
     async def _end(self) -> None:
         self.is_closed = True
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # what the lanes have still told
+        await asyncio.sleep(0)  # what the lanes have still reported
         self.cache.tier.close()
 
     # --- keys ---
@@ -411,7 +411,7 @@ class Tier:
         return found
 
     def place_if_there(self, keyspace: Keyspace, number: int, part: int = 0) -> tuple[Root, Segment, int] | None:
-        """None: its root is coming in or going right now, so that nobody reads it."""
+        """None: its root is coming in or going right now, so it is not read."""
         catalog = self.disk.catalog
         disk_keyspace = self.disk.of(keyspace)
         assert disk_keyspace is not None

@@ -112,7 +112,7 @@ def make_keyspace(
 
 
 def events_of(cache: Cache) -> list[Event]:
-    """What waits to be told of all namespaces, which it does no longer."""
+    """Takes the waiting events of all namespaces, which then wait no longer."""
     waiting = cache.entries.events
     return [e for namespace in cache.namespaces.values() for e in iter(partial(waiting.take, namespace), None)]
 
@@ -134,7 +134,7 @@ def keys_of(*numbers: int) -> U64Array:
 def store(
     cache: Cache, keyspace: Keyspace, keys: U64Array, parts: list[int] | None = None, *, seals: bool = True
 ) -> I64Array:
-    """Commit parts of keys, all of them if not told which; the payloads are zeros."""
+    """Commit these parts of keys, or all of them; the payloads are zeros."""
     wanted: U16Array = np.array(range(keyspace.schema.parts) if parts is None else parts, np.uint16)
     reserved = reserve(cache, keyspace, keys, wanted, 0).parts
     kept = cache.commit(reserved)

@@ -82,7 +82,7 @@ def test_step_by_step_as_in_one(before: list[int], asked: list[list[int]], width
         for made, space, numbers in zip(reserved, spaces, asked, strict=True):
             rows = cache.find(space, keys_of(*numbers)).rows
             first = cache.entries.first[rows[made.keys]]
-            assert (made.parts == first + made.columns).all(), "each slot belongs to the key that it is told for"
+            assert (made.parts == first + made.columns).all(), "each slot belongs to the key that it is listed for"
         order = []
         if states == [[R] * len(asked[0])]:
             while found := held(cache, one, range(41)):
@@ -246,14 +246,14 @@ def test_others_evict_and_store_the_same_keys_between_two_steps(cache: Cache) ->
 
 
 def test_what_others_store_between_two_steps_is_not_evicted_for_the_steps_behind(cache: Cache) -> None:
-    """A key that was told to hit is not taken away by the very request that was told so."""
+    """A key that was reported as a hit is not evicted by the very request that got this report."""
     _, keyspace = make_keyspace(cache)
     made = Admission(cache, [wanted(keyspace, range(12))])
     turns = made.steps()
     next(turns)  # there is room
     next(turns)  # the last four have theirs
     store(cache, keyspace, keys_of(5))
-    next(turns)  # the four before them, of which one hits
+    next(turns)  # the four before them: one hits
     store(cache, keyspace, keys_of(*range(100, 108)))
     for _ in turns:
         pass

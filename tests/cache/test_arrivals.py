@@ -1,4 +1,4 @@
-"""Roots that come, at the start or later: one that hangs keeps nobody waiting, and clears hold in whatever order its
+"""Roots that come, at the start or later: one that hangs delays nothing else, and clears hold in whatever order its
 steps and others' follow one another.
 """
 
@@ -230,15 +230,15 @@ async def test_a_long_walk_tells_that_it_goes_on(open_tier: Open, paths: list[Pa
     tier = await open_tier(paths=[paths[0]])
     await tier.store_away(tier.keyspace(A), 1)
     await tier.drop()
-    told: list[str] = []
+    threads: list[str] = []
 
     def before(tier: Tier) -> None:
-        tier.root.directory.on_progress = lambda: told.append(threading.current_thread().name)  # type: ignore[method-assign]
+        tier.root.directory.on_progress = lambda: threads.append(threading.current_thread().name)  # type: ignore[method-assign]
 
     again = await open_tier(paths=[paths[0]], before=before)
     assert again.on_disk(again.keyspace(A), 1) == [1]
     listed = len(list((paths[0] / "segments").iterdir()))
-    assert len([name for name in told if "read" in name]) > listed, "for each name, and for what was walked"
+    assert len([name for name in threads if "read" in name]) > listed, "for each name, and for what was walked"
 
 
 # --- what happens between the steps ---
@@ -320,7 +320,7 @@ async def test_another_root_tells_of_a_clear_while_one_is_looked_at(
     assert tier.states(tier.keyspace(A), 1, 2) == [MISS, PENDING]
     await tier.close()
     alone = await open_tier(paths=[paths[0]])
-    assert alone.states(alone.keyspace(A), 1) == [MISS], "it has been told"
+    assert alone.states(alone.keyspace(A), 1) == [MISS], "it has learned of the clear"
 
 
 class Walks:
@@ -334,9 +334,9 @@ class Walks:
 
     def __call__(self, namespace: Namespace, epoch: int) -> Iterator[None]:
         self.begun += 1
-        mine = self.begun
+        number = self.begun
         yield from self._drop(namespace, epoch)
-        while mine > self.let_go:
+        while number > self.let_go:
             yield
 
 
@@ -344,8 +344,8 @@ class Walks:
 async def test_nothing_comes_in_while_another_root_s_clears_are_learnt(
     open_tier: Open, paths: list[Path], hang: Hang, monkeypatch: pytest.MonkeyPatch, heard_before: bool
 ) -> None:
-    """Else its records would be read under the old epoch by whoever opens their namespace then, and their keys be taken
-    over into the new one.
+    """Otherwise, its records would be read under the old epoch for a client that opens their namespace then, and their
+    keys would be taken over into the new one.
     """
     first = await open_tier(paths=[paths[0]])
     await first.store_away(first.keyspace(A), 1)

@@ -49,7 +49,7 @@ def _same_slot(cache: Cache) -> None:
 
 
 def _lost_slot(cache: Cache) -> None:
-    """Free, says the part; taken, says the tier."""
+    """The part records the slot as free, the tier as taken."""
     cache.entries.parts.state[_record(cache, PartState.RESERVED)] = PartState.EMPTY
 
 

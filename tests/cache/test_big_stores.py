@@ -27,7 +27,7 @@ KEYS = 2 * STEP_PARTS + 5
 
 
 class HeldDevice:
-    """Its copies end when they are told to."""
+    """Its copies end when the test ends them."""
 
     def __init__(self) -> None:
         self.done: Callable[[CopyResult], None] = lambda _: None
@@ -40,7 +40,7 @@ class HeldDevice:
 
 
 def unwanted(count: int) -> BlockList:
-    """Payloads of which no copy is ever made."""
+    """Payloads that are never copied."""
     blocks, numbers = np.full((count, 1), NO_BLOCK, np.uint32), np.arange(count)
     return BlockList((), blocks, numbers, np.zeros(count, np.int64), np.zeros(count, np.uint64))
 
@@ -92,7 +92,7 @@ async def test_a_big_store_becomes_readable_in_steps_from_its_end_on_and_is_seal
     scene.end_copy(Outcome.DONE)
     assert scene.hits() == STEP_PARTS
     assert scene.cache.find(scene.keyspace, scene.keys[-STEP_PARTS:]).hits.all(), "a prompt's beginning comes last"
-    assert not scene.ends, "the worker is told when all of it is"
+    assert not scene.ends, "the worker gets its answer when all of it is"
     scene.job.cancel()  # too late: the bytes are there
     await steps(scene)
     assert (scene.ends[0].outcome, scene.hits(), scene.jobs.reserved) == (Outcome.DONE, KEYS, 0)
@@ -152,8 +152,8 @@ async def test_a_big_store_that_failed_is_freed_in_steps(scene: BigStore) -> Non
 
 
 async def test_a_clear_between_two_steps(scene: BigStore) -> None:
-    """All of it goes with the clear, what was committed before as well, and the worker is told so: its store had not
-    ended.
+    """All of it goes with the clear, what was committed before as well, and the worker gets this answer: its store had
+    not ended.
     """
     scene.end_copy(Outcome.DONE)
     scene.cache.epochs.advance(scene.namespace.fingerprint)

@@ -154,10 +154,10 @@ def test_what_a_request_names_in_any_group_is_no_victim_of_it(policy: str) -> No
 def test_the_first_reservation_wins(cache: Cache) -> None:
     _, keyspace = make_keyspace(cache)
     store(cache, keyspace, 1)
-    mine = reserve(cache, keyspace, keys_of(1, 2), ONE, 0)
-    theirs = reserve(cache, keyspace, keys_of(1, 2, 3), ONE, 0)
-    assert mine.states.tolist() == [H, R]
-    assert theirs.states.tolist() == [H, P, R]
+    first = reserve(cache, keyspace, keys_of(1, 2), ONE, 0)
+    second = reserve(cache, keyspace, keys_of(1, 2, 3), ONE, 0)
+    assert first.states.tolist() == [H, R]
+    assert second.states.tolist() == [H, P, R]
     assert check(cache, 0, reserved=2) == []
 
 
@@ -344,7 +344,7 @@ def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
     assert keyspace.queue.most_per_key(1) == 3, "it has keys"
     for _ in cache.clear(other):
         pass
-    cache.close_namespace(cache.open_namespace(b"g" * 16, 0, "", 32))  # namespaces that nobody uses are looked for
+    cache.close_namespace(cache.open_namespace(b"g" * 16, 0, "", 32))  # a search for unused namespaces
     assert (keyspace.queue.most_per_key(1), cache.figures()["slot_sizes"]) == (1, 1)
     assert (keyspace.queue.num_spaces, keyspace.queue.widest) == (1, 1)
     for pages in range(2, 12):
@@ -356,19 +356,19 @@ def test_sizes_and_queues_go_with_the_last_space_that_uses_them() -> None:
 
 
 def test_a_policy_forgets_nothing_for_what_nobody_stores() -> None:
-    """Groups whose sizes of slots have no slabs, and keys that nobody has stored."""
+    """Groups whose sizes of slots have no slabs, and keys that were never stored."""
     cache = make_cache(pages=64, slab_pages=16)
     _, keyspace = make_keyspace(cache)
     _, large = make_keyspace(cache, b"l" * 16, pages=(4,))
-    told: list[int] = []
+    sizes: list[int] = []
     assert keyspace.queue is not None
-    keyspace.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
+    keyspace.queue.policy.resize = sizes.append  # type: ignore[method-assign,assignment]
     make_keyspace(cache, b"f" * 16, pages=(1,) * 64)
     make_keyspace(cache, b"g" * 16, pages=(1, 16, 16, 16))
     store(cache, keyspace, *range(64))
     store(cache, large, 1)
     assert cache.eviction.slabs_taken_over == 1
-    assert told == [48]
+    assert sizes == [48]
     cache.tier.close()
 
 
@@ -377,14 +377,14 @@ def test_a_policy_is_told_of_the_slots_that_its_keys_use() -> None:
     _, keyspace = make_keyspace(cache)
     _, large = make_keyspace(cache, b"l" * 16, pages=(4,))
     make_keyspace(cache, b"f" * 16, pages=(1, 16, 16, 16))
-    told: list[int] = []
+    sizes: list[int] = []
     assert keyspace.queue is not None
-    keyspace.queue.policy.resize = told.append  # type: ignore[method-assign,assignment]
+    keyspace.queue.policy.resize = sizes.append  # type: ignore[method-assign,assignment]
     store(cache, keyspace, *range(20))
     cache.drop(cache.find(keyspace, keys_of(*range(4, 16))).hit_rows)
     store(cache, large, *range(9))
     assert (cache.eviction.slabs_taken_over, keyspace.rows) == (1, 4)
-    assert told == [64], "nobody has slots of 16 pages"
+    assert sizes == [64], "nobody has slots of 16 pages"
     cache.tier.close()
 
 
@@ -641,15 +641,15 @@ def test_a_key_named_twice_is_held_twice_and_used_once(cache: Cache) -> None:
     store(cache, keyspace, 1, 2)
     found = cache.find(keyspace, keys_of(2, 1, 2))
     assert keyspace.queue is not None
-    told: list[list[int]] = []
+    touched: list[list[int]] = []
 
     def touch(rows: U32Array, positions: U32Array, begins: I64Array | None = None) -> None:
-        told.append([*rows.tolist(), *positions.tolist()])
+        touched.append([*rows.tolist(), *positions.tolist()])
 
     keyspace.queue.policy.touch = touch  # type: ignore[method-assign]
     cache.uses.add([(keyspace, found, 5)])
     cache.uses.settle()
-    assert told == [[*found.rows[1:].tolist(), 6, 7]]
+    assert touched == [[*found.rows[1:].tolist(), 6, 7]]
     cache.hold(found.hit_rows)
     assert check(cache, holds=3, reserved=0) == []
     cache.unhold(found.hit_rows)

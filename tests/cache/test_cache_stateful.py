@@ -162,7 +162,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def test_a_successor_finds_what_was_stored_behind_a_clear() -> None:
-    """Though nobody has saved the state since: the group has another number than in the one that is saved."""
+    """It finds them though the state was not saved since: the group has another number than in the saved state."""
     machine = CacheMachine()
     machine.begin(policy="")
     machine.reserve(keys=[0], n=0, seed=0)

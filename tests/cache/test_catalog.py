@@ -98,19 +98,19 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule(n=which, seed=seeds)
     def use(self, n: int, seed: int) -> None:
-        some = sorted(self.complete(n))[:: 1 + seed % 5]
-        self.catalog.mark_used(self.catalog.find(self.disk_keyspaces[n], keys_of(*some)))
-        self.used[n] |= set(some)
+        keys = sorted(self.complete(n))[:: 1 + seed % 5]
+        self.catalog.mark_used(self.catalog.find(self.disk_keyspaces[n], keys_of(*keys)))
+        self.used[n] |= set(keys)
 
     @rule(n=which, seed=seeds)
     def damage(self, n: int, seed: int) -> None:
         """Some records of complete keys turn out to be bad."""
-        some = sorted(self.complete(n))[seed % 3 :: 1 + seed % 7]
-        rows = self.catalog.find(self.disk_keyspaces[n], keys_of(*some)).astype(np.uint32)
+        keys = sorted(self.complete(n))[seed % 3 :: 1 + seed % 7]
+        rows = self.catalog.find(self.disk_keyspaces[n], keys_of(*keys)).astype(np.uint32)
         part = seed % self.widths[n]
         lost = self.catalog.forget(self.catalog.places(self.disk_keyspaces[n], rows)[:, part])
         assert sorted(lost.tolist()) == sorted(rows.tolist())
-        self.forget((n, key, part) for key in some)
+        self.forget((n, key, part) for key in keys)
 
     @rule(segment=st.integers(1, SEGMENTS))
     def give_up(self, segment: int) -> None:
@@ -149,12 +149,12 @@ class CatalogMachine(RuleBasedStateMachine):
         if not again:
             self.disk_keyspaces[n] = disk_keyspace_of(self.catalog, n, self.epochs[n], self.widths[n])
         complete = sorted(self.complete(n))
-        some = keys_of(*complete)
-        assert (self.catalog.find(old, some) == -1).all()
-        assert self.catalog.complete(old, some).all()
+        packed = keys_of(*complete)
+        assert (self.catalog.find(old, packed) == -1).all()
+        assert self.catalog.complete(old, packed).all()
         self.catalog.put(old, entries_of(keys_of(9999), [0], [1]), 1)
-        told = [number for keys in self.catalog.empty(old) for number in numbers_in(keys)]
-        assert sorted(told) == complete
+        emptied = [number for keys in self.catalog.empty(old) for number in numbers_in(keys)]
+        assert sorted(emptied) == complete
         assert old.id not in self.catalog.disk_keyspaces
         self.model[n], self.used[n] = {}, set()
         if again:
@@ -232,8 +232,8 @@ def test_a_listing_in_steps_names_each_key_once() -> None:
     put(catalog, other, 1, *((key, 0, 100 + key) for key in range(20)))  # one part of two
     put(catalog, other, 1, *((key, 1, 200 + key) for key in range(7)))
     catalog.forget(catalog.places(disk_keyspace, catalog.find(disk_keyspace, keys_of(3, 4)).astype(np.uint32)).ravel())
-    for mine, expected in ((disk_keyspace, [*range(3), *range(5, 50)]), (other, list(range(7)))):
-        steps = [catalog.listing(mine, start, 8) for start in range(0, catalog.index.rows_end, 8)]
+    for listed, expected in ((disk_keyspace, [*range(3), *range(5, 50)]), (other, list(range(7)))):
+        steps = [catalog.listing(listed, start, 8) for start in range(0, catalog.index.rows_end, 8)]
         packed = b"".join(catalog.packed(rows, 32) for rows in steps)
         found = np.frombuffer(packed, np.uint64).reshape(-1, 4)
         assert sorted(numbers_in(found)) == expected
@@ -304,13 +304,13 @@ def test_a_closed_disk_keyspace_is_emptied_in_steps_while_its_segments_go(monkey
     put(catalog, old, 1, *((key, 0, 1 + key) for key in range(3)))
     put(catalog, old, 2, *((key, 0, 1 + key) for key in range(3, 9)))
     catalog.disk_keyspaces.close(old)
-    told: list[int] = []
+    emptied: list[int] = []
     for step, keys in enumerate(catalog.empty(old)):
-        told += numbers_in(keys)
+        emptied += numbers_in(keys)
         if step == 0:
             lost = catalog.forget(catalog.in_segment(2))
-            told += numbers_in(catalog.index.keys[lost])
-    assert sorted(told) == list(range(9)), "each key is told once"
+            emptied += numbers_in(catalog.index.keys[lost])
+    assert sorted(emptied) == list(range(9)), "each key is listed once"
     assert catalog.records == 0
     assert check(catalog, {1}) == []
 

@@ -96,7 +96,7 @@ def test_a_change_that_ends_well_is_as_without_its_mark() -> None:
 
 
 def test_a_torn_cache_is_found_behind_what_followed() -> None:
-    """Code that gives back what a request took may fail, too, or raise an error of its own."""
+    """Code that gives back what a request took may fail, too, or raise a different error."""
     torn = CacheTornError("IndexError: 7")
     followed, caused = KeyError(), LimitError("full")
     followed.__context__, caused.__cause__ = torn, followed
@@ -160,7 +160,7 @@ def unsettled(world: World) -> None:
 
 
 def forget_clears(world: World) -> None:
-    """Too many are remembered, and the tier below can't say of which namespaces it has anything."""
+    """Too many are remembered, and the tier below can't list the namespaces that it has keys of."""
     world.cache.epochs.by_namespace.update((number.to_bytes(16, "big"), 1) for number in range(REMEMBERED_MAX + 1))
     world.cache.local = SimpleNamespace(namespaces=raiser(IndexError("7")))
     world.cache.forget_clears()

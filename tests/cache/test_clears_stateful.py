@@ -1,6 +1,6 @@
 """Clears across histories: roots and pools meet in any combination, whatever failed, went, came late or was copied.
 
-What was cleared for good is never served again by anybody who could know; what was not is found again.
+What was cleared for good is never served again by a daemon that could know; what was not is found again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHAPE = Shape(pages=64, slab_pages=16, segment_pages=16, num_segments=40)
 STAMP = struct.Struct("<QQQ")  # namespace, key, the last clear of the namespace before the key was stored
 
 roots = st.sampled_from(["A", "A", "B", "B", "C"])
-lists = st.lists(roots, min_size=1, max_size=3).map(lambda some: list(dict.fromkeys(some)))
+lists = st.lists(roots, min_size=1, max_size=3).map(lambda names: list(dict.fromkeys(names)))
 configs = st.one_of(roots.map(lambda name: [name]), lists)  # histories part where not all roots are there
 pools = st.sampled_from([None, None, *range(POOLS)])  # None: a new one, that is lost at the end
 some_roots = st.lists(roots, max_size=3, unique=True)
@@ -56,7 +56,7 @@ deeds = st.lists(st.one_of(st.tuples(which, numbers), st.tuples(st.just("clear")
 
 
 class StampedTier(Tier):
-    """Payloads tell when they were stored. `clears`: of each namespace, by its place in NAMES, the last one so far."""
+    """Payloads record when they were stored. `clears`: the last one so far of each namespace, by place in NAMES."""
 
     clears: list[int]
     found: dict[tuple[int, int], int]
@@ -73,20 +73,20 @@ class StampedTier(Tier):
 
 @dataclass
 class Place:
-    """A root or a pool. `told`: of each namespace the last clear that it was told of for good. `kept`: records that are
-    on it and count, by namespace and key: which clear of the namespace they came after.
+    """A root or a pool. `recorded`: for each namespace, the last clear that it has recorded for good. `kept`: records
+    that are on it and count, by namespace and key: which clear of the namespace they came after.
     """
 
-    told: list[int] = field(default_factory=lambda: [0] * len(NAMES))
+    recorded: list[int] = field(default_factory=lambda: [0] * len(NAMES))
     kept: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def tell(self, told: list[int]) -> None:
-        self.told = [max(pair) for pair in zip(self.told, told, strict=True)]
+    def record(self, clears: list[int]) -> None:
+        self.recorded = [max(pair) for pair in zip(self.recorded, clears, strict=True)]
 
 
 class ClearMachine(RuleBasedStateMachine):
     """One daemon at a time, in a world whose clock goes on. Clears are numbered as they are asked for, and each key
-    holds the number of the last one that its namespace had seen by then, whoever knew of it.
+    holds the number of the last one that its namespace had seen by then, wherever it was known.
     """
 
     @initialize(forgetful=st.booleans())
@@ -153,11 +153,11 @@ class ClearMachine(RuleBasedStateMachine):
     @rule(config=configs, pool=pools, done=deeds, flush=st.booleans())
     def a_whole_run(self, config: list[str], pool: int | None, done: list[tuple[Any, list[int]]], flush: bool) -> None:
         self.begin_run(config, [], pool)
-        for what, some in done:
+        for what, chosen in done:
             if what == "clear":
-                self.clear(some)
+                self.clear(chosen)
             else:
-                self.store(what, some, waits=True)
+                self.store(what, chosen, waits=True)
         self.look()
         if flush:
             self.end(flush=True)
@@ -165,13 +165,13 @@ class ClearMachine(RuleBasedStateMachine):
             self.crash()
 
     @precondition(lambda self: self.tier is None)
-    @rule(config=configs, name=roots, pool=pools, n=which, some=numbers)
-    def a_run_with_a_late_root(self, config: list[str], name: str, pool: int | None, n: int, some: list[int]) -> None:
+    @rule(config=configs, name=roots, pool=pools, n=which, keys=numbers)
+    def a_run_with_a_late_root(self, config: list[str], name: str, pool: int | None, n: int, keys: list[int]) -> None:
         """What others have is in use when it comes."""
         self.put_back_all_if_down()
         late = [name] if self.path(name).exists() else []
         self.begin_run(list(dict.fromkeys([*config, name])), late, pool)
-        self.store(n, some, waits=True)
+        self.store(n, keys, waits=True)
         self.look()
         self.arrive(name)
         self.look()
@@ -205,17 +205,17 @@ class ClearMachine(RuleBasedStateMachine):
             self.finds_again(name)
 
     def hear(self, *names: str) -> None:
-        """The daemon has read what these roots know, and has told all places that it can reach."""
+        """The daemon has read what these roots know, and has informed all places that it can reach."""
         for name in names:
-            self.known = [max(pair) for pair in zip(self.known, self.places[name].told, strict=True)]
-        self.known = [max(pair) for pair in zip(self.known, self.pool_place.told, strict=True)]
-        self.pool_place.tell(self.known)
+            self.known = [max(pair) for pair in zip(self.known, self.places[name].recorded, strict=True)]
+        self.known = [max(pair) for pair in zip(self.known, self.pool_place.recorded, strict=True)]
+        self.pool_place.record(self.known)
         for name in self.config:
             if self.root(name).state == RootState.OK and name not in self.blocked:
-                self.places[name].tell(self.known)
+                self.places[name].record(self.known)
 
     def finds_again(self, name: str) -> None:
-        """What counted on this root, and was not cleared since by anybody, is there."""
+        """What counted on this root, and was not cleared since, is there."""
         if self.root(name).state != RootState.OK:
             return
         for (n, key), stored_after in self.places[name].kept.items():
@@ -267,9 +267,9 @@ class ClearMachine(RuleBasedStateMachine):
     # --- engines ---
 
     @precondition(lambda self: self.tier is not None)
-    @rule(n=which, some=numbers, waits=st.booleans())
-    def store(self, n: int, some: list[int], waits: bool) -> None:
-        self.up.store(self.keyspace(n), *some)
+    @rule(n=which, keys=numbers, waits=st.booleans())
+    def store(self, n: int, keys: list[int], waits: bool) -> None:
+        self.up.store(self.keyspace(n), *keys)
         self.run(self.up.quiet() if waits else asyncio.sleep(0))
 
     @precondition(lambda self: self.tier is not None)
@@ -300,7 +300,7 @@ class ClearMachine(RuleBasedStateMachine):
         except NotDurableError:
             assert not reached
         else:
-            # Who came in meanwhile has been told, too.
+            # Roots that came in meanwhile have recorded it, too.
             assert all(self.root(name).accepted and name not in self.blocked for name in self.config)
             self.cleared_for_good(scope)
         for n in scope:
@@ -309,7 +309,7 @@ class ClearMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.tier is not None and self.forgetful)
     @rule()
     def clear_strangers(self) -> None:
-        """More than can be remembered, of namespaces that nobody has anything of."""
+        """More than can be remembered, of namespaces without any keys."""
         self.forget_kept_elsewhere()
         for _ in range(3):
             self.strangers += 1
@@ -357,7 +357,7 @@ class ClearMachine(RuleBasedStateMachine):
     def cleared_for_good(self, scope: list[int]) -> None:
         for place in [self.pool_place, *(self.places[name] for name in self.config)]:
             for n in scope:
-                place.told[n] = self.count
+                place.recorded[n] = self.count
 
     # --- roots ---
 
@@ -423,7 +423,7 @@ class ClearMachine(RuleBasedStateMachine):
         elif how == "copy":
             shutil.rmtree(there, ignore_errors=True)
             shutil.copytree(here, there)
-            self.places[other] = Place(list(self.places[name].told), dict(self.places[name].kept))
+            self.places[other] = Place(list(self.places[name].recorded), dict(self.places[name].kept))
             (self.blocked.add if name in self.blocked else self.blocked.discard)(other)
         elif there.exists():
             here.rename(aside)
@@ -518,7 +518,7 @@ def collected() -> Iterator[None]:
 
 
 def crashes(case: Any) -> Any:
-    """A write that a crash cuts off is closed by nobody but the garbage collector."""
+    """A file whose write a crash cuts off is closed by the garbage collector alone."""
     return pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")(
         pytest.mark.usefixtures("collected")(case)
     )

@@ -1,4 +1,4 @@
-"""What is known of a part's bytes: how it is told, compared and filled in, and what holds over restarts."""
+"""What is known of a part's bytes: how it is declared, compared and filled in, and what holds over restarts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def refs_of(pieces: list[tuple[str, bytes, int]]) -> list[Ref]:
     return [Ref(0, 0, size, dtype=dtype_named(dtype), layers=layers) for dtype, layers, size in pieces]
 
 
-# --- what clients tell ---
+# --- what clients declare ---
 
 
 def test_the_digest_of_layers_is_what_the_protocol_says() -> None:
@@ -66,7 +66,7 @@ def test_names_of_dtypes() -> None:
         "bfloat16", "float8_e4m3fn", "", "", "",
     ]  # fmt: skip
     mixed: list[list[Dtype]] = [["int8", "int8"], ["int8", "uint8"], ["int8", ""], []]
-    assert [common_dtype(some) for some in mixed] == ["int8", "", "", ""]
+    assert [common_dtype(names) for names in mixed] == ["int8", "", "", ""]
 
 
 # --- compositions ---
@@ -89,13 +89,13 @@ def test_how_bytes_are_cut_into_refs_makes_no_difference(
 def test_only_what_both_know_is_compared(items: list[tuple[tuple[str, bytes], tuple[str, bytes]]]) -> None:
     """A model compares the types, and the layers, of each single byte of two payloads of one size."""
     one, other = ([pair[at] for pair in items] for at in (0, 1))
-    mine, its = (Composition.of(refs_of([(*item, 1) for item in some])) for some in (one, other))
+    left, right = (Composition.of(refs_of([(*item, 1) for item in side])) for side in (one, other))
     columns = [([item[field] for item in one], [item[field] for item in other]) for field in (0, 1)]
     differ = any(all(first) and all(second) and first != second for first, second in columns)
-    assert (mine.conflict(its) is not None) == (its.conflict(mine) is not None) == differ
+    assert (left.conflict(right) is not None) == (right.conflict(left) is not None) == differ
     if not differ:
-        assert mine.filled(its).conflict(its) is None
-        assert UNKNOWN.filled(mine) == mine.filled(UNKNOWN) == mine
+        assert left.filled(right).conflict(right) is None
+        assert UNKNOWN.filled(left) == left.filled(UNKNOWN) == left
 
 
 def test_a_composition_is_short_whatever_it_is_of() -> None:
@@ -130,7 +130,7 @@ def test_unlike_ones_are_refused_and_change_nothing(unlike: Composition) -> None
         declare(cache, unlike)
     assert keyspace.compositions == [BF16]
     assert declare(cache, BF16) is declare(cache, UNKNOWN) is declare(cache, Composition("bfloat16")) is keyspace
-    assert keyspace.compositions == [BF16], "what is not told takes nothing away"
+    assert keyspace.compositions == [BF16], "what is not declared takes nothing away"
 
 
 def test_parts_are_compared_by_their_numbers() -> None:
@@ -172,7 +172,7 @@ def test_compositions_are_part_of_a_key_s_name_below_memory() -> None:
 
 
 def test_what_nobody_told_has_the_name_that_it_always_had() -> None:
-    """Records of earlier daemons are found again by clients that tell nothing."""
+    """Records of earlier daemons are found again by clients that declare nothing."""
     assert shape_of(declare(make_cache(), UNKNOWN)).hex() == "b56c73161f027a694d761aa2b415c02b"
 
 
@@ -195,17 +195,17 @@ def hits(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("told", [(BF16,), (BF16, BF16), (BF16, OTHER_LAYERS), (UNKNOWN, BF16)])
-def test_a_successor_knows_what_it_took_over(told: tuple[Composition, ...]) -> None:
+@pytest.mark.parametrize("declared", [(BF16,), (BF16, BF16), (BF16, OTHER_LAYERS), (UNKNOWN, BF16)])
+def test_a_successor_knows_what_it_took_over(declared: tuple[Composition, ...]) -> None:
     cache = make_cache()
-    store(cache, declare(cache, *told), keys_of(1, 2))
+    store(cache, declare(cache, *declared), keys_of(1, 2))
     after = heir(cache)
     keyspace = after.namespaces[NAME].keyspaces[0]
-    assert keyspace.compositions == list(told)
+    assert keyspace.compositions == list(declared)
     with pytest.raises(SchemaError):
-        declare(after, *[FP16] * len(told))
-    assert hits(after, declare(after, *told), 1, 2) == [True, True]
-    assert hits(after, declare(after, *[UNKNOWN] * len(told)), 1) == [True]
+        declare(after, *[FP16] * len(declared))
+    assert hits(after, declare(after, *declared), 1, 2) == [True, True]
+    assert hits(after, declare(after, *[UNKNOWN] * len(declared)), 1) == [True]
 
 
 def test_what_was_filled_in_is_saved_before_anything_is_stored_under_it() -> None:

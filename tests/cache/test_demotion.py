@@ -248,7 +248,7 @@ def test_a_budget_of_nothing_is_no_limit() -> None:
 
 
 class SleepClock:
-    """Demotion's time: whoever sleeps moves it on, and wakes up at once."""
+    """Demotion's time: a sleep moves it on, and ends at once."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -317,7 +317,7 @@ async def test_what_is_evicted_before_its_turn_is_counted(open_tier: Open) -> No
 
 @pytest.mark.parametrize("demote", ["seal", "evict"])
 async def test_what_is_evicted_before_it_has_a_checksum_is_counted(open_tier: Open, demote: str) -> None:
-    """Keys that are not complete, that are on disk, or that nobody has asked for twice were not to be written."""
+    """Keys that are not complete, that are on disk, or that were not asked for twice would not have been written."""
     tier = await open_tier(demote=demote)
     keyspace = tier.keyspace(sizes=(PAGE_BYTES, PAGE_BYTES))
     tier.write(keyspace, [1, 2])
@@ -329,7 +329,7 @@ async def test_what_is_evicted_before_it_has_a_checksum_is_counted(open_tier: Op
 
 
 async def test_what_is_evicted_before_the_look_ahead_comes_to_it_is_counted(open_tier: Open) -> None:
-    """Where eviction decides what is written: nobody offered it. What is on disk already is not lost."""
+    """Where eviction decides what is written, this was never offered. What is on disk already is not lost."""
     tier = await open_tier(demote="evict")
     keyspace = tier.keyspace()
     tier.store(keyspace, 1)
@@ -398,7 +398,7 @@ async def test_a_row_that_changed_hands_before_its_turn_is_not_taken_for_the_old
 
 async def test_an_offer_dies_with_its_space(open_tier: Open) -> None:
     """Its rows and their records may be another namespace's by then: that must not be written under the old name,
-    where it would be served with a checksum that is right. The number is nobody else's while the offer waits.
+    where it would be served with a checksum that is right. The number means no other one while the offer waits.
     """
     tier = await open_tier()
     slow = tier.keyspace(b"z" * 16)
@@ -629,7 +629,7 @@ async def test_a_write_of_which_a_part_found_no_root_is_offered_again_when_the_r
     await tier.until(lambda: tier.root.state == RootState.OK and not demotion._again)
     other = tier.keyspace(b"o" * 16)
     demotion.offer_again(other)
-    await tier.until(lambda: not demotion._again)  # its turn came: all that was to be offered before it has been
+    await tier.until(lambda: not demotion._again)  # its turn came: all that had to be offered before it has been
     assert (demotion.backlog_bytes, demotion.holds) == (0, 10), "the write that is under way, and nothing else"
     assert tier.on_disk(keyspace, *range(10)) == []
     demotion._settle(writes[0], 6, failed=True)
@@ -640,9 +640,9 @@ async def test_a_write_of_which_a_part_found_no_root_is_offered_again_when_the_r
 async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
     open_tier: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever could provoke it must not take the disk from everybody."""
+    """A user who could provoke it must not take the disk from all others."""
     tier = await open_tier(Shape(segment_pages=128))
-    mine, other = tier.keyspace(), tier.keyspace(b"o" * 16)
+    keyspace, other = tier.keyspace(), tier.keyspace(b"o" * 16)
     tier.store(other, 1)
     await tier.quiet()
     encode, tries = disk_format.encode_records, []
@@ -655,7 +655,7 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
 
     monkeypatch.setattr(writer, "encode_records", fail)
     for number in range(5):
-        tier.store(mine, number)
+        tier.store(keyspace, number)
         await tier.quiet()
         tier.store(other, 10 + number)
         await tier.quiet()
@@ -668,7 +668,7 @@ async def test_a_bug_in_a_write_is_no_trouble_of_the_disk(
         "one segment"
     )
     monkeypatch.undo()
-    tier.store(mine, 9)
+    tier.store(keyspace, 9)
     await tier.close()
     again = await open_tier(Shape(segment_pages=128))
     assert again.on_disk(again.keyspace(), *range(10)) == [*range(5), 9], "the end has tried once more"
@@ -807,8 +807,8 @@ async def test_an_end_in_time_tells_of_what_was_never_offered(
     await tier.close(flush_s=0.3)
     again = await open_tier()
     written = len(again.on_disk(again.keyspace(), *range(100)))
-    (told,) = [int(r.message.split()[0]) for r in caplog.records if "were not written to disk in time" in r.message]
-    assert (100 - written - 20) * PAGE_BYTES <= told <= (100 - written + 20) * PAGE_BYTES, "what ends meanwhile aside"
+    (logged,) = [int(r.message.split()[0]) for r in caplog.records if "were not written to disk in time" in r.message]
+    assert (100 - written - 20) * PAGE_BYTES <= logged <= (100 - written + 20) * PAGE_BYTES, "what ends meanwhile aside"
 
 
 async def test_an_end_tells_of_what_no_root_took(open_tier: Open) -> None:
@@ -846,7 +846,7 @@ async def test_keys_that_were_adopted_are_written_though_the_backlog_is_small(tm
 
 
 async def test_what_is_written_while_its_root_goes_is_not_found(open_tier: Open, tmp_path: Path) -> None:
-    """A thread was at it, and the catalog had been told that nothing of the root is there."""
+    """A thread was writing it, and the catalog had already dropped everything of the root."""
     tier = await open_tier(retry_s=3600.0)
     keyspace = tier.keyspace()
     tier.files.writing.close()

@@ -82,7 +82,7 @@ async def test_the_later_clear_holds_not_the_one_of_many(open_tier: Open, paths:
     assert both.states(both.keyspace(A), 1, 2) == [MISS, PENDING]
     await both.drop()
     alone = await open_tier(paths=[paths[1]])
-    assert alone.states(alone.keyspace(A), 1, 2) == [MISS, MISS], "it has been told"
+    assert alone.states(alone.keyspace(A), 1, 2) == [MISS, MISS], "it has learned of the clear"
 
 
 async def test_the_second_root_with_one_uuid_is_off(open_tier: Open, paths: list[Path]) -> None:
@@ -105,7 +105,7 @@ async def test_the_second_root_with_one_uuid_is_off(open_tier: Open, paths: list
 
 
 async def test_a_root_that_another_daemon_cleared_meanwhile(open_tier: Open, paths: list[Path]) -> None:
-    """It may have been cleared after what this one has stored since it went, which nobody can tell."""
+    """It may have been cleared after what this one has stored since it went, which can't be known."""
     here = await open_tier(paths=[paths[0]])
     keyspace = here.keyspace(A)
     here.store(keyspace, 1)
@@ -128,7 +128,7 @@ async def test_a_root_that_another_daemon_cleared_meanwhile(open_tier: Open, pat
 
 
 async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths: list[Path]) -> None:
-    """It is not used, and its manifest stays what it is, also by a clear before anybody has noticed."""
+    """It is not used, and its manifest stays what it is, also by a clear before this is noticed."""
     for path, name in zip(paths, (A, B), strict=True):
         tier = await open_tier(paths=[path])
         await tier.clear(tier.keyspace(name).namespace)
@@ -141,9 +141,9 @@ async def test_another_root_at_the_place_of_one_that_went(open_tier: Open, paths
     paths[1].rename(paths[0])
     await clear(tier.cache, tier.disk, [tier.keyspace(A).namespace.fingerprint])
     assert await read_manifest(paths[0]) == other
-    mine = await read_manifest(on_disk)
-    assert mine is not None
-    assert mine.epoch_of(A) == tier.keyspace(A).namespace.epoch
+    manifest = await read_manifest(on_disk)
+    assert manifest is not None
+    assert manifest.epoch_of(A) == tier.keyspace(A).namespace.epoch
     await tier.disk.arrivals.check(tier.root)
     assert "is not the same root as before" in tier.root.health.reason
     assert tier.states(tier.keyspace(B), 1) == [MISS]
@@ -192,7 +192,7 @@ async def test_a_late_root_retires_what_it_knows_was_cleared(open_tier: Open, pa
     assert tier.cache.counters.keys_cleared == 2
     await tier.close()
     alone = await open_tier(paths=[paths[0]])
-    assert alone.states(alone.keyspace(A), 1, 2, 3) == [MISS] * 3, "the others have been told"
+    assert alone.states(alone.keyspace(A), 1, 2, 3) == [MISS] * 3, "the others have learned of the clear"
 
 
 async def test_keys_that_are_being_read_when_a_late_root_knows_better(open_tier: Open, paths: list[Path]) -> None:
@@ -248,7 +248,7 @@ async def test_nothing_goes_where_its_clear_is_not_noted(open_tier: Open, paths:
 
 
 async def test_a_record_of_a_clear_that_no_manifest_knows_proves_it(open_tier: Open, paths: list[Path]) -> None:
-    """Somebody has put an older manifest back."""
+    """An older manifest was put back."""
     tier = await open_tier(paths=[paths[0]])
     await tier.store_away(tier.keyspace(A), 1)
     old = (paths[0] / "manifest").read_bytes()
@@ -396,7 +396,7 @@ async def test_a_segment_that_reads_badly_once(open_tier: Open, paths: list[Path
     good = hidden.read_bytes()
     if how == "garbage":
         page = b"\x5a" * PAGE_BYTES
-        hidden.write_bytes(good[:8] + page[8:] + good[PAGE_BYTES:-PAGE_BYTES] + page)  # a header of ours, and damaged
+        hidden.write_bytes(good[:8] + page[8:] + good[PAGE_BYTES:-PAGE_BYTES] + page)  # one of our headers, damaged
     second = Tier(paths[0].parent, shape, paths=[paths[0]])
     second.files.unreadable = {hidden.name} if how == "an error" else set()
     await second.start()
@@ -470,7 +470,7 @@ async def test_a_clear_of_everything_does_not_take_away_what_is_being_noted(open
 
 
 async def test_no_user_s_cap_stops_a_clear_of_everything(open_tier: Open) -> None:
-    """One whose groups are at the cap, held after a clear of its own, can't keep the operator from theirs."""
+    """A user whose groups are at the cap, held after that user's clear, can't keep the operator from clearing."""
     tier = await open_tier()
     keyspace = tier.keyspace(A)
     tier.store(keyspace, 1)

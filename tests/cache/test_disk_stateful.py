@@ -85,10 +85,10 @@ class DiskMachine(RuleBasedStateMachine):
 
     # --- memory ---
 
-    @rule(n=which, some=numbers, seals=st.booleans())
-    def store(self, n: int, some: list[int], seals: bool) -> None:
-        parts = self.tier.write(self.keyspace(n), some)
-        self.stored[n] |= set(some)
+    @rule(n=which, keys=numbers, seals=st.booleans())
+    def store(self, n: int, keys: list[int], seals: bool) -> None:
+        parts = self.tier.write(self.keyspace(n), keys)
+        self.stored[n] |= set(keys)
         if seals:
             self.tier.seal(parts)
         else:
@@ -100,27 +100,27 @@ class DiskMachine(RuleBasedStateMachine):
         if self.unsealed:
             self.tier.take(self.unsealed.pop(seed % len(self.unsealed)))
 
-    @rule(n=which, some=numbers, part=st.integers(0, 1))
-    def store_a_part(self, n: int, some: list[int], part: int) -> None:
+    @rule(n=which, keys=numbers, part=st.integers(0, 1))
+    def store_a_part(self, n: int, keys: list[int], part: int) -> None:
         """Another rank has not come yet."""
-        self.tier.seal(self.tier.write(self.keyspace(n), some, parts=[part % len(SIZES[n])]))
-        self.stored[n] |= set(some)
+        self.tier.seal(self.tier.write(self.keyspace(n), keys, parts=[part % len(SIZES[n])]))
+        self.stored[n] |= set(keys)
 
-    @rule(n=which, some=numbers)
-    def give_up_a_store(self, n: int, some: list[int]) -> None:
+    @rule(n=which, keys=numbers)
+    def give_up_a_store(self, n: int, keys: list[int]) -> None:
         keyspace = self.keyspace(n)
         wanted = np.arange(keyspace.schema.parts, dtype=np.uint16)
-        reserved = reserve(self.tier.cache, keyspace, keys_of(*some), wanted, 0).parts
+        reserved = reserve(self.tier.cache, keyspace, keys_of(*keys), wanted, 0).parts
         self.tier.cache.abort(reserved)
 
-    @rule(n=which, some=numbers)
-    def use(self, n: int, some: list[int]) -> None:
+    @rule(n=which, keys=numbers)
+    def use(self, n: int, keys: list[int]) -> None:
         keyspace = self.keyspace(n)
-        self.tier.cache.uses.add([(keyspace, self.tier.cache.find(keyspace, keys_of(*some)), 0)])
+        self.tier.cache.uses.add([(keyspace, self.tier.cache.find(keyspace, keys_of(*keys)), 0)])
 
-    @rule(n=which, some=numbers)
-    def hold(self, n: int, some: list[int]) -> None:
-        rows = self.tier.cache.find(self.keyspace(n), keys_of(*some[:4])).hit_rows
+    @rule(n=which, keys=numbers)
+    def hold(self, n: int, keys: list[int]) -> None:
+        rows = self.tier.cache.find(self.keyspace(n), keys_of(*keys[:4])).hit_rows
         if len(self.held) < 3:
             self.tier.cache.hold(rows)
             self.held.append(rows)
@@ -133,35 +133,35 @@ class DiskMachine(RuleBasedStateMachine):
             self.tier.cache.unhold(rows)
             self.tier.holds -= len(rows)
 
-    @rule(n=which, some=numbers)
-    def evict(self, n: int, some: list[int]) -> None:
+    @rule(n=which, keys=numbers)
+    def evict(self, n: int, keys: list[int]) -> None:
         entries = self.tier.cache.entries
-        rows = self.tier.cache.find(self.keyspace(n), keys_of(*some)).hit_rows
+        rows = self.tier.cache.find(self.keyspace(n), keys_of(*keys)).hit_rows
         entries.retire(rows[entries.evictable(rows)])
 
     # --- disk ---
 
-    @rule(n=which, some=numbers, urgent=st.sampled_from([Urgency.LOAD, Urgency.PIN, Urgency.PREFETCH]))
-    def fetch(self, n: int, some: list[int], urgent: int) -> None:
+    @rule(n=which, keys=numbers, urgent=st.sampled_from([Urgency.LOAD, Urgency.PIN, Urgency.PREFETCH]))
+    def fetch(self, n: int, keys: list[int], urgent: int) -> None:
         """Whatever was on disk and has room comes, unless it is damaged or its disk fails, or goes before its turn."""
         keyspace = self.keyspace(n)
         self.quiet()
-        resident = self.tier.served(keyspace, *some)
-        known, counters = set(self.tier.on_disk(keyspace, *some)), self.tier.disk.promotion.counters
+        resident = self.tier.served(keyspace, *keys)
+        known, counters = set(self.tier.on_disk(keyspace, *keys)), self.tier.disk.promotion.counters
         before = counters.without_space + self.tier.disk.reclaim.keys_evicted
-        served = self.run(self.tier.fetch(keyspace, *some, urgent=urgent))
+        served = self.run(self.tier.fetch(keyspace, *keys, urgent=urgent))
         assert set(served) <= self.stored[n]
         if self.is_sound and counters.without_space + self.tier.disk.reclaim.keys_evicted == before:
             assert known <= set(served) <= set(resident) | known
 
-    @rule(n=which, some=numbers)
-    def begin_to_fetch(self, n: int, some: list[int]) -> None:
+    @rule(n=which, keys=numbers)
+    def begin_to_fetch(self, n: int, keys: list[int]) -> None:
         keyspace = self.keyspace(n)
 
         def done() -> None:
-            assert set(self.tier.served(keyspace, *some)) <= self.stored[n]
+            assert set(self.tier.served(keyspace, *keys)) <= self.stored[n]
 
-        self.waiting.append(self.tier.begin_fetch(keyspace, *some, done=done))
+        self.waiting.append(self.tier.begin_fetch(keyspace, *keys, done=done))
 
     @rule(seed=seeds)
     def cancel(self, seed: int) -> None:

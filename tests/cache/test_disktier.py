@@ -33,7 +33,7 @@ def listed(tier: Tier, keyspace: Keyspace) -> list[int]:
 
 
 def removed(tier: Tier) -> list[int]:
-    """Keys whose listeners are to be told that they are gone, in order, since the last time."""
+    """Keys whose removal is due to be reported to listeners, in order, since the last call."""
     packed = b"".join(event.removed for event in events_of(tier.cache))
     numbers: list[int] = np.frombuffer(packed, np.uint64).reshape(-1, 4)[:, 1].tolist()
     return numbers
@@ -270,7 +270,7 @@ async def test_an_inspection_finds_what_is_damaged_and_repairs_it(open_tier: Ope
 
 
 async def test_an_inspection_reads_so_many_bytes_a_turn(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of groups that nobody has told the sizes of; each turn costs at least what it reads."""
+    """Groups whose sizes were never declared count as well; each turn costs at least what it reads."""
     monkeypatch.setattr(scrub, "PIECE_BYTES", 8 * PAGE_BYTES)
     shape = Shape(pages=512, slab_pages=32, segment_pages=256)
     tier = await open_tier(shape)

@@ -122,7 +122,7 @@ def require(tier: Tier) -> None:
         (UNCONFIRMED_MAX_S + 60, True, False),
         (UNCONFIRMED_MAX_S - 60, True, True),
         (UNCONFIRMED_MAX_S + 60, False, True),
-        (0, True, True),  # nobody has ever confirmed it: there was no shared store
+        (0, True, True),  # it was never confirmed: there was no shared store
     ],
 )
 async def test_a_disk_that_nobody_confirmed_for_a_month_is_empty(

@@ -59,9 +59,9 @@ def of_each(epochs: Epochs) -> list[int]:
     return [epochs.of(name) for name in [*NAMES, NOBODY]]
 
 
-def merged(*some: Epochs) -> Epochs:
+def merged(*sources: Epochs) -> Epochs:
     into = Epochs()
-    for other in some:
+    for other in sources:
         into.merge(other.base, other.last, dict(other.by_namespace))
     return into
 
@@ -141,7 +141,7 @@ def test_a_clock_that_was_set_back_is_caught_up_with() -> None:
 
 @dataclass
 class World:
-    """What roots that never met may hold: each has records of namespaces in epochs of its own past."""
+    """What roots that never met may hold: each has records of namespaces in epochs from its own past."""
 
     epochs: Epochs
     records: set[tuple[bytes, int]] = field(default_factory=set)

@@ -485,7 +485,7 @@ async def test_a_root_that_is_emptied_begins_anew(open_tier: Open) -> None:
 
 
 async def test_a_root_that_is_looked_at_while_it_is_emptied_begins_anew(open_tier: Open) -> None:
-    """Whoever does it removes one thing after the other, and the lock before the segments."""
+    """An operator who does it removes one thing after the other, and the lock before the segments."""
     tier = await open_tier(SHAPE)
     keyspace = tier.keyspace()
     await fill(tier, keyspace, 60)
@@ -565,7 +565,7 @@ async def test_a_segment_that_was_removed_is_forgotten(
 
 
 async def test_files_being_written_that_were_removed_are_closed(open_tier: Open) -> None:
-    """Or their space stays taken, and nobody sees by what."""
+    """Otherwise, their space stays taken, with no visible cause."""
     tier = await open_tier(SHAPE)
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1)

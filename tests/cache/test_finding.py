@@ -66,9 +66,9 @@ def test_it_says_what_find_all_says(cache: Cache, keyspace: Keyspace) -> None:
     groups = [(keyspace, keys_of(*range(11))), (other, keys_of()), (other, keys_of(4, 3, 3))]
     found = SteppedLookup(cache, groups)
     assert len(list(found.steps())) == 4, "of 14 keys"
-    for mine, expected in zip(found.results(), cache.find_all(groups), strict=True):
+    for result, expected in zip(found.results(), cache.find_all(groups), strict=True):
         arrays: Any
-        for arrays in zip(mine, expected, strict=True):
+        for arrays in zip(result, expected, strict=True):
             one, another = arrays
             assert one.dtype == another.dtype
             assert one.tolist() == another.tolist()

@@ -1,4 +1,4 @@
-"""What is stored once sweeps nothing that is used, whoever stores it and in whatever size. Users get their victims by
+"""What is stored once sweeps nothing that is used, in whatever size and for whatever user. Users get their victims by
 what their keys are worth.
 """
 
@@ -21,7 +21,7 @@ USED, ROUNDS, ONCE = 24, 3, 1600
 
 
 def tenant(cache: Cache, uid: int, pages: int) -> Keyspace:
-    """A user's keys, with payloads of so many pages."""
+    """A user's keys, with payloads of `pages` pages."""
     namespace = cache.open_namespace(bytes([uid, pages]) * 8, uid, "test", 32)
     keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16))
     cache.set_part_bytes(keyspace, {0: pages * PAGE_BYTES})
@@ -29,7 +29,7 @@ def tenant(cache: Cache, uid: int, pages: int) -> Keyspace:
 
 
 def use(cache: Cache, keyspace: Keyspace, count: int) -> int:
-    """A request uses the first so many keys. Returns how many are there."""
+    """A request uses the first `count` keys. Returns how many are there."""
     found = cache.find(keyspace, keys_of(*range(count)))
     cache.uses.add([(keyspace, found, 0)])
     return found.num_hits
@@ -39,16 +39,16 @@ def use(cache: Cache, keyspace: Keyspace, count: int) -> int:
 @pytest.mark.parametrize("pages", [1, 2, 4])
 def test_keys_in_use_outlive_what_is_stored_once(uid: int, pages: int) -> None:
     cache = make_cache(pages=256, slab_pages=16, policy="hit-density")
-    mine, other = tenant(cache, 1, 2), tenant(cache, uid, pages)
+    used, other = tenant(cache, 1, 2), tenant(cache, uid, pages)
     number = USED
-    store(cache, mine, keys_of(*range(USED)))
+    store(cache, used, keys_of(*range(USED)))
     for _ in range(3):
-        use(cache, mine, USED)
+        use(cache, used, USED)
     for _ in range(ROUNDS):
         for _ in range(ONCE // 16):
             store(cache, other, keys_of(*range(number, number + 16)))
             number += 16
-        assert use(cache, mine, USED) == USED
+        assert use(cache, used, USED) == USED
     assert check(cache, 0, 0) == []
     cache.tier.close()
 

@@ -56,7 +56,7 @@ def pinned(cache: Cache, keyspace: Keyspace, *numbers: int) -> U32Array:
 
 
 def room(cache: Cache, keyspace: Keyspace, number: int, parts: int = 1) -> int:
-    """How many of so many new keys get slots; they are given back."""
+    """How many of `number` new keys get slots; they are given back."""
     made = reserve(cache, keyspace, keys_of(*range(10_000, 10_000 + number)), np.arange(parts, dtype=np.uint16), 0)
     cache.abort(made.parts)
     served = int(np.count_nonzero(made.states == KeyState.RESERVED))
@@ -122,8 +122,8 @@ def test_a_request_of_several_groups_gets_no_more_than_one_of_one(cache: Cache) 
     for order in (wanted, wanted[::-1]):
         made = reserve_all(cache, order)
         assert SHARE // 2 - 1 <= cache.entries.held.pages(FIRST) <= SHARE // 2
-        for some in made:
-            cache.abort(some.parts)
+        for reserved in made:
+            cache.abort(reserved.parts)
 
 
 def test_a_large_request_evicts_nothing_for_what_it_may_not_have(cache: Cache) -> None:

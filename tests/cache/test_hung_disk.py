@@ -1,6 +1,6 @@
-"""A disk whose reads and writes do not end: what it keeps of memory is bounded, nobody waits for it, and it comes back.
+"""A disk whose reads and writes do not end: it keeps limited memory, nothing waits for it, and it comes back.
 
-Gates stand for the disk: whoever is at a closed one is inside a system call that nobody can end.
+Gates stand for the disk: a thread at a closed one is inside a system call that can't be ended.
 """
 
 from __future__ import annotations
@@ -440,7 +440,7 @@ def test_a_root_that_relapses_is_tried_less_and_less_often(monkeypatch: pytest.M
 
 
 async def test_a_quarantined_key_of_several_parts(open_tier: Open) -> None:
-    """A part that was there already goes with those that nobody may read."""
+    """A part that was there already goes with those that must not be read."""
     tier = await open_tier(HASTY)
     keyspace = tier.keyspace(sizes=(PAGE_BYTES, PAGE_BYTES))
     await tier.store_away(keyspace, 1, 2)
@@ -460,7 +460,7 @@ async def test_a_quarantined_key_of_several_parts(open_tier: Open) -> None:
 
 async def test_keys_in_quarantine_take_no_more_rows_than_slots(open_tier: Open) -> None:
     """Their disk answers while another one is still asked for what the same fetch wants: their slots go, and so do
-    their rows, of which there are no more than pages.
+    their rows, so that there are no more rows than pages.
     """
     tier = await open_tier(Shape(pages=1024, segment_pages=64, num_segments=16, roots=2))
     first, second = tier.roots

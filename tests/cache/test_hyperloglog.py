@@ -16,8 +16,8 @@ def test_nothing_is_nothing() -> None:
 def test_an_estimate_is_within_five_standard_errors(count: int, seed: int) -> None:
     hashes = np.random.default_rng(seed).integers(0, 1 << 64, count, dtype=np.uint64)
     sketch = HyperLogLog()
-    for some in np.array_split(hashes, 7):
-        sketch.add(some)
+    for piece in np.array_split(hashes, 7):
+        sketch.add(piece)
     # Of ten hashes two share a register once in 700 times, and then count as one.
     assert sketch.estimate() == pytest.approx(count, rel=5 * 0.0057, abs=1.5 if count > 1 else 0.5)
 

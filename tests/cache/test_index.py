@@ -96,7 +96,7 @@ def test_keys_that_differ_in_one_bit_are_told_apart() -> None:
 
 
 class Colliding(Index):
-    """Has hashes of which only some bits differ."""
+    """Has hashes that differ only in some bits."""
 
     def __init__(self, max_keys: int, seed: int, bits: int) -> None:
         super().__init__(max_keys, seed)
@@ -170,19 +170,19 @@ def test_segments_that_can_not_be_split_do_not_outgrow_the_table() -> None:
 def test_others_are_held_while_keys_of_one_hash_are_refused() -> None:
     class OneSpaceCollides(Index):
         def hash(self, keyspace: int | U16Array, keys: U64Array) -> U64Array:
-            mine = np.broadcast_to(np.asarray(keyspace, np.uint64), len(keys)) == 9
-            return np.where(mine, np.uint64(0xABCD << 40), super().hash(keyspace, keys))
+            collides = np.broadcast_to(np.asarray(keyspace, np.uint64), len(keys)) == 9
+            return np.where(collides, np.uint64(0xABCD << 40), super().hash(keyspace, keys))
 
     index = OneSpaceCollides(100_000, 4)
     rng = np.random.default_rng(4)
-    mine: dict[int, int] = {}
+    rows: dict[int, int] = {}
     keys = random_keys(rng, 60_000)
     for at in range(0, len(keys), 2000):
         for row in index.insert(1, keys[at : at + 2000]).tolist():
-            mine[row] = len(mine)
+            rows[row] = len(rows)
         with contextlib.suppress(LimitError):
             index.insert(9, random_keys(rng, 700))
-    assert (index.find(1, keys) == list(mine)).all()
+    assert (index.find(1, keys) == list(rows)).all()
     assert index.memory_bytes() < 20 << 20
     assert check(index) == []
 
@@ -239,10 +239,10 @@ class AgainstADict(RuleBasedStateMachine):
         assert len(self.index) == self.index.num_found == len(self.rows)
         for names in (list(self.rows), [name for name in self.gone if name not in self.rows]):
             for keyspace in range(4):
-                mine = [name for name in names if name[0] == keyspace or keyspace == 3]
-                asked = np.frombuffer(b"".join(key for _, key in mine), np.uint64).reshape(-1, WORDS)
+                chosen = [name for name in names if name[0] == keyspace or keyspace == 3]
+                asked = np.frombuffer(b"".join(key for _, key in chosen), np.uint64).reshape(-1, WORDS)
                 assert self.index.find(keyspace, asked).tolist() == [
-                    self.rows.get((keyspace, name[1]), -1) for name in mine
+                    self.rows.get((keyspace, name[1]), -1) for name in chosen
                 ]
         assert self.index.check_table() == []
 

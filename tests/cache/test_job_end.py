@@ -64,8 +64,8 @@ async def test_a_copy_that_is_stuck() -> None:
 
 @pytest.mark.parametrize("busy_s", [0.0, STUCK_S / STUCK_LOOKS / 4, STUCK_S - 1e-3])
 async def test_a_copy_that_is_queued_or_goes_on(busy_s: float) -> None:
-    """Nobody is at it: it waits for its turn, or its end for the loop. Or its chunks end, and others begin, though at
-    each look somebody has been at one for long.
+    """No thread is at it: it waits for its turn, or its end for the loop. Or its chunks end, and others begin, though
+    at each look a thread has been at one for long.
     """
     copy = FakeCopy(lambda: busy_s)
     jobs, job = running(copy)
@@ -97,7 +97,7 @@ async def test_a_chunk_that_ends_at_last() -> None:
 
 
 def reserved(jobs: Jobs) -> I64Array:
-    """A part that is to be stored."""
+    """A part that has been reserved for a store."""
     parts = reserve(jobs.cache, make_keyspace(jobs.cache)[1], keys_of(1), np.zeros(1, np.uint16), 0).parts
     assert len(parts) == 1
     return parts
@@ -147,8 +147,8 @@ async def test_a_job_that_meets_a_bug_ends() -> None:
     """
     nobody: Any = None
     loop = asyncio.get_running_loop()
-    told: list[dict[str, Any]] = []
-    loop.set_exception_handler(lambda _, about: told.append(about))
+    reports: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, about: reports.append(about))
     cache = make_cache()
     lane: Any = SimpleNamespace(loop=loop)
     jobs = Jobs(cache, None, lane, nobody, False)
@@ -171,22 +171,22 @@ async def test_a_job_that_meets_a_bug_ends() -> None:
         (Outcome.FAILED, "it met a bug in the daemon; its log has the details")
     ]
     assert [indices.tolist() for end in ends for indices in end.failed] == [[0, 1, 2]]
-    assert [about["exception"] for about in told] == [bug]
+    assert [about["exception"] for about in reports] == [bug]
     assert not jobs.running
     assert not cache.entries.leases.any()
 
 
 def told_to(loop: asyncio.AbstractEventLoop) -> list[BaseException]:
     """What the loop's handler hears of."""
-    told: list[BaseException] = []
-    loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
-    return told
+    errors: list[BaseException] = []
+    loop.set_exception_handler(lambda _, about: errors.append(about["exception"]))
+    return errors
 
 
 async def test_a_bug_of_a_device_leaves_the_cache_whole() -> None:
     """A device is called between changes: its error costs the job, whose slots are free."""
     loop = asyncio.get_running_loop()
-    told, bug = told_to(loop), KeyError("a bug")
+    errors, bug = told_to(loop), KeyError("a bug")
     lane: Any = SimpleNamespace(loop=loop, closing=True)
     device: Any = Short(bug)
     cache = make_cache()
@@ -197,7 +197,7 @@ async def test_a_bug_of_a_device_leaves_the_cache_whole() -> None:
     job = jobs.store(parts, [], CopyOptions(device, 1e9), ends.append)
     assert await jobs.settle({job}, 20)
     assert [end.outcome for end in ends] == [Outcome.FAILED]
-    assert told == [bug]
+    assert errors == [bug]
     assert check(cache, 0, 0) == []
     assert cache.tier.num_free(1) == 64
 
@@ -205,7 +205,7 @@ async def test_a_bug_of_a_device_leaves_the_cache_whole() -> None:
 @pytest.mark.parametrize("broken", ["commit", "seal"])
 async def test_a_bug_while_a_store_is_made_readable_tears_the_cache(broken: str) -> None:
     loop = asyncio.get_running_loop()
-    told = told_to(loop)
+    errors = told_to(loop)
     lane: Any = SimpleNamespace(loop=loop, closing=False)
     copied: list[Callable[[CopyResult], None]] = []
     device: Any = SimpleNamespace(submit=lambda _, done: copied.append(done), hashed_load_bytes=0)
@@ -218,7 +218,7 @@ async def test_a_bug_while_a_store_is_made_readable_tears_the_cache(broken: str)
     result = CopyResult(Outcome.DONE, 4096, 1, 1, 0.0, digests=np.zeros((1, 2), np.uint64))
     loop.call_soon(copied[-1], result)
     await asyncio.sleep(0)
-    assert [(type(torn), type(torn.__cause__)) for torn in told] == [(CacheTornError, IndexError)]
+    assert [(type(torn), type(torn.__cause__)) for torn in errors] == [(CacheTornError, IndexError)]
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -259,7 +259,7 @@ async def test_a_job_that_the_device_can_t_begin_ends(error: Exception, ready: R
 
 
 class Waiting:
-    """Signals, a lane and a device that call back when the test says so."""
+    """Signals, a lane and a device that call back when the test makes them."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The hash of keys: what it is, and that keys can't be chosen for it by somebody who does not know its seed."""
+"""The hash of keys: what it is, and that keys can't be chosen for it without knowing its seed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_it_is_what_the_book_says(seed: int, keyspace: int, key: list[int]) -> N
 
 
 def chosen() -> dict[str, U64Array]:
-    """Keys that are like each other in ways that sums of whole words, and many another hash, can't tell apart."""
+    """Keys that are like each other in ways that sums of whole words, and many other hashes, can't distinguish."""
     top = np.arange(16, dtype=np.uint64) << np.uint64(60)
     tops = np.stack([column.ravel() for column in np.meshgrid(top, top, top, top)], axis=1)
     names = [struct.pack(">4Q", *name) for name in itertools.product(range(2), range(4), range(64), range(256))]
@@ -101,7 +101,7 @@ def test_another_seed_or_purpose_is_another_hash() -> None:
 
 
 def test_what_one_seed_maps_to_one_value_another_does_not() -> None:
-    """Differences that do no harm to anybody's hash but the one they were made for."""
+    """Differences that harm only the hash that they were made for."""
     counts = np.arange(1 << 20, dtype=np.uint64)
     keys = np.zeros((len(counts), WORDS), np.uint64)
     keys[:, 0] = counts

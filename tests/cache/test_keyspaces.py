@@ -1,4 +1,4 @@
-"""A keyspace's number never means two keyspaces, whoever still has the one that it belonged to."""
+"""A keyspace's number never means two keyspaces, even while the one that it belonged to is still referenced."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_the_audit_sees_a_namespace_s_space_that_is_off_the_table(cache: Cache) 
 
 
 def test_a_namespace_that_is_forgotten_gives_its_numbers_back_at_once(cache: Cache) -> None:
-    """Whoever opens and leaves namespaces all day never runs out, with or without a garbage collector."""
+    """A client that opens and leaves namespaces all day never runs out, with or without a garbage collector."""
     numbers = set()
     for _ in range(3):
         cache.entries.keyspaces._next = 0

@@ -17,7 +17,7 @@ KEYS = 6
 
 
 def group_load(keyspace: Keyspace, *wanted: int, held: int = 1) -> GroupLoad:
-    """A load of KEYS keys of which these are wanted, by a rank that holds so many parts."""
+    """A load of KEYS keys that wants only these, by a rank that holds `held` parts."""
     mask = np.isin(np.arange(KEYS), wanted)
     blocks = np.arange(KEYS, dtype=np.uint32)[:, None]
     return GroupLoad(keyspace, keys_of(*range(KEYS)), blocks, np.arange(held, dtype=np.uint16), (PLAN,) * held, mask)

@@ -77,7 +77,7 @@ def test_what_is_held_locally_counts_as_there() -> None:
 
 @pytest.mark.parametrize("kind", list(GroupKind))
 def test_what_the_protocol_can_not_tell_is_not_offered(kind: GroupKind) -> None:
-    """A boundary is a u32. The last keys of this prompt end behind the last one that can be told."""
+    """A boundary is a u32. The last keys of this prompt end behind the last one that fits into it."""
     schema = GroupSchema(0, kind, 16, window_keys=1)
     first = (1 << 28) - 3
     held = [GroupHits(schema, first, np.ones(9, bool))]

@@ -181,7 +181,7 @@ def test_names_are_safe_and_short() -> None:
 
 
 class Replay:
-    """A cache of `capacity` keys (none: without bounds) that forgets the oldest, as far as lookups can tell."""
+    """A cache of `capacity` keys (none: without bounds) that forgets the oldest, as far as lookups can see."""
 
     def __init__(self, blocks: int, capacity: int, seed: int) -> None:
         self._ghosts = MissReasons(seed)

@@ -118,10 +118,10 @@ def test_a_user_at_the_cap_counts_none_that_may_go(cache: Cache) -> None:
     for number in range(1, 101):
         for _ in cache.clear(left(cache, number, key=number)):
             pass
-    mine = cache.open_namespace(b"m" * 16, 0, "mine", 32)
-    cache.check_groups(mine, set(range(100)))
+    namespace = cache.open_namespace(b"m" * 16, 0, "mine", 32)
+    cache.check_groups(namespace, set(range(100)))
     with pytest.raises(LimitError):
-        cache.check_groups(mine, set(range(101)))
+        cache.check_groups(namespace, set(range(101)))
     other = cache.open_namespace(b"o" * 16, 7, "other", 32)
     cache.declare(other, GroupSchema(0, GroupKind.FULL, 16))
     cache.check_groups(other, set(range(100)))

@@ -1,4 +1,4 @@
-"""Who waits for what has begun: told when all of it has ended and no sooner, and woken a few each turn of the loop."""
+"""Waiters for what has begun: woken when all of it has ended and no sooner, and a few in each turn of the loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_an_end_tells_those_alone_for_whom_it_was_the_last(rng: Random) -> None:
     progress = Progress()
     under_way: set[int] = set()
     waiting: dict[int, int] = {}
-    told: list[int] = []
+    woken: list[int] = []
     for name in range(5000):
         if under_way and rng.random() < 0.5:
             ended = rng.choice([min(under_way), rng.choice(sorted(under_way))])
@@ -30,28 +30,28 @@ def test_an_end_tells_those_alone_for_whom_it_was_the_last(rng: Random) -> None:
             under_way.add(progress.begin())
             assert progress.last == max(under_way)
         due = [other for other, number in waiting.items() if not any(one <= number for one in under_way)]
-        assert sorted(told) == due
-        numbers = [waiting.pop(other) for other in told]
+        assert sorted(woken) == due
+        numbers = [waiting.pop(other) for other in woken]
         assert numbers == sorted(numbers)
-        told.clear()
+        woken.clear()
         number = rng.randint(1, progress.last)
         assert progress.is_past(number) == (not any(one <= number for one in under_way))
         assert progress.left(number) == sum(one <= number for one in under_way)
         if not progress.is_past(number):
             waiting[name] = number
-            progress.join(number, partial(told.append, name))
+            progress.join(number, partial(woken.append, name))
         assert num_waiters(progress) == len(waiting)
 
 
 def test_who_leaves_is_not_told() -> None:
-    progress, told = Progress(), list[int]()
+    progress, woken = Progress(), list[int]()
     number = progress.begin()
-    first, second = (progress.join(number, partial(told.append, name)) for name in (1, 2))
+    first, second = (progress.join(number, partial(woken.append, name)) for name in (1, 2))
     progress.leave(first)
     progress.leave(first)
     progress.end(number)
     progress.leave(second)
-    assert (told, num_waiters(progress)) == ([2], 0)
+    assert (woken, num_waiters(progress)) == ([2], 0)
 
 
 class WaitingTasks:

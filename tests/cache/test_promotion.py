@@ -31,7 +31,7 @@ from .fakes import entries_of, keys_of
 
 
 async def blocked(tier: Tier) -> Tier:
-    """The read lane's only thread is at key 99 of a keyspace of its own, and stays there until the gate opens."""
+    """The read lane's only thread is at key 99 of a separate keyspace, and stays there until the gate opens."""
     keyspace = tier.keyspace(b"b" * 16)
     await tier.store_away(keyspace, 99)
     tier.files.reading.close()
@@ -155,7 +155,7 @@ async def test_what_came_is_held_until_everybody_has_heard(open_tier: Open) -> N
     found: list[list[int]] = []
 
     def fill_then_look() -> None:
-        """A pin takes its lease here; whoever was told first may have needed room."""
+        """A pin takes its lease here; one that was woken first may have needed room."""
         tier.write(keyspace, range(100, 130))
         found.append(tier.served(keyspace, *range(4)))
 
@@ -204,16 +204,16 @@ async def test_a_fetch_that_is_cancelled_tells_nobody_and_holds_nothing(
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1, 2)
     tier.files.reading.close()
-    told: list[str] = []
-    fetch = tier.begin_fetch(keyspace, 1, 2, done=lambda: told.append("cancelled"))
-    other = tier.begin_fetch(keyspace, 2, done=lambda: told.append("other"))
+    ended: list[str] = []
+    fetch = tier.begin_fetch(keyspace, 1, 2, done=lambda: ended.append("cancelled"))
+    other = tier.begin_fetch(keyspace, 2, done=lambda: ended.append("other"))
     for _ in range(turns):
         await asyncio.sleep(0)
     tier.disk.promotion.cancel(fetch)
     assert tier.audit() == []
     tier.files.reading.open()
     await tier.quiet()
-    assert told == ["other"]
+    assert ended == ["other"]
     assert tier.disk.promotion.holds == 0
     assert tier.served(keyspace, 1, 2) == ([1, 2] if turns else [2]), "what was being read has come all the same"
     tier.disk.promotion.cancel(other)
@@ -238,10 +238,10 @@ async def test_a_key_that_somebody_is_storing_is_not_waited_for(open_tier: Open)
     tier = await open_tier()
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, 1, 2)
-    mine = reserve(tier.cache, keyspace, keys_of(1), np.zeros(1, np.uint16), 0)
+    reserved = reserve(tier.cache, keyspace, keys_of(1), np.zeros(1, np.uint16), 0)
     tier.reserved = 1
     assert await tier.fetch(keyspace, 1, 2) == [2]
-    tier.cache.abort(mine.parts)
+    tier.cache.abort(reserved.parts)
     tier.reserved = 0
     assert tier.states(keyspace, 1) == [PENDING], "it is on disk still"
     assert await tier.fetch(keyspace, 1) == [1]
@@ -337,7 +337,7 @@ async def test_what_the_disk_can_not_read_is_a_miss(open_tier: Open) -> None:
 
 @pytest.mark.parametrize("fault", ["open=EMFILE", "open=ENFILE", "read=ENOMEM"])
 async def test_what_the_system_is_too_poor_to_read_stays_on_disk(open_tier: Open, fault: str) -> None:
-    """It says nothing about the records, nor about the disk."""
+    """It proves nothing about the records, nor about the disk."""
     tier = await open_tier(retry_s=60.0)
     keyspace = tier.keyspace()
     numbers = range(READ_FAILURES_MAX + 4)

@@ -28,10 +28,10 @@ async def pour(tier: Tier, keyspace: Keyspace, first: int, count: int, *, step: 
     """Store keys and evict them once they are written. Returns their numbers."""
     numbers = list(range(first, first + count))
     for at in range(0, count, step):
-        some = numbers[at : at + step]
-        tier.store(keyspace, *some)
+        batch = numbers[at : at + step]
+        tier.store(keyspace, *batch)
         await tier.quiet()
-        tier.evict(keyspace, *some)
+        tier.evict(keyspace, *batch)
         assert tier.audit() == []
     return numbers
 
@@ -108,9 +108,9 @@ async def test_what_moved_on_and_is_not_read_again_goes(open_tier: Open) -> None
 async def read(tier: Tier, keyspace: Keyspace, *numbers: int) -> None:
     """Promote these keys, some at a time, and evict them again."""
     for at in range(0, len(numbers), PER_SEGMENT):
-        some = list(numbers[at : at + PER_SEGMENT])
-        assert await tier.fetch(keyspace, *some) == some
-        tier.evict(keyspace, *some)
+        batch = list(numbers[at : at + PER_SEGMENT])
+        assert await tier.fetch(keyspace, *batch) == batch
+        tier.evict(keyspace, *batch)
 
 
 async def test_no_more_than_a_quarter_moves_on(open_tier: Open) -> None:
@@ -148,7 +148,7 @@ async def test_a_segment_of_which_much_was_read_is_spared_until_its_next_turn(op
 
 
 async def test_it_is_spared_where_it_holds_a_little_less_than_the_others(open_tier: Open) -> None:
-    """What is fuller goes, if nobody has read it."""
+    """What is fuller goes, if it was not read."""
     tier = await open_tier(BIG)
     keyspace, gone, cold = (tier.keyspace(name * 16) for name in (b"k", b"g", b"c"))
     hot = await pour(tier, keyspace, 0, PER_SEGMENT - 2, step=14)
@@ -180,7 +180,7 @@ async def test_restarts_lose_nothing_while_there_is_room(open_tier: Open, how: s
 
 
 async def test_starts_that_go_on_nowhere_lose_nothing_either(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each one leaves a segment that holds little. All of it is written again, whoever has registered."""
+    """Each one leaves a segment that holds little. All of it is written again, whichever groups are registered."""
     monkeypatch.setattr(segmentpool, "RESUME_SHARE", 0.5)
     tier = await open_tier(BIG)
     numbers, others = await pour(tier, tier.keyspace(), 0, PER_SEGMENT), tier.keyspace(b"o" * 16)
@@ -246,7 +246,7 @@ async def test_a_large_record_does_not_end_the_segment_that_is_written_to_again(
     names = (tier.keyspace(name * 16) for name in (b"a", b"b", b"c", b"d"))
     first, second, gone, filler = names
     large = tier.keyspace(b"l" * 16, sizes=(15 * PAGE_BYTES,))
-    mine, theirs = await pour(tier, first, 0, 10), await pour(tier, second, 0, 6)
+    in_first, in_second = await pour(tier, first, 0, 10), await pour(tier, second, 0, 6)
     await pour(tier, gone, 0, PER_SEGMENT - 16, step=14)
     await tier.clear(gone.namespace)
     await pour(tier, filler, 0, 6 * PER_SEGMENT)
@@ -264,8 +264,8 @@ async def test_a_large_record_does_not_end_the_segment_that_is_written_to_again(
     await tier.until(lambda: 15 * PAGE_BYTES in asked)
     tier.files.reading.open()
     await tier.quiet()
-    assert tier.on_disk(first, *mine) == mine
-    assert tier.on_disk(second, *theirs) == theirs
+    assert tier.on_disk(first, *in_first) == in_first
+    assert tier.on_disk(second, *in_second) == in_second
     assert tier.on_disk(large, 1) == [1]
 
 
@@ -360,7 +360,7 @@ async def test_a_damaged_hot_record_does_not_move_on(open_tier: Open) -> None:
 
 
 async def test_what_moves_on_while_its_root_goes_is_not_found_there(open_tier: Open) -> None:
-    """The write ends when the root is off already, and its segment is nobody's: a place there would be a wrong one."""
+    """The write ends when the root is off already, and its segment belongs to no root: a place there would be wrong."""
     tier = await open_tier(Shape(pages=1024, segment_pages=64, num_segments=16))
     keyspace = tier.keyspace()
     await tier.store_away(keyspace, *range(40))
@@ -414,7 +414,7 @@ async def test_what_is_read_while_its_segment_goes_is_right(open_tier: Open, mon
     changed = asyncio.ensure_future(tier.disk.numbers.changes.wait())
     await asyncio.sleep(0)
     tier.disk.numbers.changes.notify_all()
-    await changed  # whoever recycles has waited for longer, so it has looked again before this
+    await changed  # the recycler has waited for longer, so it has looked again before this
     assert recycling == [oldest]
     assert tier.on_disk(keyspace, numbers[0]) == []
     assert oldest.ordinal in tier.root.pool.segments

@@ -20,7 +20,7 @@ PER_SEGMENT = 30
 
 
 async def left(open_tier: Open, count: int, *, how: str = "close") -> list[int]:
-    """What an earlier run has left: so many keys in one segment. Their numbers."""
+    """What an earlier run has left: `count` keys in one segment. Returns their numbers."""
     tier = await open_tier(BIG)
     numbers = list(range(count))
     await tier.store_away(tier.keyspace(), *numbers)
@@ -77,7 +77,7 @@ async def test_not_in_a_segment_of_another_size(open_tier: Open) -> None:
 
 
 async def test_not_in_one_whose_header_is_lost(open_tier: Open) -> None:
-    """Its trailer alone tells what it is, and would go."""
+    """Its trailer alone identifies it, and would go."""
     numbers = await left(open_tier, 5)
     tier = await open_tier(BIG)
     paths = files(tier)

@@ -62,8 +62,8 @@ class RunsMachine(RuleBasedStateMachine):
 
     @rule(width=widths, count=st.sampled_from([1, 5, 3000]), seed=st.integers(0, 1 << 16))
     def free(self, width: int, count: int, seed: int) -> None:
-        mine = [at for at, run in enumerate(self.held) if run[0] == width]
-        gone = np.random.default_rng(seed).permutation(mine)[:count].astype(int).tolist()
+        of_width = [at for at, run in enumerate(self.held) if run[0] == width]
+        gone = np.random.default_rng(seed).permutation(of_width)[:count].astype(int).tolist()
         first = np.array([self.held[at][1] for at in gone], np.uint32)
         out = set(gone)
         self.held = [run for at, run in enumerate(self.held) if at not in out]

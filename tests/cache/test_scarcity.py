@@ -35,7 +35,7 @@ def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
 
 
 def keyspace_of(cache: Cache, name: str, width: int, uid: int = 0, known: int = 1) -> tuple[Namespace, Keyspace]:
-    """Keys of `width` parts, of which ranks have told the first `known`: a page each."""
+    """Keys of `width` parts; ranks have declared the sizes of the first `known`: a page each."""
     namespace = cache.open_namespace(name.encode() * 16, uid, name, 32)
     keyspace = cache.declare(namespace, GroupSchema(0, GroupKind.FULL, 16, parts=width))
     for part in range(known):
@@ -71,12 +71,12 @@ def looked_at(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, 
 
 def fill(cache: Cache, wide: Keyspace, others: Keyspace) -> int:
     """Two users' keys of one part of 1,024 take all records, but for less than another one takes. The first one's."""
-    mine = int(cache.scarcity.share) // 1024
-    store(cache, wide, keys_of(*range(mine)), [0])
+    num_keys = int(cache.scarcity.share) // 1024
+    store(cache, wide, keys_of(*range(num_keys)), [0])
     store(cache, others, keys_of(*range(left(cache) // 1024)), [0])
     assert left(cache) < 1024
     assert cache.eviction.keys_evicted == 0
-    return mine
+    return num_keys
 
 
 def test_records_of_one_width_serve_another_once_they_are_free(cache: Cache) -> None:
@@ -95,7 +95,7 @@ def test_records_of_one_width_serve_another_once_they_are_free(cache: Cache) -> 
 def test_exactly_as_many_keys_go_for_their_records_as_are_needed(cache: Cache) -> None:
     _, wide = keyspace_of(cache, "a", 1024, uid=1)
     _, others = keyspace_of(cache, "b", 1024, uid=2)
-    mine = fill(cache, wide, others)
+    filled = fill(cache, wide, others)
     _, narrow = keyspace_of(cache, "c", 2, uid=3, known=2)
     evicted, spare = cache.eviction.keys_evicted, left(cache) // 2
     assert reserve_keys(cache, narrow, *range(spare))[0] == [R] * spare
@@ -104,7 +104,7 @@ def test_exactly_as_many_keys_go_for_their_records_as_are_needed(cache: Cache) -
     assert cache.eviction.keys_evicted == evicted + 1, "one of 1,024 records does for three of two"
     assert reserve_keys(cache, narrow, *range(2000, 2000 + 509))[0] == [R] * 509
     assert cache.eviction.keys_evicted == evicted + 1, "and for 509 more"
-    assert wide.rows + others.rows == mine + (capacity(cache) // 1024 - mine) - 1
+    assert wide.rows + others.rows == filled + (capacity(cache) // 1024 - filled) - 1
     assert check(cache, 0, reserved=spare + 512) == []
 
 
@@ -124,17 +124,17 @@ def test_keys_that_can_be_loaded_stay_while_others_lack_parts(cache: Cache) -> N
 def test_what_is_named_leased_or_in_flight_does_not_go_for_its_records(cache: Cache) -> None:
     _, wide = keyspace_of(cache, "a", 1024, uid=1, known=2)
     _, others = keyspace_of(cache, "b", 1024, uid=2)
-    mine = fill(cache, wide, others)
-    in_flight = reserve(cache, wide, keys_of(*range(mine - 2)), np.array([1], np.uint16), 0).parts
+    filled = fill(cache, wide, others)
+    in_flight = reserve(cache, wide, keys_of(*range(filled - 2)), np.array([1], np.uint16), 0).parts
     rows = cache.entries.find(others, keys_of(*range(100)))
     leased = rows[rows >= 0].astype(np.uint32)
     cache.hold(leased)
     evicted = cache.eviction.keys_evicted
     # Of two that could go one is named.
-    states, parts = reserve_keys(cache, wide, mine - 1, 5000, 5001)
+    states, parts = reserve_keys(cache, wide, filled - 1, 5000, 5001)
     assert states == [H, R, N]
     assert cache.eviction.keys_evicted == evicted + 1
-    assert cache.entries.find(wide, keys_of(*range(mine - 2), mine - 1)).min() >= 0
+    assert cache.entries.find(wide, keys_of(*range(filled - 2), filled - 1)).min() >= 0
     cache.abort(np.concatenate([parts, in_flight]))
     cache.unhold(leased)
     assert check(cache, 0, 0) == []
@@ -145,7 +145,7 @@ def test_keys_of_many_widths_go_together_where_a_wide_one_is_to_lie(cache: Cache
     runs = cache.entries.parts.runs
     _, narrow = keyspace_of(cache, "c", 1, uid=3)
     store(cache, narrow, keys_of(*range(1000)))
-    rest = runs.ready(BLOCK, 1 << 20)  # somebody else's: nothing but the first block is left
+    rest = runs.ready(BLOCK, 1 << 20)  # taken by others: nothing but the first block is left
     kept = runs.allocate(BLOCK, rest)
     tail = runs.allocate(1, runs.ready(1, BLOCK))
     runs.free(1, tail[::2])
@@ -181,16 +181,16 @@ def test_who_has_his_share_makes_room_for_his_own_keys_alone(cache: Cache) -> No
     _, wide = keyspace_of(cache, "a", 1024, uid=1)
     _, others = keyspace_of(cache, "b", 1024, uid=2)
     store(cache, others, keys_of(1, 2, 3), [0])
-    mine = cache.scarcity.share // 1024
-    store(cache, wide, keys_of(*range(mine)), [0])
+    filled = cache.scarcity.share // 1024
+    store(cache, wide, keys_of(*range(filled)), [0])
     assert left(cache) > 4 * 1024
     evicted = cache.eviction.keys_evicted
     store(cache, wide, keys_of(1000, 1001, 1002), [0])
     assert cache.eviction.keys_evicted == evicted + 3
-    assert (wide.rows, others.rows) == (mine, 3)
+    assert (wide.rows, others.rows) == (filled, 3)
     _, small = keyspace_of(cache, "c", 5, uid=1)
     assert reserve_keys(cache, small, *range(10))[0] == [R] * 10
-    assert wide.rows >= mine - 1
+    assert wide.rows >= filled - 1
     assert check(cache, 0, reserved=10) == []
 
 
@@ -340,7 +340,7 @@ ACTIONS = st.tuples(
 @given(actions=st.lists(ACTIONS, max_size=40))
 @settings(deadline=None)
 def test_what_counts_as_barren_is(actions: list[tuple[str, int, int, bool]]) -> None:
-    """Whatever is reserved, committed, freed, held, released and cleared, of whom and in which order."""
+    """Whatever is reserved, committed, freed, held, released and cleared, for any user and in any order."""
     cache = make_cache(pages=1024, slab_pages=64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scarcity_module, "WINDOW", BLOCK)
@@ -348,15 +348,15 @@ def test_what_counts_as_barren_is(actions: list[tuple[str, int, int, bool]]) -> 
         spaces = [keyspace_of(cache, name, width, uid) for name, width, uid in
                   (("a", 1024, 1), ("b", 1, 1), ("c", 1024, 2), ("d", 900, 3))]  # fmt: skip
         reserved, held, numbers = list[I64Array](), list[U32Array](), count()
-        for what, which, some, flag in actions:
+        for what, which, amount, flag in actions:
             namespace, keyspace = spaces[which]
             if what == "reserve":
-                reserved.append(reserve_keys(cache, keyspace, *(next(numbers) for _ in range(some)))[1])
+                reserved.append(reserve_keys(cache, keyspace, *(next(numbers) for _ in range(amount)))[1])
             elif what == "end" and reserved:
                 (cache.commit if flag else cache.abort)(reserved.pop(0))
             elif what == "hold":
                 rows = np.flatnonzero(cache.entries.state[: cache.entries.index.rows_end] == RowState.LIVE)
-                held.append(rows.astype(np.uint32)[which :: 3 + some])
+                held.append(rows.astype(np.uint32)[which :: 3 + amount])
                 cache.hold(held[-1])
             elif what == "unhold" and held:
                 cache.unhold(held.pop(0))
@@ -365,10 +365,10 @@ def test_what_counts_as_barren_is(actions: list[tuple[str, int, int, bool]]) -> 
                     pass
                 spaces[which] = namespace, namespace.keyspaces[0]
             for (uid, spares), barren in cache.entries.barren._flags.items():
-                mine = None if uid is None else cache.scarcity._mine(uid)
+                of_user = None if uid is None else cache.scarcity._mine(uid)
                 records = np.arange(cache.entries.parts.runs.used)
                 owners = cache.entries.owners(records[barren[records // BLOCK]])
-                assert not len(cache.scarcity._idle(owners, mine, spares=spares))
+                assert not len(cache.scarcity._idle(owners, of_user, spares=spares))
     cache.tier.close()
 
 

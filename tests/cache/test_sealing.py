@@ -140,8 +140,8 @@ async def test_what_lost_its_slot_is_not_waited_for(scene: SealingScene) -> None
 
 async def test_tiers_below_are_told_of_what_was_sealed_alone(scene: SealingScene) -> None:
     """A checksum may come late: the key has gone, and another one has its place, which has its own."""
-    told = SealedNotes()
-    scene.cache.attach(told)
+    notes = SealedNotes()
+    scene.cache.attach(notes)
     scene.store(1)
     row = scene.cache.find(scene.keyspace, keys_of(1)).hit_rows
     scene.cache.drop(row)
@@ -151,7 +151,7 @@ async def test_tiers_below_are_told_of_what_was_sealed_alone(scene: SealingScene
     await scene.until_sealed(2)
     entries = scene.cache.entries
     third = scene.cache.find(scene.keyspace, keys_of(3)).hit_rows
-    assert told.parts == entries.parts.run(entries.first[third], 1).ravel().tolist()
+    assert notes.parts == entries.parts.run(entries.first[third], 1).ravel().tolist()
 
 
 async def test_a_large_store_is_sealed_batch_by_batch(scene: SealingScene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +228,8 @@ async def test_a_lane_that_closes_while_a_seal_is_under_way(
     scene: SealingScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is sealed, what waits behind it is not, and the loop hears of no bug."""
-    told: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, about: told.append(about))
+    reports: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: reports.append(about))
     begun, gate = threading.Event(), threading.Event()
 
     def hash_late(addresses: U64Array, sizes: I64Array) -> U64Array:
@@ -246,7 +246,7 @@ async def test_a_lane_that_closes_while_a_seal_is_under_way(
     await asyncio.sleep(0)
     gate.set()
     assert await closing
-    assert told == []
+    assert reports == []
     assert (scene.sealed(), scene.lane.queued) == (1, 0)
     scene.store(20)  # as a job would whose end comes late
     assert scene.sealed() == 1
@@ -254,19 +254,19 @@ async def test_a_lane_that_closes_while_a_seal_is_under_way(
 
 async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: SealingScene) -> None:
     """However many wait, and however much is sealed bit by bit."""
-    told: list[int] = []
+    sealed_numbers: list[int] = []
     stores = scene.sealing.stores
 
     def tell(number: int) -> None:
         assert stores.is_past(number)
-        told.append(number)
+        sealed_numbers.append(number)
 
     for number in range(1, 201):
         scene.store(number, flow=(ENGINE, OTHER)[number % 2])
         stores.join(number, partial(tell, number))
-    assert told == []
+    assert sealed_numbers == []
     await scene.until_sealed(200)
-    assert told == list(range(1, 201))
+    assert sealed_numbers == list(range(1, 201))
     assert num_waiters(stores) == 0
 
 
@@ -274,8 +274,8 @@ async def test_a_seal_tells_those_alone_whose_stores_are_sealed(scene: SealingSc
 
 
 async def test_what_the_copy_hashed_needs_no_lane(scene: SealingScene) -> None:
-    told = SealedNotes()
-    scene.cache.attach(told)
+    notes = SealedNotes()
+    scene.cache.attach(notes)
     steps = scene.store_hashed(3, 1, 2)
     scene.store(9)
     assert (scene.sealing.unsealed, scene.sealed(), scene.lane.queued) == (4, 0, 1)
@@ -283,7 +283,7 @@ async def test_what_the_copy_hashed_needs_no_lane(scene: SealingScene) -> None:
     assert list(steps) == []
     assert (scene.sealing.unsealed, scene.sealed()) == (1, 3), "the gate of the lane is closed"
     assert scene.digests(1, 2, 3) == [[1, 7], [2, 7], [3, 7]]
-    assert len(told.parts) == 3
+    assert len(notes.parts) == 3
     assert scene.sealing.by_uid == {ENGINE.uid: 1}
     assert scene.sealing.stores.is_past(1)
     assert not scene.sealing.stores.is_past(2)
@@ -310,7 +310,7 @@ async def test_much_that_the_copy_hashed_is_sealed_in_steps(
 
 
 async def test_a_lane_that_closes_ends_what_the_copy_hashed(scene: SealingScene) -> None:
-    """The cache is closed next: nobody may write to it."""
+    """The cache is closed next: it must not be written to."""
     steps = scene.store_hashed(1, 2)
     scene.gate.set()
     assert await scene.lane.close(5.0)

@@ -68,7 +68,7 @@ def test_groups_are_reserved_and_found_as_one_by_one(
             made = [reserve_all(cache, [wanted_of(keyspace, keys)])[0] for keyspace, keys in asked]
         for (keyspace, keys), one in zip(asked, made, strict=True):
             rows = cache.find(keyspace, keys).rows[one.keys]
-            assert (cache.entries.parts.row[one.parts] == rows).all(), "each part is of the key that it is told for"
+            assert (cache.entries.parts.row[one.parts] == rows).all(), "each part is of the key that it is listed for"
         reserved = int((cache.entries.parts.state[: cache.entries.parts.runs.used] == 1).sum())
         assert check(cache, 0, reserved) == []
         answers.append(

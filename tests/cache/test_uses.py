@@ -104,7 +104,7 @@ Told = list[tuple[list[int], list[int], list[int] | None]]
 
 @pytest.fixture
 def told() -> Iterator[tuple[Cache, Namespace, Keyspace, Told]]:
-    """A cache with keys 0 to 9, and what its policy is told of uses: rows, places, and where prompts begin."""
+    """A cache with keys 0 to 9, and what its policy receives of uses: rows, places, and where prompts begin."""
     cache = make_cache()
     namespace, keyspace = make_keyspace(cache)
     store(cache, keyspace, keys_of(*range(10)))
@@ -228,7 +228,7 @@ def test_a_step_counts_few_keys(told: tuple[Cache, Namespace, Keyspace, Told], m
     rows = [use(cache, keyspace, 2 * number, 2 * number + 1) for number in range(5)]
     for pair in ([rows[0], rows[1]], [rows[2], rows[3]], [rows[4]]):
         cache.uses.settle_due()
-        assert [told for told, _, _ in heard] == [[row for rows in pair for row in rows]]
+        assert [touched for touched, _, _ in heard] == [[row for rows in pair for row in rows]]
         heard.clear()
     assert not cache.uses.waiting
 
@@ -294,7 +294,7 @@ def test_what_waits_for_a_store_under_way_is_not_lost() -> None:
 
 
 def test_keys_that_a_state_is_missing_for_are_lost() -> None:
-    """A prompt's keys of full attention, of which its state can restore two alone; then none."""
+    """A prompt's keys of full attention: its state can restore only two of them, then none."""
     cache = make_cache(pages=16, slab_pages=4, policy="hit-density")
     namespace, full = make_keyspace(cache)
     state = cache.declare(namespace, GroupSchema(1, GroupKind.MAMBA, 16))

@@ -41,7 +41,7 @@ async def lane() -> AsyncIterator[tuple[Lane, threading.Event]]:
 
 
 def adopted(cache: Cache) -> LoadPlan:
-    """Ten keys of which nobody knows whether they are still right."""
+    """Ten adopted keys, which are not verified yet."""
     keyspace = make_keyspace(cache)[1]
     parts = store(cache, keyspace, keys_of(*range(10)))
     cache.entries.parts.unverified[parts] = 1
@@ -69,7 +69,7 @@ async def test_a_load_that_is_given_up_waits_for_nobody(lane: tuple[Lane, thread
 
 
 class SlowDevice:
-    """Its copies end when the test says so. `hashed_load_bytes`: see `Device`."""
+    """Its copies end when the test ends them. `hashed_load_bytes`: see `Device`."""
 
     def __init__(self, hashed_load_bytes: int = 0) -> None:
         self.hashed_load_bytes = hashed_load_bytes
@@ -95,7 +95,7 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
     plan = planned(cache, parts)
     options = CopyOptions(device, asyncio.get_running_loop().time() + 60)  # type: ignore[arg-type]  # a fake
     first, second = (jobs.load(plan, options, results.append) for _ in range(2))
-    device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))  # this one was told before
+    device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))  # this one was reported before
     jobs.drop(rows[3:5])
     device.ends[1](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))
     assert first.ended.is_set()
@@ -109,7 +109,7 @@ async def test_what_is_found_wrong_while_a_copy_is_queued_or_under_way_is_not_va
 async def test_what_goes_while_what_was_adopted_is_verified(
     lane: tuple[Lane, threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A root that comes late may end a whole namespace: nobody knows the sizes of its payloads any more."""
+    """A root that comes late may end a whole namespace: the sizes of its payloads are unknown from then on."""
     monkeypatch.setattr(hashing, "TURN_BYTES", 1)
     cache = make_cache()
     keyspaces = [make_keyspace(cache, bytes([n]) * 16)[1] for n in range(2)]
@@ -128,12 +128,12 @@ async def test_what_goes_while_what_was_adopted_is_verified(
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("changed size during iteration"), ValueError()])
 async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: Exception) -> None:
-    """The tables may be half-written then: the loop's handler ends the daemon. Until then nobody takes the payload for
-    one that was checked.
+    """The tables may be half-written then: the loop's handler ends the daemon. Until then, the payload does not
+    count as checked.
     """
     loop = asyncio.get_running_loop()
-    told: list[BaseException] = []
-    loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
+    errors: list[BaseException] = []
+    loop.set_exception_handler(lambda _, about: errors.append(about["exception"]))
     cache, nobody = make_cache(), None
     plan = adopted(cache)
     lane = Lane("hash", 1, loop)
@@ -148,7 +148,7 @@ async def test_a_bug_while_what_is_wrong_is_dropped_is_no_lack_of_memory(error: 
     options = CopyOptions(GPU, loop.time() + 60)
     job = jobs.load(plan, options, results.append)
     assert await jobs.settle({job}, 20.0)
-    assert [(type(torn), torn.__cause__) for torn in told] == [(CacheTornError, error)]
+    assert [(type(torn), torn.__cause__) for torn in errors] == [(CacheTornError, error)]
     assert [(result.outcome, result.reason) for result in results] == [
         (Outcome.FAILED, "it met a bug in the daemon; its log has the details")
     ]
@@ -313,11 +313,11 @@ async def test_very_many_are_judged_in_steps(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_device_that_does_not_hash_what_it_was_to_serves_nothing() -> None:
-    loop, told = asyncio.get_running_loop(), list[object]()
-    loop.set_exception_handler(lambda _, about: told.append(about["exception"]))
+    loop, errors = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, about: errors.append(about["exception"]))
     scene = VerificationScene("auto")
     job = scene.load()
     scene.device.ends[0](CopyResult(Outcome.DONE, 10, 10, 10, 0.0))
     assert await scene.jobs.settle({job}, 20.0)
     assert [end.outcome for end in scene.ends] == [Outcome.FAILED]
-    assert [str(error) for error in told] == ["a device was to hash what it loads, and did not"]
+    assert [str(error) for error in errors] == ["a device was to hash what it loads, and did not"]

@@ -149,7 +149,7 @@ def test_without_names_nothing_is_anybody_s() -> None:
 
 
 def test_a_place_that_changed_its_size() -> None:
-    """A record that says another size than its slab has is nobody's."""
+    """A record with another size than its slab belongs to no key."""
     cache = make_cache(PAGES, SLAB_PAGES)
     store(cache, make_keyspace(cache, NAME)[1], keys_of(1, 2))
     cache.tier.pool.slabs[0] = 2
@@ -194,8 +194,8 @@ def test_names_are_written_before_a_key_is_and_not_for_each_group(monkeypatch: p
 
 
 def test_a_number_that_changed_hands_before_any_key_was_sealed() -> None:
-    """The names that a successor finds are those of whose keys they are, not of who had the number before: also if
-    the new one has told only some of its sizes.
+    """A successor finds the names of the namespaces that the keys belong to, not of one that had the number before,
+    even if the new one has declared only some of its sizes.
     """
     cache = make_cache(PAGES, SLAB_PAGES)
     old, keyspace = make_keyspace(cache, NAME)

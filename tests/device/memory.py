@@ -41,7 +41,7 @@ class Made:
 
 
 def noise(size_bytes: int, seed: int = 0) -> U8Array:
-    """Bytes of which no two places look alike."""
+    """Bytes in which no two places look alike."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
 
 

@@ -243,7 +243,7 @@ BLOCK = 1024  # of the hash function
 )
 @settings(max_examples=60, deadline=None)
 def test_payloads_of_whole_blocks_are_copied_and_hashed(shapes: list[list[int]], source: int, target: int) -> None:
-    """Those are hashed on the way, where the destination is aligned; beside shorter ones, empty ones and others."""
+    """Those are hashed on the way, where the destination is aligned, next to shorter ones, empty ones and others."""
     assert copy_payloads is not None
     blocks = [blocks for payload in shapes for blocks in payload]
     size = u64([BLOCK * many for many in blocks])

@@ -1,4 +1,4 @@
-"""Planted faults are really there, and come when they are said to."""
+"""Planted faults are really there, and come when they should."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def shared() -> Iterator[Mapping]:
 def runs(mapping: Mapping, own: int, size: int, *, store: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One run in what is there, one that begins there and ends in what is gone, one in what is there."""
     peer = u64([mapping.address, mapping.address + GONE_FROM - size // 2, mapping.address + size])
-    mine = u64([own, own + size, own + 2 * size])
-    return (peer, mine, u64([size] * 3)) if store else (mine, peer, u64([size] * 3))
+    local = u64([own, own + size, own + 2 * size])
+    return (peer, local, u64([size] * 3)) if store else (local, peer, u64([size] * 3))
 
 
 @each
@@ -148,7 +148,7 @@ native = pytest.mark.skipif("native" not in implementations(), reason="the exten
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    """A Python that survives one fault in a copy, and does what `code` says before and after it."""
+    """A Python that survives one fault in a copy, with `code` for what it does before and after."""
     command = [sys.executable, "-c", PRELUDE + code]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=50)
 
@@ -174,7 +174,7 @@ def test_a_fault_elsewhere_kills_as_before(code: str) -> None:
     "faulthandler.enable(); use(); faulthandler.disable(); faulthandler.enable(); use(); torn()[0]",
 ])  # fmt: skip
 def test_python_s_fault_handler_still_tells_where(code: str) -> None:
-    """Whichever came first; in the second case the handler is not ours any more, and nothing of ours is asked."""
+    """Whichever came first; in the second case the handler is not ours any more, and none of our code is called."""
     done = run(code)
     assert done.returncode == -signal.SIGBUS
     assert "Fatal Python error: Bus error" in done.stderr
@@ -210,6 +210,6 @@ for _ in range(3):
 
 
 def test_the_chosen_one_is_safe_in_this_process(shared: Mapping) -> None:
-    """Where pytest has a fault handler of its own."""
+    """It is safe though pytest has its own fault handler."""
     with pytest.raises(DeviceError, match=GONE):
         copy_runs(u64([shared.address + GONE_FROM]), u64([shared.address]), u64([1]))

@@ -324,7 +324,7 @@ async def test_a_store_is_hashed_meanwhile(
     ("pages", "per_key", "page_bytes"), [(64, 4, 64), (1024, 4, 4096), (2000, 2, 3001), (2, 1, MIB)]
 )
 async def test_a_load_is_hashed_on_request(device: HostDevice, pages: int, per_key: int, page_bytes: int) -> None:
-    """What it tells is what the payload held that it read, for each that it copies whole."""
+    """The hash is that of the payload as it was read, for each payload that is copied whole."""
     memory, payloads, results = np.zeros(pages * page_bytes, np.uint8), noise(pages * page_bytes), Results()
     count = pages // per_key
     plan = GroupPlan.build([Tensor(address(memory), pages, page_bytes, page_bytes)], [Ref(0, 0, page_bytes)], per_key)
@@ -654,18 +654,18 @@ async def test_an_engine_does_not_wait_for_all_that_another_has_queued(urgent: b
     """Whatever the chunks' size is set to: only a turn of each goes before."""
     device, results, gate = HostDevice(asyncio.get_running_loop(), 1, 1 << 30), Results(), GatedMover()
     device.mover = gate
-    theirs, mine, out = noise(3 * TURN_BYTES), noise(4 * MIB), np.zeros(3 * TURN_BYTES + 4 * MIB, np.uint8)
+    theirs, small, out = noise(3 * TURN_BYTES), noise(4 * MIB), np.zeros(3 * TURN_BYTES + 4 * MIB, np.uint8)
     for number in range(100):
         copies = copies_of(theirs, out[: len(theirs)])
         submit(device, copies, results.done(f"theirs {number}"), urgent=urgent, flow=Flow(1001, 1))
     await gate.wait_entered()
-    copy = submit(device, copies_of(mine, out[len(theirs) :]), results.done("mine"), flow=Flow(1001, 2))
+    copy = submit(device, copies_of(small, out[len(theirs) :]), results.done("small"), flow=Flow(1001, 2))
     assert copy.busy_s(time.monotonic() + 100) == 0, "it is queued"
     gate.open.set()
-    assert (await results.get("mine")).outcome is Outcome.DONE
+    assert (await results.get("small")).outcome is Outcome.DONE
     before = gate.calls.index(address(out) + len(theirs))
     assert before <= 2, "the turn that was under way, and at most one more"
-    assert results.order[0] == "mine"
+    assert results.order[0] == "small"
     assert await device.close(10)
     assert gate.calls.count(address(out)) <= 100
 
@@ -790,7 +790,7 @@ async def test_a_mapping_that_takes_long_is_no_reason_to_refuse(
 
 
 async def test_what_waits_to_be_mapped_or_unmapped_when_the_device_is_closed() -> None:
-    """Nobody has misused it, and nothing has failed: it ends with the process."""
+    """This is no misuse, and nothing has failed: it ends with the process."""
     holes = SlowHoles(8192)
     device = HostDevice(asyncio.get_running_loop(), 1, MIB, holes=holes)
     device.admit(FOREIGN_UID)
@@ -829,10 +829,10 @@ async def test_a_user_without_threads_is_not_half_admitted(monkeypatch: pytest.M
         short.setattr(threading.Thread, "start", start_some)
         with pytest.raises(RuntimeError, match="new thread"):
             device.admit(FOREIGN_UID)
-    mine = f"-{FOREIGN_UID}-"
+    name_part = f"-{FOREIGN_UID}-"
     async with asyncio.timeout(20):
-        while any(mine in thread.name for thread in threading.enumerate()):  # noqa: ASYNC110  they end by themselves
+        while any(name_part in thread.name for thread in threading.enumerate()):  # noqa: ASYNC110  they end by themselves
             await asyncio.sleep(0.001)
     device.admit(FOREIGN_UID)
-    assert sum(mine in thread.name for thread in threading.enumerate()) == 6
+    assert sum(name_part in thread.name for thread in threading.enumerate()) == 6
     assert await device.close(10)

@@ -93,14 +93,16 @@ def interleaved_rows(draw: st.DrawFn) -> list[Row]:
 def test_the_same_rows_where_runs_lie_among_each_other(rows: list[Row], at: list[int]) -> None:
     ends = [sorted({min(rows[number % len(rows)][side] + 64, (1 << 64) - 1) for number in at}) for side in (0, 1)]
     most = (1 << 31) - 1
-    found = pitch(copies_of(rows), *(np.array(some, np.uint64) for some in ends), pitch_max_bytes=most)
+    found = pitch(copies_of(rows), *(np.array(sorted_ends, np.uint64) for sorted_ends in ends), pitch_max_bytes=most)
     assert rows_of(found) == sorted(rows)
-    for start, pitches, some in zip((found.src, found.dst), (found.src_pitch, found.dst_pitch), ends, strict=True):
+    for start, pitches, sorted_ends in zip(
+        (found.src, found.dst), (found.src_pitch, found.dst_pitch), ends, strict=True
+    ):
         assert ((pitches >= found.width) & (pitches <= most)).all()
         for first, apart, height in zip(start.tolist(), pitches.tolist(), found.height.tolist(), strict=True):
             last = first + (height - 1) * apart
             assert last < 1 << 64, "a run goes on where addresses begin"
-            assert not any(first < end <= last for end in some), "a run reaches over the end of a memory"
+            assert not any(first < end <= last for end in sorted_ends), "a run reaches over the end of a memory"
 
 
 def test_a_run_ends_with_a_memory_on_either_side() -> None:

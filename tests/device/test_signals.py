@@ -25,7 +25,7 @@ OURS, THEIRS = 0, 4001
 
 
 class SignalScene:
-    """Signals with eight words, and what was told."""
+    """Signals with eight words, and the outcomes that were reported."""
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ async def test_what_has_come_is_told_at_once_but_not_within_the_call(scene: Sign
 async def test_a_look_without_memory_is_made_again(
     scene: SignalScene, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Nobody's waits end with the thread that looks, and a wait that is given up meanwhile has its end."""
+    """No waits end with the thread that looks, and a wait that is given up meanwhile has its end."""
     tried, more = threading.Semaphore(0), threading.Event()
 
     def short(*_: object) -> None:
@@ -302,13 +302,13 @@ async def test_what_ends_at_once_is_told_over_several_turns(scene: SignalScene) 
     def turn() -> None:
         nonlocal turns
         turns += 1
-        if len(told) < 40:
+        if len(ended) < 40:
             scene.loop.call_soon(turn)
 
-    told: list[int] = []
+    ended: list[int] = []
 
     def done(number: int) -> None:
-        told.append(number)
+        ended.append(number)
         time.sleep(TURN_S / 2)
 
     ready = ReadySignal(scene.words.ctypes.data, 1)
@@ -318,9 +318,9 @@ async def test_what_ends_at_once_is_told_over_several_turns(scene: SignalScene) 
     time.sleep(0.05)  # noqa: ASYNC251  all have ended before the loop looks
     scene.loop.call_soon(turn)
     async with asyncio.timeout(SOON_S):
-        while len(told) < 40:  # noqa: ASYNC110  each is one turn
+        while len(ended) < 40:  # noqa: ASYNC110  each is one turn
             await asyncio.sleep(0)
-    assert told == list(range(40))
+    assert ended == list(range(40))
     assert turns > 10, "others had their turns in between"
 
 

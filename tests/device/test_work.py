@@ -65,22 +65,22 @@ def test_pieces_are_the_whole(work: BlockWork, descriptors: int, size: int, dire
 @pytest.mark.slow
 @given(lists(), st.data())
 @settings(max_examples=100, deadline=None)
-def test_a_mask_leaves_payloads_out(some: list[BlockList], data: st.DataObject) -> None:
+def test_a_mask_leaves_payloads_out(block_lists: list[BlockList], data: st.DataObject) -> None:
     """What is in the mask and what is not are the whole; what is not wanted has no address among the copies."""
-    count = sum(len(one.keys) for one in some)
+    count = sum(len(one.keys) for one in block_lists)
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool)
-    inside, outside = (bytes_of(BlockWork(some, m).make_all(Direction.STORE)) for m in (mask, ~mask))
-    assert sorted(inside + outside) == bytes_of(BlockWork(some).make_all(Direction.STORE))
-    addresses = np.concatenate([one.addresses for one in some])
-    sizes = np.concatenate([np.array([plan.payload_bytes for plan in one.plans])[one.columns] for one in some])
+    inside, outside = (bytes_of(BlockWork(block_lists, m).make_all(Direction.STORE)) for m in (mask, ~mask))
+    assert sorted(inside + outside) == bytes_of(BlockWork(block_lists).make_all(Direction.STORE))
+    addresses = np.concatenate([one.addresses for one in block_lists])
+    sizes = np.concatenate([np.array([plan.payload_bytes for plan in one.plans])[one.columns] for one in block_lists])
     own = {a + at for a, size in zip(addresses[mask].tolist(), sizes[mask].tolist(), strict=True) for at in range(size)}
     assert {to for _, to in inside} <= own
 
 
-def payloads_of(some: list[BlockList]) -> list[tuple[int, ...]]:
+def payloads_of(block_lists: list[BlockList]) -> list[tuple[int, ...]]:
     """Returns, for each payload, in order, the memory address of each of its bytes."""
     found = []
-    for one in some:
+    for one in block_lists:
         for key, column, address in zip(one.keys, one.columns, one.addresses, strict=True):
             memory, payload, sizes = one.plans[column].expand(one.blocks[[key]], u64([address]))
             assert np.array_equal(payload, int(address) + np.cumsum(sizes) - sizes)
@@ -107,14 +107,16 @@ def hashed_bytes(copies: Copies, firsts: dict[int, int]) -> dict[int, tuple[int,
 
 @given(lists(), st.sampled_from([1, 2, 3, 40]), st.sampled_from([1, 50, 1000]), st.sampled_from([1, 2, 1000]))
 @settings(max_examples=200, deadline=None)
-def test_hashed_work_is_the_same_payload_by_payload(some: list[BlockList], pieces: int, size: int, most: int) -> None:
+def test_hashed_work_is_the_same_payload_by_payload(
+    block_lists: list[BlockList], pieces: int, size: int, most: int
+) -> None:
     """However it is cut: each payload in one chunk, in the order of its bytes, with its own place for the digest."""
-    for one in some:
+    for one in block_lists:
         one.blocks[one.blocks == NO_BLOCK] = 0
-    work = BlockWork(some)
+    work = BlockWork(block_lists)
     hashed = work.hashed(1000, 10_000)
     assert hashed is not None
-    expected = dict(enumerate(payloads_of(some)))
+    expected = dict(enumerate(payloads_of(block_lists)))
     largest = max(map(len, expected.values()), default=0)
     firsts = {row.ctypes.data: number for number, row in enumerate(hashed.digests)}
     assert len(firsts) == len(hashed.digests) == len(expected)
@@ -166,12 +168,12 @@ def test_what_is_not_copied_whole_is_not_hashed() -> None:
 @given(lists(), st.data(), st.sampled_from(Direction), st.sampled_from([1, 2, 3, 40]), st.sampled_from([1, 50, 1000]))
 @settings(max_examples=200, deadline=None)
 def test_hashing_work_copies_what_is_wanted_and_tells_what_it_found_of_what(
-    some: list[BlockList], data: st.DataObject, direction: Direction, pieces: int, size: int
+    block_lists: list[BlockList], data: st.DataObject, direction: Direction, pieces: int, size: int
 ) -> None:
-    """Payloads that are left out, or copied in part, take nobody else's place."""
-    count = sum(len(one.keys) for one in some)
+    """Payloads that are left out, or copied in part, take no other payload's place."""
+    count = sum(len(one.keys) for one in block_lists)
     mask = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), bool)
-    work = BlockWork(some, mask)
+    work = BlockWork(block_lists, mask)
     hashed = work.hashing()
     whole = hashed.make_all(direction)
     assert bytes_of(whole) == bytes_of(work.make_all(direction))
@@ -179,18 +181,18 @@ def test_hashing_work_copies_what_is_wanted_and_tells_what_it_found_of_what(
     chunks = [chunk for copies in made for chunk in split_payloads(copies, pieces, 1, chunk_bytes=size)]
     assert sorted(pair for chunk in chunks for pair in bytes_of(chunk)) == bytes_of(whole)
     assert sum(chunk.descriptors for chunk in chunks) == work.descriptors
-    addresses = np.concatenate([one.addresses for one in some])
-    wanted = np.concatenate([one.wanted() for one in some]) & mask
+    addresses = np.concatenate([one.addresses for one in block_lists])
+    wanted = np.concatenate([one.wanted() for one in block_lists]) & mask
     number_of = {int(address): at for at, address in enumerate(addresses.tolist())}
-    told = dict[int, int]()
+    hashes = dict[int, int]()
     for chunk in chunks:
         assert isinstance(chunk, PayloadCopies)
         payload = chunk.src if direction is Direction.LOAD else chunk.dst
         firsts = (np.cumsum(chunk.counts) - chunk.counts).astype(int)
         for first, digest in zip(firsts, chunk.digests, strict=True):
             below = max(at for at in number_of if at <= int(payload[first]))
-            told[number_of[below]] = digest[0] = number_of[below] + 1
-    assert sorted(told) == np.flatnonzero(wanted).tolist()
+            hashes[number_of[below]] = digest[0] = number_of[below] + 1
+    assert sorted(hashes) == np.flatnonzero(wanted).tolist()
     assert hashed.found()[:, 0].tolist() == [at + 1 if wanted[at] else 0 for at in range(count)]
 
 
@@ -204,11 +206,11 @@ def test_what_a_load_can_hash() -> None:
         numbers = np.arange(len(ids))
         return BlockList((plan,), np.array(ids, np.uint32), numbers, np.zeros_like(numbers), u64([1 << 40] * len(ids)))
 
-    some = of(small, [[0, 1], [2, NO_BLOCK], [NO_BLOCK, NO_BLOCK], [3, 4]])
-    assert hashable([some], 64).tolist() == [True, False, False, True]
-    assert hashable([some], 63).tolist() == [False] * 4
-    assert hashable([some, of(runs, [[5]])], 1 << 20).tolist() == [True, False, False, True, True]
-    assert not hashable([some, of(more, [[5]])], 1 << 20).any()
+    holed = of(small, [[0, 1], [2, NO_BLOCK], [NO_BLOCK, NO_BLOCK], [3, 4]])
+    assert hashable([holed], 64).tolist() == [True, False, False, True]
+    assert hashable([holed], 63).tolist() == [False] * 4
+    assert hashable([holed, of(runs, [[5]])], 1 << 20).tolist() == [True, False, False, True, True]
+    assert not hashable([holed, of(more, [[5]])], 1 << 20).any()
     assert hashable([], 64).tolist() == []
 
 

@@ -1,4 +1,4 @@
-"""`kvoffloadd doctor`: each thing that can be wrong with a host is told, with its remedy. Hosts are made of files."""
+"""`kvoffloadd doctor` reports each thing that can be wrong with a host, with its remedy. Hosts are made of files."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def test_this_machine_can_run_the_daemon(socket_dir: Path, tmp_path: Path) -> No
         "--socket", str(socket_dir / "k.sock"), "--memory", "16MiB", "--disk", f"{root}=8MiB", "--json",
         "--set", "disk.min_free_bytes=0",
     )  # fmt: skip
-    said = json.loads(out)
-    assert (code, said["good"]) == (0, True), out
+    report = json.loads(out)
+    assert (code, report["good"]) == (0, True), out
     assert {"kernel", "socket", "memory tier", "/dev/shm", "GPUs", f"disk {root}"} <= {
-        one["subject"] for one in said["checks"]
+        one["subject"] for one in report["checks"]
     }
     assert not list(root.iterdir()), "the probe's file is gone, and a root that was new still is"
 
@@ -122,7 +122,7 @@ def test_remedies_are_never_missing(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "verdict", "said"),
+    ("kernel", "verdict", "message"),
     [
         ("5.14.0-362.el9", Verdict.PROBLEM, "5.14"),
         ("5.15.0", Verdict.OK, "memory.huge_bytes is not known"),
@@ -130,10 +130,10 @@ def test_remedies_are_never_missing(host: Host) -> None:
         ("what", Verdict.PROBLEM, "what"),
     ],
 )
-def test_kernels(host: Host, kernel: str, verdict: Verdict, said: str) -> None:
+def test_kernels(host: Host, kernel: str, verdict: Verdict, message: str) -> None:
     found = only(check_kernel(replace(host, kernel=kernel)), "kernel")
     assert found.verdict == verdict
-    assert said in found.found
+    assert message in found.found
 
 
 def test_limits(host: Host) -> None:
@@ -167,7 +167,7 @@ def test_shared_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verify_loads", "hashes", "verdict", "said"),
+    ("verify_loads", "hashes", "verdict", "message"),
     [
         ("auto", True, Verdict.OK, "to shared memory, while they are copied; not to GPUs"),
         ("auto", False, Verdict.NOTE, "the compiled helper is not in use"),
@@ -178,12 +178,12 @@ def test_shared_memory(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_verified_of_loads(
-    verify_loads: str, hashes: bool, verdict: Verdict, said: str, monkeypatch: pytest.MonkeyPatch
+    verify_loads: str, hashes: bool, verdict: Verdict, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(system, "copy_payloads", object() if hashes else None)
     found = only(check_loads(chosen(memory__verify_loads=verify_loads).memory), "verified loads")
     assert found.verdict == verdict
-    assert said in found.found
+    assert message in found.found
 
 
 def test_memory(host: Host) -> None:

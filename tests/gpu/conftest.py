@@ -40,7 +40,7 @@ def _succeeds(program: str) -> bool:
 
 @pytest.fixture(scope="session")
 def real() -> bool:
-    """Whether there is a GPU, and it is to be used."""
+    """Whether there is a GPU, and it should be used."""
     return os.environ.get(SOFT_VARIABLE) != "1" and _succeeds(_GPU)
 
 

@@ -34,7 +34,7 @@ from tests.gpu.layouts import PLAIN
 
 LIMIT_S, CONTACT_S = 50.0, 250.0
 
-# In a process of its own: it ends all of its children.
+# In a separate process: it ends all of its children.
 _RUN = """
 import json, os, sys
 from pathlib import Path
@@ -323,7 +323,7 @@ def test_too_few_tests_are_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_helper_that_the_bundle_has_is_put_where_there_is_none(tmp_path: Path) -> None:
-    """A machine without a compiler is played by a checkout of its own, since this one may have it."""
+    """A machine without a compiler is played by a separate checkout, since this one may have the helper."""
     checkout = tmp_path / "checkout"
     for name in (
         "scripts/__init__.py",

@@ -26,7 +26,7 @@ JOBS = 6
 
 @pytest.fixture
 def large(real: bool) -> Layout:
-    """So large that copies last while somebody is killed."""
+    """So large that copies last while a process is killed."""
     size_bytes = (256 if real else 24) * MIB
     part_bytes = size_bytes // 4
     return Layout(size_bytes, tuple(Rows(at * part_bytes, part_bytes // 4096, 4096, 4096) for at in range(4)))
@@ -45,7 +45,7 @@ def slow_daemon(real: bool, start_daemon: Callable[..., Daemon], monkeypatch: py
 
 
 def busy_worker(start_worker: StartWorker, daemon: Daemon, layout: Layout, kind: str, what: str) -> GpuWorker:
-    """A worker with `JOBS` jobs, of which the daemon has begun to copy."""
+    """A worker with `JOBS` jobs, and the daemon has begun to copy some of them."""
     worker = start_worker(daemon)
     worker.begin(kind, layout.size_bytes, layout.tensors)
     worker.call("share")

@@ -43,7 +43,7 @@ def raw(figures: Figures) -> Ended:
 
 
 def decided(*parts: Ended) -> dict[str, str]:
-    return {what: said for what, said, _ in decisions_of(parts)}
+    return {what: verdict for what, verdict, _ in decisions_of(parts)}
 
 
 def test_an_h200() -> None:
@@ -106,15 +106,15 @@ def test_batches_that_hang_or_are_slow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gb_per_s", "decode", "said"), [(30.0, 0.97, "worth building"), (26.0, 0.97, "no"), (60.0, 0.9, "no")]
+    ("gb_per_s", "decode", "verdict"), [(30.0, 0.97, "worth building"), (26.0, 0.97, "no"), (60.0, 0.9, "no")]
 )
-def test_gathering_pays_if_it_is_faster_and_decoding_no_slower(gb_per_s: float, decode: float, said: str) -> None:
+def test_gathering_pays_if_it_is_faster_and_decoding_no_slower(gb_per_s: float, decode: float, verdict: str) -> None:
     cases = [
         {"rows": "4 KiB", "way": way, "direction": direction, "gb_per_s": speed, "decode": share}
         for way, speed, share in (("gather", gb_per_s, decode), ("pitched", 22.0, 0.98), ("batches", 2.0, 0.8))
         for direction in ("store", "load")
     ]
-    assert decided(ended("gather", cases)) == {"rows of 4 KiB: gathered by the worker": said}
+    assert decided(ended("gather", cases)) == {"rows of 4 KiB: gathered by the worker": verdict}
 
 
 def test_pieces_of_pinned_memory() -> None:

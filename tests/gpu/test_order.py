@@ -1,4 +1,4 @@
-"""A job begins when the worker's stream says so: neither before its blocks are written, nor before they are read."""
+"""A job begins when the worker's stream signals it: neither before its blocks are written, nor before they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers and daemons of different users: it works, or says what to change. Which of them, is for the report."""
+"""Workers and daemons of different users: it works, or an error explains what to change. The report shows which."""
 
 from __future__ import annotations
 

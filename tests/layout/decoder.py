@@ -1,6 +1,6 @@
 """A small decoder that remembers nothing but what it wrote through its layers' tensors, one token at a time.
 
-Each token is a sequence of operations of its own, over copies of what it looks at, so that equal values in memory make
+Each token is a separate sequence of operations, over copies of what it looks at, so that equal values in memory make
 equal logits, bit for bit, wherever they lie.
 """
 
@@ -31,7 +31,7 @@ Weight = Callable[..., Any]
 
 
 class _Attention:
-    """Grouped queries; a bias that grows with distance tells where a token is.
+    """Grouped queries; a bias that grows with distance shows where a token is.
 
     Positions in the keys would not do: blocks that changed places would look the same.
     """
@@ -207,7 +207,7 @@ class Decoder:
         return _normed(x) @ self._head
 
     def prefill(self, prompt: Sequence[int], tables: Tables, start: int = 0) -> Any:
-        """Logits behind the prompt, of which the first `start` tokens are in memory."""
+        """Logits behind the prompt, whose first `start` tokens are in memory."""
         logits = None
         for position in range(start, len(prompt)):
             logits = self.step(prompt[position], position, tables)

@@ -1,4 +1,4 @@
-"""What a store and a load must do to memory, told by an engine's own indices on one side and by refs on the other.
+"""What a store and a load must do to memory: by an engine's own indices on one side, and by refs on the other.
 
 Nothing here uses the package's geometry: layers are written and read through their backend's tensors, canonical tensors
 byte by byte.
@@ -242,10 +242,10 @@ def check_apart(
                 for block in range(num_blocks):
                     dim, at = blocks_of(tensor, specs[name], [block])
                     bits(tensor).index_fill_(dim, at, int.from_bytes(tensor.element_size() * bytes([block + 1]), "big"))
-        mine = [one.numpy() for one in memory]
-        used = sum(int(np.count_nonzero(one)) for one in mine)
+        arrays = [one.numpy() for one in memory]
+        used = sum(int(np.count_nonzero(one)) for one in arrays)
         assert used == num_blocks * sum(specs[layer].payload_bytes for layer in group.layers), "bytes are shared"
-        for old, new in zip(owners, mine, strict=True):
+        for old, new in zip(owners, arrays, strict=True):
             both = (old != 0) & (new != 0)
             assert (old[both] == new[both]).all(), "two blocks have bytes in common"
             old[new != 0] = new[new != 0]

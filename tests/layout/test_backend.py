@@ -60,7 +60,7 @@ def test_the_dimension_of_blocks(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "memory", "layered", "said"),
+    ("shape", "memory", "layered", "message"),
     [
         (("block", "block"), ("block", "block"), None, "must name each of its dimensions once"),
         (("kv", "token"), ("kv", "token"), None, "block included"),
@@ -70,7 +70,7 @@ def test_the_dimension_of_blocks(backend: Backend) -> None:
     ],
 )
 def test_what_is_no_backend(
-    shape: tuple[str, ...], memory: tuple[str, ...], layered: tuple[str, ...] | None, said: str
+    shape: tuple[str, ...], memory: tuple[str, ...], layered: tuple[str, ...] | None, message: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         Backend("wrong", shape, memory, layered)

@@ -233,8 +233,8 @@ def test_an_opaque_layer_is_stored_as_it_is(ratio: int) -> None:
 
 
 def test_an_opaque_layer_of_every_dtype() -> None:
-    """All of torch's, but those that are no plain bytes: quantised ones, whose tensors have scales beside them, and
-    those whose elements torch keeps in bytes of which they are a part.
+    """All of torch's, but those that are no plain bytes: quantised ones, whose tensors come with scales, and those
+    whose elements torch keeps as parts of bytes.
     """
     names = {str(one).removeprefix("torch.") for one in vars(torch).values() if isinstance(one, torch.dtype)}
     parts = {name for name in names if re.fullmatch(r"u?int[1-7]|bits.*|qu?int.*", name)}
@@ -311,7 +311,7 @@ def test_a_tensor_of_several_groups_is_listed_once() -> None:
 
 
 def test_what_the_bytes_of_refs_are() -> None:
-    """All refs of a group name all its layers, in the order of their bytes; elements of several types are not told."""
+    """All refs of a group name all its layers, in the order of their bytes; elements of several types are not named."""
     specs: dict[str, LayerSpec] = {
         "b": layer(backend=TRITON_NHD),
         "a": layer(backend=TRITON_NHD),
@@ -320,8 +320,8 @@ def test_what_the_bytes_of_refs_are() -> None:
     }
     groups = [LayerGroup(0, ("a", "b")), LayerGroup(1, ("m",)), LayerGroup(2, ("o",))]
     plan = cross_layers(specs, groups, 3)
-    told = {group.group: {(ref.dtype, ref.layers) for ref in group.refs} for group in plan.canonical.groups}
-    assert told == {
+    contents = {group.group: {(ref.dtype, ref.layers) for ref in group.refs} for group in plan.canonical.groups}
+    assert contents == {
         0: {("bfloat16", digest_layers(["a", "b"]))},
         1: {("", digest_layers(["m"]))},
         2: {("", digest_layers(["o"]))},
@@ -375,7 +375,7 @@ def test_every_order_of_one_allocation(order: str, tensors: int) -> None:
 
 
 def test_pools_of_token_slots() -> None:
-    """K and V in tensors of their own, (slots, heads, size), and pages of 4 slots: a kernel block is one slot."""
+    """K and V in separate tensors, (slots, heads, size), and pages of 4 slots: a kernel block is one slot."""
     spec = layer(block=4, backend=0, kernel_blocks=4)
     pools = [torch.zeros(6 * 4, 2, 8, dtype=torch.bfloat16) for _ in range(2)]
     cache = single(pools, spec)
@@ -403,7 +403,7 @@ def test_one_group_with_several_page_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "said"),
+    ("tensor", "message"),
     [
         (lambda: torch.zeros(1, 2, 4, 2, 8, dtype=torch.bfloat16).expand(6, 2, 4, 2, 8), "overlap; each must have"),
         (lambda: torch.zeros(6, 2, 1, 2, 8, dtype=torch.bfloat16).expand(6, 2, 4, 2, 8), "overlap"),
@@ -418,8 +418,8 @@ def test_one_group_with_several_page_sizes() -> None:
         (lambda: torch.zeros(0, 2, 4, 2, 8, dtype=torch.bfloat16), "0 kernel blocks are not a multiple"),
     ],
 )
-def test_what_cannot_be_expressed(tensor: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be_expressed(tensor: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         single(tensor(), layer(backend=TRITON_NHD))
 
 
@@ -520,7 +520,7 @@ def test_an_engines_own_canonical_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "refs", "said"),
+    ("tensor", "refs", "message"),
     [
         (lambda: torch.zeros(6, 64), (), r"tensor 0: torch.float32 \(6, 64\) .* is not canonical"),
         (lambda: torch.zeros(6, 64, dtype=torch.int8).t(), (), "is not canonical"),
@@ -536,8 +536,8 @@ def test_an_engines_own_canonical_form() -> None:
         (lambda: torch.zeros(6, 64, dtype=torch.int8), (Ref(0, 0, 9, 3, 8),), "bytes 8 to 9 of tensor 0"),
     ],
 )
-def test_what_is_not_canonical(tensor: Any, refs: tuple[Ref, ...], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_is_not_canonical(tensor: Any, refs: tuple[Ref, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         CanonicalCache((tensor(),), (Group(0, GroupKind.FULL, 16, refs),))
 
 

@@ -300,7 +300,7 @@ def test_slots_that_an_engine_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "said"),
+    ("one", "other", "message"),
     [
         (layer(), layer(backend=FLASH_HND), "can't share a slot: 256 bytes each against 2 heads first, 128 bytes each"),
         (layer(), layer(4), "256 bytes each against 512 bytes each; pad the smaller page, or use one order"),
@@ -308,12 +308,12 @@ def test_slots_that_an_engine_names() -> None:
         (layer(), layer(backend=OLD_FLASH), "layer b can't share a slot: it needs a separate tensor"),
     ],
 )
-def test_layers_that_cannot_share_a_slot(one: Attention, other: Attention, said: str) -> None:
+def test_layers_that_cannot_share_a_slot(one: Attention, other: Attention, message: str) -> None:
     specs: dict[str, LayerSpec] = {"a": one, "b": replace(other, kind=LayerKind.SLIDING, window=9)}
     groups = [LayerGroup(0, ("a",)), LayerGroup(1, ("b",))]
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         cross_layers(specs, groups, 5, slots=[("a", "b")])
-    apart = cross_layers(specs, groups, 5)  # left to itself, it gives them tensors of their own
+    apart = cross_layers(specs, groups, 5)  # left to itself, it gives them separate tensors
     assert len(apart.tensors) == 2
     check_plan(apart)
 
@@ -341,7 +341,7 @@ def test_slots_that_are_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         (layer(backend=1), "layer l: to allocate its tensor, its backend's order must be known"),
         (layer(backend=OLD_FLASH, padded_bytes=320), "pages can't be padded where kv lies outside of blocks"),
@@ -353,8 +353,8 @@ def test_slots_that_are_none() -> None:
         (Mamba(16, (State((2,), "float32"), State((3,), "bfloat16"))), "multiples of 4; put states with larger"),
     ],
 )
-def test_layers_that_cannot_be_placed(spec: LayerSpec, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_layers_that_cannot_be_placed(spec: LayerSpec, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         cross_layers({"l": spec}, [LayerGroup(0, ("l",))], 5)
 
 

@@ -106,7 +106,7 @@ class DecodeCase:
         return self.make(*model(self.full, self.kinds))
 
     def undisturbed(self, seed: int) -> Generated:
-        """What the model says, not a byte of it moved."""
+        """What the model generates without a byte moved."""
         return undisturbed(self.full.dtype, self.kinds, seed)
 
 
@@ -225,7 +225,7 @@ CONTROLS = (
 def test_what_is_restored_wrongly_is_seen(daemon: Daemon, name: str, seed: int) -> None:
     """Negative controls: the first token's logits differ, and they do where a single sign in a block is wrong.
 
-    Memory is full of small numbers, so that it is values that tell.
+    Memory is full of small numbers, so that it is values that matter.
     """
     tokens, (right, *_) = CASES[name].undisturbed(seed)
     with working(daemon, name, seed) as worker:

@@ -109,14 +109,14 @@ class ShardedEngine:
     def store(self, keys: Names, ids: list[int]) -> list[int]:
         """Stores by each rank; returns the bytes that each moved."""
         wanted = {group: (names, np.array(ids)) for group, names in keys.items()}
-        told = [rank.client.wait(rank.client.store(rank.registration, wanted), 15) for rank in self.ranks]
-        assert {one.outcome for one in told} == {Outcome.DONE}
-        return [one.bytes for one in told]
+        results = [rank.client.wait(rank.client.store(rank.registration, wanted), 15) for rank in self.ranks]
+        assert {one.outcome for one in results} == {Outcome.DONE}
+        return [one.bytes for one in results]
 
     def load(self, keys: Names, ids: list[int]) -> None:
         wanted = {group: (names, np.array(ids)) for group, names in keys.items()}
-        told = [rank.client.wait(rank.client.load(rank.registration, wanted), 15) for rank in self.ranks]
-        assert {one.outcome for one in told} == {Outcome.DONE}
+        results = [rank.client.wait(rank.client.load(rank.registration, wanted), 15) for rank in self.ranks]
+        assert {one.outcome for one in results} == {Outcome.DONE}
 
     def states(self, keys: Names) -> list[list[int]]:
         """Returns the states of each group's keys."""

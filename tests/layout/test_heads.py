@@ -122,7 +122,7 @@ def test_what_cannot_be_sliced() -> None:
 def some_views(
     specs: dict[str, LayerSpec], name: str
 ) -> tuple[dict[str, list[View]], dict[str, LayerSpec], list[LayerGroup]]:
-    """A layer of 2 blocks alone in memory, of which a rank holds two parts."""
+    """A layer of 2 blocks alone in memory; a rank holds two parts of it."""
     spec = specs[name]
     if isinstance(spec, Attention):
         shape = spec.shape(2) or (2, spec.payload_bytes // 2)
@@ -143,8 +143,8 @@ PARTS = 4
 
 def payloads(spec: Attention, ranks: int, whole: Any, layers: int, pack: int) -> list[tuple[bytes, Composition]]:
     """All parts of block 1, as these ranks store them, when layer l has whole[l]: (kv, token, head, dim)."""
-    mine = replace(spec, num_kv_heads=spec.num_kv_heads // ranks)
-    specs: dict[str, LayerSpec] = named("l", layers, mine)
+    rank_spec = replace(spec, num_kv_heads=spec.num_kv_heads // ranks)
+    specs: dict[str, LayerSpec] = named("l", layers, rank_spec)
     held = PARTS // ranks
     stored: list[tuple[bytes, Composition]] = []
     for rank in range(ranks):
@@ -152,8 +152,8 @@ def payloads(spec: Attention, ranks: int, whole: Any, layers: int, pack: int) ->
         plan = cross_layers(specs, [group], 3) if not pack else packed_pages(specs, pack, 3)
         made = plan.allocate("cpu")
         for at in range(layers):
-            heads = slice(rank * mine.num_kv_heads, (rank + 1) * mine.num_kv_heads)
-            put_heads(made.layers[f"l{at}"], mine, 1, whole[at][:, :, heads])
+            heads = slice(rank * rank_spec.num_kv_heads, (rank + 1) * rank_spec.num_kv_heads)
+            put_heads(made.layers[f"l{at}"], rank_spec, 1, whole[at][:, :, heads])
         cache = made.cache if not pack else canonicalise(made.layers, specs, [replace(group, layers=tuple(specs))])
         assert [known.part for known in cache.groups] == list(range(rank * held, rank * held + held))
         stored += [(gather(rows_of(cache), known.refs, 1), Composition.of(known.refs)) for known in cache.groups]

@@ -111,7 +111,7 @@ def test_packs(data: st.DataObject, blocks: int, layers: int, pack: int, seed: i
     spec = data.draw(attention(block=4, shares=True))
     specs: dict[str, LayerSpec] = named("a", layers, replace(spec, padded_bytes=0))
     page = specs["a0"].page_bytes * pack
-    if page % 4 == 0:  # states take half the page, in blocks of their own
+    if page % 4 == 0:  # states take half the page, in separate blocks
         state = State((page // 8, 1), "float32")
         specs |= named("m", data.draw(st.integers(0, 5)) if page >= 8 else 0, Mamba(4, (state,)))
     check_plan(packed_pages(specs, pack, blocks), seed=seed)
@@ -136,7 +136,7 @@ def test_rows(data: st.DataObject, blocks: int, seed: int) -> None:
 @FAST
 @given(st.data(), st.integers(1, 5), st.integers(0, 9), st.integers(0, 1 << 16))
 def test_tensors_that_an_engine_allocated(data: st.DataObject, blocks: int, lead: int, seed: int) -> None:
-    """Any order of dimensions, at any offset; the spec says only which of them counts blocks."""
+    """Any order of dimensions, at any offset; the spec defines only which of them counts blocks."""
     spec = data.draw(attention(block=4, shares=False))
     shape = spec.shape(blocks) or ()
     order = data.draw(st.permutations(range(len(shape))))

@@ -132,7 +132,7 @@ def test_when_layers_share_rows_by_default() -> None:
     plain = named("l", 3, layer())
     latents: dict[str, LayerSpec] = {"a": latent(64), "b": latent(16)}
     assert uniform_type(latents, one_group(latents))
-    indexed: dict[str, LayerSpec] = {"a": layer(4), "b": latent(16)}  # as MiniMax M3: heads, and an index beside them
+    indexed: dict[str, LayerSpec] = {"a": layer(4), "b": latent(16)}  # as MiniMax M3: heads, with an index
     assert uniform_type(indexed, one_group(indexed))
     unlike: dict[str, LayerSpec] = {"a": latent(64), "b": layer(4, kind=LayerKind.SLIDING, window=5)}
     assert not uniform_type(unlike, one_group(unlike))
@@ -158,7 +158,7 @@ def test_groups_of_uniform_type_share_rows_whatever_their_block_sizes() -> None:
     check_plan(packed_rows(specs, groups, 4))
     specs["m"] = mamba(block=4)
     assert not uniform_type(specs, [*groups, LayerGroup(3, ("m",))])
-    # A group of two pages, each of a group of its own.
+    # A group of two pages, each of a separate group.
     apart = {name: specs[name] for name in ("a0", "b0")}
     assert uniform_type(apart, [LayerGroup(0, ("a0",)), LayerGroup(1, ("b0",))])
 

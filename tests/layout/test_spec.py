@@ -54,7 +54,7 @@ def test_entries_that_stand_for_several_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"dtype": "float12"}, "dtype 'float12' is not known; these are: bfloat16"),
         ({"kind": "linear"}, "layers of kind 'linear' are not known; these are: full, sliding, chunked, mla, mamba"),
@@ -72,13 +72,13 @@ def test_entries_that_stand_for_several_tokens() -> None:
         ({"backend": LATENT}, "backend latent .* does not hold a layer of full"),
     ],
 )
-def test_what_is_no_attention_layer(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_is_no_attention_layer(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         replace(GOOD, **changes)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"states": ()}, "must be positive"),
         ({"states": (State((0, 4), "uint8"),)}, "must be positive"),
@@ -87,13 +87,13 @@ def test_what_is_no_attention_layer(changes: dict[str, Any], said: str) -> None:
         ({"padded_bytes": 3}, "can't be padded to 3"),
     ],
 )
-def test_what_is_no_mamba_layer(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_is_no_mamba_layer(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Mamba(**{"block_size": 16, "states": (State((4,), "uint8"),), **options})
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"block_bytes": 0}, "must be positive"),
         ({"window": -1}, "must be positive"),
@@ -101,8 +101,8 @@ def test_what_is_no_mamba_layer(options: dict[str, Any], said: str) -> None:
         ({"kernel_blocks": 5}, "a page of 96 bytes is not 5 equal kernel pages"),
     ],
 )
-def test_what_is_no_opaque_layer(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_is_no_opaque_layer(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Opaque(**{"block_size": 16, "block_bytes": 96, **options})
 
 

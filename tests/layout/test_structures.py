@@ -82,7 +82,7 @@ def layouts(folder: Path, name: str) -> list[Layout]:
 
 
 def undisturbed(plan: Plan, seed: int) -> Generated:
-    """What the model says, not a byte of it moved."""
+    """What the model generates without a byte moved."""
     memory = allocated(plan)
     ids = iter(range(1, NUM_BLOCKS))
     sizes = {group.group: memory.specs[group.layers[0]].block_size for group in memory.groups}

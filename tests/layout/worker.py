@@ -99,7 +99,7 @@ class Worker:
         return max(boundaries, default=0) // BLOCK
 
     def admit(self, remote: int, local: int = 0) -> Moves:
-        """Block tables for the request, of which the first `local` blocks are computed here, and what to load for
+        """Block tables for the request, whose first `local` blocks are computed here, and what to load for
         `remote` ones. Blocks that a group does not need are nowhere. A group's own blocks may be parts of these.
         """
         moves: Moves = {}
@@ -121,7 +121,7 @@ class Worker:
         assert self._client.wait(job, 15).outcome == Outcome.DONE
 
     def resume(self, blocks: int, count: int = NEW) -> Generated:
-        """The rest of the prompt behind so many blocks, and what follows."""
+        """The rest of the prompt behind `blocks` blocks, and what follows."""
         return self._model.generate(self._prompt, self._tables, count, blocks * BLOCK)
 
     def turn_a_sign(self, group: int, block: int) -> None:

@@ -205,10 +205,10 @@ async def test_who_loses_its_place_keeps_its_descriptor_until_the_loop_has_let_i
         loop.add_reader(others, accept)
         theirs: list[socket.socket] = []
 
-        def come(place: Any, said: bytes = b"") -> None:
+        def come(place: Any, sent: bytes = b"") -> None:
             theirs.append(socket.socket(socket.AF_UNIX))
             theirs[-1].connect(place)
-            theirs[-1].send(said)
+            theirs[-1].send(sent)
 
         for _ in range(module.PEERS_MAX):
             come(path)

@@ -1,4 +1,4 @@
-"""docs/STATUS.md lists every metric with its labels, and no other; what is exported is what `status` told."""
+"""docs/STATUS.md lists every metric with its labels, and no other; what is exported is what `status` reported."""
 
 from __future__ import annotations
 

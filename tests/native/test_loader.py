@@ -42,7 +42,7 @@ def xxh3() -> Xxh3:
 
 
 class Changed:
-    """The helper, one of whose functions is another one."""
+    """The helper, with one of its functions replaced."""
 
     def __init__(self, helper: Helper, name: str, function: Callable[..., Any] | None) -> None:
         self._helper, self._name, self._function = helper, name, function

@@ -1,6 +1,6 @@
 """What a load asks of a GPU's driver by each way of copying, counted over the chunks that the daemon would make.
 
-Blocks lie anywhere in the engine's memory, and payloads anywhere in the daemon's: only what a block has of its own lies
+Blocks lie anywhere in the engine's memory, and payloads anywhere in the daemon's: only what is in the same block lies
 side by side, or evenly apart. Each way has all of the rows, whatever their size.
 """
 
@@ -63,7 +63,7 @@ def load_operations(layout: Layout, tokens: int, config: Config | None = None) -
 
 
 def _work(layout: Layout, blocks: tuple[int, ...]) -> BlockWork:
-    """So many blocks of each group, at places of no order."""
+    """Work for `blocks` blocks of each group, at places of no order."""
     rng = np.random.default_rng(_SEED)
     places = rng.permutation(sum(blocks)) * _APART
     tensors = _tensors(layout, max(len(places) * _APART, 1))
@@ -71,9 +71,9 @@ def _work(layout: Layout, blocks: tuple[int, ...]) -> BlockWork:
     slots = _ARENA + rng.permutation(len(places)) * (_APART * slot_bytes(max(layout.payloads)))
     lists, first = [], 0
     for group, count in zip(groups, blocks, strict=True):
-        mine = slice(first, first + count)
+        span = slice(first, first + count)
         plan = GroupPlan.build(tensors, group.refs, 1)
-        lists.append(_block_list(plan, places[mine], slots[mine]))
+        lists.append(_block_list(plan, places[span], slots[span]))
         first += count
     return BlockWork(lists)
 
@@ -84,7 +84,7 @@ def _block_list(plan: GroupPlan, blocks: I64Array, slots: I64Array) -> BlockList
 
 
 def _tensors(layout: Layout, num_blocks: int) -> Tensors:
-    """The layout's, with so many blocks."""
+    """The layout's tensors, with `num_blocks` blocks."""
     plan = layout.plan
     starts = _ENGINE + np.cumsum([0, *(tensor.bytes // plan.num_blocks * num_blocks for tensor in plan.tensors)])
     tensors = []

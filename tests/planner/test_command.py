@@ -113,7 +113,7 @@ def test_bad_configs(tmp_path: Path, keys: dict[str, object], complaint: str) ->
     ],
 )
 def test_no_plan(tmp_path: Path, engine: str, keys: dict[str, object], first: str) -> None:
-    """The first line says so, and the exit code is not that of a plan, nor of wrong usage."""
+    """The first line reports it, and the exit code is not that of a plan, nor of wrong usage."""
     path = changed(tmp_path, GPT_OSS, **keys)
     code, out, err = run("--model-config", path, "--engine", engine)
     assert (code, out) == (1, "")
@@ -131,9 +131,9 @@ def test_a_state_that_fits_no_page(tmp_path: Path) -> None:
 def test_help_says_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for default in (planning.PROMPT_TOKENS, trace.TRACE_BLOCK_TOKENS, PlanInputs().block_size, PlanInputs().tp, "4GiB"):
-        assert f"default: {default}" in said or f"default: the daemon's, {default}" in said
+        assert f"default: {default}" in output or f"default: the daemon's, {default}" in output
     assert PlanInputs().memory_bytes == 4 << 30
 
 

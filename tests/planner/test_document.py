@@ -1,4 +1,4 @@
-"""docs/PLANNING.md shows what the command says."""
+"""docs/PLANNING.md shows what the command prints."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_the_example_is_real(
     arguments, shown = example_of(text.split(f"## {section}\n")[1].split("\n## ")[0])
     monkeypatch.chdir(DOCS.parent)
     assert cli.main(arguments) == 0
-    said = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
-    assert shown == said
+    output = [line.rstrip() for line in capsys.readouterr().out.strip().splitlines()]
+    assert shown == output
 
 
 def test_every_option_is_one(capsys: pytest.CaptureFixture[str]) -> None:

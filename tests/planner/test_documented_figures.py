@@ -56,7 +56,7 @@ class FiguresWorker:
     change: Callable[[Sequence[Group]], Sequence[Group]] = tuple
 
     def __enter__(self) -> FiguresWorker:
-        # Each in a namespace of its own.
+        # Each in a separate namespace.
         namespace = NamespaceSpec(model="figures", layout=f"{self.layout.name} {id(self)}")
         self.client = Client(self.daemon.socket, namespace=namespace, deadline_s=WAIT_S)
         self.registration = self.client.register(kv_cache(self.layout, self.change))

@@ -68,9 +68,9 @@ def test_which_layers_are_full(name: str, full: list[int]) -> None:
 
 def test_what_a_model_class_fills_in_is_said() -> None:
     """The published gemma-3-4b has neither heads nor a pattern in its file."""
-    said = " ".join(model(GEMMA_3).assumed)
+    assumed = " ".join(model(GEMMA_3).assumed)
     for key in ("sliding_window_pattern = 6", "num_key_value_heads = 4", "head_dim = 256"):
-        assert key in said
+        assert key in assumed
     assert model(GPT_OSS).assumed == ()
 
 
@@ -129,14 +129,14 @@ def test_an_empty_list_of_rotary_layers_is_what_the_class_has(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", [GPT_OSS, QWEN])
 def test_a_model_that_does_not_say_its_dtype(tmp_path: Path, name: str) -> None:
-    """gpt-oss-120b and others: engines run them in bfloat16, and the plan says that it took that."""
+    """gpt-oss-120b and others: engines run them in bfloat16, and the plan reports this assumption."""
     found = read_model(changed(tmp_path, name, dtype=..., torch_dtype=...))
     assert found.dtype == "bfloat16"
     assert "dtype is not in the file: taken to be bfloat16" in " ".join(found.assumed)
 
 
 def test_layers_that_attend_to_an_image_keep_nothing_of_the_tokens(tmp_path: Path) -> None:
-    """Llama 3.2 11B Vision: 40 layers, of which 8 cross; said in the file, or left to the class."""
+    """Llama 3.2 11B Vision: 8 of the 40 layers cross; they are listed in the file, or left to the class."""
     crossing = [3, 8, 13, 18, 23, 28, 33, 38]
     for keys in ({"cross_attention_layers": crossing}, {"model_type": "mllama_text_model"}):
         found = read_model(changed(tmp_path, LLAMA, num_hidden_layers=40, **keys))
@@ -294,7 +294,7 @@ def test_a_type_around_a_known_one_that_is_not_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"model_type": "bert"}, "model_type = 'bert': it is an encoder, and keeps nothing of its tokens"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True: it is an encoder"),
@@ -302,8 +302,8 @@ def test_a_type_around_a_known_one_that_is_not_known(tmp_path: Path) -> None:
         ({"is_causal": False}, "is_causal = False: it is an encoder"),
     ],
 )
-def test_an_encoder_keeps_nothing(tmp_path: Path, keys: dict[str, object], said: str) -> None:
-    with pytest.raises(NoPlanError, match=said):
+def test_an_encoder_keeps_nothing(tmp_path: Path, keys: dict[str, object], message: str) -> None:
+    with pytest.raises(NoPlanError, match=message):
         read_model(changed(tmp_path, LLAMA, **keys))
     causal = changed(tmp_path, LLAMA, is_causal=True, use_bidirectional_attention="vision")
     assert read_model(causal).kinds == model(LLAMA).kinds

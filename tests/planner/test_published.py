@@ -77,12 +77,12 @@ EXPECTED: dict[str, tuple[int, int, int, list[Group]]] = {
             Group(FULL, 10, 1_310_720),
         ],
     ),
-    # The last 15 of 35 have no cache of their own: 16 sliding and 4 full. 2*2*256*2; 16*2048*4.
+    # The last 15 of 35 have no separate cache: 16 sliding and 4 full. 2*2*256*2; 16*2048*4.
     "gemma-3n-e4b": (2048, 0, 16, [*[Group(SLIDING, 4, 131_072, 512)] * 4, Group(FULL, 4, 131_072)]),
     "mistral-small-3.2": (4096, 0, 16, [Group(FULL, 40, 2_621_440)]),  # 16*4096*40
     "mixtral-8x7b": (4096, 0, 16, [Group(FULL, 32, 2_097_152)]),  # 16*4096*32
     "deepseek-r1": (1152, 0, 16, [Group(MLA, 61, 1_124_352)]),  # (512+64)*2; 16*1152*61
-    # Beside each latent a key of the index: 128 of fp8 and one scale of 4 bytes. 64*(1152 + 132)*61.
+    # With each latent a key of the index: 128 of fp8 and one scale of 4 bytes. 64*(1152 + 132)*61.
     "deepseek-v3.2": (1152, 0, 64, [Group(MLA, 122, 5_012_736)]),
     # An entry: 448 fp8 + 64*2 + 8 = 584. Layers: 2 with a window alone, 21 of ratio 4, 20 of ratio 128.
     # Windows, 64*584 a layer: dealt out by 22, which wastes least for 43, 21 and 20 layers. Entries of 256 tokens:
@@ -227,8 +227,8 @@ def test_when_rows_are_packed_by_default(
     """Where each group's layers are of one kind, and pages of several sizes."""
     found = plan(tmp_path, name)
     print_plan(found)
-    said = f'"packed rows": engines that have it use it {"by default" if default else "on request"}'
-    assert said in capsys.readouterr().out
+    line = f'"packed rows": engines that have it use it {"by default" if default else "on request"}'
+    assert line in capsys.readouterr().out
     assert plan_json(found)["rows_by_default"] is default
 
 
@@ -434,7 +434,7 @@ def test_groups_are_split_or_there_is_one(tmp_path: Path) -> None:
 
 
 def test_a_key_that_is_not_needed_may_be_absent(tmp_path: Path) -> None:
-    """LFM2's convolutions have the channels that `conv_dim` says, or as many as the model is wide."""
+    """LFM2's convolutions have `conv_dim` channels, or as many as the model is wide."""
     bare = read_model(path_of(tmp_path, "lfm2-1.2b", hidden_size=None, head_dim=64))
     assert Rank(bare, 1, 16).states[0].shape == (2, 2048)
     wide = read_model(path_of(tmp_path, "lfm2-1.2b", hidden_size=4096, conv_dim=None))
@@ -471,5 +471,5 @@ def test_the_dtype_of_a_state_is_said_where_it_is_assumed(tmp_path: Path) -> Non
 
 
 def test_layers_without_a_cache_of_their_own_are_said(tmp_path: Path) -> None:
-    said = " ".join(plan(tmp_path, "gemma-3n-e4b").assumed)
-    assert "num_kv_shared_layers: the last 15 layers use earlier layers' cache, and are left out" in said
+    assumed = " ".join(plan(tmp_path, "gemma-3n-e4b").assumed)
+    assert "num_kv_shared_layers: the last 15 layers use earlier layers' cache, and are left out" in assumed

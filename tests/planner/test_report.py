@@ -18,23 +18,25 @@ TRACE = Trace(requests=10, median_tokens=1000, p90_tokens=4000, block_tokens=512
 def test_fits_100_columns(name: str, trace: Trace | None, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(name, trace, tp=2, memory_bytes=64 * GIB, disk_bytes=100 << 40)
     print_plan(found)
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 100
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 100
     for words in ("groups", "layouts", "what the daemon holds", "assumed"):
-        assert words in said
+        assert words in output
     assert json.loads(json.dumps(plan_json(found)))["recommended"]["layout"] == found.recommended.name
 
 
-def lines(said: str, beginning: str) -> list[list[str]]:
+def lines(output: str, beginning: str) -> list[list[str]]:
     """Cells of the lines that begin so."""
     return [
-        [cell for cell in line.split("  ") if cell] for line in said.splitlines() if line.strip().startswith(beginning)
+        [cell for cell in line.split("  ") if cell]
+        for line in output.splitlines()
+        if line.strip().startswith(beginning)
     ]
 
 
 def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     print_plan(plan(GEMMA_3, block_size=64, prompt_tokens=4032, memory_bytes=64 * GIB))
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for words in (
         "34: 29 sliding, 5 full",
         "4 KV heads of 256, bfloat16, 4 KiB a token and layer",
@@ -46,12 +48,12 @@ def test_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         "* cross-layer 64 1 1 1.21 MiB 441 159 2.9 %",
         "prompts of 4,032 tokens what a restore needs",
     ):
-        assert words in said
+        assert words in output
 
 
 def test_hybrids(capsys: pytest.CaptureFixture[str]) -> None:
     print_plan(plan(QWEN, tp=2, memory_bytes=64 * GIB))
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     for words in (
         "2,134,016 bytes a layer, convolution and recurrent state",
         "2,096 tokens (16 asked for: a page must hold a layer's state)",
@@ -59,21 +61,21 @@ def test_hybrids(capsys: pytest.CaptureFixture[str]) -> None:
         "4 528 2.06 MiB 1 + 12",
         "8 272 2.12 MiB 1 + 23",
     ):
-        assert words in said
+        assert words in output
 
 
 def test_a_prompt_without_a_whole_block(capsys: pytest.CaptureFixture[str]) -> None:
     print_plan(plan(QWEN, tp=2, prompt_tokens=2000))
-    said = capsys.readouterr().out
-    assert "2,000 tokens: no whole block" in said
-    assert "warnings" in said
+    output = capsys.readouterr().out
+    assert "2,000 tokens: no whole block" in output
+    assert "warnings" in output
 
 
 def test_traces(capsys: pytest.CaptureFixture[str]) -> None:
     print_plan(plan(LLAMA, TRACE, memory_bytes=64 * GIB))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "1,000 tokens (of 10 in the trace): 62 blocks, 124 MiB" in said
-    assert "of the trace's 46,080,000 distinct tokens all that is stored 1.1 %" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "1,000 tokens (of 10 in the trace): 62 blocks, 124 MiB" in output
+    assert "of the trace's 46,080,000 distinct tokens all that is stored 1.1 %" in output
 
 
 def test_for_programs() -> None:

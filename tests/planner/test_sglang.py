@@ -1,4 +1,4 @@
-"""A plan for SGLang: its host pools against sums made by hand, its flags, and what the daemon must be told.
+"""A plan for SGLang: its host pools against sums made by hand, its flags, and the settings that the daemon needs.
 
 tests/sglang/test_plans.py asks SGLang itself about the pools of all published models.
 """
@@ -68,11 +68,11 @@ def test_windows_have_a_pool_where_sglang_says_so() -> None:
     assert "--disable-hybrid-swa-memory" in joined.flags
     made = plan(path_of(GEMMA_3))
     assert pools(made) == {"kv": (34, 8_912_896, 1)}
-    assert any("windows are in the one pool" in said for said in made.assumed)
+    assert any("windows are in the one pool" in note for note in made.assumed)
 
 
 def test_latents_are_stored_once(tmp_path: Path) -> None:
-    """(512 + 64) x 2 x 64 x 27 layers. With an index beside: 132 bytes; in fp8 656 for the latent."""
+    """(512 + 64) x 2 x 64 x 27 layers. With an index, 132 bytes more; in fp8 656 for the latent."""
     assert pools(plan(path_of(DEEPSEEK), tp=2)) == {"kv": (27, 1_990_656, 1)}
     made = published(tmp_path, "deepseek-v3.2", tp=8)
     assert pools(made) == {"kv": (61, 61 * 64 * 1152, 1), "indexer": (61, 61 * 64 * 132, 1)}
@@ -89,8 +89,8 @@ def test_a_state_is_stored_for_a_prompt(tmp_path: Path) -> None:
     assert pools(made) == {"kv": (12, 1_572_864, 1), "mamba": (36, state, 1)}
     assert made.prompts[0].stored_bytes == 125 * 1_572_864 + state
     assert plan(path_of(QWEN), tp=2).pools[1].parts == 2
-    said = plan(changed(tmp_path, "qwen3-next-80b-a3b", mamba_ssm_dtype="bfloat16"))
-    assert pools(said)["mamba"][1] == 36 * (49_152 + 1_048_576)
+    halved = plan(changed(tmp_path, "qwen3-next-80b-a3b", mamba_ssm_dtype="bfloat16"))
+    assert pools(halved)["mamba"][1] == 36 * (49_152 + 1_048_576)
 
 
 def test_layers_without_a_cache_of_their_own_take_room(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_an_index_wants_whole_pages(tmp_path: Path) -> None:
         published(tmp_path, "glm-5", block_size=96)
 
 
-# --- what is to be started ------------------------------------------------------------------------------
+# --- what must be started -------------------------------------------------------------------------------
 
 
 def test_flags_are_those_that_are_tested_and_documented() -> None:
@@ -136,7 +136,7 @@ def test_flags_are_those_that_are_tested_and_documented() -> None:
 
 
 def test_large_payloads_need_large_slabs(tmp_path: Path) -> None:
-    """A state of Nemotron-H is 102 MB; slabs have 64 MiB. Nothing is to be said where pages fit."""
+    """A state of Nemotron-H is 102 MB; slabs have 64 MiB. No setting is needed where pages fit."""
     made = published(tmp_path, "nemotron-h-8b")
     assert made.settings == {"memory.slab_bytes": "98MiB"}
     assert made.pools[1].payload_bytes == 24 * (61_440 + 4_194_304) <= 98 * MIB
@@ -167,8 +167,8 @@ def test_a_daemon_takes_what_the_plan_is_for(start_daemon: Callable[..., Daemon]
 
     with pytest.raises(RemoteError, match=r"memory\.slab_bytes"):
         stores(start_daemon("memory.slab_bytes=0", memory="128MiB"))
-    told = [f"{name}={value}" for name, value in made.settings.items()]
-    assert stores(start_daemon(*told, memory="128MiB")) is Outcome.DONE
+    settings = [f"{name}={value}" for name, value in made.settings.items()]
+    assert stores(start_daemon(*settings, memory="128MiB")) is Outcome.DONE
 
 
 def test_memory_of_sglangs_own() -> None:
@@ -220,11 +220,11 @@ def test_fits_100_columns(name: str, trace: Trace | None, tmp_path: Path, capsys
         return
     made = plan(changed(tmp_path, name), trace, tp=2, disk_bytes=2 << 40, gpu_cache_bytes=60 * GIB)
     print_sglang_plan(made)
-    said = capsys.readouterr().out
-    assert max(map(len, said.splitlines())) <= 100
+    output = capsys.readouterr().out
+    assert max(map(len, output.splitlines())) <= 100
     for words in ("host pools", "what the daemon holds", "to start", "assumed"):
-        assert words in said
-    start = said.split("\nto start\n")[1].split("\n\n")
+        assert words in output
+    start = output.split("\nto start\n")[1].split("\n\n")
     assert shlex.split(start[0])[:4] == ["kvoffloadd", "serve", "--memory", "64GiB"]
     _, _, _, _, model, report, *flags = shlex.split(start[1].replace("\\\n", ""))
     assert (model, report) == ("MODEL", "--enable-cache-report")
@@ -242,8 +242,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["engine"], found["page_tokens"], found["host_pools"]["default_bytes"]) == ("sglang", 64, 48 * GIB)
     assert [(pool["name"], pool["needed_pages"]) for pool in found["pools"]] == [("kv", None), ("swa", 2)]
     assert cli.main([*asked, "--block-size", "128"]) == 0
-    said = capsys.readouterr().out
-    assert "gpt_oss with SGLang, 2 ranks" in said
-    assert "--page-size 128" in said
+    output = capsys.readouterr().out
+    assert "gpt_oss with SGLang, 2 ranks" in output
+    assert "--page-size 128" in output
     assert cli.main(["plan", "--model-config", str(path_of(LLAMA)), "--gpu-cache", "40GiB"]) == 2
     assert "--gpu-cache needs --engine sglang" in capsys.readouterr().err

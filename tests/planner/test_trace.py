@@ -1,4 +1,4 @@
-"""What a trace says of prompts."""
+"""What a trace contains about prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes and descriptors in any pieces: the same messages, or the fault of whoever sent them."""
+"""Bytes and descriptors in any pieces: the same messages, or the fault of the side that sent them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ REQUEST_TAGS = [tag for tag in m.REQUESTS if tag not in ("hello", "bye")]
 def conversation() -> tuple[bytes, list[m.Message]]:
     """All that a client may say, in one stream without descriptors."""
     client = in_state(ProtocolState.READY, daemon=False)
-    said = [sample(tag) for tag in REQUEST_TAGS if not fds_of(tag)] + [sample("bye")]
-    return b"".join(map(client.send, said)), said
+    messages = [sample(tag) for tag in REQUEST_TAGS if not fds_of(tag)] + [sample("bye")]
+    return b"".join(map(client.send, messages)), messages
 
 
 def heard(connection: Connection) -> list[m.Message]:
@@ -31,26 +31,26 @@ def heard(connection: Connection) -> list[m.Message]:
 
 
 def test_whole() -> None:
-    stream, said = conversation()
+    stream, messages = conversation()
     daemon = in_state(ProtocolState.READY, daemon=True)
     daemon.receive_data(stream)
-    assert heard(daemon) == said
+    assert heard(daemon) == messages
     assert not daemon.pending
 
 
 def test_byte_by_byte() -> None:
-    stream, said = conversation()
+    stream, messages = conversation()
     daemon = in_state(ProtocolState.READY, daemon=True)
     found = []
     for i in range(len(stream)):
         daemon.receive_data(stream[i : i + 1])
         found += heard(daemon)
-    assert found == said
+    assert found == messages
     assert not daemon.pending
 
 
 def test_in_random_pieces(rng: random.Random) -> None:
-    stream, said = conversation()
+    stream, messages = conversation()
     for _ in range(50):
         cuts = sorted(rng.sample(range(len(stream)), 10))
         daemon = in_state(ProtocolState.READY, daemon=True)
@@ -58,7 +58,7 @@ def test_in_random_pieces(rng: random.Random) -> None:
         for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
             daemon.receive_data(memoryview(stream)[start:end])
             found += heard(daemon)
-        assert found == said
+        assert found == messages
 
 
 @pytest.mark.parametrize("tag", EVERY)
@@ -97,10 +97,10 @@ def test_what_is_too_big_is_not_sent() -> None:
 
 def test_an_answer_that_is_too_big_is_the_daemons_fault() -> None:
     daemon = in_state(ProtocolState.READY, daemon=True)
-    with pytest.raises(InternalError, match="cap") as told:
+    with pytest.raises(InternalError, match="cap") as raised:
         daemon.send(m.Report(seq=1, status={"large": bytes(m.FRAME_BYTES_MAX)}))
-    assert told.value.fault == "daemon"
-    assert not told.value.ends_session
+    assert raised.value.fault == "daemon"
+    assert not raised.value.ends_session
     daemon.send(m.Report(seq=1, status={}))
 
 
@@ -120,7 +120,7 @@ def test_a_report_has_larger_maps_than_a_request() -> None:
 
 
 def test_a_refused_bye_does_not_leave() -> None:
-    """What could not be encoded was not said."""
+    """What could not be encoded was not sent."""
     client = in_state(ProtocolState.READY, daemon=False)
     with pytest.raises(FramingError):
         client.send(sample("touch", groups=[m.GroupKeys(group=0, keys=bytes(m.FRAME_BYTES_MAX))]))

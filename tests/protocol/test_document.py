@@ -1,4 +1,4 @@
-"""docs/PROTOCOL.md says what the code does."""
+"""docs/PROTOCOL.md describes what the code does."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def environment(faults: str = "", **settings: int | str) -> dict[str, str]:
 
 
 def load() -> SoftCuda:
-    """Loads softcuda into this process: from here on, whoever asks for libcuda.so.1 gets it.
+    """Loads softcuda into this process: from here on, a request for libcuda.so.1 gets it.
 
     Raises:
         SoftCudaError: see `build`; or this process has another driver already.
@@ -155,7 +155,7 @@ def _cache_folder() -> Path:
 
 
 def _compile(path: Path) -> None:
-    """Two processes may do so at once: each makes a file of its own, and the last rename wins."""
+    """Two processes may do so at once: each makes a separate file, and the last rename wins."""
     sources = [str(source) for source in _sources() if source.suffix == ".c"]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = Path(folder) / LIBRARY

@@ -138,7 +138,7 @@ def hang_other_way() -> None:
 
 
 def _that_end(submit: Callable[[int, U8Array, int], object]) -> list[bool]:
-    """Which of two calls ends, each in a stream of its own."""
+    """Which of two calls ends, each in a separate stream."""
     device, host, _ = _buffers()
     streams = [new_stream(), new_stream()]
     for stream in streams:
@@ -265,11 +265,11 @@ def host_pointers() -> int:
 
 
 def stream_writes() -> str:
-    """no_stream_writes: what the GPU says, and what the call returns."""
+    """no_stream_writes: what the GPU reports, and what the call returns."""
     _, host, stream = _buffers()
     which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
-    said = int(ok(driver.cuDeviceGetAttribute(which, 0)))
-    return str([said, code(driver.cuStreamWriteValue64(stream, address(host), 7, 0))])
+    supported = int(ok(driver.cuDeviceGetAttribute(which, 0)))
+    return str([supported, code(driver.cuStreamWriteValue64(stream, address(host), 7, 0))])
 
 
 def link() -> None:

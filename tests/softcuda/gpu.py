@@ -1,4 +1,4 @@
-"""What the programs under test share: each runs in a process of its own, on softcuda, through NVIDIA's own bindings."""
+"""What the programs under test share: each runs in a separate process, on softcuda, through NVIDIA's own bindings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def address(memory: npt.NDArray[Any]) -> int:
 
 
 def noise(size_bytes: int, seed: int = 0) -> U8Array:
-    """Bytes of which no two places look alike."""
+    """Bytes in which no two places look alike."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
 
 
@@ -139,7 +139,7 @@ def peer(program: Callable[[int, int], None]) -> Iterator[tuple[int, int, int]]:
 
 
 def export_noise(peer_in: int, peer_out: int) -> None:
-    """A peer: exports memory that holds noise, and frees it when it hears something, or nobody is left to say it."""
+    """A peer: exports memory that holds noise, and frees it on a message, or when the other end is closed."""
     start()
     memory = allocate(GRANULE // 2)
     put(memory, noise(GRANULE // 2))
@@ -151,7 +151,7 @@ def export_noise(peer_in: int, peer_out: int) -> None:
 
 
 def property_of(ordinal: int = 0, handle_type: Any = POSIX_FD) -> Any:
-    """What chunks are to be like."""
+    """What chunks should be like."""
     wanted = driver.CUmemAllocationProp()
     wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -170,7 +170,7 @@ def access_of(ordinal: int = 0) -> Any:
 
 
 def reserve(count: int) -> int:
-    """Addresses for so many chunks."""
+    """Addresses for `count` chunks."""
     return int(ok(driver.cuMemAddressReserve(count * GRANULE, 0, 0, 0)))
 
 

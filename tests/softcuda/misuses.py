@@ -410,8 +410,8 @@ def release_twice() -> int:
 
 
 def _in_a_child(program: Callable[[], int]) -> tuple[int, str]:
-    """How a process of its own ends, and all that it and the driver say."""
-    said, out = os.pipe()
+    """How a separate process ends, and all that it and the driver print."""
+    read_end, out = os.pipe()
     pid = os.fork()
     if not pid:
         for standard in (1, 2):
@@ -419,7 +419,7 @@ def _in_a_child(program: Callable[[], int]) -> tuple[int, str]:
         os.write(1, f"{program()}\n".encode())
         os._exit(0)
     os.close(out)
-    with os.fdopen(said) as stream:
+    with os.fdopen(read_end) as stream:
         text = stream.read()
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
 

@@ -134,7 +134,7 @@ def memory_is_limited() -> None:
 
 
 def asynchrony() -> None:
-    """Calls return at once; streams overtake each other; events tell how far one has come."""
+    """Calls return at once; streams overtake each other; events show how far one has come."""
     start()
     device, host, back = allocate(SIZE), registered(SIZE), registered(SIZE)
     host[:] = noise(SIZE)
@@ -171,7 +171,7 @@ def asynchrony() -> None:
 
 
 def written_values() -> None:
-    """A stream says that it has come so far: to the host, and to device memory."""
+    """A stream reports how far it has come: to the host, and to device memory."""
     start()
     host = np.zeros(2, np.uint64)
     ok(driver.cuMemHostRegister(address(host), host.nbytes, 0))
@@ -344,7 +344,7 @@ def unusable_after_fork() -> None:
 
 
 def many_threads() -> None:
-    """Calls from many threads at once, each with a stream and memory of its own."""
+    """Calls from many threads at once, each with a separate stream and memory."""
     start()
     host = registered(8 * SIZE)
     failures: list[BaseException] = []
@@ -352,16 +352,16 @@ def many_threads() -> None:
     def work(number: int) -> None:
         try:
             start()
-            mine = host[number * SIZE : (number + 1) * SIZE]
+            block = host[number * SIZE : (number + 1) * SIZE]
             for turn in range(5):
                 device, stream = allocate(SIZE), new_stream()
-                mine[:] = noise(SIZE, number * 10 + turn)
-                ok(driver.cuMemcpyHtoDAsync(device, address(mine), SIZE, stream))
+                block[:] = noise(SIZE, number * 10 + turn)
+                ok(driver.cuMemcpyHtoDAsync(device, address(block), SIZE, stream))
                 ok(driver.cuStreamSynchronize(stream))
-                mine[:] = 0
-                ok(batch([address(mine)], [device], [SIZE], stream))
+                block[:] = 0
+                ok(batch([address(block)], [device], [SIZE], stream))
                 ok(driver.cuStreamSynchronize(stream))
-                assert np.array_equal(mine, noise(SIZE, number * 10 + turn))
+                assert np.array_equal(block, noise(SIZE, number * 10 + turn))
                 ok(driver.cuMemFree(device))
                 ok(driver.cuStreamDestroy(stream))
         except BaseException as error:  # noqa: BLE001

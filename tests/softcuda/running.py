@@ -1,4 +1,4 @@
-"""Running a function in a process of its own, with softcuda for its driver."""
+"""Running a function in a separate process, with softcuda for its driver."""
 
 from __future__ import annotations
 

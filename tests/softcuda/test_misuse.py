@@ -82,14 +82,14 @@ Ends = dict[str, tuple[int, str]]
 
 @pytest.fixture(scope="module")
 def aborted() -> Ends:
-    """How each program ends: its exit status, and all that was said."""
+    """How each program ends: its exit status, and all that was printed."""
     ends: Ends = json.loads(result(misuses.all_of_them))
     return ends
 
 
 @pytest.fixture(scope="module")
 def answered() -> Ends:
-    """The same, of programs that are only told of their errors."""
+    """The same, of programs that only get errors for their misuse."""
     ends: Ends = json.loads(result(misuses.all_of_them, settings={"misuse": "error"}))
     return ends
 
@@ -100,18 +100,18 @@ def test_every_program_is_tried(aborted: Ends) -> None:
 
 @each_misuse
 def test_it_aborts(program: Callable[[], int], error: int, message: str, aborted: Ends) -> None:
-    status, said = aborted[program.__name__]
-    assert status == -signal.SIGABRT, said
-    assert said.startswith("softcuda: misuse: ")
-    assert message in said.splitlines()[0]
+    status, output = aborted[program.__name__]
+    assert status == -signal.SIGABRT, output
+    assert output.startswith("softcuda: misuse: ")
+    assert message in output.splitlines()[0]
 
 
 @each_misuse
 def test_it_is_an_error_where_that_is_asked_for(
     program: Callable[[], int], error: int, message: str, answered: Ends
 ) -> None:
-    status, said = answered[program.__name__]
-    line, answer = said.splitlines()
+    status, output = answered[program.__name__]
+    line, answer = output.splitlines()
     assert (status, int(answer)) == (0, error)
     assert line.startswith("softcuda: misuse: ")
     assert message in line

@@ -297,18 +297,18 @@ def test_reserved_pages_that_run_out_are_no_signal_later() -> None:
         ArenaFile.make(CAPACITY, SLAB, reserved=True)
 
 
-@pytest.mark.parametrize(("kind", "told"), [("ext4", True), ("tmpfs", False)])
+@pytest.mark.parametrize(("kind", "is_logged"), [("ext4", True), ("tmpfs", False)])
 def test_files_on_disks_are_told_of(
     path: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     kind: str,
-    told: bool,
+    is_logged: bool,
 ) -> None:
     monkeypatch.setattr(module, "file_system", lambda _: kind)
     open_pool(path, CAPACITY, SLAB, fits).close()
-    assert (f"is on {kind}" in caplog.text) == told
+    assert (f"is on {kind}" in caplog.text) == is_logged
 
 
 def test_no_room(path: Path) -> None:

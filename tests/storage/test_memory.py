@@ -45,12 +45,12 @@ def test_a_short_last_slab_is_left_to_sizes_that_fit(tier: MemoryTier) -> None:
 
 
 def test_a_slab_moves_between_sizes_only_when_it_is_empty(tier: MemoryTier) -> None:
-    mine = tier.take(4, np.array([7, 8], np.uint32))
-    slab = int(mine[0]) // tier.slab_pages
+    slots = tier.take(4, np.array([7, 8], np.uint32))
+    slab = int(slots[0]) // tier.slab_pages
     assert not tier.unassign(slab)
     assert sorted(tier.owners_in(slab).tolist()) == [7, 8]
     before = tier.num_free(8)
-    tier.give(mine)
+    tier.give(slots)
     assert tier.unassign(slab)
     assert tier.num_free(8) == before + 1
 

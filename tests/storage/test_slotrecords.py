@@ -70,8 +70,8 @@ class Book(RuleBasedStateMachine):
             self.sizes[slab] = size
             self.slot_records.assign(slab, size)
         slots = np.array(self.slots(slab), np.uint32)
-        some = slots[np.random.default_rng(seed).random(len(slots)) < 0.5]
-        self.held |= write(self.slot_records, some, seed)
+        filled = slots[np.random.default_rng(seed).random(len(slots)) < 0.5]
+        self.held |= write(self.slot_records, filled, seed)
 
     @rule(seed=st.integers(0, 1 << 16))
     def erase(self, seed: int) -> None:
@@ -156,7 +156,7 @@ def test_later_records_say_so() -> None:
 
 
 class WatchedRecords(np.ndarray):
-    """Records of which `look` is called after each assignment: the writer may be killed there."""
+    """Records that call `look` after each assignment: the writer may be killed there."""
 
     look: Callable[[], None]
 

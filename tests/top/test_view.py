@@ -1,4 +1,4 @@
-"""The picture: it fits, it says what it must, and what peers say can't break it."""
+"""The picture: it fits, it shows what it must, and what peers send can't break it."""
 
 from __future__ import annotations
 
@@ -95,19 +95,19 @@ def test_a_root_that_is_off_has_its_reason() -> None:
 
 
 def test_memory_that_cannot_be_pinned_is_said_with_the_reason() -> None:
-    said = "memory can't be pinned, and copies are slower: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
+    reason = "memory can't be pinned, and copies are slower: cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"
     device = {"pinning_failure": "cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY\x1b[2J"}
     text = words(picture(160, devices={"host": {"copies": 0}, "cuda:0123456789abcdef": device}))
-    assert f"GPU-01234567: {said}" in text
+    assert f"GPU-01234567: {reason}" in text
     assert "\x1b[2J" not in text
     assert "pinned" not in words(picture(160, devices={"cuda:01": {"pinning_failure": ""}}))
 
 
 def test_ways_of_copying_that_are_left_out_are_said() -> None:
     devices = {"host": {"copies": 0}, "cuda:0123456789abcdef": {"left_out": "batch, runs"}}
-    said = words(picture(160, devices=devices))
+    shown = words(picture(160, devices=devices))
     assert (
-        "GPU-01234567: an earlier daemon did not survive a way of copying, and copies are slower: batch, runs" in said
+        "GPU-01234567: an earlier daemon did not survive a way of copying, and copies are slower: batch, runs" in shown
     )
     assert "survive" not in words(picture(160, devices={"cuda:01": {"left_out": ""}}))
 

@@ -204,7 +204,7 @@ def _hashes(name: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]
 
 
 def test_who_loses_memory_keeps_what_was_learned() -> None:
-    """Another size has taken its slabs over: without its use counts its keys would come back as if nobody knew them."""
+    """Another size has taken its slabs over: without its use counts its keys would come back as unknown ones."""
     policy, rows = HitDensityPolicy(1000, 1000), np.arange(8, dtype=np.uint32)
     hashes, positions = _hashes(1, 8), np.zeros(8, np.uint32)
     policy.insert(rows, hashes, positions)
@@ -223,7 +223,7 @@ def test_keys_used_often_are_believed_in_as_far_as_they_return_more_often() -> N
         return _trusted_beliefs(returned, expected)
 
     alike = np.ones_like(BELIEFS)
-    alike[DONE:] = BELIEFS[DONE:]  # what a client says is another matter
+    alike[DONE:] = BELIEFS[DONE:]  # what a client declares is another matter
     assert np.allclose(trusted(0.5, 1.5), BELIEFS)
     assert np.allclose(trusted(1.0, 1.0), alike, atol=0.01)
     assert np.allclose(trusted(1.2, 0.8), alike)
@@ -320,7 +320,7 @@ def test_a_sweep_takes_the_place_of_keys_used_once() -> None:
     for name in range(1000, 1400):
         use(name)
     assert len(of_use) > 90
-    assert len(of_use & set(held)) > 0.6 * len(of_use)  # without what `Returning` tells: 12 of 96
+    assert len(of_use & set(held)) > 0.6 * len(of_use)  # without the factor of `Returning`: 12 of 96
     assert policy.worth(held[1399]).max() < policy.worth(held[0]).min() / 50
     assert policy.worth(held[1399]).max() < min(policy.worth(held[name]).min() for name in of_use & set(held))
 

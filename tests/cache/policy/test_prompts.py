@@ -74,18 +74,18 @@ def requests(draw: st.DrawFn) -> list[tuple[bool, list[tuple[int, list[int]]]]]:
 @settings(max_examples=60, deadline=None)
 def test_policies_take_several_prompts(name: str, made: list[tuple[bool, list[tuple[int, list[int]]]]]) -> None:
     one, other = create_policy(name, ROWS, ROWS), create_policy(name, ROWS, ROWS)
-    hashes = np.arange(ROWS, dtype=np.uint64) * np.uint64(0x100001)  # each remembered in a place of its own
+    hashes = np.arange(ROWS, dtype=np.uint64) * np.uint64(0x100001)  # each remembered in a separate place
     for new, prompts in made:
         rows = [np.array(numbers, np.uint32) for _, numbers in prompts]
         places = [np.arange(first, first + len(numbers), dtype=np.uint32) for first, numbers in prompts]
         every, begins = np.concatenate(rows), begins_of([numbers for _, numbers in prompts])
         if new:
-            for mine, at in zip(rows, places, strict=True):
-                one.insert(mine, hashes[mine], at)
+            for prompt_rows, at in zip(rows, places, strict=True):
+                one.insert(prompt_rows, hashes[prompt_rows], at)
             other.insert(every, hashes[every], np.concatenate(places), begins)
         else:
-            for mine, at in zip(rows, places, strict=True):
-                one.touch(mine, at)
+            for prompt_rows, at in zip(rows, places, strict=True):
+                one.touch(prompt_rows, at)
             other.touch(every, np.concatenate(places), begins)
     assert len(one) == len(other)
     assert one.victims(ROWS, everybody).tolist() == other.victims(ROWS, everybody).tolist()

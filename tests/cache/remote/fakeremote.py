@@ -1,4 +1,4 @@
-"""A store in this process, whose every call ends when a test says so: what the cache uses of `RemoteStore`."""
+"""A store in this process whose calls end when a test ends them: the part of `RemoteStore` that the cache uses."""
 
 from __future__ import annotations
 

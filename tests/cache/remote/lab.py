@@ -51,7 +51,7 @@ class FakeStore:
         self.changes = Changes()
         self.starts = 1
         self.is_away = False
-        self.is_silent = False  # it answers nothing, and nobody has noticed yet
+        self.is_silent = False  # it answers nothing, and this has not been noticed yet
         self.is_open = False  # a breaker is open: of puts, say; the store answers
         self.calls = 0
         self.swept: list[str] = []
@@ -180,7 +180,7 @@ class EraHost:
         return known.era if known is not None else None
 
     def hits(self) -> Era | None:
-        """The era of which it would take keys: its own, if the marker is there."""
+        """The era whose keys it would take: its own, if the marker is there."""
         era = self.era
         if era is None or marker_name(NAME, era.generation, era.id) not in self.store.objects.values:
             return None

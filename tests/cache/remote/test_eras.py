@@ -31,7 +31,7 @@ async def test_hosts_that_begin_at_once_agree_and_nobody_clears(seed: int, numbe
 
 class ClearChaos:
     """Clears by any of the hosts, several at once; hosts that are away meanwhile; small objects that are lost. `ahead`:
-    the hosts' clocks differ by up to so much.
+    the most that the hosts' clocks differ by.
     """
 
     def __init__(self, lab: Lab, loses: bool, ahead: int) -> None:
@@ -151,12 +151,12 @@ async def test_a_clear_by_a_host_whose_clock_is_behind_gets_a_later_number(seed:
     await ahead.clear()
     await settled(lambda: ahead.hits() is not None, "it is in its era")
     await behind.clear()  # before it has ever looked
-    mine = behind.epoch
-    assert mine > 10**9
-    assert ahead.hits() is None or cast(Era, ahead.hits()).generation == mine
+    generation = behind.epoch
+    assert generation > 10**9
+    assert ahead.hits() is None or cast(Era, ahead.hits()).generation == generation
     behind.run()
     await settled(lambda: agree(lab.hosts), "they agree")
-    assert ahead.cleared == [mine]
+    assert ahead.cleared == [generation]
     await lab.stop()
 
 
@@ -284,13 +284,13 @@ async def test_of_two_eras_that_no_path_joins_the_earlier_one_ends(seed: int) ->
     (host,) = lab.hosts
     host.run()
     await settled(lambda: agree(lab.hosts), "it is in its era")
-    mine = host.era
-    assert mine is not None
-    later = new_era(mine.after(mine.generation))
+    earlier = host.era
+    assert earlier is not None
+    later = new_era(earlier.after(earlier.generation))
     lab.objects.values[marker_name(NAME, later.generation, later.id)] = encode_era(NAME, later)
     lab.objects.values[pointer_name(NAME)] = encode_era(NAME, later)
     await settled(lambda: host.era == later, "it goes on in the later one")
-    assert marker_name(NAME, mine.generation, mine.id) not in lab.objects.values
+    assert marker_name(NAME, earlier.generation, earlier.id) not in lab.objects.values
     await lab.stop()
 
 

@@ -236,7 +236,7 @@ async def test_in_a_new_era_keys_are_put_again(make: Make) -> None:
 
 @pytest.mark.slow
 async def test_a_key_in_the_place_of_another_one_is_put(make: Make) -> None:
-    """What was known of the key that memory has evicted says nothing about it."""
+    """What was known of the key that memory has evicted does not hold for it."""
     scene = await make(pages=1024)
     first, second = range(1, 101), range(5000, 5120)
     store(scene, *first)
@@ -250,7 +250,7 @@ async def test_a_key_in_the_place_of_another_one_is_put(make: Make) -> None:
 
 
 async def pushed(scene: RemoteScene, count: int) -> None:
-    """So many keys so far, soon."""
+    """Wait until `count` keys have been pushed in total."""
     async with asyncio.timeout(20):
         while scene.remote.pushing.counters.keys < count:
             await scene.finish_all(1)

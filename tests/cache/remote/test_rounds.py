@@ -1,4 +1,4 @@
-"""Rounds over many namespaces: what becomes of one does not keep the others, and what no look has told is in doubt."""
+"""Rounds over many namespaces: trouble with one does not delay the others, and what no look has shown is in doubt."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ async def test_a_round_without_news_is_one_call(seed: int) -> None:
     calls, rounds = host.store.calls, 0
     asked = host.eras._with_news
 
-    async def counted(some: list[object]) -> object:
+    async def counted(names: list[object]) -> object:
         nonlocal rounds
         rounds += 1
-        return await asked(some)  # type: ignore[arg-type]
+        return await asked(names)  # type: ignore[arg-type]
 
     host.eras._with_news = counted  # type: ignore[assignment, method-assign]
     calls = host.store.calls
@@ -179,12 +179,12 @@ async def test_nothing_of_an_earlier_run_hits_before_the_first_look(seed: int) -
     lab = Lab(seed, 2)
     one, other = lab.hosts
     assert one.doubt() is Doubt.INHERITED
-    one.store.is_silent = True  # it hangs, and nobody knows yet
+    one.store.is_silent = True  # it hangs, which is not known yet
     one.run()
     await asyncio.sleep(0)
     assert one.doubt() is Doubt.INHERITED
     one.store.is_silent = False
-    await settled(lambda: one.doubt() is Doubt.NONE, "the look has told")
+    await settled(lambda: one.doubt() is Doubt.NONE, "the look has shown it")
     assert one.eras.of(NAME) is not None
     assert one.open(NAMES[0]).doubt is Doubt.INHERITED, "another namespace"
     assert other.doubt() is Doubt.INHERITED
@@ -193,7 +193,7 @@ async def test_nothing_of_an_earlier_run_hits_before_the_first_look(seed: int) -
 
 @pytest.mark.parametrize("how", ["breaker", "silence"])
 async def test_a_store_that_is_away_puts_nothing_in_doubt(seed: int, how: str) -> None:
-    """The local tiers serve, as BEHAVIOR says. When it is back, what was never looked at is in doubt again."""
+    """The local tiers serve, as BEHAVIOR describes. When it is back, what was never looked at is in doubt again."""
     lab = Lab(seed, 1)
     (host,) = lab.hosts
     if how == "breaker":
@@ -244,7 +244,7 @@ async def test_what_is_overdue_is_named_and_then_does_not_hit(seed: int) -> None
 async def test_the_last_numbers_that_there_are_end_nothing(
     seed: int, where: str, generation: int, identity: bytes
 ) -> None:
-    """Forty-eight bytes that anybody can write: they are damage, and go."""
+    """Forty-eight bytes that any host can write: they are damage, and go."""
     lab = Lab(seed, 2)
     await opened(lab, NAME)
     era, one = era_of(lab, NAME), lab.hosts[0]
@@ -357,16 +357,16 @@ async def test_small_objects_in_use_are_renewed(seed: int, monkeypatch: pytest.M
     monkeypatch.setattr(host.store, "renew", renew)
     await opened(lab, NAME)
     era = era_of(lab, NAME)
-    mine = {pointer_name(NAME), marker_name(NAME, era.generation, era.id)}
-    await settled(lambda: renewed == [mine], "once at the start")
+    in_use = {pointer_name(NAME), marker_name(NAME, era.generation, era.id)}
+    await settled(lambda: renewed == [in_use], "once at the start")
     host.eras._known[NAME].renewed_s -= RENEW_S
-    await settled(lambda: renewed == [mine] * 2, "and once a day")
+    await settled(lambda: renewed == [in_use] * 2, "and once a day")
     await clear(host, NAME)
     await settled(lambda: host.hits() is not None, "it is in the next era")
     after = era_of(lab, NAME)
-    mine = {pointer_name(NAME), marker_name(NAME, after.generation, after.id)}
+    in_use = {pointer_name(NAME), marker_name(NAME, after.generation, after.id)}
     host.eras._known[NAME].renewed_s -= RENEW_S
-    await settled(lambda: renewed[-1] == mine, "and those of that one")
+    await settled(lambda: renewed[-1] == in_use, "and those of that one")
     await lab.stop()
 
 
@@ -434,8 +434,8 @@ async def test_a_store_that_has_lost_all_gives_other_hosts_time_to_tell_of_clear
     await lab.stop()
 
 
-@pytest.mark.parametrize("told", ["by its round", "by a lookup"])
-async def test_a_store_that_has_lost_a_clear_puts_what_is_there_in_doubt(seed: int, told: str) -> None:
+@pytest.mark.parametrize("noticed", ["by its round", "by a lookup"])
+async def test_a_store_that_has_lost_a_clear_puts_what_is_there_in_doubt(seed: int, noticed: str) -> None:
     """While the host runs that has not heard of it: the marker of its era is gone, and no pointer leads on."""
     lab = Lab(seed, 2)
     await opened(lab, NAME)
@@ -446,7 +446,7 @@ async def test_a_store_that_has_lost_a_clear_puts_what_is_there_in_doubt(seed: i
     lab.objects.values.pop(pointer_name(NAME))
     lab.objects.values.pop(successor_name(NAME, before.generation, before.id), None)
     other.eras._poll_s = 0.2  # it has a round at once, and others have time
-    if told == "by a lookup":
+    if noticed == "by a lookup":
         other.look()
     other.store.is_silent = False
     await settled(lambda: pointer_name(NAME) in lab.objects.values, "it has written a pointer")
@@ -499,7 +499,7 @@ async def test_a_breaker_that_is_open_hides_no_doubt(seed: int, why: str) -> Non
 
 
 async def test_a_pointer_alone_that_is_lost_puts_nothing_in_doubt(seed: int) -> None:
-    """The era's marker is there: nobody has cleared."""
+    """The era's marker is there: there was no clear."""
     lab = Lab(seed, 1)
     (host,) = lab.hosts
     await opened(lab, NAME)

@@ -95,7 +95,7 @@ async def test_a_copy_that_was_begun_long_ago_is_looked_at_more_than_once(gpu: G
 
 @pytest.mark.parametrize(("rows", "chunk_rows"), [(8, 8 * 16), (64, 64 * 16), (7, 16)])
 async def test_a_chunk_has_as_many_runs_as_a_batch_has_copies(gpu: Gpu, rows: int, chunk_rows: int) -> None:
-    """Each is a call of its own, and what is urgent waits for the chunks before it. Shorter runs are no runs."""
+    """Each is a separate call, and what is urgent waits for the chunks before it. Shorter runs are no runs."""
     loop, config = asyncio.get_running_loop(), CudaConfig(batch_descriptors=16, pitched_row_bytes=1024)
     device = CudaDevice(loop, Driver(), bytes(16), 0, 1 << 30, config, print)
     await device.open(Pinned(20.0))  # type: ignore[arg-type]  # a fake

@@ -65,8 +65,8 @@ def test_cut_moves_the_same_bytes_and_reaches_over_no_end(data: st.DataObject) -
     done = cut(Copies(src, dst, u64(*sizes), 99), direction, ends)
     assert done.descriptors == 99
     assert moved(done) == moved(Copies(src, dst, u64(*sizes), 99))
-    mine = done.dst if direction is Direction.STORE else done.src
-    for begin, size in zip(mine.tolist(), done.size.tolist(), strict=True):
+    host_side = done.dst if direction is Direction.STORE else done.src
+    for begin, size in zip(host_side.tolist(), done.size.tolist(), strict=True):
         assert size > 0
         assert not any(begin < end < begin + size for end in ends.tolist())
 
@@ -119,7 +119,7 @@ NO_MEMORY = CudaError("cuMemHostRegister", "CUDA_ERROR_OUT_OF_MEMORY")
 
 @pytest.fixture
 def pinning() -> Iterator[Start]:
-    """Pins eight slabs of memory that nobody has touched."""
+    """Pins eight slabs of untouched memory."""
     fd = create_memfd("arena", PIECES * SLAB)
     mapping = Mapping.map_fd(fd, PIECES * SLAB)
     started: list[tuple[Pinning, PinningDriver]] = []

@@ -1,5 +1,5 @@
-"""Chunks on a stream: every byte arrives, refused calls are made good, and nobody is told of an end that the driver
-can't tell.
+"""Chunks on a stream: every byte arrives, refused calls are made good, and no end is reported that the driver can't
+confirm.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def test_threads_share_a_stream(gpu: Gpu, driver: Driver, memory: Memory, rng: n
     chunks = [rows[part::8] for part in range(8)]
     made = stream(gpu, driver)
 
-    def work(mine: list[U64Array]) -> None:
-        for offsets in mine:
+    def work(offset_lists: list[U64Array]) -> None:
+        for offsets in offset_lists:
             src, dst = offsets + np.uint64(memory.mapping.address), offsets + np.uint64(memory.buffer.address)
             made.move(src, dst, np.full(len(offsets), ROW, np.uint64))
 
@@ -232,7 +232,7 @@ def test_a_refused_order_leaves_batches(gpu: Gpu, driver: Driver, memory: Memory
 
 
 class Taking(Driver):
-    """Takes pitched copies in the ways that it is told alone; `asked` has all that were tried, with their runs."""
+    """Takes pitched copies in the given ways alone; `asked` has all that were tried, with their runs."""
 
     def __init__(self, *ways: str) -> None:
         super().__init__()
@@ -363,7 +363,7 @@ def test_no_error_comes_before_the_end_of_what_was_submitted(
     gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda, fault: str,
     to_gpu: bool,
 ) -> None:  # fmt: skip
-    """Whatever fails: the memory belongs to somebody else once `move` has raised. The GPU can be used on."""
+    """Whatever fails: the memory belongs to its next owner once `move` has raised. The GPU can be used on."""
     memory.host[:] = 5
     memory.buffer.upload(0, np.full(SIZE, 5, np.uint8))
     failing = FailingDriver(fault)
@@ -383,7 +383,7 @@ def test_no_error_comes_before_the_end_of_what_was_submitted(
 
 
 class Silent(FailingDriver):
-    """And does not say either whether its stream has drained, for so many times."""
+    """Nor does it answer the first `times` questions whether its stream has drained."""
 
     def __init__(self, fault: str, code: int, times: int) -> None:
         super().__init__(fault)
@@ -425,7 +425,7 @@ def test_a_gpu_that_is_lost_before_anything_is_submitted_ends_the_process(
 def test_a_driver_that_answers_in_the_end_is_believed(
     gpu: Gpu, memory: Memory, rng: np.random.Generator, code: int
 ) -> None:
-    """It is asked some times, if it refuses; for ever, if it says that the copies run."""
+    """It is asked some times, if it refuses; for ever, if it answers that the copies run."""
     silent = Silent("query", code, 100 if code == NOT_READY else 5)
     made = stream(gpu, silent)
     with pytest.raises(CudaError, match="CUDA_ERROR_MPS_RPC_FAILURE"):
@@ -437,7 +437,7 @@ def test_a_driver_that_answers_in_the_end_is_believed(
 def test_a_stream_that_others_keep_busy_drains(
     gpu: Gpu, driver: Driver, memory: Memory, rng: np.random.Generator, extras: softcuda.SoftCuda
 ) -> None:
-    """Whoever waits for that keeps them from submitting more."""
+    """A wait for that keeps them from submitting more."""
     made, record = stream(gpu, driver), driver.record
     ended = threading.Event()
 

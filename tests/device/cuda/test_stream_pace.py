@@ -100,7 +100,7 @@ def bound_s(link: Link, chunk: U64Array) -> float:
 
 
 def test_large_chunks_between_small_rows_end_when_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a chunk of small rows takes tells nothing of the next one; no sleep is taken for the link's slowness."""
+    """The time for small rows predicts nothing of the next one; no sleep is taken for the link's slowness."""
     link = Link()
     made = start(link, monkeypatch)
     for _ in range(50):

@@ -16,7 +16,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Path:
-    """What the kernel's module says of itself."""
+    """What the kernel's module reports about itself."""
     found = tmp_path / "version"
     found.write_text("NVRM version: 580.159.04\nGCC version: 12\n")
     return found
@@ -47,7 +47,7 @@ def test_a_way_is_written_down_before_it_is_tried_and_when_it_has_ended_well(pat
 
 
 def test_what_has_worked_with_this_driver_is_no_trial(path: Path, driver: Path) -> None:
-    """A later process that ends while it copies so has ended for another reason, unless it says that it was this."""
+    """A later process that ends while it copies so has ended for another reason, unless it blames this way."""
     first = Trials(path, driver)
     first.begin(Way.BATCH)
     first.end(Way.BATCH)
@@ -111,7 +111,7 @@ def test_a_way_that_went_well_before_may_be_the_end_all_the_same(path: Path, dri
 
 def test_files_of_something_else_mean_nothing(path: Path, tmp_path: Path) -> None:
     path.write_bytes(b"\xff\x00\nbatch\nsomething\t\nruns\tanother driver\n\n")
-    assert Trials(path, tmp_path / "none").left_out == {Way.BATCH}  # no driver tells its version here
+    assert Trials(path, tmp_path / "none").left_out == {Way.BATCH}  # no driver reports its version here
     path.unlink()
     path.mkdir()
     assert Trials(path, tmp_path / "none").left_out == frozenset()

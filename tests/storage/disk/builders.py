@@ -92,7 +92,7 @@ class Folder:
         return create_segment(self.files, self.fd, name, header, direct=False)
 
     def write(self, fd: int, header: SegmentHeader, entries: Records, keyspaces: list[KeyspaceId]) -> None:
-        """Entries that lie behind one another, with the payloads that `payload_of` says."""
+        """Entries that lie behind one another, with the payloads that `payload_of` makes."""
         slots = RecordSlots(entries)
         for at in range(len(entries)):
             slots.payload(at)[:] = np.frombuffer(

@@ -98,10 +98,10 @@ def test_short_writes_and_reads_go_on(folder: Folder, monkeypatch: pytest.Monkey
     pwritev, preadv = os.pwritev, os.preadv
 
     def short(call: Any) -> Any:
-        def some(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        def call_short(fd: int, buffers: Sequence[Any], offset: int) -> int:
             return int(call(fd, [memoryview(buffers[0])[:most]], offset))
 
-        return some
+        return call_short
 
     monkeypatch.setattr(os, "pwritev", short(pwritev))
     monkeypatch.setattr(os, "preadv", short(preadv))
@@ -121,7 +121,7 @@ def test_records_survive_short_writes_and_reads(folder: Folder, monkeypatch: pyt
     pwritev, preadv = os.pwritev, os.preadv
 
     def short(call: Any) -> Any:
-        def some(fd: int, buffers: Sequence[Any], offset: int) -> int:
+        def call_short(fd: int, buffers: Sequence[Any], offset: int) -> int:
             raw = np.concatenate([np.frombuffer(one, np.uint8) for one in buffers])
             count = int(rng.integers(1, len(raw) + 1))
             if call is pwritev:
@@ -132,7 +132,7 @@ def test_records_survive_short_writes_and_reads(folder: Folder, monkeypatch: pyt
                 left -= len(kept[-1])
             return int(call(fd, [one for one in kept if len(one)], offset))
 
-        return some
+        return call_short
 
     monkeypatch.setattr(os, "pwritev", short(pwritev))
     monkeypatch.setattr(os, "preadv", short(preadv))

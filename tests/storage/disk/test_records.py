@@ -83,7 +83,7 @@ def test_each_flipped_byte_costs_exactly_its_record(folder: Folder) -> None:
             assert found.entries["page"].tolist() == entries["page"][[0, 2]].tolist(), at
             assert found.damaged == (at >= PAGE_BYTES)
         os.pwrite(fd, whole[at : at + 1], start + at)
-    os.pwrite(fd, b"\xff", start + len(whole))  # behind the payload: nobody's
+    os.pwrite(fd, b"\xff", start + len(whole))  # behind the payload: no record's
     assert folder.read(UUID, entries, SPACE_A)[0] == [OK] * 3
     os.close(fd)
 

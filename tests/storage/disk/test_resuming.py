@@ -93,7 +93,7 @@ def test_it_holds_what_it_held_and_what_is_new(
 
 @pytest.mark.parametrize("sizes", [[1], [4096, 4096], [3 * PAGE_BYTES + 1], []])
 def test_a_torn_record_does_not_come_back(folder: Folder, sizes: list[int]) -> None:
-    """Nor is it told as damage for ever. What is new may end before it, within it or behind it."""
+    """Nor is it reported as damage for ever. What is new may end before it, within it or behind it."""
     entries = entries_of([100, 200, 2 * PAGE_BYTES])
     header = folder.build(entries, sealed=False)
     tear(folder, entries)
@@ -106,7 +106,7 @@ def test_a_torn_record_does_not_come_back(folder: Folder, sizes: list[int]) -> N
 
 
 def test_a_whole_record_that_the_footer_does_not_name_is_not_written_over(folder: Folder) -> None:
-    """Nobody knows it, and it would come back once there is no footer."""
+    """It is unknown, and it would come back once there is no footer."""
     entries = entries_of([100, 200, 2 * PAGE_BYTES])
     header = folder.build(entries)
     hide(folder, header, entries)

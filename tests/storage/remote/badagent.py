@@ -1,4 +1,4 @@
-"""What stands in for the agent: says what the daemon does not expect. Run as `remote.python`, by way of a script."""
+"""What stands in for the agent: sends what the daemon does not expect. Run as `remote.python`, by way of a script."""
 
 from __future__ import annotations
 

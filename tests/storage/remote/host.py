@@ -32,7 +32,7 @@ PARTS = (PAGE_BYTES + 100, 512)
 
 
 def names_of(count: int, space: Space = SPACE, first: int = 0) -> Names:
-    """So many keys, which begin with their number."""
+    """`count` keys, which begin with their number."""
     keys = np.zeros((count, 4), np.uint64)
     keys[:, 0] = np.arange(first, first + count) + 1
     return Names(space, keys)

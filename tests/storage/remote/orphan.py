@@ -1,4 +1,4 @@
-"""What matters here of a daemon, in a process of its own: `orphan.py POOL_FILE FOLDER`.
+"""What matters here of a daemon, in a separate process: `orphan.py POOL_FILE FOLDER`.
 
 It has a pool file and an agent, begins a get that does not end, prints the agent's pid, and waits to be killed.
 """

@@ -180,7 +180,7 @@ async def test_one_that_stops_while_nobody_asks_is_found_at_the_next_call(open_h
 
 
 async def test_the_arena_names_it_as_long_as_it_lives(open_host: Open, engine: FaultyEngine) -> None:
-    """Whoever takes the arena over reads this, and waits."""
+    """The process that takes the arena over reads this, and waits."""
     host = await open_host()
 
     def named() -> bytes:
@@ -271,10 +271,10 @@ async def test_closing_while_it_starts(engine: FaultyEngine) -> None:
 
 
 def test_it_does_not_have_what_systemd_told_the_daemon() -> None:
-    told = {"NOTIFY_SOCKET": "x", "LISTEN_FDS": "1", "WATCHDOG_USEC": "1", "PATH": "p", "PYTHONPATH": "q"}
-    kept = agent_environment("", told)
+    environment = {"NOTIFY_SOCKET": "x", "LISTEN_FDS": "1", "WATCHDOG_USEC": "1", "PATH": "p", "PYTHONPATH": "q"}
+    kept = agent_environment("", environment)
     assert kept == {"PATH": "p", "PYTHONPATH": f"{ROOT}:q"}
-    assert agent_environment("/other/python", told) == {"PATH": "p", "PYTHONPATH": "q"}
+    assert agent_environment("/other/python", environment) == {"PATH": "p", "PYTHONPATH": "q"}
 
 
 def read_proc(pid: int, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Agents that are not what they should be, or say what nobody asked: they are ended, and never believed."""
+"""Agents that are not what they should be, or send what was not asked for: they are ended, and never believed."""
 
 from __future__ import annotations
 

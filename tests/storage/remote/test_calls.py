@@ -381,7 +381,7 @@ async def test_other_answers_are_handed_on_as_they_are(answered_by: type[Reply],
 
 
 async def test_what_may_hang_is_no_reason_to_end_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, beside calls that end, and beside one that does not."""
+    """It hangs alone, next to calls that end, and next to one that does not."""
     now_s = time.monotonic()
     monkeypatch.setattr(calls_module, "time", SimpleNamespace(monotonic=lambda: now_s))
     agent = Agent(stuck_s=1.0)

@@ -1,4 +1,4 @@
-"""Questions to the store: who waits is told in time, and the breaker hears of the store alone."""
+"""Questions to the store: callers are answered in time, and the breaker hears of the store alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOUD, QUIET = Flow(1001, 1), Flow(1002, 2)
 
 
 class QuestionScene:
-    """Questions to an agent that answers when it is told to."""
+    """Questions to an agent that answers when the test makes it."""
 
     def __init__(self) -> None:
         self.frames = Frames(by_agent=False)
@@ -66,20 +66,20 @@ async def test_what_was_late_for_others_before_it_does_not_open_the_breaker() ->
 
 async def test_an_answer_to_nobody_is_good_news_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = QuestionScene()
-    told: list[bool] = []
+    noted: list[bool] = []
     end = scene.questions.breaker.end
 
     def note(call: int, now_s: float, *, ok: bool, timed_out: bool = False) -> None:
-        told.append(ok)
+        noted.append(ok)
         end(call, now_s, ok=ok, timed_out=timed_out)
 
     monkeypatch.setattr(scene.questions.breaker, "end", note)
     scene.ask("first", LOUD)
     scene.ask("second", QUIET, wait_s=0.02)
     await until(lambda: scene.answers["second"] == [None])
-    assert told == []
+    assert noted == []
     scene.answer(1)
-    assert told == [True]
+    assert noted == [True]
     assert scene.answers["second"] == [None]
 
 

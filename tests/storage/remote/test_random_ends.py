@@ -130,7 +130,7 @@ async def test_any_ends_in_any_order(open_host: Open, engine: FaultyEngine, rng:
             each.check()
     engine.plant()
     for user in users:
-        if user.host.pid:  # it may be stopped, and nobody ask it
+        if user.host.pid:  # it may be stopped, with no call that waits for it
             os.kill(user.host.pid, signal.SIGCONT)
         await until(lambda user=user: user.under_way == 0)  # type: ignore[misc]
         user.host.set_stuck_s(FOREVER_S)

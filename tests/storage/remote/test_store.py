@@ -26,7 +26,7 @@ MARKER = marker_name(SPACE.fingerprint, SPACE.generation, SPACE.era)
 
 
 async def stored(host: StoreHost, count: int, seed: int) -> list[list[bytes]]:
-    """So many keys are there; their payloads. The host's slots have other bytes then."""
+    """Put `count` keys, and return their payloads. The host's slots have other bytes then."""
     payloads = host.fill(host.slots[:count], seed)
     assert await host.put(names_of(count), host.slots[:count]) == [OK] * count
     host.fill(host.slots[:count], seed + 1)
@@ -105,7 +105,7 @@ async def test_what_does_not_verify_is_counted_and_removed_there(
 async def test_an_object_of_other_parts_or_of_another_era_is_not_taken(
     open_host: Open, engine: FaultyEngine, seed: int
 ) -> None:
-    """Though it has the name: whoever can write the store can rename."""
+    """The name is no proof: a host that can write to the store can rename."""
     host = await open_host()
     await stored(host, 1, seed)
     other = msgspec.structs.replace(SPACE, era=b"another!")
@@ -250,7 +250,7 @@ async def test_one_that_hangs_holds_up_neither_the_others_nor_later_reads(
 
 
 async def test_a_value_that_is_too_large_is_no_value(open_host: Open, engine: FaultyEngine) -> None:
-    """Whoever wrote it."""
+    """This holds no matter which host wrote it."""
     host = await open_host()
     (engine.directory / "big").write_bytes(bytes(VALUE_BYTES_MAX + 1))
     with pytest.raises(RemoteStoreError):
@@ -271,7 +271,7 @@ async def test_removing_and_sweeping_take_what_they_name(open_host: Open, engine
 
 
 async def test_what_is_kept_stays_until_then(open_host: Open, engine: FaultyEngine) -> None:
-    """However full the store is. What is renewed stays longer, and whoever renews removes what is over."""
+    """However full the store is. What is renewed stays longer, and a host that renews removes what is over."""
     host = await open_host()
     for kept_s in (0.001, FOREVER_S, None):
         await host.store.write_value(f"a{kept_s}", b"v", soon(), kept_s=kept_s)
