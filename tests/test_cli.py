@@ -1,4 +1,4 @@
-"""The command line: what it says, and with which exit code. A fake client stands in for a running daemon."""
+"""Tests what the command line prints, and its exit codes. A fake client stands in for a running daemon."""
 
 from __future__ import annotations
 

@@ -381,7 +381,7 @@ def test_an_override_that_is_nested_deeply_is_text() -> None:
 
 
 def test_one_job_needs_one_key() -> None:
-    """What another one says is told, if it does not hold."""
+    """Another key that contradicts it gets a remark."""
     chosen = config.load(None, {"limits.jobs": "1"})
     assert (chosen.limits.jobs_of_session, len(list(config.remarks(chosen)))) == (1, 1)
     assert "is more than limits.jobs = 1" in next(config.remarks(chosen))

@@ -57,7 +57,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class GatedWork:
-    """Work that begins, says so, and ends when it is let through."""
+    """Work that begins, sets an event, and ends when it is let through."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -570,7 +570,7 @@ def test_threads_outlive_a_closed_loop_quietly(kind: str) -> None:
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
 def test_a_lane_is_closed_when_all_are_told(run: Any, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Also if its threads are quicker than whoever tells of what was dropped: here they get all the time they want."""
+    """The end of its threads is not enough: here they have ended before dropped work is reported as cancelled."""
     monkeypatch.setattr(lanes, "TURN_S", 0.0)  # one in each turn of the loop
 
     async def main() -> None:

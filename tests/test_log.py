@@ -224,7 +224,7 @@ def test_fields_survive_the_count_of_those_held_back() -> None:
 
 @pytest.fixture
 def journal(socket_dir: Path) -> Iterator[socket.socket]:
-    """A journal's socket, which nobody reads by itself."""
+    """A journal's socket, which is read only where the test does it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(socket_dir / "journal"))
         receiver.settimeout(5.0)

@@ -71,7 +71,7 @@ def test_a_hint_goes_to_daemons_that_take_it_alone(client: Any, fake: FakeDaemon
     assert "keep" not in fake.tags()
     greet_anew(client, fake, "keep")
     client.keep({0: keys}, "drop", first=2)
-    client.ping()  # nobody answers a hint: it has come when what was sent after it has
+    client.ping()  # a hint gets no answer: it has come when what was sent after it has
     assert fake.last("keep").groups == [m.GroupKeys(group=0, keys=keys.tobytes(), first=2)]
     assert fake.last("keep").how == "drop"
 
@@ -111,7 +111,9 @@ TOKEN = b"0123456789abcdef"
 def test_a_clear_by_names_that_meets_an_older_daemon_in_mid_call_clears_nothing_else(
     client: Any, fake: FakeDaemon, features: tuple[str, ...]
 ) -> None:
-    """It says the names all the same, which older daemons refuse: without them it would mean the own namespace."""
+    """The repeated request names them all the same, and older daemons refuse it: without the names it would mean the
+    client's own namespace.
+    """
 
     def replace(peer: Any, _: Any) -> Any:
         fake.features = list(features)

@@ -139,7 +139,7 @@ def test_calls_come_in_their_order() -> None:
 
 
 def test_a_handler_may_raise_anywhere_in_the_line(client: Client, in_other_thread: InOtherThread) -> None:
-    """Whoever calls next, from whatever thread, waits for nothing and is told nothing."""
+    """The next call, from whatever thread, neither waits nor raises."""
     places = 0
     for places in everywhere(client.ping, LINE):
         in_other_thread(client.ping) if places % 2 else client.ping()

@@ -1,4 +1,4 @@
-"""Keys on disk: what `pin` and `prefetch` promise, and the `ready` that tells what came of it."""
+"""Tests keys on disk: what `pin` and `prefetch` promise, and the `ready` that reports the result."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_forgotten_ones_are_lost_too(client: Any, fake: FakeDaemon, keys: U8Arra
 
 
 def test_a_late_answer_is_taken_back(make_client: Any, fake: FakeDaemon, path: str, keys: U8Array) -> None:
-    """Its `ready` is still due after the lease was given back, and nobody's."""
+    """Its `ready` is still due after the lease was given back, and belongs to no call."""
     client = make_client(path, deadline_s=0.1)
     client.connect()
     answers: list[tuple[FakeSession, m.Pin]] = []

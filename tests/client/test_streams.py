@@ -34,7 +34,7 @@ WAYS = {
 
 
 def ended_well(program: Callable[[], object], faults: str) -> tuple[str, str]:
-    """Runs the program, and returns what it returned and what it said."""
+    """Runs the program, and returns its output and its log."""
     ended = run(program, faults)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip(), ended.stderr
@@ -65,7 +65,7 @@ def test_a_context_that_breaks(faults: str) -> None:
 
 
 def test_signals_that_have_ended_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The driver refuses to wait once: nobody may wait for a point that never comes."""
+    """The driver refuses to wait once: after that no caller may wait for a point that never comes."""
     softcuda.load()
     gpu, cell, call = Gpu(), ctypes.c_uint64(), driver().call
 

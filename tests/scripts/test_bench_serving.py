@@ -102,7 +102,7 @@ def test_options(tmp_path: Path) -> None:
 
 
 class FakeEngine:
-    """Answers at once, the last request first. `asked_s` tells when it was asked."""
+    """Answers at once, the last request first. `asked_s`: when it was asked."""
 
     def __init__(self, first_s: float, params: dict[str, Any] | None) -> None:
         self.asked: list[Asked] = []
@@ -134,7 +134,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
 
 
 def test_a_pair_serves(fakes: tuple[Any, Any]) -> None:
-    """Each prompt goes to one engine and then, with what that has told, to the other one."""
+    """Each prompt goes to one engine and then, with the parameters from its answer, to the other one."""
     decode, prefill = fakes
     prompts = [[number] for number in range(5)]
     samples = Pair(decode, prefill).serve(prompts, 4, "salt", 2)

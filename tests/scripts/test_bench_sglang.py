@@ -26,7 +26,7 @@ class Storage:
 
 
 class Tree:
-    """SGLang's, of which requests wait."""
+    """SGLang's tree, which requests wait for."""
 
     def __init__(self) -> None:
         self.answers = iter((False, False, True))

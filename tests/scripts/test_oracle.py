@@ -1,4 +1,4 @@
-"""What scripts check bytes with: it must tell apart whatever a bug could confuse, and see every byte."""
+"""Tests what scripts check bytes with: it must distinguish whatever a bug could confuse, and see every byte."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_filled_blocks_are_expected_and_lent_ones_are_let_alone(number: int) -> 
     blocks = memory.free.take(2 * group.blocks_per_key).reshape(2, -1)
     memory.fill(group.number, blocks, oracle().contents(group.number, part, keys, group.payload_bytes(part)))
     assert memory.compare_all() is None
-    # What a load would have to bring, but nobody brought it.
+    # What a load would have to bring, but no load brought it.
     other = oracle().contents(group.number, part, oracle().keys(1, 16, 2), group.payload_bytes(part))
     memory.lend(blocks.reshape(-1))
     memory.expect(group.number, blocks, other)

@@ -192,7 +192,7 @@ def test_figures_in_their_units() -> None:
 
 
 def test_who_is_ahead() -> None:
-    """More bytes a second, and fewer seconds, are better; by medians; where only one has a figure nobody is."""
+    """More bytes a second, and fewer seconds, are better, by medians; a figure that only one has puts none ahead."""
     figures = {
         "kvoffloadd": {"store": spread([2e9]), "ping": spread([20e-6]), "load": spread([1e9]), "restart": spread([1])},
         "a": {"store": spread([1e9]), "ping": spread([10e-6]), "load": spread([3e9])},
@@ -209,7 +209,7 @@ def test_each_system_is_the_first_in_turn() -> None:
 
 
 def test_the_page_is_what_was_measured() -> None:
-    """Whatever the figures are, they are on the page; what the own system lacks is said."""
+    """Whatever the figures are, they are on the page, and so is what kvoffloadd lacks."""
     systems = PEERS[:2]
     found = {
         "machine": {"processor": "one", "date": "2026-01-02"},
@@ -283,7 +283,7 @@ def test_kvoffloadd() -> None:
     if not found["flipped bit in memory, checksums on"].startswith("not compared: this kernel"):
         assert found["flipped bit in memory, checksums on"].endswith("all bytes right")
         assert "0 loaded" in found["flipped bit in memory, checksums on"]
-        # As shipped, a load looks where it can hash while it copies; where it can't, nobody does.
+        # As shipped, a load verifies where it can hash while it copies; where it can't, nothing does.
         if copy_payloads is not None:
             assert found["flipped bit in memory"] == found["flipped bit in memory, checksums on"]
         else:

@@ -44,7 +44,7 @@ def zero(memory: WatchedMemory, block: int) -> None:
 
 
 class HolesScene:
-    """A session with a daemon; `flips`: blocks of which a bit is flipped before the next load is looked at."""
+    """A session with a daemon; `flips`: blocks that get a flipped bit before the next load is looked at."""
 
     def __init__(self, daemon: Daemon, folder: Path, *, punched: bool = False) -> None:
         self.folder = folder / "evidence"

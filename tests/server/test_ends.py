@@ -104,7 +104,7 @@ class Copies:
 
 @pytest.mark.parametrize("what", ["copies", "pins", "namespace"])
 async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: str) -> None:
-    """Memory is unmapped all the same; but if nobody knows whether copies have ended."""
+    """Memory is unmapped all the same, unless it is unknown whether copies have ended."""
     made, theirs, context = connection()
     session, error = made.session, RuntimeError("a bug")
     copies: Any = Copies(error if what == "copies" else None)
@@ -142,7 +142,7 @@ async def test_the_room_of_a_frame_whose_answer_ends_its_session_comes_back_at_o
 
 
 class SteppedDeadline:
-    """A deadline on a clock of its own, and the limits that were exceeded."""
+    """A deadline on a separate clock, and the limits that were exceeded."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -398,7 +398,7 @@ async def test_a_frame_that_is_being_unpacked_is_not_late_however_large_the_next
 
 
 async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow reader gets what was said before, the error that ends its session among it, and then the end."""
+    """A slow reader gets what was sent before, with the error that ends its session, and then the end."""
     monkeypatch.setattr(framewriter, "FLUSH_S", 60.0)
     made, theirs, context = connection()
     context.jobs = Copies(None)

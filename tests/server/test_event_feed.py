@@ -26,7 +26,7 @@ def namespace(uid: int = 1001, name: bytes = b"n") -> Namespace:
 
 
 class FakeSubscription:
-    """Notes what it is told, and calls `hears` each time."""
+    """Notes the events that it gets, and calls `hears` each time."""
 
     def __init__(self, hears: Callable[[], object] = lambda: None) -> None:
         self.told: list[Any] = []
@@ -53,7 +53,7 @@ def seen(told: Encoded) -> Any:
 
 
 class FeedScene:
-    """Feeds over queues and turns of their own."""
+    """Feeds over separate queues and turns."""
 
     def __init__(self, waiting: WaitingEvents | None = None) -> None:
         self.waiting = waiting or WaitingEvents()

@@ -44,7 +44,7 @@ class Named(SimpleNamespace):
 
 @dataclass
 class Room:
-    """A session with 1 MiB of memory that nobody touches."""
+    """A session with 1 MiB of memory that no copy touches."""
 
     cache: Cache
     context: Context
@@ -93,7 +93,7 @@ async def room() -> Room:
 
 
 def message(number: int = 600, group: int = 0, **more: Any) -> m.Register:
-    """So many tensors of 64 bytes, side by side."""
+    """Returns a registration of `number` tensors of 64 bytes, side by side."""
     tensors = [
         m.TensorSpec(allocation=MEMORY, offset=64 * n, num_blocks=1, page_bytes=64, stride_bytes=64)
         for n in range(number)
@@ -179,7 +179,7 @@ class DraftGate:
     async def begun(self) -> None:
         """A draft has."""
         async with asyncio.timeout(60):
-            while not self.began:  # noqa: ASYNC110  a thread tells
+            while not self.began:  # noqa: ASYNC110  a thread fills it
                 await asyncio.sleep(0.001)
 
     def draft(self, message: m.Register, attached: Any) -> registration.Draft:
@@ -384,7 +384,7 @@ async def test_keys_of_many_parts_count_as_more(room: Room) -> None:
 
 
 async def test_memory_that_is_attached_when_the_session_has_ended(room: Room) -> None:
-    """A worker that dies at that moment is no bug of ours."""
+    """A worker that dies at that moment is no bug of the daemon."""
     assert room.registry.sizes_bytes([MEMORY]) == [1 << 20]
     room.registry.attached.clear()
     with pytest.raises(StateError, match="ended"):

@@ -1,4 +1,4 @@
-"""What may be attached: memory that the daemon can read and write, and that nobody can take away from under it."""
+"""Tests what may be attached: memory that the daemon can read and write, and that its peer can't take away."""
 
 from __future__ import annotations
 

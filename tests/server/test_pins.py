@@ -23,7 +23,7 @@ from tests.server.test_lease_ends import KEYS, LeaseScene, asked
 
 @dataclass
 class Below:
-    """Tiers that may have all keys that memory has not, but for some. A fetch ends when the test says so."""
+    """Tiers that may have all keys that memory has not, but for some. The test ends each fetch."""
 
     disk: Any = None
     remote: Any = None

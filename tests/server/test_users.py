@@ -85,7 +85,7 @@ def test_what_reaches_beyond_the_own_namespace(
 
 
 def test_the_same_names_of_two_users_never_meet(scene: Scene, stranger: RawPeer) -> None:
-    """Same namespace fields, same keys: neither hits, nor is cleared, nor is told, nor reached by a lease."""
+    """Namespace fields and keys are the same: neither user hits, clears, hears of or leases the other's."""
     stranger.hello(namespace=scene.namespace)
     fd = memfd(fcntl.F_SEAL_SHRINK)
     (allocation,) = stranger.attach([fd])
@@ -129,7 +129,7 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def readable(peer: RawPeer, registration: int) -> dict[str, Any]:
-    """All that an unprivileged peer can ask, of keys that others may have, but for what time tells."""
+    """Returns all that an unprivileged peer can ask about keys that others may have, without what depends on time."""
     named: list[dict[str, Any]] = [{"group": 0, "keys": keys(*range(100))}]
     status = peer.ok("status")["status"]
     del status["uptime_s"], status["loop"]
@@ -219,7 +219,7 @@ def test_status_tells_nobody_about_others(scene: Scene, stranger: RawPeer) -> No
 def test_page_tables_are_bounded_for_all_users_together(scene: Scene, stranger: RawPeer) -> None:
     """A sparse file costs its owner nothing, and the daemon 8 bytes for each page that a copy touches."""
     stranger.hello(namespace={"model": "of the stranger"})
-    size_bytes = memory_bytes() * 5  # a budget for 8 times the memory, of which the stranger may have the half
+    size_bytes = memory_bytes() * 5  # the budget is for 8 times the memory, and the stranger may have half of it
     fd = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)

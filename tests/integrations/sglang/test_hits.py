@@ -1,4 +1,4 @@
-"""What SGLang serves from levels of its own counts in the daemon as used, through a real daemon."""
+"""What SGLang serves from its own levels counts in the daemon as used. The daemon is real."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THIRD = "512KiB"
 
 
 class AdmittingEngine:
-    """A rank, and of SGLang what admits requests: the adapter is told by the real `engine` module."""
+    """A rank, and the part of SGLang that admits requests: the real `engine` module informs the adapter."""
 
     def __init__(self, sglang: SimpleNamespace, daemon: Daemon, **options: Any) -> None:
         self.rank = PagestoreRank(daemon, **options)
@@ -52,7 +52,7 @@ class AdmittingEngine:
 
     @property
     def touched(self) -> int:
-        """Keys that the daemon was told of."""
+        """Returns the number of keys that were reported to the daemon as used."""
         return int(self.daemon.status()["cache"]["keys_touched"])
 
 

@@ -103,7 +103,7 @@ def test_orders_of_heads_and_tokens_differ() -> None:
 
 
 def refused(**changes: Any) -> str:
-    """What is said of a pool that is otherwise good."""
+    """Returns the error for a pool that is otherwise good."""
     pool = MHATokenToKVPoolHost(6, 64, [4096, 4096])
     for name, value in changes.items():
         setattr(pool, name, value)

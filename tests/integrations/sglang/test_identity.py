@@ -1,4 +1,4 @@
-"""Whatever an engine is told counts, but for what somebody has found harmless; files count by what is in them."""
+"""Each argument of an engine counts, except those that were found harmless; files count by what is in them."""
 
 from __future__ import annotations
 

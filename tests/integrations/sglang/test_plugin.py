@@ -98,8 +98,8 @@ def test_arguments_are_completed_in_the_process_that_starts_the_others(
 
 @pytest.mark.parametrize("by", ["files", "a filter", "format", "tp_size", "pp_size"])
 def test_weights_from_files_are_named_by_them(by: str, sglang: SimpleNamespace, tmp_path: Path) -> None:
-    """Unless only some of them are loaded, or they are not from there, or ranks load them of which each may find other
-    files.
+    """They are not if only some of them are loaded, if they are not from there, or if several ranks load them, each of
+    which may find other files.
     """
     if by in sglang.arguments:
         sglang.arguments[by] = 2
@@ -146,7 +146,7 @@ def test_a_storage_that_comes_after_a_change_has_other_names(sglang: SimpleNames
 
 
 class SimpleFollower:
-    """Notes what it is told."""
+    """Notes the calls that it gets."""
 
     def __init__(self, told: list[str]) -> None:
         self._told = told

@@ -215,7 +215,7 @@ def test_files_that_are_written_while_their_bytes_are_read_name_nothing(
 
 
 def test_a_request_that_was_made_before_a_load_and_comes_after_it(folder: Path, engine: Any) -> None:
-    """vLLM makes requests in a thread of their own."""
+    """vLLM makes requests in a separate thread."""
     old = engine.ask(lora(folder))
     made = FakeRequest(lora(folder))
     assert made.block_hashes == old.block_hashes
@@ -283,7 +283,7 @@ def test_one_that_ranks_have_loaded_unlike_names_nothing(folder: Path, engine: A
 def test_one_that_is_not_known_is_shared_with_nobody(
     folder: Path, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said once."""
+    """The log warns once."""
     monkeypatch.setattr(adapters, "contents_at", lambda path, how=Fingerprint.AUTO: "")
     first = engine.ask(lora(folder))
     assert engine.ask(lora(folder)).block_hashes == first.block_hashes

@@ -86,7 +86,7 @@ def test_the_place_of_a_model_is_no_part() -> None:
 
 @pytest.mark.parametrize("told", ["adapters", "drafts", "layers", "places", "seen", "token"])
 def test_what_is_named_by_keys_is_no_part(told: str) -> None:
-    """Adapters and drafts name keys of their own; a token counts where there is a doubt."""
+    """Adapters and drafts have separate keys; a token counts where there is a doubt."""
     assert named(replace(BASE, extra_config=identified(**{told: "another"}))) == named(BASE)
 
 

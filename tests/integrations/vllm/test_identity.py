@@ -1,4 +1,4 @@
-"""What an engine computes with: each field that nobody has shown to be harmless, and what is in each file."""
+"""Tests the identity of what an engine computes with: each field not shown to be harmless, and what is in each file."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_order_of_maps_and_sets_is_nothing() -> None:
 
 @pytest.mark.parametrize("value", [len, lambda: None, object(), {"deep": [object()]}])
 def test_what_has_no_name_is_a_doubt(value: object, model: Path) -> None:
-    """Nobody can tell whether two functions do the same."""
+    """It can't be decided whether two functions do the same."""
     with pytest.raises(NamelessError, match=r"model\.hf_overrides"):
         canonical(value, "model.hf_overrides")
     said = identity_of(vllm_config(model, {"model.hf_overrides": value}))
@@ -318,7 +318,7 @@ def test_a_model_of_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_commit_of_a_branch_is_the_one_that_vllm_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else fetches the branch meanwhile, and the cache has another commit of it."""
+    """Another process fetches the branch meanwhile, and the cache has another commit of it."""
 
     class Resolved(str):
         resolved = "0123456789" * 4
@@ -392,7 +392,7 @@ def test_variables_that_are_not_known_to_be_harmless_are_part(
     ],
 )
 def test_variables_in_which_engines_may_differ(name: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes' too, which tells of services whose names begin with vllm."""
+    """Kubernetes' variables are among them, which describe services whose names begin with vllm."""
     before = one(model)
     monkeypatch.setenv(name, "another")
     assert one(model) == before
@@ -460,7 +460,7 @@ def test_files_that_are_gone_are_a_doubt(model: Path) -> None:
 
 
 def test_all_bytes_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds by contents, too: the file system tells whether files have changed meanwhile."""
+    """This holds by contents, too: the file system shows whether files have changed meanwhile."""
     extra: dict[str, Any] = {IDENTITY: identity_of(vllm_config(model), Fingerprint.CONTENTS)}
     asked: list[Fingerprint | None] = []
 

@@ -258,7 +258,7 @@ def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: 
 def test_keys_from_disk_that_have_come_before_the_answer_is_read(
     start_daemon: Start, lines: Make, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk may be as fast as the socket. Nobody asks for them once more, and it is known that the disk had them."""
+    """A disk may be as fast as the socket. They are not asked for once more, and it is known that the disk had them."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)), memory="1MiB")
     line = lines(daemon)
     rank = line.rank()
@@ -367,7 +367,7 @@ def test_cleared(daemon: Daemon, lines: Make, keys: Keys) -> None:
 
 
 def test_cleared_while_nobody_answers(daemon: Daemon, lines: Make, keys: Keys) -> None:
-    """The scheduler waits no longer than it said, and nothing hits before the daemon has cleared."""
+    """The scheduler waits no longer than its limit, and nothing hits before the daemon has cleared."""
     line = lines(daemon)
     store(line.rank(), keys)
     lookup_thread = connected(line.lookup_thread())

@@ -1,4 +1,4 @@
-"""Everything is told once as stored and once as removed, in as much memory as it may take."""
+"""Each key is published once as stored and once as removed, in as much memory as it may take."""
 
 from __future__ import annotations
 
