@@ -41,7 +41,7 @@ def root_state(daemon: Daemon, number: int = 0) -> str:
 
 
 def demoted(daemon: Daemon, keys: int) -> None:
-    """Wait until so many keys are on disk."""
+    """Wait until this number of keys is on disk."""
     until(lambda: disk(daemon)["keys"] >= keys, f"{keys} keys are on disk")
 
 

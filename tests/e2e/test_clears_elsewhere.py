@@ -1,4 +1,4 @@
-"""Clears by another host, told by a store whose small objects can't be read, or are somebody's forgery."""
+"""Tests clears by another host that come through a store whose small objects can't be read, or are forged."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_a_load_waits_until_nobody_uses_its_blocks(late: OrderedRank) -> None:
 
 @pytest.mark.slow
 def test_many_jobs_behind_their_own_points(start_daemon: Callable[..., Daemon], seed: int) -> None:
-    """Stores and loads in turn, each queued behind work of its own, on a driver that takes its time at random."""
+    """Stores and loads alternate, each queued behind separate work, on a driver that takes its time at random."""
     rng = np.random.default_rng(seed)
     late = OrderedRank(start_daemon(driver=JITTER), seed)
     rank, keys = late.rank, new_keys(rng, 64)

@@ -77,7 +77,7 @@ def cache(daemon: Daemon, device: str) -> Iterator[SleepingCache]:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_load_after_waking_up(daemon: Daemon, cache: SleepingCache, seed: int, told: bool) -> None:
-    """Untold, the daemon loads into memory that nobody reads any more, and says that all is well."""
+    """A daemon that does not know of the sleep loads into memory that the engine no longer reads, and reports DONE."""
     content = np.random.default_rng(seed).integers(0, 256, COUNT * PAGE, np.uint8)
     cache.memory.upload(0, content)
     assert cache.move(Direction.STORE, 0).success

@@ -111,7 +111,7 @@ def test_used_keys_move_on(start_daemon: Start, tmp_path: Path, hot_keys: int, s
 
 
 def test_keys_that_an_engine_has_itself_move_on(start_daemon: Start, tmp_path: Path, seed: int) -> None:
-    """It says that it uses them, and loads none of them."""
+    """It reports that it uses them, and loads none of them."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 8 * MIB)), 'memory.policy="lru"', memory="2MiB")
     rank = worker(daemon)
     rng = np.random.default_rng(seed)

@@ -82,7 +82,7 @@ def lost_alone(rank: Rank, keys: Keys, bad: np.ndarray) -> None:
 
 
 def spread(count: int, size: int, rng: np.random.Generator) -> Ints:
-    """`count` positions below `size`: every one, if there are so many, else evenly from a random one on."""
+    """Returns `count` positions below `size`: each one if `count` is `size`, else evenly from a random one on."""
     found: Ints = ((np.arange(count) * size // count + rng.integers(size)) % size).tolist()
     return found
 
@@ -215,7 +215,7 @@ def test_truncated_at_every_page(
 
 
 def _behind(record: Record, cuts: dict[Path, int]) -> bool:
-    # Without page 0 nobody knows what the file was, and a start has no other way to find out.
+    # Without page 0 it is unknown what the file was, and a start has no other way to find out.
     return record.path in cuts and record.end_page > cuts[record.path]
 
 

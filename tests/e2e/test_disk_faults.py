@@ -1,5 +1,5 @@
-"""A disk that fails, fills up or hangs: stores and loads from memory go on, nobody waits beyond his deadline, `status`
-tells what is wrong, and when the cause has gone all is as before.
+"""Tests a disk that fails, fills up or hangs: stores and loads from memory go on, no call waits beyond its deadline,
+`status` shows what is wrong, and when the cause has gone all is as before.
 """
 
 from __future__ import annotations

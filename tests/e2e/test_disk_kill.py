@@ -1,4 +1,4 @@
-"""kill -9 of a daemon that is writing: what it had told to be on disk is there, and nothing else is served."""
+"""Tests kill -9 of a daemon that is writing: what it had reported as on disk is there, and nothing else is served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys on their way from disk: the answer comes at once, then one `ready`, and what it says is held by the lease."""
+"""Tests keys on their way from disk: the answer comes at once, then one `ready`, and the lease holds all hits in it."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def test_the_session_dies_meanwhile(daemon: Daemon, rank: Rank, switch: Switch, 
 def test_the_scheduler_dies_and_its_lease_covers_what_it_has(
     daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
 ) -> None:
-    """While a pin waits for the disk, its lease covers whatever its engine's ranks load; when nobody waits any more, no
-    other key.
+    """While a pin waits for the disk, its lease covers whatever its engine's ranks load. Once the pin's session is
+    gone, it covers no other key.
     """
     on_disk = only_on_disk(rank, keys)
     mine, others = on_disk[:60], on_disk[60:70]
@@ -148,8 +148,8 @@ def test_the_scheduler_dies_and_its_lease_covers_what_it_has(
 
 
 def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:
-    """It joins the prefetch that reads its keys already, and hastens it before other prefetches, as the order tells
-    in which their session hears of them.
+    """It joins the prefetch that reads its keys already, and hastens it before other prefetches, as the order of the
+    session's notices shows.
     """
     on_disk = only_on_disk(rank, keys)
     others, mine = on_disk[:150], on_disk[150:180]
@@ -220,7 +220,7 @@ def test_a_prefetch_evicts_nothing_that_it_names(rank: Rank, keys: Keys) -> None
 def test_what_is_stored_meanwhile_is_not_told_to_be_held(
     daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
 ) -> None:
-    """A key that was a miss when it was pinned: if `ready` says HIT, the lease has to cover it."""
+    """If `ready` reports a HIT for a key that was a miss when it was pinned, the lease has to cover it."""
     mine = only_on_disk(rank, keys)[:20]
     late = new_keys(np.random.default_rng(2), 4)
     wanted = np.concatenate([mine, late])
@@ -276,7 +276,7 @@ def test_two_groups(start_daemon: Start, tmp_path: Path, seed: int) -> None:
 
 
 def test_two_ranks(start_daemon: Start, tmp_path: Path, seed: int) -> None:
-    """A scheduler's pin brings both parts; a key of which one part is damaged is a miss to both."""
+    """A scheduler's pin brings both parts; a key with one damaged part is a miss to both."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)))
     keys = new_keys(np.random.default_rng(seed), 40)
 

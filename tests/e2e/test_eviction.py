@@ -1,4 +1,6 @@
-"""A small memory tier under pressure: exactly what is needed goes, what is held stays, and who gets nothing is told."""
+"""Tests a small memory tier under pressure: exactly what is needed goes, what is held stays, and a store that gets
+nothing reports it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_what_will_not_be_used_again_goes_first(small: Daemon, rank: Rank, rng: 
         rank.store_keys(keys)
     rank.client.keep({0: done}, "drop")
     rank.client.keep({0: kept}, "soon")
-    rank.client.keep({0: new_keys(rng, 3)}, "drop")  # nobody has these
+    rank.client.keep({0: new_keys(rng, 3)}, "drop")  # no tier has these
     cache = small.status()["cache"]
     assert (cache["keys_soon"], cache["keys_done"]) == (6, 6)
     for _ in range(3):
@@ -69,7 +71,7 @@ def test_what_will_not_be_used_again_goes_first(small: Daemon, rank: Rank, rng: 
 
 
 def test_what_an_engine_has_itself_stays(small: Daemon, rank: Rank, rng: np.random.Generator) -> None:
-    """What it says that it uses counts as if it had been loaded; of a key that is not there nothing is kept."""
+    """Keys that it reports as used count as if they had been loaded; of a key that is not there nothing is kept."""
     used, absent = new_keys(rng, 4), new_keys(rng, 2)
     rank.store_keys(used)
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Engines share copies and checksums, whatever one of them asks for: told by the order in which jobs end."""
+"""Engines share copies and checksums, whatever one of them asks for. The order in which jobs end shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The memory tier in huge pages of each kind: bytes come back, also after a kill, and what can't be had is told."""
+"""Tests the memory tier in huge pages of each kind: bytes come back, also after a kill, and what can't be had is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ def test_kept_memory_is_used_as_it_is(start: Start, manager: Manager, seed: int,
 
 
 def test_a_cold_start_frees_the_pages_that_it_needs(start: Start, manager: Manager) -> None:
-    """The manager still has the old memory, and no page is left beside it."""
+    """The manager still has the old memory, and no other page is left."""
     daemon = start("reserved")
     lies_in(daemon, "reserved")
     daemon.memory = CAPACITY - 4 * MIB

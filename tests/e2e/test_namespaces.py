@@ -139,7 +139,7 @@ def test_a_load_under_way_keeps_what_it_was_promised(holdable: Daemon, hold: Hol
 
 
 def test_a_store_under_way_does_not_come_back(holdable: Daemon, hold: Hold, keys: Keys) -> None:
-    """And says so: its keys are not stored."""
+    """Its result reports that: its keys are not stored."""
     rank, other = (holdable.welcome(Rank(holdable.socket)) for _ in range(2))
     with hold:
         job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})

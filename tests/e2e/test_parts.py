@@ -87,7 +87,7 @@ def test_a_scheduler_reserves_all_parts_and_its_ranks_fill_them(daemon: Daemon, 
     found = scheduler.reserve({0: keys})
     assert found.states[0].tolist() == [RESERVED] * 6
     assert scheduler.reserve({0: keys}).states[0].tolist() == [PENDING] * 6
-    # Whoever is not of the instance gets nothing of it.
+    # A session of another instance gets nothing of it.
     stranger = daemon.welcome(Rank(daemon.socket, groups(0)))
     assert stranger.store_keys(keys).states[0].tolist() == [PENDING] * 6
     with pytest.raises(RemoteError, match="bad_lease"):
@@ -237,7 +237,7 @@ def test_what_is_there_of_a_key_is_not_stored_again(daemon: Daemon, keys: Keys) 
 def test_a_part_that_another_stores_leaves_the_key_to_it(
     standing: Callable[..., Daemon], hold: Hold, keys: Keys
 ) -> None:
-    """Nothing of the key is stored twice, and nothing is told to be stored that is not."""
+    """Nothing of the key is stored twice, and nothing is reported as stored that is not."""
     daemon = standing(faults=hold.fault)
     quarter = engine(daemon, 4)[3]
     (whole,) = engine(daemon, 1)

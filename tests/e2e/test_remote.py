@@ -39,7 +39,7 @@ def keys(seed: int) -> Keys:
 
 
 def remote(daemon: Daemon) -> dict[str, Any]:
-    """What it says of the store."""
+    """Returns its status of the store."""
     found: dict[str, Any] = daemon.status()["remote"]
     return found
 

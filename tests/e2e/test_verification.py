@@ -1,4 +1,4 @@
-"""Bytes that go bad in the arena: planted through the kernel, and found before anybody is served with them."""
+"""Tests bytes that go bad in the arena: planted through the kernel, and found before any engine is served with them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def some_keys(seed: int, count: int, *name: object) -> Keys:
 
 
 def joined(daemon: Daemon, groups: tuple[Group, ...], num_blocks: int = 64) -> Rank:
-    """A rank with these groups, in a namespace of their own."""
+    """Returns a rank with these groups, in a separate namespace."""
     namespace = NamespaceSpec(model=f"flips {zlib.crc32(repr(groups).encode())}")
     rank: Rank = daemon.welcome(Rank(daemon.socket, groups, num_blocks=num_blocks, namespace=namespace))
     return rank
@@ -61,7 +61,7 @@ def flip(daemon: Daemon, rank_groups: tuple[Group, ...], key: bytes, group: int 
 
 
 def way(daemon: Daemon) -> str:
-    """How the daemon says that it verifies what it loads to shared memory."""
+    """Returns how the daemon verifies what it loads to shared memory, by its status."""
     told: str = daemon.status()["devices"]["host"]["loads_verified"]
     return told
 
