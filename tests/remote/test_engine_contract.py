@@ -1,4 +1,4 @@
-"""What every engine must do, as `Engine` says: the same tests on all of them, against real stores."""
+"""Tests what every engine must do, as `Engine` documents it: the same tests on all of them, against real stores."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def named(prefix: str, count: int, *part_bytes: int) -> list[Object]:
 
 
 def removed(engine: EngineHost, *names: str) -> list[int]:
-    """What `remove` says of each in the end. Of an object that somebody has just read, a store may say with a code that
-    it is still there: who removes it asks again, as the daemon does.
+    """Returns the code of `remove` for each in the end. For an object that was just read, a store's code may be that it
+    is still there: this asks again, as the daemon does.
     """
     said = dict.fromkeys(names, int(Code.REFUSED))
 
@@ -37,7 +37,7 @@ def removed(engine: EngineHost, *names: str) -> list[int]:
 
 
 def test_what_one_host_puts_another_one_gets(cluster: Cluster, prefix: str) -> None:
-    """Header and parts from their places, to other places, and nothing beside them."""
+    """Header and parts go from their places to other places, and nothing is written outside these."""
     here, there = cluster.engine(0), cluster.engine(1)
     objects = [Object(f"{prefix}{n}", n, (4 * KIB * (n + 1), 12 * KIB, 100 * KIB)) for n in range(5)]
     assert there.exists(*(each.name for each in objects)) == [NO] * 5
@@ -198,7 +198,7 @@ def test_calls_of_many_threads_do_not_meet(cluster: Cluster, prefix: str, seed: 
     put(engine, *objects)
 
     def work(number: int) -> list[str]:
-        """Each with memory of its own."""
+        """Work with separate memory."""
         rng = np.random.default_rng([seed, number])
         wrong = []
         for _ in range(15):
@@ -248,7 +248,7 @@ def test_what_is_too_large_is_refused(cluster: Cluster, prefix: str) -> None:
 
 @pytest.mark.slow
 def test_it_does_what_a_table_of_objects_does(cluster: Cluster, prefix: str, rng: random.Random) -> None:
-    """Some hundred calls at random, from two hosts, beside a dict."""
+    """Some hundred calls at random, from two hosts, have the results that a dict gives."""
     engines = [cluster.engine(0), cluster.engine(1)]
     table: dict[str, Object] = {}
     names = [f"{prefix}{place}/{number}" for place in "ab" for number in range(6)]

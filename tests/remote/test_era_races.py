@@ -107,7 +107,7 @@ def generation(name: str) -> int:
 
 
 def stamped(keys: Keys, version: int) -> Keys:
-    """Keys of which the contents of this version are made."""
+    """Returns the keys that the contents of this version are made of."""
     changed = keys.copy()
     changed[:, :8] ^= np.frombuffer(version.to_bytes(8, "little"), np.uint8)
     return changed
@@ -132,7 +132,7 @@ class Traffic:
             while not self._stop.is_set():
                 self.seen |= self._host.versions(self._keys, self._version)
                 self.began.set()
-        except BaseException as error:  # noqa: BLE001  the test is told
+        except BaseException as error:  # noqa: BLE001  the test raises it
             self.error = error
             self.began.set()
 

@@ -247,7 +247,7 @@ def test_with_a_socket_unit_clients_queue(service: Container) -> None:
     served, failed, longest = _restart_while_pinged(service)
     print(f"\nwith a socket unit: {served} pings, {failed} failed, the longest took {longest} s")
     assert served > 0
-    # Those whose daemon ended under them fail: one for the restart, one for the kill. Nobody is refused.
+    # Those whose daemon ended under them fail: one for the restart, one for the kill. None is refused.
     assert failed <= 2
     assert service.run("stat", "--format=%a %U", "/run/kvoffloadd").strip() == f"750 {USER}"
 
@@ -275,7 +275,7 @@ def test_restarts_under_load(service: Container, tmp_path: Path) -> None:
     assert found["verified_loads"] > 0
     assert (found["wrong_bytes"], found["stray_bytes"], found["verify_findings"]) == (0, 0, 0)
     assert (found["findings"], found["errors"]) == ([], [])
-    # It is not told that the daemon goes away on purpose; nothing but that may have broken a promise.
+    # It does not know that the daemon goes away on purpose; only that may have broken a promise.
     goes = "ConnectionLost|the lease ended with the daemon|draining"
     assert [one for one in found["said"] if not re.search(goes, one)] == []
     assert "0 findings" in service.run(str(BINARY), "verify", "--payloads", user=USER)

@@ -1,4 +1,4 @@
-"""Stress workers beside engines on one daemon, which somebody else kills and starts: all that they load is checked."""
+"""Runs stress workers with engines on one daemon, which a test kills and starts: all that they load is checked."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class ServedSglang:
         return self._engine.loop.run_until_complete(awaited)
 
     def shutdown(self) -> None:
-        """Give back what engine and storage hold: its processes end when they are told to, or are killed."""
+        """Give back what engine and storage hold: kill the engine's processes, which might not end on request."""
         for pid in self._engine.get_all_child_pids():
             os.kill(pid, signal.SIGKILL)
 

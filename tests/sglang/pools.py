@@ -1,7 +1,7 @@
-"""SGLang's own host pools, without a model: what one rank stores of its pages, another one loads into its own.
+"""Tests SGLang's own host pools, without a model: what one rank stores of its pages, another one loads into its own.
 
 A program, since SGLang's state belongs to a process: `python -m tests.sglang.pools SOCKET [KIND]...`. It ends with 0
-if every byte of the second rank's memory is as it should be, told by SGLang's own reading of its pools.
+if every byte of the second rank's memory is as it should be, as SGLang's own code reads its pools.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `kvoffloadd plan --engine sglang` says of published models' pools, against SGLang's own code."""
+"""Compares what `kvoffloadd plan --engine sglang` prints for published models' pools with SGLang's own code."""
 
 from __future__ import annotations
 

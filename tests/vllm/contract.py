@@ -167,7 +167,7 @@ def test_fields(path: str) -> None:
 
 
 def test_a_load_that_one_rank_lost_is_lost() -> None:
-    """vLLM adds up what the ranks tell."""
+    """vLLM adds up what the ranks report."""
     one, other = WorkerMetadata({1: 1, 2: 1}, lost={"a"}), WorkerMetadata({1: 1}, lost={"b"})
     both = one.aggregate(other)
     assert (both.completed_jobs, both.lost) == ({1: 2, 2: 1}, {"a", "b"})
@@ -176,7 +176,7 @@ def test_a_load_that_one_rank_lost_is_lost() -> None:
 
 @pytest.mark.parametrize("chunk", [16, 32, 48])
 def test_windows_and_states_reach_as_far_as_vllm_looks(chunk: int) -> None:
-    """Also where a rank is told of each layer, in wrappers, and its scheduler of the first one."""
+    """This also holds where a rank gets the spec of each layer, in wrappers, and its scheduler that of the first."""
     common = {"block_size": 16, "num_kv_heads": HEADS, "head_size": 8, "dtype": torch.float32}
     full, sliding = FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=100)
     wrapped = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": sliding, "b": sliding})
@@ -511,7 +511,7 @@ def test_an_abort_after_a_failed_load_leaves_nothing(
 def test_one_load_finds_a_damaged_key_for_all_that_share_it(
     engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others were told that it is there, too: they ask anew."""
+    """The others' answer was that it is there, too: they ask anew."""
     one = engine()
     one.generate(asked[2:])
     one.forget()
@@ -528,7 +528,7 @@ def test_reset(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
     one = engine(kind)
     one.generate(asked)
     assert one.scheduler.reset_prefix_cache(reset_connector=True)
-    one.generate([[5]])  # a step, which tells the workers
+    one.generate([[5]])  # a step, which informs the workers
     assert one.generate(asked) == [0, 0, 0]
     one.forget()
     assert one.generate(asked) == HITS
@@ -755,7 +755,7 @@ def test_layers_that_the_scheduler_is_not_told_of_are_refused(engine: StartEngin
 
 @pytest.mark.parametrize("role", KVConnectorRole)
 def test_nodes_are_refused(engine: StartEngine, role: KVConnectorRole) -> None:
-    """Where one engine has ranks on several; not where each has a replica of its own."""
+    """They are where one engine has ranks on several, but not where each has a separate replica."""
     one = engine()
     parallel = one.config.parallel_config
     parallel.nnodes = 2
@@ -774,7 +774,7 @@ def test_nodes_are_refused_by_the_spec_alone(engine: StartEngine) -> None:
 
 
 def test_ranks_on_other_hosts_are_refused(engine: StartEngine) -> None:
-    """Wherever Ray has placed them: each tells its host before the first request."""
+    """It does not matter where Ray has placed them: each reports its host before the first request."""
     one = engine()
     here = one.worker.get_handshake_metadata()
     scheduler = one.scheduler.connector
@@ -790,7 +790,7 @@ def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> 
 
 
 def test_an_engine_without_prefix_caching_is_refused(engine: StartEngine) -> None:
-    """Whoever turned it off; and taken where it is said that it is to be."""
+    """It does not matter what turned it off. An option allows such an engine."""
     one = engine()
     one.config.cache_config.enable_prefix_caching = False
     with pytest.raises(UsageError, match="--no-enable-prefix-caching"):

@@ -33,7 +33,7 @@ WINDOW_KEYS = WINDOW // BLOCK
 
 
 class ContractHosts:
-    """Two, each with a daemon and an engine. `computes` stores in the store, `loads` has nothing of its own."""
+    """Two hosts, each with a daemon and an engine. `computes` stores in the store, `loads` has nothing stored."""
 
     def __init__(self, daemons: tuple[Daemon, Daemon], store: SharedStore, tiny: str, kind: str, chunk: int) -> None:
         self.store = store

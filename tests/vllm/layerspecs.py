@@ -1,4 +1,4 @@
-"""What vLLM's own classes keep of models, in a process of its own: `python -m tests.vllm.layerspecs FOLDER`.
+"""Prints what vLLM's own classes keep of models, in a separate process: `python -m tests.vllm.layerspecs FOLDER`.
 
 FOLDER has a folder with a config.json for each model, and gets one for each model type that transformers knows and vLLM
 runs, with what the type's class has by default. Models are made on the meta device, without weights. What their layers
@@ -45,8 +45,8 @@ class Absent(types.ModuleType):
 
 
 def stand_in_for_torchvision() -> None:
-    """Classes of models that see import it for pictures, of which there are none here. PyPI has no build of it for a
-    torch without CUDA.
+    """Classes of models that see import it for pictures, and there are none here. PyPI has no build of it for a torch
+    without CUDA.
     """
     for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
         module = Absent(f"torchvision{name}")

@@ -1,5 +1,5 @@
-"""vLLM's own scheduler with both halves of a connector, and no model: each step writes into the blocks what tells which
-tokens stand before, and looks first whether all that a model would read there is right.
+"""Runs vLLM's own scheduler with both halves of a connector, and no model: each step writes into the blocks what
+identifies the tokens before, and looks first whether all that a model would read there is right.
 """
 
 from __future__ import annotations

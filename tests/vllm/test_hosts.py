@@ -117,7 +117,7 @@ def _is_pushed(daemon: Daemon) -> bool:
 def make_pair(
     start_daemon: StartDaemon, model: Callable[[str], Path], tmp_path: Path
 ) -> Iterator[Callable[[str, str], Pair]]:
-    """`make_pair(kind of model, kind of store)`: on hosts of their own where we may make such, else on this one."""
+    """`make_pair(kind of model, kind of store)`: on separate hosts where this user may make them, else on this one."""
     python = remote_python()
     with ExitStack() as stack:
 
