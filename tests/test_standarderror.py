@@ -69,8 +69,8 @@ def test_a_reader_that_comes_back_is_told_what_is_missing(pipe: Pipe, blocking: 
     text = read_all(reader, b"the last words\n").decode()
     expected, gaps = 0, 0
     for line in text.splitlines()[:-1]:
-        if told := re.fullmatch(r"<(\d+)>", line):  # more than once, if the thread has come to write one meanwhile
-            expected, gaps = expected + int(told[1]), gaps + int(told[1])
+        if gap := re.fullmatch(r"<(\d+)>", line):  # more than once, if the thread has come to write one meanwhile
+            expected, gaps = expected + int(gap[1]), gaps + int(gap[1])
         else:
             assert int(line) == expected
             expected += 1

@@ -95,11 +95,11 @@ def test_requests_are_local_where_the_daemon_knows_that(
 
 
 def test_only_daemons_that_know_are_asked_from_where_keys_come(client: Any, fake: FakeDaemon) -> None:
-    for features, told in (((), {}), (("tiers",), {"tiers": True})):
+    for features, expected in (((), {}), (("tiers",), {"tiers": True})):
         greet_anew(client, fake, *features)
         assert client.pin({0: bytes(32)}).tiers == []
         asked = msgspec.to_builtins(fake.last("pin"))
-        assert {name: asked[name] for name in asked.keys() - {"type", "seq", "groups"}} == told
+        assert {name: asked[name] for name in asked.keys() - {"type", "seq", "groups"}} == expected
 
 
 # --- clears ---
@@ -220,20 +220,22 @@ def test_what_bytes_are_is_told_to_daemons_that_take_it_alone(
 ) -> None:
     """Others refuse fields that they do not know."""
     layers = digest_layers(["l0"])
-    told = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16", layers=layers)])])
+    described = KvCache(
+        caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16", layers=layers)])]
+    )
     bare = {"tensor": 0, "offset": 0, "length": 64}
     for features, expected in (([], bare), (["composition"], {**bare, "dtype": "bfloat16", "layers": layers})):
         fake.features = features
         client = make_client(path)
-        client.register(told)
+        client.register(described)
         register = unpack(encode(fake.last("register"))[PREFIX.size :])
         assert register["groups"][0]["refs"] == [expected]
 
 
 def test_the_composition_is_told_again_after_a_reconnect(client: Any, fake: FakeDaemon, caches: KvCache) -> None:
     """It is sent as far as the daemon that is there by then accepts it."""
-    told = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16")])])
-    client.register(told)
+    described = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16")])])
+    client.register(described)
     assert fake.last("register").groups[0].refs[0].dtype == ""
     fake.features = ["composition"]
     old = fake.peers[-1]

@@ -41,9 +41,9 @@ def in_child(work: Callable[[], None]) -> str:
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        told = pipe.read().decode()
+        text = pipe.read().decode()
     os.waitpid(pid, 0)
-    return told
+    return text
 
 
 class Awaited:

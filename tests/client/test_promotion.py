@@ -348,8 +348,8 @@ def test_a_lookup_brings_nothing(client: Any, fake: FakeDaemon, keys: U8Array) -
 
 def test_another_clients_answer(client: Any, make_client: Any, fake: FakeDaemon, path: str, keys: U8Array) -> None:
     other = make_client(path)
-    mine, theirs = client.pin({0: keys}), other.pin({0: keys})
-    assert seq_of(mine) == seq_of(theirs)
+    own, theirs = client.pin({0: keys}), other.pin({0: keys})
+    assert seq_of(own) == seq_of(theirs)
     with pytest.raises(UsageError, match="another client"):
         client.wait_ready(theirs, HANG_S)
 
@@ -461,10 +461,10 @@ async def test_it_comes_without_a_call(fake: FakeDaemon, path: str, keys: U8Arra
         found = await client.pin({0: keys})
         bring(fake, found)
         assert found.promotion is not None
-        told = asyncio.Event()
-        found.promotion.add_waker(told.set)
+        woken = asyncio.Event()
+        found.promotion.add_waker(woken.set)
         async with asyncio.timeout(5):
-            await told.wait()
+            await woken.wait()
         assert found.ready
         assert (await client.wait_ready(found, HANG_S)).promoting == 0
 

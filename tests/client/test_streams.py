@@ -58,9 +58,9 @@ def test_points_of_many_threads(faults: str) -> None:
 
 @pytest.mark.parametrize("faults", WAYS)
 def test_a_context_that_breaks(faults: str) -> None:
-    _, said = ended_well(streams.points_of_a_broken_context, f"sticky_after=1,{faults}")
-    ends = re.findall("a stream's signals have ended, .*: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS\n", said)
-    assert said == WAYS[faults] + "".join(ends)
+    _, log = ended_well(streams.points_of_a_broken_context, f"sticky_after=1,{faults}")
+    ends = re.findall("a stream's signals have ended, .*: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS\n", log)
+    assert log == WAYS[faults] + "".join(ends)
     assert len(ends) <= bool(WAYS[faults])
 
 

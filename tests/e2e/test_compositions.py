@@ -135,8 +135,8 @@ def test_what_joined_those_that_told_nothing_is_not_theirs_after_a_restart(
     assert set(other.states(keys)) == {MISS}
     restart(daemon)
     daemon.welcome(Rank(daemon.socket))
-    mine = daemon.welcome(Rank(daemon.socket, MINE))
-    assert served(mine, keys).all()
+    alike = daemon.welcome(Rank(daemon.socket, MINE))
+    assert served(alike, keys).all()
 
 
 def test_memory_that_is_taken_over_is_served_to_those_alike(start_daemon: Start, arena_file: Path, keys: Keys) -> None:

@@ -214,9 +214,9 @@ _kept: list[GpuBuffer] = []
 def test_a_gpu_that_is_not_there(daemon: Daemon, memory: IpcMemory) -> None:
     peer = daemon.peer()
     peer.hello()
-    said = peer.refused("bad_memory", "attach_ipc", device=os.urandom(16), handles=memory.handle)
-    assert "sees no GPU with UUID" in said
-    assert "MIG" in said
+    refusal = peer.refused("bad_memory", "attach_ipc", device=os.urandom(16), handles=memory.handle)
+    assert "sees no GPU with UUID" in refusal
+    assert "MIG" in refusal
 
 
 def test_memory_of_another_gpu(daemon: Daemon, memory: IpcMemory, seed: int) -> None:

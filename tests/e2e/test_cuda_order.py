@@ -78,15 +78,15 @@ def test_many_jobs_behind_their_own_points(start_daemon: Callable[..., Daemon], 
     rank, keys = late.rank, new_keys(rng, 64)
     stores = []
     for at in range(0, 32, 8):
-        mine = {0: (keys[at : at + 8], rank.blocks_of(0, at, 8))}
-        rank.fill_late(0, *mine[0], float(rng.uniform(0, 0.01)))
-        stores.append(rank.client.store(rank.registration, mine, ready=late.timeline.signal()))
+        wanted = {0: (keys[at : at + 8], rank.blocks_of(0, at, 8))}
+        rank.fill_late(0, *wanted[0], float(rng.uniform(0, 0.01)))
+        stores.append(rank.client.store(rank.registration, wanted, ready=late.timeline.signal()))
     loads = []
     for job, at in zip(stores, range(0, 32, 8), strict=True):
         assert rank.wait(job).outcome == "done"
-        mine = {0: (keys[at : at + 8], rank.blocks_of(0, at + 32, 8))}
-        rank.wipe_late(mine[0][1], float(rng.uniform(0, 0.01)))
-        loads.append(rank.client.load(rank.registration, mine, ready=late.timeline.signal()))
+        wanted = {0: (keys[at : at + 8], rank.blocks_of(0, at + 32, 8))}
+        rank.wipe_late(wanted[0][1], float(rng.uniform(0, 0.01)))
+        loads.append(rank.client.load(rank.registration, wanted, ready=late.timeline.signal()))
     assert [rank.wait(job).outcome for job in loads] == ["done"] * 4
     assert rank.wrong(0, keys[:32], rank.blocks_of(0, 32, 32)) == 0
 

@@ -72,9 +72,9 @@ def test_a_handle_of_another_users_memory(victim: tuple[Daemon, Rank], seed: int
     stranger = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID)).peer
     stranger.hello()
     opened, before = gpu_mappings(daemon), daemon.state()
-    said = stranger.refused("forbidden", "attach_ipc", device=memory.uuid, handles=memory.handle)
-    assert f"uid {OTHER_UID}" in said
-    assert "cuda.ipc_uids" in said
+    refusal = stranger.refused("forbidden", "attach_ipc", device=memory.uuid, handles=memory.handle)
+    assert f"uid {OTHER_UID}" in refusal
+    assert "cuda.ipc_uids" in refusal
     assert (gpu_mappings(daemon), daemon.state()) == (opened, before)
     stranger.ok("ping")
     if not opened:

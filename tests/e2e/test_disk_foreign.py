@@ -95,8 +95,8 @@ def test_files_without_contents_are_used_again(start_daemon: Start, root: Path, 
     rank = worker(daemon)
     many = new_keys(np.random.default_rng(1), 800)
     store_on_disk(daemon, rank, many)
-    told = disk(daemon)["roots"][0]
-    assert (told["state"], told["write_errors"]) == ("ok", 0)
+    status = disk(daemon)["roots"][0]
+    assert (status["state"], status["write_errors"]) == ("ok", 0)
     assert used_bytes(root) <= 4 * MIB
     assert served(rank, many[-60:]).all()
 

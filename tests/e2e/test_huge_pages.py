@@ -151,12 +151,12 @@ def test_too_few_reserved_pages_are_told_with_the_remedy(machine: ExitStack, sta
         start_daemon("memory.huge_pages=reserved")
 
 
-@pytest.mark.parametrize(("kind", "told"), [("transparent", 1), ("auto", 0)])
+@pytest.mark.parametrize(("kind", "warnings"), [("transparent", 1), ("auto", 0)])
 def test_a_kernel_that_gives_none_is_told_once_if_asked_for(
-    machine: ExitStack, start_daemon: Start, kind: str, told: int
+    machine: ExitStack, start_daemon: Start, kind: str, warnings: int
 ) -> None:
     machine.enter_context(transparent_pages(allowed=False))
     daemon = start_daemon(f"memory.huge_pages={kind}")
-    until(lambda: daemon.log().count("shmem_enabled is never: write advise to it") >= told, "it is told")
-    assert daemon.log().count("shmem_enabled is never: write advise to it") == told
+    until(lambda: daemon.log().count("shmem_enabled is never: write advise to it") >= warnings, "it is told")
+    assert daemon.log().count("shmem_enabled is never: write advise to it") == warnings
     lies_in(daemon, "off")

@@ -253,9 +253,9 @@ def test_a_socket_in_another_place_than_the_config_says_is_refused(socket_dir: P
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
         # Its file is there a moment before systemd-socket-activate listens.
         until(lambda: knock.connect_ex(str(socket_dir / "a")) == 0, "it can be connected to")
-        _, said = child.communicate(timeout=HANG_S)
+        _, errors = child.communicate(timeout=HANG_S)
     assert child.returncode == 2
-    assert f"server.socket: is {socket_dir / 'b'}, but systemd listens at {socket_dir / 'a'}" in said
+    assert f"server.socket: is {socket_dir / 'b'}, but systemd listens at {socket_dir / 'a'}" in errors
 
 
 INHERIT = """
@@ -345,10 +345,10 @@ def configured(serve: Serve, manager: Manager, socket_dir: Path) -> Configured:
 
 
 def test_a_reload_changes_what_can_change_and_names_the_rest(configured: Configured) -> None:
-    said = configured.reload('[log]\nlevel = "debug"\n[limits]\nsessions = 300\n[copy]\nthreads = 3\n')
-    assert "log.level: info -> debug" in said
-    assert "limits.sessions: 256 -> 300" in said
-    assert "takes effect at the next start: copy.threads" in said
+    log = configured.reload('[log]\nlevel = "debug"\n[limits]\nsessions = 300\n[copy]\nthreads = 3\n')
+    assert "log.level: info -> debug" in log
+    assert "limits.sessions: 256 -> 300" in log
+    assert "takes effect at the next start: copy.threads" in log
     with RawPeer(configured.service.socket) as peer:
         peer.hello()
         peer.ok("bye")
@@ -360,9 +360,9 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(configured: Configu
 
 def test_a_config_that_is_wrong_changes_nothing(configured: Configured) -> None:
     for text in ("[limits]\nsessions = 0\n", "[limits\n", "[limits]\nno_such_key = 4\n"):
-        said = configured.reload(text)
-        assert "ERROR" in said
-        assert "not reloaded, nothing has changed" in said
+        log = configured.reload(text)
+        assert "ERROR" in log
+        assert "not reloaded, nothing has changed" in log
     configured.path.unlink()
     configured.service.signal(signal.SIGHUP)
     configured.manager.until("READY")

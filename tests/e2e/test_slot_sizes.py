@@ -55,9 +55,9 @@ def test_more_sizes_than_slabs_are_told_when_they_are_registered(start_daemon: S
     assert "slots of" not in daemon.log()
     daemon.welcome(Rank(daemon.socket, groups_of(3)))
     until(lambda: "slots of 3 sizes share 2 slabs" in daemon.log(), "the daemon has said so")
-    said = next(line for line in daemon.log().splitlines() if "slots of 3 sizes" in line)
-    assert "lower memory.slab_bytes (now 1048576), or raise memory.capacity_bytes" in said
-    assert "the slots have 4096, 49152, 196608 bytes" in said
+    warning = next(line for line in daemon.log().splitlines() if "slots of 3 sizes" in line)
+    assert "lower memory.slab_bytes (now 1048576), or raise memory.capacity_bytes" in warning
+    assert "the slots have 4096, 49152, 196608 bytes" in warning
     assert "all of memory is one slab" not in daemon.log()
 
 
@@ -95,9 +95,9 @@ def test_what_is_displaced_is_on_disk_or_counted(start_daemon: StartDaemon, tmp_
         stored += result.states[0].tolist().count(KeyState.RESERVED)
     assert stored > 40
 
-    def told() -> int:
+    def accounted() -> int:
         now = disk(daemon)
         return int(now["keys"]) + sum(map(int, now["not_demoted"].values()))
 
-    until(lambda: told() >= stored, "each key that was stored is on disk, or counted as not written")
-    assert told() == stored
+    until(lambda: accounted() >= stored, "each key that was stored is on disk, or counted as not written")
+    assert accounted() == stored

@@ -25,15 +25,15 @@ def removed(engine: EngineHost, *names: str) -> list[int]:
     """Returns the code of `remove` for each in the end. For an object that was just read, a store's code may be that it
     is still there: this asks again, as the daemon does.
     """
-    said = dict.fromkeys(names, int(Code.REFUSED))
+    codes = dict.fromkeys(names, int(Code.REFUSED))
 
     def all_are_told() -> bool:
-        left = [name for name in said if said[name] < 0]
-        said.update(zip(left, engine.call("remove", left), strict=True))
-        return min(said.values()) >= 0
+        left = [name for name in codes if codes[name] < 0]
+        codes.update(zip(left, engine.call("remove", left), strict=True))
+        return min(codes.values()) >= 0
 
     until(all_are_told, "each of them is removed, or was not there", every_s=0.05)
-    return [said[name] for name in names]
+    return [codes[name] for name in names]
 
 
 def test_what_one_host_puts_another_one_gets(cluster: Cluster, prefix: str) -> None:
@@ -254,24 +254,24 @@ def test_it_does_what_a_table_of_objects_does(cluster: Cluster, prefix: str, rng
     names = [f"{prefix}{place}/{number}" for place in "ab" for number in range(6)]
     for step in range(200):
         engine = rng.choice(engines)
-        some = rng.sample(names, rng.randint(1, 5))
+        chosen = rng.sample(names, rng.randint(1, 5))
         action = rng.choice(("put", "put", "get", "get", "exists", "remove", "sweep"))
-        note = f"step {step}: {action} {some}"
+        note = f"step {step}: {action} {chosen}"
         if action == "put":
-            objects = [Object(name, step, (rng.choice((1, 500, 4096, 70_000)),)) for name in some]
+            objects = [Object(name, step, (rng.choice((1, 500, 4096, 70_000)),)) for name in chosen]
             assert put(engine, *objects) == [each.size_bytes for each in objects], note
             table = {each.name: each for each in objects} | table
         elif action == "get":
-            asked = [table.get(name, Object(name, 0)) for name in some]
+            asked = [table.get(name, Object(name, 0)) for name in chosen]
             codes, places = get(engine, *asked)
             assert codes == [each.size_bytes if each.name in table else Code.MISS for each in asked], note
             assert all(places.holds(at) for at, each in enumerate(asked) if each.name in table), note
             assert places.guards_stand(), note
         elif action == "exists":
-            assert engine.exists(*some) == [YES if name in table else NO for name in some], note
+            assert engine.exists(*chosen) == [YES if name in table else NO for name in chosen], note
         elif action == "remove":
-            assert removed(engine, *some) == [int(name in table) for name in some], note
-            table = {name: each for name, each in table.items() if name not in some}
+            assert removed(engine, *chosen) == [int(name in table) for name in chosen], note
+            table = {name: each for name, each in table.items() if name not in chosen}
         elif rng.random() < 0.3:
             gone = [name for name in table if name.startswith(prefix + "a/")]
             assert engine.sweep(prefix + "a/") == len(gone), note

@@ -34,9 +34,9 @@ def sample(ttft_s: float, answer: tuple[int, ...] = (1, 2)) -> RequestSample:
 
 
 def one_round(ttft_s: float, *, load_bytes: int = MIB) -> ServingRound:
-    some = [sample(ttft_s), replace(sample(ttft_s * 2), cached=0), sample(ttft_s * 3)]
+    samples = [sample(ttft_s), replace(sample(ttft_s * 2), cached=0), sample(ttft_s * 3)]
     moved = TransferTotals(jobs=0.5, keys=90, descriptors=180, bytes=load_bytes, seconds=0.008)
-    return ServingRound(some, own=[sample(0.02)], busy=some, busy_s=1.5, store=moved, load=moved, memcpy_s=0.005)
+    return ServingRound(samples, own=[sample(0.02)], busy=samples, busy_s=1.5, store=moved, load=moved, memcpy_s=0.005)
 
 
 def test_moved() -> None:
@@ -129,8 +129,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
         return [engine for engine in engines if engine.waiting][:1]
 
     monkeypatch.setattr(pair, "await_any", ready)
-    told = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}
-    return FakeEngine(0.5, None), FakeEngine(2.0, told)
+    params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}
+    return FakeEngine(0.5, None), FakeEngine(2.0, params)
 
 
 def test_a_pair_serves(fakes: tuple[Any, Any]) -> None:

@@ -412,8 +412,8 @@ def test_requests_that_wait(scene: Scene, hold: Hold) -> None:
     with hold:
         scene.peer.ok("load", **load)
         waiting = [scene.peer.begin("drain", deadline_s=60.0) for _ in range(64)]
-        said = scene.peer.ask("unregister", registration=scene.registration)
-        assert (said["code"], said["retryable"]) == ("busy", True)
+        refusal = scene.peer.ask("unregister", registration=scene.registration)
+        assert (refusal["code"], refusal["retryable"]) == ("busy", True)
         scene.peer.ok("ping")
     assert scene.peer.completed(load["job"])["outcome"] == "done"
     assert {scene.peer.answer(seq)["type"] for seq in waiting} == {"drained"}

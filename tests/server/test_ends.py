@@ -403,10 +403,10 @@ async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.Monke
     made, theirs, context = connection()
     context.jobs = Copies(None)
     theirs.setblocking(False)
-    said = 0
+    replies = 0
     while not made._outbox.frames:  # more than the socket takes
         made._reply_error(UsageError("x" * 300), 0)
-        said += 1
+        replies += 1
     made.turn_away(UsageError("x" * 300))
     for _ in range(20):  # it would be closed by now
         await asyncio.sleep(0)
@@ -415,7 +415,7 @@ async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.Monke
         while part := await context.loop.sock_recv(theirs, 1 << 16):
             received += part
         await made.ended.wait()
-    assert received.count(b"x" * 300) == said + 1
+    assert received.count(b"x" * 300) == replies + 1
     theirs.close()
 
 

@@ -62,8 +62,8 @@ REFUSED: dict[str, tuple[str, Callable[[], int]]] = {
 def test_what_is_no_shared_memory(unchanged: Scene, case: str) -> None:
     words, make = REFUSED[case]
     fd = make()
-    said = unchanged.peer.refused("bad_memory", "attach", rights=[fd], kind="shm", fds=1)
-    assert any(word in said for word in words.split("|"))
+    refusal = unchanged.peer.refused("bad_memory", "attach", rights=[fd], kind="shm", fds=1)
+    assert any(word in refusal for word in words.split("|"))
     os.close(fd)
 
 

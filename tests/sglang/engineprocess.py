@@ -142,13 +142,13 @@ async def _all(awaited: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 def _request(found: dict[str, Any]) -> Answer:
-    said = found["meta_info"]
-    details = said.get("cached_tokens_details") or {}
+    meta = found["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
     return {
         "tokens": list(found["output_ids"]),
-        "cached": said.get("cached_tokens") or 0,
+        "cached": meta.get("cached_tokens") or 0,
         "stored": details.get("storage") or 0,
-        "reason": (said.get("finish_reason") or {}).get("type", ""),
+        "reason": (meta.get("finish_reason") or {}).get("type", ""),
     }
 
 

@@ -253,8 +253,8 @@ def check(kind: str) -> None:
     assert loading.storage.batch_get_v2(to_load) == {name: [True] * len(keys[kept[name]]) for name in side}
 
     for name, pool in storing.pools.items():
-        some = kept.get(name, slice(0, None))
-        for page, to in zip(STORED[some], LOADED[some], strict=True):
+        kept_pages = kept.get(name, slice(0, None))
+        for page, to in zip(STORED[kept_pages], LOADED[kept_pages], strict=True):
             copy_page(pool, page, expected[name], to)
     for found_bytes, right in zip(mapped(loading.pools), mapped(expected), strict=True):
         assert (found_bytes == right).all(), f"{(found_bytes != right).sum()} bytes of {right.size} are wrong"

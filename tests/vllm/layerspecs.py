@@ -91,8 +91,8 @@ def layers_of(folder: Path) -> list[list[Any]]:
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    said = json.loads((folder / "config.json").read_text("utf-8"))
-    ModelRegistry.models[said["architectures"][0]].load_model_cls()  # its own error, if it can't be imported
+    written = json.loads((folder / "config.json").read_text("utf-8"))
+    ModelRegistry.models[written["architectures"][0]].load_model_cls()  # its own error, if it can't be imported
     config = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, dtype="bfloat16",
         enable_prefix_caching=True, attention_backend="CPU_MLA",  # for MLA; else it depends on the processor

@@ -23,7 +23,7 @@ class SecondConnector(ExampleConnector, SupportsHMA):
         return SecondMetadata()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        assert all(isinstance(told, SecondMetadata) for told in metadata.values()), metadata
+        assert all(isinstance(report, SecondMetadata) for report in metadata.values()), metadata
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         params = request.kv_transfer_params or {}

@@ -224,7 +224,7 @@ class PagestoreHosts:
         """The first host has them, and then the store."""
         before = _remote(self.daemons[0])["pushed"]["keys"]
         assert all(done.all() for done in self.here.store.store(pages).values())
-        count = before + sum(len(some.keys) for some in pages)
+        count = before + sum(len(those.keys) for those in pages)
         until(lambda: _remote(self.daemons[0])["pushed"]["keys"] == count, "the store has them")
 
     def fetched(self) -> int:
@@ -261,7 +261,7 @@ def test_of_states_from_another_host_the_last_one_is_needed(
     assert (found.pages, found.lengths) == (7, (7,))
     assert hosts.fetched() == 7 + 1
     done = there.store.load([there.pages(keys[:7], 20), there.pages(keys[6:7], 9, "mamba")])
-    assert all(some.all() for some in done.values())
+    assert all(pages.all() for pages in done.values())
     assert there.holds(keys[:7], 20) == [True] * 7
     assert there.holds(keys[6:7], 9, "mamba") == [True]
 
@@ -312,15 +312,15 @@ def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
 
 def test_loads_wait_for_no_store(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
     """SGLang has one thread that loads: what it loads from a store that hangs would keep it from all else."""
-    hosts, keys, mine = PagestoreHosts(tmp_path, start_daemon, start_rank), names(9), names(4, "mine")
+    hosts, keys, others = PagestoreHosts(tmp_path, start_daemon, start_rank), names(9), names(4, "mine")
     hosts.share(hosts.here.fill(keys))
     there, store = hosts.there, hosts.there.store
-    store.store([there.fill(mine)])
+    store.store([there.fill(others)])
     hosts.switch.set("get=hang")
     assert store.restorable(keys, wait_s=SHORT_S).pages == 0
-    done = store.load([there.pages(keys + mine, 20)])["kv"]
+    done = store.load([there.pages(keys + others, 20)])["kv"]
     assert done.tolist() == [False] * 9 + [True] * 4
-    assert there.holds(mine, 29) == [True] * 4
+    assert there.holds(others, 29) == [True] * 4
     done = store.load([there.pages(names(9, "never asked for"), 20)])["kv"]
     assert not done.any()
     assert hosts.fetched() == 0, "the store still hangs"

@@ -42,8 +42,8 @@ class GroupConfig:
 def identified(**changed: Any) -> dict[str, Any]:
     """Returns the extra_config of an engine that names its identity."""
     standard = dict.fromkeys(("adapters", "drafts", "seen", "doubt"), "")
-    said = {"model": "org/model", "dtype": "bfloat16", "hash": "sha256", "weights": "files:one", "fields": "some"}
-    return {IDENTITY: standard | said | {"layers": 4, "places": [], "token": "own"} | changed}
+    named = {"model": "org/model", "dtype": "bfloat16", "hash": "sha256", "weights": "files:one", "fields": "some"}
+    return {IDENTITY: standard | named | {"layers": 4, "places": [], "token": "own"} | changed}
 
 
 @dataclass(frozen=True)
