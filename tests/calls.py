@@ -1,4 +1,4 @@
-"""CPU time of calls that must be short, told apart from a machine that keeps them waiting."""
+"""Measures the CPU time of calls that must be short. The time that a busy machine keeps them waiting does not count."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ if SWITCH_VARIABLE in os.environ:
 with suppress(ImportError):  # vLLM's venv, and a GPU machine's, have none
     from hypothesis import settings
 
-    settings.register_profile("any machine", deadline=None)  # how long an example takes says nothing about the code
+    settings.register_profile("any machine", deadline=None)  # an example's time shows nothing about the code
     settings.load_profile("any machine")
 
 Audit = Callable[[], list[str]]
@@ -86,7 +86,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says how to repeat this run's random choices."""
+    """Print how to repeat this run's random choices."""
     terminalreporter.write_line(f"random seed: {SEED} (repeat with {SEED_VARIABLE}={SEED})")
 
 

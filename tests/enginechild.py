@@ -1,4 +1,4 @@
-"""A real inference engine in a process of its own, with a deadline on all that is asked of it."""
+"""Runs a real inference engine in a separate process, with a deadline on each request to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class EngineChild:
     """Started by the constructor, which returns when it can be asked.
 
     `start_s`: how long it may take to start. `program`: a module that ends in
-    `enginecommands.main`; `options`: what that is given. `environment`: beside ours. `python`: whose packages it has.
+    `enginecommands.main`; `options`: what that is given. `environment`: variables to add to those of this process.
+    `python`: the interpreter whose packages it has.
     """
 
     start_s = 240.0

@@ -21,7 +21,7 @@ def _commands() -> Iterator[dict[str, Any]]:
 def _answered(call: Callable[[], Answer]) -> Answer:
     try:
         return call()
-    except Exception as error:  # noqa: BLE001  the parent is told, whatever it was
+    except Exception as error:  # noqa: BLE001  the parent gets the error, whatever it is
         traceback.print_exc()
         return {"error": f"{type(error).__name__}: {error}"}
 

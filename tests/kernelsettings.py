@@ -20,7 +20,7 @@ _LOCK = Path(tempfile.gettempdir()) / "kvoffloadd-test-kernel-settings.lock"
 
 @contextmanager
 def reserved_pages(count: int) -> Iterator[None]:
-    """So many huge pages in the system's pool, all of them free."""
+    """The system's pool has `count` huge pages within, all of them free."""
     with _alone():
         if int(_RESERVED.read_text()):
             pytest.skip("the machine's huge pages are in use")

@@ -1,4 +1,4 @@
-"""A service manager's notification socket, and what a daemon says to it."""
+"""Provides a service manager's notification socket, and the notices that a daemon sends to it."""
 
 from __future__ import annotations
 

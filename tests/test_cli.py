@@ -1,4 +1,4 @@
-"""The command line: what it says, and with which exit code. A fake client stands in for a running daemon."""
+"""Tests what the command line prints, and its exit codes. A fake client stands in for a running daemon."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
             code = cli.main(arguments)
         except SystemExit as stop:  # argparse's way out
             code = int(stop.code or 0)
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return run_here
 
@@ -447,9 +447,9 @@ def test_progress_is_shown_while_work_lasts(monkeypatch: pytest.MonkeyPatch) -> 
         while ": 25% of 4 MiB, " not in screen.getvalue() and time.monotonic() < until:
             line.update(1 << 20, 4 << 20)
             time.sleep(0.01)
-    said = screen.getvalue()
-    assert "\r\x1b[K/nvme0\\x07: 25% of 4 MiB, " in said
-    assert said.endswith("\r\x1b[K")
+    shown = screen.getvalue()
+    assert "\r\x1b[K/nvme0\\x07: 25% of 4 MiB, " in shown
+    assert shown.endswith("\r\x1b[K")
 
 
 @pytest.mark.parametrize("screen", [TerminalText(), io.StringIO()])

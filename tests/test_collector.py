@@ -1,4 +1,4 @@
-"""When Python's garbage collector looks at all objects, in processes of their own."""
+"""Tests in separate processes when Python's garbage collector looks at all objects."""
 
 from __future__ import annotations
 

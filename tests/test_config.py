@@ -343,9 +343,9 @@ def test_the_agent_is_not_killed_before_its_calls_can_end(
     if not words:
         config.load(path)
         return
-    (_, told) = problems(path)
-    assert f"remote.stuck_s = {5 if stuck_s is None else stuck_s}: " in told
-    assert words in told
+    (_, problem) = problems(path)
+    assert f"remote.stuck_s = {5 if stuck_s is None else stuck_s}: " in problem
+    assert words in problem
     config.load(write(tmp_path, text.replace('"valkey"', '"memory"\ndirectory = "/x"')))
 
 
@@ -381,7 +381,7 @@ def test_an_override_that_is_nested_deeply_is_text() -> None:
 
 
 def test_one_job_needs_one_key() -> None:
-    """What another one says is told, if it does not hold."""
+    """Another key that contradicts it gets a remark."""
     chosen = config.load(None, {"limits.jobs": "1"})
     assert (chosen.limits.jobs_of_session, len(list(config.remarks(chosen)))) == (1, 1)
     assert "is more than limits.jobs = 1" in next(config.remarks(chosen))
@@ -390,21 +390,21 @@ def test_one_job_needs_one_key() -> None:
     assert list(config.remarks(config.load(None, {}))) == []
 
 
-@pytest.mark.parametrize(("capacity", "slab", "told"), [("8MiB", "0", 1), ("16MiB", "0", 0), ("3MiB", "2MiB", 1)])
-def test_a_memory_of_one_slab_is_told(capacity: str, slab: str, told: int) -> None:
+@pytest.mark.parametrize(("capacity", "slab", "count"), [("8MiB", "0", 1), ("16MiB", "0", 0), ("3MiB", "2MiB", 1)])
+def test_a_memory_of_one_slab_is_told(capacity: str, slab: str, count: int) -> None:
     chosen = config.load(None, {"memory.capacity_bytes": capacity, "memory.slab_bytes": slab})
-    said = list(config.remarks(chosen))
-    assert len(said) == told
-    assert all("payloads of two sizes, in 4 KiB pages, can't be held together" in one for one in said)
+    remarks = list(config.remarks(chosen))
+    assert len(remarks) == count
+    assert all("payloads of two sizes, in 4 KiB pages, can't be held together" in one for one in remarks)
 
 
 @pytest.mark.parametrize(
     "url", ["redis://h/0?password=secret", "redis://h?db=1", "unix:///s?password=secret", "redis://h#x"]
 )
 def test_nothing_of_an_address_is_ignored(url: str) -> None:
-    (_, told) = problems(None, remote__engine="valkey", valkey__url=url)
-    assert "valkey.url: contains ? or #" in told
-    assert "secret" not in told
+    (_, text) = problems(None, remote__engine="valkey", valkey__url=url)
+    assert "valkey.url: contains ? or #" in text
+    assert "secret" not in text
 
 
 # --- paths in any encoding -------------------------------------------------------------------------------------------

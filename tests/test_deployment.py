@@ -106,7 +106,7 @@ def test_the_containers_command_is_one(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_one_wheel_is_for_all_versions_of_python() -> None:
-    """Its helper keeps to the stable interface, and its name says so."""
+    """Its helper keeps to the stable interface, as its name shows."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     tool = settings["tool"]
     assert all(module["py-limited-api"] for module in tool["setuptools"]["ext-modules"])

@@ -148,7 +148,7 @@ def test_targets_of_make_exist() -> None:
 
 
 def script_commands() -> list[tuple[str, str, str]]:
-    """Document, script, and the rest of the line: what a comment says of options, too."""
+    """Returns document, script, and the rest of the line, which includes options that a comment names."""
     return [
         (str(path.relative_to(ROOT)), match[1], match[2])
         for path in DOCUMENTS

@@ -69,7 +69,7 @@ def test_flows_that_wait_all_the_time_share_as_they_should(divisors: list[int], 
         flow, number = item
         served[flow] += costs[flow][number % len(costs[flow])] * divisors[flow]
         for one, other in combinations(range(len(divisors)), 2):
-            late = TURN * (divisors[one] + divisors[other])  # whoever is less urgent begins so much later
+            late = TURN * (divisors[one] + divisors[other])  # a less urgent flow begins later by this
             most = late + max(costs[one]) * divisors[one] + max(costs[other]) * divisors[other]
             assert abs(served[one] - served[other]) <= most
 
@@ -82,9 +82,9 @@ def test_flows_that_wait_all_the_time_share_as_they_should(divisors: list[int], 
     st.integers(LEAST, TURN),
 )
 def test_newcomers_without_end_keep_nobody_from_its_turn(costs: list[int], others: int, had: int, own: int) -> None:
-    """Who waits has its turn before the others have had a bounded number of bytes, whoever they are."""
+    """A flow that waits has its turn before all the others together have had a bounded number of bytes."""
     queue: FairQueue[Item] = FairQueue(TURN)
-    mine, number = (-1, -1), others
+    waiting, number = (-1, -1), others
     for turn in range(had):  # it may have been served, and owe for it
         queue.push([(-1, 1)], (-1, turn), own)
     for flow in range(others):
@@ -93,9 +93,9 @@ def test_newcomers_without_end_keep_nobody_from_its_turn(costs: list[int], other
         queue.take()
     for turn in range(had):
         queue.remove((-1, turn))
-    queue.push([(-1, 1)], mine, own)
+    queue.push([(-1, 1)], waiting, own)
     passed = 0
-    while (item := queue.take()) != mine:
+    while (item := queue.take()) != waiting:
         assert item is not None
         cost = costs[item[0] % len(costs)]
         passed += cost

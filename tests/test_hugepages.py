@@ -51,7 +51,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counted(fd: int, *, ask: bool, populated: tuple[int, ...]) -> int:
-    """What is told of eight huge pages' worth of memory of which these are populated."""
+    """Populates these of eight huge pages' worth of memory; returns the bytes in huge pages that the kernel reports."""
     mapping = Mapping.map_fd(fd, 8 * HUGE_PAGE_BYTES)
     if ask:
         mapping.ask_for_huge_pages()

@@ -57,7 +57,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class GatedWork:
-    """Work that begins, says so, and ends when it is let through."""
+    """Work that begins, sets an event, and ends when it is let through."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -117,19 +117,19 @@ def test_done_gets_results_and_exceptions_on_the_loop(run: Any) -> None:
 
 def test_a_lane_runs_on_the_cpus_it_is_given(run: Any) -> None:
     async def main() -> None:
-        loop, mine = asyncio.get_running_loop(), os.sched_getaffinity(0)
-        given = frozenset({max(mine)})
+        loop, before = asyncio.get_running_loop(), os.sched_getaffinity(0)
+        given = frozenset({max(before)})
         lane, other, gone = (
             Lane("near", 2, loop, given),
             Lane("any", 1, loop),
             Lane("gone", 1, loop, frozenset({1 << 13})),
         )
         assert await lane.perform(lambda: os.sched_getaffinity(0)) == given
-        assert await other.perform(lambda: os.sched_getaffinity(0)) == mine
-        assert await gone.perform(lambda: os.sched_getaffinity(0)) == mine, (
+        assert await other.perform(lambda: os.sched_getaffinity(0)) == before
+        assert await gone.perform(lambda: os.sched_getaffinity(0)) == before, (
             "CPUs that it can't have keep it from nothing"
         )
-        assert os.sched_getaffinity(0) == mine
+        assert os.sched_getaffinity(0) == before
         for each in (lane, other, gone):
             assert await each.close(5)
 
@@ -480,7 +480,7 @@ def turns_before(order: list[str], name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("flood", "mine", "urgent", "most"),
+    ("flood", "modest", "urgent", "most"),
     [
         (Flow(1001, 1), Flow(1001, 2), (1, 1), 5),
         (Flow(1001, 1), Flow(1001, 2), (0, 1), 5),  # another engine's urgency is no reason to wait
@@ -491,7 +491,7 @@ def turns_before(order: list[str], name: str) -> int:
     ],
 )
 def test_nobody_waits_for_all_that_another_has_queued(
-    run: Any, flood: Flow, mine: Flow, urgent: tuple[int, int], most: int
+    run: Any, flood: Flow, modest: Flow, urgent: tuple[int, int], most: int
 ) -> None:
     async def main() -> None:
         lane, gate, log, order = Lane("test", 1, asyncio.get_running_loop()), GatedWork(), Log(), list[str]()
@@ -500,10 +500,10 @@ def test_nobody_waits_for_all_that_another_has_queued(
         for _ in range(512):
             lane.submit(partial(order.append, "flood"), log, flow=flood, urgent=urgent[0], cost_bytes=TURN_BYTES)
         for _ in range(4):
-            lane.submit(partial(order.append, "mine"), log, flow=mine, urgent=urgent[1], cost_bytes=TURN_BYTES)
+            lane.submit(partial(order.append, "modest"), log, flow=modest, urgent=urgent[1], cost_bytes=TURN_BYTES)
         gate.open.set()
         await log.wait(517)
-        assert turns_before(order, "mine") <= most
+        assert turns_before(order, "modest") <= most
         assert await lane.close(5)
 
     run(main)
@@ -570,7 +570,7 @@ def test_threads_outlive_a_closed_loop_quietly(kind: str) -> None:
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
 def test_a_lane_is_closed_when_all_are_told(run: Any, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Also if its threads are quicker than whoever tells of what was dropped: here they get all the time they want."""
+    """The end of its threads is not enough: here they have ended before dropped work is reported as cancelled."""
     monkeypatch.setattr(lanes, "TURN_S", 0.0)  # one in each turn of the loop
 
     async def main() -> None:
@@ -603,9 +603,9 @@ def test_a_lane_is_closed_when_all_are_told(run: Any, monkeypatch: pytest.Monkey
 def test_threads_are_daemons() -> None:
     loop = asyncio.new_event_loop()
     Lane("daemonic", 2, loop)
-    mine = [thread for thread in threading.enumerate() if thread.name.startswith("kvo-daemonic")]
-    assert len(mine) == 2
-    assert all(thread.daemon for thread in mine)
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvo-daemonic")]
+    assert len(threads) == 2
+    assert all(thread.daemon for thread in threads)
     loop.close()
 
 

@@ -147,13 +147,13 @@ def test_repeats_are_held_back_and_counted() -> None:
     assert passed == [True] * 3 + [False] * 231
     assert repeats.filter(record("another origin"))
     clock.now += 60
-    told = record("peer %d: bad frame", 7)
-    assert repeats.filter(told)
-    assert told.getMessage() == "peer 7: bad frame ... 231 more in the last 60 s"
+    later = record("peer %d: bad frame", 7)
+    assert repeats.filter(later)
+    assert later.getMessage() == "peer 7: bad frame ... 231 more in the last 60 s"
     clock.now += 60
-    told = record("peer %d: bad frame", 8)
-    assert repeats.filter(told)
-    assert told.getMessage() == "peer 8: bad frame"
+    later = record("peer %d: bad frame", 8)
+    assert repeats.filter(later)
+    assert later.getMessage() == "peer 8: bad frame"
 
 
 def test_only_critical_records_are_never_held_back() -> None:
@@ -215,16 +215,16 @@ def test_fields_survive_the_count_of_those_held_back() -> None:
     for _ in range(3):
         repeats.filter(record("pid %(pid)d", {"pid": 7}))
     clock.now += 60
-    told = record("pid %(pid)d", {"pid": 8})
-    assert repeats.filter(told)
-    fields = json.loads(log.JsonFormatter().format(told))
+    later = record("pid %(pid)d", {"pid": 8})
+    assert repeats.filter(later)
+    fields = json.loads(log.JsonFormatter().format(later))
     assert fields["message"] == "pid 8 ... 2 more in the last 60 s"
     assert (fields["pid"], fields["held_back"]) == (8, 2)
 
 
 @pytest.fixture
 def journal(socket_dir: Path) -> Iterator[socket.socket]:
-    """A journal's socket, which nobody reads by itself."""
+    """A journal's socket, which is read only where the test does it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(str(socket_dir / "journal"))
         receiver.settimeout(5.0)

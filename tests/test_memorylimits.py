@@ -191,7 +191,7 @@ def test_huge_pages_that_the_kernel_makes_on_demand_fit(tmp_path: Path) -> None:
     ],
 )
 def test_huge_pages_that_a_cgroup_forbids(tmp_path: Path, line: str, limit: str, usage: str) -> None:
-    """Nothing is wrong when they are mapped: whoever touched one would be killed."""
+    """Mapping them gives no error, but a process that touched one would be killed."""
     files = {"proc/self/cgroup": f"{line}\n", limit: f"{8 * MIB}\n", usage: f"{2 * MIB}\n"}
     root = machine(tmp_path, {**huge(16, 16), **files})
     check_huge_pages_fit(6 * MIB, root)

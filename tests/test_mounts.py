@@ -1,4 +1,4 @@
-"""What file system a file is on, as the kernel tells."""
+"""Tests which file system a file is on, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = "{mount} 1 {device} /of /here rw,noatime shared:1 - {kind} /dev/sda rw"
 
 @pytest.mark.parametrize("kind", ["ext4", "btrfs"])
 def test_the_mount_counts_and_not_the_device(tmp_path: Path, kind: str) -> None:
-    """What btrfs tells of a file is not the device of its mount; and another mount may have that number."""
+    """The device that btrfs reports for a file is not the device of its mount; another mount may have that number."""
     fd = os.open(tmp_path, os.O_PATH)
     about = Path(f"/proc/self/fdinfo/{fd}").read_text(encoding="ascii").split()
     mount, device = about[about.index("mnt_id:") + 1], os.fstat(fd).st_dev

@@ -39,7 +39,7 @@ class NumaFiles:
         return self.root
 
     def gpu_on(self, node: int) -> None:
-        """A GPU, and the node that the firmware says it is on."""
+        """Adds a GPU, which is on this node according to the firmware."""
         folder = self.root / "sys/bus/pci/devices" / GPU
         folder.mkdir(parents=True)
         (folder / "numa_node").write_text(f"{node}\n")

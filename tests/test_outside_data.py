@@ -1,5 +1,6 @@
-"""Data from outside: of whatever a store, a disk, an earlier run or a peer says, each decoder makes a value within its
-bounds or an error of its own, and nothing of it raises out of the cache. Also: `test_last_numbers`.
+"""Tests decoders with data from outside: from any data of a store, a disk, an earlier run or a peer, each decoder makes
+a value within its bounds or raises its own error, and none of that data makes the cache raise. Also:
+`test_last_numbers`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shared memory: sealing, mappings that end when told, prefaulting, lazily committed arrays."""
+"""Tests shared memory: sealing, mappings that end on request, prefaulting, lazily committed arrays."""
 
 from __future__ import annotations
 

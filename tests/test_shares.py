@@ -1,4 +1,4 @@
-"""Shares: what is bounded together stays bounded, and something is left for whoever comes next."""
+"""Tests shares: what is bounded together stays bounded, and something is left for the next one that comes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a reader of standard error: lines in a queue, and nobody else."""
+"""Tests that only lines in a queue wait for a reader of standard error; no process does."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_a_reader_that_comes_back_is_told_what_is_missing(pipe: Pipe, blocking: 
     text = read_all(reader, b"the last words\n").decode()
     expected, gaps = 0, 0
     for line in text.splitlines()[:-1]:
-        if told := re.fullmatch(r"<(\d+)>", line):  # more than once, if the thread has come to write one meanwhile
-            expected, gaps = expected + int(told[1]), gaps + int(told[1])
+        if gap := re.fullmatch(r"<(\d+)>", line):  # more than once, if the thread has come to write one meanwhile
+            expected, gaps = expected + int(gap[1]), gaps + int(gap[1])
         else:
             assert int(line) == expected
             expected += 1
@@ -162,7 +162,7 @@ def test_any_text_can_be_written() -> None:
 
 
 def test_descriptors_of_others_keep_waiting() -> None:
-    """O_NONBLOCK is shared by all that have the same open file: it is set on one of our own."""
+    """All that have the same open file share O_NONBLOCK, so the daemon sets it on an open file that it has alone."""
     reader, writer = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-c", TAKEN_OVER + "print(os.get_blocking(2), flush=True); sys.stdin.read()"],

@@ -1,4 +1,4 @@
-"""What a start takes from the system, and what it says where the system refuses."""
+"""Tests what a start takes from the system, and the error that it reports where the system refuses."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_machine_without_proc(tmp_path: Path) -> None:
 
 
 def start(socket_dir: Path, limits: str = "", memory: str = "8MiB") -> subprocess.CompletedProcess[str]:
-    """`kvoffloadd serve`, to its end, from a shell that has said `limits`."""
+    """Runs `kvoffloadd serve` to its end, from a shell that has run the commands `limits`."""
     command = [
         *(sys.executable, "-m", "kvoffloadd", "serve", "--memory", memory),
         *("--socket", str(socket_dir / "kvo.sock")),
@@ -104,8 +104,8 @@ def peak_kib(status: str) -> int:
 
 @pytest.fixture(scope="module")
 def address_space_kib() -> tuple[int, int]:
-    """What a start takes on this machine: with its modules alone, and when it serves. How much lies between them
-    depends on the processors, of which there are threads, and on the C library.
+    """What a start takes on this machine: with its modules alone, and when it serves. The difference depends on the
+    number of processors, which sets the number of threads, and on the C library.
     """
     code = "import kvoffloadd.cli.commands, kvoffloadd.daemon; print(open('/proc/self/status').read())"
     imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout

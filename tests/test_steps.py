@@ -15,7 +15,7 @@ from kvoffloadd.scheduling.steps import TURN_S, Steps, in_turns, take_turn
 
 
 class Work:
-    """So many steps, of which each takes so long by the clock of the test. Returns 7, or raises `error`."""
+    """Work of `number` steps, whose time the clock of the test determines. Returns 7, or raises `error`."""
 
     def __init__(self, number: int, error: Exception | None = None) -> None:
         self.number = number

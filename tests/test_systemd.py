@@ -1,4 +1,4 @@
-"""What is said to systemd, and what is taken from it, without a systemd."""
+"""Tests what the daemon sends to systemd and takes from it, without a systemd."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def caches() -> KvCache:
 
 @pytest.fixture
 def spawn(path: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """`spawn(*flags)` -> a fake daemon in a process of its own, listening."""
+    """`spawn(*flags)` -> a fake daemon that listens in a separate process."""
     children: list[subprocess.Popen[str]] = []
 
     def start(*flags: str) -> subprocess.Popen[str]:

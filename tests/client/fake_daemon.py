@@ -74,7 +74,7 @@ class FakeSession:
 
 
 class FakeDaemon:
-    """Listens at `path` in a thread of its own. `on[tag]` handlers run there, before the usual behaviour."""
+    """Listens at `path` in a separate thread. `on[tag]` handlers run there, before the usual behaviour."""
 
     def __init__(self, path: str, *, boot_id: bytes | None = None, pid: int | None = None) -> None:
         self.path = path

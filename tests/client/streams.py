@@ -1,4 +1,4 @@
-"""Programs that signal by a stream, each in a process of its own on the software driver."""
+"""Holds programs that signal by a stream, each in a separate process on the software driver."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def points_of_a_timeline_that_is_gone() -> str:
 
 
 def points_of_threads() -> str:
-    """Signal from many threads, in each of which the context is current."""
+    """Signal from many threads. The context is current in each of them."""
     gpu = Gpu()
     timeline = Timeline(gpu.stream)
 

@@ -1,4 +1,4 @@
-"""Odd arguments: refused in words, by whoever is asked, and nothing else happens."""
+"""Tests odd arguments: client or daemon refuses them with a message, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_table_has_every_call_and_argument(stage: Stage) -> None:
 
 
 def test_any_value_for_any_argument(stage: Stage, fake: FakeDaemon) -> None:
-    """Where it can be taken for what is asked for, it is; else an error says what is wrong."""
+    """A value that can pass for a right one is taken; for any other, an error names what is wrong."""
     for name, arguments in right(stage).items():
         for argument in arguments:
             for value in ODD:

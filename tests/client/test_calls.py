@@ -71,7 +71,7 @@ def test_a_hint_goes_to_daemons_that_take_it_alone(client: Any, fake: FakeDaemon
     assert "keep" not in fake.tags()
     greet_anew(client, fake, "keep")
     client.keep({0: keys}, "drop", first=2)
-    client.ping()  # nobody answers a hint: it has come when what was sent after it has
+    client.ping()  # a hint gets no answer: it has come when what was sent after it has
     assert fake.last("keep").groups == [m.GroupKeys(group=0, keys=keys.tobytes(), first=2)]
     assert fake.last("keep").how == "drop"
 
@@ -95,11 +95,11 @@ def test_requests_are_local_where_the_daemon_knows_that(
 
 
 def test_only_daemons_that_know_are_asked_from_where_keys_come(client: Any, fake: FakeDaemon) -> None:
-    for features, told in (((), {}), (("tiers",), {"tiers": True})):
+    for features, expected in (((), {}), (("tiers",), {"tiers": True})):
         greet_anew(client, fake, *features)
         assert client.pin({0: bytes(32)}).tiers == []
         asked = msgspec.to_builtins(fake.last("pin"))
-        assert {name: asked[name] for name in asked.keys() - {"type", "seq", "groups"}} == told
+        assert {name: asked[name] for name in asked.keys() - {"type", "seq", "groups"}} == expected
 
 
 # --- clears ---
@@ -111,7 +111,9 @@ TOKEN = b"0123456789abcdef"
 def test_a_clear_by_names_that_meets_an_older_daemon_in_mid_call_clears_nothing_else(
     client: Any, fake: FakeDaemon, features: tuple[str, ...]
 ) -> None:
-    """It says the names all the same, which older daemons refuse: without them it would mean the own namespace."""
+    """The repeated request names them all the same, and older daemons refuse it: without the names it would mean the
+    client's own namespace.
+    """
 
     def replace(peer: Any, _: Any) -> Any:
         fake.features = list(features)
@@ -218,20 +220,22 @@ def test_what_bytes_are_is_told_to_daemons_that_take_it_alone(
 ) -> None:
     """Others refuse fields that they do not know."""
     layers = digest_layers(["l0"])
-    told = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16", layers=layers)])])
+    described = KvCache(
+        caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16", layers=layers)])]
+    )
     bare = {"tensor": 0, "offset": 0, "length": 64}
     for features, expected in (([], bare), (["composition"], {**bare, "dtype": "bfloat16", "layers": layers})):
         fake.features = features
         client = make_client(path)
-        client.register(told)
+        client.register(described)
         register = unpack(encode(fake.last("register"))[PREFIX.size :])
         assert register["groups"][0]["refs"] == [expected]
 
 
 def test_the_composition_is_told_again_after_a_reconnect(client: Any, fake: FakeDaemon, caches: KvCache) -> None:
     """It is sent as far as the daemon that is there by then accepts it."""
-    told = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16")])])
-    client.register(told)
+    described = KvCache(caches.tensors, [Group(0, GroupKind.FULL, 16, [Ref(0, 0, 64, dtype="bfloat16")])])
+    client.register(described)
     assert fake.last("register").groups[0].refs[0].dtype == ""
     fake.features = ["composition"]
     old = fake.peers[-1]

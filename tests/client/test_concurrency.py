@@ -79,10 +79,10 @@ async def test_completions_come_without_a_call(fake: FakeDaemon, path: str, cach
     async with AsyncClient(path, namespace=NAMESPACE) as client:
         job = await client.store(await client.register(caches), {0: (keys, np.arange(4))})
         fake.soon(lambda: fake.complete(fake.peers[0], job.id))
-        told = asyncio.Event()
-        job.add_waker(told.set)
+        woken = asyncio.Event()
+        job.add_waker(woken.set)
         async with asyncio.timeout(5):
-            await told.wait()
+            await woken.wait()
 
 
 async def test_a_cancelled_request_leaves_its_job_open(fake: FakeDaemon, path: str, caches: KvCache) -> None:

@@ -43,7 +43,7 @@ def test_permission_denied(make_client: Any, fake: FakeDaemon, path: str) -> Non
 
 
 def test_permission_denied_is_told_apart(make_client: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernel says to those who are not root."""
+    """The kernel gives this error to users other than root."""
 
     class Forbidden(socket.socket):
         def connect(self, _address: Any) -> None:
@@ -92,7 +92,7 @@ def test_the_daemon_may_start_later(make_client: Any, path: str) -> None:
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_refused_greeting(make_client: Any, fake: FakeDaemon, path: str, heard: bool) -> None:
-    """Also of one who is turned away for who he is: the daemon does not read what he says."""
+    """A peer whose user is refused gets an error too, though the daemon does not read its greeting."""
     fake.on["hello"] = lambda peer, message: peer.error(message.seq if heard else 0, "forbidden")
     with pytest.raises(RemoteError, match="scripted forbidden") as caught:
         make_client(path).connect()
@@ -153,7 +153,7 @@ def test_another_daemon_is_seen_by_its_boot_id(make_client: Any, path: str, cach
     with FakeDaemon(path) as second:
         client.ping()
         assert client.boot_id == second.boot_id
-        second.leases.add(int(lease))  # the new daemon gave the same number to somebody else
+        second.leases.add(int(lease))  # the new daemon gave the same number to another client
         client.release(lease)
         assert second.leases == {int(lease)}
         with pytest.raises(ConnectionLostError, match="lease"):

@@ -35,19 +35,19 @@ def in_child(work: Callable[[], None]) -> str:
         try:
             os.close(read)
             work()
-        except BaseException:  # noqa: BLE001  told to the parent
+        except BaseException:  # noqa: BLE001  the parent gets it as text
             os.write(write, traceback.format_exc().encode())
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        told = pipe.read().decode()
+        text = pipe.read().decode()
     os.waitpid(pid, 0)
-    return told
+    return text
 
 
 class Awaited:
-    """An AsyncClient whose calls are run without a loop: in a child there is none of its own."""
+    """An AsyncClient whose calls are run without a loop: a child has no loop."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

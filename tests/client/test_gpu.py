@@ -142,7 +142,7 @@ def test_a_tensor_that_ends_behind_its_memory(gpu: Gpu) -> None:
 
 
 class Described:
-    """Whatever its interface says."""
+    """Claims in its interface whatever the test wants."""
 
     def __init__(self, **changes: Any) -> None:
         interface = {"shape": (4, 64), "typestr": "|u1", "data": (4096, False), "version": 3}

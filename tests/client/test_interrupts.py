@@ -139,7 +139,7 @@ def test_calls_come_in_their_order() -> None:
 
 
 def test_a_handler_may_raise_anywhere_in_the_line(client: Client, in_other_thread: InOtherThread) -> None:
-    """Whoever calls next, from whatever thread, waits for nothing and is told nothing."""
+    """The next call, from whatever thread, neither waits nor raises."""
     places = 0
     for places in everywhere(client.ping, LINE):
         in_other_thread(client.ping) if places % 2 else client.ping()
@@ -147,12 +147,12 @@ def test_a_handler_may_raise_anywhere_in_the_line(client: Client, in_other_threa
 
 
 def test_a_handler_can_not_use_the_client_that_it_interrupts(client: Client, fake: FakeDaemon) -> None:
-    told: list[str] = []
+    errors: list[str] = []
 
     def handler(_number: int, _frame: Any) -> None:
         with pytest.raises(UsageError) as caught:
             client.close()
-        told.append(str(caught.value))
+        errors.append(str(caught.value))
 
     def answer_later(peer: Any, message: Any) -> bool:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
@@ -164,8 +164,8 @@ def test_a_handler_can_not_use_the_client_that_it_interrupts(client: Client, fak
         client.ping()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert len(told) == 1
-    assert "this thread is in a call of this client already" in told[0]
+    assert len(errors) == 1
+    assert "this thread is in a call of this client already" in errors[0]
 
 
 STEPS = [QUICK, pytest.param(1, marks=pytest.mark.slow)]

@@ -46,7 +46,7 @@ def eof(fake: FakeDaemon) -> None:
 
 
 def refuse_greetings(fake: FakeDaemon) -> None:
-    """Nobody gets in any more."""
+    """Let no client in any more."""
 
     def refuse(peer: FakeSession, _message: Any) -> bool:
         peer.close()
@@ -87,7 +87,7 @@ def test_waiting_without_time_takes_what_has_come(fake: FakeDaemon, path: str, j
 
 
 def fake_is_idle(fake: FakeDaemon) -> None:
-    """Returns when the fake's thread has said all that it was asked to."""
+    """Returns when the fake's thread has sent all that it was asked to."""
     read, write = os.pipe()
     fake.soon(lambda: os.close(write))
     os.read(read, 1)
@@ -216,7 +216,7 @@ def test_what_was_said_before_death_counts(
 
 
 def test_a_killed_daemon(path: str, spawn: Any, job_at: Any) -> None:
-    """A real process, a real SIGKILL: LOST is said only when its pidfd says that it is dead."""
+    """A real process gets a real SIGKILL. The outcome is LOST only when its pidfd shows that it is dead."""
     child = spawn("--never-complete")
     client, job = job_at(path)
     pidfd = os.pidfd_open(child.pid)
@@ -268,7 +268,7 @@ def test_a_loss_in_the_request_leaves_the_job_open(
 def test_a_request_that_was_never_sent_is_sent_again(
     client: Any, fake: FakeDaemon, caches: KvCache, keys: U8Array
 ) -> None:
-    """The daemon closed an idle connection: nobody saw the request, so even a store may be asked again."""
+    """The daemon closed an idle connection and has not seen the request, so even a store may be asked again."""
     registration = client.register(caches)
     number = registration.id
     eof(fake)
@@ -358,7 +358,7 @@ def test_an_interrupt_in_the_middle_of_a_request(fake: FakeDaemon, path: str, ca
 
 
 class Unreadable:
-    """A socket of which the kernel has no memory to read."""
+    """A socket that can't be read because the kernel has no memory for it."""
 
     def __init__(self, sock: Any) -> None:
         self._socket = sock
@@ -373,7 +373,9 @@ class Unreadable:
 def test_a_connection_that_can_not_be_read_proves_nothing(
     path: str, stand_in: subprocess.Popen[bytes], job_at: Any
 ) -> None:
-    """Nobody has heard the daemon close it: a greeting by the same daemon does not say that its copies have ended."""
+    """The client has not seen the daemon close it: a greeting by the same daemon is no proof that its copies have
+    ended.
+    """
     with FakeDaemon(path, pid=stand_in.pid) as fake:
         fake.manual_completion = True
         client, job = job_at(path)
@@ -421,7 +423,7 @@ def test_a_broken_off_connection_is_waited_for(
         fake.manual_completion = True
         client = make_client(path, deadline_s=2.0)
         job = client.store(client.register(caches), {0: (keys, np.arange(4))})
-        child_end = fake.peers[0].socket.dup()  # whoever holds it, the client sees no end
+        child_end = fake.peers[0].socket.dup()  # while any process holds it, the client sees no end
         try:
             fake.soon(lambda: fake.peers[0].raw(b"\0\0\0\0"))
             with pytest.raises(JobDeadlineError):

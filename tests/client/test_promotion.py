@@ -1,4 +1,4 @@
-"""Keys on disk: what `pin` and `prefetch` promise, and the `ready` that tells what came of it."""
+"""Tests keys on disk: what `pin` and `prefetch` promise, and the `ready` that reports the result."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_forgotten_ones_are_lost_too(client: Any, fake: FakeDaemon, keys: U8Arra
 
 
 def test_a_late_answer_is_taken_back(make_client: Any, fake: FakeDaemon, path: str, keys: U8Array) -> None:
-    """Its `ready` is still due after the lease was given back, and nobody's."""
+    """Its `ready` is still due after the lease was given back, and belongs to no call."""
     client = make_client(path, deadline_s=0.1)
     client.connect()
     answers: list[tuple[FakeSession, m.Pin]] = []
@@ -348,8 +348,8 @@ def test_a_lookup_brings_nothing(client: Any, fake: FakeDaemon, keys: U8Array) -
 
 def test_another_clients_answer(client: Any, make_client: Any, fake: FakeDaemon, path: str, keys: U8Array) -> None:
     other = make_client(path)
-    mine, theirs = client.pin({0: keys}), other.pin({0: keys})
-    assert seq_of(mine) == seq_of(theirs)
+    own, theirs = client.pin({0: keys}), other.pin({0: keys})
+    assert seq_of(own) == seq_of(theirs)
     with pytest.raises(UsageError, match="another client"):
         client.wait_ready(theirs, HANG_S)
 
@@ -461,10 +461,10 @@ async def test_it_comes_without_a_call(fake: FakeDaemon, path: str, keys: U8Arra
         found = await client.pin({0: keys})
         bring(fake, found)
         assert found.promotion is not None
-        told = asyncio.Event()
-        found.promotion.add_waker(told.set)
+        woken = asyncio.Event()
+        found.promotion.add_waker(woken.set)
         async with asyncio.timeout(5):
-            await told.wait()
+            await woken.wait()
         assert found.ready
         assert (await client.wait_ready(found, HANG_S)).promoting == 0
 

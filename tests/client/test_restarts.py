@@ -142,7 +142,7 @@ def while_it_is_down(case: RestartCase) -> None:
 
 
 def sent(case: RestartCase) -> None:
-    """The request is on its way, and nobody reads it."""
+    """The request is on its way, and the daemon does not read it."""
     case.daemon.signal(signal.SIGSTOP)
     transport = case.client._core._transport
     connection = transport.current

@@ -34,7 +34,7 @@ WAYS = {
 
 
 def ended_well(program: Callable[[], object], faults: str) -> tuple[str, str]:
-    """Runs the program, and returns what it returned and what it said."""
+    """Runs the program, and returns its output and its log."""
     ended = run(program, faults)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.strip(), ended.stderr
@@ -58,14 +58,14 @@ def test_points_of_many_threads(faults: str) -> None:
 
 @pytest.mark.parametrize("faults", WAYS)
 def test_a_context_that_breaks(faults: str) -> None:
-    _, said = ended_well(streams.points_of_a_broken_context, f"sticky_after=1,{faults}")
-    ends = re.findall("a stream's signals have ended, .*: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS\n", said)
-    assert said == WAYS[faults] + "".join(ends)
+    _, log = ended_well(streams.points_of_a_broken_context, f"sticky_after=1,{faults}")
+    ends = re.findall("a stream's signals have ended, .*: cuEventSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS\n", log)
+    assert log == WAYS[faults] + "".join(ends)
     assert len(ends) <= bool(WAYS[faults])
 
 
 def test_signals_that_have_ended_are_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The driver refuses to wait once: nobody may wait for a point that never comes."""
+    """The driver refuses to wait once: after that no caller may wait for a point that never comes."""
     softcuda.load()
     gpu, cell, call = Gpu(), ctypes.c_uint64(), driver().call
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def seen_by_another(tensor: SharedTensor) -> bytes:
-    """The tensor's rows, joined, as somebody reads them who has the descriptor and the numbers that are registered."""
+    """Returns the tensor's rows, joined, as a process reads them that has the descriptor and the registered numbers."""
     spec = tensor.spec(1)
     with mmap.mmap(tensor.allocation.fd, 0) as mapped:
         starts = [spec.offset + row * spec.stride_bytes for row in range(spec.num_blocks)]

@@ -23,7 +23,7 @@ def spawn() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(daemon: Daemon, what: str, keys: Keys, *options: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "tests.e2e.victim", str(daemon.socket), what, keys.tobytes().hex(), *options]
-        # Of its own group, so that a child of its own can be ended, too.
+        # In a separate group, so that a child of it can be ended, too.
         child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
         children.append(child)
         assert child.stdout is not None

@@ -79,7 +79,7 @@ def chosen(*settings: str) -> dict[str, str]:
 
 
 def gpu_mappings(daemon: Daemon) -> int:
-    """Mappings of workers' GPU memory, which the software driver has as memfds of its own."""
+    """Returns the number of mappings of workers' GPU memory, which the software driver keeps in separate memfds."""
     gpu_rank.needs_soft("counting mappings")
     return Path(f"/proc/{daemon.pid}/maps").read_text(encoding="utf-8", errors="replace").count("/memfd:softcuda-")
 

@@ -41,7 +41,7 @@ def root_state(daemon: Daemon, number: int = 0) -> str:
 
 
 def demoted(daemon: Daemon, keys: int) -> None:
-    """Wait until so many keys are on disk."""
+    """Wait until this number of keys is on disk."""
     until(lambda: disk(daemon)["keys"] >= keys, f"{keys} keys are on disk")
 
 
@@ -69,9 +69,9 @@ def store_on_disk(daemon: Daemon, rank: Rank, keys: Keys, at_once: int = 64) -> 
     """Store all, some at a time, and wait each time until they are on disk."""
     for start in range(0, len(keys), at_once):
         before = disk(daemon)["demoted"]["keys"]
-        some = keys[start : start + at_once]
-        assert rank.store_keys(some).outcome is Outcome.DONE
-        _count_up(daemon, before + len(some))
+        batch = keys[start : start + at_once]
+        assert rank.store_keys(batch).outcome is Outcome.DONE
+        _count_up(daemon, before + len(batch))
         idle(daemon)  # the count has keys, too, that are written again since their segment was given up
 
 
@@ -94,18 +94,18 @@ def served(
     """
     came = np.zeros(len(keys), bool)
     for start in range(0, len(keys), at_once):
-        some = keys[start : start + at_once]
-        blocks = rank.blocks_of(0, 0, len(some))
+        batch = keys[start : start + at_once]
+        blocks = rank.blocks_of(0, 0, len(batch))
         rank.wipe()
-        result = rank.load({0: (some, blocks)})
+        result = rank.load({0: (batch, blocks)})
         assert result.outcome in (Outcome.DONE, Outcome.PARTIAL), result
-        good = np.ones(len(some), bool)
+        good = np.ones(len(batch), bool)
         if result.outcome is Outcome.PARTIAL:
             good[result.failed[0]] = False
-        assert rank.wrong(0, some[good], blocks[good]) == 0
+        assert rank.wrong(0, batch[good], blocks[good]) == 0
         rank.wipe_loaded(0, blocks if writes_wrong else blocks[good])
         assert rank.clean()
-        came[start : start + len(some)] = good
+        came[start : start + len(batch)] = good
     return came
 
 

@@ -23,7 +23,7 @@ TAIL = 24
 
 
 def device() -> str:
-    """Where ranks lie that are not told: "host" or "cuda". For this process, and those that it starts."""
+    """Returns where ranks lie by default, "host" or "cuda", in this process and those that it starts."""
     return os.environ.get(DEVICE_VARIABLE, "host")
 
 
@@ -47,7 +47,9 @@ def why_no_cuda() -> str:
 
 
 def gpu(ordinal: int = 0) -> Gpu:
-    """One of the driver's, with a stream. In software unless told; the process has no other driver from then on."""
+    """Returns one of the driver's GPUs, with a stream. It is in software unless the variable is 0; the process has no
+    other driver from then on.
+    """
     return _gpus(ordinal)
 
 
@@ -60,7 +62,7 @@ def _gpus(ordinal: int) -> Gpu:
 
 @functools.cache
 def extras() -> softcuda.SoftCuda:
-    """What the software driver can do beside."""
+    """Returns the further functions of the software driver."""
     needs_soft("this")
     return softcuda.load()
 
@@ -75,7 +77,7 @@ class Where(NamedTuple):
     kind: str = ""
 
     def memory(self, num_blocks: int, pages: Sequence[int], name: str) -> HostPlace | GpuPlace:
-        """Tensors with pages of these sizes; in shared memory each in one of its own, of this name."""
+        """Makes tensors with pages of these sizes; in shared memory each gets a separate memory of this name."""
         layouts = [Layout(num_blocks, page, page + TAIL) for page in pages]
         if (self.device or device()) == "host":
             return HostPlace(layouts, name)

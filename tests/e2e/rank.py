@@ -90,7 +90,7 @@ class Rank:
 
     def _allocate(self, where: Where, num_blocks: int, pages: Sequence[int], name: str) -> None:
         self._place = where.memory(num_blocks, pages, name)
-        # With what lies between the rows, which nobody may touch.
+        # With what lies between the rows, which no copy may touch.
         self._rows = self._place.rows
         self.cache = KvCache(self._place.tensors, self._groups, self._timelines)
 
@@ -162,7 +162,7 @@ class Rank:
         return all(bool((rows == 0xEE).all()) for rows in self._rows)
 
     def wipe_loaded(self, group: int, blocks: np.ndarray[Any, Any]) -> None:
-        """Undo a load, so that `clean` tells whether it touched anything else."""
+        """Undo a load, so that `clean` shows whether it touched anything else."""
         self._look()
         for place, _ in self._places(group, np.zeros((len(blocks), 32), np.uint8), blocks):
             place[:] = 0xEE

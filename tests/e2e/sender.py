@@ -1,4 +1,4 @@
-"""A worker that does what it is told, word by word, until it is killed: a session that ends while the daemon is at its
+"""Runs a worker that obeys commands, one a line, until it is killed: its session ends while the daemon is at its
 request.
 
 python -m tests.e2e.sender SOCKET SALT INSTANCE KEYS; then a line each of `ask KIND`, which prints the lease, and `begin
@@ -21,7 +21,7 @@ FIRST = 1000
 
 
 def asked_of(number: int) -> list[dict[str, object]]:
-    """So many keys of group 0."""
+    """Returns `number` keys of group 0, as requests name them."""
     return [{"group": 0, "keys": packed(*range(FIRST, FIRST + number))}]
 
 

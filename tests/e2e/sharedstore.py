@@ -20,8 +20,8 @@ _PATIENT = {
 
 
 def patient(engine: str, more: Mapping[str, str]) -> list[str]:
-    """Returns the settings of a daemon that uses a store through this engine, as "section.key=value": the machine may
-    be busy, so that no deadline is near unless `more` says otherwise.
+    """Returns the settings of a daemon that uses a store through this engine, as "section.key=value". No deadline is
+    near, because the machine may be busy; `more` overrides the settings.
     """
     return [f"{name}={value}" for name, value in ({"remote.engine": engine} | _PATIENT | dict(more)).items()]
 

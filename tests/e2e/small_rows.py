@@ -15,7 +15,7 @@ KEYS = 8
 
 
 def roundtrip(daemon: Daemon, groups: Sequence[Group], seed: int, kind: str = "one", keys: int = KEYS) -> None:
-    """A new rank stores so many keys of each group, and loads them. `kind`: of its memory, see `Where`."""
+    """A new rank stores `keys` keys of each group, and loads them. `kind`: of its memory, see `Where`."""
     rng = np.random.default_rng(seed)
     where = Where("cuda", kind=kind)
     rank: Rank = daemon.welcome(Rank(daemon.socket, groups=groups, where=where, num_blocks=8 * keys))

@@ -103,7 +103,7 @@ class HeldSteps:
         return self.path.with_name(self.path.name + ".held")
 
     def let_pass(self, turns: int) -> None:
-        """So many turns more, of all such operations together, are not held."""
+        """Does not hold the next `turns` turns of all such operations together."""
         with self.path.open("ab") as stream:
             stream.write(bytes(turns))
 

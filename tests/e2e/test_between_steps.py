@@ -180,7 +180,7 @@ def test_a_worker_killed_while_its_failed_store_is_freed(make: Make, spawn: Spaw
 
 
 def test_a_goodbye_while_a_store_is_committed(make: Make, ends: HeldSteps) -> None:
-    """It is answered behind the store's end, of which the worker is told."""
+    """It is answered behind the store's end, which the worker hears of."""
     daemon = make()
     scene = Scene(daemon, "goodbye")
     before = count(daemon, "parts_committed")
@@ -223,7 +223,7 @@ def test_a_clear_while_a_store_is_committed(make: Make, ends: HeldSteps) -> None
 def test_a_daemon_that_is_stopped_while_a_store_is_committed(
     make: Make, ends: HeldSteps, keys: Keys, drain_s: float
 ) -> None:
-    """The worker is told of the store's end, and the next daemon has all of it."""
+    """The worker hears of the store's end, and the next daemon has all of it."""
     daemon = make(f"server.drain_s={drain_s}")
     rank = daemon.welcome(Rank(daemon.socket, num_blocks=KEYS, reconnect=False))
     with ends:
@@ -259,7 +259,7 @@ def test_a_daemon_that_is_stopped_while_a_failed_store_is_freed(make: Make, ends
 
 
 def test_a_daemon_that_is_killed_while_a_store_is_committed(make: Make, ends: HeldSteps, keys: Keys) -> None:
-    """The worker was not told that anything is stored, and the next daemon has none of it."""
+    """The worker has no report that anything is stored, and the next daemon has none of it."""
     daemon = make()
     rank = daemon.welcome(Rank(daemon.socket, num_blocks=KEYS, reconnect=False))
     with ends:
@@ -386,7 +386,7 @@ def test_a_daemon_that_is_stopped_while_a_request_is_admitted(make: Make, reques
 
 
 def one_step(daemon: Daemon, requests: HeldSteps) -> None:
-    """Wait until one step of a request has been reserved, beside what `Scene` has stored."""
+    """Wait until one step of a request has been reserved, in addition to what `Scene` has stored."""
     requests.pass_until(lambda: count(daemon, "parts_reserved") > 4)
     assert count(daemon, "parts_reserved") == 4 + LAST
 

@@ -1,4 +1,4 @@
-"""Clears by another host, told by a store whose small objects can't be read, or are somebody's forgery."""
+"""Tests clears by another host that come through a store whose small objects can't be read, or are forged."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_pointer_that_cannot_be_read_hides_no_other_clear(
     rank_in(here, "bad")
     (bad,) = pointers(store)
     models = [f"m{number}" for number in range(8)]
-    mine = [rank_in(here, model) for model in models]
+    clearing = [rank_in(here, model) for model in models]
     others = [rank_in(there, model) for model in models]
     for rank in others:
         rank.store_keys(keys)
@@ -78,7 +78,7 @@ def test_a_pointer_that_cannot_be_read_hides_no_other_clear(
         bad.mkdir()
     else:
         bad.write_bytes(bytes(1 << 20 if how == "too large" else 48))
-    for rank in mine:
+    for rank in clearing:
         assert rank.client.clear().unrecorded == ()
     none = [MISS] * len(keys)
     until(lambda: all(rank.states(keys) == none for rank in others), "all have heard of their clears")

@@ -75,8 +75,8 @@ def test_todays_client_with_the_daemon_before(
     daemon = start_daemon(program=program["before"])
     keys = new_keys(np.random.default_rng(seed), 200)
     (group,) = group_of(9000)
-    told = replace(group.refs[0], dtype="bfloat16", layers=digest_layers(["l0"]))
-    rank = daemon.welcome(Rank(daemon.socket, [replace(group, refs=[told])]))
+    ref = replace(group.refs[0], dtype="bfloat16", layers=digest_layers(["l0"]))
+    rank = daemon.welcome(Rank(daemon.socket, [replace(group, refs=[ref])]))
     store_all(rank, keys)
     assert served(rank, keys).all()
     lease = rank.client.pin({0: keys}).lease

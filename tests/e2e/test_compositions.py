@@ -23,7 +23,7 @@ HIT, MISS, PENDING = KeyState.HIT, KeyState.MISS, KeyState.PENDING
 
 
 def told(dtype: Dtype, *layers: str, part: int = 0, parts: int = 1) -> list[Group]:
-    """One group, of which the rank tells this."""
+    """Returns one group with this composition."""
     ref = Ref(0, 0, PAGE, dtype=dtype, layers=digest_layers(layers))
     return [replace(SIMPLE[0], refs=(ref,), part=part, parts=parts)]
 
@@ -123,7 +123,7 @@ def test_nothing_on_disk_is_served_to_others_after_a_restart(start_daemon: Start
 def test_what_joined_those_that_told_nothing_is_not_theirs_after_a_restart(
     start_daemon: Start, tmp_path: Path, keys: Keys
 ) -> None:
-    """A session that tells nothing comes first, each time, and one that does joins it."""
+    """A session that names no composition comes first, each time, and one that does joins it."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 * MIB)))
     daemon.welcome(Rank(daemon.socket))
     store_all(daemon.welcome(Rank(daemon.socket, MINE)), keys)
@@ -135,8 +135,8 @@ def test_what_joined_those_that_told_nothing_is_not_theirs_after_a_restart(
     assert set(other.states(keys)) == {MISS}
     restart(daemon)
     daemon.welcome(Rank(daemon.socket))
-    mine = daemon.welcome(Rank(daemon.socket, MINE))
-    assert served(mine, keys).all()
+    alike = daemon.welcome(Rank(daemon.socket, MINE))
+    assert served(alike, keys).all()
 
 
 def test_memory_that_is_taken_over_is_served_to_those_alike(start_daemon: Start, arena_file: Path, keys: Keys) -> None:

@@ -1,4 +1,4 @@
-"""Ends: of a daemon whose GPU can't be used any more, which says so and is followed by another; and of workers."""
+"""Tests ends: a daemon whose GPU can't be used any more logs that, ends, and another one follows; and workers end."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_killed_worker_s_copy_that_never_ends_is_the_daemon_s_end(
 def test_a_killed_worker_s_memory_is_let_go_after_its_last_copy(
     start_daemon: Start, spawn: Spawn, hold: Hold, seed: int, what: str
 ) -> None:
-    """64 keys are four chunks, of which two are under way: a part of a payload is none."""
+    """64 keys are four chunks, two of them under way: a part of a payload is none."""
     keys = new_keys(np.random.default_rng(seed), 64)
     daemon = start_daemon("copy.chunk_bytes=64KiB", faults=hold.fault)
     if what == "load":

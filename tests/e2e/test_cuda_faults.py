@@ -89,7 +89,7 @@ def test_a_cancelled_job_gives_its_blocks_back_after_the_running_chunks(slow: Da
 
 @pytest.mark.parametrize("every", [2, 7])
 def test_submissions_that_fail(start_daemon: Start, seed: int, every: int) -> None:
-    """A batch that is refused is copied one by one; where that is refused, too, the job fails and says so."""
+    """A batch that is refused is copied one by one; where that is refused, too, the job fails with the reason."""
     rng = np.random.default_rng(seed)
     daemon = start_daemon(driver={"faults": f"fail_submit_every={every}"})
     rank = rank_of(daemon)
@@ -132,7 +132,7 @@ def test_one_call_for_each_copy(start_daemon: Start, seed: int, how: str) -> Non
 
 @pytest.mark.parametrize("fault", [*(f"open_error={code}" for code in (1, 201, 400, 801, 999)), "dead_exporter"])
 def test_a_handle_that_the_driver_does_not_open(start_daemon: Start, seed: int, fault: str) -> None:
-    """Whatever it says, also with numbers that elsewhere tell of a GPU which is lost: others go on."""
+    """Others go on whatever the driver's error is, even if elsewhere its number means that a GPU is lost."""
     rng = np.random.default_rng(seed)
     daemon = start_daemon(driver={"faults": fault})
     others = rank_of(daemon, where=Where(kind="chunks"))
@@ -167,7 +167,7 @@ def test_a_chunk_that_the_driver_does_not_import(start_daemon: Start, seed: int,
     ],
 )
 def test_a_gpu_that_can_not_be_used(start_daemon: Start, seed: int, fault: str, hint: str) -> None:
-    """Its workers are told why, and what to look at; the daemon is there for the others."""
+    """Its workers' error gives the reason and what to look at; the daemon is there for the others."""
     daemon = start_daemon(driver={"faults": fault})
     rank = rank_of(daemon, register=False)
     for _ in range(2):

@@ -64,7 +64,7 @@ def geometries(model: str) -> dict[str, PlannedGeometry]:
 
 
 def odd() -> Geometry:
-    """Rows of odd sizes, at odd places, so many bytes apart; one is longer than a kernel's longest."""
+    """Returns rows of odd sizes, at odd places, an odd number of bytes apart; one is longer than a kernel's longest."""
     shapes = (
         (GroupKind.FULL, 2, (RefShape(0, 257, 16), RefShape(1, 4001), RefShape(0, 1))),
         (GroupKind.SLIDING, 1, (RefShape(1, 13, 9), RefShape(0, 41), RefShape(1, 4096, 11))),
@@ -146,7 +146,7 @@ def _arranged(geometry: Geometry, number: int, layout: str, num_blocks: int, rng
 
 
 def _of_several_blocks(geometry: Geometry, many: int) -> Geometry:
-    """Keys of so many times as many blocks."""
+    """Returns the geometry with `many` times as many blocks in each key."""
     groups = tuple(
         replace(shape, blocks_per_key=many * shape.blocks_per_key, tokens_per_key=many * shape.tokens_per_key)
         for shape in geometry.groups

@@ -214,9 +214,9 @@ _kept: list[GpuBuffer] = []
 def test_a_gpu_that_is_not_there(daemon: Daemon, memory: IpcMemory) -> None:
     peer = daemon.peer()
     peer.hello()
-    said = peer.refused("bad_memory", "attach_ipc", device=os.urandom(16), handles=memory.handle)
-    assert "sees no GPU with UUID" in said
-    assert "MIG" in said
+    refusal = peer.refused("bad_memory", "attach_ipc", device=os.urandom(16), handles=memory.handle)
+    assert "sees no GPU with UUID" in refusal
+    assert "MIG" in refusal
 
 
 def test_memory_of_another_gpu(daemon: Daemon, memory: IpcMemory, seed: int) -> None:
@@ -343,7 +343,7 @@ REFUSED = [NOTHING, {"faults": f"register_error_after={9 * MIB}"}, {"faults": "r
 def test_what_can_not_be_pinned_is_copied_all_the_same(
     start_daemon: Start, seed: int, refused: dict[str, Any], kind: str
 ) -> None:
-    """The reason is told once in the log, and in `status`. All of memory can be used."""
+    """The reason stands once in the log, and in `status`. All of memory can be used."""
     daemon = start_daemon("cuda.pin_bytes=4MiB", driver=refused)
     rng = np.random.default_rng(seed)
     rank = rank_of(daemon, groups=HYBRID, where=Where("cuda", kind=kind), num_blocks=1024)
@@ -379,7 +379,7 @@ def test_jobs_do_not_wait_for_pinning(start_daemon: Start, seed: int) -> None:
 
 
 def test_after_a_warm_restart_hits_do_not_wait_for_pinning(start_daemon: Start, tmp_path: Path, seed: int) -> None:
-    """Nothing is ever pinned here, so that whoever waits for it waits for good."""
+    """Nothing is ever pinned here, so that a load that waits for it waits for good."""
     daemon = start_daemon(f"memory.pool_file={tmp_path / 'pool'}", driver=NOTHING)
     keys = new_keys(np.random.default_rng(seed), 1024)
     rank = rank_of(daemon, num_blocks=1024)

@@ -72,21 +72,21 @@ def test_a_load_waits_until_nobody_uses_its_blocks(late: OrderedRank) -> None:
 
 @pytest.mark.slow
 def test_many_jobs_behind_their_own_points(start_daemon: Callable[..., Daemon], seed: int) -> None:
-    """Stores and loads in turn, each queued behind work of its own, on a driver that takes its time at random."""
+    """Stores and loads alternate, each queued behind separate work, on a driver that takes its time at random."""
     rng = np.random.default_rng(seed)
     late = OrderedRank(start_daemon(driver=JITTER), seed)
     rank, keys = late.rank, new_keys(rng, 64)
     stores = []
     for at in range(0, 32, 8):
-        mine = {0: (keys[at : at + 8], rank.blocks_of(0, at, 8))}
-        rank.fill_late(0, *mine[0], float(rng.uniform(0, 0.01)))
-        stores.append(rank.client.store(rank.registration, mine, ready=late.timeline.signal()))
+        wanted = {0: (keys[at : at + 8], rank.blocks_of(0, at, 8))}
+        rank.fill_late(0, *wanted[0], float(rng.uniform(0, 0.01)))
+        stores.append(rank.client.store(rank.registration, wanted, ready=late.timeline.signal()))
     loads = []
     for job, at in zip(stores, range(0, 32, 8), strict=True):
         assert rank.wait(job).outcome == "done"
-        mine = {0: (keys[at : at + 8], rank.blocks_of(0, at + 32, 8))}
-        rank.wipe_late(mine[0][1], float(rng.uniform(0, 0.01)))
-        loads.append(rank.client.load(rank.registration, mine, ready=late.timeline.signal()))
+        wanted = {0: (keys[at : at + 8], rank.blocks_of(0, at + 32, 8))}
+        rank.wipe_late(wanted[0][1], float(rng.uniform(0, 0.01)))
+        loads.append(rank.client.load(rank.registration, wanted, ready=late.timeline.signal()))
     assert [rank.wait(job).outcome for job in loads] == ["done"] * 4
     assert rank.wrong(0, keys[:32], rank.blocks_of(0, 32, 32)) == 0
 

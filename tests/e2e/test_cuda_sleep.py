@@ -75,24 +75,24 @@ def cache(daemon: Daemon, device: str) -> Iterator[SleepingCache]:
     one.transfer_thread.close(10.0)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_load_after_waking_up(daemon: Daemon, cache: SleepingCache, seed: int, told: bool) -> None:
-    """Untold, the daemon loads into memory that nobody reads any more, and says that all is well."""
+@pytest.mark.parametrize("informed", [True, False])
+def test_a_load_after_waking_up(daemon: Daemon, cache: SleepingCache, seed: int, informed: bool) -> None:
+    """A daemon that does not know of the sleep loads into memory that the engine no longer reads, and reports DONE."""
     content = np.random.default_rng(seed).integers(0, 256, COUNT * PAGE, np.uint8)
     cache.memory.upload(0, content)
     assert cache.move(Direction.STORE, 0).success
-    if told:
+    if informed:
         cache.transfer_thread.sleep(10.0)
         assert gpu_mappings(daemon) == 0
         assert not cache.move(Direction.LOAD, COUNT).success
         assert cache.move(Direction.STORE, 0) == Ended(3, True, 0, 0.0)
         assert gpu_mappings(daemon) == 0
     cache.remap()
-    if told:
+    if informed:
         cache.transfer_thread.wake()
     assert cache.move(Direction.LOAD, COUNT).success
     found = cache.memory.download(COUNT * PAGE, COUNT * PAGE)
-    assert np.array_equal(found, content if told else np.zeros_like(content))
+    assert np.array_equal(found, content if informed else np.zeros_like(content))
 
 
 @pytest.mark.soak

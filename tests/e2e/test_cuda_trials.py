@@ -1,4 +1,4 @@
-"""Ways of copying that a daemon does not survive: the next one does without, says so, and says how to try again."""
+"""Tests ways of copying that a daemon does not survive: the next one does without, logs that, and how to try again."""
 
 from __future__ import annotations
 

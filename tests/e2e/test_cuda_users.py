@@ -1,4 +1,6 @@
-"""Users beside root and the daemon's own, and the GPU memory of others. The driver checks no users: the daemon does."""
+"""Tests that users other than root and the daemon's can't reach others' GPU memory. The driver checks no users: the
+daemon does.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def victim(request: pytest.FixtureRequest, start_daemon: Start) -> tuple[Daemon,
     rank = rank_of(daemon, 0, where=ONE)
     if request.param:
         rank.registration = rank.client.register(rank.cache)
-        daemon.await_pinned()  # else what it says of its devices changes by itself
+        daemon.await_pinned()  # else the status of its devices changes by itself
     return daemon, rank
 
 
@@ -70,9 +72,9 @@ def test_a_handle_of_another_users_memory(victim: tuple[Daemon, Rank], seed: int
     stranger = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID)).peer
     stranger.hello()
     opened, before = gpu_mappings(daemon), daemon.state()
-    said = stranger.refused("forbidden", "attach_ipc", device=memory.uuid, handles=memory.handle)
-    assert f"uid {OTHER_UID}" in said
-    assert "cuda.ipc_uids" in said
+    refusal = stranger.refused("forbidden", "attach_ipc", device=memory.uuid, handles=memory.handle)
+    assert f"uid {OTHER_UID}" in refusal
+    assert "cuda.ipc_uids" in refusal
     assert (gpu_mappings(daemon), daemon.state()) == (opened, before)
     stranger.ok("ping")
     if not opened:

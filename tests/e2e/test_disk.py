@@ -28,9 +28,9 @@ def test_keys_that_memory_has_evicted_come_back_from_disk(
     assert rank.states(lots[0]) == [KeyState.PENDING] * 60  # 1 MiB of memory holds the last 256
     for keys in lots:
         assert rank.loads_right(keys)
-    told = disk(daemon)
-    assert told["promoted"]["keys"] >= 1200 - 256
-    assert told["corrupt"] == 0
+    status = disk(daemon)
+    assert status["promoted"]["keys"] >= 1200 - 256
+    assert status["corrupt"] == 0
 
 
 def test_a_restart_finds_everything_again(start_daemon: Callable[..., Daemon], tmp_path: Path, seed: int) -> None:

@@ -80,11 +80,11 @@ def test_ten_times_the_capacity(start_daemon: Start, tmp_path: Path, seed: int) 
     keys = new_keys(np.random.default_rng(seed), 1280)
     with within((root, 8 * MIB)):
         store_on_disk(daemon, rank, keys, 32)
-    told = disk(daemon)
-    assert told["roots"][0]["used_bytes"] <= 8 * MIB
+    status = disk(daemon)
+    assert status["roots"][0]["used_bytes"] <= 8 * MIB
     # Of 128 records that would fit one segment is open, one is spare, one is just given up, and each has a footer.
-    assert told["keys"] >= 70
-    assert told["evicted_keys"] + told["keys"] >= 1280  # more, where some were written again
+    assert status["keys"] >= 70
+    assert status["evicted_keys"] + status["keys"] >= 1280  # more, where some were written again
     assert served(rank, keys[-60:], 20).all()
     assert served(rank, keys[:1000], 20).mean() < 0.2  # some may have moved on, since memory had them
 
@@ -111,19 +111,19 @@ def test_used_keys_move_on(start_daemon: Start, tmp_path: Path, hot_keys: int, s
 
 
 def test_keys_that_an_engine_has_itself_move_on(start_daemon: Start, tmp_path: Path, seed: int) -> None:
-    """It says that it uses them, and loads none of them."""
+    """It reports that it uses them, and loads none of them."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 8 * MIB)), 'memory.policy="lru"', memory="2MiB")
     rank = worker(daemon)
     rng = np.random.default_rng(seed)
-    told, untold = new_keys(rng, 3), new_keys(rng, 3)
-    store_on_disk(daemon, rank, np.concatenate([told, untold]))
+    used, unused = new_keys(rng, 3), new_keys(rng, 3)
+    store_on_disk(daemon, rank, np.concatenate([used, unused]))
     for _ in range(16):
         store_on_disk(daemon, rank, new_keys(rng, 40), 20)
-        assert len(only_on_disk(rank, told)) == 3
-        rank.client.touch({0: told})
+        assert len(only_on_disk(rank, used)) == 3
+        rank.client.touch({0: used})
     assert disk(daemon)["promoted"]["keys"] == 0
-    assert served(rank, told).all()
-    assert rank.states(untold) == [KeyState.MISS] * 3
+    assert served(rank, used).all()
+    assert rank.states(unused) == [KeyState.MISS] * 3
 
 
 def test_they_do_not_where_that_is_not_wanted(start_daemon: Start, tmp_path: Path, seed: int) -> None:

@@ -47,7 +47,7 @@ class ChaosEngine:
         try:
             while time.monotonic() < until_s:
                 self.random.choices((self.store, self.load, self.pin, self.clear), (8, 8, 3, 0.3))[0]()
-        except BaseException as error:  # noqa: BLE001  told by the test
+        except BaseException as error:  # noqa: BLE001  the test reports it
             self.error = error
 
     def store(self) -> None:

@@ -160,7 +160,9 @@ def test_a_clear_during_promotion(start_daemon: Start, root: Path, switch: Switc
 
 
 def test_a_clear_that_can_not_be_recorded_is_told(start_daemon: Start, root: Path, lots: list[Keys]) -> None:
-    """It holds as long as the daemon lives; that it may not hold longer is said, until the daemon has recorded it."""
+    """It holds as long as the daemon lives; the status warns that it may not hold longer, until the daemon has recorded
+    it.
+    """
     daemon = start_daemon(*disk_settings((root, 64 * MIB)))
     rank = worker(daemon)
     store_on_disk(daemon, rank, lots[0])
@@ -250,7 +252,7 @@ def test_adopted_keys_that_a_late_root_knows_were_cleared(
 def test_what_could_not_be_read_at_a_start_stays_cleared(
     start_daemon: Start, root: Path, switch: Switch, lots: list[Keys]
 ) -> None:
-    """All of it. A root of which a part can't be read is in tests/cache/test_disk_history.py."""
+    """Nothing of the root could be read. tests/cache/test_disk_history.py has a root that can be read in part."""
     settings = (*disk_settings((root, 64 * MIB)), "disk.direct=false")
     daemon = start_daemon(*settings, faults=f"disk={switch.path}")
     rank = worker(daemon)
@@ -269,7 +271,7 @@ def test_what_could_not_be_read_at_a_start_stays_cleared(
 
 
 class Listener:
-    """Adds up what a subscriber is told."""
+    """Adds up the events that a subscriber gets."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.client = daemon.welcome(Client(daemon.socket, namespace=NAMESPACE, role="observer"))

@@ -67,9 +67,9 @@ def worker(daemon: Daemon, payload_bytes: int) -> Rank:
 def fill(daemon: Daemon, rank: Rank, keys: Keys, at_once: int = AT_ONCE) -> None:
     """All of them on disk; memory holds the last of them, too."""
     for start in range(0, len(keys), at_once):
-        some = keys[start : start + at_once]
-        store_all(rank, some, at_once)
-        demoted(daemon, start + len(some))
+        batch = keys[start : start + at_once]
+        store_all(rank, batch, at_once)
+        demoted(daemon, start + len(batch))
 
 
 def lost_alone(rank: Rank, keys: Keys, bad: np.ndarray) -> None:
@@ -82,7 +82,7 @@ def lost_alone(rank: Rank, keys: Keys, bad: np.ndarray) -> None:
 
 
 def spread(count: int, size: int, rng: np.random.Generator) -> Ints:
-    """`count` positions below `size`: every one, if there are so many, else evenly from a random one on."""
+    """Returns `count` positions below `size`: each one if `count` is `size`, else evenly from a random one on."""
     found: Ints = ((np.arange(count) * size // count + rng.integers(size)) % size).tolist()
     return found
 
@@ -209,13 +209,13 @@ def test_truncated_at_every_page(
     # And the files are of use again.
     more = new_keys(generator, 300)
     store_on_disk(daemon, rank, more, 20)
-    told = disk(daemon)["roots"][0]
-    assert (told["state"], told["write_errors"]) == ("ok", 0)
+    status = disk(daemon)["roots"][0]
+    assert (status["state"], status["write_errors"]) == ("ok", 0)
     assert served(rank, more, 20).all()
 
 
 def _behind(record: Record, cuts: dict[Path, int]) -> bool:
-    # Without page 0 nobody knows what the file was, and a start has no other way to find out.
+    # Without page 0 it is unknown what the file was, and a start has no other way to find out.
     return record.path in cuts and record.end_page > cuts[record.path]
 
 

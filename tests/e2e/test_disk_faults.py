@@ -1,5 +1,5 @@
-"""A disk that fails, fills up or hangs: stores and loads from memory go on, nobody waits beyond his deadline, `status`
-tells what is wrong, and when the cause has gone all is as before.
+"""Tests a disk that fails, fills up or hangs: stores and loads from memory go on, no call waits beyond its deadline,
+`status` shows what is wrong, and when the cause has gone all is as before.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def test_writes_that_fail(start_daemon: Start, switch: Switch, tmp_path: Path, l
         assert rank.store_keys(keys).outcome is Outcome.DONE
         assert rank.loads_right(keys)
     until(lambda: not any(root["writing"] for root in disk(daemon)["roots"]), "writes have ended")
-    told = disk(daemon)["roots"][0]
-    assert told["write_errors"] > 0 or told["state"] == "ok"
-    assert (told["state"] == "ok") == (not told["reason"])
+    status = disk(daemon)["roots"][0]
+    assert status["write_errors"] > 0 or status["state"] == "ok"
+    assert (status["state"] == "ok") == (not status["reason"])
     switch.set()
     until(lambda: is_calm(daemon), "it recovers by itself, and nothing that had begun fails any more")
     # Without space, old segments were given up for new ones, and with few of them that may befall any key.
@@ -126,9 +126,9 @@ def test_a_full_file_system_goes_on_with_what_it_has(
     switch.set("allocate=ENOSPC")
     for keys in lots[6:20]:
         store_on_disk(daemon, rank, keys)
-    told = disk(daemon)["roots"][0]
-    assert told["state"] == "ok"
-    assert told["segments_recycled"] > 0
+    status = disk(daemon)["roots"][0]
+    assert status["state"] == "ok"
+    assert status["segments_recycled"] > 0
     assert served(rank, lots[19]).all()
     assert served(rank, lots[18]).all()
 
@@ -257,8 +257,8 @@ def test_a_disk_that_hangs_takes_no_memory_and_comes_back(
     until(lambda: root_state(daemon) == "off", "the root is off")
     assert disk(daemon)["roots"][0]["reason"] == "the disk does not answer"
     until(lambda: rank.states(lots[on_disk[0]]) == [MISS] * 60, "its keys are misses")
-    told = disk(daemon)
-    assert 0 < told["quarantined_bytes"] <= 2 * PIECE_SLOTS * 4096
+    status = disk(daemon)
+    assert 0 < status["quarantined_bytes"] <= 2 * PIECE_SLOTS * 4096
     assert slots_without_keys(rank, lots) <= 2 * PIECE_SLOTS
     job = rank.client.load(rank.registration, {0: (lots[on_disk[0]], blocks)}, deadline_s=10.0)
     result = rank.wait(job)
@@ -323,9 +323,9 @@ def test_slow_writes_delay_nobody(start_daemon: Start, switch: Switch, tmp_path:
     assert disk(daemon)["demoted"]["keys"] == 0
     switch.set()
     idle(daemon)
-    told = disk(daemon)
-    assert told["demoted"]["keys"] + sum(told["not_demoted"].values()) == 30 * 60
-    assert told["not_demoted"]["evicted"] > 0
+    status = disk(daemon)
+    assert status["demoted"]["keys"] + sum(status["not_demoted"].values()) == 30 * 60
+    assert status["not_demoted"]["evicted"] > 0
 
 
 @pytest.mark.parametrize("what", ["read", pytest.param("write", marks=pytest.mark.soak)])

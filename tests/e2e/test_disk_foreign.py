@@ -50,7 +50,7 @@ def end(daemon: Daemon) -> None:
 
 
 def test_foreign_files_are_left_alone(start_daemon: Start, root: Path, seed: int) -> None:
-    """Whatever their names, and though the daemon runs out of space beside them."""
+    """Their names do not matter, nor that they leave the daemon too little space."""
     daemon = start_daemon(*disk_settings((root, 8 * MIB)), memory="2MiB")
     store_on_disk(daemon, worker(daemon), new_keys(np.random.default_rng(seed), 100))
     end(daemon)
@@ -58,8 +58,8 @@ def test_foreign_files_are_left_alone(start_daemon: Start, root: Path, seed: int
     folder = root / "segments"
     theirs = {
         "notes.txt": b"mine",
-        "0123456789ABCDEF": rng.bytes(5000),  # not a name of ours
-        "0123456789abcdef": rng.bytes(MIB),  # a name like ours
+        "0123456789ABCDEF": rng.bytes(5000),  # not a name that the daemon gives
+        "0123456789abcdef": rng.bytes(MIB),  # a name as the daemon gives
         "1123456789abcdef": rng.bytes(10),
         "2123456789abcdef": b"\x7fELF" + bytes(100_000),
     }
@@ -95,15 +95,15 @@ def test_files_without_contents_are_used_again(start_daemon: Start, root: Path, 
     rank = worker(daemon)
     many = new_keys(np.random.default_rng(1), 800)
     store_on_disk(daemon, rank, many)
-    told = disk(daemon)["roots"][0]
-    assert (told["state"], told["write_errors"]) == ("ok", 0)
+    status = disk(daemon)["roots"][0]
+    assert (status["state"], status["write_errors"]) == ("ok", 0)
     assert used_bytes(root) <= 4 * MIB
     assert served(rank, many[-60:]).all()
 
 
 @pytest.mark.parametrize("part", ["segment", "record"])
 def test_other_versions_are_not_served(start_daemon: Start, root: Path, keys: Keys, part: str) -> None:
-    """`part` says which magic's version is another one."""
+    """`part`: the magic that has another version."""
     daemon = start_daemon(*disk_settings((root, 4 * MIB)))
     store_on_disk(daemon, worker(daemon), keys)
     end(daemon)

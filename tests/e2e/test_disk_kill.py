@@ -1,4 +1,4 @@
-"""kill -9 of a daemon that is writing: what it had told to be on disk is there, and nothing else is served."""
+"""Tests kill -9 of a daemon that is writing: what it had reported as on disk is there, and nothing else is served."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_killed_while_it_writes(start_daemon: Start, tmp_path: Path, seed: int, 
     )
     size = SIZES[seed % len(SIZES)]
     keys: list[Keys] = []
-    told = 0
+    reported = 0
     for _ in range(kills):
         rank = daemon.welcome(Rank(daemon.socket, group_of(size)))
         before = disk(daemon)["keys"]
@@ -41,13 +41,13 @@ def test_killed_while_it_writes(start_daemon: Start, tmp_path: Path, seed: int, 
         if rng.random() < 0.8:
             assert rank.wait(job).outcome is Outcome.DONE
             demoted(daemon, least)
-        told = disk(daemon)["keys"]
+        reported = disk(daemon)["keys"]
         daemon.kill()
         daemon.leave_guests()
         daemon.start()
         rank = daemon.welcome(Rank(daemon.socket, group_of(size)))
         found = np.concatenate([rank.states(lot) for lot in keys])
-        assert int((found == KeyState.PENDING).sum()) == disk(daemon)["keys"] >= 0.95 * told
+        assert int((found == KeyState.PENDING).sum()) == disk(daemon)["keys"] >= 0.95 * reported
         latest = served(rank, keys[-1])
         assert latest.tolist() == (found[-60:] == KeyState.PENDING).tolist()
         if len(keys) <= 15 or len(keys) % 20 == 0:
@@ -57,5 +57,5 @@ def test_killed_while_it_writes(start_daemon: Start, tmp_path: Path, seed: int, 
         daemon.leave_guests()
     rank = daemon.welcome(Rank(daemon.socket, group_of(size)))
     there = sum(int(served(rank, lot).sum()) for lot in keys)
-    assert there >= 0.95 * told
+    assert there >= 0.95 * reported
     assert disk(daemon)["corrupt"] == 0

@@ -57,7 +57,7 @@ def test_what_others_store_meanwhile_is_not_copied(
 def test_two_keys_from_disk_can_not_go_to_one_block(
     start_daemon: Callable[..., Daemon], tmp_path: Path, seed: int
 ) -> None:
-    """Refused at once, as from memory: later, nobody would be left to tell."""
+    """The daemon refuses it at once, as from memory: later, no request would be left to answer."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 * MIB)), memory="1MiB")
     rank = daemon.welcome(Rank(daemon.socket))
     keys = new_keys(np.random.default_rng(seed), 64 * 6)

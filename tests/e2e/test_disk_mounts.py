@@ -38,11 +38,11 @@ class Mount:
             pytest.skip(f"can't mount here: {done.stderr.strip()}")
 
     def abort(self) -> None:
-        """Make an ext4 read-only, whoever writes to it, as it does itself after an error."""
+        """Make an ext4 read-only, also for processes that write to it, as it does itself after an error."""
         subprocess.run(["mount", "-o", "remount,abort", str(self.point)], check=True, capture_output=True)
 
     def unmount(self) -> None:
-        """Lazily: whoever uses it goes on for a while."""
+        """Unmount it lazily: processes that use it go on for a while."""
         subprocess.run(["umount", "-l", str(self.point)], check=True, capture_output=True)
 
     def fill(self) -> None:
@@ -140,7 +140,7 @@ def test_full_from_the_start(mount: Mount, start_daemon: Start, lots: list[Keys]
 
 @EXT4
 def test_read_only_for_a_while(mount: Mount, start_daemon: Start, lots: list[Keys]) -> None:
-    """This happens after an error. What is there can be read; a clear says where it is not recorded."""
+    """This happens after an error. What is there can be read; a clear reports where it is not recorded."""
     daemon, rank = launch(start_daemon, mount)
     for keys in lots[:6]:
         store_on_disk(daemon, rank, keys)
@@ -206,7 +206,7 @@ def test_cleared_while_it_was_gone(mount: Mount, start_daemon: Start, lots: list
 
 @EXT4
 def test_another_root_in_its_place(mount: Mount, start_daemon: Start, lots: list[Keys]) -> None:
-    """Whoever puts another disk there restarts the daemon."""
+    """An operator who puts another disk in its place restarts the daemon."""
     daemon, rank = launch(start_daemon, mount)
     store_on_disk(daemon, rank, lots[0])
     mount.root.rename(mount.point / "old")

@@ -1,4 +1,4 @@
-"""Keys on their way from disk: the answer comes at once, then one `ready`, and what it says is held by the lease."""
+"""Tests keys on their way from disk: the answer comes at once, then one `ready`, and the lease holds all hits in it."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_the_answer_comes_at_once_and_the_rest_when_it_is_there(
     daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
 ) -> None:
     """Others fill memory meanwhile, and afterwards: what is leased stays."""
-    mine = only_on_disk(rank, keys)[:60]
+    on_disk = only_on_disk(rank, keys)[:60]
     other = daemon.welcome(Rank(daemon.socket, num_blocks=SLOTS))
     switch.set(HELD)
-    found = rank.client.pin({0: mine})
+    found = rank.client.pin({0: on_disk})
     assert (found.states[0].tolist(), found.promoting) == ([PENDING] * 60, 60)
     assert len(found.boundaries) == 0
     pressure = new_keys(np.random.default_rng(1), 600)
@@ -90,55 +90,55 @@ def test_the_answer_comes_at_once_and_the_rest_when_it_is_there(
     assert ready.boundaries.tolist()[0] == 60 * 16
     for start in range(0, 600, 60):
         assert other.store_keys(pressure[start : start + 60] ^ np.uint8(1)).outcome is Outcome.DONE
-    assert rank.states(mine) == [HIT] * 60
-    assert rank.loads_right(mine, lease=found.lease)
+    assert rank.states(on_disk) == [HIT] * 60
+    assert rank.loads_right(on_disk, lease=found.lease)
     assert leases(daemon) == LEASE_KEYS + 60
     rank.client.release(found.lease)
     assert leases(daemon) == 0
 
 
 def test_released_before_it_is_ready(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:
-    mine = only_on_disk(rank, keys)[:60]
+    on_disk = only_on_disk(rank, keys)[:60]
     switch.set(HELD)
-    found = rank.client.pin({0: mine})
+    found = rank.client.pin({0: on_disk})
     rank.client.release(found.lease)
     switch.set()
     ready = rank.client.wait_ready(found, HANG_S)
     assert ready.lease == 0
     until(lambda: leases(daemon) == 0, "nothing is charged")
-    assert rank.loads_right(mine)
+    assert rank.loads_right(on_disk)
 
 
 def test_the_session_dies_meanwhile(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:
-    mine = only_on_disk(rank, keys)[:120]
+    on_disk = only_on_disk(rank, keys)[:120]
     switch.set(HELD)
     peer = daemon.peer()
     peer.hello("scheduler", namespace={"model": "e2e"})
-    found = peer.ok("pin", groups=[{"group": 0, "keys": mine[:60].tobytes(), "first": 0}])
+    found = peer.ok("pin", groups=[{"group": 0, "keys": on_disk[:60].tobytes(), "first": 0}])
     assert found["promoting"] == 60
-    peer.ok("prefetch", groups=[{"group": 0, "keys": mine[60:].tobytes(), "first": 0}])
+    peer.ok("prefetch", groups=[{"group": 0, "keys": on_disk[60:].tobytes(), "first": 0}])
     peer.close()
     until(lambda: leases(daemon) == 0, "its leases have ended")
     switch.set()
-    assert served(rank, mine).all()
+    assert served(rank, on_disk).all()
     assert "tiers" not in found, "it has not asked, and may not know the field"
 
 
 def test_the_scheduler_dies_and_its_lease_covers_what_it_has(
     daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
 ) -> None:
-    """While a pin waits for the disk, its lease covers whatever its engine's ranks load; when nobody waits any more, no
-    other key.
+    """While a pin waits for the disk, its lease covers whatever its engine's ranks load. Once the pin's session is
+    gone, it covers no other key.
     """
     on_disk = only_on_disk(rank, keys)
-    mine, others = on_disk[:60], on_disk[60:70]
+    pinned, others = on_disk[:60], on_disk[60:70]
     token = os.urandom(16)
     mate = daemon.welcome(Rank(daemon.socket, num_blocks=SLOTS, instance=token))
     assert mate.loads_right(others)  # from now on in memory
     switch.set(HELD)
     scheduler = daemon.peer()
     scheduler.hello("scheduler", namespace={"model": "e2e"}, instance=token)
-    lease = scheduler.ok("pin", groups=[{"group": 0, "keys": mine.tobytes(), "first": 0}])["lease"]
+    lease = scheduler.ok("pin", groups=[{"group": 0, "keys": pinned.tobytes(), "first": 0}])["lease"]
     assert mate.loads_right(others, lease=lease)
     scheduler.close()
     until(lambda: len(daemon.sessions()) == 2, "the scheduler is gone")
@@ -148,11 +148,11 @@ def test_the_scheduler_dies_and_its_lease_covers_what_it_has(
 
 
 def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: Switch, keys: Keys) -> None:
-    """It joins the prefetch that reads its keys already, and hastens it before other prefetches, as the order tells
-    in which their session hears of them.
+    """It joins the prefetch that reads its keys already, and hastens it before other prefetches, as the order of the
+    session's notices shows.
     """
     on_disk = only_on_disk(rank, keys)
-    others, mine = on_disk[:150], on_disk[150:180]
+    others, loaded = on_disk[:150], on_disk[150:180]
     peer = daemon.peer()
     peer.hello(namespace={"model": "e2e"})
     memory = os.memfd_create("overtaker")
@@ -165,9 +165,9 @@ def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: 
     # One key a request: a read each, two at a time.
     for key in others:
         peer.ok("prefetch", groups=[{"group": 0, "keys": key.tobytes()}])
-    assert peer.ok("prefetch", groups=[{"group": 0, "keys": mine.tobytes()}])["promoting"] == 30
+    assert peer.ok("prefetch", groups=[{"group": 0, "keys": loaded.tobytes()}])["promoting"] == 30
     blocks = np.arange(30, dtype="<u4").tobytes()
-    wanted = [{"group": 0, "keys": mine.tobytes(), "blocks": blocks}]
+    wanted = [{"group": 0, "keys": loaded.tobytes(), "blocks": blocks}]
     peer.ok("load", job=1, registration=registration, groups=wanted)
     switch.set("read_delay_s=0.2")
     before = 0
@@ -177,7 +177,7 @@ def test_a_load_overtakes_what_it_waits_for(daemon: Daemon, rank: Rank, switch: 
     assert before < len(others) - 2, "in their order it would come after the reads of all others"
     switch.set()
     assert os.pread(memory, 30 * PAGE, 0) == b"".join(
-        content(key.tobytes(), 0, 0, 0, 0, PAGE).tobytes() for key in mine
+        content(key.tobytes(), 0, 0, 0, 0, PAGE).tobytes() for key in loaded
     )
     os.close(memory)
     assert disk(daemon)["promoted"]["keys"] >= 30
@@ -220,10 +220,10 @@ def test_a_prefetch_evicts_nothing_that_it_names(rank: Rank, keys: Keys) -> None
 def test_what_is_stored_meanwhile_is_not_told_to_be_held(
     daemon: Daemon, rank: Rank, switch: Switch, keys: Keys
 ) -> None:
-    """A key that was a miss when it was pinned: if `ready` says HIT, the lease has to cover it."""
-    mine = only_on_disk(rank, keys)[:20]
+    """If `ready` reports a HIT for a key that was a miss when it was pinned, the lease has to cover it."""
+    on_disk = only_on_disk(rank, keys)[:20]
     late = new_keys(np.random.default_rng(2), 4)
-    wanted = np.concatenate([mine, late])
+    wanted = np.concatenate([on_disk, late])
     switch.set(HELD)
     found = rank.client.pin({0: wanted})
     assert found.states[0].tolist() == [PENDING] * 20 + [MISS] * 4
@@ -237,13 +237,13 @@ def test_what_is_stored_meanwhile_is_not_told_to_be_held(
 
 
 def test_a_damaged_key_shortens_the_prefix(daemon: Daemon, rank: Rank, tmp_path: Path, keys: Keys) -> None:
-    mine = only_on_disk(rank, keys)[:60]
-    records_of(tmp_path / "disk", mine)[25].flip(5000)
-    found = rank.client.pin({0: mine})
+    on_disk = only_on_disk(rank, keys)[:60]
+    records_of(tmp_path / "disk", on_disk)[25].flip(5000)
+    found = rank.client.pin({0: on_disk})
     ready = rank.client.wait_ready(found, HANG_S)
     assert ready.states[0].tolist() == [HIT] * 25 + [MISS] + [HIT] * 34
     assert ready.boundaries.tolist()[0] == 25 * 16
-    assert rank.loads_right(mine[:25], lease=found.lease)
+    assert rank.loads_right(on_disk[:25], lease=found.lease)
 
 
 TWO = (
@@ -276,7 +276,7 @@ def test_two_groups(start_daemon: Start, tmp_path: Path, seed: int) -> None:
 
 
 def test_two_ranks(start_daemon: Start, tmp_path: Path, seed: int) -> None:
-    """A scheduler's pin brings both parts; a key of which one part is damaged is a miss to both."""
+    """A scheduler's pin brings both parts; a key with one damaged part is a miss to both."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)))
     keys = new_keys(np.random.default_rng(seed), 40)
 

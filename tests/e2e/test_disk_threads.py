@@ -27,7 +27,7 @@ SOURCE = Path(__file__).with_name("callwatch.c")
 
 
 class CallWatch:
-    """What is to be in the environment of a process, and what it has called `below` a directory since, by thread."""
+    """Holds environment variables for a process, and reads which calls it has made `below` a directory, by thread."""
 
     def __init__(self, library: Path, below: Path, log: Path) -> None:
         self.environment = {"LD_PRELOAD": str(library), "CALLWATCH_BELOW": str(below), "CALLWATCH_LOG": str(log)}

@@ -121,7 +121,7 @@ def test_a_slow_reader_gets_a_gap_and_catches_up_by_snapshot(small_outbox: Daemo
     stored = [new_keys(rng, 1024) for _ in range(12)]  # 32 KiB of events each
     for keys in stored:
         rank.client.wait(rank.client.store(rank.registration, {0: (keys, np.arange(1024))}), 10.0)
-    # All of it is told, or dropped, before anything is read: events are gathered for some milliseconds.
+    # All events are sent, or dropped, before anything is read: they are gathered for some milliseconds.
     throughout(lambda: len(daemon.sessions()) == 2, "nothing happens any more", 0.15)
     pushed = []
     while (push := peer.receive()) is not None and push["type"] != "gap":

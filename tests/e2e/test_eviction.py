@@ -1,4 +1,6 @@
-"""A small memory tier under pressure: exactly what is needed goes, what is held stays, and who gets nothing is told."""
+"""Tests a small memory tier under pressure: exactly what is needed goes, what is held stays, and a store that gets
+nothing reports it.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,7 @@ def test_what_will_not_be_used_again_goes_first(small: Daemon, rank: Rank, rng: 
         rank.store_keys(keys)
     rank.client.keep({0: done}, "drop")
     rank.client.keep({0: kept}, "soon")
-    rank.client.keep({0: new_keys(rng, 3)}, "drop")  # nobody has these
+    rank.client.keep({0: new_keys(rng, 3)}, "drop")  # no tier has these
     cache = small.status()["cache"]
     assert (cache["keys_soon"], cache["keys_done"]) == (6, 6)
     for _ in range(3):
@@ -69,7 +71,7 @@ def test_what_will_not_be_used_again_goes_first(small: Daemon, rank: Rank, rng: 
 
 
 def test_what_an_engine_has_itself_stays(small: Daemon, rank: Rank, rng: np.random.Generator) -> None:
-    """What it says that it uses counts as if it had been loaded; of a key that is not there nothing is kept."""
+    """Keys that it reports as used count as if they had been loaded; of a key that is not there nothing is kept."""
     used, absent = new_keys(rng, 4), new_keys(rng, 2)
     rank.store_keys(used)
     for _ in range(20):
@@ -100,13 +102,13 @@ def test_keys_of_many_parts_of_which_one_is_stored_leave_records_to_others(
     took = first.store_keys(keys).states[0].tolist().count(RESERVED)
     assert 0 < took < 200, "there are not so many"
     other = daemon.welcome(Rank(daemon.socket))
-    mine, more = new_keys(rng, 64), new_keys(rng, 64)
-    assert other.store_keys(mine).states[0].tolist() == [RESERVED] * 64
-    assert other.loads_right(mine)
+    own, more = new_keys(rng, 64), new_keys(rng, 64)
+    assert other.store_keys(own).states[0].tolist() == [RESERVED] * 64
+    assert other.loads_right(own)
     assert evicted(daemon) <= 1
     first.client.clear()
     assert other.store_keys(more).states[0].tolist() == [RESERVED] * 64
-    assert other.states(mine) == other.states(more) == [HIT] * 64
+    assert other.states(own) == other.states(more) == [HIT] * 64
     assert daemon.verify(payloads=True) == ()
 
 
@@ -137,7 +139,7 @@ def test_what_a_request_names_in_another_group_is_no_victim_of_it(
     keys, others = new_keys(rng, 12), new_keys(rng, 12)
     rank.store_keys(keys)
     if by == "store":
-        both = {group: (mine, rank.blocks_of(group, 0, 12)) for group, mine in ((0, keys), (1, others))}
+        both = {group: (those, rank.blocks_of(group, 0, 12)) for group, those in ((0, keys), (1, others))}
         states = rank.store(both).states
     else:
         reserved = rank.client.reserve({0: keys, 1: others})

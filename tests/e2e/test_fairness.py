@@ -1,4 +1,4 @@
-"""Engines share copies and checksums, whatever one of them asks for: told by the order in which jobs end."""
+"""Engines share copies and checksums, whatever one of them asks for. The order in which jobs end shows it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def test_a_load_does_not_wait_for_all_that_another_engine_asked_for(
     daemon = start_daemon("copy.threads=1", faults=f"{hold.fault},delay_s=0.1")
     rng = np.random.default_rng(5)
     greedy, modest = (daemon.welcome(Rank(daemon.socket)) for _ in range(2))
-    theirs, mine = new_keys(rng, 4), new_keys(rng, 4)
+    theirs, own = new_keys(rng, 4), new_keys(rng, 4)
     greedy.store_keys(theirs)
-    modest.store_keys(mine)
+    modest.store_keys(own)
     blocks = np.arange(4)
     with hold:
         flood = [
             greedy.client.load(greedy.registration, {0: (theirs, blocks)}, expedited=expedited, deadline_s=600.0)
             for _ in range(FLOOD)
         ]
-        job = modest.client.load(modest.registration, {0: (mine, blocks)})
+        job = modest.client.load(modest.registration, {0: (own, blocks)})
     assert modest.wait(job).outcome is Outcome.DONE
     assert daemon.status()["running"]["jobs"] > FLOOD // 10, "it went before most of what had been asked for before"
     for one in flood:
@@ -64,10 +64,10 @@ def ask_in_silence(scene: Scene) -> None:
 def test_sessions_that_read_no_answer_cost_the_others_nothing(start_daemon: Start) -> None:
     daemon = start_daemon()
     modest = daemon.welcome(Rank(daemon.socket, deadline_s=60.0))  # against hangs: the machine may be busy
-    mine = new_keys(np.random.default_rng(7), 16)
+    own = new_keys(np.random.default_rng(7), 16)
     for number in range(SILENT):
         ask_in_silence(Scene(daemon, f"silent {number}"))
-        assert modest.store_keys(mine).outcome is Outcome.DONE
-        assert modest.loads_right(mine)
+        assert modest.store_keys(own).outcome is Outcome.DONE
+        assert modest.loads_right(own)
     modest.close()
     assert daemon.alive

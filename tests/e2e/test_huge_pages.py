@@ -1,4 +1,6 @@
-"""The memory tier in huge pages of each kind: bytes come back, also after a kill, and what can't be had is told."""
+"""Tests the memory tier in huge pages of each kind: bytes come back, also after a kill, and what can't be had is
+reported.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,7 @@ def test_kept_memory_is_used_as_it_is(start: Start, manager: Manager, seed: int,
 
 
 def test_a_cold_start_frees_the_pages_that_it_needs(start: Start, manager: Manager) -> None:
-    """The manager still has the old memory, and no page is left beside it."""
+    """The manager still has the old memory, and no other page is left."""
     daemon = start("reserved")
     lies_in(daemon, "reserved")
     daemon.memory = CAPACITY - 4 * MIB
@@ -149,12 +151,12 @@ def test_too_few_reserved_pages_are_told_with_the_remedy(machine: ExitStack, sta
         start_daemon("memory.huge_pages=reserved")
 
 
-@pytest.mark.parametrize(("kind", "told"), [("transparent", 1), ("auto", 0)])
+@pytest.mark.parametrize(("kind", "warnings"), [("transparent", 1), ("auto", 0)])
 def test_a_kernel_that_gives_none_is_told_once_if_asked_for(
-    machine: ExitStack, start_daemon: Start, kind: str, told: int
+    machine: ExitStack, start_daemon: Start, kind: str, warnings: int
 ) -> None:
     machine.enter_context(transparent_pages(allowed=False))
     daemon = start_daemon(f"memory.huge_pages={kind}")
-    until(lambda: daemon.log().count("shmem_enabled is never: write advise to it") >= told, "it is told")
-    assert daemon.log().count("shmem_enabled is never: write advise to it") == told
+    until(lambda: daemon.log().count("shmem_enabled is never: write advise to it") >= warnings, "it is told")
+    assert daemon.log().count("shmem_enabled is never: write advise to it") == warnings
     lies_in(daemon, "off")

@@ -1,4 +1,4 @@
-"""kill -9, of a worker and of the daemon, in the middle of jobs: nobody's memory is let go too early, or kept."""
+"""Tests kill -9 of a worker and of the daemon in the middle of jobs: no memory is let go too early, or kept."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def keys(seed: int) -> Keys:
 
 @pytest.fixture
 def holdable(standing: Start, hold: Hold) -> Daemon:
-    """One thread, small chunks, each of which can be held."""
+    """A daemon with one thread and small chunks, and each chunk can be held."""
     return standing("copy.threads=1", "copy.chunk_bytes=64KiB", faults=hold.fault)
 
 
@@ -84,7 +84,7 @@ def test_a_worker_killed_in_a_store(holdable: Daemon, spawn: Spawn, hold: Hold, 
 
 @pytest.mark.slow
 def test_a_store_whose_last_byte_was_copied_is_kept(holdable: Daemon, spawn: Spawn, hold: Hold, keys: Keys) -> None:
-    """Its only chunk ran when the worker was killed: all bytes came from memory that nobody could change any more."""
+    """Its only chunk ran when the worker was killed: all bytes came from memory that no process could still change."""
     with hold:
         kill(holdable, spawn_held(holdable, spawn, "store", keys), hold)
     bystander = holdable.welcome(Rank(holdable.socket))

@@ -64,9 +64,9 @@ def test_namespaces_are_cleared_by_the_names_that_status_shows(
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 
-    code, said = run("lama*")
+    code, output = run("lama*")
     assert (code, hits()) == (4, [True] * 4)
-    assert "no namespace that is in use, or has keys in memory, has a name like 'lama*'" in said
+    assert "no namespace that is in use, or has keys in memory, has a name like 'lama*'" in output
     (name,) = (row["namespace"] for row in daemon.status()["namespaces"] if row["label"] == "other")
     assert run(name) == (0, "dropped 8 keys, 32 KiB of 1 namespace\n")
     assert hits() == [True, True, True, False]
@@ -139,7 +139,7 @@ def test_a_load_under_way_keeps_what_it_was_promised(holdable: Daemon, hold: Hol
 
 
 def test_a_store_under_way_does_not_come_back(holdable: Daemon, hold: Hold, keys: Keys) -> None:
-    """And says so: its keys are not stored."""
+    """Its result reports that: its keys are not stored."""
     rank, other = (holdable.welcome(Rank(holdable.socket)) for _ in range(2))
     with hold:
         job = rank.begin_store({0: (keys, rank.blocks_of(0, 0, 8))})
@@ -172,9 +172,9 @@ def test_reserved_slots_of_a_cleared_epoch_can_not_be_filled(daemon: Daemon, key
     rank, other = (daemon.welcome(Rank(daemon.socket)) for _ in range(2))
     lease = rank.client.reserve({0: keys}).lease
     other.client.clear()
-    told = rank.store_keys(keys, lease=lease)
-    assert (told.outcome, told.bytes, set(told.states[0].tolist())) == (Outcome.DONE, 0, {KeyState.MISS})
-    assert not told.valid(0).any()
+    result = rank.store_keys(keys, lease=lease)
+    assert (result.outcome, result.bytes, set(result.states[0].tolist())) == (Outcome.DONE, 0, {KeyState.MISS})
+    assert not result.valid(0).any()
     rank.client.release(lease)
     assert daemon.status()["memory"]["used_bytes"] == 0
     assert rank.store_keys(keys).outcome is Outcome.DONE

@@ -1,4 +1,4 @@
-"""A daemon that the kernel has no memory for says so, and what to do, before anybody counts on it."""
+"""A daemon that the kernel has no memory for reports that, and what to do, before any engine counts on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the memory tier's pages come from, as the kernel tells it of a real daemon. This machine may have one node."""
+"""Tests where the memory tier's pages come from, by the kernel's report on a real daemon. One node is enough."""
 
 from __future__ import annotations
 

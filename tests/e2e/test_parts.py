@@ -87,7 +87,7 @@ def test_a_scheduler_reserves_all_parts_and_its_ranks_fill_them(daemon: Daemon, 
     found = scheduler.reserve({0: keys})
     assert found.states[0].tolist() == [RESERVED] * 6
     assert scheduler.reserve({0: keys}).states[0].tolist() == [PENDING] * 6
-    # Whoever is not of the instance gets nothing of it.
+    # A session of another instance gets nothing of it.
     stranger = daemon.welcome(Rank(daemon.socket, groups(0)))
     assert stranger.store_keys(keys).states[0].tolist() == [PENDING] * 6
     with pytest.raises(RemoteError, match="bad_lease"):
@@ -121,9 +121,9 @@ def test_a_key_that_is_gone_before_a_rank_names_it_is_a_miss_of_that_rank_alone(
         beside = new_keys(generator, 32)
         for rank in (first, second):
             assert rank.store_keys(beside).states[0].tolist() == [RESERVED] * 32
-    told = second.store_keys(keys, lease=found.lease)
-    assert (told.states[0].tolist(), told.outcome) == ([MISS] * 3 + [RESERVED] * 3, Outcome.DONE)
-    assert told.valid(0).tolist() == [False] * 3 + [True] * 3
+    result = second.store_keys(keys, lease=found.lease)
+    assert (result.states[0].tolist(), result.outcome) == ([MISS] * 3 + [RESERVED] * 3, Outcome.DONE)
+    assert result.valid(0).tolist() == [False] * 3 + [True] * 3
     first.client.release(found.lease)
     assert first.states(keys) == [MISS] * 3 + [HIT] * 3
     for rank in (first, second):
@@ -200,8 +200,8 @@ def engine(daemon: Daemon, size: int) -> list[Rank]:
 def test_engines_of_several_sizes_share(daemon: Daemon, keys: Keys, stored: int, loaded: int) -> None:
     for rank in engine(daemon, stored):
         assert rank.states(keys) == [MISS] * 6
-        told = rank.store_keys(keys)
-        assert (told.outcome, told.bytes) == (Outcome.DONE, 6 * 4096 // stored)
+        result = rank.store_keys(keys)
+        assert (result.outcome, result.bytes) == (Outcome.DONE, 6 * 4096 // stored)
     for rank in engine(daemon, loaded):
         assert rank.states(keys) == [HIT] * 6
         assert rank.loads_right(keys)
@@ -228,8 +228,8 @@ def test_what_is_there_of_a_key_is_not_stored_again(daemon: Daemon, keys: Keys) 
     half = engine(daemon, 2)[0]
     (whole,) = engine(daemon, 1)
     half.store_keys(keys[:3])
-    told = whole.store_keys(keys)
-    assert (told.states[0].tolist(), told.bytes) == ([RESERVED] * 6, 3 * 2048 + 3 * 4096)
+    result = whole.store_keys(keys)
+    assert (result.states[0].tolist(), result.bytes) == ([RESERVED] * 6, 3 * 2048 + 3 * 4096)
     assert whole.loads_right(keys)
     assert whole.store_keys(keys).states[0].tolist() == [HIT] * 6
 
@@ -237,15 +237,15 @@ def test_what_is_there_of_a_key_is_not_stored_again(daemon: Daemon, keys: Keys) 
 def test_a_part_that_another_stores_leaves_the_key_to_it(
     standing: Callable[..., Daemon], hold: Hold, keys: Keys
 ) -> None:
-    """Nothing of the key is stored twice, and nothing is told to be stored that is not."""
+    """Nothing of the key is stored twice, and nothing is reported as stored that is not."""
     daemon = standing(faults=hold.fault)
     quarter = engine(daemon, 4)[3]
     (whole,) = engine(daemon, 1)
     with hold:
         theirs = quarter.begin_store({0: (keys[:2], quarter.blocks_of(0, 0, 2))})
-        told = whole.begin_store({0: (keys, whole.blocks_of(0, 0, 6))})
-        assert told.states[0].tolist() == [PENDING] * 2 + [RESERVED] * 4
-    assert whole.wait(told).bytes == 4 * 4096
+        job = whole.begin_store({0: (keys, whole.blocks_of(0, 0, 6))})
+        assert job.states[0].tolist() == [PENDING] * 2 + [RESERVED] * 4
+    assert whole.wait(job).bytes == 4 * 4096
     assert quarter.wait(theirs).outcome is Outcome.DONE
     assert whole.states(keys) == [MISS] * 2 + [HIT] * 4
     assert whole.store_keys(keys).states[0].tolist() == [RESERVED] * 2 + [HIT] * 4
@@ -257,30 +257,30 @@ def test_a_reservation_is_filled_by_ranks_of_several_parts(daemon: Daemon, keys:
     found = first.client.reserve({0: keys})
     assert found.states[0].tolist() == [RESERVED] * 6
     for rank in (first, second):
-        told = rank.store_keys(keys, lease=int(found.lease))
-        assert (told.states[0].tolist(), told.outcome) == ([RESERVED] * 6, Outcome.DONE)
+        result = rank.store_keys(keys, lease=int(found.lease))
+        assert (result.states[0].tolist(), result.outcome) == ([RESERVED] * 6, Outcome.DONE)
     first.client.release(found.lease)
     assert second.loads_right(keys)
     one = new_keys(np.random.default_rng(0), 1)
     only = first.client.reserve({0: one}, [0])
-    told = first.store_keys(one, lease=int(only.lease))
-    assert (told.states[0].tolist(), told.bytes) == ([MISS], 0), "its other part is reserved for nobody"
+    result = first.store_keys(one, lease=int(only.lease))
+    assert (result.states[0].tolist(), result.bytes) == ([MISS], 0), "its other part is reserved for nobody"
     first.client.release(only.lease)
 
 
 @pytest.mark.parametrize(
-    ("groups_of", "said"),
+    ("groups_of", "words"),
     [
         ((FOUR[0], FOUR[1], replace(FOUR[0], refs=())), "part 0 of group 0 is registered twice"),
         ((FOUR[0], replace(FOUR[1], parts=5)), "registered as .*parts 4.* and as .*parts 5"),
         ((FOUR[0], replace(FOUR[1], tokens_per_key=32)), "registered as .* and as "),
     ],
 )
-def test_parts_that_do_not_go_together(daemon: Daemon, groups_of: tuple[Group, ...], said: str) -> None:
+def test_parts_that_do_not_go_together(daemon: Daemon, groups_of: tuple[Group, ...], words: str) -> None:
     """The peer checks nothing itself."""
     rank = daemon.welcome(Rank(daemon.socket, FOUR, register=False))
     rank.cache.groups = groups_of
-    with pytest.raises(RemoteError, match=said):
+    with pytest.raises(RemoteError, match=words):
         rank.client.register(rank.cache)
 
 

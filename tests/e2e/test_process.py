@@ -174,8 +174,8 @@ def copying(daemon: Daemon, device: str) -> int:
 def test_jobs_that_outlast_the_drain_are_given_up_in_order(
     start_daemon: Start, hold: Hold, keys: Keys, device: str
 ) -> None:
-    """One thread copies one store at a time (a GPU has two chunks in flight): those that have not begun are cancelled,
-    and said to be.
+    """One thread copies one store at a time (a GPU has two chunks in flight): those that have not begun are cancelled
+    and reported as such.
     """
     daemon = start_daemon("server.drain_s=0.2", "copy.threads=1", faults=hold.fault)
     rank = daemon.welcome(Rank(daemon.socket, reconnect=False))
@@ -307,7 +307,7 @@ def test_half_a_frame_that_the_daemon_itself_does_not_read_on(standing: Start, s
 
 
 def test_a_peer_that_goes_with_replies_unread_is_gone_at_once(daemon: Daemon) -> None:
-    """There is nobody to give a moment to read them."""
+    """The peer is gone, so the daemon does not wait a moment for it to read them."""
     peer = daemon.peer()
     peer.hello()
     peer.socket.settimeout(0.2)

@@ -78,7 +78,7 @@ def test_a_load_that_ignores_the_signal_is_overwritten_by_the_late_reader(late: 
     late.rank.wipe()
     late.rank.wait(late.load(None))
     assert late.wrong() == 0
-    assert not late.rank.clean()  # whoever read these blocks late has read another's
+    assert not late.rank.clean()  # a late reader of these blocks has read another's
 
 
 def test_a_load_waits_for_the_late_reader(late: LateRank) -> None:

@@ -39,7 +39,7 @@ def keys(seed: int) -> Keys:
 
 
 def remote(daemon: Daemon) -> dict[str, Any]:
-    """What it says of the store."""
+    """Returns its status of the store."""
     found: dict[str, Any] = daemon.status()["remote"]
     return found
 
@@ -88,8 +88,8 @@ def test_what_one_host_stores_hits_on_the_other(start_daemon: Start, store: Shar
     assert last.boundaries.tolist()[0] == 32 * 16
     assert b.loads_right(keys[:32], lease=last.lease)
     b.client.release(last.lease)
-    said = remote(there)
-    assert (said["fetched"]["keys"], said["asked"], said["found"]) == (32, 64, 32)
+    status = remote(there)
+    assert (status["fetched"]["keys"], status["asked"], status["found"]) == (32, 64, 32)
     assert there.status()["lookups"][0]["remote"] == 32
     until(lambda: there.status()["cache"]["unsealed"] == 0, "what came is sealed")
     assert remote(there)["pushed"]["keys"] == 0, "what came from there is put there again"
@@ -146,8 +146,8 @@ def test_only_what_the_longest_prefix_needs_is_fetched(start_daemon: Start, stor
     full, sliding, mamba = new_keys(rng, 32), new_keys(rng, 16), new_keys(rng, 8)
     here, there = start_daemon(*store.settings()), start_daemon(*store.settings())
     a, b = rank_of(here, HYBRID), rank_of(there, HYBRID)
-    for group, mine in ((0, full), (1, sliding), (2, mamba)):
-        push(here, a, mine, group)
+    for group, needed in ((0, full), (1, sliding), (2, mamba)):
+        push(here, a, needed, group)
     found = b.client.pin({0: full, 1: sliding, 2: mamba})
     last = b.client.wait_ready(found, HANG_S)
     assert last.boundaries.tolist()[0] == 512
@@ -168,11 +168,11 @@ def test_what_comes_wrong_is_a_miss(
     push(here, a, keys[:16])
     switch.set(f"get={damage}")
     assert states(b, keys[:16]) == [MISS] * 16
-    said = remote(there)
-    assert said["fetched"]["keys"] == 0
-    assert sum(said["not_fetched"].values()) == 16
+    status = remote(there)
+    assert status["fetched"]["keys"] == 0
+    assert sum(status["not_fetched"].values()) == 16
     if damage not in ("MISS", "LEASE_OVER"):
-        assert sum(said["corrupt"].values()) == 16
+        assert sum(status["corrupt"].values()) == 16
         until(lambda: not store.objects(), "they are removed there")
     switch.set()
     assert a.store_keys(keys[:16]).outcome is Outcome.DONE
@@ -189,9 +189,9 @@ def test_a_get_that_is_late_is_a_miss_and_its_slots_are_not_used(
     push(here, a, keys[:16])
     switch.set("get=hang")
     assert states(b, keys[:16]) == [MISS] * 16
-    said = remote(there)
-    assert said["quarantined_bytes"] > 0
-    assert said["not_fetched"]["late"] == 16
+    status = remote(there)
+    assert status["quarantined_bytes"] > 0
+    assert status["not_fetched"]["late"] == 16
     assert b.store_keys(keys[:16]).outcome is Outcome.DONE, "in other slots"
     assert b.loads_right(keys[:16])
     switch.set()

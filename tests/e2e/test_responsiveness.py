@@ -62,17 +62,17 @@ def test_many_completions_are_told_over_several_turns_in_order() -> None:
     async def main() -> tuple[list[int], int]:
         loop = asyncio.get_running_loop()
         lane = Lane("test", 1, loop)
-        told: list[int] = []
+        completed: list[int] = []
         turns = 0
 
         def done(number: int, _: object) -> None:
-            told.append(number)
+            completed.append(number)
             time.sleep(TURN_S / 2)
 
         def turn() -> None:
             nonlocal turns
             turns += 1
-            if len(told) < 40:
+            if len(completed) < 40:
                 loop.call_soon(turn)
 
         for number in range(40):
@@ -80,8 +80,8 @@ def test_many_completions_are_told_over_several_turns_in_order() -> None:
         time.sleep(0.05)  # noqa: ASYNC251  all have ended before the loop looks
         loop.call_soon(turn)
         assert await lane.close(5.0)
-        return told, turns
+        return completed, turns
 
-    told, turns = asyncio.run(main())
-    assert told == list(range(40))
+    completed, turns = asyncio.run(main())
+    assert completed == list(range(40))
     assert turns > 10, "others had their turns in between"

@@ -1,4 +1,4 @@
-"""The daemon under a service manager: when it says what, what it is given, what a reload changes."""
+"""Tests the daemon under a service manager: when it sends which notice, what it is given, what a reload changes."""
 
 from __future__ import annotations
 
@@ -158,9 +158,9 @@ def test_a_frozen_loop_tells_nothing(number: int, serve: Serve, manager: Manager
     manager.until("WATCHDOG")
     service.signal(number)
     while manager.listen(0.2):
-        pass  # said before it froze
+        pass  # notices from before it froze
     assert manager.silent_for("WATCHDOG", WATCHDOG_S)
-    # What systemd does then; what the daemon says of it.
+    # What systemd does then; what the daemon logs of it.
     service.signal(signal.SIGABRT)
     service.signal(signal.SIGCONT)
     assert service.wait() == -signal.SIGABRT
@@ -212,7 +212,7 @@ def test_a_hanging_disk_is_told_and_kills_nobody(serve: Serve, manager: Manager,
 
 # --- the store, the socket -------------------------------------------------------------------------------------------
 
-# Beside what tests/test_systemd.py has: systemd-socket-activate does not know the store; tests/service does.
+# In addition to tests/test_systemd.py: systemd-socket-activate does not know the store; tests/service does.
 
 needs_activate = pytest.mark.skipif(
     shutil.which("systemd-socket-activate") is None, reason="systemd-socket-activate is not installed"
@@ -236,7 +236,7 @@ def test_a_given_socket_is_served_and_left_alone(socket_dir: Path) -> None:
             client.ping()
         child.terminate()
         assert child.wait(HANG_S) == 0, log_path.read_text()
-        assert stat.S_ISSOCK(path.stat().st_mode)  # whoever gave it removes it
+        assert stat.S_ISSOCK(path.stat().st_mode)  # the process that gave it removes it
     finally:
         child.kill()
         child.wait()
@@ -251,11 +251,11 @@ def test_a_socket_in_another_place_than_the_config_says_is_refused(socket_dir: P
     )  # fmt: skip
     until((socket_dir / "a").exists, "it listens")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as knock:
-        # Its file is there a moment before anybody listens.
+        # Its file is there a moment before systemd-socket-activate listens.
         until(lambda: knock.connect_ex(str(socket_dir / "a")) == 0, "it can be connected to")
-        _, said = child.communicate(timeout=HANG_S)
+        _, errors = child.communicate(timeout=HANG_S)
     assert child.returncode == 2
-    assert f"server.socket: is {socket_dir / 'b'}, but systemd listens at {socket_dir / 'a'}" in said
+    assert f"server.socket: is {socket_dir / 'b'}, but systemd listens at {socket_dir / 'a'}" in errors
 
 
 INHERIT = """
@@ -345,10 +345,10 @@ def configured(serve: Serve, manager: Manager, socket_dir: Path) -> Configured:
 
 
 def test_a_reload_changes_what_can_change_and_names_the_rest(configured: Configured) -> None:
-    said = configured.reload('[log]\nlevel = "debug"\n[limits]\nsessions = 300\n[copy]\nthreads = 3\n')
-    assert "log.level: info -> debug" in said
-    assert "limits.sessions: 256 -> 300" in said
-    assert "takes effect at the next start: copy.threads" in said
+    log = configured.reload('[log]\nlevel = "debug"\n[limits]\nsessions = 300\n[copy]\nthreads = 3\n')
+    assert "log.level: info -> debug" in log
+    assert "limits.sessions: 256 -> 300" in log
+    assert "takes effect at the next start: copy.threads" in log
     with RawPeer(configured.service.socket) as peer:
         peer.hello()
         peer.ok("bye")
@@ -360,9 +360,9 @@ def test_a_reload_changes_what_can_change_and_names_the_rest(configured: Configu
 
 def test_a_config_that_is_wrong_changes_nothing(configured: Configured) -> None:
     for text in ("[limits]\nsessions = 0\n", "[limits\n", "[limits]\nno_such_key = 4\n"):
-        said = configured.reload(text)
-        assert "ERROR" in said
-        assert "not reloaded, nothing has changed" in said
+        log = configured.reload(text)
+        assert "ERROR" in log
+        assert "not reloaded, nothing has changed" in log
     configured.path.unlink()
     configured.service.signal(signal.SIGHUP)
     configured.manager.until("READY")

@@ -25,7 +25,7 @@ PROMPTS, KEYS = 12, 6
 
 
 def groups_of(count: int) -> tuple[Group, ...]:
-    """Groups with payloads of so many sizes, each in a tensor of its own."""
+    """Returns groups with payloads of `count` sizes, each in a separate tensor."""
     return tuple(Group(at, GroupKind.FULL, 16, refs=(Ref(at, 0, size),)) for at, size in enumerate(PAYLOADS[:count]))
 
 
@@ -55,14 +55,16 @@ def test_more_sizes_than_slabs_are_told_when_they_are_registered(start_daemon: S
     assert "slots of" not in daemon.log()
     daemon.welcome(Rank(daemon.socket, groups_of(3)))
     until(lambda: "slots of 3 sizes share 2 slabs" in daemon.log(), "the daemon has said so")
-    said = next(line for line in daemon.log().splitlines() if "slots of 3 sizes" in line)
-    assert "lower memory.slab_bytes (now 1048576), or raise memory.capacity_bytes" in said
-    assert "the slots have 4096, 49152, 196608 bytes" in said
+    warning = next(line for line in daemon.log().splitlines() if "slots of 3 sizes" in line)
+    assert "lower memory.slab_bytes (now 1048576), or raise memory.capacity_bytes" in warning
+    assert "the slots have 4096, 49152, 196608 bytes" in warning
     assert "all of memory is one slab" not in daemon.log()
 
 
 def test_a_store_that_kept_nothing_says_so(start_daemon: StartDaemon, seed: int) -> None:
-    """One slab, which is told at the start. While its slots of one size are held, keys of another get no space."""
+    """Memory is one slab, as the log warns at the start. While its slots of one size are held, keys of another get no
+    space.
+    """
     daemon = start_daemon("memory.slab_bytes=1MiB", memory="1MiB")
     assert "all of memory is one slab, whose slots are of one size at a time" in daemon.log()
     rank = daemon.welcome(Rank(daemon.socket, groups_of(2)))
@@ -73,7 +75,7 @@ def test_a_store_that_kept_nothing_says_so(start_daemon: StartDaemon, seed: int)
     result = rank.store_keys(others, 1)
     assert (result.outcome, result.bytes, result.reason) == (Outcome.DONE, 0, "no space for 3 of 3 keys")
     assert result.states[0].tolist() == [KeyState.NO_SPACE] * 3
-    more = new_keys(rng, 20)  # 21 slots of 48 KiB, of which 4 are held
+    more = new_keys(rng, 20)  # 21 slots of 48 KiB, 4 of them held
     result = rank.store_keys(more)
     assert (result.outcome, result.reason) == (Outcome.DONE, "no space for 3 of 20 keys")
     assert result.bytes == 17 * PAYLOADS[0]
@@ -93,9 +95,9 @@ def test_what_is_displaced_is_on_disk_or_counted(start_daemon: StartDaemon, tmp_
         stored += result.states[0].tolist().count(KeyState.RESERVED)
     assert stored > 40
 
-    def told() -> int:
+    def accounted() -> int:
         now = disk(daemon)
         return int(now["keys"]) + sum(map(int, now["not_demoted"].values()))
 
-    until(lambda: told() >= stored, "each key that was stored is on disk, or counted as not written")
-    assert told() == stored
+    until(lambda: accounted() >= stored, "each key that was stored is on disk, or counted as not written")
+    assert accounted() == stored

@@ -1,4 +1,4 @@
-"""A daemon whose log nobody reads: it serves, stops and ends as any other."""
+"""Tests a daemon whose log is not read: it serves, stops and ends as any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that go bad in the arena: planted through the kernel, and found before anybody is served with them."""
+"""Tests bytes that go bad in the arena: planted through the kernel, and found before any engine is served with them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_what_is_left_of_a_prompt_is_what_the_next_pin_tells(verifying: Daemon, 
             length = int(found.boundaries[0]) // 16 if len(found.boundaries) else 0
             first = {0: 0, 1: max(0, length - 2), 2: length - 1}
             wanted = {number: (keys[first[number] : length], rank.blocks_of(number, 0, 6)) for number in needs}
-            wanted = {number: (some, blocks[: len(some)]) for number, (some, blocks) in wanted.items()}
+            wanted = {number: (prefix, blocks[: len(prefix)]) for number, (prefix, blocks) in wanted.items()}
             rank.wipe()
             result = rank.load(wanted, lease=found.lease) if length else None
             rank.client.release(found.lease)

@@ -40,7 +40,7 @@ def some_keys(seed: int, count: int, *name: object) -> Keys:
 
 
 def joined(daemon: Daemon, groups: tuple[Group, ...], num_blocks: int = 64) -> Rank:
-    """A rank with these groups, in a namespace of their own."""
+    """Returns a rank with these groups, in a separate namespace."""
     namespace = NamespaceSpec(model=f"flips {zlib.crc32(repr(groups).encode())}")
     rank: Rank = daemon.welcome(Rank(daemon.socket, groups, num_blocks=num_blocks, namespace=namespace))
     return rank
@@ -61,9 +61,9 @@ def flip(daemon: Daemon, rank_groups: tuple[Group, ...], key: bytes, group: int 
 
 
 def way(daemon: Daemon) -> str:
-    """How the daemon says that it verifies what it loads to shared memory."""
-    told: str = daemon.status()["devices"]["host"]["loads_verified"]
-    return told
+    """Returns how the daemon verifies what it loads to shared memory, by its status."""
+    found: str = daemon.status()["devices"]["host"]["loads_verified"]
+    return found
 
 
 @pytest.mark.parametrize("verify", VERIFYING)
@@ -95,23 +95,23 @@ def test_a_flipped_bit_fails_its_key_and_no_other(standing: Start, layout: str, 
 
 @with_helper
 def test_it_says_how_it_verifies(start_daemon: Start) -> None:
-    told = {
+    ways = {
         ("memory.verify_loads=auto",): "copied",
         ("memory.verify_loads=true",): "copied",
         ("memory.verify_loads=false",): "adopted",
     }
-    assert {settings: way(start_daemon(*settings)) for settings in told} == told
+    assert {settings: way(start_daemon(*settings)) for settings in ways} == ways
     assert way(start_daemon()) == "copied"
 
 
-@pytest.mark.parametrize(("verify", "told"), [("auto", "adopted"), ("true", "before"), ("false", "adopted")])
+@pytest.mark.parametrize(("verify", "expected"), [("auto", "adopted"), ("true", "before"), ("false", "adopted")])
 def test_without_the_helper_loads_are_verified_on_request(
-    start_daemon: Start, verify: str, told: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start_daemon: Start, verify: str, expected: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in hide(tmp_path, ("native",)).items():
         monkeypatch.setenv(name, value)
     daemon = start_daemon(f"memory.verify_loads={verify}", "server.use_uvloop=false")
-    assert way(daemon) == told
+    assert way(daemon) == expected
     keys = some_keys(seed, 6, verify)
     rank = stored(daemon, SIMPLE, keys)
     flip(daemon, SIMPLE, keys[3].tobytes())
@@ -195,8 +195,8 @@ def test_several_loads_of_the_same_wrong_key(start_daemon: Start, hold: Hold, se
     flip(daemon, SIMPLE, keys[2].tobytes())
     with hold:
         jobs = [
-            rank.client.load(rank.registration, {0: (some, rank.blocks_of(0, 10 * at, len(some)))}, lease=held)
-            for at, (some, held) in enumerate([(keys, 0), (keys[2:], lease), (keys[:3], 0), (keys[:2], 0)])
+            rank.client.load(rank.registration, {0: (loaded, rank.blocks_of(0, 10 * at, len(loaded)))}, lease=held)
+            for at, (loaded, held) in enumerate([(keys, 0), (keys[2:], lease), (keys[:3], 0), (keys[:2], 0)])
         ]
         assert daemon.status()["running"]["jobs"] == 4
     failed = [result.failed[0].tolist() for result in map(rank.wait, jobs)]

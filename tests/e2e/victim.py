@@ -1,4 +1,4 @@
-"""A worker that is killed in the middle of a job: registers memory named "victim", starts one slow job, says so.
+"""Runs a worker to kill in the middle of a job: it registers memory named "victim", starts one slow job, prints that.
 
 python -m tests.e2e.victim SOCKET (store | load) KEYS_HEX [fork] [rows]
 """

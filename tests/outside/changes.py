@@ -31,7 +31,7 @@ STRANGE: list[Any] = [
 
 
 def changed_bytes(rng: Random, raw: bytes, times: int = 3) -> bytes:
-    """The same with up to so many changes: bits, numbers of each size in either order, cuts, what is there twice."""
+    """Returns the same with up to `times` changes: bits, numbers of each size in either order, cuts, repeated bytes."""
     found = bytearray(raw)
     for _ in range(rng.randint(1, times)):
         at = rng.randrange(len(found) + 1)
@@ -53,7 +53,7 @@ def changed_bytes(rng: Random, raw: bytes, times: int = 3) -> bytes:
 
 
 def changed_numbers(rng: Random, raw: bytes, spots: list[tuple[int, int]], times: int = 2) -> bytes:
-    """The same with up to so many of its little-endian numbers, (offset, bytes), at an end of what they may be."""
+    """Returns the same with up to `times` of its little-endian numbers, (offset, bytes), at an end of their range."""
     found = bytearray(raw)
     for at, size in rng.sample(spots, min(len(spots), rng.randint(1, times))):
         found[at : at + size] = (rng.choice(EXTREMES) % (1 << 8 * size)).to_bytes(size, "little")
@@ -61,7 +61,7 @@ def changed_numbers(rng: Random, raw: bytes, spots: list[tuple[int, int]], times
 
 
 def changed_tree(rng: Random, tree: Any, times: int = 2) -> Any:
-    """The same lists and maps with up to so many items that are others, gone, or there twice."""
+    """Returns the same lists and maps with up to `times` items that are others, gone, or there twice."""
     tree = copy.deepcopy(tree)
     for _ in range(rng.randint(1, times)):
         spots = list(_spots(tree))
@@ -90,7 +90,7 @@ def _spots(tree: Any) -> Any:
 
 
 def signed(page: bytes) -> bytes:
-    """A page of ours, whatever is in it."""
+    """Returns a page with the daemon's signature, whatever is in it."""
     whole = np.frombuffer(page[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0"), np.uint8).copy()
     sign_page(whole)
     return whole.tobytes()

@@ -1,4 +1,4 @@
-"""What a disk says, and what is made of it. Each function takes one thing that is almost right."""
+"""Checks what is made of a disk's data. Each function takes one thing that is almost right."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIZES = [1, 4096, 9000, 70]
 
 
 def changed_segment(rng: Random, raw: bytes) -> bytes:
-    """A segment file with pages of ours that say something else, and a footer whose digest is right."""
+    """Returns a segment file with changed pages, all signed, and a footer whose digest is right."""
     pages = [bytearray(raw[at : at + PAGE_BYTES]) for at in range(0, len(raw), PAGE_BYTES)]
     entries = entries_of(SIZES)
     footer, listed = len(pages) - 2, len(entries) * ENTRY.itemsize
@@ -87,7 +87,7 @@ def segments(folder: Folder, sealed: bool) -> Take:
 
 
 def changed_root_segment(rng: Random, raw: bytes) -> bytes:
-    """Does what `changed_segment` does, for a segment of which only the dtypes of its pages are known."""
+    """Does what `changed_segment` does, with no knowledge of the segment but the dtypes of its pages."""
     pages = [bytearray(raw[at : at + PAGE_BYTES]) for at in range(0, len(raw), PAGE_BYTES)]
     kinds = {b"KVOSEGM\n": SEGMENT, b"KVORECD\n": RECORD, b"KVOTRLR\n": TRAILER}
     ours = [page for page in pages if bytes(page[:8]) in kinds]

@@ -31,10 +31,10 @@ NAMES_HEADER_BYTES = 32
 def estate() -> Cache:
     """A cache with keys of two groups, as its killed process leaves it."""
     cache = make_cache(PAGES, SLAB_PAGES)
-    told = {0: Composition("bfloat16", b"layers 0")}
+    compositions = {0: Composition("bfloat16", b"layers 0")}
     for group, pages in enumerate([(1,), (1, 2)]):
         keyspace = make_keyspace(cache, FINGERPRINT, group=group, pages=pages)[1]
-        cache.set_part_bytes(keyspace, {}, told if group else {})
+        cache.set_part_bytes(keyspace, {}, compositions if group else {})
         store(cache, keyspace, keys_of(1, 2, 3))
     cache.epochs.advance(b"o" * 16)
     cache.save_state()

@@ -61,7 +61,7 @@ def replies(rng: Random) -> None:
     tag = rng.choice([*asked, "completed", "ready", "events", "error"])
     call = asked.get(tag, asked["found" if tag == "ready" else "accepted"])
     state.ask(call)
-    told: dict[str, Any] = {
+    further: dict[str, Any] = {
         **{tag: {"states": [b"\1\1"]} for tag in ("found", "ready", "reserved")},
         "accepted": {"states": [b"\3\3"]},
     }
@@ -71,7 +71,7 @@ def replies(rng: Random) -> None:
         if tag == "completed":
             state.receive(encode(sample("accepted", seq=2, states=[b"\3\3"])), [])
         answered = {} if tag in ("completed", "ready", "events") else {"seq": 2}
-        body = encode(sample(tag, **answered, **told.get(tag, {})))
+        body = encode(sample(tag, **answered, **further.get(tag, {})))
         state.receive(changed_frame(rng, body[PREFIX.size :], msgpack.packb), [])
         if isinstance(call.value, Found):
             assert [len(states) for states in call.value.states] == [2]

@@ -1,4 +1,4 @@
-"""Objects of known bytes in an engine's memory: a header page and parts, each at a place of its own."""
+"""Lays out objects of known bytes in an engine's memory: a header page and parts, each at a separate place."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Places:
         return bool((self._content(number) == GUARD).all())
 
     def guards_stand(self) -> bool:
-        """Whether nothing was written beside the pieces."""
+        """Whether nothing was written outside the pieces."""
         outside = np.ones(self.end - self._begin, bool)
         for _, pieces in self.wanted:
             for offset, size in pieces:

@@ -22,7 +22,7 @@ Start = Callable[..., Daemon]
 
 @dataclass
 class Site:
-    """The agent of each daemon is on a host of its own."""
+    """The agent of each daemon is on a separate host."""
 
     cluster: Cluster
     start_daemon: Start
@@ -40,7 +40,7 @@ class Site:
 
 
 def remote(daemon: Daemon) -> dict[str, Any]:
-    """What its status says of the tier."""
+    """Returns its status of the tier."""
     found: dict[str, Any] = daemon.status()["remote"]
     return found
 

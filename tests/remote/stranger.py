@@ -1,4 +1,4 @@
-"""`python -m tests.remote.stranger`: what somebody can do who only reaches Mooncake's ports. Prints JSON."""
+"""`python -m tests.remote.stranger` does what a stranger can do who only reaches Mooncake's ports. Prints JSON."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def keys(seed: int) -> Keys:
 
 
 def lives(pid: int) -> bool:
-    """Not so a zombie, which nobody may have waited for: it has no memory any more."""
+    """A zombie, which its parent has not waited for yet, does not count: it has no memory any more."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def test_two_hosts_share_and_clear(site: Callable[[str], Site], keys: Keys, kind
 
 @each_engine
 def test_a_slow_link_costs_a_deadline(site: Callable[[str], Site], keys: Keys, kind: str) -> None:
-    """`ready` comes in time with what is there; the rest is a miss, and what is still written to is nobody's."""
+    """`ready` comes in time with what is there; the rest is a miss, and no key gets slots that are still written to."""
     made = site(kind)
     lab = made.cluster.lab
     here, there = made.daemon(0), made.daemon(1, "remote.fetch_s=1")

@@ -1,4 +1,4 @@
-"""What every engine must do, as `Engine` says: the same tests on all of them, against real stores."""
+"""Tests what every engine must do, as `Engine` documents it: the same tests on all of them, against real stores."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def named(prefix: str, count: int, *part_bytes: int) -> list[Object]:
 
 
 def removed(engine: EngineHost, *names: str) -> list[int]:
-    """What `remove` says of each in the end. Of an object that somebody has just read, a store may say with a code that
-    it is still there: who removes it asks again, as the daemon does.
+    """Returns the code of `remove` for each in the end. For an object that was just read, a store's code may be that it
+    is still there: this asks again, as the daemon does.
     """
-    said = dict.fromkeys(names, int(Code.REFUSED))
+    codes = dict.fromkeys(names, int(Code.REFUSED))
 
     def all_are_told() -> bool:
-        left = [name for name in said if said[name] < 0]
-        said.update(zip(left, engine.call("remove", left), strict=True))
-        return min(said.values()) >= 0
+        left = [name for name in codes if codes[name] < 0]
+        codes.update(zip(left, engine.call("remove", left), strict=True))
+        return min(codes.values()) >= 0
 
     until(all_are_told, "each of them is removed, or was not there", every_s=0.05)
-    return [said[name] for name in names]
+    return [codes[name] for name in names]
 
 
 def test_what_one_host_puts_another_one_gets(cluster: Cluster, prefix: str) -> None:
-    """Header and parts from their places, to other places, and nothing beside them."""
+    """Header and parts go from their places to other places, and nothing is written outside these."""
     here, there = cluster.engine(0), cluster.engine(1)
     objects = [Object(f"{prefix}{n}", n, (4 * KIB * (n + 1), 12 * KIB, 100 * KIB)) for n in range(5)]
     assert there.exists(*(each.name for each in objects)) == [NO] * 5
@@ -198,7 +198,7 @@ def test_calls_of_many_threads_do_not_meet(cluster: Cluster, prefix: str, seed: 
     put(engine, *objects)
 
     def work(number: int) -> list[str]:
-        """Each with memory of its own."""
+        """Work with separate memory."""
         rng = np.random.default_rng([seed, number])
         wrong = []
         for _ in range(15):
@@ -248,30 +248,30 @@ def test_what_is_too_large_is_refused(cluster: Cluster, prefix: str) -> None:
 
 @pytest.mark.slow
 def test_it_does_what_a_table_of_objects_does(cluster: Cluster, prefix: str, rng: random.Random) -> None:
-    """Some hundred calls at random, from two hosts, beside a dict."""
+    """Some hundred calls at random, from two hosts, have the results that a dict gives."""
     engines = [cluster.engine(0), cluster.engine(1)]
     table: dict[str, Object] = {}
     names = [f"{prefix}{place}/{number}" for place in "ab" for number in range(6)]
     for step in range(200):
         engine = rng.choice(engines)
-        some = rng.sample(names, rng.randint(1, 5))
+        chosen = rng.sample(names, rng.randint(1, 5))
         action = rng.choice(("put", "put", "get", "get", "exists", "remove", "sweep"))
-        note = f"step {step}: {action} {some}"
+        note = f"step {step}: {action} {chosen}"
         if action == "put":
-            objects = [Object(name, step, (rng.choice((1, 500, 4096, 70_000)),)) for name in some]
+            objects = [Object(name, step, (rng.choice((1, 500, 4096, 70_000)),)) for name in chosen]
             assert put(engine, *objects) == [each.size_bytes for each in objects], note
             table = {each.name: each for each in objects} | table
         elif action == "get":
-            asked = [table.get(name, Object(name, 0)) for name in some]
+            asked = [table.get(name, Object(name, 0)) for name in chosen]
             codes, places = get(engine, *asked)
             assert codes == [each.size_bytes if each.name in table else Code.MISS for each in asked], note
             assert all(places.holds(at) for at, each in enumerate(asked) if each.name in table), note
             assert places.guards_stand(), note
         elif action == "exists":
-            assert engine.exists(*some) == [YES if name in table else NO for name in some], note
+            assert engine.exists(*chosen) == [YES if name in table else NO for name in chosen], note
         elif action == "remove":
-            assert removed(engine, *some) == [int(name in table) for name in some], note
-            table = {name: each for name, each in table.items() if name not in some}
+            assert removed(engine, *chosen) == [int(name in table) for name in chosen], note
+            table = {name: each for name, each in table.items() if name not in chosen}
         elif rng.random() < 0.3:
             gone = [name for name in table if name.startswith(prefix + "a/")]
             assert engine.sweep(prefix + "a/") == len(gone), note

@@ -107,7 +107,7 @@ def generation(name: str) -> int:
 
 
 def stamped(keys: Keys, version: int) -> Keys:
-    """Keys of which the contents of this version are made."""
+    """Returns the keys that the contents of this version are made of."""
     changed = keys.copy()
     changed[:, :8] ^= np.frombuffer(version.to_bytes(8, "little"), np.uint8)
     return changed
@@ -132,7 +132,7 @@ class Traffic:
             while not self._stop.is_set():
                 self.seen |= self._host.versions(self._keys, self._version)
                 self.began.set()
-        except BaseException as error:  # noqa: BLE001  the test is told
+        except BaseException as error:  # noqa: BLE001  the test raises it
             self.error = error
             self.began.set()
 
@@ -150,12 +150,12 @@ def test_clears_while_the_other_host_is_busy(site: Callable[[str], Site], seed: 
     keys = new_keys(rng, KEYS)
     for version in range(ROUNDS):
         one, other = hosts if rng.random() < 0.5 else hosts[::-1]
-        mine, theirs, unseen = keys[:EACH], keys[EACH : 2 * EACH], keys[2 * EACH :]
-        one.store(np.concatenate([mine, unseen]), version)
+        own, theirs, unseen = keys[:EACH], keys[EACH : 2 * EACH], keys[2 * EACH :]
+        one.store(np.concatenate([own, unseen]), version)
         other.store(theirs, version)
         if rng.random() < 0.7:
             until(lambda: not any(remote(h.daemon)["backlog_bytes"] for h in hosts), "all is pushed")
-        traffic = Traffic(other, np.concatenate([mine, theirs]), version)
+        traffic = Traffic(other, np.concatenate([own, theirs]), version)
         if rng.random() < 0.5:
             traffic.began.wait(60)
         both = rng.random() < 0.2
@@ -174,11 +174,11 @@ def test_clears_while_the_other_host_is_busy(site: Callable[[str], Site], seed: 
         other.await_generation(generation(one.eras[-1]))
         assert states(other.rank, keys) == [MISS] * KEYS, "its own memory, once it has heard"
         # The next version goes the same way, under the same names.
-        one.store(mine[:4], version + 1)
-        came = other.versions(mine, version + 1)
+        one.store(own[:4], version + 1)
+        came = other.versions(own, version + 1)
         assert came <= {version + 1}
         if not both and rng.random() < 0.2:
-            until(partial(other.has, mine, version + 1), "it arrives", every_s=0.05)
+            until(partial(other.has, own, version + 1), "it arrives", every_s=0.05)
 
 
 @dataclass

@@ -1,6 +1,6 @@
-"""The daemon's side with real stores: hosts with an arena and an agent each, on hosts of a lab.
+"""Tests the daemon's side with real stores: hosts with an arena and an agent each, on hosts of a lab.
 
-What a store does wrong, by itself or by others, is no wrong byte here, and no memory that somebody else writes.
+What a store does wrong, by itself or by others, gives no wrong byte here, and no memory that the store still writes.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ async def test_the_store_dies_and_comes_back(open_hosts: Open, kind: str, seed: 
 
 
 async def test_a_store_that_starts_later(open_hosts: Open, seed: int) -> None:
-    """The daemon does not wait for it; why there is none is told meanwhile."""
+    """The daemon does not wait for it, and reports meanwhile why there is none."""
     hosts = open_hosts("mooncake")
     for store in hosts.cluster.stores:
         store.kill()
@@ -302,7 +302,7 @@ async def test_a_store_that_starts_later(open_hosts: Open, seed: int) -> None:
 
 
 async def test_an_agent_that_dies_in_the_middle(open_hosts: Open, seed: int) -> None:
-    """SIGKILL, SIGSEGV (Mooncake has handlers of its own), SIGSTOP: the daemon lives, and the next agent works."""
+    """SIGKILL, SIGSEGV (Mooncake has its own handlers) or SIGSTOP hits it. The daemon lives, and the next one works."""
     hosts = open_hosts("mooncake")
     lab = hosts.cluster.lab
     host = await hosts.open(0)

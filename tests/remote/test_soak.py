@@ -34,15 +34,15 @@ def test_a_short_one(engine: str, seed: int) -> None:
 
 
 def test_mishaps_come_at_random_and_are_undone() -> None:
-    told: list[str] = []
-    lasting = Mishap("cut", 3.0, 2.0, lambda seconds: told.append("cut"), lambda: told.append("mended"))
-    once = Mishap("kill", 5.0, 0.0, lambda seconds: told.append("kill"))
+    calls: list[str] = []
+    lasting = Mishap("cut", 3.0, 2.0, lambda seconds: calls.append("cut"), lambda: calls.append("mended"))
+    once = Mishap("kill", 5.0, 0.0, lambda seconds: calls.append("kill"))
     mishaps = Mishaps(np.random.default_rng(1), 60.0, [lasting, once])
     for tenth in range(600):
         mishaps.look(tenth / 10)
-    assert mishaps.counts["cut"] == told.count("cut") > 5
-    assert mishaps.counts["kill"] == told.count("kill") > 5
-    cuts = [what for what in told if what != "kill"]
+    assert mishaps.counts["cut"] == calls.count("cut") > 5
+    assert mishaps.counts["kill"] == calls.count("kill") > 5
+    cuts = [what for what in calls if what != "kill"]
     assert cuts[::2] == ["cut"] * len(cuts[::2]), "never twice at once"
     mishaps.undo_all()
-    assert told.count("mended") == told.count("cut")
+    assert calls.count("mended") == calls.count("cut")

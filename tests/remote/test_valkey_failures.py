@@ -92,7 +92,7 @@ def test_what_a_link_too_slow_has_brought_there_counts(make_isolated: Make) -> N
 
 
 def test_a_server_that_was_started_again_is_found_at_once(make_isolated: Make) -> None:
-    """Connections of before are of no use, and nobody notices."""
+    """Connections of before are of no use, and callers do not notice."""
     cluster = make_isolated("valkey")
     (server,) = cluster.stores
     engine = cluster.engine()
@@ -123,8 +123,8 @@ def test_objects_expire(start: Make) -> None:
 
 
 def test_what_is_kept_goes_at_its_date_and_not_before(start: Make) -> None:
-    """The server never evicts it, since it has no time to live; by the server's clock, whoever renews anything removes
-    what is over.
+    """The server never evicts it, since it has no time to live. An engine that renews anything removes what is over by
+    the server's clock.
     """
     cluster = start()
     engine = cluster.engine(0, {"ttl_s": 1.0})
@@ -317,7 +317,7 @@ def test_tls_with_certificates_of_both(start: Make, certificates: Path) -> None:
 
 
 def test_a_call_that_is_given_up_is_bounded_by_its_deadline_alone(start: Make) -> None:
-    """Not by how often bytes come: a server that trickles holds up nobody for longer."""
+    """The bytes that come do not extend it: a server that trickles holds up no caller for longer."""
     cluster = start()
     engine = cluster.engine(0, {"deadline_s": 1.0})
     put(engine, SMALL)

@@ -1,4 +1,4 @@
-"""A system for `scripts.peers` that keeps everything in a dict, and fails as it is told to."""
+"""A system for `scripts.peers` that keeps everything in a dict, and fails on demand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a script as a user would, in a process of its own."""
+"""Runs a script as a user would, in a separate process."""
 
 from __future__ import annotations
 

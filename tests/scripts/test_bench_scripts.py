@@ -1,4 +1,4 @@
-"""The benchmarks with sizes that tell nothing: that they run, and what their JSON holds."""
+"""Tests that the benchmarks run, and what their JSON holds, with sizes whose figures mean nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_bench_copy() -> None:
 
 @pytest.mark.slow
 def test_bench_copy_of_a_layout() -> None:
-    """And beside one that verifies nothing, whose loads are no part of the ratio to memcpy."""
+    """It also runs one that verifies nothing, whose loads are no part of the ratio to memcpy."""
     arguments = ("--layout", "packed-pages", "--model", "lfm2-1.2b", "--unverified")
     found = result_of("bench_copy", "--bytes", "1MiB", "--rounds", "1", "--jobs", "1", *arguments)
     (case,) = found["cases"]

@@ -34,9 +34,9 @@ def sample(ttft_s: float, answer: tuple[int, ...] = (1, 2)) -> RequestSample:
 
 
 def one_round(ttft_s: float, *, load_bytes: int = MIB) -> ServingRound:
-    some = [sample(ttft_s), replace(sample(ttft_s * 2), cached=0), sample(ttft_s * 3)]
+    samples = [sample(ttft_s), replace(sample(ttft_s * 2), cached=0), sample(ttft_s * 3)]
     moved = TransferTotals(jobs=0.5, keys=90, descriptors=180, bytes=load_bytes, seconds=0.008)
-    return ServingRound(some, own=[sample(0.02)], busy=some, busy_s=1.5, store=moved, load=moved, memcpy_s=0.005)
+    return ServingRound(samples, own=[sample(0.02)], busy=samples, busy_s=1.5, store=moved, load=moved, memcpy_s=0.005)
 
 
 def test_moved() -> None:
@@ -102,7 +102,7 @@ def test_options(tmp_path: Path) -> None:
 
 
 class FakeEngine:
-    """Answers at once, the last request first. `asked_s` tells when it was asked."""
+    """Answers at once, the last request first. `asked_s`: when it was asked."""
 
     def __init__(self, first_s: float, params: dict[str, Any] | None) -> None:
         self.asked: list[Asked] = []
@@ -129,12 +129,12 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
         return [engine for engine in engines if engine.waiting][:1]
 
     monkeypatch.setattr(pair, "await_any", ready)
-    told = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}
-    return FakeEngine(0.5, None), FakeEngine(2.0, told)
+    params = {"do_remote_prefill": True, "remote_prefill_cached_tokens": 0}
+    return FakeEngine(0.5, None), FakeEngine(2.0, params)
 
 
 def test_a_pair_serves(fakes: tuple[Any, Any]) -> None:
-    """Each prompt goes to one engine and then, with what that has told, to the other one."""
+    """Each prompt goes to one engine and then, with the parameters from its answer, to the other one."""
     decode, prefill = fakes
     prompts = [[number] for number in range(5)]
     samples = Pair(decode, prefill).serve(prompts, 4, "salt", 2)

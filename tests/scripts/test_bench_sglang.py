@@ -26,7 +26,7 @@ class Storage:
 
 
 class Tree:
-    """SGLang's, of which requests wait."""
+    """SGLang's tree, which requests wait for."""
 
     def __init__(self) -> None:
         self.answers = iter((False, False, True))
@@ -64,22 +64,22 @@ def test_calls_are_timed_by_thread(clock: StorageTimer, tmp_path: Path) -> None:
         pass
     assert int((tmp_path / "pid").read_text()) == os.getpid()
     os.kill(os.getpid(), signal.SIGUSR2)
-    said = json.loads((tmp_path / "timings.json").read_text())
-    calls = {(thread, method): times for thread, method, times in said["calls"]}
+    timings = json.loads((tmp_path / "timings.json").read_text())
+    calls = {(thread, method): times for thread, method, times in timings["calls"]}
     assert {name: len(times) for name, times in calls.items()} == {
         ("prefetch_thread_func", "batch_exists"): 1,
         (SCHEDULER, "batch_exists"): 1,
     }
     took, processor = calls[SCHEDULER, "batch_exists"][0]
     assert took >= 0.02 > processor >= 0
-    assert len(said["waits_s"]) == 1
-    assert said["processor_s"][SCHEDULER] >= 0
+    assert len(timings["waits_s"]) == 1
+    assert timings["processor_s"][SCHEDULER] >= 0
     os.kill(os.getpid(), signal.SIGUSR2)
     assert json.loads((tmp_path / "timings.json").read_text())["calls"] == [], "it begins anew"
 
 
 def test_figures() -> None:
-    said = {
+    timings = {
         "calls": [
             ["prefetch_thread_func", "batch_exists", [[0.004, 0.002], [0.002, 0.001]]],
             ["backup_thread_func", "batch_set_v1", [[0.010, 0.004]]],
@@ -89,13 +89,13 @@ def test_figures() -> None:
         "waits_s": [0.001, 0.003, 0.002],
         "processor_s": {SCHEDULER: 1.0, "prefetch_thread_func": 0.004, "kvoffloadd-lines": 0.002},
     }
-    assert figures_of(said, 2) == pytest.approx(
+    assert figures_of(timings, 2) == pytest.approx(
         {
             "scheduler_ms": 0.5, "hooks_ms": 3.0, "wait_ms": 2.0, "lookup_ms": 3.0, "lookup_processor_ms": 1.5,
             "store_ms": 5.0, "store_processor_ms": 2.0, "threads_processor_ms": 3.0,
         }
     )  # fmt: skip
-    assert figures_of(said, 2).keys() == FIGURES.keys()
+    assert figures_of(timings, 2).keys() == FIGURES.keys()
 
 
 @pytest.mark.parametrize("who", [OUR, DEAD, FILE])

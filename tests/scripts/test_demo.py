@@ -47,7 +47,7 @@ def test_a_short_demo_is_clean() -> None:
 
 
 def test_a_wrong_byte_is_found() -> None:
-    """The demo's own eyes: the daemon damages what it loads (its faults are for tests), and the demo says so."""
+    """The demo checks bytes itself: the daemon damages what it loads (a fault for tests), and the demo reports it."""
     source = """
 import sys
 from kvoffloadd import cli

@@ -1,4 +1,4 @@
-"""`scripts gpu_check` from end to end, on the software driver and with sizes that tell nothing."""
+"""Tests `scripts gpu_check` from end to end, on the software driver and with sizes whose figures mean nothing."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_kernels_run_beside_copies_by_each_path(tmp_path: Path, kinds: tuple[str
 
 
 def test_the_gpu_tests_run_as_on_a_gpu() -> None:
-    """Nothing says that the driver is one in software: it is found as a real one is."""
+    """No setting names the driver as one in software: it is found as a real one is."""
     pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
     try:
         found = softcuda.environment()

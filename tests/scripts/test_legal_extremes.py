@@ -1,4 +1,4 @@
-"""The script that asks for the most that is legal: that it runs, what it tells, and that jobs keep its bound."""
+"""Tests the script that asks for the most that is legal: it runs, prints its findings, and jobs keep its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts check bytes with: it must tell apart whatever a bug could confuse, and see every byte."""
+"""Tests what scripts check bytes with: it must distinguish whatever a bug could confuse, and see every byte."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_filled_blocks_are_expected_and_lent_ones_are_let_alone(number: int) -> 
     blocks = memory.free.take(2 * group.blocks_per_key).reshape(2, -1)
     memory.fill(group.number, blocks, oracle().contents(group.number, part, keys, group.payload_bytes(part)))
     assert memory.compare_all() is None
-    # What a load would have to bring, but nobody brought it.
+    # What a load would have to bring, but no load brought it.
     other = oracle().contents(group.number, part, oracle().keys(1, 16, 2), group.payload_bytes(part))
     memory.lend(blocks.reshape(-1))
     memory.expect(group.number, blocks, other)
@@ -100,29 +100,29 @@ def test_filled_blocks_are_expected_and_lent_ones_are_let_alone(number: int) -> 
 def test_a_killed_worker_takes_no_count_with_it(tmp_path: Path) -> None:
     everyone = Counters(tmp_path / "counters", 2)
     for _process in range(2):
-        mine = Counters(tmp_path / "counters", 2, 1)
-        mine.add("loads", 3)
+        counters = Counters(tmp_path / "counters", 2, 1)
+        counters.add("loads", 3)
         for _ in range(50):
-            mine.took("load", 0.01)
-        mine.took("load", 5.0)
+            counters.took("load", 0.01)
+        counters.took("load", 5.0)
     assert everyone.total("loads") == everyone.get(1, "loads") == 6
     assert everyone.percentile_s("load", 50) == pytest.approx(0.01, rel=0.05)
     assert everyone.percentile_s("load", 99) == pytest.approx(5.0, rel=0.05)
     assert everyone.percentile_s("store", 50) is None
-    assert not mine.stopping
+    assert not counters.stopping
     everyone.stop()
-    assert mine.stopping
+    assert counters.stopping
 
 
 def test_conversations_change_workers_with_every_turn() -> None:
     turns = chat(1, 300, 2)
     assert turns == chat(1, 300, 2)
-    said: dict[int, int] = {}
+    tokens: dict[int, int] = {}
     last: dict[int, int] = {}
     for turn in turns:
         assert turn.known_tokens <= turn.prompt_tokens < turn.total_tokens
-        if turn.conversation in said:
-            assert turn.known_tokens == said[turn.conversation]
+        if turn.conversation in tokens:
+            assert turn.known_tokens == tokens[turn.conversation]
             assert turn.worker != last[turn.conversation]
-        said[turn.conversation], last[turn.conversation] = turn.total_tokens, turn.worker
-    assert len(said) > 300 / (2 * TURNS_EACH)
+        tokens[turn.conversation], last[turn.conversation] = turn.total_tokens, turn.worker
+    assert len(tokens) > 300 / (2 * TURNS_EACH)

@@ -131,9 +131,9 @@ def test_a_bit_is_flipped_in_another_process() -> None:
         finally:
             holder.stdin.write(b"\n")
             holder.stdin.close()
-        told = [bytes.fromhex(word) for word in holder.stdout.readline().decode().split()]
+        contents = [bytes.fromhex(word) for word in holder.stdout.readline().decode().split()]
     assert flipped >= 2
-    for found in told:
+    for found in contents:
         assert [at for at in range(64) if found[at] != needle[at]] == [32]
 
 
@@ -192,14 +192,14 @@ def test_figures_in_their_units() -> None:
 
 
 def test_who_is_ahead() -> None:
-    """More bytes a second, and fewer seconds, are better; by medians; where only one has a figure nobody is."""
+    """More bytes a second, and fewer seconds, are better, by medians; a figure that only one has puts none ahead."""
     figures = {
         "kvoffloadd": {"store": spread([2e9]), "ping": spread([20e-6]), "load": spread([1e9]), "restart": spread([1])},
         "a": {"store": spread([1e9]), "ping": spread([10e-6]), "load": spread([3e9])},
         "b": {"store": spread([1e9, 1e9, 9e9]), "ping": spread([40e-6]), "load": spread([2e9]), "read": spread([9e9])},
     }
-    told = {figure.name: (who, factor) for figure, who, factor in ahead("kvoffloadd", figures)}
-    assert told == {"ping": ("a", 2.0), "load": ("a", 3.0)}
+    leaders = {figure.name: (who, factor) for figure, who, factor in ahead("kvoffloadd", figures)}
+    assert leaders == {"ping": ("a", 2.0), "load": ("a", 3.0)}
 
 
 def test_each_system_is_the_first_in_turn() -> None:
@@ -209,7 +209,7 @@ def test_each_system_is_the_first_in_turn() -> None:
 
 
 def test_the_page_is_what_was_measured() -> None:
-    """Whatever the figures are, they are on the page; what the own system lacks is said."""
+    """Whatever the figures are, they are on the page, and so is what kvoffloadd lacks."""
     systems = PEERS[:2]
     found = {
         "machine": {"processor": "one", "date": "2026-01-02"},
@@ -240,10 +240,10 @@ def test_the_page_is_what_was_measured() -> None:
 
 @pytest.mark.slow
 def test_a_round_of_a_system_that_does_its_work() -> None:
-    samples, said = had_of(fake())
+    samples, notes = had_of(fake())
     assert samples.keys() == LOOKUPS | {"start", "store", "load", "write", "read", "restart", "restart_killed"}
     assert all(len(values) == 1 and values[0] > 0 for values in samples.values())
-    assert said == {"ping": "not compared: there is nobody"}
+    assert notes == {"ping": "not compared: there is nobody"}
 
 
 @pytest.mark.slow
@@ -262,9 +262,9 @@ def test_a_system_that_fails_has_no_figure_and_the_reason_is_told(
     fault: str, case: str, begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cases, "AGAIN_S", 0.1)
-    samples, said = had_of(fake(fault))
-    assert said[case].startswith(begin)
-    assert "log" not in said[case], "but for its last line"
+    samples, notes = had_of(fake(fault))
+    assert notes[case].startswith(begin)
+    assert "log" not in notes[case], "but for its last line"
     lacks = {"memory": "load", "read": "read", "lookups": "lookup_1k", "restart": "restart"}[case]
     assert lacks not in samples
 
@@ -273,8 +273,8 @@ def test_a_system_that_fails_has_no_figure_and_the_reason_is_told(
 def test_kvoffloadd() -> None:
     """All that its peers are asked, with little of it: every figure, and what it does is what its documents say."""
     peer = PEERS[0]
-    samples, said = had_of(peer)
-    assert said == {}
+    samples, notes = had_of(peer)
+    assert notes == {}
     assert samples.keys() == LOOKUPS | (FIGURE_NAMES - {name for name in FIGURE_NAMES if name.startswith("lookup")})
     found = find_out(peer, PLAN)
     assert found["full memory"].endswith("all bytes right")
@@ -283,7 +283,7 @@ def test_kvoffloadd() -> None:
     if not found["flipped bit in memory, checksums on"].startswith("not compared: this kernel"):
         assert found["flipped bit in memory, checksums on"].endswith("all bytes right")
         assert "0 loaded" in found["flipped bit in memory, checksums on"]
-        # As shipped, a load looks where it can hash while it copies; where it can't, nobody does.
+        # As shipped, a load verifies where it can hash while it copies; where it can't, nothing does.
         if copy_payloads is not None:
             assert found["flipped bit in memory"] == found["flipped bit in memory, checksums on"]
         else:

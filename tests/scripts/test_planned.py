@@ -35,7 +35,7 @@ def arranged(geometry: PlannedGeometry, layout: str, rank: int = 0) -> Arrangeme
 
 
 def filled(arrangement: Arrangement, group: int, contents: U8Array) -> list[U8Array]:
-    """All tensors, of which block 1 has these contents, written through the layers' views."""
+    """Returns all tensors. Block 1 has these contents, written through the layers' views."""
     rows = [np.zeros((one.num_blocks, one.stride_bytes), np.uint8) for one in arrangement.layouts]
     start = 0
     for piece in arrangement.pieces[group]:

@@ -17,7 +17,7 @@ def broken(
 ) -> list[str]:
     """Returns what is broken in a job with five keys of 10 bytes that were all there."""
     state = KeyState.HIT if is_load else KeyState.RESERVED
-    share = SimpleNamespace(bytes_of=lambda mine: 10 * int(np.count_nonzero(mine)))
+    share = SimpleNamespace(bytes_of=lambda rows: 10 * int(np.count_nonzero(rows)))
     opened: Any = SimpleNamespace(
         job="job", shares=[share], is_load=is_load, leased=leased, hurried=False, cancelled=False
     )

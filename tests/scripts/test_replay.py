@@ -152,13 +152,13 @@ def test_daemon_and_simulator_agree_on_a_workload_by_its_name(load: str) -> None
 
 def test_a_flood_of_another_user_in_another_size() -> None:
     found = result_of(Path("flood-5"), "--limit", "300", "--capacity", "0.2", "--sizes", "2,1")
-    mine, flood = found["tenants"]
-    assert (mine["payload_bytes"], flood["payload_bytes"]) == (8192, 4096)
-    assert mine["requests"] + flood["requests"] == 275
-    assert (flood["uid"] != mine["uid"]) == (os.getuid() == 0)
+    tenant, flood = found["tenants"]
+    assert (tenant["payload_bytes"], flood["payload_bytes"]) == (8192, 4096)
+    assert tenant["requests"] + flood["requests"] == 275
+    assert (flood["uid"] != tenant["uid"]) == (os.getuid() == 0)
     assert (flood["restorable"], flood["block_hits"], flood["restored"]) == (0, 0, None)
-    assert 0 < mine["block_hits"] == found["block_hits"] <= mine["restorable"]
-    assert mine["block_hits"] == mine["simulated_hits"]
+    assert 0 < tenant["block_hits"] == found["block_hits"] <= tenant["restorable"]
+    assert tenant["block_hits"] == tenant["simulated_hits"]
     assert found["evictions"] > 0
     assert found["slabs_taken_over"] > 0
     assert [found[f"{name}_hit_rate"] for name in ("policy", "lru", "belady")] == [None] * 3
@@ -173,9 +173,9 @@ def test_workers_of_three_tenants_take_turns() -> None:
     assert sum(tenant["simulated_hits"] for tenant in found["tenants"]) == restorable
 
 
-@pytest.mark.parametrize(("mine", "uids"), [(0, [0, OTHER_UID, OTHER_UID + 1]), (1000, [1000] * 3)])
-def test_only_root_has_tenants_be_other_users(monkeypatch: pytest.MonkeyPatch, mine: int, uids: list[int]) -> None:
-    monkeypatch.setattr(os, "getuid", lambda: mine)
+@pytest.mark.parametrize(("uid", "uids"), [(0, [0, OTHER_UID, OTHER_UID + 1]), (1000, [1000] * 3)])
+def test_only_root_has_tenants_be_other_users(monkeypatch: pytest.MonkeyPatch, uid: int, uids: list[int]) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: uid)
     tenants = tenants_of(MODELS["gpt-oss-20b"], None, [3, 1], 3)
     assert [tenant.uid for tenant in tenants] == uids
     assert [tenant.slot_bytes for tenant in tenants] == [3 * 4096, 4096, 3 * 4096]

@@ -51,5 +51,5 @@ def test_a_reader_that_has_seen_enough() -> None:
     child = subprocess.Popen([sys.executable, str(ROOT / "scripts")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.close()  # before it has written anything, or after
-    _, said = child.communicate(timeout=50)
-    assert (child.returncode, said) == (0, b"")
+    _, errors = child.communicate(timeout=50)
+    assert (child.returncode, errors) == (0, b"")

@@ -1,4 +1,4 @@
-"""What a soak of several hosts is told of clears: sentinels see what is older, and daemons survive a vandal."""
+"""Tests what a soak of several hosts learns of clears: sentinels see what is older, and daemons survive a vandal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sentinels(tmp_path: Path, *daemons: Daemon) -> Iterator[Sentinels]:
 
 
 def test_what_is_served_after_a_clear_is_counted(daemon: Daemon, tmp_path: Path) -> None:
-    """Also where nobody has cleared: the daemon that does not obey is played by one that was told nothing."""
+    """A daemon that got no clear stands in for one that does not obey: what it serves counts too."""
     with sentinels(tmp_path, daemon) as made:
         made._look_at(0, 1)
         made._look_at(0, 1)

@@ -44,7 +44,7 @@ def zero(memory: WatchedMemory, block: int) -> None:
 
 
 class HolesScene:
-    """A session with a daemon; `flips`: blocks of which a bit is flipped before the next load is looked at."""
+    """A session with a daemon; `flips`: blocks that get a flipped bit before the next load is looked at."""
 
     def __init__(self, daemon: Daemon, folder: Path, *, punched: bool = False) -> None:
         self.folder = folder / "evidence"
@@ -114,15 +114,15 @@ def test_a_wrong_byte_of_a_hit_is_found_and_written_down(scene: HolesScene) -> N
     flip(scene.memory, block, 1234)
     scene.session.settle()
     assert scene.counted(*VERDICT) == [0, 1, 0, 0]
-    told = scene.evidence()
-    (wrong,) = told["blocks"]
+    evidence = scene.evidence()
+    (wrong,) = evidence["blocks"]
     expected = scene.texts.contents(prompt.keys)[3, 1234]
     assert (wrong["block"], wrong["first_offset"], wrong["last_offset"], wrong["wrong_bytes"]) == (block, 1234, 1234, 1)
     assert [bytes.fromhex(wrong[name])[0] for name in ("expected", "seen")] == [expected, expected ^ 1]
     used = wrong["used_for"]
     assert (used["key"], used["prompt"]) == (prompt.keys[3].tobytes().hex(), prompt.number)
     assert (used["state"], used["outcome"], used["valid"]) == ("HIT", "done", True)
-    assert [call["call"] for call in told["calls"]] == ["store", "ended", "load", "ended"]
+    assert [call["call"] for call in evidence["calls"]] == ["store", "ended", "load", "ended"]
     with np.load(scene.folder / "worker-0.npz") as arrays:
         assert arrays[f"seen_{block}"].shape == (STRIDE_BYTES,)
 
@@ -132,10 +132,10 @@ def test_a_byte_that_changes_where_no_load_writes_is_stray(scene: HolesScene) ->
     scene.session.load(scene.prompt(), ALL[:4])
     (opened,) = scene.session.open
     scene.session.client.wait(opened.job, 60.0)
-    mine = opened.blocks.tolist()
-    flip(scene.memory, mine[0], 0)
-    flip(scene.memory, mine[1], PAYLOAD_BYTES)
-    flip(scene.memory, next(block for block in range(BLOCKS) if block not in mine), 5)
+    blocks = opened.blocks.tolist()
+    flip(scene.memory, blocks[0], 0)
+    flip(scene.memory, blocks[1], PAYLOAD_BYTES)
+    flip(scene.memory, next(block for block in range(BLOCKS) if block not in blocks), 5)
     scene.session.settle()
     assert scene.counted(*VERDICT) == [0, 3, 2, 0]
     assert len(scene.evidence()["blocks"]) == 3
@@ -271,8 +271,8 @@ def test_planted_corruption_is_found_beside_holes(tmp_path: Path) -> None:
     figures = done.figures
     assert (done.status, figures["good"], figures["evidence"]) == (1, False, str(tmp_path / "evidence"))
     assert 0 < figures["wrong_bytes"] <= figures["faults_planted"]
-    told = [json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "evidence").glob("*.json")]
-    blocks = [block for one in told for block in one["blocks"]]
+    evidence = [json.loads(path.read_text(encoding="utf-8")) for path in (tmp_path / "evidence").glob("*.json")]
+    blocks = [block for one in evidence for block in one["blocks"]]
     assert blocks
     assert all(block["used_for"]["valid"] for block in blocks)
 

@@ -65,7 +65,7 @@ class Scene:
         return {"model": "bad input", "salt": self.salt, "key_bytes": KEY_BYTES}
 
     def session(self, role: str = "worker", **fields: Any) -> RawPeer:
-        """One more session of the same namespace; of another instance unless told."""
+        """Opens one more session of the same namespace and, unless `fields` name another, of the same instance."""
         peer = self.daemon.peer()
         peer.hello(role, namespace=self.namespace, **{"instance": self.instance, **fields})
         return peer
@@ -75,7 +75,7 @@ class Scene:
         return self.session(role, instance=os.urandom(16))
 
     def job(self, **fields: Any) -> Fields:
-        """A store of key 9 that is right but for what is said here."""
+        """Returns a store of key 9 that is right but for these fields."""
         groups = [{"group": 0, "keys": keys(9), "blocks": ids(9)}]
         return {"job": self.new_job(), "registration": self.registration, "groups": groups, **fields}
 

@@ -25,7 +25,7 @@ COUNT = 3
 
 
 class SlowHost:
-    """A host device whose mappings are made, and ended, when the test says so."""
+    """A host device that makes mappings, and ends them, when the test lets it."""
 
     kind = "host"
 
@@ -201,7 +201,7 @@ async def test_what_is_detached_before_its_reply(scene: AttachScene) -> None:
 async def test_a_daemon_without_descriptors(
     scene: AttachScene, monkeypatch: pytest.MonkeyPatch, which: int, number: int
 ) -> None:
-    """It is short of something, and has no bug: it says so, and keeps nothing."""
+    """It lacks something, and has no bug: its error names that, and it keeps nothing."""
     duplicate, made = os.dup, list[int]()
 
     def short(fd: int) -> int:

@@ -234,7 +234,7 @@ def test_one_byte_at_a_time_is_slow_but_right(scene: Scene) -> None:
 
 @pytest.mark.parametrize("name", ["x`\n12:34:56.789 WARNING kvoffloadd.daemon: exiting\x1b[31m", "\x9b2J\u202e\r"])
 def test_what_a_peer_sends_is_escaped_in_the_log(start_daemon: Callable[[], Daemon], name: str) -> None:
-    """Here the name of a field, in a frame that ends the session; a descriptor that nobody asked for makes it so."""
+    """Here it is the name of a field. An unexpected descriptor makes the frame end the session."""
     daemon = start_daemon()
     fd = create_memfd("forged", 4096)
     with daemon.peer() as peer:

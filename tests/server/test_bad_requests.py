@@ -71,7 +71,7 @@ REGISTER: dict[str, tuple[str, Callable[[Scene], Fields]]] = {
 
 
 def told(**what: Any) -> Callable[[Scene], Fields]:
-    """Register a new group with a ref of which this is told."""
+    """Register a new group with a ref that has these fields."""
     return refs({**REF, **what})
 
 

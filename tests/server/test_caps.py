@@ -62,7 +62,7 @@ def test_a_charge_is_made_whole_or_not_at_all() -> None:
 
 
 def test_what_all_users_have_together_is_shared() -> None:
-    """Nobody but root and the daemon's own user may take what the next one needs."""
+    """Only root and the daemon's own user may take what the next one needs."""
     accounts = Accounts({"fds": 900}, {"mappings": 1000}, {UID})
     trusted, first, second = (accounts.of(uid) for uid in (UID, UID + 1, UID + 2))
     first.charge(mappings=500, fds=500)
@@ -113,7 +113,7 @@ def test_sessions_without_a_hello_count(capped: Daemon) -> None:
 
 
 def second_rank(scene: Scene) -> tuple[RawPeer, int]:
-    """Another session with a registration of its own."""
+    """Opens another session with a separate registration."""
     other = scene.session()
     fd = os.memfd_create("caps_second")
     os.ftruncate(fd, 1 << 16)
@@ -341,7 +341,7 @@ def test_groups_of_a_namespace(daemon: Daemon) -> None:
 
 
 def none(count: int, first: int = 0) -> list[Fields]:
-    """Groups of which this rank has no part."""
+    """Returns groups whose parts this rank does not have."""
     return [{"group": first + n, "kind": "full", "tokens_per_key": 16} for n in range(count)]
 
 
@@ -412,8 +412,8 @@ def test_requests_that_wait(scene: Scene, hold: Hold) -> None:
     with hold:
         scene.peer.ok("load", **load)
         waiting = [scene.peer.begin("drain", deadline_s=60.0) for _ in range(64)]
-        said = scene.peer.ask("unregister", registration=scene.registration)
-        assert (said["code"], said["retryable"]) == ("busy", True)
+        refusal = scene.peer.ask("unregister", registration=scene.registration)
+        assert (refusal["code"], refusal["retryable"]) == ("busy", True)
         scene.peer.ok("ping")
     assert scene.peer.completed(load["job"])["outcome"] == "done"
     assert {scene.peer.answer(seq)["type"] for seq in waiting} == {"drained"}

@@ -1,4 +1,4 @@
-"""A clear that a disk or the remote store can't record yet: done at once, and repeated by nobody but the daemon."""
+"""Tests clears that a disk or the remote store can't record yet: done at once, and repeated by the daemon alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST, PER_SESSION = 256, 64
 
 @dataclass
 class Cleared(Scene):
-    """A scene beside a disk, whose root this is."""
+    """A scene with a disk, whose root this is."""
 
     root: Path = Path()
 
@@ -129,8 +129,8 @@ def test_more_than_may_wait_are_answered_at_once(spoilt: Cleared, place: Unrecor
 
 
 def test_a_client_that_knows_no_tokens(spoilt: Cleared, place: Unrecordable) -> None:
-    """Older clients were told to ask again until a clear is recorded: that clears nothing anew. The frames that they
-    get have no fields that they do not know.
+    """Older clients ask again until a clear is recorded: that clears nothing anew. The frames that they get have no
+    fields that they do not know.
     """
     asks = spoilt.stranger()
     refused = asks.ask("clear", everything=False)

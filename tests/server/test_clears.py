@@ -51,7 +51,7 @@ def context_of(cache: Any) -> Context:
 
 
 def session_of(context: Context) -> Session:
-    """One that has said hello."""
+    """Returns one that has sent its hello."""
     session = Session(
         context,
         Peer(1, context.own_uid, 0, -1),
@@ -151,7 +151,7 @@ async def test_a_clear_of_everything_is_not_one_of_a_namespace() -> None:
 
 
 def spaces(cache: Any, *labels: str) -> list[Any]:
-    """The keyspaces of namespaces of these labels, with four keys each and nobody there."""
+    """Returns the keyspaces of namespaces of these labels, with four keys each and no sessions."""
     found = []
     for label in labels:
         namespace = cache.open_namespace(label.encode().ljust(16), 1, label, 32)
@@ -168,7 +168,7 @@ def named(pattern: str, token: bytes = b"t" * 16) -> m.Clear:
 
 @pytest.mark.parametrize("turns", [0, 1, 2, 3, 5])
 async def test_who_asks_for_a_clear_by_names_goes(monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
-    """It reaches all of them, and whoever asks again is answered for it, though they are gone by then."""
+    """It reaches all of them, and the next session that asks gets its result, though they are gone by then."""
     monkeypatch.setattr(clearing, "GROUPS_AT_ONCE", 1)
     monkeypatch.setattr(steps, "TURN_S", 0.0)
     cache = make_cache()
@@ -186,7 +186,7 @@ async def test_who_asks_for_a_clear_by_names_goes(monkeypatch: pytest.MonkeyPatc
     await context.clearings.close(60.0)
     assert [one.retired for one in (*old, other)] == [True, True, True, False]
     assert [one.rows for one in (*old, other)] == [0, 0, 0, 4]
-    session_of(context)  # whoever comes has those forgotten that nobody uses
+    session_of(context)  # a new session has those forgotten that are not in use
     again = session.handle(named("llama/*"), [])
     assert asyncio.iscoroutine(again)
     assert await again == m.Cleared(seq=2, keys=12, bytes=12 * 4096, namespaces=3)

@@ -1,4 +1,4 @@
-"""What peers send is closed where it keeps nobody waiting but them."""
+"""Tests that descriptors from peers are closed where only these peers wait for it."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_descriptors_of_a_user_keep_nobody_else_waiting(daemon: Daemon, stuck: L
 
 
 def test_more_descriptors_than_fit_are_not_closed_by_the_kernel(daemon: Daemon, stuck: Lingering) -> None:
-    """65, of which the last lingers, and all that a message can carry."""
+    """The test sends 65, where the last one lingers, and all that a message can carry."""
     other = daemon.peer()
     other.hello()
     peer = daemon.peer()
@@ -278,7 +278,7 @@ def test_descriptors_of_frames_that_never_come_count(start_daemon: Callable[...,
 
 
 def has_room(daemon: Daemon, peer: RawPeer, fds: int) -> bool:
-    """The daemon keeps a descriptor of this peer, and has so many then; otherwise an error has come."""
+    """Whether the daemon keeps a descriptor of this peer, and then has `fds` open; otherwise an error has come."""
     peer.send(frame({"type": "attach", "seq": 9, "kind": "shm", "fds": 64})[:5], [0])
 
     def is_refused() -> bool:

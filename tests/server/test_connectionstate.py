@@ -24,7 +24,7 @@ PAIRS = [(state, output) for state in Input for output in Output]
 
 
 class Scene:
-    """A connection that has said hello, what its session was asked, and what it has answered."""
+    """A connection that has sent its hello, what its session was asked, and what it has answered."""
 
     def __init__(self) -> None:
         self.made, self.theirs, self.context = connection()

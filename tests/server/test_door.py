@@ -38,16 +38,16 @@ def lets_in(account: Account) -> bool:
 
 def test_what_comes_back_by_itself_is_a_user_s_own() -> None:
     now = 5.0
-    mine, other = (Account(uid, dict(BUILT_IN), lambda: now) for uid in (1, 2))
-    assert all(lets_in(mine) for _ in range(CONNECTIONS.cap))
-    assert not lets_in(mine)
+    account, other = (Account(uid, dict(BUILT_IN), lambda: now) for uid in (1, 2))
+    assert all(lets_in(account) for _ in range(CONNECTIONS.cap))
+    assert not lets_in(account)
     assert lets_in(other)
     now += 3.5 / CONNECTIONS.per_s
-    assert [lets_in(mine) for _ in range(4)] == [True, True, True, False]
+    assert [lets_in(account) for _ in range(4)] == [True, True, True, False]
     now += 0.6 / CONNECTIONS.per_s
-    assert [lets_in(mine) for _ in range(2)] == [True, False], "nothing of what has come back is lost"
+    assert [lets_in(account) for _ in range(2)] == [True, False], "nothing of what has come back is lost"
     now += 1e6
-    assert [lets_in(mine) for _ in range(CONNECTIONS.cap + 1)].count(True) == CONNECTIONS.cap
+    assert [lets_in(account) for _ in range(CONNECTIONS.cap + 1)].count(True) == CONNECTIONS.cap
 
 
 class Threads:
@@ -144,9 +144,9 @@ async def test_a_user_for_whom_there_are_no_threads_comes_later(socket_dir: Path
     scene.threads.short = True
     peer = scene.connect()
     scene.listener._on_acceptable()
-    said = peer.recv(1000)
-    assert b"can't start threads for uid" in said
-    assert BusyError.code.encode() in said
+    answer = peer.recv(1000)
+    assert b"can't start threads for uid" in answer
+    assert BusyError.code.encode() in answer
     assert peer.recv(1000) == b""
     peer.close()
     assert scene.context.accounts.figures() == {}

@@ -104,7 +104,7 @@ class Copies:
 
 @pytest.mark.parametrize("what", ["copies", "pins", "namespace"])
 async def test_what_fails_within_a_session_s_end_costs_the_others_nothing(what: str) -> None:
-    """Memory is unmapped all the same; but if nobody knows whether copies have ended."""
+    """Memory is unmapped all the same, unless it is unknown whether copies have ended."""
     made, theirs, context = connection()
     session, error = made.session, RuntimeError("a bug")
     copies: Any = Copies(error if what == "copies" else None)
@@ -142,7 +142,7 @@ async def test_the_room_of_a_frame_whose_answer_ends_its_session_comes_back_at_o
 
 
 class SteppedDeadline:
-    """A deadline on a clock of its own, and the limits that were exceeded."""
+    """A deadline on a separate clock, and the limits that were exceeded."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -398,15 +398,15 @@ async def test_a_frame_that_is_being_unpacked_is_not_late_however_large_the_next
 
 
 async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow reader gets what was said before, the error that ends its session among it, and then the end."""
+    """A slow reader gets what was sent before, with the error that ends its session, and then the end."""
     monkeypatch.setattr(framewriter, "FLUSH_S", 60.0)
     made, theirs, context = connection()
     context.jobs = Copies(None)
     theirs.setblocking(False)
-    said = 0
+    replies = 0
     while not made._outbox.frames:  # more than the socket takes
         made._reply_error(UsageError("x" * 300), 0)
-        said += 1
+        replies += 1
     made.turn_away(UsageError("x" * 300))
     for _ in range(20):  # it would be closed by now
         await asyncio.sleep(0)
@@ -415,7 +415,7 @@ async def test_what_is_queued_at_the_end_is_still_sent(monkeypatch: pytest.Monke
         while part := await context.loop.sock_recv(theirs, 1 << 16):
             received += part
         await made.ended.wait()
-    assert received.count(b"x" * 300) == said + 1
+    assert received.count(b"x" * 300) == replies + 1
     theirs.close()
 
 

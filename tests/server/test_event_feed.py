@@ -26,7 +26,7 @@ def namespace(uid: int = 1001, name: bytes = b"n") -> Namespace:
 
 
 class FakeSubscription:
-    """Notes what it is told, and calls `hears` each time."""
+    """Notes the events that it gets, and calls `hears` each time."""
 
     def __init__(self, hears: Callable[[], object] = lambda: None) -> None:
         self.told: list[Any] = []
@@ -42,18 +42,18 @@ class FakeSubscription:
             self.missed = False
             self._note("gap")
 
-    def _note(self, told: Any) -> None:
-        self.told.append(told)
+    def _note(self, received: Any) -> None:
+        self.told.append(received)
         self._hears()
 
 
-def seen(told: Encoded) -> Any:
-    message = told.message
-    return (message.group, message.added, message.removed) if isinstance(message, Events) else told
+def seen(event: Encoded) -> Any:
+    message = event.message
+    return (message.group, message.added, message.removed) if isinstance(message, Events) else event
 
 
 class FeedScene:
-    """Feeds over queues and turns of their own."""
+    """Feeds over separate queues and turns."""
 
     def __init__(self, waiting: WaitingEvents | None = None) -> None:
         self.waiting = waiting or WaitingEvents()
@@ -74,7 +74,7 @@ class FeedScene:
 
 
 async def test_an_event_is_encoded_once_for_all_who_listen(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene, mine, other = FeedScene(), namespace(), namespace(name=b"o")
+    scene, space, other = FeedScene(), namespace(), namespace(name=b"o")
     encoded: list[object] = []
     frames_of = events_module._frames
 
@@ -85,19 +85,19 @@ async def test_an_event_is_encoded_once_for_all_who_listen(monkeypatch: pytest.M
     monkeypatch.setattr(events_module, "_frames", frames)
     sessions, deaf = [FakeSubscription() for _ in range(100)], FakeSubscription()
     for session in sessions:
-        scene.join(mine, session)
+        scene.join(space, session)
     scene.join(other, deaf)
-    await scene.tell([Event(mine, 0, KEY, b"")])
+    await scene.tell([Event(space, 0, KEY, b"")])
     assert all(session.told == [(0, KEY, b"")] for session in sessions)
     assert deaf.told == []
     assert len(encoded) == 1
 
 
 async def test_an_event_that_no_frame_could_hold_is_told_in_pieces() -> None:
-    scene, mine, session = FeedScene(), namespace(), FakeSubscription()
-    scene.join(mine, session)
+    scene, space, session = FeedScene(), namespace(), FakeSubscription()
+    scene.join(space, session)
     keys = bytes(range(256)) * (200_000 // 8)
-    await scene.tell([Event(mine, 3, b"", keys)])
+    await scene.tell([Event(space, 3, b"", keys)])
     assert b"".join(removed for _, _, removed in session.told) == keys
     for group, added, removed in session.told:
         encode(Events(group=group, added=added, removed=removed))
@@ -106,31 +106,31 @@ async def test_an_event_that_no_frame_could_hold_is_told_in_pieces() -> None:
 
 async def test_each_offer_is_a_step_of_a_turn() -> None:
     """There are many events and subscribers, whose delivery the loop's other work interrupts."""
-    scene, mine = FeedScene(), namespace()
-    told: list[int] = []
+    scene, space = FeedScene(), namespace()
+    offers: list[int] = []
 
     def hears() -> None:
-        told.append(beats[0])
+        offers.append(beats[0])
         time.sleep(TURN_S)
 
     beats = [0]
 
     def beat() -> None:
         beats[0] += 1
-        if len(told) < 50:
+        if len(offers) < 50:
             asyncio.get_running_loop().call_soon(beat)
 
     beat()
     for _ in range(10):
-        scene.join(mine, FakeSubscription(hears))
-    await scene.tell([Event(mine, 0, KEY, b"")] * 5)
-    assert len(told) == 50
-    assert max(map(told.count, told)) <= 5, "a round of turns ends after 2 ms"
+        scene.join(space, FakeSubscription(hears))
+    await scene.tell([Event(space, 0, KEY, b"")] * 5)
+    assert len(offers) == 50
+    assert max(map(offers.count, offers)) <= 5, "a round of turns ends after 2 ms"
 
 
 async def test_a_user_with_many_events_and_subscribers_does_not_delay_another_s_event() -> None:
     """Whatever each offer takes: here a whole turn."""
-    scene, loud, mine = FeedScene(), namespace(1001), namespace(1002)
+    scene, loud, quiet = FeedScene(), namespace(1001), namespace(1002)
     order: list[str] = []
 
     def loud_hears() -> None:
@@ -139,17 +139,17 @@ async def test_a_user_with_many_events_and_subscribers_does_not_delay_another_s_
 
     for _ in range(20):
         scene.join(loud, FakeSubscription(loud_hears))
-    scene.join(mine, FakeSubscription(lambda: order.append("mine")))
+    scene.join(quiet, FakeSubscription(lambda: order.append("quiet")))
     delivered = asyncio.ensure_future(scene.tell([Event(loud, 0, KEY, b"")] * 20))
     while len(order) < 20:  # noqa: ASYNC110  turns
         await asyncio.sleep(0)
-    assert "mine" not in order
+    assert "quiet" not in order
     before = len(order)
-    scene.waiting.put(Event(mine, 0, KEY, b""))
+    scene.waiting.put(Event(quiet, 0, KEY, b""))
     scene.feeds.deliver()
     await delivered
     assert len(order) == 401
-    assert order[before:].index("mine") <= 2, "it goes next"
+    assert order[before:].index("quiet") <= 2, "it goes next"
 
 
 async def test_a_user_s_feeds_share_his_turns_with_his_requests() -> None:
@@ -163,40 +163,40 @@ async def test_a_user_s_feeds_share_his_turns_with_his_requests() -> None:
 
 async def test_a_turn_that_was_enough_is_paid_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "TURN_S", 60.0)
-    scene, mine = FeedScene(), namespace()
-    scene.join(mine, FakeSubscription(lambda: time.sleep(0.002)))
-    await scene.tell([Event(mine, 0, KEY, b"")])
+    scene, space = FeedScene(), namespace()
+    scene.join(space, FakeSubscription(lambda: time.sleep(0.002)))
+    await scene.tell([Event(space, 0, KEY, b"")])
     (feed,) = scene.feeds._feeds.values()
     assert feed.turn_us >= 2000
 
 
 async def test_what_is_lost_is_a_gap_before_the_next_event_and_only_in_its_namespace() -> None:
-    scene, loud, mine = FeedScene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace(1001), namespace(1002)
+    scene, loud, quiet = FeedScene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace(1001), namespace(1002)
     sessions = [FakeSubscription(), FakeSubscription()]
-    for of, session in zip((loud, mine), sessions, strict=True):
+    for of, session in zip((loud, quiet), sessions, strict=True):
         scene.join(of, session)
-    await scene.tell([*[Event(loud, 0, KEY, b"")] * 100, Event(mine, 0, KEY, b"")])
+    await scene.tell([*[Event(loud, 0, KEY, b"")] * 100, Event(quiet, 0, KEY, b"")])
     assert sessions[0].told == ["gap", *[(0, KEY, b"")] * 25]
     assert sessions[1].told == [(0, KEY, b"")]
 
 
 async def test_events_that_are_lost_meanwhile_are_a_gap_before_the_next_one() -> None:
-    scene, mine = FeedScene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace()
+    scene, space = FeedScene(WaitingEvents(100 * (EVENT_BYTES + 32))), namespace()
 
     def hears() -> None:
         if len(session.told) == 1:
             for _ in range(30):
-                scene.waiting.put(Event(mine, 1, KEY, b""))
+                scene.waiting.put(Event(space, 1, KEY, b""))
 
     session = FakeSubscription(hears)
-    scene.join(mine, session)
-    await scene.tell([Event(mine, 0, KEY, b"")] * 2)
+    scene.join(space, session)
+    await scene.tell([Event(space, 0, KEY, b"")] * 2)
     assert session.told == [(0, KEY, b""), "gap", *[(1, KEY, b"")] * 25]
 
 
 async def test_a_gap_does_not_wait_for_the_next_event() -> None:
-    scene, mine, session = FeedScene(), namespace(), FakeSubscription()
-    scene.join(mine, session)
+    scene, space, session = FeedScene(), namespace(), FakeSubscription()
+    scene.join(space, session)
     session.missed = True
     await scene.tell()
     assert session.told == ["gap"]
@@ -204,16 +204,16 @@ async def test_a_gap_does_not_wait_for_the_next_event() -> None:
 
 async def test_what_is_left_when_the_last_subscriber_goes_is_dropped() -> None:
     """The next one hears of nothing that was before it."""
-    scene, mine, session = FeedScene(), namespace(), FakeSubscription()
-    scene.join(mine, session)
-    assert mine.listeners == 1
-    scene.waiting.put(Event(mine, 0, KEY, b""))
-    scene.feeds.leave(mine, session)  # type: ignore[arg-type]
-    assert mine.listeners == 0
+    scene, space, session = FeedScene(), namespace(), FakeSubscription()
+    scene.join(space, session)
+    assert space.listeners == 1
+    scene.waiting.put(Event(space, 0, KEY, b""))
+    scene.feeds.leave(space, session)  # type: ignore[arg-type]
+    assert space.listeners == 0
     await scene.tell()
     scene.feeds.deliver()
     assert not scene.feeds._feeds
-    assert not scene.waiting.waits(mine)
-    scene.join(mine, again := FakeSubscription())
-    await scene.tell([Event(mine, 1, KEY, b"")])
+    assert not scene.waiting.waits(space)
+    scene.join(space, again := FakeSubscription())
+    await scene.tell([Event(space, 1, KEY, b"")])
     assert (session.told, again.told) == ([], [(1, KEY, b"")])

@@ -19,7 +19,7 @@ FRAME_BYTES = 4 << 20
 
 
 class WaitingPeer:
-    """Notes that it was told."""
+    """Counts how often it was let go on."""
 
     def __init__(self) -> None:
         self.told = 0

@@ -1,6 +1,6 @@
 """Nothing that ends needs Python's garbage collector, which therefore need not look at all objects.
 
-A daemon whose collector is off, and says on demand what it would find of this project's.
+A daemon's collector is off here. On demand the daemon writes to a file what it would find of this project's objects.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Named(SimpleNamespace):
 
 @dataclass
 class Room:
-    """A session with 1 MiB of memory that nobody touches."""
+    """A session with 1 MiB of memory that no copy touches."""
 
     cache: Cache
     context: Context
@@ -93,7 +93,7 @@ async def room() -> Room:
 
 
 def message(number: int = 600, group: int = 0, **more: Any) -> m.Register:
-    """So many tensors of 64 bytes, side by side."""
+    """Returns a registration of `number` tensors of 64 bytes, side by side."""
     tensors = [
         m.TensorSpec(allocation=MEMORY, offset=64 * n, num_blocks=1, page_bytes=64, stride_bytes=64)
         for n in range(number)
@@ -123,8 +123,8 @@ async def test_large_ones_are_what_small_ones_are(room: Room, monkeypatch: pytes
     assert room.registry.attached[MEMORY].uses == 2
     assert (one.descriptors, one.allocations, one.families) == (other.descriptors, other.allocations, other.families)
     for name in ("block", "base", "stride", "offset", "size"):
-        mine, its = (getattr(found.groups[0].held[0].plan, name) for found in (one, other))
-        assert mine.tolist() == its.tolist()
+        own, its = (getattr(found.groups[0].held[0].plan, name) for found in (one, other))
+        assert own.tolist() == its.tolist()
 
 
 @pytest.mark.parametrize("wrong", [clash(), message(group=1, window_keys=3), message(20_000)])
@@ -179,7 +179,7 @@ class DraftGate:
     async def begun(self) -> None:
         """A draft has."""
         async with asyncio.timeout(60):
-            while not self.began:  # noqa: ASYNC110  a thread tells
+            while not self.began:  # noqa: ASYNC110  a thread fills it
                 await asyncio.sleep(0.001)
 
     def draft(self, message: m.Register, attached: Any) -> registration.Draft:
@@ -346,7 +346,7 @@ async def test_a_status_of_many(room: Room, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("leases", "accounts", "namespaces", "sessions", "slow_jobs", "lookups"):
         found, expected = later[name], at_once[name]
         if name == "sessions":
-            found, expected = ([{**one, "requests": 0} for one in some] for some in (found, expected))
+            found, expected = ([{**one, "requests": 0} for one in sessions] for sessions in (found, expected))
         assert found == expected
 
 
@@ -362,21 +362,21 @@ async def test_keys_of_many_parts_count_as_more(room: Room) -> None:
         ]  # fmt: skip
         await room.ask(m.Register(seq=1, tensors=message(1).tensors, groups=specs))
 
-    def some(group: int, count: int) -> list[m.GroupKeys]:
+    def keys_of_group(group: int, count: int) -> list[m.GroupKeys]:
         return [m.GroupKeys(group=group, keys=bytes(range(256)) * (count // 8))]
 
     cap = room.session._limits.keys_per_request
     for group, price in ((0, 1), (1, 1), (2, 4)):
-        await room.ask(m.Lookup(seq=1, groups=some(group, cap // price)))
+        await room.ask(m.Lookup(seq=1, groups=keys_of_group(group, cap // price)))
         with pytest.raises(LimitError, match=f"the cap is {cap}"):
-            await room.ask(m.Lookup(seq=1, groups=some(group, cap // price + 8)))
+            await room.ask(m.Lookup(seq=1, groups=keys_of_group(group, cap // price + 8)))
     # Of keys that are named twice: the price is looked at first.
     reserved: list[tuple[int, list[int] | None, int]] = [
         (0, None, 1), (1, None, 8), (1, [3, 3, 4], 2), (2, None, 64), (2, [0], 4),
     ]  # fmt: skip
     for group, wanted, price in reserved:
         with pytest.raises(LimitError, match=f"the cap is {cap}"):
-            await room.ask(m.Reserve(seq=1, groups=some(group, cap // price + 8), parts=wanted))
+            await room.ask(m.Reserve(seq=1, groups=keys_of_group(group, cap // price + 8), parts=wanted))
         keys = b"".join(number.to_bytes(32, "little") for number in range(cap // price))
         made = await room.ask(m.Reserve(seq=1, groups=[m.GroupKeys(group=group, keys=keys)], parts=wanted))
         if made.lease:
@@ -384,7 +384,7 @@ async def test_keys_of_many_parts_count_as_more(room: Room) -> None:
 
 
 async def test_memory_that_is_attached_when_the_session_has_ended(room: Room) -> None:
-    """A worker that dies at that moment is no bug of ours."""
+    """A worker that dies at that moment is no bug of the daemon."""
     assert room.registry.sizes_bytes([MEMORY]) == [1 << 20]
     room.registry.attached.clear()
     with pytest.raises(StateError, match="ended"):

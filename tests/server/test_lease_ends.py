@@ -175,11 +175,11 @@ async def test_who_names_the_token_of_one_that_is_gone_neither_gets_nor_loses_an
         with pytest.raises(LeaseError):
             scene.release(joined, lease)
     assert scene.leases() == left
-    mine = scene.pin(joined, 1, 2, 3)
+    own = scene.pin(joined, 1, 2, 3)
     await scene.watch(closing)
     assert scene.leases() == {"read": 1, "keys": 3, "write": 0, "parts": 0}
     assert scene.charged() == LEASE_KEYS + 3
-    scene.release(joined, mine)
+    scene.release(joined, own)
     assert scene.charged() == 0
     await scene.close()
 

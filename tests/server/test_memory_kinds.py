@@ -1,4 +1,4 @@
-"""What may be attached: memory that the daemon can read and write, and that nobody can take away from under it."""
+"""Tests what may be attached: memory that the daemon can read and write, and that its peer can't take away."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ REFUSED: dict[str, tuple[str, Callable[[], int]]] = {
 def test_what_is_no_shared_memory(unchanged: Scene, case: str) -> None:
     words, make = REFUSED[case]
     fd = make()
-    said = unchanged.peer.refused("bad_memory", "attach", rights=[fd], kind="shm", fds=1)
-    assert any(word in said for word in words.split("|"))
+    refusal = unchanged.peer.refused("bad_memory", "attach", rights=[fd], kind="shm", fds=1)
+    assert any(word in refusal for word in words.split("|"))
     os.close(fd)
 
 

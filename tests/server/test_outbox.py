@@ -40,22 +40,22 @@ def empty(box: Outbox) -> None:
 def test_many_sessions_share_what_their_uid_may_leave_unread() -> None:
     accounts = Accounts({})
     account = accounts.of(1)
-    mine, others, stranger = Outbox(8 * PIECE, account), crowd(account), Outbox(8 * PIECE, accounts.of(2))
-    assert not mine.room(1), "no event is added"
+    outbox, others, stranger = Outbox(8 * PIECE, account), crowd(account), Outbox(8 * PIECE, accounts.of(2))
+    assert not outbox.room(1), "no event is added"
     assert stranger.room(1)
-    assert not mine.congested, "it has read all, so it is served"
-    mine.put(b"reply")
-    assert mine.congested, "until it has read this one, too"
+    assert not outbox.congested, "it has read all, so it is served"
+    outbox.put(b"reply")
+    assert outbox.congested, "until it has read this one, too"
     stranger.put(b"reply")
     assert not stranger.congested
-    empty(mine)
-    mine.reserve(4 * PIECE)
+    empty(outbox)
+    outbox.reserve(4 * PIECE)
     assert used(account)[1] == 4 * PIECE, "what is promised has room of its own"
     empty(others.pop())
-    assert mine.room(1)
+    assert outbox.room(1)
     for box in others:
         empty(box)
-    mine.unreserve(4 * PIECE)
+    outbox.unreserve(4 * PIECE)
     empty(stranger)
     assert used(account) == (0, 0)
     assert accounts.leaks() == []

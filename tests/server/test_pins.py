@@ -23,7 +23,7 @@ from tests.server.test_lease_ends import KEYS, LeaseScene, asked
 
 @dataclass
 class Below:
-    """Tiers that may have all keys that memory has not, but for some. A fetch ends when the test says so."""
+    """Tiers that may have all keys that memory has not, but for some. The test ends each fetch."""
 
     disk: Any = None
     remote: Any = None
@@ -46,8 +46,8 @@ class Below:
         self.cancelled += 1
 
 
-def _among(keys: U64Array, some: U64Array) -> BoolArray:
-    among: BoolArray = (keys[:, None] == some[None]).all(axis=2).any(axis=1)
+def _among(keys: U64Array, others: U64Array) -> BoolArray:
+    among: BoolArray = (keys[:, None] == others[None]).all(axis=2).any(axis=1)
     return among
 
 
@@ -73,7 +73,7 @@ def ask(session: Session, kind: type[m.Message], *numbers: int) -> m.Found:
 def used(scene: LeaseScene) -> dict[str, int]:
     """All but the descriptors of the scene's registration."""
     account = scene.context.accounts.of(scene.uid)
-    return {name: some for name, some in account.used.items() if some and name != "descriptors"}
+    return {name: amount for name, amount in account.used.items() if amount and name != "descriptors"}
 
 
 @pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])
@@ -158,11 +158,14 @@ async def test_the_prefix_that_fits_is_one_of_all_groups(scene: LeaseScene) -> N
     answered = find_all(
         scene.cache,
         None,
-        [(keyspace, 0, keys_of(*range(some))) for keyspace, some in ((namespace.keyspaces[0], KEYS), (wide, count))],
+        [
+            (keyspace, 0, keys_of(*range(length)))
+            for keyspace, length in ((namespace.keyspaces[0], KEYS), (wide, count))
+        ],
     )
     found = pins.pin(1, answered, tell_tiers=False)
     narrow_hits, wide_hits = (
-        int(np.count_nonzero(np.frombuffer(some, np.uint8) == KeyState.HIT)) for some in found.states
+        int(np.count_nonzero(np.frombuffer(states, np.uint8) == KeyState.HIT)) for states in found.states
     )
     assert narrow_hits + wide_hits == held.pages(scene.uid) == may
     assert abs(narrow_hits - 2 * wide_hits) <= 2
@@ -176,17 +179,17 @@ async def test_what_comes_later_joins_its_lease_as_far_as_its_user_may_hold_it(s
     held = scene.cache.entries.held
     held.trusted = ()
     may = scene.cache.tier.num_pages * 3 // 4 // 2
-    said = list[Any]()
+    pushed = list[Any]()
     session, wanted = scene.first, range(KEYS, 2 * KEYS)
     pins: Any = session._pins
-    pins.push = said.append
+    pins.push = pushed.append
     found = ask(session, m.Pin, *wanted)
     keyspace = next(iter(scene.cache.namespaces.values())).keyspaces[0]
     for number in wanted:
         store(scene.cache, keyspace, keys_of(number))
     (end,) = below(scene).ends
     end()
-    (ready,) = said
+    (ready,) = pushed
     states = np.frombuffer(ready.states[0], np.uint8)
     assert may < KEYS
     assert states.tolist() == [KeyState.HIT] * may + [KeyState.MISS] * (KEYS - may)

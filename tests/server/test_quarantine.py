@@ -27,7 +27,7 @@ class Stuck:
 
 
 class QuarantineScene:
-    """A memory of PAGES pages, of which a user's jobs hold some."""
+    """A memory of PAGES pages, some of them held by a user's jobs."""
 
     def __init__(self) -> None:
         nobody: Any = None

@@ -34,8 +34,8 @@ def signalling(scene: Scene) -> int:
 )
 def test_a_place_that_is_none(scene: Scene, signalling: int, what: str, code: str, words: str, ready: Fields) -> None:
     before = scene.daemon.state()
-    said = scene.peer.refused(code, what, **scene.job(registration=signalling, ready=ready))
-    assert words in said
+    refusal = scene.peer.refused(code, what, **scene.job(registration=signalling, ready=ready))
+    assert words in refusal
     assert scene.daemon.state() == before
 
 
@@ -56,8 +56,8 @@ def test_a_signal_in_the_last_word_counts(scene: Scene, signalling: int) -> None
 
 
 def test_a_daemon_without_cuda_says_so(scene: Scene) -> None:
-    said = scene.peer.refused("bad_memory", "attach_ipc", device=bytes(16), handles=bytes(64))
-    assert "GPU" in said or "CUDA" in said
+    refusal = scene.peer.refused("bad_memory", "attach_ipc", device=bytes(16), handles=bytes(64))
+    assert "GPU" in refusal or "CUDA" in refusal
     assert scene.peer.ok("ping")
 
 

@@ -1,4 +1,4 @@
-"""Memory of other users that keeps the kernel waiting: copies that do not end cost their own user, and nobody else."""
+"""Tests other users' memory that keeps the kernel waiting: copies that do not end cost their user, and no other."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_registration_that_ends_though_its_copies_do_not(slow: Daemon, hold: H
 
 
 def test_all_users_together_can_hold_too_much(start_daemon: Start, hold: Hold) -> None:
-    """Each holds what a user may, so that nobody is kept from less than the rest."""
+    """Each may hold what a single user may, so that no user's limit depends on the others."""
     daemon = start_daemon(*ALLOWED, f"copy.worker_drain_s={DRAIN_S}", faults=hold.fault, memory="64MiB")
     daemon.socket.parent.chmod(0o755)
     daemon.expected_in_log = "CRITICAL.*exiting: copies of other users' memory"
@@ -159,7 +159,7 @@ def test_a_stop_beside_copies_that_do_not_end(start_daemon: Start, hold: Hold, t
 
 
 def test_a_stop_waits_for_no_job_in_quarantine(start_daemon: Start, hold: Hold) -> None:
-    """It is known that they do not end, and nobody is left who would be told."""
+    """It is known that they do not end, and no session is left that would hear of it."""
     faults = f"{hold.fault},hold_uid={OTHER_UID}"
     daemon = start_daemon(*ALLOWED, f"copy.worker_drain_s={DRAIN_S}", "server.drain_s=600", faults=faults)
     daemon.socket.parent.chmod(0o755)
@@ -253,7 +253,7 @@ def in_fault(daemon: Daemon, lane: str) -> bool:
 
 @pytest.mark.slow
 def test_pages_that_are_being_punched_out(slow: Daemon, punch: SlowPunch) -> None:
-    """Loads into them, and stores from them, wait in the kernel: with all threads of their user, and nobody else's."""
+    """Loads into them, and stores from them, wait in the kernel: with all threads of their user, and of no other."""
     scene, blocks = Scene(slow, "slow"), punch.size_bytes // PAGE_BYTES
     theirs = StrangeWorker(slow, fd=punch.fd, blocks=blocks)
     theirs.begin("store", 1, [1])

@@ -279,9 +279,9 @@ def test_the_log_tells_once_that_nobody_can_connect(path: Path, caplog: pytest.L
 
     class Fake(SocketPlace):
         def look(self) -> socket.socket | None:
-            said = looks.pop(0) if looks else ""
-            if said:
-                raise ConfigError(said)
+            reason = looks.pop(0) if looks else ""
+            if reason:
+                raise ConfigError(reason)
             return None if looks else made
 
     async def watch() -> None:
@@ -297,7 +297,7 @@ def test_the_log_tells_once_that_nobody_can_connect(path: Path, caplog: pytest.L
         patch.setattr(logging.getLogger("kvoffloadd"), "propagate", True)
         asyncio.run(watch())
     made.close()
-    told = [record.getMessage() for record in caplog.records]
-    errors = [text.removeprefix("new connections are not possible: ") for text in told if text.startswith("new")]
+    logged = [record.getMessage() for record in caplog.records]
+    errors = [text.removeprefix("new connections are not possible: ") for text in logged if text.startswith("new")]
     assert errors == ["no", "other", "no"]
-    assert told[len(errors)].startswith("the socket was removed from its path")
+    assert logged[len(errors)].startswith("the socket was removed from its path")

@@ -56,11 +56,11 @@ async def test_an_engine_does_not_wait_for_all_sessions_of_another() -> None:
     for peer in crowd:
         arrive(turns, peer)
     for number in (100, 101):
-        mine = QueuedPeer(turns, order, (1001 + number % 2, 2, number), 1, "mine")
+        modest = QueuedPeer(turns, order, (1001 + number % 2, 2, number), 1, "modest")
         before = len(order)
-        arrive(turns, mine)
-        await until_served(mine)
-        assert order[before:].index("mine") <= 1, "it goes next"
+        arrive(turns, modest)
+        await until_served(modest)
+        assert order[before:].index("modest") <= 1, "it goes next"
     await until_served(*crowd)
     assert order.count("crowd") == 400
 
@@ -69,11 +69,11 @@ async def test_users_share_before_their_engines_and_sessions_do() -> None:
     order: list[str] = []
     turns = Turns(asyncio.get_running_loop())
     crowd = [QueuedPeer(turns, order, (1001, number, number), 10, "crowd") for number in range(40)]
-    mine = QueuedPeer(turns, order, (1002, 100, 100), 20, "mine")
-    for peer in (*crowd, mine):
+    modest = QueuedPeer(turns, order, (1002, 100, 100), 20, "modest")
+    for peer in (*crowd, modest):
         arrive(turns, peer)
-    await until_served(mine)
-    last = len(order) - order[::-1].index("mine")
+    await until_served(modest)
+    last = len(order) - order[::-1].index("modest")
     assert order[:last].count("crowd") <= 24, "half of the turns, not a fortieth"
 
 
@@ -121,9 +121,9 @@ async def test_one_that_fails_costs_the_others_nothing() -> None:
             raise ZeroDivisionError("planted")
 
     turns.queue(Failing(turns, order, (1001, 1, 1), 1))
-    mine = QueuedPeer(turns, order, (1001, 2, 2), 3)
-    turns.queue(mine)
-    await until_served(mine)
+    healthy = QueuedPeer(turns, order, (1001, 2, 2), 3)
+    turns.queue(healthy)
+    await until_served(healthy)
     assert order == ["failed", "peer 2", "peer 2", "peer 2"]
 
 

@@ -49,8 +49,8 @@ def test_memory_that_its_owner_could_shrink(daemon: Daemon, stranger: RawPeer) -
     before = daemon.state()
     for seals in (0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_GROW):
         fd = memfd(seals)
-        said = stranger.refused("bad_memory", "attach", rights=[fd], kind="shm", fds=1)
-        assert "F_SEAL_SHRINK" in said
+        refusal = stranger.refused("bad_memory", "attach", rights=[fd], kind="shm", fds=1)
+        assert "F_SEAL_SHRINK" in refusal
         os.close(fd)
     assert daemon.state() == before
     assert daemon.mapped("users") == 0
@@ -85,7 +85,7 @@ def test_what_reaches_beyond_the_own_namespace(
 
 
 def test_the_same_names_of_two_users_never_meet(scene: Scene, stranger: RawPeer) -> None:
-    """Same namespace fields, same keys: neither hits, nor is cleared, nor is told, nor reached by a lease."""
+    """Namespace fields and keys are the same: neither user hits, clears, hears of or leases the other's."""
     stranger.hello(namespace=scene.namespace)
     fd = memfd(fcntl.F_SEAL_SHRINK)
     (allocation,) = stranger.attach([fd])
@@ -129,33 +129,33 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def readable(peer: RawPeer, registration: int) -> dict[str, Any]:
-    """All that an unprivileged peer can ask, of keys that others may have, but for what time tells."""
+    """Returns all that an unprivileged peer can ask about keys that others may have, without what depends on time."""
     named: list[dict[str, Any]] = [{"group": 0, "keys": keys(*range(100))}]
     status = peer.ok("status")["status"]
     del status["uptime_s"], status["loop"]
-    told = {"status": status}
+    answers = {"status": status}
     for tag in ("lookup", "prefetch", "touch", "pin"):
-        told[tag] = peer.ok(tag, groups=named)
-    peer.ok("release", lease=told["pin"]["lease"]) if told["pin"]["lease"] else None
-    told["reserve"] = peer.ok("reserve", groups=[{"group": 0, "keys": keys(500)}])
-    peer.ok("release", lease=told["reserve"]["lease"])
+        answers[tag] = peer.ok(tag, groups=named)
+    peer.ok("release", lease=answers["pin"]["lease"]) if answers["pin"]["lease"] else None
+    answers["reserve"] = peer.ok("reserve", groups=[{"group": 0, "keys": keys(500)}])
+    peer.ok("release", lease=answers["reserve"]["lease"])
     load: dict[str, Any] = {
         "job": 1,
         "registration": registration,
         "groups": [{**named[0], "blocks": ids(*[0xFFFFFFFF] * 100)}],
     }
-    told["load"] = peer.ok("load", **load)
-    told["completed"] = {**peer.completed(1), "seconds": 0}
-    told["snapshot"] = peer.ok("snapshot", group=0)
-    told["drain"] = peer.ok("drain")
+    answers["load"] = peer.ok("load", **load)
+    answers["completed"] = {**peer.completed(1), "seconds": 0}
+    answers["snapshot"] = peer.ok("snapshot", group=0)
+    answers["drain"] = peer.ok("drain")
     for tag, fields in (
         ("release", {"lease": 1}), ("clear", {"everything": True}), ("verify", {}), ("cancel", {"job": 9}),
         ("unregister", {"registration": 99}), ("lookup", {"groups": [{"group": 7, "keys": keys(1)}]}),
     ):  # fmt: skip
-        told[f"{tag} refused"] = peer.ask(tag, **fields)
-    told["pushed"] = len(peer.pushes)
+        answers[f"{tag} refused"] = peer.ask(tag, **fields)
+    answers["pushed"] = len(peer.pushes)
     derived = (".seq", ".ceiling_rate")  # which counts what was asked, and follows from two other figures
-    return {path: value for path, value in flat(told).items() if not path.endswith(derived)}
+    return {path: value for path, value in flat(answers).items() if not path.endswith(derived)}
 
 
 @pytest.mark.slow
@@ -219,7 +219,7 @@ def test_status_tells_nobody_about_others(scene: Scene, stranger: RawPeer) -> No
 def test_page_tables_are_bounded_for_all_users_together(scene: Scene, stranger: RawPeer) -> None:
     """A sparse file costs its owner nothing, and the daemon 8 bytes for each page that a copy touches."""
     stranger.hello(namespace={"model": "of the stranger"})
-    size_bytes = memory_bytes() * 5  # a budget for 8 times the memory, of which the stranger may have the half
+    size_bytes = memory_bytes() * 5  # the budget is for 8 times the memory, and the stranger may have half of it
     fd = os.memfd_create("sparse", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)

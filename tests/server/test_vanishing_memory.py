@@ -1,4 +1,4 @@
-"""Peers' memory that is gone when the daemon copies: that job fails, and nothing else happens to anybody."""
+"""Tests peers' memory that is gone when the daemon copies: that job fails, and nothing else happens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def copying(start_daemon: Start, hidden: tuple[str, ...], tmp_path: Path, monkey
 
 
 class RawWorker:
-    """A raw peer with BLOCKS blocks of somebody's memory. Jobs count from 1."""
+    """A raw peer with BLOCKS blocks of the memory that it is given. Jobs count from 1."""
 
     def __init__(self, daemon: Daemon, fd: int) -> None:
         self.peer: RawPeer = daemon.peer()
@@ -81,7 +81,7 @@ def bystander(daemon: Daemon) -> Callable[[], bool]:
 
 
 def failed(end: Fields, count: int) -> bool:
-    """Whether a job failed as a whole, and says why."""
+    """Whether a job failed as a whole, with the reason."""
     assert "is gone" in end["reason"] or end["outcome"] != "failed", end
     return (end["outcome"], end["failed"]) == ("failed", [ids(*range(count))])
 
@@ -139,7 +139,7 @@ def test_elsewhere_holes_are_filled(start_daemon: Start) -> None:
 
 
 def test_the_client_library_leaves_no_holes(start_daemon: Start) -> None:
-    """Loads into blocks that nobody has written, and jobs behind a timeline that nobody has raised."""
+    """There are none in blocks that were never written, nor in a timeline that was never raised."""
     daemon = start_daemon(STRICT)
     timeline = Timeline()
     first, second = (daemon.welcome(Rank(daemon.socket, timelines=[timeline])) for _ in range(2))
@@ -203,7 +203,7 @@ def test_a_signal_that_is_gone(copying: Daemon) -> None:
 
 @pytest.mark.parametrize("hidden", [()], ids=["native"])
 def test_a_fault_of_the_daemon_s_own_still_ends_it(copying: Daemon) -> None:
-    """What is survived is the copy alone. The kernel says so in the exit status, Python in the log."""
+    """The daemon survives such a signal in copies alone. The exit status shows it, and Python's line in the log."""
     with vanishing.cut_off() as (fd, vanish):
         worker = RawWorker(copying, fd)
         vanish()

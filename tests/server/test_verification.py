@@ -60,7 +60,7 @@ async def test_books_that_can_not_be_read_are_wrong() -> None:
 
 
 async def test_payloads_are_hashed_in_turns_of_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of which costs what it hashes; a payload whose memory is given up meanwhile is not looked at."""
+    """A turn costs what it hashes; a payload whose memory is given up meanwhile is not looked at."""
     monkeypatch.setattr(hashing, "TURN_BYTES", 4 * PAGE_BYTES)
     cache = make_cache()
     keyspace, going = (make_keyspace(cache, bytes([n]) * 16, pages=(n,))[1] for n in (3, 1))

@@ -48,7 +48,7 @@ def cut_off() -> Iterator[tuple[int, Vanish]]:
 
 @contextmanager
 def full_tmpfs() -> Iterator[tuple[int, Vanish]]:
-    """A sparse file in a tmpfs that is full: nobody can have the pages that were not written yet."""
+    """A sparse file in a tmpfs that is full: the pages that were not written yet can't be had."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a small tmpfs")
     ours, theirs = socket.socketpair()
@@ -76,7 +76,7 @@ def full_tmpfs() -> Iterator[tuple[int, Vanish]]:
 
 @contextmanager
 def huge_pages() -> Iterator[tuple[int, Vanish]]:
-    """Huge pages that are punched out, and taken by somebody else. Sealed, as memory of other users must be."""
+    """Huge pages that are punched out, and taken for another file. They are sealed, as other users' memory must be."""
     with ExitStack() as stack:
         stack.enter_context(reserved_pages(SIZE // _HUGE))
         fd = _huge_memfd(SIZE)
@@ -95,7 +95,7 @@ def huge_pages() -> Iterator[tuple[int, Vanish]]:
 
 @contextmanager
 def holes() -> Iterator[tuple[int, Vanish]]:
-    """Pages that are punched out, and that the kernel would give again to whoever touches them first."""
+    """Pages that are punched out, and that the kernel would give again to the first process that touches them."""
     fd = create_memfd("vanishing", SIZE)
     os.posix_fallocate(fd, 0, SIZE)
     yield fd, lambda: punch(fd, HALF, SIZE - HALF)

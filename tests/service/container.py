@@ -1,4 +1,4 @@
-"""A Debian with a booted systemd of its own, in a container: units, users and restarts as on a real host."""
+"""Runs a Debian with its own booted systemd in a container: units, users and restarts are as on a real host."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Container:
             REPOSITORY: SOURCE,
             files: Path("/mnt/files"),
         }
-        # A namespace of its own for each network, no registration: nothing of it is seen outside.
+        # A separate network namespace, and no registration: nothing of it is seen outside.
         self._nspawn = subprocess.Popen(
             ["systemd-nspawn", "--quiet", f"--directory={ROOT_FS}", "--volatile=overlay", "--register=no",
              "--keep-unit", "--private-network", "--boot", "--console=pipe",

@@ -81,11 +81,11 @@ def test_it_starts_as_its_user_and_answers(service: Container) -> None:
         "ActiveState": "active", "SubState": "running", "StatusText": f"serving at {SOCKET}", "Type": "notify",
         "WatchdogUSec": "30s", "NRestarts": "0",
     }  # fmt: skip
-    told = status(service)
-    assert told["pid"] == main_pid(service)
-    assert told["memory"]["capacity_bytes"] == 64 << 20
-    assert service.run("stat", "--format=%U", f"/proc/{told['pid']}").strip() == USER
-    limits = service.run("cat", f"/proc/{told['pid']}/limits")
+    answer = status(service)
+    assert answer["pid"] == main_pid(service)
+    assert answer["memory"]["capacity_bytes"] == 64 << 20
+    assert service.run("stat", "--format=%U", f"/proc/{answer['pid']}").strip() == USER
+    limits = service.run("cat", f"/proc/{answer['pid']}/limits")
     assert re.search(r"Max core file size\s+0\s+0", limits)
     # Asked for; whether it is given is the host's affair, which may lack CAP_SYS_RESOURCE itself.
     assert service.show(SERVICE, "LimitMEMLOCK")["LimitMEMLOCK"] == "infinity"
@@ -226,8 +226,8 @@ def _restart_while_pinged(container: Container) -> tuple[int, int, float]:
         time.sleep(2)
         container.run("systemctl", "restart", SERVICE)
         container.run("kill", "-KILL", str(main_pid(container)))
-        said, _ = peer.communicate(timeout=60)
-    served, failed, longest = said.split()
+        output, _ = peer.communicate(timeout=60)
+    served, failed, longest = output.split()
     return int(served), int(failed), float(longest)
 
 
@@ -247,7 +247,7 @@ def test_with_a_socket_unit_clients_queue(service: Container) -> None:
     served, failed, longest = _restart_while_pinged(service)
     print(f"\nwith a socket unit: {served} pings, {failed} failed, the longest took {longest} s")
     assert served > 0
-    # Those whose daemon ended under them fail: one for the restart, one for the kill. Nobody is refused.
+    # Those whose daemon ended under them fail: one for the restart, one for the kill. None is refused.
     assert failed <= 2
     assert service.run("stat", "--format=%a %U", "/run/kvoffloadd").strip() == f"750 {USER}"
 
@@ -268,14 +268,14 @@ def test_restarts_under_load(service: Container, tmp_path: Path) -> None:
         service.run("kill", "-KILL", str(pid))
         restarted(service, pid, 1)
         stress.wait(120)
-    said = (tmp_path / "out").read_text()
-    found = json.loads(said[said.index("{") :])
+    output = (tmp_path / "out").read_text()
+    found = json.loads(output[output.index("{") :])
     kept = ("verified_loads", "wrong_bytes", "stray_bytes", "lost", "calls_lost", "reconnects", "reregistrations")
     print(f"\nunder load, 2 restarts and a kill: { {name: found[name] for name in kept} }")
     assert found["verified_loads"] > 0
     assert (found["wrong_bytes"], found["stray_bytes"], found["verify_findings"]) == (0, 0, 0)
     assert (found["findings"], found["errors"]) == ([], [])
-    # It is not told that the daemon goes away on purpose; nothing but that may have broken a promise.
+    # It does not know that the daemon goes away on purpose; only that may have broken a promise.
     goes = "ConnectionLost|the lease ended with the daemon|draining"
     assert [one for one in found["said"] if not re.search(goes, one)] == []
     assert "0 findings" in service.run(str(BINARY), "verify", "--payloads", user=USER)
@@ -288,8 +288,8 @@ def test_units_are_valid_and_closed(service: Container) -> None:
     for unit in (SERVICE, SOCKET_UNIT):
         done = service.try_run("systemd-analyze", "verify", unit)
         assert (done.returncode, done.stderr) == (0, "")
-    said = service.run("systemd-analyze", "security", "--no-pager", SERVICE)
-    score = re.search(r"Overall exposure level for \S+: ([\d.]+) (\w+)", said)
-    assert score is not None, said
+    output = service.run("systemd-analyze", "security", "--no-pager", SERVICE)
+    score = re.search(r"Overall exposure level for \S+: ([\d.]+) (\w+)", output)
+    assert score is not None, output
     print(f"\nsystemd-analyze security: {score[1]} {score[2]}")
     assert float(score[1]) < 5.0

@@ -22,7 +22,7 @@ Reference = Callable[..., list[list[int]]]
 
 @pytest.fixture(scope="session", autouse=True)
 def needs_sglang() -> None:
-    """Found, not imported: engines have processes of their own."""
+    """Skip unless SGLang is found. It is not imported: engines are separate processes."""
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed; `make test-sglang` has it")
 

@@ -1,4 +1,4 @@
-"""Stress workers beside engines on one daemon, which somebody else kills and starts: all that they load is checked."""
+"""Runs stress workers with engines on one daemon, which a test kills and starts: all that they load is checked."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Crowd:
 
     def leave(self) -> None:
         """All end in order. Raises AssertionError for a worker that had ended before, or does not end."""
-        said = [(child.poll(), tail(log)) for child, log in zip(self._children, self._logs, strict=True)]
-        assert all(status is None for status, _ in said), said
+        ends = [(child.poll(), tail(log)) for child, log in zip(self._children, self._logs, strict=True)]
+        assert all(status is None for status, _ in ends), ends
         self.counters.stop()
         for child, log in zip(self._children, self._logs, strict=True):
             assert child.wait(END_S) == 0, tail(log)

@@ -1,4 +1,4 @@
-"""A real SGLang engine in a process of its own, on the CPU."""
+"""Runs a real SGLang engine in a separate process, on the CPU."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StoredRequest(NamedTuple):
 
 
 class SglangEngine(EngineChild):
-    """`options`: of SGLang's `Engine`, beside those that all have. `storage`: whether its HiCache stores pages."""
+    """`options`: of SGLang's `Engine`, in addition to common ones. `storage`: whether its HiCache stores pages."""
 
     start_s = 600.0
 
@@ -151,7 +151,7 @@ def stored_at(socket: Path, **options: Any) -> dict[str, Any]:
 
 
 def linked_to(socket: Path, name: str = "KVOffloaddLinker", module: str = "", **options: Any) -> dict[str, Any]:
-    """Further arguments of an engine with a linker. `options`: of ours."""
+    """Returns further arguments of an engine with a linker. `options`: of kvoffloadd's linker."""
     patience = {"timeout_s": 60.0, "job_deadline_s": 200.0}
     given = linker_options(socket=str(socket), **(patience | options))
     config = given["unified_cache_external_linker_config"] | {"linker": name}
@@ -188,8 +188,8 @@ def linked(requests: Sequence[StoredRequest]) -> list[int]:
 
 
 class Seat(NamedTuple):
-    """How an engine uses a daemon. `options`: of such an engine, for the daemon's socket and options of ours;
-    `found`: per request, tokens that it did not compute.
+    """How an engine uses a daemon. `options`: of such an engine, for the daemon's socket and options of kvoffloadd's
+    adapter; `found`: per request, tokens that it did not compute.
     """
 
     options: Callable[..., dict[str, Any]]

@@ -128,7 +128,7 @@ class ServedSglang:
         return self._engine.loop.run_until_complete(awaited)
 
     def shutdown(self) -> None:
-        """Give back what engine and storage hold: its processes end when they are told to, or are killed."""
+        """Give back what engine and storage hold: kill the engine's processes, which might not end on request."""
         for pid in self._engine.get_all_child_pids():
             os.kill(pid, signal.SIGKILL)
 
@@ -142,13 +142,13 @@ async def _all(awaited: Iterable[Awaitable[Any]]) -> list[Any]:
 
 
 def _request(found: dict[str, Any]) -> Answer:
-    said = found["meta_info"]
-    details = said.get("cached_tokens_details") or {}
+    meta = found["meta_info"]
+    details = meta.get("cached_tokens_details") or {}
     return {
         "tokens": list(found["output_ids"]),
-        "cached": said.get("cached_tokens") or 0,
+        "cached": meta.get("cached_tokens") or 0,
         "stored": details.get("storage") or 0,
-        "reason": (said.get("finish_reason") or {}).get("type", ""),
+        "reason": (meta.get("finish_reason") or {}).get("type", ""),
     }
 
 

@@ -1,4 +1,4 @@
-"""A storage of somebody else's, that has nothing."""
+"""A third-party storage that has nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linker that kills the daemon when SGLang has been told that its next pages are on their way."""
+"""A linker that kills the daemon once SGLang knows that its next pages are on their way."""
 
 from __future__ import annotations
 

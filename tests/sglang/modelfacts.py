@@ -1,7 +1,7 @@
-"""What SGLang makes of models' config.json, in a process of its own: `python -m tests.sglang.modelfacts FOLDER TP`.
+"""Prints what SGLang makes of models' config.json: `python -m tests.sglang.modelfacts FOLDER TP`, a separate process.
 
-FOLDER has a folder with a config.json for each model; what SGLang says of all comes as one line of JSON. SGLang needs
-`architectures`, which numbers alone do not have, and now and then a key that says nothing of the KV cache.
+FOLDER has a folder with a config.json for each model; SGLang's facts of all come as one line of JSON. SGLang needs
+`architectures`, which numbers alone do not have, and now and then a key that does not matter for the KV cache.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def facts(folder: Path, tp: int) -> dict[str, Any]:
 
 
 def windows_apart() -> list[str]:
-    """Model types of `WITH_WINDOWS` whose windows have a pool of their own."""
+    """Returns model types of `WITH_WINDOWS` whose windows have a separate pool."""
     from sglang.srt.configs.model_config import is_hybrid_swa_model
 
     return [kind for kind, name in WITH_WINDOWS.items() if is_hybrid_swa_model([name])]

@@ -1,7 +1,7 @@
-"""SGLang's own host pools, without a model: what one rank stores of its pages, another one loads into its own.
+"""Tests SGLang's own host pools, without a model: what one rank stores of its pages, another one loads into its own.
 
 A program, since SGLang's state belongs to a process: `python -m tests.sglang.pools SOCKET [KIND]...`. It ends with 0
-if every byte of the second rank's memory is as it should be, told by SGLang's own reading of its pools.
+if every byte of the second rank's memory is as it should be, as SGLang's own code reads its pools.
 """
 
 from __future__ import annotations
@@ -253,8 +253,8 @@ def check(kind: str) -> None:
     assert loading.storage.batch_get_v2(to_load) == {name: [True] * len(keys[kept[name]]) for name in side}
 
     for name, pool in storing.pools.items():
-        some = kept.get(name, slice(0, None))
-        for page, to in zip(STORED[some], LOADED[some], strict=True):
+        kept_pages = kept.get(name, slice(0, None))
+        for page, to in zip(STORED[kept_pages], LOADED[kept_pages], strict=True):
             copy_page(pool, page, expected[name], to)
     for found_bytes, right in zip(mapped(loading.pools), mapped(expected), strict=True):
         assert (found_bytes == right).all(), f"{(found_bytes != right).sum()} bytes of {right.size} are wrong"

@@ -1,4 +1,4 @@
-"""A storage before which somebody writes the model's files again: SGLang has loaded them by then."""
+"""A storage that writes the model's files again before it starts: SGLang has loaded them by then."""
 
 from __future__ import annotations
 

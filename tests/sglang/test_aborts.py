@@ -1,4 +1,4 @@
-"""Requests that are given up while the storage works for them: nothing is left behind, and nobody else notices."""
+"""Requests that are given up while the storage works for them: nothing is left behind, and no other request notices."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def readers() -> Mapping[str, set[str]]:
 
 
 def test_each_argument_is_judged() -> None:
-    """One that is new in a release counts until somebody has found it harmless, with a reason."""
+    """One that is new in a release counts until it is listed as harmless, with a reason."""
     assert declared() - COUNTED - NAMES_HARMLESS == set(), "nobody has judged these"
     assert (COUNTED | NAMES_HARMLESS) - declared() == set(), "SGLang has these no more"
 
@@ -103,7 +103,9 @@ print(*(name for name, value in before.items() if callable(value) and vars(Weigh
 
 
 def test_each_method_that_changes_weights_is_watched() -> None:
-    """All of them but those that only connect to others. In a process of its own, since it changes SGLang's class."""
+    """All are watched but those that only connect to others. This runs in a separate process, since it changes SGLang's
+    class.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _LEFT_ALONE], cwd=ROOT, env={**os.environ, **ENVIRONMENT},
         capture_output=True, text=True, check=False, timeout=300,

@@ -19,7 +19,7 @@ LONG = 200
 
 
 def refused(engine: SglangEngine, config: dict[str, Any]) -> str:
-    """What SGLang says of it."""
+    """Returns SGLang's message."""
     done = engine.do("attach", config=json.dumps(config))
     assert not done["success"], done
     return str(done["message"])
@@ -64,7 +64,7 @@ def test_an_engine_with_the_storage(
 def test_an_engine_whose_pools_cannot_be_shared(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts
 ) -> None:
-    """It was started without the storage: no other process can map its pools. It can be told so again and again."""
+    """It was started without the storage: no other process can map its pools. It can be asked again and again."""
     daemon = start_daemon(memory="256MiB")
     storage = storage_options(socket=str(daemon.socket))
     config = json.loads(storage[CONFIG])

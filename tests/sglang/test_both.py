@@ -1,6 +1,6 @@
-"""An engine of SGLang and one of vLLM on one daemon, at the same time: each answers as alone, and gets its turn.
+"""Tests an engine of SGLang and one of vLLM on one daemon, at the same time: each answers as alone, and gets its turn.
 
-vLLM has a venv of its own, which `make test-vllm` makes; without it these tests are skipped.
+vLLM has a separate venv, which `make test-vllm` makes; without it these tests are skipped.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def test_flushed(
     asked: Prompts,
     hold: Hold,
 ) -> None:
-    """While a store does not end; while a load does not that nobody waits for any more; and without a daemon."""
+    """It is flushed while a store does not end, while an aborted request's load does not end, and without a daemon."""
     daemon = start_daemon(memory="256MiB", faults=hold.fault)
     engine = start_engine("dense", storage=stored_at(daemon.socket, hicache_host_memory_mode=mode))
     with hold:

@@ -1,4 +1,4 @@
-"""Who is served whose pages: never those of other weights, of another adapter, or of an engine told something else."""
+"""No engine is served pages of other weights, of another adapter, or of an engine with other arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def few(asked: Prompts) -> Prompts:
 
 
 def computed(engine: SglangEngine, prompts: Prompts, **fields: Any) -> list[list[int]]:
-    """What this engine answers where it finds nothing: nobody has used that salt."""
+    """Returns what this engine answers where it finds nothing: no other request has used that salt."""
     found = engine.ask(prompts, cache_salt=f"nobody's {next(_salts)}", **fields)
     assert [one.cached for one in found] == [0] * len(prompts)
     return tokens(found)

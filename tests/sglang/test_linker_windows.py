@@ -1,4 +1,4 @@
-"""Sliding windows in a pool of their own, through both seats: of it a prompt needs the last pages alone."""
+"""Tests sliding windows in a separate pool, through both seats: of it a prompt needs the last pages alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvoffloadd plan --engine sglang` says of published models' pools, against SGLang's own code."""
+"""Compares what `kvoffloadd plan --engine sglang` prints for published models' pools with SGLang's own code."""
 
 from __future__ import annotations
 
@@ -33,11 +33,13 @@ def test_pools_are_those_that_sglang_makes(tmp_path: Path, tp: int) -> None:
         cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False, timeout=ASK_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    said = json.loads(done.stdout.splitlines()[-1])
+    output = json.loads(done.stdout.splitlines()[-1])
     assert PAGE == PAGE_TOKENS
-    assert set(said["windows_apart"]) == set(WITH_WINDOWS) == WINDOWS_APART - {"gemma4_text", "gpt_oss", "llama4_text"}
+    assert (
+        set(output["windows_apart"]) == set(WITH_WINDOWS) == WINDOWS_APART - {"gemma4_text", "gpt_oss", "llama4_text"}
+    )
     found, theirs = {}, {}
-    for name, facts in said["models"].items():
+    for name, facts in output["models"].items():
         model = read_model(tmp_path / name / "config.json")
         theirs[name] = facts["pools"], facts["page_of_one"]
         pools = {pool.name: [pool.layers, pool.payload_bytes] for pool in host_pools(Rank(model, tp, PAGE))}

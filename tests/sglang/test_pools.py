@@ -36,7 +36,7 @@ def said(module: str, socket: Path) -> list[str]:
 
 
 def test_what_one_rank_stores_another_loads(start_daemon: StartDaemon) -> None:
-    """Each byte of the second rank's memory, through both of SGLang's interfaces; and formats are told apart."""
+    """Each byte of the second rank's memory, through both of SGLang's interfaces; and formats are distinguished."""
     daemon = start_daemon(memory="128MiB")
     assert said("tests.sglang.pools", daemon.socket) == KINDS
     assert daemon.status()["cache"]["keys"] == KEYS

@@ -1,4 +1,4 @@
-"""Data-parallel replicas of one engine: each is a scheduler of its own, and none talks to the others."""
+"""Tests data-parallel replicas of one engine: each is a separate scheduler, and none talks to the others."""
 
 from __future__ import annotations
 

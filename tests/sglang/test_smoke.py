@@ -1,4 +1,4 @@
-"""`scripts sglang_smoke` as a user runs it: what it says of daemons that are good, forgetful and absent."""
+"""Tests `scripts sglang_smoke` as a user runs it: what it reports of daemons that are good, forgetful and absent."""
 
 from __future__ import annotations
 

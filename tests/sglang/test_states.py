@@ -1,4 +1,4 @@
-"""States of convolutions in a pool of their own, beside keys and values: of them a prompt needs the last one alone."""
+"""Tests states of convolutions in a separate pool, next to keys and values: a prompt needs the last one alone."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ TRAITS: Mapping[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session", autouse=True)
 def needs_vllm() -> None:
-    """Found, not imported: engines have processes of their own."""
+    """Skip unless vLLM is found. It is not imported: engines are separate processes."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed; `make test-vllm` has it")
 

@@ -140,10 +140,10 @@ FIELDS = {
 def test_every_method_is_called_as_it_is_defined(ours: type) -> None:
     """No abstract one is missing, none overrides what is not there, and each takes what vLLM's own takes."""
     assert not getattr(ours, "__abstractmethods__", None)
-    mine = {name for name, found in vars(ours).items() if not name.startswith("_") and inspect.isroutine(_plain(found))}
+    own = {name for name, found in vars(ours).items() if not name.startswith("_") and inspect.isroutine(_plain(found))}
     theirs = {name: found for base in ours.__mro__[:0:-1] for name, found in vars(base).items()}
-    assert mine - theirs.keys() == OURS[ours]
-    for name in mine & theirs.keys():
+    assert own - theirs.keys() == OURS[ours]
+    for name in own & theirs.keys():
         _check_takes(inspect.signature(_plain(vars(ours)[name])), inspect.signature(_plain(theirs[name])), name)
 
 
@@ -152,11 +152,11 @@ def _plain(found: Any) -> Any:
 
 
 def _check_takes(own: inspect.Signature, asked: inspect.Signature, name: str) -> None:
-    mine, theirs = list(own.parameters.values()), list(asked.parameters.values())
-    if any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in mine):
+    defined, theirs = list(own.parameters.values()), list(asked.parameters.values())
+    if any(one.kind is inspect.Parameter.VAR_POSITIONAL for one in defined):
         return
-    assert [one.name for one in mine][: len(theirs)] == [one.name for one in theirs], (name, own, asked)
-    assert all(one.default is not one.empty for one in mine[len(theirs) :]), (name, own, asked)
+    assert [one.name for one in defined][: len(theirs)] == [one.name for one in theirs], (name, own, asked)
+    assert all(one.default is not one.empty for one in defined[len(theirs) :]), (name, own, asked)
 
 
 @pytest.mark.parametrize("path", FIELDS)
@@ -167,7 +167,7 @@ def test_fields(path: str) -> None:
 
 
 def test_a_load_that_one_rank_lost_is_lost() -> None:
-    """vLLM adds up what the ranks tell."""
+    """vLLM adds up what the ranks report."""
     one, other = WorkerMetadata({1: 1, 2: 1}, lost={"a"}), WorkerMetadata({1: 1}, lost={"b"})
     both = one.aggregate(other)
     assert (both.completed_jobs, both.lost) == ({1: 2, 2: 1}, {"a", "b"})
@@ -176,7 +176,7 @@ def test_a_load_that_one_rank_lost_is_lost() -> None:
 
 @pytest.mark.parametrize("chunk", [16, 32, 48])
 def test_windows_and_states_reach_as_far_as_vllm_looks(chunk: int) -> None:
-    """Also where a rank is told of each layer, in wrappers, and its scheduler of the first one."""
+    """This also holds where a rank gets the spec of each layer, in wrappers, and its scheduler that of the first."""
     common = {"block_size": 16, "num_kv_heads": HEADS, "head_size": 8, "dtype": torch.float32}
     full, sliding = FullAttentionSpec(**common), SlidingWindowSpec(**common, sliding_window=100)
     wrapped = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": sliding, "b": sliding})
@@ -187,12 +187,12 @@ def test_windows_and_states_reach_as_far_as_vllm_looks(chunk: int) -> None:
     states = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": aligned, "b": aligned})
     specs = [full, sliding, wrapped, kept, chunked, state, states]
     groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs]
-    told = [group.kv_cache_spec for group in _told(KVCacheConfig(1, [], groups)).kv_cache_groups]
-    assert told == [full, sliding, sliding, kept, chunked, state, aligned]
-    reaches = _reaches(told)
+    found_specs = [group.kv_cache_spec for group in _told(KVCacheConfig(1, [], groups)).kv_cache_groups]
+    assert found_specs == [full, sliding, sliding, kept, chunked, state, aligned]
+    reaches = _reaches(found_specs)
     keys = [-(-reaches[at] // chunk) if at in reaches else None for at in range(len(specs))]
-    assert keys == [_window_rule()(spec, chunk) for spec in told]
-    assert _states(told) == [6]
+    assert keys == [_window_rule()(spec, chunk) for spec in found_specs]
+    assert _states(found_specs) == [6]
 
 
 def _window_rule() -> Callable[..., int | None]:
@@ -248,15 +248,15 @@ def test_what_a_request_says_of_its_keys_comes_with_its_end(
 ) -> None:
     one = engine(kind)
 
-    def told() -> int:
+    def hints() -> int:
         return int(one.daemon.status()["cache"][counted])
 
     for number, ends in enumerate((3, 6), 1):  # what was computed, then what was loaded
         one.generate(asked[:1], params={"kvoffloadd.keep": how})
         one.generate(asked[1:2], params={"kvoffloadd.keep": "for ever"})
         groups = len(one.cache.kv_cache_groups)
-        until(lambda: told() >= 3 * number, "the daemon knows")  # noqa: B023  it ends within the loop's turn
-        assert told() in range(ends, groups * ends + 1)
+        until(lambda: hints() >= 3 * number, "the daemon knows")  # noqa: B023  it ends within the loop's turn
+        assert hints() in range(ends, groups * ends + 1)
         assert one.scheduler.connector.scheduler.manager._keeping._requests == {}
         one.forget()
 
@@ -511,7 +511,7 @@ def test_an_abort_after_a_failed_load_leaves_nothing(
 def test_one_load_finds_a_damaged_key_for_all_that_share_it(
     engine: StartEngine, asked: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others were told that it is there, too: they ask anew."""
+    """The others' answer was that it is there, too: they ask anew."""
     one = engine()
     one.generate(asked[2:])
     one.forget()
@@ -528,7 +528,7 @@ def test_reset(engine: StartEngine, asked: list[list[int]], kind: str) -> None:
     one = engine(kind)
     one.generate(asked)
     assert one.scheduler.reset_prefix_cache(reset_connector=True)
-    one.generate([[5]])  # a step, which tells the workers
+    one.generate([[5]])  # a step, which informs the workers
     assert one.generate(asked) == [0, 0, 0]
     one.forget()
     assert one.generate(asked) == HITS
@@ -577,21 +577,21 @@ def test_hits_are_told_by_their_tier(engine: StartEngine, asked: list[list[int]]
     one.daemon.start()
     until(lambda: one.generate([[4] * 40]) and _keys(one.daemon), "the rank has registered, and stores")
     until(lambda: one.generate([[3]]) and is_connected(one), "its lookups reach the daemon")
-    told = Counter[str]()
+    by_tier = Counter[str]()
     sources = one.scheduler.connector.get_external_cache_hit_sources
 
     def note(*arguments: Any) -> Any:
         found = sources(*arguments)
-        told.update({source.value: tokens for source, tokens in found.items()})
+        by_tier.update({source.value: tokens for source, tokens in found.items()})
         return found
 
     one.scheduler.connector.get_external_cache_hit_sources = note
     for tier in ("disk", "host"):
         one.forget()
         one.scribble()
-        told.clear()
+        by_tier.clear()
         assert one.generate(asked) == HITS
-        assert told == {tier: sum(HITS)}
+        assert by_tier == {tier: sum(HITS)}
 
 
 def test_what_computes_pins_nothing(engine: StartEngine, asked: list[list[int]]) -> None:
@@ -746,8 +746,8 @@ def test_layers_that_the_scheduler_is_not_told_of_are_refused(engine: StartEngin
         layers = {"a": latent, "b": other}
         group = KVCacheGroupSpec(list(layers), UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=layers))
         cache = dataclasses.replace(one.cache, kv_cache_groups=[group])
-        told = build_offloading_config(one.config, generate_scheduler_kv_cache_config([cache]))
-        assert by_heads(told)
+        offloading = build_offloading_config(one.config, generate_scheduler_kv_cache_config([cache]))
+        assert by_heads(offloading)
         assert by_heads(build_offloading_config(one.config, cache)) == agree
         with nullcontext() if agree else pytest.raises(UsageError, match="layers that share block tables differ"):
             KVOffloaddConnector(one.config, KVConnectorRole.WORKER, cache)
@@ -755,7 +755,7 @@ def test_layers_that_the_scheduler_is_not_told_of_are_refused(engine: StartEngin
 
 @pytest.mark.parametrize("role", KVConnectorRole)
 def test_nodes_are_refused(engine: StartEngine, role: KVConnectorRole) -> None:
-    """Where one engine has ranks on several; not where each has a replica of its own."""
+    """They are where one engine has ranks on several, but not where each has a separate replica."""
     one = engine()
     parallel = one.config.parallel_config
     parallel.nnodes = 2
@@ -774,7 +774,7 @@ def test_nodes_are_refused_by_the_spec_alone(engine: StartEngine) -> None:
 
 
 def test_ranks_on_other_hosts_are_refused(engine: StartEngine) -> None:
-    """Wherever Ray has placed them: each tells its host before the first request."""
+    """It does not matter where Ray has placed them: each reports its host before the first request."""
     one = engine()
     here = one.worker.get_handshake_metadata()
     scheduler = one.scheduler.connector
@@ -790,7 +790,7 @@ def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> 
 
 
 def test_an_engine_without_prefix_caching_is_refused(engine: StartEngine) -> None:
-    """Whoever turned it off; and taken where it is said that it is to be."""
+    """It does not matter what turned it off. An option allows such an engine."""
     one = engine()
     one.config.cache_config.enable_prefix_caching = False
     with pytest.raises(UsageError, match="--no-enable-prefix-caching"):

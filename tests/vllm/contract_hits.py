@@ -56,12 +56,14 @@ def words(blocks: int, seed: int) -> list[int]:
 
 
 def touched(one: Modelless) -> int:
-    """Keys that it told the daemon of: it does so when it has nothing else to ask, but before it ends a `keep`."""
+    """Returns the number of keys that it reported to the daemon as used: it does so when it has nothing else to ask,
+    but before it ends a `keep`.
+    """
     return int(one.daemon.status()["cache"]["keys_touched"])
 
 
 def needed(one: Modelless, blocks: int) -> int:
-    """Keys that a load of so many blocks needs: of a window those at its end."""
+    """Returns the number of keys that a load of `blocks` blocks needs: of a window those at its end."""
     return sum(blocks if reach is None else min(blocks, WINDOW // BLOCK) for reach in one._reach)
 
 

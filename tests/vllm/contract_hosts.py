@@ -33,7 +33,7 @@ WINDOW_KEYS = WINDOW // BLOCK
 
 
 class ContractHosts:
-    """Two, each with a daemon and an engine. `computes` stores in the store, `loads` has nothing of its own."""
+    """Two hosts, each with a daemon and an engine. `computes` stores in the store, `loads` has nothing stored."""
 
     def __init__(self, daemons: tuple[Daemon, Daemon], store: SharedStore, tiny: str, kind: str, chunk: int) -> None:
         self.store = store
@@ -55,8 +55,10 @@ class ContractHosts:
             self.share(prompt[: (at + 1) * BLOCK + 1])
 
     def _is_pushed(self) -> bool:
-        said = self.here.status()
-        return not said["cache"]["unsealed"] and int(said["remote"]["pushed"]["keys"]) == int(said["cache"]["keys"])
+        status = self.here.status()
+        return not status["cache"]["unsealed"] and int(status["remote"]["pushed"]["keys"]) == int(
+            status["cache"]["keys"]
+        )
 
     def objects(self, group: int) -> set[Path]:
         """What the store has of a group."""

@@ -168,7 +168,7 @@ def test_engines_that_differ_in_the_draft(folder: Path) -> None:
 
 @pytest.mark.parametrize("section", CONFIGS)
 def test_every_field_is_judged(section: str) -> None:
-    """A field that nobody has judged is part of the identity; here it is to be judged."""
+    """A field that is not judged is part of the identity; this test demands that it is judged."""
     fields = [field.name for field in dataclasses.fields(getattr(vllm.config, CONFIGS[section]))]
     assert [field for field in fields if not is_judged(section, field)] == []
 

@@ -1,4 +1,4 @@
-"""A real vLLM engine in a process of its own, with a deadline on all that is asked of it."""
+"""Runs a real vLLM engine in a separate process, with a deadline on each request to it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Request(NamedTuple):
 class VllmEngine(EngineChild):
     """Started by the constructor, which returns when it can be asked.
 
-    `options`: of `vllm.LLM`, beside those that all have. `connector`: a `KVTransferConfig` as a map. `python`: of a
+    `options`: of `vllm.LLM`, in addition to common ones. `connector`: a `KVTransferConfig` as a map. `python`: of a
     venv that has vLLM.
     """
 

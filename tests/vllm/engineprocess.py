@@ -34,8 +34,8 @@ class ServedVllm:
         adapter: dict[str, Any] | None = None,
         load_after: int | None = None,
     ) -> Answer:
-        """All prompts at once, to their ends. `params`: `kv_transfer_params`; `adapter`: a LoRARequest as a map, which
-        is loaded in place after so many steps.
+        """Runs all prompts at once, to their ends. `params`: `kv_transfer_params`; `adapter`: a LoRARequest as a map,
+        which is loaded in place after `load_after` steps.
         """
         names = self._add(prompts, max_tokens, salt, params, adapter)
         if adapter is not None and load_after is not None:
@@ -143,7 +143,7 @@ class ServedVllm:
 
 
 def _touch_while_loading(file: str) -> None:
-    """Somebody writes to a file of the model while its weights are being loaded."""
+    """Arranges that a file of the model is written to while its weights are being loaded."""
     from vllm.model_executor.model_loader import DefaultModelLoader
 
     load = DefaultModelLoader.load_weights

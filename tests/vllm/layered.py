@@ -125,7 +125,7 @@ def packed_groups(_config: Any, specs: dict[str, Any]) -> list[Any]:
 
 
 def named(allocated: Allocated) -> CanonicalKVCaches:
-    """What vLLM would tell of the memory if it had this layout."""
+    """Returns vLLM's description of the memory if it had this layout."""
     cache = allocated.cache
     assert all((ref.offset, ref.count) == (0, 1) for group in cache.groups for ref in group.refs)
     tensors = [CanonicalKVCacheTensor(one, one.shape[1]) for one in cache.tensors]

@@ -1,4 +1,4 @@
-"""What vLLM's own classes keep of models, in a process of its own: `python -m tests.vllm.layerspecs FOLDER`.
+"""Prints what vLLM's own classes keep of models, in a separate process: `python -m tests.vllm.layerspecs FOLDER`.
 
 FOLDER has a folder with a config.json for each model, and gets one for each model type that transformers knows and vLLM
 runs, with what the type's class has by default. Models are made on the meta device, without weights. What their layers
@@ -45,8 +45,8 @@ class Absent(types.ModuleType):
 
 
 def stand_in_for_torchvision() -> None:
-    """Classes of models that see import it for pictures, of which there are none here. PyPI has no build of it for a
-    torch without CUDA.
+    """Classes of models that see import it for pictures, and there are none here. PyPI has no build of it for a torch
+    without CUDA.
     """
     for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2", ".transforms.v2.functional"):
         module = Absent(f"torchvision{name}")
@@ -91,8 +91,8 @@ def layers_of(folder: Path) -> list[list[Any]]:
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    said = json.loads((folder / "config.json").read_text("utf-8"))
-    ModelRegistry.models[said["architectures"][0]].load_model_cls()  # its own error, if it can't be imported
+    written = json.loads((folder / "config.json").read_text("utf-8"))
+    ModelRegistry.models[written["architectures"][0]].load_model_cls()  # its own error, if it can't be imported
     config = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, dtype="bfloat16",
         enable_prefix_caching=True, attention_backend="CPU_MLA",  # for MLA; else it depends on the processor

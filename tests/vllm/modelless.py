@@ -1,5 +1,5 @@
-"""vLLM's own scheduler with both halves of a connector, and no model: each step writes into the blocks what tells which
-tokens stand before, and looks first whether all that a model would read there is right.
+"""Runs vLLM's own scheduler with both halves of a connector, and no model: each step writes into the blocks what
+identifies the tokens before, and looks first whether all that a model would read there is right.
 """
 
 from __future__ import annotations
@@ -174,10 +174,12 @@ class Modelless:
         self.worker.clear_connector_metadata()
         names = list(plan.num_scheduled_tokens)
         numbers = {name: at for at, name in enumerate(names)}
-        told = self.scheduler.update_from_output(
+        outputs = self.scheduler.update_from_output(
             plan, ModelRunnerOutput(names, numbers, sampled_token_ids=sampled, kv_connector_output=output)
         )
-        self.params |= {one.request_id: one.kv_transfer_params for some in told.values() for one in some.outputs}
+        self.params |= {
+            one.request_id: one.kv_transfer_params for of_client in outputs.values() for one in of_client.outputs
+        }
         return int(plan.total_num_scheduled_tokens)
 
     def close(self) -> None:
@@ -192,16 +194,18 @@ class Modelless:
         end = request.num_computed_tokens
         begin = end - count
         self.began[name] = min(begin, self.began.get(name, begin))
-        told = _told(list(request.all_token_ids)[:end])
+        words_before = _told(list(request.all_token_ids)[:end])
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         for group, (table, reach) in enumerate(zip(tables, self._reach, strict=True)):
             first = 0 if reach is None else max(0, begin - reach + 1)
             for layer, words in enumerate(self._words(group)):
                 for at in range(first, begin):
                     found = words[table[at // BLOCK], at % BLOCK].tolist()
-                    assert set(found) == {told[at] + layer}, f"{name}: group {group}, token {at} of {begin} is wrong"
+                    assert set(found) == {words_before[at] + layer}, (
+                        f"{name}: group {group}, token {at} of {begin} is wrong"
+                    )
                 for at in range(begin, end):
-                    words[table[at // BLOCK], at % BLOCK] = told[at] + layer
+                    words[table[at // BLOCK], at % BLOCK] = words_before[at] + layer
         return [] if end < request.num_tokens else [(request.all_token_ids[-1] * 7 + 11) % 500]
 
     def _words(self, group: int) -> list[torch.Tensor]:

@@ -137,7 +137,7 @@ KINDS[OTHER] = KINDS["dense"]
 
 
 def write(kind: str, folder: Path, python: str = sys.executable) -> Path:
-    """The model's folder. A process of its own writes it: the libraries take seconds to load and warn a lot.
+    """Returns the model's folder. A separate process writes it: the libraries take seconds to load and warn a lot.
 
     `python`: of a venv that has them.
     """

@@ -1,7 +1,7 @@
 """vLLM's own scheduler twice, with a real daemon and no model: requests at random, some of them aborted or preempted.
 
 Not collected: `test_random_steps` runs it with each release's Python. Every token that a model would read is looked at.
-The seed tells what is asked and done in each round; how many steps a round takes is a matter of time.
+The seed determines what is asked and done in each round; how many steps a round takes is a matter of time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CASES = {
 
 
 class Steps:
-    """What is done to the engines. `rng`: of the case; each round has one of its own."""
+    """Does the steps on the engines. `rng`: of the case; each round has a separate one."""
 
     def __init__(self, case: StepsCase, rng: random.Random) -> None:
         self._case = case

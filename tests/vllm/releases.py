@@ -1,4 +1,4 @@
-"""Files of tests that are run with each release's Python, in a process of their own."""
+"""Runs files of tests with each release's Python, in a separate process."""
 
 from __future__ import annotations
 

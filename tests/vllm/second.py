@@ -1,4 +1,4 @@
-"""A second connector beside ours, for tests of `MultiConnector`: vLLM's example, which hands prompts over like NIXL."""
+"""A second connector for tests of `MultiConnector`: vLLM's example, which hands prompts over like NIXL."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import Examp
 
 @dataclass(frozen=True)
 class SecondMetadata(KVConnectorHandshakeMetadata):
-    """What its ranks tell its scheduler."""
+    """The report of its ranks to its scheduler."""
 
 
 class SecondConnector(ExampleConnector, SupportsHMA):
-    """Serves models with a single group. It answers prompts that are handed over with words of vLLM's, as ours does,
-    and needs what its own ranks tell.
+    """Serves models with a single group. It answers prompts that are handed over with vLLM's parameters, as our
+    connector does, and needs the reports of its ranks.
     """
 
     def get_handshake_metadata(self) -> SecondMetadata:
         return SecondMetadata()
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        assert all(isinstance(told, SecondMetadata) for told in metadata.values()), metadata
+        assert all(isinstance(report, SecondMetadata) for report in metadata.values()), metadata
 
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         params = request.kv_transfer_params or {}

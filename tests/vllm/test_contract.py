@@ -17,6 +17,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize("number", SUPPORTED)
 def test_contract(number: str, model: Callable[[str], Path]) -> None:
-    """`contract.py` and the others, in a process of their own."""
+    """`contract.py` and the others pass in a separate process."""
     files = (f"tests/vllm/{name}.py" for name in ("contract", "contract_handoff", "contract_hits", "contract_hosts"))
     run_with(number, model("dense"), *files, deadline_s=800)

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 COUNT, BLOCK, CHUNK = 4, 32, 64
 WHOLE = 501 // CHUNK
 TOLD_S = 30.0
-# Of an engine in a process of its own, as it is served: nobody steps it when it has nothing to do.
+# Of an engine in a separate process, as it is served: it makes no step when it has nothing to do.
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}
 
 
@@ -120,14 +120,14 @@ def test_stored_and_removed(
         lasts = {event["block_hashes"][-1] for event in router.in_daemon.values()}
         engine.reset(connector=True)
         until(lambda: daemon.status()["namespaces"][0]["epoch"] > epoch, "the daemon has heard of it")  # noqa: B023
-        engine.generate(prompts(0, 1, 8), max_tokens=1)  # what the daemon has told, the engine tells in a step
+        engine.generate(prompts(0, 1, 8), max_tokens=1)  # the engine publishes the daemon's events in a step
     router.hears(lambda: lasts.issubset(router.removed) and not router.in_daemon, "all of it is removed")
 
 
 def test_what_others_have_stored(
     start_daemon: StartDaemon, start_engine: StartEngine, router: ReplayingRouter, asked: Prompts
 ) -> None:
-    """Engines of one namespace tell what any of them has stored, before they started or since; by hash alone."""
+    """Engines of one namespace publish what any of them has stored, before they started or since; by hash alone."""
     daemon = start_daemon(memory="256MiB")
     other = start_engine("dense", connector=by_connector(daemon.socket, CHUNK))
     other.generate(asked[:2], max_tokens=1)

@@ -109,15 +109,15 @@ def _knows_era(daemon: Daemon) -> bool:
 
 
 def _is_pushed(daemon: Daemon) -> bool:
-    said = daemon.status()
-    return not said["cache"]["unsealed"] and int(said["remote"]["pushed"]["keys"]) >= int(said["cache"]["keys"])
+    status = daemon.status()
+    return not status["cache"]["unsealed"] and int(status["remote"]["pushed"]["keys"]) >= int(status["cache"]["keys"])
 
 
 @pytest.fixture
 def make_pair(
     start_daemon: StartDaemon, model: Callable[[str], Path], tmp_path: Path
 ) -> Iterator[Callable[[str, str], Pair]]:
-    """`make_pair(kind of model, kind of store)`: on hosts of their own where we may make such, else on this one."""
+    """`make_pair(kind of model, kind of store)`: on separate hosts where this user may make them, else on this one."""
     python = remote_python()
     with ExitStack() as stack:
 
@@ -159,7 +159,7 @@ def test_whatever_dies(
     victims = ["store", *(["master"] if store == "mooncake" else []), "daemon 0", "daemon 1", "agent 0", "agent 1"]
     rng.shuffle(victims)
     rounds = [prompts(rng.randrange(1 << 30), COUNT) for _ in range(len(victims) + 1)]
-    expected = [reference(kind, some) for some in rounds]
+    expected = [reference(kind, those) for those in rounds]
     pair = make_pair(kind, store)
     pair.compute(rounds[0], params=PREFILL)
     if not why_not_isolated():
@@ -169,7 +169,7 @@ def test_whatever_dies(
         time.sleep(rng.uniform(0, KILLED_WITHIN_S))
         pair.kill(victim)
         computed, answered = (engine.finish() for engine in pair.engines)
-        assert [some[0] for some in tokens(computed)] == [some[0] for some in expected[at + 1]], victim
+        assert [those[0] for those in tokens(computed)] == [those[0] for those in expected[at + 1]], victim
         assert tokens(answered) == expected[at], victim
         pair.revive(victim)
         settle(pair.daemons[HERE], pair.engines[HERE])

@@ -31,7 +31,7 @@ def asked() -> Prompts:
 
 @pytest.mark.parametrize("number", SUPPORTED)
 def test_identity_of_each_release(number: str, model: Callable[[str], Path]) -> None:
-    """`contract_identity.py`, in a process of its own."""
+    """`contract_identity.py` passes in a separate process."""
     run_with(number, model("dense"), "tests/vllm/contract_identity.py", deadline_s=800)
 
 

@@ -83,7 +83,7 @@ def test_between_lookup_and_load(
 def test_during_a_load(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, hold: Hold, asked: Prompts, kind: str
 ) -> None:
-    """Its blocks are half old and half new; nobody reads them."""
+    """Its blocks are half old and half new; no request reads them."""
     daemon = start_daemon(memory=MEMORY, faults=hold.fault)
     engine = start_engine(kind, connector=by_connector(daemon.socket))
     expected = reference(kind, asked)
@@ -149,7 +149,7 @@ def test_at_random_moments(
 def test_no_daemon_at_the_start(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, kind: str
 ) -> None:
-    """The engine serves without a cache, says so, and uses the daemon when it comes."""
+    """The engine serves without a cache, logs that, and uses the daemon when it comes."""
     daemon = start_daemon(memory=MEMORY)
     daemon.kill()
     engine = start_engine(kind, connector=by_connector(daemon.socket))

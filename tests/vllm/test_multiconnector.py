@@ -1,4 +1,4 @@
-"""Our connector beside another one, inside vLLM's MultiConnector: named alone, and registered by the plug-in."""
+"""Tests our connector with another one inside vLLM's MultiConnector: named alone, and registered by the plug-in."""
 
 from __future__ import annotations
 

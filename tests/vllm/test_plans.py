@@ -37,7 +37,7 @@ CAN_NOT_BE_MADE: dict[str, tuple[str, ...]] = {
     "no valid sparse MLA backend": ("hy_v4",),
     "supported only for CUDA, XPU and ROCm": ("nemotron_h",),
     "module 'triton' has no attribute 'set_allocator'": ("olmo_hybrid",),
-    # Classes that read numbers off their weights, or files beside the config.
+    # Classes that read numbers off their weights, or files next to the config.
     "Cannot copy out of meta tensor": ("apertus", "bloom"),
     "Tensor.item() cannot be called on meta tensors": ("gemma3n_text",),
     "Can't load image processor": ("emu3", "hunyuan_vl"),

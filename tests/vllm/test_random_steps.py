@@ -15,5 +15,5 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(7300)]
 
 @pytest.mark.parametrize("number", SUPPORTED)
 def test_random_steps(number: str, model: Callable[[str], Path]) -> None:
-    """`random_steps.py`, in a process of its own."""
+    """`random_steps.py` passes in a separate process."""
     run_with(number, model("dense"), "tests/vllm/random_steps.py", deadline_s=7200)

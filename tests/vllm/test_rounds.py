@@ -67,7 +67,7 @@ def test_three_rounds(
 def test_three_rounds_of_mla_with_amx(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, route: str
 ) -> None:
-    """Kernels of their own, with blocks of their own size."""
+    """These kernels are separate ones, with another size of blocks."""
     options = {"dtype": "bfloat16", "attention_backend": "AMX_MLA", "num_gpu_blocks_override": 80}
     daemon = start_daemon(memory=MEMORY)
     engine = start_engine("mla", connector=ROUTES[route](daemon.socket, 32), **options)
@@ -113,7 +113,7 @@ def test_a_state_at_any_block_hits(
     blocks: int,
 ) -> None:
     """The last full block of 501 tokens is the 15th, where no chunk of two ends: chunks of several blocks are ignored
-    for models with states, which the log says.
+    for models with states, and the log warns of that.
     """
     daemon = start_daemon(memory=MEMORY)
     engine = start_engine("conv", connector=by_chunks(daemon.socket, blocks))
@@ -130,7 +130,7 @@ def test_a_state_at_any_block_hits(
 def test_long_chunks_of_states_by_vllms_own_connector_are_warned_of(
     start_daemon: StartDaemon, start_engine: StartEngine, tmp_path: Path
 ) -> None:
-    """Prompts whose last full block ends a chunk: nothing hits all the same, which the log says at the start."""
+    """Prompts whose last full block ends a chunk: nothing hits all the same, as the log warns at the start."""
     daemon = start_daemon(memory=MEMORY)
     config = by_spec(daemon.socket, blocks_per_chunk=2)
     del config["kv_connector_extra_config"]["block_size"]
@@ -181,8 +181,8 @@ def test_other_processes(
     environment: dict[str, str],
     options: dict[str, Any],
 ) -> None:
-    """Scheduler and ranks in processes of their own. Two ranks add up in another order, so they are compared with
-    themselves: what they computed before anything was loaded.
+    """Scheduler and ranks are separate processes. Two ranks add up in another order, so they are compared with
+    themselves: with what they computed before anything was loaded.
     """
     daemon = start_daemon(memory=MEMORY)
     engine = start_engine("dense", connector=ROUTES[route](daemon.socket), environment=environment, **options)
@@ -202,7 +202,7 @@ def test_other_processes(
 def test_corrupted_loads_are_seen(
     start_daemon: StartDaemon, start_engine: StartEngine, reference: Reference, asked: Prompts, kind: str
 ) -> None:
-    """The negative control: when what is loaded is wrong, the comparison says so."""
+    """The negative control: when what is loaded is wrong, the comparison finds it."""
     folder = Path(tempfile.mkdtemp(prefix="kvo-", dir="/tmp"))
     # One flipped bit would change no model's answer.
     daemon = make_daemon(folder, memory=MEMORY, faults="corrupt_every=1", program=("-m", zeroing.__name__))

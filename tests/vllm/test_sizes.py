@@ -1,4 +1,4 @@
-"""Engines of one rank and of two share what they store: vLLM's canonical layout says whose heads a byte belongs to."""
+"""Engines of one rank and of two share what they store: vLLM's canonical layout names the head of each byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of files' contents: other contents, another name; and where nothing can be said for sure, an error."""
+"""Tests names of files' contents: other contents have another name; where that can't be guaranteed, it is an error."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_what_is_no_file_says_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Names of files and folders that nobody may read, whoever runs the tests."""
+    """Names of files and folders that can't be read, not even by root."""
     names: set[str] = set()
 
     def refusing(call: Any) -> Any:
@@ -330,7 +330,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize("how", [*BOTH, None])
 @pytest.mark.parametrize("name", ["lost+found", "own.py"])
 def test_what_no_loader_may_read_either(name: str, how: Fingerprint | None, closed: set[str], tmp_path: Path) -> None:
-    """A volume of its own has `lost+found`. It counts as it is: readable is another name."""
+    """A separate volume has `lost+found`. It counts as it is: once it can be read, the name is another."""
     model = tmp_path / "model"
     write(model / "m.safetensors")
     alone = contents_of(model, how)

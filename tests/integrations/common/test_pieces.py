@@ -29,7 +29,7 @@ def test_all_of_it_in_order_and_no_more_than_allowed(counts: dict[int, int], mos
     for group, count in counts.items():
         named = [at for piece in dealt if group in piece for at in range(count)[piece[group]]]
         assert named == list(range(count))
-    sizes = [sum(some.stop - some.start for some in piece.values()) for piece in dealt]
+    sizes = [sum(rows.stop - rows.start for rows in piece.values()) for piece in dealt]
     assert all(0 < size <= most for size in sizes)
     assert all(size == most for size in sizes[:-1])
 

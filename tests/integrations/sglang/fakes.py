@@ -31,7 +31,7 @@ class ShmHostTensorAllocator:
 
 class HostPool:
     """`runs`: bytes of a page in each of its runs, which lie in one allocation, one after the other, as keys and values
-    do, or in allocations of their own.
+    do, or in separate allocations.
     """
 
     def __init__(self, page_num: int, page_size: int, runs: Sequence[int], *, together: bool = True) -> None:

@@ -122,7 +122,9 @@ def test_both_seats_say_the_same_of_the_same_bytes() -> None:
 
 def test_pools_whose_bytes_differ_have_other_shapes() -> None:
     half = MHATokenToKVPool(PAGES, PAGE)
-    half.k_buffer, half.v_buffer = ([one.to(torch.float16) for one in some] for some in (half.k_buffer, half.v_buffer))
+    half.k_buffer, half.v_buffer = (
+        [one.to(torch.float16) for one in layers] for layers in (half.k_buffer, half.v_buffer)
+    )
     made = [
         MHATokenToKVPool(PAGES, PAGE),
         MHATokenToKVPool(PAGES, PAGE, layers=1),
@@ -141,7 +143,7 @@ def test_what_is_refused_is_told_with_its_flag() -> None:
     head_first.kv_cache_layout = "hnd"
     vectors.k_buffer = [buffer.unflatten(2, (2, 4)) for buffer in vectors.k_buffer]
     other_page = MHATokenToKVPool(PAGES, 2 * PAGE)
-    for pool, told in (
+    for pool, words in (
         (scaled, "--kv-cache-dtype"),
         (head_first, "SGLANG_USE_HND_KVCACHE"),
         (vectors, "SGLANG_AITER_KV_CACHE_LAYOUT"),
@@ -149,7 +151,7 @@ def test_what_is_refused_is_told_with_its_flag() -> None:
         (MHATokenToKVPool(PAGES, PAGE, layers=0), "no layers"),
         (SimpleNamespace(), "--enable-unified-memory"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=words):
             found_of(pool)
     with pytest.raises(UsageError, match="--speculative-algorithm"):
         found_of(MHATokenToKVPool(PAGES, PAGE), sidecar_draft_device_pools=(object(),))

@@ -1,4 +1,4 @@
-"""What SGLang serves from levels of its own counts in the daemon as used, through a real daemon."""
+"""What SGLang serves from its own levels counts in the daemon as used. The daemon is real."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THIRD = "512KiB"
 
 
 class AdmittingEngine:
-    """A rank, and of SGLang what admits requests: the adapter is told by the real `engine` module."""
+    """A rank, and the part of SGLang that admits requests: the real `engine` module informs the adapter."""
 
     def __init__(self, sglang: SimpleNamespace, daemon: Daemon, **options: Any) -> None:
         self.rank = PagestoreRank(daemon, **options)
@@ -52,7 +52,7 @@ class AdmittingEngine:
 
     @property
     def touched(self) -> int:
-        """Keys that the daemon was told of."""
+        """Returns the number of keys that were reported to the daemon as used."""
         return int(self.daemon.status()["cache"]["keys_touched"])
 
 
@@ -113,19 +113,19 @@ def test_it_is_told_of_what_sglang_had_itself(start_daemon: StartDaemon, start: 
     prompt = Node(names(3, "behind"), root)
     engine.store.store([engine.rank.fill([*root.keys, *prompt.keys])])
 
-    def told(**changed: Any) -> int:
+    def reported(**changed: Any) -> int:
         before = engine.touched
         engine.admit(prompt, **changed)
         engine.admit(Node(names(1, "of no use")))
         engine.store.store([engine.rank.fill(names(1, "the last"), 20)])
         return engine.touched - before
 
-    assert told() == 7
-    assert told(host_hit_length=3 * PAGE) == 7
-    assert told(host_hit_length=3 * PAGE, storage_hit_length=2 * PAGE) == 5
-    assert told(host_hit_length=3 * PAGE, host_hit_is_storage=True) == 4
-    assert told(retracted_stain=True) == 0
-    assert told(last_node=root) == 4, "what a linker has loaded is not in the tree yet"
+    assert reported() == 7
+    assert reported(host_hit_length=3 * PAGE) == 7
+    assert reported(host_hit_length=3 * PAGE, storage_hit_length=2 * PAGE) == 5
+    assert reported(host_hit_length=3 * PAGE, host_hit_is_storage=True) == 4
+    assert reported(retracted_stain=True) == 0
+    assert reported(last_node=root) == 4, "what a linker has loaded is not in the tree yet"
     assert engine.adder.accounted.count(("r", 7 * PAGE)) == 6
 
 
@@ -212,10 +212,10 @@ def test_one_rank_is_enough(start_daemon: StartDaemon, sglang: SimpleNamespace) 
     """Each page would count as used as often as there are ranks."""
     daemon, engine = start_daemon(memory="64MiB"), importlib.import_module(f"{ADAPTER}.engine")
     storages = importlib.import_module("tests.integrations.sglang.test_storage")
-    told = []
+    reports = []
     for number in (1, 0):
         sglang.parallel.attn_tp_rank = number
         rank = storages.StorageRank(daemon).start()
-        told.append(rank.storage._pages in engine._TOLD_OF_HITS)
+        reports.append(rank.storage._pages in engine._TOLD_OF_HITS)
         rank.storage.close()
-    assert told == [False, True]
+    assert reports == [False, True]

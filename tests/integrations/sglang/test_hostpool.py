@@ -50,8 +50,8 @@ def test_each_pool_is_a_group_of_a_number_of_its_own() -> None:
     assert {group.tokens_per_key for group in groups.values()} == {64}
     assert groups[2].payload_bytes == 500
     assert [shape[0] for shape in found.shapes] == ["kv", "mamba", "indexer"]
-    told = {number: {(ref.dtype, ref.layers) for ref in group.refs} for number, group in groups.items()}
-    assert told == {
+    described = {number: {(ref.dtype, ref.layers) for ref in group.refs} for number, group in groups.items()}
+    assert described == {
         0: {("bfloat16", digest_layers(["kv.0", "kv.1"]))},
         2: {("", digest_layers(["mamba.0", "mamba.1"]))},
         3: {("", digest_layers(["indexer.0"]))},
@@ -103,7 +103,7 @@ def test_orders_of_heads_and_tokens_differ() -> None:
 
 
 def refused(**changes: Any) -> str:
-    """What is said of a pool that is otherwise good."""
+    """Returns the error for a pool that is otherwise good."""
     pool = MHATokenToKVPoolHost(6, 64, [4096, 4096])
     for name, value in changes.items():
         setattr(pool, name, value)

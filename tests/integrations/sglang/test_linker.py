@@ -239,10 +239,10 @@ def test_all_ranks_load_or_none(
     daemon = start_daemon(memory="64MiB")
     rank, keys = start_rank(daemon), names(2)
     assert rank.store(keys)
-    said: list[bool] = []
+    answers: list[bool] = []
 
     def others_can_not(good: bool) -> bool:
-        said.append(good)
+        answers.append(good)
         return False
 
     monkeypatch.setattr(f"{ADAPTER}.engine.all_agree", others_can_not)
@@ -252,7 +252,7 @@ def test_all_ranks_load_or_none(
     assert not rank.linker.load("r", [])
     daemon.kill()
     assert not rank.load(keys, 10)
-    assert said == [True, False, False, False, False], "each time the others are told: they wait for it"
+    assert answers == [True, False, False, False, False], "each time the others are told: they wait for it"
     assert rank.linker.cancel_queued_load("r") is False
 
 
@@ -394,14 +394,14 @@ def test_a_bug_is_a_miss_and_logged_once(
 
 def test_what_was_not_tried_is_refused(sglang: Any, start_daemon: StartDaemon) -> None:
     socket = start_daemon(memory="64MiB").socket
-    for options, told in (
+    for options, words in (
         ({"overlap": 1}, "overlap must be true or false"),
         ({"job_deadline_s": 0}, "job_deadline_s"),
         ({"sockets": "/x"}, "sockets: not an option"),
     ):
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=words):
             LinkerRank(socket, **options)
-    for owner, name, told in (
+    for owner, name, words in (
         (sglang.features, "enable_memory_saver", "--enable-memory-saver"),
         (sglang.memory, "enable_unified_memory", "--enable-unified-memory"),
         (sglang.parallel, "nnodes", "--nnodes 2"),
@@ -409,6 +409,6 @@ def test_what_was_not_tried_is_refused(sglang: Any, start_daemon: StartDaemon) -
     ):
         was = getattr(owner, name)
         setattr(owner, name, 2 if isinstance(was, int) and not isinstance(was, bool) else True)
-        with pytest.raises(UsageError, match=told):
+        with pytest.raises(UsageError, match=words):
             LinkerRank(socket)
         setattr(owner, name, was)

@@ -66,7 +66,7 @@ def test_whatever_decides_the_bytes_counts() -> None:
 
 @pytest.mark.parametrize(("states", "same"), [({}, True), ({"mamba": MambaPoolHost(5, 1, [300, 200])}, False)])
 def test_models_with_states_have_names_of_their_own(states: dict[str, HostPool], *, same: bool) -> None:
-    """Earlier builds told the daemon of states as of keys and values: a group of another kind, which it would refuse in
+    """Earlier builds registered states as keys and values: a group of another kind, which the daemon would refuse in
     their namespace. Other models keep what they have stored.
     """
     pools = host_pools({"kv": MHATokenToKVPoolHost(4, 64, [4096, 4096]), **states}, TpRank(0, 1), replicated=False)

@@ -1,4 +1,4 @@
-"""Stores under way: told in order, and never too many."""
+"""Tests stores under way: their ends are reported in order, and there are never too many."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class PagestoreRank:
         return self.pages(keys, at, pool)
 
     def holds(self, keys: list[str], at: int = 0, pool: str = "kv", salt: int = 0) -> list[bool]:
-        """Which pages hold what their keys tell."""
+        """Returns which pages hold what belongs to their keys."""
         rows = self.pools[pool].rows
         return [
             all((row[at + nth] == content(key, run, row.shape[1], salt)).all() for run, row in enumerate(rows))
@@ -224,7 +224,7 @@ class PagestoreHosts:
         """The first host has them, and then the store."""
         before = _remote(self.daemons[0])["pushed"]["keys"]
         assert all(done.all() for done in self.here.store.store(pages).values())
-        count = before + sum(len(some.keys) for some in pages)
+        count = before + sum(len(those.keys) for those in pages)
         until(lambda: _remote(self.daemons[0])["pushed"]["keys"] == count, "the store has them")
 
     def fetched(self) -> int:
@@ -261,7 +261,7 @@ def test_of_states_from_another_host_the_last_one_is_needed(
     assert (found.pages, found.lengths) == (7, (7,))
     assert hosts.fetched() == 7 + 1
     done = there.store.load([there.pages(keys[:7], 20), there.pages(keys[6:7], 9, "mamba")])
-    assert all(some.all() for some in done.values())
+    assert all(pages.all() for pages in done.values())
     assert there.holds(keys[:7], 20) == [True] * 7
     assert there.holds(keys[6:7], 9, "mamba") == [True]
 
@@ -269,7 +269,7 @@ def test_of_states_from_another_host_the_last_one_is_needed(
 def test_of_windows_nothing_comes_from_another_host(
     start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
 ) -> None:
-    """Nobody has told the daemon how long they are: it might bring pages in vain."""
+    """The daemon does not know how long they are: it might bring pages in vain."""
     hosts, keys = PagestoreHosts(tmp_path, start_daemon, start_rank, windows=True), names(12)
     hosts.share(hosts.here.fill(keys[:9]), hosts.here.fill(keys[7:9], 7, "swa"))
     window = Needed("swa", 2)
@@ -281,7 +281,7 @@ def test_of_windows_nothing_comes_from_another_host(
 def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
     start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
 ) -> None:
-    """What is on its way then is there for nobody before it has come."""
+    """What is on its way then is a hit for no request before it has come."""
     hosts, keys, more = PagestoreHosts(tmp_path, start_daemon, start_rank), names(12), names(5, "more")
     hosts.share(hosts.here.fill(keys[:9]))
     hosts.share(hosts.here.fill(more))
@@ -312,15 +312,15 @@ def test_a_store_that_is_late_is_waited_for_so_long_and_no_longer(
 
 def test_loads_wait_for_no_store(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
     """SGLang has one thread that loads: what it loads from a store that hangs would keep it from all else."""
-    hosts, keys, mine = PagestoreHosts(tmp_path, start_daemon, start_rank), names(9), names(4, "mine")
+    hosts, keys, others = PagestoreHosts(tmp_path, start_daemon, start_rank), names(9), names(4, "mine")
     hosts.share(hosts.here.fill(keys))
     there, store = hosts.there, hosts.there.store
-    store.store([there.fill(mine)])
+    store.store([there.fill(others)])
     hosts.switch.set("get=hang")
     assert store.restorable(keys, wait_s=SHORT_S).pages == 0
-    done = store.load([there.pages(keys + mine, 20)])["kv"]
+    done = store.load([there.pages(keys + others, 20)])["kv"]
     assert done.tolist() == [False] * 9 + [True] * 4
-    assert there.holds(mine, 29) == [True] * 4
+    assert there.holds(others, 29) == [True] * 4
     done = store.load([there.pages(names(9, "never asked for"), 20)])["kv"]
     assert not done.any()
     assert hosts.fetched() == 0, "the store still hangs"
@@ -370,7 +370,7 @@ def test_a_daemon_that_refuses_the_memory_is_told_of(
 
 
 def test_a_clear_waits_for_a_daemon(start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path) -> None:
-    """SGLang tells its user that it was done."""
+    """SGLang reports it to its user as done."""
     daemon, keys = start_daemon(memory="64MiB", options=("--disk", f"{tmp_path}/root=256MiB")), names(5)
     rank, other = start_rank(daemon), start_rank(daemon)
     rank.store.store([rank.fill(keys)])
@@ -426,7 +426,7 @@ def test_ranks_that_ask_for_one_clear_clear_once(start_daemon: StartDaemon, star
 def test_a_clear_that_is_answered_late_is_one_clear(
     start_daemon: StartDaemon, start_rank: StartRank, tmp_path: Path
 ) -> None:
-    """Nobody knows whether the daemon has heard of it: it is asked again, until there is an answer."""
+    """It is unknown whether the daemon has heard of it: it is asked again, until there is an answer."""
     daemon, keys = start_daemon(memory="64MiB"), names(5)
     rank, other = start_rank(daemon, timeout_s=SHORT_S), start_rank(daemon)
     until(lambda: rank.store.connected and other.store.connected, "both are connected", PATIENCE_S)

@@ -39,13 +39,13 @@ def test_weights_are_watched_from_before_they_are_loaded(sglang: SimpleNamespace
     weights = importlib.import_module(f"{ADAPTER}.weights").WEIGHTS
     assert hook(object(), "arguments") is None, "it leaves them as they are"
     hook(object())
-    told: list[str] = []
-    follower = SimpleFollower(told)
+    calls: list[str] = []
+    follower = SimpleFollower(calls)
     weights.follow(follower, Fingerprint.AUTO)
     sglang.updater().update_weights_from_disk("model", None)
-    assert told == ["suspend"], "once, however often it was asked to watch"
+    assert calls == ["suspend"], "once, however often it was asked to watch"
     sglang.tree().reset()
-    assert told == ["suspend", "renew", "clear"]
+    assert calls == ["suspend", "renew", "clear"]
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,17 @@ def test_each_way_to_change_weights_is_watched(change: str, sglang: SimpleNamesp
     """tests/sglang/test_arguments.py knows that there are no others."""
     plugin().install()
     sglang.registry.hooks[-1][1]()
-    told: list[str] = []
-    follower = SimpleFollower(told)
+    calls: list[str] = []
+    follower = SimpleFollower(calls)
     importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(follower, Fingerprint.AUTO)
     given = ("model", None) if change == "update_weights_from_disk" else ()
     getattr(sglang.updater(), change)(*given)
-    assert told == ["suspend"]
+    assert calls == ["suspend"]
     sglang.tree().reset()
     if change == "begin_weight_update":
-        assert told == ["suspend"], "not before its end"
+        assert calls == ["suspend"], "not before its end"
         sglang.updater().end_weight_update()
-    assert told == ["suspend", "renew", "clear"]
+    assert calls == ["suspend", "renew", "clear"]
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -98,8 +98,8 @@ def test_arguments_are_completed_in_the_process_that_starts_the_others(
 
 @pytest.mark.parametrize("by", ["files", "a filter", "format", "tp_size", "pp_size"])
 def test_weights_from_files_are_named_by_them(by: str, sglang: SimpleNamespace, tmp_path: Path) -> None:
-    """Unless only some of them are loaded, or they are not from there, or ranks load them of which each may find other
-    files.
+    """They are not if only some of them are loaded, if they are not from there, or if several ranks load them, each of
+    which may find other files.
     """
     if by in sglang.arguments:
         sglang.arguments[by] = 2
@@ -140,16 +140,16 @@ def test_a_storage_that_comes_after_a_change_has_other_names(sglang: SimpleNames
     sglang.registry.hooks[-1][1]()
     sglang.updater().update_weights_from_disk("model", None)
     sglang.tree().reset()
-    told: list[str] = []
-    importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(SimpleFollower(told), Fingerprint.AUTO)
-    assert told == ["renew"]
+    calls: list[str] = []
+    importlib.import_module(f"{ADAPTER}.weights").WEIGHTS.follow(SimpleFollower(calls), Fingerprint.AUTO)
+    assert calls == ["renew"]
 
 
 class SimpleFollower:
-    """Notes what it is told."""
+    """Notes the calls that it gets."""
 
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, calls: list[str]) -> None:
+        self._told = calls
         self.generation = 0
 
     def suspend(self) -> None:

@@ -1,4 +1,4 @@
-"""What a link says of jobs, by how they ended."""
+"""Tests what a link reports of jobs, by how they ended."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def hanging() -> Iterator[tuple[SharedLink, Hanging]]:
 
 
 def carried(client: Ending, direction: Direction) -> tuple[list[bool], bool]:
-    """What is said of the keys, and whether the link is still up."""
+    """Returns what is reported of the keys, and whether the link is still up."""
     link = SharedLink(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
     link.keep()
     assert link.connected
@@ -108,7 +108,7 @@ def test_what_the_daemon_has_counts_as_stored() -> None:
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("outcome", [Outcome.LOST, None])
 def test_a_job_whose_end_nobody_told_has_done_nothing(outcome: Outcome | None, direction: Direction) -> None:
-    """Whatever was said of its keys when it began: the daemon may have died since. The link asks no more."""
+    """The states of its keys when it began do not count: the daemon may have died since. The link asks no more."""
     assert carried(Ending(outcome), direction) == ([False] * 4, False)
 
 
@@ -130,7 +130,7 @@ class Refusing(Ending):
 
 
 def test_a_link_whose_copies_are_refused_is_checked_all_the_same() -> None:
-    """Refusals put attempts to connect off, and this link counts as connected: only a ping tells otherwise."""
+    """Refusals put attempts to connect off, and this link counts as connected: only a ping can show that it is not."""
     client = Refusing()
     link = SharedLink(cast(Client, client), KvCache((), []), job_deadline_s=1.0)
     link.keep()

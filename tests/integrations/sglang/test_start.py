@@ -62,7 +62,7 @@ def test_engines_with_the_same_files_share(how: Fingerprint, sglang: SimpleNames
 def test_files_written_again_before_the_storage_came(
     sglang: SimpleNamespace, model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was loaded is neither the old files nor the new ones, as far as anybody knows."""
+    """What was loaded may be neither the old files nor the new ones."""
     begin(sglang)
     before = named()
     write(model, "new")
@@ -179,7 +179,7 @@ def test_harmless_variables_are_documented_with_their_reasons() -> None:
 
 
 def test_weights_taken_from_another_model_in_place(sglang: SimpleNamespace, model: Path, tmp_path: Path) -> None:
-    """SGLang then says that this is its model; a storage that comes afterwards shares with nobody."""
+    """SGLang then reports this as its model; a storage that comes afterwards shares with no other engine."""
     begin(sglang)
     (tmp_path / "other" / "shards").mkdir(parents=True)
     sglang.arguments["model_path"] = str(write(tmp_path / "other", "new"))

@@ -121,7 +121,7 @@ def test_who_comes_later_takes_the_names_of_now(weights: WeightChanges, follower
 
 
 class Replica:
-    """An engine, or one of its data-parallel replicas, with a number of its own. `how`: None: it has no storage yet."""
+    """An engine, or one of its data-parallel replicas, with a unique number. `how`: None: it has no storage yet."""
 
     numbers = itertools.count(1)
 

@@ -14,7 +14,7 @@ MODEL_LAYERS = 4
 
 
 def judged(section: str) -> list[str]:
-    """All fields of a section that somebody has judged."""
+    """Returns all fields of a section that have been judged."""
     left_out = (one.fields for one in (*HARMLESS, *ELSEWHERE) if one.section == section)
     return sorted(PARTS.get(section, frozenset()).union(*left_out))
 

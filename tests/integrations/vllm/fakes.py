@@ -40,10 +40,10 @@ class GroupConfig:
 
 
 def identified(**changed: Any) -> dict[str, Any]:
-    """The extra_config of an engine whose identity is told."""
+    """Returns the extra_config of an engine that names its identity."""
     standard = dict.fromkeys(("adapters", "drafts", "seen", "doubt"), "")
-    said = {"model": "org/model", "dtype": "bfloat16", "hash": "sha256", "weights": "files:one", "fields": "some"}
-    return {IDENTITY: standard | said | {"layers": 4, "places": [], "token": "own"} | changed}
+    named = {"model": "org/model", "dtype": "bfloat16", "hash": "sha256", "weights": "files:one", "fields": "some"}
+    return {IDENTITY: standard | named | {"layers": 4, "places": [], "token": "own"} | changed}
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Caches:
 def of_size(
     ranks: int, heads: int, *, rank: int = 0, agnostic: bool = True, canonical_parts: Any = None, **changed: Any
 ) -> Config:
-    """An engine of a model of so many KV heads, with vLLM's canonical layout."""
+    """Returns an engine of a model with this number of KV heads, with vLLM's canonical layout."""
     extra = identified() | {HEADS: heads} | ({} if canonical_parts is None else {"canonical_parts": canonical_parts})
     parallel = Parallel(rank, ranks, ranks, is_parallelism_agnostic=agnostic)
     return replace(Config(extra_config=extra, parallel=parallel, canonical_layout=True), **changed)

@@ -47,8 +47,8 @@ class Pages:
     def of_rank(self, rank: int, ranks: int) -> Indices:
         """Returns, for each byte of the rank's page, its offset in the page of all heads."""
         shards = min(ranks, self.heads)
-        mine = self.heads // shards
-        return self.range(rank // (ranks // shards) * mine, mine)
+        count = self.heads // shards
+        return self.range(rank // (ranks // shards) * count, count)
 
     def mapping(self, rank: int, ranks: int, *, strided: bool = True) -> PageMapping:
         """Returns the mapping as vLLM would: strided runs where that is possible, else a run for

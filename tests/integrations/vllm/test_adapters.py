@@ -215,7 +215,7 @@ def test_files_that_are_written_while_their_bytes_are_read_name_nothing(
 
 
 def test_a_request_that_was_made_before_a_load_and_comes_after_it(folder: Path, engine: Any) -> None:
-    """vLLM makes requests in a thread of their own."""
+    """vLLM makes requests in a separate thread."""
     old = engine.ask(lora(folder))
     made = FakeRequest(lora(folder))
     assert made.block_hashes == old.block_hashes
@@ -257,11 +257,11 @@ def test_loading_what_is_loaded_changes_no_name(folder: Path, engine: Any) -> No
     assert shares(old)
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_one_that_vllm_has_dropped(told: bool, folder: Path, engine: Any) -> None:
+@pytest.mark.parametrize("informed", [True, False])
+def test_one_that_vllm_has_dropped(informed: bool, folder: Path, engine: Any) -> None:
     """It is dropped by order, or for want of room, and is loaded again for the next request, from other files."""
     old = engine.ask(lora(folder))
-    if told:
+    if informed:
         engine.remove_lora(1)
     else:
         engine.rank.loaded.clear()
@@ -283,7 +283,7 @@ def test_one_that_ranks_have_loaded_unlike_names_nothing(folder: Path, engine: A
 def test_one_that_is_not_known_is_shared_with_nobody(
     folder: Path, engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said once."""
+    """The log warns once."""
     monkeypatch.setattr(adapters, "contents_at", lambda path, how=Fingerprint.AUTO: "")
     first = engine.ask(lora(folder))
     assert engine.ask(lora(folder)).block_hashes == first.block_hashes
@@ -360,16 +360,16 @@ def test_a_rank_tells_what_it_has_replaced_by_itself(folder: Path, engine: Any) 
     engine.rank.loaded.clear()
     engine.rank.add_adapter(lora(folder))
     assert not shares(old)
-    told = adapters.RANK.tell()
-    assert told == {old.kvoffloadd_adapter.loaded.state}
+    replaced = adapters.RANK.tell()
+    assert replaced == {old.kvoffloadd_adapter.loaded.state}
     assert adapters.RANK.tell() == set()
     assert old.kvoffloadd_adapter.is_shared
-    engine.names.replaced(told)
+    engine.names.replaced(replaced)
     assert not old.kvoffloadd_adapter.is_shared
     new = engine.ask(lora(folder))
     assert new.block_hashes != old.block_hashes
     assert shares(new)
-    engine.names.replaced(told)
+    engine.names.replaced(replaced)
     assert shares(engine.ask(lora(folder))), "that was of another"
 
 

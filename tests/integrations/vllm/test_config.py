@@ -84,10 +84,10 @@ def test_the_place_of_a_model_is_no_part() -> None:
     assert named(replace(BASE, model=Model(name="/elsewhere"))) == named(BASE)
 
 
-@pytest.mark.parametrize("told", ["adapters", "drafts", "layers", "places", "seen", "token"])
-def test_what_is_named_by_keys_is_no_part(told: str) -> None:
-    """Adapters and drafts name keys of their own; a token counts where there is a doubt."""
-    assert named(replace(BASE, extra_config=identified(**{told: "another"}))) == named(BASE)
+@pytest.mark.parametrize("field", ["adapters", "drafts", "layers", "places", "seen", "token"])
+def test_what_is_named_by_keys_is_no_part(field: str) -> None:
+    """Adapters and drafts have separate keys; a token counts where there is a doubt."""
+    assert named(replace(BASE, extra_config=identified(**{field: "another"}))) == named(BASE)
 
 
 def test_in_doubt_it_is_the_engines_own() -> None:

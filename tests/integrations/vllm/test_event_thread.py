@@ -1,4 +1,4 @@
-"""What routers are told of a real daemon's keys, and never wrongly."""
+"""Tests what routers hear of a real daemon's keys: never anything wrong."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_after_a_reset_only_the_engines_own(daemon: Daemon, lines: Make, keys: K
 
 
 def test_nobody_listens_for_a_while(daemon: Daemon, lines: Make, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """News are bounded; all of it is told in the end."""
+    """News are bounded; all of it is delivered in the end."""
     monkeypatch.setattr(watching, "_NEWS_MAX", 4)
     monkeypatch.setattr(watching, "_NEWS_KEYS", 8)
     line = lines(daemon)

@@ -11,8 +11,8 @@ from kvoffloadd.integrations.vllm.expectation import COMPUTED_AT, EXPECTED_S, ex
 CLOCK_S, NOW_S = 1.7e9, 50.0
 
 
-def until(said: object) -> float:
-    return expected_until({COMPUTED_AT: said}, CLOCK_S, NOW_S)
+def until(value: object) -> float:
+    return expected_until({COMPUTED_AT: value}, CLOCK_S, NOW_S)
 
 
 def test_it_is_the_same_moment_on_both_clocks() -> None:
@@ -30,10 +30,10 @@ def test_a_clock_that_is_fast_makes_nobody_wait_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [None, True, "now", [CLOCK_S], math.nan, math.inf, -math.inf, 1e300, 10**400, -(10**400)]
+    "value", [None, True, "now", [CLOCK_S], math.nan, math.inf, -math.inf, 1e300, 10**400, -(10**400)]
 )
-def test_what_is_no_time_is_ignored(said: object) -> None:
-    assert until(said) == 0.0
+def test_what_is_no_time_is_ignored(value: object) -> None:
+    assert until(value) == 0.0
 
 
 def test_others_expect_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What an engine computes with: each field that nobody has shown to be harmless, and what is in each file."""
+"""Tests the identity of what an engine computes with: each field not shown to be harmless, and what is in each file."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def model(tmp_path: Path) -> Path:
     return with_files(tmp_path / "model")
 
 
-def without_token(said: dict[str, Any]) -> dict[str, Any]:
+def without_token(named: dict[str, Any]) -> dict[str, Any]:
     """What two engines must have in common."""
-    assert not said["doubt"]
-    return {name: value for name, value in said.items() if name != "token"}
+    assert not named["doubt"]
+    return {name: value for name, value in named.items() if name != "token"}
 
 
 def one(folder: Path, **values: Any) -> dict[str, Any]:
@@ -64,10 +64,10 @@ def test_each_field_that_is_not_known_to_be_harmless_is_part(name: str, model: P
     other = {"model.max_model_len": 8192, "model.generation_config": "vllm"}.get(name, {"another": 1})
     if name == "model.hf_config" or name == "model.hf_text_config":
         other = SimpleNamespace(model_type="llama", rope_parameters={}, architectures=["Llama"])
-    said = [identity_of(vllm_config(model, {name: value})) for value in (other, other)]
-    assert said[0]["fields"] == said[1]["fields"]
+    found = [identity_of(vllm_config(model, {name: value})) for value in (other, other)]
+    assert found[0]["fields"] == found[1]["fields"]
     standard = identity_of(vllm_config(model))
-    differs = said[0]["fields"] != standard["fields"]
+    differs = found[0]["fields"] != standard["fields"]
     assert differs is (is_part(of, field) or name in READ_ONCE_MORE)
 
 
@@ -79,8 +79,8 @@ def test_fields_that_nobody_knows_are_part(model: Path) -> None:
         other = dataclasses.make_dataclass("Later", [("new_option", int)], bases=(type(known),), frozen=False)
         values = {one.name: getattr(known, one.name) for one in dataclasses.fields(known)}
         made = [other(**values, new_option=value) for value in (1, 2)]
-        said = [identity_of(dataclasses.replace(config, **{field: later}))["fields"] for later in made]
-        assert said[0] != said[1]
+        found = [identity_of(dataclasses.replace(config, **{field: later}))["fields"] for later in made]
+        assert found[0] != found[1]
     engines = [section("engine", new_config=value) for value in (None, {"a": 1})]
     for engine in engines:
         config = vllm_config(model)
@@ -181,12 +181,12 @@ def test_the_order_of_maps_and_sets_is_nothing() -> None:
 
 @pytest.mark.parametrize("value", [len, lambda: None, object(), {"deep": [object()]}])
 def test_what_has_no_name_is_a_doubt(value: object, model: Path) -> None:
-    """Nobody can tell whether two functions do the same."""
+    """It can't be decided whether two functions do the same."""
     with pytest.raises(NamelessError, match=r"model\.hf_overrides"):
         canonical(value, "model.hf_overrides")
-    said = identity_of(vllm_config(model, {"model.hf_overrides": value}))
-    assert "model.hf_overrides" in said["doubt"]
-    assert said["token"] != identity_of(vllm_config(model, {"model.hf_overrides": value}))["token"]
+    found = identity_of(vllm_config(model, {"model.hf_overrides": value}))
+    assert "model.hf_overrides" in found["doubt"]
+    assert found["token"] != identity_of(vllm_config(model, {"model.hf_overrides": value}))["token"]
 
 
 # --- lengths ---
@@ -213,8 +213,8 @@ def test_lengths_matter_unless_a_model_is_known_not_to_read_them(
         **{"model_type": "llama", "rope_parameters": {}, "architectures": ["A"]} | changed.pop("hf", {})
     )
     values = {f"model.{name}": value for name, value in changed.items()} | {"model.hf_text_config": config}
-    said = [one(model, **values, **{"model.max_model_len": length}) for length in (4096, 8192)]
-    assert (said[0] == said[1]) is harmless
+    found = [one(model, **values, **{"model.max_model_len": length}) for length in (4096, 8192)]
+    assert (found[0] == found[1]) is harmless
 
 
 # --- files ---
@@ -234,10 +234,10 @@ def test_another_file_is_another_model(how: Fingerprint, name: str, model: Path)
 def test_by_contents_copies_share_wherever_they_are(model: Path, tmp_path: Path) -> None:
     copy = with_files(tmp_path / "elsewhere" / "copy")
     for how, share in ((Fingerprint.AUTO, False), (Fingerprint.CONTENTS, True)):
-        said = [identity_of(vllm_config(folder), how) for folder in (model, copy)]
-        assert (said[0]["weights"] == said[1]["weights"]) is share
-        assert said[0]["model"] == said[1]["model"] == "Llama"
-        assert said[0]["fields"] == said[1]["fields"]
+        found = [identity_of(vllm_config(folder), how) for folder in (model, copy)]
+        assert (found[0]["weights"] == found[1]["weights"]) is share
+        assert found[0]["model"] == found[1]["model"] == "Llama"
+        assert found[0]["fields"] == found[1]["fields"]
 
 
 def _scales(file: Path) -> Any:
@@ -264,8 +264,8 @@ def test_other_files_that_an_engine_reads(model: Path, tmp_path: Path) -> None:
         moved: Any = {"adapter": [str(elsewhere / "scales.json")]} if isinstance(value, dict) else None
         moved = moved or (str(elsewhere / "config") if isinstance(value, str) else _scales(elsewhere / "scales.json"))
         copies = [identity_of(vllm_config(model, {name: each}), Fingerprint.CONTENTS) for each in (value, moved)]
-        said = [(each["fields"], each["weights"]) for each in copies]
-        assert said[0] == said[1], "by contents, their places are nothing"
+        found = [(each["fields"], each["weights"]) for each in copies]
+        assert found[0] == found[1], "by contents, their places are nothing"
         extra: dict[str, Any] = {IDENTITY: identity_of(vllm_config(model, {name: value}))}
         for file in (scales, config / "config.json"):
             file.write_text(file.read_text() + " ")
@@ -286,9 +286,9 @@ def test_other_files_that_an_engine_reads(model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_weights_that_are_not_known_are_a_doubt(values: dict[str, Any], why: str, model: Path) -> None:
-    said = identity_of(vllm_config(model, values))
-    assert why in said["doubt"]
-    assert attached({IDENTITY: said}) == said
+    found = identity_of(vllm_config(model, values))
+    assert why in found["doubt"]
+    assert attached({IDENTITY: found}) == found
 
 
 def test_a_model_of_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,21 +304,21 @@ def test_a_model_of_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.Mo
             file.unlink()
             file.symlink_to(blob)
     (folders[1] / "README.txt").symlink_to(folders[1].parents[1] / "blobs" / hashlib.sha256(b"old").hexdigest())
-    said = [one(folder) for folder in (*folders, other)]
-    assert [each.pop("places") for each in said] == [[str(folder)] for folder in (*folders, other)]
-    assert said[0] == said[1] != said[2]
-    assert said[0]["weights"] == f"hub:org--m@{commits[0]}"
-    assert said[0]["model"] == "org/m"
+    found = [one(folder) for folder in (*folders, other)]
+    assert [each.pop("places") for each in found] == [[str(folder)] for folder in (*folders, other)]
+    assert found[0] == found[1] != found[2]
+    assert found[0]["weights"] == f"hub:org--m@{commits[0]}"
+    assert found[0]["model"] == "org/m"
     monkeypatch.setattr(identity, "snapshot_of", lambda name, *_: str(folders[0]) if name == "org/m" else None)
     by_name = one(tmp_path, **{"model.model": "org/m"})
     by_name.pop("places")
-    assert by_name == said[0]
+    assert by_name == found[0]
     (folders[0] / "own.py").write_text("changed by hand")
-    assert one(folders[0])["weights"] != said[0]["weights"]
+    assert one(folders[0])["weights"] != found[0]["weights"]
 
 
 def test_the_commit_of_a_branch_is_the_one_that_vllm_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else fetches the branch meanwhile, and the cache has another commit of it."""
+    """Another process fetches the branch meanwhile, and the cache has another commit of it."""
 
     class Resolved(str):
         resolved = "0123456789" * 4
@@ -374,12 +374,12 @@ def test_code_of_another_repository(model: Path, tmp_path: Path, monkeypatch: py
 def test_variables_that_are_not_known_to_be_harmless_are_part(
     name: str, values: tuple[str, str], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = [one(model)]
+    found = [one(model)]
     for value in values:
         monkeypatch.setenv(name, value)
-        said += [one(model), one(model)]
-    assert said[1] == said[2] and said[3] == said[4]
-    assert len({each["fields"] for each in said}) == 3
+        found += [one(model), one(model)]
+    assert found[1] == found[2] and found[3] == found[4]
+    assert len({each["fields"] for each in found}) == 3
 
 
 @pytest.mark.parametrize(
@@ -392,21 +392,21 @@ def test_variables_that_are_not_known_to_be_harmless_are_part(
     ],
 )
 def test_variables_in_which_engines_may_differ(name: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes' too, which tells of services whose names begin with vllm."""
+    """Kubernetes' variables are among them, which describe services whose names begin with vllm."""
     before = one(model)
     monkeypatch.setenv(name, "another")
     assert one(model) == before
 
 
 def test_a_variable_may_name_a_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
+    found = []
     for name, text in (("a", "{}"), ("b", "{}"), ("b", "[]")):
         file = tmp_path / name / "quantization.json"
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
         monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", str(file))
-        said.append(identity_of(vllm_config(model), Fingerprint.CONTENTS)["fields"])
-    assert said[0] == said[1] != said[2]
+        found.append(identity_of(vllm_config(model), Fingerprint.CONTENTS)["fields"])
+    assert found[0] == found[1] != found[2]
 
 
 def test_models_of_modelscope_are_a_doubt(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,7 +460,7 @@ def test_files_that_are_gone_are_a_doubt(model: Path) -> None:
 
 
 def test_all_bytes_are_read_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds by contents, too: the file system tells whether files have changed meanwhile."""
+    """This holds by contents, too: the file system shows whether files have changed meanwhile."""
     extra: dict[str, Any] = {IDENTITY: identity_of(vllm_config(model), Fingerprint.CONTENTS)}
     asked: list[Fingerprint | None] = []
 
@@ -492,7 +492,7 @@ def drafting(folder: Path, **values: Any) -> Any:
 def test_a_draft_model_is_named_apart(model: Path, tmp_path: Path) -> None:
     """The target is what it was; the draft is its files and its options."""
     drafts = [with_files(tmp_path / name) for name in ("one", "two")]
-    said = [
+    found = [
         without_token(identity_of(vllm_config(model, speculative_config=each)))
         for each in (
             drafting(drafts[0]),
@@ -502,14 +502,14 @@ def test_a_draft_model_is_named_apart(model: Path, tmp_path: Path) -> None:
             drafting(drafts[0], **{"model.hf_overrides": {"a": 1}}),
         )
     ]
-    for each in said:
+    for each in found:
         del each["draft_places"], each["draft_seen"]
-    names = [each.pop("drafts") for each in said]
+    names = [each.pop("drafts") for each in found]
     assert names[0] == names[1]
     assert len(set(names)) == 4 and all(names)
-    assert all(each == said[0] for each in said)
+    assert all(each == found[0] for each in found)
     nothing: dict[str, Any] = {"drafts": "", "draft_places": [], "draft_seen": ""}
-    assert said[0] | nothing == one(model)
+    assert found[0] | nothing == one(model)
 
 
 def test_a_draft_that_changes_while_it_is_loaded_is_the_engines_own(model: Path, tmp_path: Path) -> None:
@@ -533,19 +533,19 @@ def test_drafts_without_a_model(model: Path) -> None:
 
 def test_a_draft_in_doubt_is_the_engines_own(model: Path) -> None:
     config = vllm_config(model, speculative_config=drafting(Path("/nowhere/at/all")))
-    said = [identity_of(config) for _ in range(2)]
-    assert said[0]["drafts"] != said[1]["drafts"]
-    assert without_token(said[0]) | {"drafts": ""} == one(model)
+    found = [identity_of(config) for _ in range(2)]
+    assert found[0]["drafts"] != found[1]["drafts"]
+    assert without_token(found[0]) | {"drafts": ""} == one(model)
 
 
 def test_how_adapters_are_applied_is_named_apart(model: Path) -> None:
-    said = [
+    found = [
         without_token(identity_of(vllm_config(model, lora_config=section("lora", **values))))
         for values in ({"max_loras": 1}, {"max_loras": 8}, {"lora_dtype": "float16"})
     ]
-    names = [each.pop("adapters") for each in said]
+    names = [each.pop("adapters") for each in found]
     assert names[0] == names[1] != names[2]
-    assert said[0] | {"adapters": ""} == one(model)
+    assert found[0] | {"adapters": ""} == one(model)
 
 
 def test_adapters_count_as_applied_where_all_else_is_in_doubt(model: Path) -> None:

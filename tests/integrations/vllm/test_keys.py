@@ -69,7 +69,7 @@ def test_many_at_once_have_the_same_names(
     keys = [offload_key(at.to_bytes(hash_bytes, "big"), group) for at, group in enumerate(groups)]
     names = KeyNames(generation, salts)
     packed = pack_by_group(keys, names)
-    assert {group: [key.tobytes() for key in some] for group, (_, some) in packed.items()} == by_group(keys, names)
+    assert {group: [key.tobytes() for key in rows] for group, (_, rows) in packed.items()} == by_group(keys, names)
     assert {group: first for group, (first, _) in packed.items()} == {group: groups.index(group) for group in groups}
 
 

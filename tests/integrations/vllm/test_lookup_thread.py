@@ -138,7 +138,7 @@ def test_what_is_forgotten_at_once_is_not_pinned(daemon: Daemon, lines: Make, ke
 
 def used(keys: Keys, other: Keys, ends: dict[int, int]) -> UsedKeys:
     """Keys of both groups, as vLLM names them; `ends`: where the first one of each ends."""
-    named = [key.tobytes() + group.to_bytes(4, "big") for group, some in enumerate((keys, other)) for key in some]
+    named = [key.tobytes() + group.to_bytes(4, "big") for group, those in enumerate((keys, other)) for key in those]
     firsts = {named[0]: ends.get(0), named[len(keys)]: ends.get(1)}
     return UsedKeys(named, PLAIN, firsts.get)
 
@@ -172,11 +172,11 @@ def test_keys_are_used_where_they_stand_in_their_prompt(
     line = lines(start_daemon())
     line.rank()
     lookup_thread = connected(line.lookup_thread())
-    told: list[Any] = []
-    monkeypatch.setattr(lookup_thread._link.client, "touch", lambda _, first: told.append(first))
+    touches: list[Any] = []
+    monkeypatch.setattr(lookup_thread._link.client, "touch", lambda _, first: touches.append(first))
     lookup_thread.touch([used(keys[:3], keys[3:5], {0: 16, 1: 45}), used(keys[:1], keys[:1], {})])
-    until(lambda: len(told) == 2, "both were told")
-    assert told == [{0: 0, 1: 2}, {0: 0, 1: 0}]
+    until(lambda: len(touches) == 2, "both were told")
+    assert touches == [{0: 0, 1: 2}, {0: 0, 1: 0}]
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_keys_from_disk(start_daemon: Start, lines: Make, tmp_path: Path, seed: 
 def test_keys_from_disk_that_have_come_before_the_answer_is_read(
     start_daemon: Start, lines: Make, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk may be as fast as the socket. Nobody asks for them once more, and it is known that the disk had them."""
+    """A disk may be as fast as the socket. They are not asked for once more, and it is known that the disk had them."""
     daemon = start_daemon(*disk_settings((tmp_path / "disk", 64 << 20)), memory="1MiB")
     line = lines(daemon)
     rank = line.rank()
@@ -367,7 +367,7 @@ def test_cleared(daemon: Daemon, lines: Make, keys: Keys) -> None:
 
 
 def test_cleared_while_nobody_answers(daemon: Daemon, lines: Make, keys: Keys) -> None:
-    """The scheduler waits no longer than it said, and nothing hits before the daemon has cleared."""
+    """The scheduler waits no longer than its limit, and nothing hits before the daemon has cleared."""
     line = lines(daemon)
     store(line.rank(), keys)
     lookup_thread = connected(line.lookup_thread())

@@ -31,7 +31,7 @@ PAGES = Pages("HNC", heads=8, tokens=4, content=6)
 
 
 def refs_of_rank(pages: list[Pages], held: Share, rank: int, ranks: int, **how: Any) -> list[list[Ref]]:
-    """Layers l0, l1, ... of a group, each in a tensor of its own."""
+    """Returns the refs of layers l0, l1, ... of each group, each layer in a separate tensor."""
     layers = {f"l{at}": one.tensor(ranks) for at, one in enumerate(pages)}
     mappings = [one.mapping(rank, ranks, **how) for one in pages]
     refs = [CacheRef(at, one.local_page_size_bytes, one) for at, one in enumerate(mappings)]
@@ -218,4 +218,4 @@ def test_a_rank_and_its_scheduler_agree() -> None:
         with pytest.raises(UsageError, match="share block tables differ"):
             check_scheduler(one, other)
         plain = [replace(config, canonical_layout=False) for config in (one, other)]
-        check_scheduler(*plain)  # without the option nobody is kept from starting
+        check_scheduler(*plain)  # without the option each engine starts

@@ -90,9 +90,9 @@ def test_a_release_that_is_not_supported_is_told_once_an_engine(
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if is_child else None)
     plugin.install()
     assert factory.registered == {}
-    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(told) == (not is_child)
-    assert all(f"supports vLLM 0.32.x, 0.33.x; installed is {version}" in one for one in told)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == (not is_child)
+    assert all(f"supports vLLM 0.32.x, 0.33.x; installed is {version}" in one for one in warnings)
 
 
 def test_what_vllm_has_changed_ends_no_engine(
@@ -101,8 +101,8 @@ def test_what_vllm_has_changed_ends_no_engine(
     """Those of other connectors run all the same."""
     monkeypatch.delattr(Factory, "register_connector")
     plugin.install()
-    (told,) = (record for record in caplog.records if record.levelno >= logging.ERROR)
-    assert told.exc_info is not None
+    (error,) = (record for record in caplog.records if record.levelno >= logging.ERROR)
+    assert error.exc_info is not None
 
 
 def test_without_vllm_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Everything is told once as stored and once as removed, in as much memory as it may take."""
+"""Each key is published once as stored and once as removed, in as much memory as it may take."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_nothing_is_told_twice_or_out_of_order(steps: list[tuple[str, list[bytes
             believed -= set(removed)
             assert believed.isdisjoint(keys) if what == "went" else believed <= set(keys)
         else:
-            told = published.forget() if what == "forget" else published.renew(published.generation + 1)
-            assert {key for _group, some in told for key in some} == believed
+            published_keys = published.forget() if what == "forget" else published.renew(published.generation + 1)
+            assert {key for _group, group_keys in published_keys for key in group_keys} == believed
             believed.clear()
 
 

@@ -1,4 +1,4 @@
-"""What a request is told about a key, from the first pin to the end."""
+"""Tests what a request learns about a key, from the first pin to the end."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def held(state: RequestState) -> PinRequest:
 
 
 def test_a_load_that_failed_in_part_is_asked_for_anew() -> None:
-    """Twice: a daemon that says each time that all is there must not hold anybody up for ever."""
+    """It is asked for twice: a daemon that reports each time that all is there must not hold a request up for ever."""
     state = RequestState("r")
     for _ in range(2):
         pin = held(state)
@@ -245,7 +245,7 @@ def test_a_load_that_failed_in_part_is_asked_for_anew() -> None:
 
 
 def test_a_load_that_was_lost_is_not_asked_for_anew() -> None:
-    """The daemon is dead, or hangs: nobody waits for it twice."""
+    """The daemon is dead, or hangs: the request does not wait for it twice."""
     state = RequestState("r")
     held(state)
     state.fail(range(96), partial=False)
@@ -253,7 +253,7 @@ def test_a_load_that_was_lost_is_not_asked_for_anew() -> None:
 
 
 def test_nothing_of_a_failed_load_counts_as_there() -> None:
-    """What the request computes is to be stored, the damaged key above all."""
+    """What the request computes must be stored, the damaged key above all."""
     state = RequestState("r")
     held(state)
     state.loaded.update(KEYS)

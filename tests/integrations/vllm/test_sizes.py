@@ -37,7 +37,7 @@ class SizedRank:
 
 
 class SizedEngine:
-    """So many ranks, and a scheduler."""
+    """Has `ranks` ranks, and a scheduler."""
 
     def __init__(self, daemon: Daemon, order: str, ranks: int, **options: Any) -> None:
         self._pages = Pages(order, HEADS, tokens=4, content=6)

@@ -84,7 +84,7 @@ def test_layers_whose_bytes_are_left_out_are_refused(name: str) -> None:
 
 
 def test_any_of_a_group_s_pages_may_have_them() -> None:
-    """Packs of layers are tensors of their own."""
+    """Packs of layers are separate tensors."""
     packs = [memory(), memory()]
     spans = {f"{pack}{at}": [Span.of(half(rows, at))] for pack, rows in enumerate(packs) for at in range(2)}
     tensors, refs = [CacheTensor(rows) for rows in packs], [CacheRef(at, PAGE, None) for at in range(2)]

@@ -66,7 +66,7 @@ def jobs(daemon: Daemon, direction: str) -> int:
 def test_more_keys_than_a_request_may_have(
     start_daemon: Start, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request tells from where in the prompt its keys are."""
+    """Each request names where in the prompt its keys begin."""
     daemon = start_daemon("limits.keys_per_request=5")
     transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0, 1)
@@ -128,7 +128,7 @@ def test_without_a_daemon_stores_are_dropped_and_loads_fail(start_daemon: Start,
 def test_a_daemon_that_dies_at_work(
     start_daemon: Start, lines: Make, hold: Hold, keys: Keys, direction: Direction
 ) -> None:
-    """It has several jobs, some of which run, and some of which may not have been asked for."""
+    """It has several jobs: some run, and some may not have been asked for."""
     daemon = start_daemon("limits.keys_per_request=2", faults=hold.fault)
     transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0)
@@ -199,7 +199,7 @@ def test_started_before_the_daemon(start_daemon: Start, lines: Make, keys: Keys)
 
 
 def test_a_sleep_that_fails_is_none(start_daemon: Start, lines: Make, hold: Hold, keys: Keys) -> None:
-    """vLLM stays awake then, and wakes nobody."""
+    """vLLM stays awake then, and does not wake the thread."""
     daemon = start_daemon(faults=hold.fault)
     transfer_thread, rank = lines(daemon).transfer_thread()
     wanted = chunks(keys, 0)
@@ -234,7 +234,7 @@ def test_what_was_submitted_asleep_is_not_begun_awake(daemon: Daemon, lines: Mak
 
 
 def test_a_bug_is_no_hang(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What may still be written to is nobody's: better an engine that ends than one that waits for ever."""
+    """Blocks that may still be written to can't be used: better an engine that ends than one that waits for ever."""
 
     def bug(*_: object) -> None:
         raise ZeroDivisionError("a bug")

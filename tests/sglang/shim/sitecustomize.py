@@ -1,8 +1,8 @@
-"""SGLang's stock wheel on a CPU: Python imports this first in each process that has this folder on its PYTHONPATH.
+"""Fits SGLang's stock wheel to a CPU: Python imports this first in each process with this folder on its PYTHONPATH.
 
 The wheel names packages that are not here. `torchvision`: configs of image models import it, no test calls it.
-`sgl_kernel`: kernels, of which SGLang on a CPU without AMX takes none, but it imports their names. `datasets`: its
-kit for tests imports it. Here they are made up: whatever is imported from them is there, and says so when it is called.
+`sgl_kernel`: kernels; SGLang on a CPU without AMX takes none of them, but imports their names. `datasets`: its kit for
+tests imports it. Here they are made up: whatever is imported from them is there, and raises when it is called.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class MadeUp:
 
 
 class MadeUpModule(ModuleType):
-    """A package all of whose modules and names are there."""
+    """A package that has every module and name."""
 
     __path__: list[str] = []  # noqa: RUF012  what makes a module a package
     __version__ = "0.0"

@@ -1,1 +1,1 @@
-"""SGLANG_EXTERNAL_MODEL_PACKAGE: SGLang imports the models that this package has, rather than all of its own."""
+"""SGLANG_EXTERNAL_MODEL_PACKAGE: SGLang imports the models that this package has, rather than all its own."""
