@@ -136,7 +136,7 @@ class PendingPins:
         else:
             cache.uses.add_prompt(used, answered.reach)
         for group in answered.groups:
-            cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.asked)
+            cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.requested)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.classify_misses)  # after the reply
         if below and lease is not None:
@@ -181,7 +181,9 @@ class PendingPins:
         cache = self.context.cache
         before = waiting.answered.groups
         groups = [
-            GroupLookup(group.keyspace, group.first, group.keys, lookup, lookup.hits & ~group.lookup.hits, group.asked)
+            GroupLookup(
+                group.keyspace, group.first, group.keys, lookup, lookup.hits & ~group.lookup.hits, group.requested
+            )
             for group, lookup in zip(before, cache.find_all([(g.keyspace, g.keys) for g in before]), strict=True)
         ]
         answered = Lookups(groups)
@@ -196,8 +198,8 @@ class PendingPins:
         pinned = _used(before, groups, [group.lookup.hits for group in groups]) if waiting.lease is not None else came
         cache.uses.add_prompt(pinned, answered.reach, came)
         for group in groups:
-            if group.asked is not None and waiting.lease is not None:
-                cache.lookups.record_asked(group.keyspace, group.keys, group.lookup, group.asked)
+            if group.requested is not None and waiting.lease is not None:
+                cache.lookups.record_requested(group.keyspace, group.keys, group.lookup, group.requested)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.classify_misses)
         self._end(waiting)
