@@ -213,18 +213,18 @@ class PendingPins:
         cache, uid = self.context.cache, self.instance.uid
         if not groups or not cache.entries.held.bounds(uid):
             return
-        chosen = [np.flatnonzero(some) for some in joining]
-        rows = [group.lookup.rows[at].astype(np.uint32) for group, at in zip(groups, chosen, strict=True)]
+        chosen = [np.flatnonzero(mask) for mask in joining]
+        rows = [group.lookup.rows[indices].astype(np.uint32) for group, indices in zip(groups, chosen, strict=True)]
         ends = [
-            (group.first + at + 1) * group.keyspace.schema.tokens_per_key
-            for group, at in zip(groups, chosen, strict=True)
+            (group.first + indices + 1) * group.keyspace.schema.tokens_per_key
+            for group, indices in zip(groups, chosen, strict=True)
         ]
         order = np.argsort(np.concatenate(ends), kind="stable")
         allowed = np.empty(len(order), bool)
         allowed[order] = cache.may_hold(uid, np.concatenate(rows)[order])
-        split = np.split(allowed, np.cumsum([len(at) for at in chosen])[:-1])
-        for group, at, mine in zip(groups, chosen, split, strict=True):
-            left = at[~mine]
+        split = np.split(allowed, np.cumsum([len(indices) for indices in chosen])[:-1])
+        for group, indices, kept in zip(groups, chosen, split, strict=True):
+            left = indices[~kept]
             group.on_disk[left] = group.lookup.hits[left] = False
             group.lookup.states[left] = KeyState.MISS
 
@@ -245,9 +245,9 @@ def _used(before: list[GroupLookup], now: list[GroupLookup], hits: list[BoolArra
     could not bring this time counts as pending, not as gone.
     """
     used = []
-    for first, group, some in zip(before, now, hits, strict=True):
+    for first, group, group_hits in zip(before, now, hits, strict=True):
         states = np.where(first.below & (group.lookup.rows < 0), np.uint8(_PENDING), group.lookup.states)
-        used.append((group.keyspace, LookupResult(group.lookup.rows, states, some), group.first))
+        used.append((group.keyspace, LookupResult(group.lookup.rows, states, group_hits), group.first))
     return used
 
 
