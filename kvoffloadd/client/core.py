@@ -98,7 +98,9 @@ class ClientCore:
     def mend(self) -> None:
         """Repairs what an interrupted call left; requests under way end as if the connection had been lost."""
         self._connector.connecting = None
-        self._connector.registrations = [one for one in self._connector.registrations if not one.closed]
+        self._connector.registrations = [
+            registration for registration in self._connector.registrations if not registration.closed
+        ]
         self._transport.mend()
 
     def abandon(self, reason: str) -> None:
