@@ -255,9 +255,7 @@ class Session:
             raise DrainingError("the daemon is shutting down and takes no new reservations")
         self._clears.last = None  # the next clear must reach keys that are stored now
         wanted = wanted_of(message, self._keys_of(message.groups))
-        _check_price(
-            self._limits, sum(len(group.keys) * group.keyspace.schema.price(len(group.parts)) for group in wanted)
-        )
+        _check_price(self._limits, sum(len(one.keys) * one.keyspace.schema.price(len(one.parts)) for one in wanted))
         check_distinct(wanted)
         with PendingWriteLease(self._own_instance(), self._account, wanted) as lease:
             reserved = yield from self._own_jobs().while_open(reserve_in_steps(self._context.cache, wanted))
