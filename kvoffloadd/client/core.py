@@ -56,7 +56,7 @@ class ClientCore:
         self._events = EventQueue(None if settings.namespace is None else settings.namespace.key_bytes)
         self._transport = Transport(settings.socket_path, self._events, poller)
         self._connector = Connector(settings, self._transport, self._events)
-        self._jobs_asked = 0
+        self._jobs_requested = 0
         self._closing = False
 
     @property
@@ -137,8 +137,8 @@ class ClientCore:
             connection = self._usable() or (yield from self._connected(until))
             if self._is_void(spec.lease):
                 raise ConnectionLostError("the lease ended with the daemon that granted it")
-            self._jobs_asked += 1  # an id is never used again in this client's life
-            job = Job(self._jobs_asked, spec.direction, spec.registration, spec.counts)
+            self._jobs_requested += 1  # an id is never used again in this client's life
+            job = Job(self._jobs_requested, spec.direction, spec.registration, spec.counts)
             call = calls.submit(spec, job, self.asks("local", spec.options.local))
             self._transport.ask(connection, call)
             try:
