@@ -338,15 +338,15 @@ def remarks(config: Config) -> Iterator[str]:
         )
 
 
-def reloaded(running: Config, asked: Config) -> tuple[Config, list[str], list[str]]:
-    """Returns the config after a reload: from `asked` what can change while the daemon runs, everything else as in
+def reloaded(running: Config, wanted: Config) -> tuple[Config, list[str], list[str]]:
+    """Returns the config after a reload: from `wanted` what can change while the daemon runs, everything else as in
     `running`.
 
     Also returns, for people, the changes as "section.key: old -> new", and the keys that differ but need a restart.
     """
     changed, waiting, sections = [], [], {}
     for section in SECTIONS:
-        old, new = getattr(running, section), getattr(asked, section)
+        old, new = getattr(running, section), getattr(wanted, section)
         live = {}
         for item in fields(old):
             before, after = getattr(old, item.name), getattr(new, item.name)

@@ -183,13 +183,13 @@ def _await_room(check: Callable[[T], None], room: T, patience_s: float) -> None:
     check(room)
 
 
-def _place_memory(asked: str | tuple[int, ...]) -> None:
+def _place_memory(setting: str | tuple[int, ...]) -> None:
     """Applies `memory.numa` to the memory that this thread, and threads that it makes, touch first from now on."""
-    chosen = memory_nodes(asked)
+    chosen = memory_nodes(setting)
     if not chosen:
         return
     try:
-        if asked == "auto" and has_policy():
+        if setting == "auto" and has_policy():
             return  # numactl, or a unit's NUMAPolicy=, has chosen the nodes
         interleave(chosen)
     except ResourceError as error:

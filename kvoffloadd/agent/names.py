@@ -8,7 +8,7 @@ from kvoffloadd.agentwire.names import KEY_BYTES, key_names, marker_name
 from kvoffloadd.errors import FramingError
 
 
-def asked_names(call: Exists) -> list[str]:
+def requested_names(call: Exists) -> list[str]:
     """Returns the era's marker, then each key."""
     space = call.space
     return [marker_name(space.fingerprint, space.generation, space.era), *key_names(space, call.keys)]
@@ -20,11 +20,11 @@ def transfers(call: Get | Put, memory: Memory) -> list[ObjectTransfer]:
     count, width = len(headers), len(sizes)
     if len(call.keys) != count * KEY_BYTES or len(parts) != count * width:
         raise FramingError("the fields of a call do not match each other")
-    addresses = [_address(memory.headers, at, HEADER_BYTES) for at in headers]
+    addresses = [_address(memory.headers, offset, HEADER_BYTES) for offset in headers]
     made = []
     for index, name in enumerate(key_names(call.space, call.keys)):
-        mine = zip(parts[index * width : (index + 1) * width], sizes, strict=True)
-        pieces = [(_address(memory.arena, at, size), size) for at, size in mine]
+        own_parts = zip(parts[index * width : (index + 1) * width], sizes, strict=True)
+        pieces = [(_address(memory.arena, offset, size), size) for offset, size in own_parts]
         made.append(ObjectTransfer(name, [(addresses[index], HEADER_BYTES), *pieces]))
     return made
 

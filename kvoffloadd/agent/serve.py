@@ -19,7 +19,7 @@ from typing import Final, TypeVar
 from kvoffloadd.agent.engines.base import Engine, EngineError, Memory
 from kvoffloadd.agent.engines.registry import make_engine
 from kvoffloadd.agent.memory import map_memory
-from kvoffloadd.agent.names import asked_names, transfers
+from kvoffloadd.agent.names import requested_names, transfers
 from kvoffloadd.agentwire.frames import (
     ANSWER_BYTES_MAX,
     CHANGE_THREADS,
@@ -159,7 +159,7 @@ class Agent:
         if engine is None or memory is None:
             raise FramingError("a call came before the engine had started")
         if isinstance(call, Exists):
-            names = asked_names(call)
+            names = requested_names(call)
             return _packed(call.id, _many(lambda: engine.exists(names), len(names), Presence.UNKNOWN))
         if isinstance(call, Get | Put):
             wanted = transfers(call, memory)

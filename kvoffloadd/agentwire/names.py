@@ -71,4 +71,4 @@ def key_names(space: Space, keys: bytes | memoryview) -> list[str]:
     shape = space.shape[:_SHAPE_NAME_BYTES].hex()
     before = f"{era_prefix(space.fingerprint, space.generation, space.era)}{shape}/{space.group}/"
     digits, step, width = keys.hex(), 2 * KEY_BYTES, 2 * space.key_bytes
-    return [before + digits[at : at + width] for at in range(0, len(digits), step)]
+    return [before + digits[start : start + width] for start in range(0, len(digits), step)]

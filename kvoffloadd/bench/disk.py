@@ -182,19 +182,19 @@ class RawFile:
                 begun = time.perf_counter()
                 if flags & os.O_CREAT:
                     os.posix_fallocate(fd, 0, self._size_bytes)
-                list(pool.map(lambda at: piece(fd, at), range(0, self._size_bytes, PIECE_BYTES)))
+                list(pool.map(lambda offset: piece(fd, offset), range(0, self._size_bytes, PIECE_BYTES)))
                 if flags & os.O_CREAT:
                     os.fdatasync(fd)
                 return time.perf_counter() - begun
         finally:
             os.close(fd)
 
-    def _write_piece(self, fd: int, at: int) -> None:
-        Files().write(fd, at, [self._pages[: self._num_pages(at)]])
+    def _write_piece(self, fd: int, offset: int) -> None:
+        Files().write(fd, offset, [self._pages[: self._num_pages(offset)]])
 
-    def _read_piece(self, fd: int, at: int) -> None:
-        Files().read(fd, at, [aligned_pages(self._num_pages(at))])
+    def _read_piece(self, fd: int, offset: int) -> None:
+        Files().read(fd, offset, [aligned_pages(self._num_pages(offset))])
 
-    def _num_pages(self, at: int) -> int:
+    def _num_pages(self, offset: int) -> int:
         """Returns the pages of the piece at this place: the last one may be shorter."""
-        return min(PIECE_BYTES, self._size_bytes - at) // 4096
+        return min(PIECE_BYTES, self._size_bytes - offset) // 4096

@@ -59,9 +59,9 @@ class BenchReport:
         for name, justify in (("part", "left"), ("what", "left"), ("daemon", "right"), ("ratio", "right")):
             table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         table.add_column("this machine's limit")
-        for one in self.figures:
-            limit = f"{one.limit_value:,.1f} {one.unit}: {one.limit}"
-            table.add_row(one.part, one.what, f"{one.value:,.1f} {one.unit}", f"{one.ratio:.2f}", limit)
+        for figure in self.figures:
+            limit = f"{figure.limit_value:,.1f} {figure.unit}: {figure.limit}"
+            table.add_row(figure.part, figure.what, f"{figure.value:,.1f} {figure.unit}", f"{figure.ratio:.2f}", limit)
         console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
         console.print(f"kvoffloadd bench, medians; load of the machine before: {self.load:.1f}\n", table, sep="\n")
         for part, why in self.skipped.items():

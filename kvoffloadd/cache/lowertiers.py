@@ -32,19 +32,19 @@ class GroupLookup(NamedTuple):
     keys: U64Array
     lookup: LookupResult
     on_disk: BoolArray  # keys on disk, or on their way from there
-    asked: BoolArray | None = None  # keys that the remote store is asked for, or on their way from there; None: none
+    requested: BoolArray | None = None  # keys that the remote store is asked for, or that come from there; None: none
 
     @property
     def below(self) -> BoolArray:
         """Returns the keys that may still come."""
-        return self.on_disk if self.asked is None else self.on_disk | self.asked
+        return self.on_disk if self.requested is None else self.on_disk | self.requested
 
     @property
     def tiers(self) -> U8Array:
         """Returns u8 (keys,), a `Tier` per key: where it may still come from; MEMORY for all others."""
         tiers = self.on_disk * np.uint8(Tier.DISK)
-        if self.asked is not None:
-            tiers[self.asked] = Tier.REMOTE
+        if self.requested is not None:
+            tiers[self.requested] = Tier.REMOTE
         return tiers
 
 
@@ -101,12 +101,12 @@ class LowerTiers:
             on_disk = find_on_disk(self.disk, named, lookups)
         else:
             on_disk = [np.zeros(len(keys), bool) for _, keys in named]
-        asked: Sequence[BoolArray | None] = [None] * len(named)
+        requested: Sequence[BoolArray | None] = [None] * len(named)
         if ask and self.remote is not None:
-            asked = self.remote.to_ask([(*group, lookup) for group, lookup in zip(groups, lookups, strict=True)])
+            requested = self.remote.to_ask([(*group, lookup) for group, lookup in zip(groups, lookups, strict=True)])
         return [
             GroupLookup(*group, lookup, there, may)
-            for group, lookup, there, may in zip(groups, lookups, on_disk, asked, strict=True)
+            for group, lookup, there, may in zip(groups, lookups, on_disk, requested, strict=True)
         ]
 
     def touch(self, groups: Sequence[GroupLookup]) -> None:
@@ -140,9 +140,9 @@ class LowerTiers:
         if self.disk is not None and on_disk:
             tier: Fetches = self.disk.promotion
             fetch.left[tier] = tier.fetch(on_disk, urgent, partial(fetch.ended, tier), flow)
-        if self.remote is not None and any(group.asked is not None and group.asked.any() for group in groups):
+        if self.remote is not None and any(group.requested is not None and group.requested.any() for group in groups):
             wanted = [
-                RemoteKeys(group.keyspace, group.first, group.keys, group.lookup.hits | group.on_disk, group.asked)
+                RemoteKeys(group.keyspace, group.first, group.keys, group.lookup.hits | group.on_disk, group.requested)
                 for group in groups
             ]
             fetching = self.remote.fetching

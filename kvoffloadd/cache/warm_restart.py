@@ -30,20 +30,22 @@ def adopt(cache: Cache, saved: SavedState | None) -> U32Array:
     owners = np.full(len(found), -1, np.int64)
     all_rows = [np.zeros(0, np.uint32)]
     opened = []
-    for one in saved.keyspaces if saved else []:
-        fits = all(one.part_bytes) and max(one.part_bytes) <= tier.payload_bytes_max
-        if one.epoch != cache.epochs.of(one.fingerprint) or not fits:
+    for saved_keyspace in saved.keyspaces if saved else []:
+        fits = all(saved_keyspace.part_bytes) and max(saved_keyspace.part_bytes) <= tier.payload_bytes_max
+        if saved_keyspace.epoch != cache.epochs.of(saved_keyspace.fingerprint) or not fits:
             continue
-        namespace = cache.open_namespace(one.fingerprint, one.uid, one.label, one.key_bytes)
+        namespace = cache.open_namespace(
+            saved_keyspace.fingerprint, saved_keyspace.uid, saved_keyspace.label, saved_keyspace.key_bytes
+        )
         opened.append(namespace)
-        keyspace = cache.declare(namespace, one.schema, one.number)
-        keyspace.set_part_bytes(dict(enumerate(one.part_bytes)))
+        keyspace = cache.declare(namespace, saved_keyspace.schema, saved_keyspace.number)
+        keyspace.set_part_bytes(dict(enumerate(saved_keyspace.part_bytes)))
         cache.entries.keyspaces.count_pages(keyspace)
-        keyspace.fill_compositions(dict(enumerate(one.compositions)))
-        cache.admit(keyspace, one.part_bytes)
-        at = np.flatnonzero(found.keyspaces == one.number)
-        rows, records, whole = _insert(cache, keyspace, found.only(at))
-        owners[at[whole]] = records
+        keyspace.fill_compositions(dict(enumerate(saved_keyspace.compositions)))
+        cache.admit(keyspace, saved_keyspace.part_bytes)
+        indices = np.flatnonzero(found.keyspaces == saved_keyspace.number)
+        rows, records, whole = _insert(cache, keyspace, found.only(indices))
+        owners[indices[whole]] = records
         all_rows.append(rows)
     kept = owners >= 0
     tier.slot_records.erase(found.pages[~kept])
@@ -65,31 +67,31 @@ def _insert(cache: Cache, keyspace: Keyspace, found: RecoveredSlots) -> tuple[U3
     parts = keyspace.schema.parts
     fits = found.parts < parts
     fits[fits] = found.sizes[fits] == keyspace.part_pages[found.parts[fits]]
-    at = np.flatnonzero(fits)
+    indices = np.flatnonzero(fits)
     hashes = cache.entries.index.hash(keyspace.id, found.keys)
     # Groups the parts of each key, in order: a key is complete if its run is 0, 1, 2... It sorts by hash: sorting by
     # the key itself takes three times as long, and two keys of one hash would at worst be left behind.
-    at = at[np.lexsort((found.parts[at], hashes[at]))]
-    keys = found.keys[at]
-    begins = np.ones(len(at), bool)
+    indices = indices[np.lexsort((found.parts[indices], hashes[indices]))]
+    keys = found.keys[indices]
+    begins = np.ones(len(indices), bool)
     begins[1:] = (keys[1:] != keys[:-1]).any(axis=1)
-    lengths = np.diff(np.append(np.flatnonzero(begins), len(at)))
+    lengths = np.diff(np.append(np.flatnonzero(begins), len(indices)))
     first = np.flatnonzero(begins)[lengths == parts]
-    whole = (found.parts[at[first[:, None] + np.arange(parts)]] == np.arange(parts)).all(axis=1)
+    whole = (found.parts[indices[first[:, None] + np.arange(parts)]] == np.arange(parts)).all(axis=1)
     first = first[whole]
     first = first[: cache.entries.parts.runs.ready(parts, len(first))]
-    first = first[np.argsort(found.orders[at[first]], kind="stable")]  # the keys stored last come last
-    mine = at[first[:, None] + np.arange(parts)]
-    first = mine[:, 0]
+    first = first[np.argsort(found.orders[indices[first]], kind="stable")]  # the keys stored last come last
+    sources = indices[first[:, None] + np.arange(parts)]
+    first = sources[:, 0]
     positions = np.zeros(len(first), np.uint32)
     rows = cache.entries.insert([(keyspace, len(first))], found.keys[first], hashes[first], positions)
     records = cache.entries.records(rows, np.arange(parts, dtype=np.uint16))
     columns = cache.entries.parts
-    columns.page[records] = found.pages[mine]
-    columns.digest[records] = found.digests[mine]
+    columns.page[records] = found.pages[sources]
+    columns.digest[records] = found.digests[sources]
     columns.state[records] = PartState.SEALED
     columns.unverified[records] = 1
     cache.entries.missing[rows] = 0
     cache.entries.inherited[rows] = 1
     cache.entries.account(records.ravel(), committed=+1)
-    return rows, records.ravel(), mine.ravel()
+    return rows, records.ravel(), sources.ravel()

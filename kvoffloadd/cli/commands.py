@@ -252,8 +252,8 @@ def clear(arguments: argparse.Namespace) -> int:
     with _client(arguments) as daemon:
         # A worker clears only its namespace, through the library.
         cleared = daemon.clear(everything=pattern is None, namespaces=pattern)
-    some = "" if pattern is None else f" of {_counted(cleared.namespaces, 'namespace')}"
-    sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}{some}\n")
+    scope = "" if pattern is None else f" of {_counted(cleared.namespaces, 'namespace')}"
+    sys.stdout.write(f"dropped {cleared.keys:,} keys, {format_bytes(cleared.bytes)}{scope}\n")
     if cleared.unrecorded:
         from kvoffloadd.log import printable
 

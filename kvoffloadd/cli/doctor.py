@@ -27,15 +27,15 @@ def diagnoses(read_config: Callable[[], config.Config], host: Host) -> list[Diag
         wrong = [problem("config", str(error), "correct it; the checks below use the defaults")]
         chosen = config.load(None)
     found = list(examine(chosen, host))
-    return [*wrong, *(one for one in found if not (wrong and one.subject == "config"))]
+    return [*wrong, *(diagnosis for diagnosis in found if not (wrong and diagnosis.subject == "config"))]
 
 
 def doctor(arguments: argparse.Namespace, read_config: Callable[[], config.Config]) -> int:
     """Returns the exit code: 1 if there are problems."""
     found = diagnoses(read_config, Host.here())
-    problems = sum(one.verdict == Verdict.PROBLEM for one in found)
+    problems = sum(diagnosis.verdict == Verdict.PROBLEM for diagnosis in found)
     if arguments.json:
-        checks = [asdict(one) for one in found]
+        checks = [asdict(diagnosis) for diagnosis in found]
         sys.stdout.write(json.dumps({"good": not problems, "checks": checks}, indent=2) + "\n")
     else:
         _print(found, problems)
@@ -54,13 +54,13 @@ def _print(found: list[Diagnosis], problems: int) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column()
-    for one in found:
-        said = Text("\n".join(map(printable, one.found.splitlines())))
-        if one.remedy:
-            said.append(f"\n-> {printable(one.remedy)}", style="italic")
-        table.add_row(Text(one.verdict, style=STYLES[one.verdict]), printable(one.subject), said)
+    for diagnosis in found:
+        text = Text("\n".join(map(printable, diagnosis.found.splitlines())))
+        if diagnosis.remedy:
+            text.append(f"\n-> {printable(diagnosis.remedy)}", style="italic")
+        table.add_row(Text(diagnosis.verdict, style=STYLES[diagnosis.verdict]), printable(diagnosis.subject), text)
     console.print(table)
-    notes = sum(one.verdict == Verdict.NOTE for one in found)
+    notes = sum(diagnosis.verdict == Verdict.NOTE for diagnosis in found)
     verdict = _count(problems, "problem") if problems else "no problems: the daemon can work on this host"
     console.print(f"\n{verdict}; {_count(notes, 'note')}")
 

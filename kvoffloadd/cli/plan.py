@@ -47,7 +47,7 @@ def plan_json(plan: CapacityPlan) -> dict[str, Any]:
         "page_bytes": _page_bytes(plan),
         "row_bytes": layout.plan.block_bytes,
         "groups": [_group(plan, group) for group in range(layout.num_groups)],
-        "layouts": [_layout(plan, one) for one in plan.layouts],
+        "layouts": [_layout(plan, candidate) for candidate in plan.layouts],
         "impossible": plan.refused,
         "rows_by_default": plan.rows_by_default,
         "recommended": {"layout": plan.recommended.name},
@@ -218,8 +218,8 @@ def _spread(numbers: Sequence[int]) -> str:
 def _packs(plan: CapacityPlan) -> Section:
     rows: list[Row] = []
     for size in sorted({layout.pack_size for layout in plan.layouts}):
-        layout = next(one for one in plan.layouts if one.pack_size == size)
-        states = sum(layout.reach(at).kind is GroupKind.MAMBA for at in range(layout.num_groups))
+        layout = next(candidate for candidate in plan.layouts if candidate.pack_size == size)
+        states = sum(layout.reach(group).kind is GroupKind.MAMBA for group in range(layout.num_groups))
         prompt = plan.prompts[0].tokens
         rows.append((
             str(size), f"{layout.block_tokens:,}", format_bytes(layout.block_tokens * plan.rank.token_bytes * size),

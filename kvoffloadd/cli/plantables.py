@@ -28,8 +28,8 @@ def print_section(console: Console, title: str, headings: Row, rows: Iterable[Ro
 
     console.print(Text(f"\n{title}", "bold"))
     table = Table(box=None, show_header=any(headings), padding=(0, 1, 0, 1))
-    for at, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if at < left else "right", overflow="fold")
+    for column, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if column < left else "right", overflow="fold")
     for row in rows:
         table.add_row(*map(printable, row))
     console.print(table)
@@ -62,11 +62,11 @@ def held_section(
         ("index, in the daemon's own memory", "", *(f"about {format_bytes(held.index_bytes)}" for held in tiers)),
         ("tokens", "all that is stored", *(f"{held.tokens:,}" for held in tiers)),
     ]
-    for at, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         named = f"prompts of {prompt.tokens:,} tokens"
-        rows.append((named, "all that is stored", *(times_said(held.prompts[at]) for held in tiers)))
+        rows.append((named, "all that is stored", *(format_prompts(held.prompts[index]) for held in tiers)))
         if needs_less:
-            rows.append((named, "what a restore needs", *(times_said(held.needed[at]) for held in tiers)))
+            rows.append((named, "what a restore needs", *(format_prompts(held.needed[index]) for held in tiers)))
     if trace:
         unique = trace.unique_tokens
         rows.append((
@@ -76,7 +76,7 @@ def held_section(
     return "what the daemon holds", ("", "if it keeps", *(held.tier for held in tiers)), rows
 
 
-def times_said(number: int | None) -> str:
+def format_prompts(number: int | None) -> str:
     """Formats a number of prompts. None: not even one whole block."""
     return "no whole block" if number is None else f"{number:,}"
 

@@ -64,7 +64,7 @@ def by_group(value: Mapping[int, T], what: str) -> list[tuple[int, T]]:
     """Returns the items of a mapping that has groups as keys. Raises UsageError."""
     if not isinstance(value, Mapping):
         raise UsageError(f"{what} must be a mapping from group to {what}, not {value!r:.80}")
-    return [(integer(group, "a group"), one) for group, one in value.items()]
+    return [(integer(group, "a group"), item) for group, item in value.items()]
 
 
 def first_of(first: int | Mapping[int, int], group: int) -> int:

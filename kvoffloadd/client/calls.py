@@ -107,7 +107,7 @@ def _group_keys(groups: Groups, first: First, key_bytes: int) -> tuple[list[Grou
     lists = []
     for group, keys in by_group(groups, "keys"):
         lists.append(GroupKeys(group=group, keys=pack_keys(keys, key_bytes), first=first_of(first, group)))
-    return lists, tuple(len(one.keys) // key_bytes for one in lists)
+    return lists, tuple(len(group_keys.keys) // key_bytes for group_keys in lists)
 
 
 def hello(role: Any, instance: bytes, namespace: messages.NamespaceSpec | None) -> Call[messages.Welcome]:
@@ -236,17 +236,17 @@ def lookup(groups: Groups, first: First, key_bytes: int, local: Callable[[], boo
     """Requests which keys hit and which prefixes can be restored. `local()` returns the request's `local` when it is
     sent.
     """
-    return _find(lambda **asked: messages.Lookup(**asked, local=local()), groups, first, key_bytes, promotes=False)
+    return _find(lambda **fields: messages.Lookup(**fields, local=local()), groups, first, key_bytes, promotes=False)
 
 
 def pin(groups: Groups, first: First, key_bytes: int, tiers: Callable[[], bool]) -> Call[Found]:
     """Requests a lookup, and a read lease on keys that hit or come from disk. `tiers()`: as `local` in `lookup`."""
-    return _find(lambda **asked: messages.Pin(**asked, tiers=tiers()), groups, first, key_bytes)
+    return _find(lambda **fields: messages.Pin(**fields, tiers=tiers()), groups, first, key_bytes)
 
 
 def prefetch(groups: Groups, first: First, key_bytes: int, local: Callable[[], bool]) -> Call[Found]:
     """Requests a lookup that brings keys into memory. `local`: as in `lookup`."""
-    return _find(lambda **asked: messages.Prefetch(**asked, local=local()), groups, first, key_bytes)
+    return _find(lambda **fields: messages.Prefetch(**fields, local=local()), groups, first, key_bytes)
 
 
 def _find(

@@ -49,7 +49,7 @@ class ConnectionState:
         self._protocol = Connection(daemon=False)
         self._events = events
         self._seq = 0
-        self._asked: dict[int, Call[Any]] = {}
+        self._pending: dict[int, Call[Any]] = {}
         # Promotions that await their `ready`, by the seq of their requests; weakly, so that a forgotten one costs a
         # dead reference.
         self._promotions: dict[int, weakref.ref[Promotion]] = {}
@@ -69,7 +69,7 @@ class ConnectionState:
         if self.ended.done:
             self._fail(call, "the connection has ended")
             return
-        self._asked[seq] = call
+        self._pending[seq] = call
         if call.job is not None:
             self.jobs[call.job.id] = call.job
         self.outbox.append(call)
@@ -79,7 +79,7 @@ class ConnectionState:
         answer.
         """
         seq = self._seq % 0xFFFFFFFF + 1
-        while seq in self._asked or seq in self._promotions:
+        while seq in self._pending or seq in self._promotions:
             seq = seq % 0xFFFFFFFF + 1
         return seq
 
@@ -111,8 +111,8 @@ class ConnectionState:
     def _settle(self, reply: Reply) -> None:
         seq = reply.seq
         if isinstance(reply, messages.Error) and not (seq or self.boot_id):
-            seq = next(iter(self._asked), seq)  # refused before the daemon read anything: that answers the greeting
-        call = self._asked.get(seq)
+            seq = next(iter(self._pending), seq)  # refused before the daemon read anything: that answers the greeting
+        call = self._pending.get(seq)
         if call is None:
             error = f": {reply.code}: {reply.message}" if isinstance(reply, messages.Error) else ""
             raise MessageError(f"unexpected reply to request {reply.seq}{error}")
@@ -126,7 +126,7 @@ class ConnectionState:
         else:
             call.value = call.parse(reply, self.boot_id)
             self._take_value(call)
-        del self._asked[seq]
+        del self._pending[seq]
         call.settle()
 
     def _take_value(self, call: Call[Any]) -> None:
@@ -168,9 +168,9 @@ class ConnectionState:
         if self.usable:
             self._events.connection_lost()
         self.usable = False
-        for call in list(self._asked.values()):
+        for call in list(self._pending.values()):
             self._fail(call, reason)
-        self._asked.clear()
+        self._pending.clear()
         for reference in list(self._promotions.values()):
             if (promotion := reference()) is not None:
                 promotion.lose(reason)

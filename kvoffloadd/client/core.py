@@ -56,7 +56,7 @@ class ClientCore:
         self._events = EventQueue(None if settings.namespace is None else settings.namespace.key_bytes)
         self._transport = Transport(settings.socket_path, self._events, poller)
         self._connector = Connector(settings, self._transport, self._events)
-        self._jobs_asked = 0
+        self._jobs_requested = 0
         self._closing = False
 
     @property
@@ -98,7 +98,9 @@ class ClientCore:
     def mend(self) -> None:
         """Repairs what an interrupted call left; requests under way end as if the connection had been lost."""
         self._connector.connecting = None
-        self._connector.registrations = [one for one in self._connector.registrations if not one.closed]
+        self._connector.registrations = [
+            registration for registration in self._connector.registrations if not registration.closed
+        ]
         self._transport.mend()
 
     def abandon(self, reason: str) -> None:
@@ -135,8 +137,8 @@ class ClientCore:
             connection = self._usable() or (yield from self._connected(until))
             if self._is_void(spec.lease):
                 raise ConnectionLostError("the lease ended with the daemon that granted it")
-            self._jobs_asked += 1  # an id is never used again in this client's life
-            job = Job(self._jobs_asked, spec.direction, spec.registration, spec.counts)
+            self._jobs_requested += 1  # an id is never used again in this client's life
+            job = Job(self._jobs_requested, spec.direction, spec.registration, spec.counts)
             call = calls.submit(spec, job, self.asks("local", spec.options.local))
             self._transport.ask(connection, call)
             try:

@@ -126,7 +126,7 @@ class Transport:
 
     def reap(self) -> None:
         """Closes the sockets of ended connections that no job depends on any more."""
-        for connection in [one for one in self.former if not one.jobs]:
+        for connection in [connection for connection in self.former if not connection.jobs]:
             self._dispose(connection)
             self.former.remove(connection)
 

@@ -41,7 +41,7 @@ class Run:
         self._rng = np.random.default_rng([given.seed, 3])
         self._memory_prefix = f"kvo-d{os.getpid()}-"
         self._workers: dict[int, WorkerProcess] = {}
-        self._asked: dict[int, ChatTurn] = {}
+        self._busy: dict[int, ChatTurn] = {}
         self._turns = chat(given.seed, given.turns, WORKERS)
         longest = {turn.conversation: turn.total_tokens for turn in self._turns}
         chat_bytes = sum(map(bytes_of, longest.values()))
@@ -119,25 +119,25 @@ class Run:
         """Yields turns and their answers, in the order of the answers. In the middle of the chat worker 0 is killed
         while it is at a turn.
         """
-        while pending or self._asked:
-            for row in self._workers.keys() - self._asked.keys():
+        while pending or self._busy:
+            for row in self._workers.keys() - self._busy.keys():
                 if (turn := self._next_turn(row, pending)) is not None:
                     pending.remove(turn)
-                    self._asked[row] = turn
+                    self._busy[row] = turn
                     self._workers[row].ask({"turn": asdict(turn), "store": store})
-            if store and not self._report.kills and self._report.turns >= len(self._turns) // 2 and 0 in self._asked:
+            if store and not self._report.kills and self._report.turns >= len(self._turns) // 2 and 0 in self._busy:
                 pending.insert(0, self._kill_worker(0))
                 continue
-            asked = {row: self._workers[row] for row in self._asked}
-            ready, _, _ = select.select(list(asked.values()), [], [], TURN_S)
-            for row, worker in asked.items():
+            workers = {row: self._workers[row] for row in self._busy}
+            ready, _, _ = select.select(list(workers.values()), [], [], TURN_S)
+            for row, worker in workers.items():
                 if worker in ready or not ready:  # none within the time: the first one raises the error
                     answer = TurnAnswer(**worker.answer(TURN_S if ready else 0.0))
-                    yield self._asked.pop(row), answer
+                    yield self._busy.pop(row), answer
 
     def _next_turn(self, row: int, pending: list[ChatTurn]) -> ChatTurn | None:
         """Returns the first turn for this worker in a conversation without an earlier turn open."""
-        waiting = {turn.conversation for turn in self._asked.values()}
+        waiting = {turn.conversation for turn in self._busy.values()}
         for turn in pending[:LOOKAHEAD]:
             if turn.worker == row and turn.conversation not in waiting:
                 return turn
@@ -158,7 +158,7 @@ class Run:
         self._report.unmap_s = unmap_s
         if unmap_s is None:
             self._report.errors.append(f"the killed worker's memory was mapped for more than {UNMAP_LIMIT_S:.0f} s")
-        turn = self._asked.pop(row)
+        turn = self._busy.pop(row)
         self._start_worker(row, 1)
         # The keys that it had stored of the turn before are known, too.
         return replace(turn, known_tokens=turn.prompt_tokens)

@@ -85,10 +85,10 @@ class Worker:
         result = self._client.wait(job, CALL_S)
         wrong = stray = 0
         whole = result.outcome is Outcome.DONE
-        for group, (asked, blocks) in wanted.items():
+        for group, (group_keys, blocks) in wanted.items():
             valid = result.valid(group)
             whole = whole and bool(valid.all())
-            wrong += self._cache.wrong_bytes(group, asked[valid], blocks[valid])
+            wrong += self._cache.wrong_bytes(group, group_keys[valid], blocks[valid])
             stray += self._cache.stray_bytes(group, blocks)
         return whole, wrong, stray
 
@@ -117,8 +117,8 @@ def main() -> int:
     sys.stdout.write(json.dumps({"ready": True}) + "\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        asked = json.loads(line)
-        answer = worker.answer(ChatTurn(**asked["turn"]), store=asked["store"])
+        request = json.loads(line)
+        answer = worker.answer(ChatTurn(**request["turn"]), store=request["store"])
         sys.stdout.write(json.dumps(asdict(answer)) + "\n")
         sys.stdout.flush()
     worker.close()

@@ -244,7 +244,7 @@ def lane_gauges(users: Iterable[Mapping[Direction, Lane]]) -> dict[str, int]:
     """Returns `{store,load}_{queued,running}`: turns of threads that copies of all users wait for, and have."""
     lanes = list(users)
     return {
-        f"{direction.value}_{name}": sum(getattr(mine[direction], name) for mine in lanes)
+        f"{direction.value}_{name}": sum(getattr(user_lanes[direction], name) for user_lanes in lanes)
         for direction in Direction
         for name in ("queued", "running")
     }

@@ -126,9 +126,9 @@ def _bounce(src: U64Array, dst: U64Array, size: U64Array) -> None:
     fd = os.memfd_create("kvoffloadd-bounce", os.MFD_CLOEXEC)
     try:
         for s, d, n in zip(src.tolist(), dst.tolist(), size.tolist(), strict=True):
-            for at in range(0, n, _BOUNCE_BYTES):
-                piece = min(n - at, _BOUNCE_BYTES)
-                for move, address in ((_libc.pwrite, s + at), (_libc.pread, d + at)):
+            for offset in range(0, n, _BOUNCE_BYTES):
+                piece = min(n - offset, _BOUNCE_BYTES)
+                for move, address in ((_libc.pwrite, s + offset), (_libc.pread, d + offset)):
                     if (moved := move(fd, address, piece, 0)) < piece:  # complete, unless a page is gone
                         _fail(ctypes.get_errno() if moved < 0 else errno.EFAULT)
     finally:
@@ -142,13 +142,13 @@ def _fail(number: int) -> NoReturn:
 def _read_words(copy: CopyRuns, addresses: U64Array) -> tuple[U64Array, BoolArray]:
     """Reads words. The kernel may copy a word byte by byte while it grows: of two values, the lower one was there."""
     values, gone = np.empty((2, len(addresses)), np.uint64), np.zeros(len(addresses), bool)
-    for at in range(len(addresses)):
-        word = addresses[at : at + 1]
+    for index in range(len(addresses)):
+        word = addresses[index : index + 1]
         try:
             for row in values:
-                copy(word, np.array([row[at:].ctypes.data], np.uint64), np.array([_WORD]))
+                copy(word, np.array([row[index:].ctypes.data], np.uint64), np.array([_WORD]))
         except DeviceError:
-            gone[at] = True
+            gone[index] = True
     return values.min(axis=0), gone
 
 
@@ -162,8 +162,8 @@ def _checked(src: U64Array, dst: U64Array, size: U64Array) -> tuple[U64Array, U6
 def _prove(function: CopyRuns) -> None:
     """Copies one byte; raises what the function raises if it does not work here."""
     pair = np.array([1, 0], np.uint8)
-    at = np.array([pair.ctypes.data], np.uint64)
-    function(at, at + np.uint64(1), np.ones(1, np.uint64))
+    address = np.array([pair.ctypes.data], np.uint64)
+    function(address, address + np.uint64(1), np.ones(1, np.uint64))
     if pair[1] != 1:
         raise DeviceError("a byte was copied and did not arrive")
 

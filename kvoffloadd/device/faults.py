@@ -145,14 +145,14 @@ class FaultyDevice:
         return result
 
 
-def _flip(at: U64Array) -> None:
+def _flip(address: U64Array) -> None:
     """Flips one bit of a worker's memory, which may be gone by now."""
     byte, one = np.zeros(1, np.uint8), np.ones(1, np.uint64)
     here = np.array([byte.ctypes.data], np.uint64)
     with contextlib.suppress(DeviceError):
-        copy_runs(at, here, one)
+        copy_runs(address, here, one)
         byte ^= 1
-        copy_runs(here, at, one)
+        copy_runs(here, address, one)
 
 
 def _is_nth(count: int, every: int) -> bool:

@@ -63,12 +63,12 @@ def find_families(groups: Mapping[int, Sequence[tuple[Tensor, Ref]]]) -> dict[in
     """Returns the family of each group, from the places of its bytes. All refs lie within their tensors' pages. For
     many thousand refs this takes some milliseconds.
     """
-    told = [
+    rows = [
         (group, *tensor, ref.offset, ref.length, ref.count, ref.stride)
         for group, refs in groups.items()
         for tensor, ref in refs
     ]
-    uses = np.array(told, np.int64).reshape(-1, 9)
+    uses = np.array(rows, np.int64).reshape(-1, 9)
     head = {group: group for group in groups}
 
     def family_of(group: int) -> int:

@@ -97,22 +97,22 @@ class GroupPlan:
             LimitError: more than `DESCRIPTORS_PER_KEY_MAX` descriptors in a key.
         """
         rows = tensors if isinstance(tensors, Tensors) else Tensors.of(tensors)
-        told = _checked(refs, rows)
-        number, begin, length, count, apart = told.T
+        checked = _checked(refs, rows)
+        number, begin, length, count, apart = checked.T
         each = blocks_per_key * count
         descriptors = int(each.sum())
         if descriptors > DESCRIPTORS_PER_KEY_MAX:
             raise LimitError(f"a key has {descriptors} descriptors; at most {DESCRIPTORS_PER_KEY_MAX} are supported")
-        _check_refs_apart(told)
+        _check_refs_apart(checked)
         place = np.cumsum(each * length) - each * length  # of each ref's bytes in the payload
-        ref = np.repeat(np.arange(len(told)), each)
+        ref = np.repeat(np.arange(len(checked)), each)
         nth = np.arange(descriptors) - np.repeat(np.cumsum(each) - each, each)
         block = nth // count[ref] if blocks_per_key > 1 else np.zeros(descriptors, np.int64)
         run = nth - block * count[ref]
         return cls(
             blocks_per_key,
             int((each * length).sum()),
-            int(rows.num_blocks[number].min()) if len(told) else NO_BLOCK,
+            int(rows.num_blocks[number].min()) if len(checked) else NO_BLOCK,
             block,
             (rows.base[number] + begin)[ref].astype(np.uint64) + (run * apart[ref]).astype(np.uint64),
             rows.stride[number][ref].astype(np.uint64),
@@ -172,9 +172,9 @@ class GroupPlan:
         starts = np.cumsum(counts) - counts
         keys, columns = np.nonzero(wanted & (counts > 0))
         many = counts[columns]
-        at = np.repeat(starts[columns] - (np.cumsum(many) - many), many) + np.arange(many.sum())
+        indices = np.repeat(starts[columns] - (np.cumsum(many) - many), many) + np.arange(many.sum())
         # In payload order, so that neighbours become one copy.
-        order = np.sort(np.repeat(keys, many) * max(len(block), 1) + by_block[at])
+        order = np.sort(np.repeat(keys, many) * max(len(block), 1) + by_block[indices])
         key, row = np.divmod(order, max(len(block), 1))
         memory = blocks[key, block[row]].astype(np.uint64) * stride[row] + base[row]
         return memory, payload_addresses[key] + self.offset[window][row], self.size[window][row]
@@ -208,8 +208,8 @@ def _checked(refs: Sequence[Ref], tensors: Tensors) -> I64Array:
     """
     for index, ref in enumerate(refs):
         _check_ref(index, ref, tensors.pages)
-    told = [(ref.tensor, ref.offset, ref.length, ref.count, ref.stride if ref.count > 1 else 0) for ref in refs]
-    return np.array(told, np.int64).reshape(-1, 5)
+    rows = [(ref.tensor, ref.offset, ref.length, ref.count, ref.stride if ref.count > 1 else 0) for ref in refs]
+    return np.array(rows, np.int64).reshape(-1, 5)
 
 
 def _check_refs_apart(refs: I64Array) -> None:
@@ -373,7 +373,7 @@ def split(
     if not bool(sizes.all()):
         src, dst, sizes = src[sizes > 0], dst[sizes > 0], sizes[sizes > 0]
     starts = np.cumsum(sizes, dtype=np.uint64) - sizes  # in bytes from the first copy's start, like all offsets here
-    cuts = _cuts(starts, np.array([total * at // count for at in range(1, count)], np.uint64))
+    cuts = _cuts(starts, np.array([total * index // count for index in range(1, count)], np.uint64))
     behind = np.searchsorted(starts, cuts, side="right")
     inside = starts[behind - 1] != cuts
     begins = starts
@@ -384,8 +384,8 @@ def split(
         src, dst, sizes = src[whole] + within, dst[whole] + within, np.diff(begins, append=np.uint64(total))
     chunks = []
     for lo, hi in _ranges([0, *np.searchsorted(begins, cuts).tolist(), len(begins)], chunk_descriptors):
-        at, end = int(begins[lo]), total if hi == len(begins) else int(begins[hi])
-        descriptors = copies.descriptors * end // total - copies.descriptors * at // total
+        begin, end = int(begins[lo]), total if hi == len(begins) else int(begins[hi])
+        descriptors = copies.descriptors * end // total - copies.descriptors * begin // total
         chunks.append(Copies(src[lo:hi], dst[lo:hi], sizes[lo:hi], descriptors))
     return chunks
 
@@ -416,7 +416,7 @@ def split_payloads(
     share_bytes = max(chunk_bytes - largest, chunk_bytes // 2, 1)
     count = max(min(pieces, total // min_piece_bytes), -(-total // share_bytes), -(-len(copies) // chunk_descriptors))
     # A cut is requested at a byte, and made before the payload that has this byte.
-    wanted = np.array([total * at // count for at in range(1, count)], np.uint64)
+    wanted = np.array([total * index // count for index in range(1, count)], np.uint64)
     bounds = np.unique(np.concatenate([[0], np.searchsorted(starts, wanted, "right") - 1, [len(ends)]])).tolist()
     chunks = list[Copies]()
     first = 0
@@ -424,8 +424,8 @@ def split_payloads(
         while lo < hi:
             upto = min(max(int(np.searchsorted(ends, first + chunk_descriptors, "right")), lo + 1), hi)
             last = int(ends[upto - 1])
-            at, end = int(before[first]), int(before[last])
-            descriptors = copies.descriptors * end // total - copies.descriptors * at // total
+            begin, end = int(before[first]), int(before[last])
+            descriptors = copies.descriptors * end // total - copies.descriptors * begin // total
             src, dst, size = copies.src[first:last], copies.dst[first:last], copies.size[first:last]
             counts, digests = copies.counts[lo:upto], copies.digests[lo:upto]
             chunks.append(PayloadCopies(src, dst, size, descriptors, counts, digests))
@@ -443,5 +443,5 @@ def _cuts(starts: U64Array, wanted: U64Array) -> U64Array:
 def _ranges(bounds: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
     """Returns the ranges between neighbours of `bounds`, in steps of at most `longest`."""
     for lo, hi in itertools.pairwise(bounds):
-        for at in range(lo, hi, longest):
-            yield at, min(at + longest, hi)
+        for start in range(lo, hi, longest):
+            yield start, min(start + longest, hi)

@@ -136,8 +136,10 @@ class _Snapshot(NamedTuple):
         gone.
         """
         values, gone = read_words(self.addresses)
-        at = np.flatnonzero(gone | (values >= self.least))
-        return list(zip([self.words[i] for i in at], values[at].tolist(), gone[at].tolist(), strict=True))
+        indices = np.flatnonzero(gone | (values >= self.least))
+        return list(
+            zip([self.words[i] for i in indices], values[indices].tolist(), gone[indices].tolist(), strict=True)
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -57,8 +57,8 @@ class BlockList:
 
     def wanted(self) -> BoolArray:
         """Marks the payloads with at least one wanted block."""
-        some: BoolArray = (self.blocks != NO_BLOCK).any(axis=1)[self.keys]
-        return some
+        marks: BoolArray = (self.blocks != NO_BLOCK).any(axis=1)[self.keys]
+        return marks
 
     def whole(self) -> BoolArray:
         """Marks the payloads with all blocks wanted."""
@@ -88,8 +88,8 @@ class BlockList:
             return make_copies(direction, memory, payload, sizes, len(sizes))
         made = []
         for column, plan in enumerate(self.plans):
-            mine = columns == column
-            made.append(plan.expand(self.blocks[keys[mine]], addresses[mine], low, high))
+            mask = columns == column
+            made.append(plan.expand(self.blocks[keys[mask]], addresses[mask], low, high))
         memory, payload, sizes = (np.concatenate(arrays) for arrays in zip(*made, strict=True))
         # A key's parts are often adjacent in memory as in their slots: next to each other in the arrays they become one
         # copy.
@@ -106,14 +106,16 @@ class BlockList:
         else:
             by_plan = [columns == column for column in range(len(self.plans))]
             counts = np.empty(len(keys), np.int64)
-            for plan, mine in zip(self.plans, by_plan, strict=True):
-                counts[mine] = plan.descriptors_of(self.blocks[keys[mine]])
+            for plan, mask in zip(self.plans, by_plan, strict=True):
+                counts[mask] = plan.descriptors_of(self.blocks[keys[mask]])
             starts = np.cumsum(counts) - counts
             memory, payload, sizes = np.empty((3, int(counts.sum())), np.uint64)
-            for plan, mine in zip(self.plans, by_plan, strict=True):
-                many = counts[mine]
-                at = np.repeat(starts[mine] - (np.cumsum(many) - many), many) + np.arange(many.sum())
-                memory[at], payload[at], sizes[at] = plan.expand(self.blocks[keys[mine]], addresses[mine])
+            for plan, mask in zip(self.plans, by_plan, strict=True):
+                many = counts[mask]
+                indices = np.repeat(starts[mask] - (np.cumsum(many) - many), many) + np.arange(many.sum())
+                memory[indices], payload[indices], sizes[indices] = plan.expand(
+                    self.blocks[keys[mask]], addresses[mask]
+                )
         src, dst = (memory, payload) if direction is Direction.STORE else (payload, memory)
         src, dst, size, counts = coalesce_payloads(src, dst, sizes, counts)
         return PayloadCopies(src, dst, size, len(sizes), counts.astype(np.uint64), digests)
@@ -123,22 +125,22 @@ class BlockWork:
     """The copies of a job, or those of the payloads in the mask alone. See `base.Work`."""
 
     def __init__(self, lists: list[BlockList], mask: BoolArray | None = None) -> None:
-        wanted = [one.wanted() for one in lists]
+        wanted = [block_list.wanted() for block_list in lists]
         if mask is not None:
-            masks = np.split(mask, np.cumsum([len(one.keys) for one in lists])[:-1])
-            wanted = [some & left for some, left in zip(wanted, masks, strict=True)]
-        chosen = [one.only(some) for one, some in zip(lists, wanted, strict=True)]
-        self._lists = [one for one in chosen if len(one.keys)]
+            masks = np.split(mask, np.cumsum([len(block_list.keys) for block_list in lists])[:-1])
+            wanted = [marks & left for marks, left in zip(wanted, masks, strict=True)]
+        chosen = [block_list.only(marks) for block_list, marks in zip(lists, wanted, strict=True)]
+        self._lists = [block_list for block_list in chosen if len(block_list.keys)]
         self.copied: BoolArray = np.concatenate([np.zeros(0, bool), *wanted])  # marks the copied ones of all payloads
         missing = np.count_nonzero(~self.copied)
         self.total_bytes = self.descriptors = 0
-        for one in self._lists:
-            blocks_of_plans = one.blocks_of_plans()
-            missing += len(one.keys) * one.blocks.shape[1] - sum(blocks_of_plans)
-            for plan, blocks in zip(one.plans, blocks_of_plans, strict=True):
+        for block_list in self._lists:
+            blocks_of_plans = block_list.blocks_of_plans()
+            missing += len(block_list.keys) * block_list.blocks.shape[1] - sum(blocks_of_plans)
+            for plan, blocks in zip(block_list.plans, blocks_of_plans, strict=True):
                 self.total_bytes += blocks * (plan.payload_bytes // plan.blocks_per_key)
                 self.descriptors += blocks * (len(plan.size) // plan.blocks_per_key)
-        plans = [plan for one in self._lists for plan in one.plans]
+        plans = [plan for block_list in self._lists for plan in block_list.plans]
         self._widest = max((len(plan.size) for plan in plans), default=0)
         self._largest_bytes = max((plan.payload_bytes for plan in plans), default=0)
         self._whole = missing == 0
@@ -146,14 +148,14 @@ class BlockWork:
 
     def pieces(self, most_descriptors: int, most_bytes: int) -> Iterator[Piece]:
         """See `base.Work`."""
-        for number, one in enumerate(self._lists):
-            widest = max(len(plan.size) for plan in one.plans)
-            largest = max(plan.payload_bytes for plan in one.plans)
+        for number, block_list in enumerate(self._lists):
+            widest = max(len(plan.size) for plan in block_list.plans)
+            largest = max(plan.payload_bytes for plan in block_list.plans)
             many = min(most_descriptors // widest, most_bytes // largest)
-            step = max(many - many % len(one.plans), 1)  # whole keys, so that their parts become one copy
-            for first in range(0, len(one.keys), step):
+            step = max(many - many % len(block_list.plans), 1)  # whole keys, so that their parts become one copy
+            for first in range(0, len(block_list.keys), step):
                 for low in range(0, widest, most_descriptors):
-                    end = min(first + step, len(one.keys))
+                    end = min(first + step, len(block_list.keys))
                     yield Piece(number, first, end, low, min(low + most_descriptors, widest))
 
     def make(self, direction: Direction, piece: Piece) -> Copies:
@@ -162,7 +164,7 @@ class BlockWork:
 
     def make_all(self, direction: Direction) -> Copies:
         """See `base.Work`."""
-        return concatenate([one.make(direction) for one in self._lists])
+        return concatenate([block_list.make(direction) for block_list in self._lists])
 
     def hashed(self, most_descriptors: int, most_bytes: int) -> HashedWork | None:
         """See `base.Work`."""
@@ -189,7 +191,7 @@ class HashedWork:
         self.pieces = work.pieces
         self._copied = work.copied
         self._lists = lists
-        counts = [len(one.keys) for one in lists]
+        counts = [len(block_list.keys) for block_list in lists]
         self._firsts = np.cumsum([0, *counts]).tolist()
 
     def make(self, direction: Direction, piece: Piece) -> Copies:
@@ -198,11 +200,11 @@ class HashedWork:
 
     def make_all(self, direction: Direction) -> Copies:
         """See `base.Work`."""
-        made = [self._make(direction, number, 0, len(one.keys)) for number, one in enumerate(self._lists)]
+        made = [self._make(direction, number, 0, len(block_list.keys)) for number, block_list in enumerate(self._lists)]
         if len(made) == 1:
             return made[0]
         copies = concatenate(made)
-        counts = np.concatenate([np.zeros(0, np.uint64), *(one.counts for one in made)])
+        counts = np.concatenate([np.zeros(0, np.uint64), *(piece_copies.counts for piece_copies in made)])
         return PayloadCopies(copies.src, copies.dst, copies.size, copies.descriptors, counts, self.digests)
 
     def hashed(self, most_descriptors: int, most_bytes: int) -> HashedWork:
@@ -219,8 +221,8 @@ class HashedWork:
         return digests
 
     def _make(self, direction: Direction, number: int, first: int, end: int) -> PayloadCopies:
-        at = self._firsts[number]
-        digests = self.digests[at + first : at + end]
+        base = self._firsts[number]
+        digests = self.digests[base + first : base + end]
         return self._lists[number].make_payloads(direction, slice(first, end), digests)
 
 
@@ -228,7 +230,7 @@ def hashable(lists: Sequence[BlockList], most_bytes: int) -> BoolArray:
     """Marks the payloads with checksums that `BlockWork.hashing` finds: those that are copied whole. It divides no
     payload, so it marks none at all if one of them has more than `most_bytes`, or than HASHED_DESCRIPTORS.
     """
-    plans = [plan for one in lists for plan in one.plans]
+    plans = [plan for block_list in lists for plan in block_list.plans]
     if any(len(plan.size) > HASHED_DESCRIPTORS or plan.payload_bytes > most_bytes for plan in plans):
-        return np.zeros(sum(len(one.keys) for one in lists), bool)
-    return np.concatenate([np.zeros(0, bool), *(one.whole() for one in lists)])
+        return np.zeros(sum(len(block_list.keys) for block_list in lists), bool)
+    return np.concatenate([np.zeros(0, bool), *(block_list.whole() for block_list in lists)])

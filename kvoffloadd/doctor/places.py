@@ -41,7 +41,7 @@ def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagno
     owner = (
         f"install -d -m 750 -o {_user(host.uid)} {folder} (service: systemd-tmpfiles --create), or use --socket PATH"
     )
-    existing = next(one for one in (folder, *folder.parents) if one.exists())
+    existing = next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
     if not existing.is_dir():
         yield problem("socket", f"{existing} is not a directory", "choose another server.socket")
     elif not os.access(existing, os.W_OK | os.X_OK):
@@ -209,7 +209,7 @@ def _judge_file_system(subject: str, disk: DiskConfig, kind: str, able: Abilitie
 
 def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> Iterator[Diagnosis]:
     total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    held = sum(one.stat().st_blocks * 512 for one in (root.path / "segments").glob("*") if one.is_file())
+    held = sum(file.stat().st_blocks * 512 for file in (root.path / "segments").glob("*") if file.is_file())
     usable = max(0, free + held - disk.min_free_bytes)
     size = f"{format_bytes(root.capacity_bytes)} of a file system of {format_bytes(total)}"
     if usable < root.capacity_bytes:

@@ -66,8 +66,8 @@ def _check_interpreter(config: Config, host: Host) -> Diagnosis:
             subject, f"{command[0]} does not start within {START_S:.0f} s", "check its disk and its packages"
         )
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        return problem(subject, f"{command[0]}: {said}", remedy)
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return problem(subject, f"{command[0]}: {reason}", remedy)
     version = (done.stdout.split() or [""])[-1]
     if version != __version__:
         return problem(subject, f"{command[0]} has kvoffloadd {version}, the daemon is {__version__}", remedy)

@@ -31,15 +31,15 @@ class CanonicalCache:
     owner: object = None
 
     def __post_init__(self) -> None:
-        for at, tensor in enumerate(self.tensors):
+        for index, tensor in enumerate(self.tensors):
             strides = tuple(tensor.stride())
             if str(tensor.dtype) != "torch.int8" or tensor.ndim != 2 or strides[1] != 1:
                 raise UsageError(
-                    f"tensor {at}: {tensor.dtype} {tuple(tensor.shape)} with strides {strides} is not canonical: "
+                    f"tensor {index}: {tensor.dtype} {tuple(tensor.shape)} with strides {strides} is not canonical: "
                     "torch.int8 (num_blocks, page_bytes), bytes of a page side by side"
                 )
             if tensor.shape[0] > 1 and strides[0] < tensor.shape[1]:
-                raise UsageError(f"tensor {at}: rows of {tensor.shape[1]} bytes, {strides[0]} apart, overlap")
+                raise UsageError(f"tensor {index}: rows of {tensor.shape[1]} bytes, {strides[0]} apart, overlap")
         for group in self.groups:
             group.check_refs([tensor.shape[1] for tensor in self.tensors])
             _check_apart(group.group, group.refs)
@@ -62,7 +62,7 @@ def _check_apart(group: int, refs: Sequence[Ref]) -> None:
     """Checks that no byte of a row is named twice. Raises UsageError."""
     taken: dict[int, list[tuple[int, int]]] = {}
     for ref in refs:
-        runs = [ref.offset + at * ref.stride for at in range(ref.count)]
+        runs = [ref.offset + index * ref.stride for index in range(ref.count)]
         taken.setdefault(ref.tensor, []).extend((run, run + ref.length) for run in runs)
     for tensor, runs_of in taken.items():
         ordered = sorted(runs_of)
@@ -81,7 +81,9 @@ def canonicalise(
     """
     storages = Storages()
     views = {
-        layer: tuple(storages.view(layer, one) for one in (tensor if isinstance(tensor, list | tuple) else [tensor]))
+        layer: tuple(
+            storages.view(layer, state) for state in (tensor if isinstance(tensor, list | tuple) else [tensor])
+        )
         for layer, tensor in layers.items()
     }
     found = canonical_geometry(views, specs, groups, storages.sizes)

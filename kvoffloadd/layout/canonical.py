@@ -46,11 +46,11 @@ def canonical_geometry(
     clusters = _clusters(found)
     rows = _whole_rows(clusters, memory_bytes)
     runs = _runs_by_layer(found, rows)
-    refs = {layer: tuple(_refs(one.items())) for layer, one in runs.items()}
+    refs = {layer: tuple(_refs(by_tensor.items())) for layer, by_tensor in runs.items()}
     known = [
-        _group(group, group.part + at, specs, _held_runs(group, at, specs, views, rows) or runs, rows)
+        _group(group, group.part + index, specs, _held_runs(group, index, specs, views, rows) or runs, rows)
         for group in groups
-        for at in range(group.held)
+        for index in range(group.held)
     ]
     return Canonical(tuple(rows), tuple(known), refs)
 
@@ -60,19 +60,19 @@ def _layer_segments(layer: str, spec: LayerSpec, views: Sequence[View]) -> list[
         expected = [(state.shape, item_bytes(state.dtype)) for state in spec.states]
         there = [(view.shape[1:], item_bytes(view.dtype)) for view in views]
         if expected != there:
-            said = ", ".join(str(view) for view in views)
-            raise UsageError(f"layer {layer}: states {said} are not those of {spec.states}, blocks first")
-        return [one for view in views for one in segments(layer, view, 0, 1)]
+            described = ", ".join(str(view) for view in views)
+            raise UsageError(f"layer {layer}: states {described} are not those of {spec.states}, blocks first")
+        return [segment for view in views for segment in segments(layer, view, 0, 1)]
     if isinstance(spec, Attention):
         _check_attention(layer, spec, views)
     else:
         _check_bytes(layer, spec, views)
-    return [one for view in views for one in segments(layer, view, spec.block_dim, spec.kernel_blocks)]
+    return [segment for view in views for segment in segments(layer, view, spec.block_dim, spec.kernel_blocks)]
 
 
 def _held_runs(
     group: LayerGroup,
-    at: int,
+    index: int,
     specs: Mapping[str, LayerSpec],
     views: Mapping[str, Sequence[View]],
     rows: Sequence[Rows],
@@ -91,7 +91,7 @@ def _held_runs(
             raise UsageError(f"layer {layer}: {spec.num_kv_heads} heads are not {group.held} equal parts")
         heads, dim = spec.num_kv_heads // group.held, spec.backend.shape.index(HEAD)
         for view in views[layer]:
-            found += segments(layer, view.narrow(dim, at * heads, heads), spec.block_dim, spec.kernel_blocks)
+            found += segments(layer, view.narrow(dim, index * heads, heads), spec.block_dim, spec.kernel_blocks)
     return _runs_by_layer(found, rows)
 
 
@@ -99,33 +99,33 @@ def _check_attention(layer: str, spec: Attention, views: Sequence[View]) -> None
     """Checks that the layer has one tensor, as the backend indexes it; where the backend is not known, K and V may also
     be in one each.
     """
-    said = " and ".join(map(str, views))
+    described = " and ".join(map(str, views))
     known = isinstance(spec.backend, Backend)
     if len(views) != 1 and (known or len(views) != 2):
-        raise UsageError(f"layer {layer}: {said}: {len(views)} tensors, where its spec describes one")
+        raise UsageError(f"layer {layer}: {described}: {len(views)} tensors, where its spec describes one")
     _check_bytes(layer, spec, views)
     count = views[0].shape[spec.block_dim]
     expected = spec.shape(count // spec.kernel_blocks)
     if expected is not None and expected != views[0].shape and count % spec.kernel_blocks == 0:
-        raise UsageError(f"layer {layer}: {said} is not of the backend's shape {expected}")
+        raise UsageError(f"layer {layer}: {described} is not of the backend's shape {expected}")
 
 
 def _check_bytes(layer: str, spec: Attention | Opaque, views: Sequence[View]) -> None:
     """Checks that the layer's tensors count blocks in the spec's dimension, and have its bytes of each."""
-    said = " and ".join(map(str, views))
+    described = " and ".join(map(str, views))
     if not all(0 <= spec.block_dim < len(view.shape) for view in views):
-        raise UsageError(f"layer {layer}: {said} has no dimension {spec.block_dim} that counts blocks")
+        raise UsageError(f"layer {layer}: {described} has no dimension {spec.block_dim} that counts blocks")
     per_block = sum(_bytes_behind(view, spec.block_dim) for view in views) * spec.kernel_blocks
     wrong_items = isinstance(spec, Attention) and {item_bytes(view.dtype) for view in views} != {item_bytes(spec.dtype)}
     if per_block != spec.payload_bytes or wrong_items:
         of_dtype = f" of {spec.dtype}" if isinstance(spec, Attention) else ""
         raise UsageError(
-            f"layer {layer}: {said} has {per_block} bytes a block, its spec says {spec.payload_bytes}{of_dtype}"
+            f"layer {layer}: {described} has {per_block} bytes a block, its spec says {spec.payload_bytes}{of_dtype}"
         )
 
 
 def _bytes_behind(view: View, block_dim: int) -> int:
-    sizes = (size for at, size in enumerate(view.shape) if at != block_dim)
+    sizes = (size for dim, size in enumerate(view.shape) if dim != block_dim)
     return item_bytes(view.dtype) * math.prod(sizes)
 
 
@@ -135,10 +135,10 @@ def _clusters(found: Sequence[RowSegment]) -> list[list[RowSegment]]:
     Rows of different blocks have no bytes in common then. Within a block, layers of different groups may overlap,
     whatever their kernel blocks: a block id has one group at a time. Those of one group may not (`_check_apart`).
     """
-    first = {id(segment): at for at, segment in enumerate(found)}
+    first = {id(segment): index for index, segment in enumerate(found)}
     clusters: list[list[RowSegment]] = []
     by_memory = sorted(
-        found, key=lambda one: (one.rows.memory, one.rows.num_blocks, one.rows.stride_bytes, one.rows.offset)
+        found, key=lambda item: (item.rows.memory, item.rows.num_blocks, item.rows.stride_bytes, item.rows.offset)
     )
     for segment in by_memory:
         if clusters and _fits(clusters[-1], segment):
@@ -160,25 +160,25 @@ def _whole_rows(clusters: Sequence[Sequence[RowSegment]], memory_bytes: Mapping[
     tight = []
     for cluster in clusters:
         head = cluster[0].rows
-        page = max(one.rows.offset + one.rows.page_bytes for one in cluster) - head.offset
+        page = max(segment.rows.offset + segment.rows.page_bytes for segment in cluster) - head.offset
         tight.append(Rows(head.memory, head.offset, head.num_blocks, page, head.stride_bytes))
-    ordered = sorted(range(len(tight)), key=lambda at: (tight[at].memory, tight[at].offset))
+    ordered = sorted(range(len(tight)), key=lambda index: (tight[index].memory, tight[index].offset))
     whole = list(tight)
-    for at, behind in zip(ordered, [*ordered[1:], None], strict=True):
-        rows = tight[at]
+    for index, behind in zip(ordered, [*ordered[1:], None], strict=True):
+        rows = tight[index]
         limit = memory_bytes[rows.memory]
         if rows.end > limit:
-            raise UsageError(f"layer {clusters[at][0].layer} extends beyond its memory of {limit} bytes")
+            raise UsageError(f"layer {clusters[index][0].layer} extends beyond its memory of {limit} bytes")
         if behind is not None and tight[behind].memory == rows.memory:
             limit = tight[behind].offset
             if rows.end > limit:
                 raise UsageError(
-                    f"layers {clusters[at][0].layer} and {clusters[behind][0].layer} interleave, but not in rows of "
+                    f"layers {clusters[index][0].layer} and {clusters[behind][0].layer} interleave, but not in rows of "
                     f"one length: blocks are {rows.stride_bytes} and {tight[behind].stride_bytes} bytes apart; "
                     "pad pages to one size, or give them separate memory"
                 )
         if rows.end - rows.page_bytes + rows.stride_bytes <= limit:
-            whole[at] = Rows(rows.memory, rows.offset, rows.num_blocks, rows.stride_bytes, rows.stride_bytes)
+            whole[index] = Rows(rows.memory, rows.offset, rows.num_blocks, rows.stride_bytes, rows.stride_bytes)
     return whole
 
 
@@ -201,9 +201,11 @@ def _tensor_of(segment: RowSegment, rows: Sequence[Rows]) -> int:
     """Returns the tensor that holds the segment, found by its first row, since first rows do not overlap."""
     begin, end = segment.rows.offset, segment.rows.offset + segment.rows.page_bytes
     return next(
-        at
-        for at, one in enumerate(rows)
-        if one.memory == segment.rows.memory and one.offset <= begin and end <= one.offset + one.page_bytes
+        index
+        for index, candidate in enumerate(rows)
+        if candidate.memory == segment.rows.memory
+        and candidate.offset <= begin
+        and end <= candidate.offset + candidate.page_bytes
     )
 
 
@@ -263,7 +265,7 @@ def _dtype(spec: LayerSpec) -> Dtype:
 
 def _check_apart(placed: Sequence[tuple[str, Run]]) -> None:
     """Checks that no two runs of a block overlap: one group's layers can't use the same bytes."""
-    ordered = sorted(placed, key=lambda one: one[1])
+    ordered = sorted(placed, key=lambda item: item[1])
     for (one, (offset, length)), (other, (begin, size)) in itertools.pairwise(ordered):
         if offset + length > begin:
             end = min(offset + length, begin + size)

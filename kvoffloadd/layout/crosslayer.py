@@ -36,8 +36,8 @@ def cross_layers(
     views: dict[str, tuple[View, ...]] = {}
     for shared in _shared_tensors(named, keys, specs, groups):
         plan = TensorPlan(_shape(num_blocks, shared))
-        for at, slot in enumerate(shared.slots):
-            place = Place(len(tensors), plan.bytes // num_blocks, at, len(shared.slots))
+        for index, slot in enumerate(shared.slots):
+            place = Place(len(tensors), plan.bytes // num_blocks, index, len(shared.slots))
             views.update({layer: shared_views(layer, specs[layer], num_blocks, place) for layer in slot})
         tensors.append(plan)
     for layer, key in keys.items():
@@ -70,9 +70,10 @@ def _shared_tensors(
             continue
         ratios = {group_of[layer]: specs[layer].kernel_blocks for layer in slot}
         fitting = (
-            one
-            for one in found
-            if one.key == key and all(one.kernel_blocks.get(group, ratio) == ratio for group, ratio in ratios.items())
+            candidate
+            for candidate in found
+            if candidate.key == key
+            and all(candidate.kernel_blocks.get(group, ratio) == ratio for group, ratio in ratios.items())
         )
         shared = next(fitting, None)
         if shared is None:
@@ -98,8 +99,8 @@ def default_slots(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGrou
         for layer in group.layers:
             key = keys[layer]
             if key is not None:
-                at = counts[key] = counts.get(key, -1) + 1
-                slots.setdefault((key, at), []).append(layer)
+                nth = counts[key] = counts.get(key, -1) + 1
+                slots.setdefault((key, nth), []).append(layer)
     return tuple(tuple(slot) for slot in slots.values())
 
 
@@ -124,12 +125,12 @@ def _checked(keys: Mapping[str, Sharing | None], groups: Sequence[LayerGroup], s
                 )
             if one != two:
                 raise UsageError(
-                    f"layers {first} and {other} can't share a slot: {_said(one)} against {_said(two)}; "
+                    f"layers {first} and {other} can't share a slot: {_describe(one)} against {_describe(two)}; "
                     "pad the smaller page, or use one order"
                 )
     return tuple(tuple(slot) for slot in slots)
 
 
-def _said(key: Sharing) -> str:
+def _describe(key: Sharing) -> str:
     outside = " x ".join(f"{size} {axis}s" for axis, size in key.outside)
     return f"{outside + ' first, ' if outside else ''}{key.page_bytes} bytes each"

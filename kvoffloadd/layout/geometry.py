@@ -95,9 +95,9 @@ def segments(layer: str, view: View, block_dim: int, kernel_blocks: int) -> list
     page = runs[-1][0] + runs[-1][1]
     return [
         RowSegment(
-            layer, kernel_blocks, Rows(view.memory, view.offset + at, count // kernel_blocks, page, stride), runs
+            layer, kernel_blocks, Rows(view.memory, view.offset + offset, count // kernel_blocks, page, stride), runs
         )
-        for at in _offsets(outer)
+        for offset in _offsets(outer)
     ]
 
 
@@ -112,11 +112,11 @@ def _extent(item: int, ascending: Sequence[Level]) -> int:
 
 
 def _runs(item: int, ascending: Sequence[Level]) -> Iterator[Run]:
-    length, at = item, 0
-    while at < len(ascending) and ascending[at][0] == length:
-        length *= ascending[at][1]
-        at += 1
-    for offset in _offsets(ascending[at:]):
+    length, merged_dims = item, 0
+    while merged_dims < len(ascending) and ascending[merged_dims][0] == length:
+        length *= ascending[merged_dims][1]
+        merged_dims += 1
+    for offset in _offsets(ascending[merged_dims:]):
         yield offset, length
 
 
@@ -142,13 +142,13 @@ def refs_of(tensor: int, runs: Sequence[Run]) -> list[Ref]:
     row.
     """
     refs: list[Ref] = []
-    at = 0
-    while at < len(runs):
-        offset, length = runs[at]
-        stride = runs[at + 1][0] - offset if at + 1 < len(runs) else 0
+    index = 0
+    while index < len(runs):
+        offset, length = runs[index]
+        stride = runs[index + 1][0] - offset if index + 1 < len(runs) else 0
         count = 1
-        while at + count < len(runs) and runs[at + count] == (offset + count * stride, length):
+        while index + count < len(runs) and runs[index + count] == (offset + count * stride, length):
             count += 1
         refs.append(Ref(tensor, offset, length, count, stride if count > 1 else 0))
-        at += count
+        index += count
     return refs

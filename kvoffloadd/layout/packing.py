@@ -53,17 +53,17 @@ def packed_pages(specs: Mapping[str, LayerSpec], pack_size: int, num_blocks: int
                 f"layer {layer}: a state of {specs[layer].page_bytes} bytes does not fit a page of {page}: "
                 f"{pack_size} attention layers of {pages[packed[0]]}; use larger blocks or packs"
             )
-    packs = [packed[at : at + pack_size] for at in range(0, len(packed), pack_size)]
+    packs = [packed[start : start + pack_size] for start in range(0, len(packed), pack_size)]
     count = -(-len(states) // len(packs))
-    dealt = [tuple(states[at::count]) for at in range(count)]
-    groups = (LayerGroup(0, tuple(packed)), *(LayerGroup(1 + at, layers) for at, layers in enumerate(dealt)))
+    dealt = [tuple(states[index::count]) for index in range(count)]
+    groups = (LayerGroup(0, tuple(packed)), *(LayerGroup(1 + index, layers) for index, layers in enumerate(dealt)))
     check_groups(specs, groups)
     views: dict[str, tuple[View, ...]] = {}
     tensors = []
-    for at, pack in enumerate(packs):
+    for index, pack in enumerate(packs):
         for slot, layer in enumerate(pack):
-            views[layer] = shared_views(layer, specs[layer], num_blocks, Place(at, page, slot, pack_size))
-        over = [layers[at] for layers in dealt if at < len(layers)]
-        views.update({layer: shared_views(layer, specs[layer], num_blocks, Place(at, page)) for layer in over})
+            views[layer] = shared_views(layer, specs[layer], num_blocks, Place(index, page, slot, pack_size))
+        over = [layers[index] for layers in dealt if index < len(layers)]
+        views.update({layer: shared_views(layer, specs[layer], num_blocks, Place(index, page)) for layer in over})
         tensors.append(TensorPlan((num_blocks, page)))
     return Plan(num_blocks, tuple(tensors), views, dict(specs), groups)

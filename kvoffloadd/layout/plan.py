@@ -28,8 +28,8 @@ class TensorPlan:
     def bytes(self) -> int:
         """Returns the bytes of the whole tensor."""
         size = 1
-        for one in self.shape:
-            size *= one
+        for length in self.shape:
+            size *= length
         return size
 
 
@@ -48,7 +48,7 @@ class Plan:
     canonical: Canonical = field(init=False)
 
     def __post_init__(self) -> None:
-        sizes = {at: tensor.bytes for at, tensor in enumerate(self.tensors)}
+        sizes = {index: tensor.bytes for index, tensor in enumerate(self.tensors)}
         found = canonical_geometry(self.views, self.specs, self.groups, sizes)
         object.__setattr__(self, "canonical", found)
 

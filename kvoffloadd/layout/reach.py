@@ -60,4 +60,4 @@ def clip(blocks: range, window: int, block_size: int) -> range:
 
 def descriptors(refs: Sequence[Sequence[Ref]], blocks: Sequence[int]) -> int:
     """Counts the runs of all blocks before any are merged: `refs` and number of blocks of each group."""
-    return sum(count * sum(ref.count for ref in one) for one, count in zip(refs, blocks, strict=True))
+    return sum(count * sum(ref.count for ref in group_refs) for group_refs, count in zip(refs, blocks, strict=True))

@@ -304,7 +304,7 @@ class LayerGroup:
 def nth_layers(groups: Sequence[LayerGroup]) -> tuple[tuple[str, ...], ...]:
     """Returns the first layers of all groups, the second ones, and so on, until no group has more."""
     most = max((len(group.layers) for group in groups), default=0)
-    return tuple(tuple(group.layers[at] for group in groups if at < len(group.layers)) for at in range(most))
+    return tuple(tuple(group.layers[index] for group in groups if index < len(group.layers)) for index in range(most))
 
 
 def check_blocks(num_blocks: int) -> None:
@@ -338,8 +338,8 @@ def check_groups(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup]) -
 def _check_equal(group: int, one: tuple[str, LayerSpec], other: tuple[str, LayerSpec]) -> None:
     needs = [(spec.group_kind, getattr(spec, "window", 0), spec.block_size) for _, spec in (one, other)]
     if needs[0] != needs[1]:
-        said = [
+        described = [
             f"{name} ({kind}, window {window}, {size} tokens a block)"
             for (name, _), (kind, window, size) in zip((one, other), needs, strict=True)
         ]
-        raise UsageError(f"group {group}: layers {' and '.join(said)} can't share block tables")
+        raise UsageError(f"group {group}: layers {' and '.join(described)} can't share block tables")

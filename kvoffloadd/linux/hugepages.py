@@ -50,18 +50,18 @@ def huge_bytes(address: int, size_bytes: int) -> int | None:
     Blocks, for some 10 ms for each GiB of small pages.
     """
     regions = np.zeros((_REGIONS, 3), np.uint64)  # page_region: start, end, categories
-    at, end, found = address, address + size_bytes, 0
+    start, end, found = address, address + size_bytes, 0
     try:
         with open("/proc/self/pagemap", "rb") as pagemap:
-            while at < end:
+            while start < end:
                 regions[:] = 0
-                upto = min(at + _SCAN_BYTES, end)
-                asked = bytearray(
-                    _SCAN.pack(_SCAN.size, 0, at, upto, 0, regions.ctypes.data, _REGIONS, 0, 0, _MAPPED_HUGE, 0, 0)
+                upto = min(start + _SCAN_BYTES, end)
+                argument = bytearray(
+                    _SCAN.pack(_SCAN.size, 0, start, upto, 0, regions.ctypes.data, _REGIONS, 0, 0, _MAPPED_HUGE, 0, 0)
                 )
-                fcntl.ioctl(pagemap, _PAGEMAP_SCAN, asked)
+                fcntl.ioctl(pagemap, _PAGEMAP_SCAN, argument)
                 found += int((regions[:, 1] - regions[:, 0]).sum())
-                at = _SCAN.unpack(asked)[4]  # where the kernel stopped
+                start = _SCAN.unpack(argument)[4]  # where the kernel stopped
     except OSError:
         return None
     return found

@@ -54,30 +54,30 @@ def nodes(root: Path = Path("/")) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def memory_nodes(asked: str | tuple[int, ...], root: Path = Path("/")) -> tuple[int, ...]:
-    """Returns the nodes to spread memory over. Empty: the kernel chooses. `asked`: "off", a list of nodes, or "auto":
+def memory_nodes(setting: str | tuple[int, ...], root: Path = Path("/")) -> tuple[int, ...]:
+    """Returns the nodes to spread memory over. Empty: the kernel chooses. `setting`: "off", a list of nodes, or "auto":
     all with memory that this process may use. "auto" excludes nodes without CPUs: their memory is a GPU's, or slow
     (CXL).
 
     Raises:
         ConfigError: a requested node has no memory that this process may use.
     """
-    if asked == "off":
+    if setting == "off":
         return ()
     found = re.search(r"^Mems_allowed_list:\s*(\S*)$", _text(root / "proc/self/status"), re.MULTILINE)
     allowed = parse_list(found[1]) if found else ()
     usable = [node for node in nodes(root) if node.memory_bytes and node.number in allowed]
-    if isinstance(asked, str):
+    if isinstance(setting, str):
         near = tuple(node.number for node in usable if node.cpus)
         return near if len(near) > 1 else ()
     known = [node.number for node in usable]
-    for number in asked:
+    for number in setting:
         if number not in known:
             raise ConfigError(
-                f"memory.numa = {list(asked)}: node {number} has no memory that this process may use; "
+                f"memory.numa = {list(setting)}: node {number} has no memory that this process may use; "
                 f"these have: {', '.join(map(str, known)) or 'none'}"
             )
-    return asked
+    return setting
 
 
 def cpus_near(pci_address: str, allowed: Iterable[int], root: Path = Path("/")) -> frozenset[int]:

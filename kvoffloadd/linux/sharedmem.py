@@ -177,18 +177,20 @@ def populate(
     step += -step % _POPULATE_ALIGN_BYTES
 
     def work(begin: int) -> None:
-        for at in range(begin, min(begin + step, end), step_bytes):
+        for position in range(begin, min(begin + step, end), step_bytes):
             if stop is not None and stop.is_set():
                 return
-            _populate_step(fd, offset + at - start, at, min(step_bytes, begin + step - at, end - at))
+            _populate_step(
+                fd, offset + position - start, position, min(step_bytes, begin + step - position, end - position)
+            )
 
     with ThreadPoolExecutor(max(threads, 1), "kvo-populate", _stand_back, (nice,)) as pool:
         try:
-            ends = [pool.submit(work, at) for at in range(start, end, step)]
+            ends = [pool.submit(work, position) for position in range(start, end, step)]
         except RuntimeError:  # no thread can be made: this one does everything
             ends = []
-            for at in range(start, end, step):
-                work(at)
+            for position in range(start, end, step):
+                work(position)
         for done in ends:
             done.result()
 

@@ -47,7 +47,7 @@ class LineQueue(io.RawIOBase):
         self._lines: deque[bytes] = deque()
         self._queued_bytes = 0
         self._writing = False
-        self._untold = 0
+        self._unreported = 0
         self.lost = 0
         """The number of lines that no reader will get."""
         threading.Thread(target=self._write_lines, name="kvo-stderr", daemon=True).start()
@@ -78,7 +78,7 @@ class LineQueue(io.RawIOBase):
             return self._changed.wait_for(lambda: not (self._lines or self._writing), patience_s)
 
     def _lose(self, lines: int) -> None:
-        self._untold += lines
+        self._unreported += lines
         self.lost += lines
 
     def _write_lines(self) -> None:
@@ -88,15 +88,15 @@ class LineQueue(io.RawIOBase):
                 line = self._lines.popleft()
                 self._queued_bytes -= len(line)
                 self._writing = True
-                told, self._untold = self._untold, 0
-            if told:
-                line = self.describe_lost(told).encode("ascii", "backslashreplace") + line
+                count, self._unreported = self._unreported, 0
+            if count:
+                line = self.describe_lost(count).encode("ascii", "backslashreplace") + line
             written = self._write(line)
             with self._changed:
                 self._writing = False
                 if not written:
                     self._lose(1)
-                    self._untold += told
+                    self._unreported += count
                 self._changed.notify_all()
 
     def _write(self, data: bytes) -> bool:

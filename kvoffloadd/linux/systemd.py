@@ -60,16 +60,16 @@ class Systemd:
         Must be called once, before the process opens descriptors or starts others.
         """
         variables = os.environ if environment is None else environment
-        mine = str(os.getpid())
+        own_pid = str(os.getpid())
         inherited = []
-        if variables.pop("LISTEN_PID", "") == mine:
+        if variables.pop("LISTEN_PID", "") == own_pid:
             names = variables.get("LISTEN_FDNAMES", "").split(":")
             for index in range(_number(variables.get("LISTEN_FDS", ""))):
                 with contextlib.suppress(OSError):  # an inherited number may not be open
                     os.set_inheritable(FIRST_FD + index, False)
                     inherited.append((names[index] if index < len(names) else "", FIRST_FD + index))
         watchdog_us = _number(variables.get("WATCHDOG_USEC", ""))
-        watched = watchdog_us > 0 and variables.get("WATCHDOG_PID", mine) == mine
+        watched = watchdog_us > 0 and variables.get("WATCHDOG_PID", own_pid) == own_pid
         address = variables.get("NOTIFY_SOCKET", "")
         for name in ("LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_USEC", "WATCHDOG_PID", "NOTIFY_SOCKET", "FDSTORE"):
             variables.pop(name, None)

@@ -164,7 +164,7 @@ def _transfers(status: Status) -> Iterator[Metric]:
     ]
     yield _counter("dropped_payloads", "Payloads that jobs did not move, by reason.", dropped, "direction", "reason")
     yield _histograms(
-        "job_seconds", "How long jobs took.", {way: one["took_s"] for way, one in each.items()}, "direction"
+        "job_seconds", "How long jobs took.", {way: figures["took_s"] for way, figures in each.items()}, "direction"
     )
     yield _counter("descriptors", "Runs of bytes that jobs named.", of("descriptors"), "direction")
     yield _counter("copies", "Copies issued for them, neighbours merged.", of("copies"), "direction")

@@ -102,7 +102,7 @@ def _key_hash(secret: list[int], keyspace: int, key: list[int]) -> int:
     halves = [keyspace, 1, *(half for word in key for half in (word & 0xFFFFFFFF, word >> 32))]
     low, high = (
         sum(half * factor for half, factor in zip(halves, factors, strict=True)) & _64_BITS
-        for factors in ([secret[16 + at], secret[18 + at], *secret[at:16:2]] for at in (0, 1))
+        for factors in ([secret[16 + index], secret[18 + index], *secret[index:16:2]] for index in (0, 1))
     )
     found = low >> 32 | high & ~0xFFFFFFFF
     found = (found ^ found >> 32) * secret[20] & _64_BITS

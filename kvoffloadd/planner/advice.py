@@ -25,9 +25,11 @@ def recommend(layouts: Sequence[Layout], chosen: Layout, prompt_tokens: int, sha
     any. `share_tp`: ranks of other tensor-parallel sizes read the stored keys; with the heads first, each reads a
     contiguous range.
     """
-    fitting = [one for one in layouts if one.pack_size == chosen.pack_size]
-    shareable = [one for one in fitting if one.name == HEADS_FIRST] if share_tp else []
-    return min(shareable or fitting, key=lambda one: (_moved(one, prompt_tokens), sum(one.padding), _doubt(one)))
+    fitting = [layout for layout in layouts if layout.pack_size == chosen.pack_size]
+    shareable = [layout for layout in fitting if layout.name == HEADS_FIRST] if share_tp else []
+    return min(
+        shareable or fitting, key=lambda layout: (_moved(layout, prompt_tokens), sum(layout.padding), _doubt(layout))
+    )
 
 
 def _moved(layout: Layout, tokens: int) -> int:

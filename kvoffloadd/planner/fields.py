@@ -46,7 +46,7 @@ class Fields:
         self.assumed: list[str] = []
         self._prefix = f"{nested}." if nested else ""
         self._inner = inner if isinstance(inner, dict) else {}
-        self._values = {**_said(values), **_said(self._inner)}
+        self._values = {**_set_values(values), **_set_values(self._inner)}
         self.model_type = self.text("model_type", "")
         self._defaults = CLASS_DEFAULTS.get(self.model_type, {})
 
@@ -66,9 +66,9 @@ class Fields:
             return self._values[key]
         default = self._defaults.get(key)
         if default is not None:
-            said = f"{key} = {default} is not in the file: it is what transformers has for {self.model_type}"
-            if said not in self.assumed:
-                self.assumed.append(said)
+            assumption = f"{key} = {default} is not in the file: it is what transformers has for {self.model_type}"
+            if assumption not in self.assumed:
+                self.assumed.append(assumption)
         return default
 
     def inside(self, key: str) -> Fields:
@@ -106,7 +106,7 @@ class Fields:
         return value or None
 
 
-def _said(values: Mapping[str, object]) -> dict[str, object]:
+def _set_values(values: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in values.items() if value is not None}
 
 

@@ -35,12 +35,12 @@ def form_groups(specs: Mapping[str, LayerSpec]) -> tuple[LayerGroup, ...]:
     dealt: list[tuple[str, ...]] = []
     for layers in kinds.values():
         count = -(-len(layers) // size)
-        dealt += [tuple(layers[at::count]) for at in range(count)]
+        dealt += [tuple(layers[index::count]) for index in range(count)]
     return _numbered(dealt)
 
 
 def _numbered(groups: list[tuple[str, ...]]) -> tuple[LayerGroup, ...]:
-    return tuple(LayerGroup(at, layers) for at, layers in enumerate(groups))
+    return tuple(LayerGroup(number, layers) for number, layers in enumerate(groups))
 
 
 def _groups_of_pages(kinds: list[dict[int, list[str]]], order: list[str]) -> tuple[LayerGroup, ...]:
@@ -55,9 +55,9 @@ def _groups_of_pages(kinds: list[dict[int, list[str]]], order: list[str]) -> tup
     dealt: list[tuple[str, ...]] = []
     for pages in kinds:
         count = -(-_repeats(pages) // size) if size and pages in patterns else 1
-        for at in range(count):
-            some = {layer for layers in pages.values() for layer in layers[at::count]}
-            dealt.append(tuple(layer for layer in order if layer in some))
+        for index in range(count):
+            members = {layer for layers in pages.values() for layer in layers[index::count]}
+            dealt.append(tuple(layer for layer in order if layer in members))
     return _numbered(dealt)
 
 

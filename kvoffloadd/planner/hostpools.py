@@ -79,9 +79,9 @@ class HostPool:
         return min(stored, -(-self.needed_tokens // page_tokens)) if self.needed_tokens else stored
 
 
-def page_tokens_of(model: ModelConfig, asked: int) -> int:
+def page_tokens_of(model: ModelConfig, requested: int) -> int:
     """Returns the value that `--page-size` must have."""
-    return 1 if model.model_type in PAGES_OF_ONE else asked
+    return 1 if model.model_type in PAGES_OF_ONE else requested
 
 
 def host_pools(rank: Rank) -> tuple[HostPool, ...]:
@@ -124,6 +124,6 @@ def _latent_bytes(rank: Rank) -> int:
 def _state_bytes(rank: Rank) -> int:
     """Returns the bytes of one layer's convolution and recurrent state."""
     model = rank.model
-    said = "" if model.model_type in SAYS_NO_STATE_DTYPE else model.state_dtype
-    dtypes = (CONV_DTYPE, said or STATE_DTYPE)
+    state_dtype = "" if model.model_type in SAYS_NO_STATE_DTYPE else model.state_dtype
+    dtypes = (CONV_DTYPE, state_dtype or STATE_DTYPE)
     return sum(math.prod(state.shape) * item_bytes(dtype) for state, dtype in zip(rank.states, dtypes, strict=False))

@@ -70,14 +70,14 @@ def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
         )
     kinds = kinds[: count - shared]
     crossing = fields.items("cross_attention_layers") or []
-    if not all(isinstance(at, int) and 0 <= at < count for at in crossing):
+    if not all(isinstance(layer, int) and 0 <= layer < count for layer in crossing):
         raise fields.error("cross_attention_layers", f"must be a list of layers, each from 0 to {count - 1}")
     if crossing:
         fields.assumed.append(
             f"cross_attention_layers: {len(set(crossing))} layers that attend to an image are left out; what they keep "
             "is the image's, whatever the number of tokens"
         )
-    return tuple(kind for at, kind in enumerate(kinds) if at not in crossing)
+    return tuple(kind for layer, kind in enumerate(kinds) if layer not in crossing)
 
 
 def _patterned(fields: Fields, count: int) -> tuple[LayerKind, ...]:
@@ -127,7 +127,7 @@ def _all_kinds(fields: Fields, count: int) -> tuple[LayerKind, ...]:
         return _delta(fields, count)
     if fields.get("full_attn_idxs") is not None:
         full = fields.items("full_attn_idxs") or []
-        return tuple(LayerKind.FULL if at in full else LayerKind.MAMBA for at in range(count))
+        return tuple(LayerKind.FULL if layer in full else LayerKind.MAMBA for layer in range(count))
     if fields.get("full_attention_interval") is not None:
         return _every(fields.integer("full_attention_interval"), LayerKind.MAMBA, count)
     if fields.get("linear_num_value_heads") is not None:
@@ -148,7 +148,7 @@ def _lightning(fields: Fields, count: int) -> tuple[LayerKind, ...]:
 
 def _every(interval: int, others: LayerKind, count: int) -> tuple[LayerKind, ...]:
     """Returns the kinds when each `interval`-th layer is full and the others are not."""
-    return tuple(others if (at + 1) % interval else LayerKind.FULL for at in range(count))
+    return tuple(others if (layer + 1) % interval else LayerKind.FULL for layer in range(count))
 
 
 def _listed(fields: Fields, listed: list[object], count: int) -> tuple[LayerKind, ...]:
@@ -167,7 +167,7 @@ def _delta(fields: Fields, count: int) -> tuple[LayerKind, ...]:
         raise inside.error("kda_layers", f"and full_attn_layers must name each layer from 1 to {count} once")
     if inside.get("use_full_rank_gate"):
         raise inside.unknown("use_full_rank_gate", "is not understood: its states are of another kind")
-    return tuple(LayerKind.MAMBA if at in linear else LayerKind.FULL for at in range(1, count + 1))
+    return tuple(LayerKind.MAMBA if layer in linear else LayerKind.FULL for layer in range(1, count + 1))
 
 
 def indexed_layers(fields: Fields, count: int) -> tuple[int, ...]:
@@ -180,28 +180,28 @@ def indexed_layers(fields: Fields, count: int) -> tuple[int, ...]:
     if pattern is not None:
         if not isinstance(pattern, str | list) or not all(letter in ("F", "S") for letter in pattern):
             raise fields.error("index_topk_pattern", "must be letters, each F or S")
-        return tuple(at for at in range(count) if list(pattern)[at : at + 1] != ["S"])
+        return tuple(layer for layer in range(count) if list(pattern)[layer : layer + 1] != ["S"])
     every = fields.integer("index_topk_freq", 1)
     first = fields.integer("index_skip_topk_offset", 2) - 1
-    return tuple(at for at in range(count) if max(0, at - first) % every == 0)
+    return tuple(layer for layer in range(count) if max(0, layer - first) % every == 0)
 
 
 def sparse_layers(fields: Fields) -> tuple[int, ...]:
     """Returns the layers that choose blocks of tokens by an index (MiniMax M3)."""
     sparse = fields.inside("sparse_attention_config")
     every = sparse.items("sparse_attention_freq") or []
-    if len(every) != fields.integer("num_hidden_layers") or not all(one in (0, 1) for one in every):
+    if len(every) != fields.integer("num_hidden_layers") or not all(flag in (0, 1) for flag in every):
         raise sparse.error("sparse_attention_freq", "must be a list of zeros and ones, one for each layer")
-    return tuple(at for at, one in enumerate(every) if one)
+    return tuple(layer for layer, flag in enumerate(every) if flag)
 
 
 def _chunked(fields: Fields, count: int) -> tuple[LayerKind, ...]:
     """Returns the kinds where layers with rotary positions attend to their chunk, and those without to everything."""
     rotary = fields.items("no_rope_layers")
     if rotary is not None:
-        if len(rotary) != count or not all(one in (0, 1) for one in rotary):
+        if len(rotary) != count or not all(flag in (0, 1) for flag in rotary):
             raise fields.error("no_rope_layers", f"must be a list of {count} zeros and ones, or absent")
-        return tuple(LayerKind.CHUNKED if one else LayerKind.FULL for one in rotary)
+        return tuple(LayerKind.CHUNKED if flag else LayerKind.FULL for flag in rotary)
     if fields.get("no_rope_layer_interval") is not None:
         return _every(fields.integer("no_rope_layer_interval"), LayerKind.CHUNKED, count)
     raise fields.error(
@@ -219,7 +219,7 @@ def _windowed(fields: Fields, count: int) -> tuple[LayerKind, ...]:
         first = fields.get("max_window_layers")
         if not isinstance(first, int) or first < 0:
             raise fields.error("max_window_layers", f"= {first!r} must be a number of layers")
-        return tuple(LayerKind.SLIDING if at >= first else LayerKind.FULL for at in range(count))
+        return tuple(LayerKind.SLIDING if layer >= first else LayerKind.FULL for layer in range(count))
     if fields.model_type in ALL_SLIDING:
         return (LayerKind.SLIDING,) * count
     raise fields.error(

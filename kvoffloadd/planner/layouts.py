@@ -116,7 +116,7 @@ class Layout:
         reaches = map(self.reach, range(self.num_groups))
         sliding = [len(clip(range(end // reach.block_size), reach.window, reach.block_size))
                    if reach.kind is GroupKind.SLIDING else 0 for reach in reaches]  # fmt: skip
-        return tuple(one or needed for one, needed in zip(sliding, self.needed_blocks(tokens), strict=True))
+        return tuple(blocks or needed for blocks, needed in zip(sliding, self.needed_blocks(tokens), strict=True))
 
     def descriptors_of(self, blocks: Sequence[int]) -> int:
         """Returns what the daemon counts as descriptors of a store or load of these numbers of blocks of each group."""
@@ -167,14 +167,14 @@ def per_layer(specs: Mapping[str, LayerSpec], groups: Sequence[LayerGroup], num_
     """
     views: dict[str, tuple[View, ...]] = {}
     tensors = []
-    for at, slot in enumerate(nth_layers(groups)):
+    for index, slot in enumerate(nth_layers(groups)):
         page = max(specs[layer].page_bytes for layer in slot)
         for layer in slot:
             spec = specs[layer]
             views[layer] = (
-                (own_view(layer, spec, num_blocks, at),)
+                (own_view(layer, spec, num_blocks, index),)
                 if isinstance(spec, Attention) and spec.page_bytes == page
-                else shared_views(layer, spec, num_blocks, Place(at, page))
+                else shared_views(layer, spec, num_blocks, Place(index, page))
             )
         tensors.append(TensorPlan((num_blocks, page)))
     return Plan(num_blocks, tuple(tensors), views, dict(specs), tuple(groups))

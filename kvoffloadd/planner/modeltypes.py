@@ -56,5 +56,5 @@ def check_type(fields: Fields) -> None:
     if fields.wrapper is not None and fields.wrapper not in WRAPPERS:
         raise fields.unknown("model_type", f"= {fields.wrapper!r} around a text model is not known")
     for key in (key for key, is_so in encodes.items() if is_so):
-        said = f"= {fields.get(key)!r}: it is an encoder, and keeps nothing of its tokens"
-        raise NoPlanError(str(fields.error(key, said)))
+        problem = f"= {fields.get(key)!r}: it is an encoder, and keeps nothing of its tokens"
+        raise NoPlanError(str(fields.error(key, problem)))

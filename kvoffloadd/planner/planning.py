@@ -116,7 +116,7 @@ def make_plan(model: ModelConfig, terms: PlanInputs, trace: Trace | None = None)
         layouts, refused = possible_layouts(rank, terms.pack_size)
     except UsageError as error:
         raise ConfigError(f"no layout can hold this model's layers: {error}") from None
-    layout = next(one for one in layouts if one.pack_size == max(1, terms.pack_size))
+    layout = next(candidate for candidate in layouts if candidate.pack_size == max(1, terms.pack_size))
     parts = tuple(rank.parts(layout.spec(group).kind) for group in range(layout.num_groups))
     lengths = prompt_lengths(terms, trace)
     memory = memory_space(terms)
@@ -191,36 +191,42 @@ def _held(
 def _assumed(rank: Rank, layout: Layout, terms: PlanInputs, trace: Trace | None) -> list[str]:
     """Returns the assumptions that the figures rest on."""
     model = rank.model
-    said = [*model.assumed, *_of_ranks(model, terms.tp)]
+    assumptions = [*model.assumed, *_of_ranks(model, terms.tp)]
     if rank.dtype == "float32":
-        said.append("float32 is the checkpoint's; engines often run such models in bfloat16: --kv-dtype bfloat16")
+        assumptions.append(
+            "float32 is the checkpoint's; engines often run such models in bfloat16: --kv-dtype bfloat16"
+        )
     if model.ratios and rank.is_packed and terms.kv_dtype == "auto":
-        said.append("the cache is in fp8 with its scales, as engines keep this model's: --kv-dtype bfloat16 for others")
+        assumptions.append(
+            "the cache is in fp8 with its scales, as engines keep this model's: --kv-dtype bfloat16 for others"
+        )
     if model.full_heads is not None:
-        said.append(
+        assumptions.append(
             "layers come before blocks in memory, as with vLLM's connectors: it forms other groups if they do not"
         )
     if not terms.hybrid:
-        said.append("windows and chunks count as full attention, since the hybrid cache manager is off")
-    said.append("a key is one block of one group; what is stored is stored for all groups and every full block")
+        assumptions.append("windows and chunks count as full attention, since the hybrid cache manager is off")
+    assumptions.append("a key is one block of one group; what is stored is stored for all groups and every full block")
     if layout.needs_less:
-        said.append("of windows and states a restore needs less than is stored: both figures are shown")
+        assumptions.append("of windows and states a restore needs less than is stored: both figures are shown")
     if trace is not None:
-        said.append(
+        assumptions.append(
             f"the trace's prompts are blocks of {trace.block_tokens} tokens; the last of each is counted as full"
         )
-    return said
+    return assumptions
 
 
 def _of_ranks(model: ModelConfig, tp: int) -> list[str]:
     """Returns the demand of this number of tensor-parallel ranks."""
-    said = []
+    assumptions = []
     if tp > 1:
-        said.append(f"all {tp} ranks are on this host, and share one daemon; bytes of prompts are those of all ranks")
+        assumptions.append(
+            f"all {tp} ranks are on this host, and share one daemon; bytes of prompts are those of all ranks"
+        )
     if model.is_mla:
-        return [*said, "all ranks have the same latents: one of them stores them"] if tp > 1 else said
+        return [*assumptions, "all ranks have the same latents: one of them stores them"] if tp > 1 else assumptions
     for count in dict.fromkeys(model.heads(kind).count for kind in model.attention_kinds):
         if count < tp:
             of = "" if model.full_heads is None else f" where layers have {count}"
-            said.append(f"{tp // count} ranks have the same KV head{of}: one of them stores it")
-    return said
+            assumptions.append(f"{tp // count} ranks have the same KV head{of}: one of them stores it")
+    return assumptions

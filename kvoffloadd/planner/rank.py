@@ -72,7 +72,7 @@ class Rank:
             raise ConfigError(f"{which} need the hybrid cache manager: leave --no-hybrid out")
         if not _divides(model, self.tp):
             works = ", ".join(str(tp) for tp in range(1, 65) if _divides(model, tp))
-            raise ConfigError(f"{_heads_said(model)} can't be split over {self.tp} ranks; --tp {works} would work")
+            raise ConfigError(f"{_describe_heads(model)} can't be split over {self.tp} ranks; --tp {works} would work")
         sizes = {self._kept(kind) for kind in model.attention_kinds}
         if max(sizes) % min(sizes):
             raise NoPlanError(
@@ -171,13 +171,13 @@ class Rank:
         block = self.block_tokens(pack_size)
         page = block * self.token_bytes
         if self.model.ratios:
-            layers = (self._compressed(f"layers.{at}", ratio) for at, ratio in enumerate(self.model.ratios))
+            layers = (self._compressed(f"layers.{index}", ratio) for index, ratio in enumerate(self.model.ratios))
             return {name: spec for layer in layers for name, spec in layer.items()}
         found: dict[str, LayerSpec] = {}
-        for at, kind in enumerate(self.model.kinds):
-            found[f"layers.{at}"] = self._layer(kind, block, page if pack_size == 1 else 0, backend)
-            if at in self.model.indexed:
-                found[f"layers.{at}.index"] = self._index(block)
+        for index, kind in enumerate(self.model.kinds):
+            found[f"layers.{index}"] = self._layer(kind, block, page if pack_size == 1 else 0, backend)
+            if index in self.model.indexed:
+                found[f"layers.{index}.index"] = self._index(block)
         return found
 
     def parts(self, kind: LayerKind) -> int:
@@ -229,12 +229,12 @@ def _divides(model: ModelConfig, tp: int) -> bool:
     return heads and model.query_heads % tp == 0 and all(number % tp == 0 for number in states)
 
 
-def _heads_said(model: ModelConfig) -> str:
-    said = [f"{model.query_heads} heads (num_attention_heads)"]
+def _describe_heads(model: ModelConfig) -> str:
+    counts = [f"{model.query_heads} heads (num_attention_heads)"]
     if not model.is_mla:
-        said.append(f"{model.kv_heads} KV heads (num_key_value_heads)")
+        counts.append(f"{model.kv_heads} KV heads (num_key_value_heads)")
     if model.full_heads is not None:
-        said.append(f"{model.full_heads.count} KV heads of full layers")
+        counts.append(f"{model.full_heads.count} KV heads of full layers")
     if model.linear is not None:
-        said += [f"{number} {name}" for name, number in model.linear.divided.items()]
-    return ", ".join(said)
+        counts += [f"{number} {name}" for name, number in model.linear.divided.items()]
+    return ", ".join(counts)

@@ -177,17 +177,17 @@ def _flags(rank: Rank, terms: PlanInputs) -> tuple[str, ...]:
     return (*found, *STORAGE_FLAGS)
 
 
-def _settings(asked: PlanInputs, needed: PlanInputs) -> dict[str, str]:
+def _settings(given: PlanInputs, needed: PlanInputs) -> dict[str, str]:
     """Returns values in the config's notation."""
     found = {}
-    if needed.slab_bytes != memory_space(asked).slab_bytes:
+    if needed.slab_bytes != memory_space(given).slab_bytes:
         found["memory.slab_bytes"] = _size(needed.slab_bytes)
-    if needed.segment_bytes != asked.segment_bytes:
+    if needed.segment_bytes != given.segment_bytes:
         found["disk.segment_bytes"] = _size(needed.segment_bytes)
-    if _mapped_bytes(asked) > DEFAULTS.limits.mapped_bytes:
-        found["limits.mapped_bytes"] = _size(_mapped_bytes(asked))
-    if SESSIONS_PER_RANK * asked.tp > DEFAULTS.limits.sessions:
-        found["limits.sessions"] = str(SESSIONS_PER_RANK * asked.tp)
+    if _mapped_bytes(given) > DEFAULTS.limits.mapped_bytes:
+        found["limits.mapped_bytes"] = _size(_mapped_bytes(given))
+    if SESSIONS_PER_RANK * given.tp > DEFAULTS.limits.sessions:
+        found["limits.sessions"] = str(SESSIONS_PER_RANK * given.tp)
     return found
 
 
@@ -290,33 +290,37 @@ def _warnings(
 
 def _assumed(rank: Rank, terms: PlanInputs, pools: Sequence[HostPool]) -> list[str]:
     model = rank.model
-    said = [*model.assumed]
+    assumptions = [*model.assumed]
     if rank.dtype == "float32":
-        said.append("float32 is the checkpoint's; engines often run such models in bfloat16: --kv-dtype bfloat16")
+        assumptions.append(
+            "float32 is the checkpoint's; engines often run such models in bfloat16: --kv-dtype bfloat16"
+        )
     if model.sharing:
-        said.append(f"SGLang's pools have all layers, the last {len(model.sharing)} too, though nothing is in them")
+        assumptions.append(
+            f"SGLang's pools have all layers, the last {len(model.sharing)} too, though nothing is in them"
+        )
     windows = model.window or model.chunk
     if windows and not (rank.hybrid and model.model_type in WINDOWS_APART):
-        said.append(f"windows are in the one pool of all layers, as SGLang has them for {model.model_type}")
+        assumptions.append(f"windows are in the one pool of all layers, as SGLang has them for {model.model_type}")
     if model.linear is not None:
         dtype = "" if model.model_type in SAYS_NO_STATE_DTYPE else model.state_dtype
-        said.append(
+        assumptions.append(
             f"states are {CONV_DTYPE} (convolution) and {dtype or STATE_DTYPE}, as SGLang has them unless it is told "
             "otherwise; one is stored for each prompt, at the end of its last whole page"
         )
     if model.indexed and rank.is_packed:
-        said.append("latents in fp8 have scales beside them; some of SGLang's kernels keep 576 bytes without")
+        assumptions.append("latents in fp8 have scales beside them; some of SGLang's kernels keep 576 bytes without")
     elif model.indexed:
-        said.append(
+        assumptions.append(
             "latents are in bfloat16, which is SGLang's choice up to Hopper; on Blackwell it takes --kv-dtype fp8"
         )
     if terms.tp > 1:
-        said.append(
+        assumptions.append(
             f"all {terms.tp} ranks are on this host, and share one daemon; bytes of prompts are those of all ranks"
         )
     if model.is_mla and terms.tp > 1:
-        said.append("all ranks have the same latents: one of them stores them")
-    said.append("a key is one page of one pool; every whole page of a prompt is stored")
+        assumptions.append("all ranks have the same latents: one of them stores them")
+    assumptions.append("a key is one page of one pool; every whole page of a prompt is stored")
     if any(pool.needed_tokens for pool in pools):
-        said.append("for windows, a restore needs less than may be stored: both figures are shown")
-    return said
+        assumptions.append("for windows, a restore needs less than may be stored: both figures are shown")
+    return assumptions

@@ -73,7 +73,7 @@ def _request(line: str, where: str, block_tokens: int) -> tuple[int, list[int]]:
     length, ids = record.get("input_length"), record.get("hash_ids")
     if type(length) is not int or length < 1:
         raise ConfigError(f"{where}: `input_length` = {length!r} is not a number of tokens above 0")
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+    if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         raise ConfigError(f"{where}: `hash_ids` is not a list of integers")
     if len(ids) != -(-length // block_tokens):
         raise ConfigError(

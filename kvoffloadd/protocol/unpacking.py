@@ -168,10 +168,10 @@ class _Unpacker:
         return found
 
     def _first_byte(self) -> int:
-        at: int = self._unpacker.tell()
-        if at >= len(self._body):
+        position: int = self._unpacker.tell()
+        if position >= len(self._body):
             raise ValueError("the map is longer than its frame")
-        return self._body[at]
+        return self._body[position]
 
 
 _UNPACK_ERRORS: Final = (ValueError, TypeError, OverflowError, RecursionError, msgpack.UnpackException)

@@ -253,8 +253,8 @@ class Context:
         """Returns the numbers of held rows and reserved parts, from the records of all their holders."""
         held = self.instances.held()
         holds, reserved = held.keys + self.jobs.holds, held.parts + self.jobs.reserved
-        holds += sum(one.num_held for one in self.cache.unfinished)
-        reserved += sum(one.num_reserved for one in self.cache.unfinished)
+        holds += sum(reservation.num_held for reservation in self.cache.unfinished)
+        reserved += sum(reservation.num_reserved for reservation in self.cache.unfinished)
         disk, remote = self.disk, self.remote
         if disk is not None:
             holds += disk.promotion.holds + disk.demotion.holds

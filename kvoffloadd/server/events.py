@@ -130,6 +130,6 @@ class EventFeeds:
 def _frames(event: Event) -> Iterator[Encoded]:
     """Yields the frames of an event, encoded once for all subscribers."""
     step = KEYS_PER_EVENT * event.namespace.key_bytes
-    for at in range(0, max(len(event.added), len(event.removed)), step):
-        added, removed = event.added[at : at + step], event.removed[at : at + step]
+    for start in range(0, max(len(event.added), len(event.removed)), step):
+        added, removed = event.added[start : start + step], event.removed[start : start + step]
         yield Encoded.of(Events(group=event.group, added=added, removed=removed))

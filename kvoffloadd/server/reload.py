@@ -40,21 +40,21 @@ class Reload:
         async with self._one_at_a_time:
             self._systemd.reloading()
             try:
-                asked = await aiofiles.os.wrap(self._read)()
+                config = await aiofiles.os.wrap(self._read)()
             except ConfigError as error:
                 log.error("not reloaded, nothing has changed: %s", "; ".join(map(str.strip, str(error).splitlines())))
             else:
-                self._adopt(asked)
+                self._adopt(config)
             finally:
                 self._systemd.ready()
 
-    def _adopt(self, asked: Config) -> None:
+    def _adopt(self, config: Config) -> None:
         """Applies the new config. Sessions keep the limits of their welcome; caps apply to all users, but users above
         them keep their charges.
         """
         context = self._context
         was = context.config
-        context.config, changed, waiting = reloaded(was, asked)
+        context.config, changed, waiting = reloaded(was, config)
         context.accounts.change(caps(context.config.limits))
         context.cache.entries.keyspaces.groups_max = context.config.limits.groups
         self._check_peers()

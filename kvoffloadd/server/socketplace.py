@@ -123,7 +123,7 @@ class SocketPlace:
         """Makes the folder of the socket, with the same mode under any umask."""
         folder = self._path.parent
         try:
-            for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+            for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
                 missing.mkdir(exist_ok=True)
                 missing.chmod(FOLDER_MODE)
         except OSError as error:
@@ -194,17 +194,17 @@ def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
 
 async def keep_socket(place: SocketPlace, lane: Lane, replace: Callable[[socket.socket], None]) -> None:
     """Checks the place at intervals in the lane, until cancelled, and passes a new socket to `replace`."""
-    said = ""
+    last_error = ""
     while True:
         await asyncio.sleep(LOOK_S)
         try:
             listener = await lane.perform(place.look)
         except ConfigError as error:
-            if said != str(error):
+            if last_error != str(error):
                 log.error("new connections are not possible: %s", error)
-            said = str(error)
+            last_error = str(error)
             continue
-        said = ""
+        last_error = ""
         if listener is not None:
             replace(listener)
             log.warning("the socket was removed from its path, and is made again")

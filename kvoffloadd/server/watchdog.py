@@ -63,21 +63,21 @@ class Watchdog:
     async def _works(self) -> bool:
         """Returns whether all tests have passed, when they have ended, which may be never."""
         context = self._context
-        asked: dict[asyncio.Task[None], str] = {context.loop.create_task(self._ping()): "ping"}
+        probes: dict[asyncio.Task[None], str] = {context.loop.create_task(self._ping()): "ping"}
         for lane in (context.hash_lane, *(lane for device in context.devices for lane in device.watched_lanes())):
-            asked[context.loop.create_task(self._pass(lane))] = f"lane {lane.name}"
+            probes[context.loop.create_task(self._pass(lane))] = f"lane {lane.name}"
         try:
-            _, late = await asyncio.wait(asked, timeout=self._round_s)
+            _, late = await asyncio.wait(probes, timeout=self._round_s)
             if late:
-                names = ", ".join(sorted(asked[task] for task in late))
+                names = ", ".join(sorted(probes[task] for task in late))
                 log.warning("watchdog: no answer within %.1f s from: %s", self._round_s, names)
                 await asyncio.wait(late)
-            failures = [f"{name}: {task.exception()}" for task, name in asked.items() if task.exception() is not None]
+            failures = [f"{name}: {task.exception()}" for task, name in probes.items() if task.exception() is not None]
             if failures:
                 log.warning("watchdog: %s", "; ".join(failures))
             return not failures
         finally:
-            for task in asked:
+            for task in probes:
                 task.cancel()
 
     async def _pass(self, lane: Lane) -> None:

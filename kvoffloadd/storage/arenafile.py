@@ -175,12 +175,12 @@ class ArenaFile:
     def save_names(self, names: bytes) -> bool:
         """Saves names in place of the previous ones. Returns False, with nothing saved, if they are too many."""
         self._sequence = (self._sequence + 1) % SEQUENCE_MAX
-        at = PAGE_BYTES + (self._sequence % 2) * NAMES_BYTES
+        offset = PAGE_BYTES + (self._sequence % 2) * NAMES_BYTES
         fits = len(names) <= self.names_bytes_max
         kept = names if fits else b""
         head = struct.pack("<QQ", self._sequence, len(kept))
-        _write(self._whole, at + _NAMES.size, kept)
-        _write(self._whole, at, head + xxhash.xxh3_128_digest(head + kept))
+        _write(self._whole, offset + _NAMES.size, kept)
+        _write(self._whole, offset, head + xxhash.xxh3_128_digest(head + kept))
         # The previous names map numbers to other namespaces: damage to these must not bring them back.
         _write(self._whole, PAGE_BYTES + (1 - self._sequence % 2) * NAMES_BYTES, bytes(_NAMES.size))
         return fits
@@ -190,11 +190,11 @@ class ArenaFile:
         return max(self._names(0), self._names(1))[1]
 
     def _names(self, copy: int) -> tuple[int, bytes]:
-        at = PAGE_BYTES + copy * NAMES_BYTES
-        sequence, size, digest = _NAMES.unpack(_read(self._whole, at, _NAMES.size))
+        offset = PAGE_BYTES + copy * NAMES_BYTES
+        sequence, size, digest = _NAMES.unpack(_read(self._whole, offset, _NAMES.size))
         if size > NAMES_BYTES - _NAMES.size:
             return 0, b""
-        kept = _read(self._whole, at + _NAMES.size, size)
+        kept = _read(self._whole, offset + _NAMES.size, size)
         valid = sequence < SEQUENCE_MAX and digest == xxhash.xxh3_128_digest(struct.pack("<QQ", sequence, size) + kept)
         return (sequence, kept) if valid else (0, b"")
 
@@ -391,9 +391,9 @@ def _pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _write(whole: U8Array, at: int, data: bytes) -> None:
-    whole[at : at + len(data)] = np.frombuffer(data, np.uint8)
+def _write(whole: U8Array, offset: int, data: bytes) -> None:
+    whole[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
 
-def _read(whole: U8Array, at: int, size: int) -> bytes:
-    return whole[at : at + size].tobytes()
+def _read(whole: U8Array, offset: int, size: int) -> bytes:
+    return whole[offset : offset + size].tobytes()

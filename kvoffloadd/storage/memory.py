@@ -224,8 +224,8 @@ class MemoryTier:
         """Returns the first pages, ascending, of the taken slots in these slabs, and their owners."""
         first = slabs.start * self.slab_pages
         owner = self._owner[first : slabs.stop * self.slab_pages]
-        at = np.flatnonzero(owner)
-        return (at + first).astype(np.uint32), owner[at] - np.uint32(1)
+        indices = np.flatnonzero(owner)
+        return (indices + first).astype(np.uint32), owner[indices] - np.uint32(1)
 
     def check_slots(self, pages: U32Array, sizes: I64Array, owners: U32Array) -> list[str]:
         """Audits these taken slots: compares them with the caller's owners and sizes in pages."""

@@ -71,13 +71,13 @@ class SlotRecords:
         if not len(pages):
             return
         self._order = (self._order + 1) % _ORDERS
-        at = self._places(pages)
+        places = self._places(pages)
         words = np.empty((len(pages), _CHECK), np.uint64)
         words[:, :4] = keys
         words[:, 4:6] = digests
         words[:, 6] = (keyspaces | parts << 16 | self._order << 32).astype(np.uint64)
-        self._records[at, :_CHECK] = words
-        self._records[at, _CHECK] = self._checks(at, words)
+        self._records[places, :_CHECK] = words
+        self._records[places, _CHECK] = self._checks(places, words)
 
     def erase(self, pages: U32Array) -> None:
         """Erases the records of these slots."""
@@ -85,12 +85,12 @@ class SlotRecords:
 
     def read(self) -> RecoveredSlots:
         """Returns the records of a predecessor; erases records that are not whole."""
-        at, pages, sizes = self._slots(range(len(self._slabs)))
-        written = self._records[at, _CHECK] != 0
-        at, pages, sizes = at[written], pages[written], sizes[written]
-        words = self._records[at]
-        whole = words[:, _CHECK] == self._checks(at, words[:, :_CHECK])
-        self._records[at[~whole], _CHECK] = 0
+        places, pages, sizes = self._slots(range(len(self._slabs)))
+        written = self._records[places, _CHECK] != 0
+        places, pages, sizes = places[written], pages[written], sizes[written]
+        words = self._records[places]
+        whole = words[:, _CHECK] == self._checks(places, words[:, :_CHECK])
+        self._records[places[~whole], _CHECK] = 0
         words = words[whole]
         about = words[:, 6].astype(np.int64)
         orders = about >> 32 & 0xFFFFFFFF
@@ -110,18 +110,18 @@ class SlotRecords:
         self, pages: U32Array, keys: U64Array, digests: U64Array, keyspaces: I64Array, parts: I64Array
     ) -> list[str]:
         """Audits records: compares them with the caller's data of these slots, which are sealed and can be found."""
-        at = self._places(pages)
-        words = self._records[at]
+        places = self._places(pages)
+        words = self._records[places]
         same = (words[:, :4] == keys).all(axis=1) & (words[:, 4:6] == digests).all(axis=1)
         same &= words[:, 6] & np.uint64(0xFFFFFFFF) == (keyspaces | parts << 16).astype(np.uint64)
-        same &= words[:, _CHECK] == self._checks(at, words[:, :_CHECK])
+        same &= words[:, _CHECK] == self._checks(places, words[:, :_CHECK])
         wrong = int(np.count_nonzero(~same))
         return [f"slot records: {wrong} of sealed slots are wrong or missing"] if wrong else []
 
     def written(self, slabs: range) -> U32Array:
         """Returns the first pages, ascending, of the slots in these slabs that have a record."""
-        at, pages, _ = self._slots(slabs)
-        found: U32Array = pages[self._records[at, _CHECK] != 0]
+        places, pages, _ = self._slots(slabs)
+        found: U32Array = pages[self._records[places, _CHECK] != 0]
         return found
 
     # --- internals ---
@@ -134,9 +134,9 @@ class SlotRecords:
             count = (min(first + self._slab_pages, len(self._records)) - first) // size
             places.append(np.arange(first, first + count))
             sizes.append(np.full(count, size))
-        at, of = np.concatenate(places), np.concatenate(sizes)
-        in_slab = at % self._slab_pages
-        return at, (at - in_slab + in_slab * of).astype(np.uint32), of
+        all_places, slot_pages = np.concatenate(places), np.concatenate(sizes)
+        in_slab = all_places % self._slab_pages
+        return all_places, (all_places - in_slab + in_slab * slot_pages).astype(np.uint32), slot_pages
 
     def _places(self, pages: U32Array) -> I64Array:
         """Returns the places of records: those of a slab are neighbours, so that records of large slots share pages."""
@@ -146,9 +146,9 @@ class SlotRecords:
         places: I64Array = first + (wide - first) // self._slabs[slabs].astype(np.int64)
         return places
 
-    def _checks(self, at: I64Array, words: U64Array) -> U64Array:
+    def _checks(self, places: I64Array, words: U64Array) -> U64Array:
         """Returns a u64 per record, never 0."""
-        check: U64Array = at.astype(np.uint64) ^ self._seed
+        check: U64Array = places.astype(np.uint64) ^ self._seed
         for word in range(_CHECK):
             check = (check ^ words[:, word]) * _MIX
             check ^= check >> np.uint64(29)

@@ -237,8 +237,8 @@ def test_memory_of_a_read_that_may_go_on_is_never_used_again(engine: Any) -> Non
             return store.answer()
 
         store.batch_get_into = get  # type: ignore[attr-defined]
-        made._read_some(["a"])
-        made._read_some(["a"])
+        made._read_batch(["a"])
+        made._read_batch(["a"])
         assert (len(set(places)) == 1) is kept
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffloadd.agent.engines.base import Memory, Region
-from kvoffloadd.agent.names import asked_names, transfers
+from kvoffloadd.agent.names import requested_names, transfers
 from kvoffloadd.agentwire.frames import HEADER_BYTES, Exists, Get
 from kvoffloadd.agentwire.names import Space, era_prefix, key_names, marker_name, pointer_name
 from kvoffloadd.errors import FramingError
@@ -46,7 +46,7 @@ def test_keys_have_names_of_their_own(keys: list[bytes]) -> None:
 
 
 def test_the_marker_is_asked_first() -> None:
-    names = asked_names(Exists(1, SPACE, bytes(32)))
+    names = requested_names(Exists(1, SPACE, bytes(32)))
     assert names == [marker_name(SPACE.fingerprint, 0x1A, SPACE.era), *key_names(SPACE, bytes(32))]
 
 

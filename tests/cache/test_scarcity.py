@@ -365,7 +365,7 @@ def test_what_counts_as_barren_is(actions: list[tuple[str, int, int, bool]]) -> 
                     pass
                 spaces[which] = namespace, namespace.keyspaces[0]
             for (uid, spares), barren in cache.entries.barren._flags.items():
-                of_user = None if uid is None else cache.scarcity._mine(uid)
+                of_user = None if uid is None else cache.scarcity._own_keyspaces(uid)
                 records = np.arange(cache.entries.parts.runs.used)
                 owners = cache.entries.owners(records[barren[records // BLOCK]])
                 assert not len(cache.scarcity._idle(owners, of_user, spares=spares))

@@ -150,7 +150,7 @@ def sent(case: RestartCase) -> None:
 
     def work() -> None:
         asks = case.name not in {"wait", "wait_any", "connect", "events", "open_jobs", "subscribe"}
-        until(lambda: not asks or (connection._asked and not connection.outbox), f"{case.name} has asked")
+        until(lambda: not asks or (connection._pending and not connection.outbox), f"{case.name} has asked")
         assert job.done == (case.name not in ON_AN_OPEN_JOB)
         assert not any(one.done for one in case.client.open_jobs())
         case.restart()

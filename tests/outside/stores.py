@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from kvoffloadd.agent.engines.base import Memory, Region
-from kvoffloadd.agent.names import asked_names, transfers
+from kvoffloadd.agent.names import requested_names, transfers
 from kvoffloadd.agentwire import frames as af
 from kvoffloadd.agentwire.names import Space
 from kvoffloadd.cache.remote.era import COUNT_MAX, Era, decode_era, encode_era, new_era
@@ -117,7 +117,7 @@ def frames_of_the_daemon(rng: Random) -> None:
     try:
         while (message := frames.next()) is not None:
             if isinstance(message, af.Exists):
-                assert all(isinstance(name, str) for name in asked_names(message))
+                assert all(isinstance(name, str) for name in requested_names(message))
             if isinstance(message, af.Get | af.Put):
                 for transfer in transfers(message, memory):
                     inside = [

@@ -41,7 +41,7 @@ from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import KVOffloaddConnector, KVOffloaddSpec, versions
 from kvoffloadd.integrations.vllm import worker as worker_module
 from kvoffloadd.integrations.vllm.adapters import LoadedAdapter, RankAdapters
-from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata, _reaches, _states, _told
+from kvoffloadd.integrations.vllm.connector import FailingWorker, WorkerMetadata, _reaches, _scheduler_form, _states
 from kvoffloadd.integrations.vllm.keys import PLAIN
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
 from kvoffloadd.integrations.vllm.onehost import RankHost
@@ -187,7 +187,7 @@ def test_windows_and_states_reach_as_far_as_vllm_looks(chunk: int) -> None:
     states = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": aligned, "b": aligned})
     specs = [full, sliding, wrapped, kept, chunked, state, states]
     groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs]
-    found_specs = [group.kv_cache_spec for group in _told(KVCacheConfig(1, [], groups)).kv_cache_groups]
+    found_specs = [group.kv_cache_spec for group in _scheduler_form(KVCacheConfig(1, [], groups)).kv_cache_groups]
     assert found_specs == [full, sliding, sliding, kept, chunked, state, aligned]
     reaches = _reaches(found_specs)
     keys = [-(-reaches[at] // chunk) if at in reaches else None for at in range(len(specs))]

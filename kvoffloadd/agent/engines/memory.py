@@ -99,9 +99,9 @@ class MemoryEngine:
         if fault == "swap":
             sources = sources[1:] + sources[:1]
         codes = [self._get(name, transfer) for name, transfer in zip(sources, transfers, strict=True)]
-        for at, transfer in enumerate(transfers):
-            if codes[at] >= 0:
-                codes[at] = _spoil(transfer, str(fault))
+        for index, transfer in enumerate(transfers):
+            if codes[index] >= 0:
+                codes[index] = _spoil(transfer, str(fault))
         return codes
 
     def put(self, transfers: Sequence[ObjectTransfer]) -> list[int]:
@@ -231,8 +231,8 @@ class MemoryEngine:
         began = time.monotonic()
         while True:
             faults = self._faults()
-            fault, _, some = str(faults.get(operation, "")).partition(" ")
-            if bool(name) != bool(some) or some not in name:
+            fault, _, name_part = str(faults.get(operation, "")).partition(" ")
+            if bool(name) != bool(name_part) or name_part not in name:
                 fault = ""
             late_s = float(faults.get(operation + _DELAY, 0.0)) + began - time.monotonic()
             if fault != "hang" and late_s <= 0:

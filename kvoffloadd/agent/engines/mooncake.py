@@ -191,11 +191,11 @@ class MooncakeEngine:
 
     def _read_lot(self, names: Sequence[str]) -> list[bytes | int | None]:
         values: list[bytes | int | None] = []
-        for at in range(0, len(names), _READ_TOGETHER):
-            values += self._read_some(names[at : at + _READ_TOGETHER])
+        for start in range(0, len(names), _READ_TOGETHER):
+            values += self._read_batch(names[start : start + _READ_TOGETHER])
         return values
 
-    def _read_some(self, names: Sequence[str]) -> list[bytes | int | None]:
+    def _read_batch(self, names: Sequence[str]) -> list[bytes | int | None]:
         began = time.monotonic()
         with self._small.pages(len(names)) as pages:
             addresses, sizes = [page.address for page in pages], [VALUE_BYTES_MAX] * len(pages)

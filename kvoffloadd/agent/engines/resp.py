@@ -188,11 +188,11 @@ class RespConnection:
 
     def _fill(self, piece: memoryview) -> None:
         """Fills the pieces first from data read before, the rest straight from the socket."""
-        at = min(len(piece), self._end - self._at)
-        piece[:at] = self._view[self._at : self._at + at]
-        self._at += at
-        while at < len(piece):
-            at += self._receive(piece[at:])
+        filled = min(len(piece), self._end - self._at)
+        piece[:filled] = self._view[self._at : self._at + filled]
+        self._at += filled
+        while filled < len(piece):
+            filled += self._receive(piece[filled:])
 
     def _drop(self, size: int) -> None:
         while size:
@@ -233,7 +233,7 @@ def command_with(words: Sequence[str], pieces: Sequence[Piece], after: Sequence[
     size = sum(map(len, pieces))
     count = b"*%d\r\n" % (len(words) + 1 + len(after))
     strings = [
-        b"".join(b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in some) for some in (words, after)
+        b"".join(b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in group) for group in (words, after)
     ]
     return [count + strings[0] + b"$%d\r\n" % size, *pieces, _CRLF + strings[1]]
 

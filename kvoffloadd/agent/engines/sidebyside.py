@@ -33,11 +33,11 @@ class Readers:
         """Returns the results of `work` for each name. `lots`: names that share their fate, as those on one machine; if
         a lot is late, or fails, all of its names are FAILED.
         """
-        asked = {lot: self._threads.submit(work, names) for lot, names in lots.items() if not self._is_late(lot)}
-        wait(asked.values(), max(until_s - time.monotonic(), 0.0))
+        futures = {lot: self._threads.submit(work, names) for lot, names in lots.items() if not self._is_late(lot)}
+        wait(futures.values(), max(until_s - time.monotonic(), 0.0))
         found: dict[str, bytes | int | None] = {}
         for lot, names in lots.items():
-            values = self._values(lot, asked[lot]) if lot in asked else None
+            values = self._values(lot, futures[lot]) if lot in futures else None
             found.update(zip(names, [Code.FAILED] * len(names) if values is None else values, strict=True))
         return found
 

@@ -66,15 +66,17 @@ class Catalog:
         """
         for start in range(0, self.index.rows_end, STEP_RECORDS * 16):
             span = slice(start, min(start + STEP_RECORDS * 16, self.index.rows_end))
-            mine = (self.index.keyspace[span] == disk_keyspace.id) & (self.missing[span] < disk_keyspace.name.parts)
-            rows = (np.flatnonzero(mine) + start).astype(np.uint32)
-            for at in range(0, len(rows), STEP_RECORDS):
-                some = rows[at : at + STEP_RECORDS]
+            mask = (self.index.keyspace[span] == disk_keyspace.id) & (self.missing[span] < disk_keyspace.name.parts)
+            rows = (np.flatnonzero(mask) + start).astype(np.uint32)
+            for begin in range(0, len(rows), STEP_RECORDS):
+                batch = rows[begin : begin + STEP_RECORDS]
                 # Again: rows that went in the meantime keep their values, though other keys may have their runs now.
-                held = (self.index.keyspace[some] == disk_keyspace.id) & (self.missing[some] < disk_keyspace.name.parts)
-                some = some[held]
-                keys = self.index.keys[some[self.missing[some] == 0]]
-                self._remove(disk_keyspace, some)
+                held = (self.index.keyspace[batch] == disk_keyspace.id) & (
+                    self.missing[batch] < disk_keyspace.name.parts
+                )
+                batch = batch[held]
+                keys = self.index.keys[batch[self.missing[batch] == 0]]
+                self._remove(disk_keyspace, batch)
                 yield keys
         if self.disk_keyspaces.get(disk_keyspace.id) is disk_keyspace:
             self.disk_keyspaces.discard(disk_keyspace)
@@ -126,11 +128,11 @@ class Catalog:
         if len(new):
             with contextlib.suppress(LimitError):
                 rows[new] = self._insert(disk_keyspace, names[new], hashes[new])
-        mine = rows[row_of]
-        held = np.flatnonzero(mine >= 0)
-        mine, parts, pages = mine[held], parts[held], pages[held]
-        records = self.first[mine].astype(np.int64) + parts
-        self._place(disk_keyspace, mine, records, segment, pages)
+        record_rows = rows[row_of]
+        held = np.flatnonzero(record_rows >= 0)
+        record_rows, parts, pages = record_rows[held], parts[held], pages[held]
+        records = self.first[record_rows].astype(np.int64) + parts
+        self._place(disk_keyspace, record_rows, records, segment, pages)
 
     def learn_sizes(self, disk_keyspace: DiskKeyspace, parts: np.ndarray, payload_bytes: np.ndarray) -> None:
         """Records the payload sizes of these parts of its keys. Known sizes stay."""
@@ -150,8 +152,8 @@ class Catalog:
     def _mark(self, rows: I64Array, used: int) -> None:
         changed = distinct(rows[self.used[rows] != used].astype(np.uint32))
         self.used[changed] = used
-        for disk_keyspace, at in self._by_keyspace(changed):
-            records = RunAllocator.of(self.first[changed[at]], disk_keyspace.name.parts).ravel()
+        for disk_keyspace, mask in self._by_keyspace(changed):
+            records = RunAllocator.of(self.first[changed[mask]], disk_keyspace.name.parts).ravel()
             self._count_pages(self._used_pages, records[self.page[records] != 0], +1 if used else -1)
 
     def forget(self, records: I64Array) -> U32Array:
@@ -165,12 +167,12 @@ class Catalog:
         self.page[records] = 0
         self.records -= len(records)
         count_up(self.missing, rows)
-        for disk_keyspace, at in self._by_keyspace(lost):
-            disk_keyspace.keys -= int(at.sum())
+        for disk_keyspace, mask in self._by_keyspace(lost):
+            disk_keyspace.keys -= int(mask.sum())
         affected = distinct(rows)
-        for disk_keyspace, at in self._by_keyspace(affected):
-            mine = affected[at]
-            self._drop_rows(disk_keyspace, mine[self.missing[mine] == disk_keyspace.name.parts])
+        for disk_keyspace, mask in self._by_keyspace(affected):
+            own_rows = affected[mask]
+            self._drop_rows(disk_keyspace, own_rows[self.missing[own_rows] == disk_keyspace.name.parts])
         return lost
 
     # --- segments ---
@@ -212,8 +214,8 @@ class Catalog:
     def listing(self, disk_keyspace: DiskKeyspace, start: int, count: int) -> U32Array:
         """Returns the rows of complete keys of a disk keyspace among the `count` rows from `start` on."""
         end = min(start + count, self.index.rows_end)
-        mine = (self.index.keyspace[start:end] == disk_keyspace.id) & (self.missing[start:end] == 0)
-        rows = (np.flatnonzero(mine) + start).astype(np.uint32)
+        mask = (self.index.keyspace[start:end] == disk_keyspace.id) & (self.missing[start:end] == 0)
+        rows = (np.flatnonzero(mask) + start).astype(np.uint32)
         live: U32Array = rows[self.page[self.first[rows]] != 0]
         return live
 
@@ -221,7 +223,7 @@ class Catalog:
         """Returns the used bytes of the index and the columns."""
         rows = self.first.itemsize + self.missing.itemsize + self.used.itemsize
         records = self.row.itemsize + self.segment.itemsize + self.page.itemsize
-        members = 4 * sum(len(some) for group in self._members.values() for some in group)
+        members = 4 * sum(len(records) for group in self._members.values() for records in group)
         used = self.runs.used * records + self.runs.memory_bytes()
         return self.index.memory_bytes() + self.index.rows_end * rows + used + members
 
@@ -295,11 +297,11 @@ class Catalog:
         rows = distinct(self.row[start + np.flatnonzero(self.page[start:stop] != 0)])
         keyspaces = self.index.keyspace[rows]
         for number in distinct(keyspaces).tolist():
-            disk_keyspace, mine = self.disk_keyspaces[number], rows[keyspaces == number]
-            missing = (self.page[RunAllocator.of(self.first[mine], disk_keyspace.name.parts)] == 0).sum(axis=1)
-            if (missing != self.missing[mine]).any():
+            disk_keyspace, own_rows = self.disk_keyspaces[number], rows[keyspaces == number]
+            missing = (self.page[RunAllocator.of(self.first[own_rows], disk_keyspace.name.parts)] == 0).sum(axis=1)
+            if (missing != self.missing[own_rows]).any():
                 findings.append(f"catalog: missing parts of keyspace {disk_keyspace.id} are miscounted")
-            if disk_keyspace.open and (self.index.find(disk_keyspace.id, self.index.keys[mine]) != mine).any():
+            if disk_keyspace.open and (self.index.find(disk_keyspace.id, self.index.keys[own_rows]) != own_rows).any():
                 findings.append(f"catalog: a key of keyspace {disk_keyspace.id} is not found")
         return findings
 
@@ -360,8 +362,8 @@ class Catalog:
         """Returns the number of pages that each record takes in its segment."""
         rows = self.row[records]
         parts, sizes = records - self.first[rows], np.zeros(len(records), np.int64)
-        for disk_keyspace, at in self._by_keyspace(rows):
-            sizes[at] = disk_keyspace.part_bytes[parts[at]]
+        for disk_keyspace, mask in self._by_keyspace(rows):
+            sizes[mask] = disk_keyspace.part_bytes[parts[mask]]
         pages: I64Array = record_pages(sizes).astype(np.int64)
         return pages
 

@@ -187,12 +187,12 @@ class Demotion:
         for rows in entries.scan(keyspace):
             rows = entries.live(rows)
             rows = self.backlog.known(rows[self.backlog.writable(keyspace, rows)])
-            for at in range(0, len(rows), step):
+            for start in range(0, len(rows), step):
                 await self._until(max(0, self._config.backlog_bytes - step * size), until)
                 if self._disk.loop.time() >= until:
-                    left += self.backlog.num_outside(rows[at:])  # the others are in the backlog
+                    left += self.backlog.num_outside(rows[start:])  # the others are in the backlog
                     break
-                self.backlog.offer(rows[at : at + step])
+                self.backlog.offer(rows[start : start + step])
             await asyncio.sleep(0)
         return left * size
 

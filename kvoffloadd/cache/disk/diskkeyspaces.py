@@ -65,7 +65,7 @@ class DiskKeyspaces(dict[int, DiskKeyspace]):
         """Returns the disk keyspaces of these namespaces (fingerprints; None: of all), including closed ones."""
         if names is None:
             return list(self.values())
-        return [one for name in names for one in self._by_fingerprint.get(name, {}).values()]
+        return [disk_keyspace for name in names for disk_keyspace in self._by_fingerprint.get(name, {}).values()]
 
     def close(self, disk_keyspace: DiskKeyspace) -> None:
         """Closes a disk keyspace: its keys are not found from now on. `Catalog.empty` frees what it takes."""
@@ -78,9 +78,9 @@ class DiskKeyspaces(dict[int, DiskKeyspace]):
         """
         self.close(disk_keyspace)
         del self[disk_keyspace.id]
-        mine = self._by_fingerprint[disk_keyspace.name.fingerprint]
-        del mine[disk_keyspace.id]
-        if not mine:
+        siblings = self._by_fingerprint[disk_keyspace.name.fingerprint]
+        del siblings[disk_keyspace.id]
+        if not siblings:
             del self._by_fingerprint[disk_keyspace.name.fingerprint]
         if disk_keyspace.uid is not None:
             self._by_uid[disk_keyspace.uid] -= 1
@@ -89,9 +89,13 @@ class DiskKeyspaces(dict[int, DiskKeyspace]):
 
     def check(self) -> list[str]:
         """Returns the audit's list of errors."""
-        by_uid = Counter(one.uid for one in self.values() if one.uid is not None)
+        by_uid = Counter(disk_keyspace.uid for disk_keyspace in self.values() if disk_keyspace.uid is not None)
         findings = [] if by_uid == self._by_uid else [f"catalog: users have {by_uid} shelves, counted {self._by_uid}"]
-        listed = {number: one for some in self._by_fingerprint.values() for number, one in some.items()}
+        listed = {
+            number: disk_keyspace
+            for by_number in self._by_fingerprint.values()
+            for number, disk_keyspace in by_number.items()
+        }
         if listed != self:
             findings.append(f"catalog: {len(listed)} disk keyspaces are listed by namespace, of {len(self)}")
         return findings

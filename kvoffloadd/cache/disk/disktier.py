@@ -102,10 +102,10 @@ class DiskTier(DiskContents):
     def _on_disk(self, rows: U32Array) -> I64Array:
         """Returns the catalog's rows of keys in memory that are on disk, too."""
         entries, found = self.cache.entries, [np.zeros(0, np.int64)]
-        for keyspace, at in entries.by_keyspace(rows):
+        for keyspace, indices in entries.by_keyspace(rows):
             disk_keyspace = self.of(keyspace)
             if disk_keyspace is not None:
-                found.append(self.catalog.find(disk_keyspace, entries.index.keys[rows[at]]))
+                found.append(self.catalog.find(disk_keyspace, entries.index.keys[rows[indices]]))
         there = np.concatenate(found)
         return there[there >= 0]
 

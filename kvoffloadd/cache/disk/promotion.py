@@ -123,22 +123,22 @@ class Promotion(Fetches):
         if keyspace.retired or keyspace.namespace.doubt:
             return None  # it was cleared in the meantime, or may have been
         found = self._cache.find(keyspace, wanted.keys)
-        at, rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        indices, rows = np.zeros(0, np.int64), np.zeros(0, np.int64)
         disk_keyspace = self._disk.of(keyspace)
         if disk_keyspace is not None:
             missing = np.flatnonzero(found.states == 0)
             rows = self._disk.catalog.find(disk_keyspace, wanted.keys[missing])
-            at, rows = missing[rows >= 0], rows[rows >= 0]
+            indices, rows = missing[rows >= 0], rows[rows >= 0]
             there, needed = self._needed(keyspace, disk_keyspace, rows.astype(np.uint32))
-            at, rows = at[there], rows[there]
+            indices, rows = indices[there], rows[there]
             for root, num_bytes in needed.items():
                 window = self._windows[root, fetch.urgent]
                 if not window.has_room(num_bytes) or (window.is_busy and woken is None):
                     return window
         self._join_others(fetch, wanted, found)
-        if len(at):
+        if len(indices):
             self._disk.catalog.mark_used(rows)
-            self._read(fetch, KeysBelow(keyspace, wanted.keys[at], wanted.positions[at]), rows)
+            self._read(fetch, KeysBelow(keyspace, wanted.keys[indices], wanted.positions[indices]), rows)
         return None
 
     def _needed(
@@ -177,8 +177,8 @@ class Promotion(Fetches):
         reads["payload_bytes"] = np.asarray(keyspace.part_bytes, np.int64)[numbers]
         reads["address"] = reservation.addresses
         reads["key"] = wanted.keys[reservation.keys]
-        for segment, at in pieces(catalog.segment[records], reads, self._piece_bytes):
-            self._submit(reading, segment, parts[at], records[at], reads[at])
+        for segment, piece in pieces(catalog.segment[records], reads, self._piece_bytes):
+            self._submit(reading, segment, parts[piece], records[piece], reads[piece])
 
     def _submit(self, reading: ReadBatch, segment: int, parts: I64Array, records: I64Array, reads: np.ndarray) -> None:
         place, disk_keyspace = self._disk.segment(segment), self._disk.of(reading.keyspace)

@@ -144,10 +144,10 @@ class Reclaim:
         catalog = self._disk.catalog
         segment.spared_at = self._disk.numbers.number()
         records = catalog.in_segment(segment.ordinal)
-        for at in range(0, len(records), STEP_RECORDS):
-            some = records[at : at + STEP_RECORDS]
-            some = some[(catalog.segment[some] == segment.ordinal) & (catalog.page[some] != 0)]
-            catalog.mark_unused(catalog.row[some])
+        for start in range(0, len(records), STEP_RECORDS):
+            batch = records[start : start + STEP_RECORDS]
+            batch = batch[(catalog.segment[batch] == segment.ordinal) & (catalog.page[batch] != 0)]
+            catalog.mark_unused(catalog.row[batch])
             await asyncio.sleep(0)
 
     @staticmethod
@@ -207,10 +207,10 @@ class Reclaim:
         """
         lost = []
         records = self._disk.catalog.in_segment(ordinal)
-        for at in range(0, len(records), STEP_RECORDS):
-            some = records[at : at + STEP_RECORDS]
-            some = some[self._disk.catalog.segment[some] == ordinal]
-            lost.append(self._disk.lose(some))
+        for start in range(0, len(records), STEP_RECORDS):
+            batch = records[start : start + STEP_RECORDS]
+            batch = batch[self._disk.catalog.segment[batch] == ordinal]
+            lost.append(self._disk.lose(batch))
             await asyncio.sleep(0)
         return lost
 
@@ -227,13 +227,13 @@ class Reclaim:
         numbers = catalog.index.keyspace[catalog.row[records]]
         order = np.argsort(numbers, kind="stable")  # once for all: there may be a thousand keyspaces
         by_keyspace = np.split(records[order], np.flatnonzero(np.diff(numbers[order])) + 1) if len(records) else []
-        for number, mine in zip(distinct(numbers).tolist(), by_keyspace, strict=True):
+        for number, own_records in zip(distinct(numbers).tolist(), by_keyspace, strict=True):
             await asyncio.sleep(0)
             disk_keyspace = catalog.disk_keyspaces.get(number)
             if disk_keyspace is None or not disk_keyspace.open:
                 continue  # cleared before, or while others were moved
             # From disk even if memory has them: it may evict them before they are written from memory.
-            complete = self._complete(segment, disk_keyspace, mine)
+            complete = self._complete(segment, disk_keyspace, own_records)
             used = catalog.used[catalog.row[complete]] != 0
             wanted = np.concatenate([complete[used], complete[~used]]) if allowance.all_of_it else complete[used]
             moved = await self._move_some(root, segment, disk_keyspace, wanted, left)
@@ -244,7 +244,7 @@ class Reclaim:
             keyspace = self._disk.keyspace_of(disk_keyspace)
             if keyspace is not None:
                 size = int(record_pages(np.asarray(keyspace.part_bytes)).sum()) * PAGE_BYTES
-                again = self._resident(keyspace, self._complete(segment, disk_keyspace, mine))[: left // size]
+                again = self._resident(keyspace, self._complete(segment, disk_keyspace, own_records))[: left // size]
                 left -= len(again) * size
                 from_memory.append(again)
         return from_memory
@@ -278,9 +278,9 @@ class Reclaim:
         fits = np.cumsum(costs) <= left
         records, sizes = records[fits], sizes[fits]
         step = max(1, REWRITE_BYTES // max(int(sizes.max(initial=1)), 1))
-        for at in range(0, len(records), step):
-            some = slice(at, at + step)
-            if not await self._move(root, segment, disk_keyspace, records[some], sizes[some]):
+        for start in range(0, len(records), step):
+            span = slice(start, start + step)
+            if not await self._move(root, segment, disk_keyspace, records[span], sizes[span]):
                 return None
         return int(costs[fits].sum())
 

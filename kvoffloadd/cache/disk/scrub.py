@@ -32,20 +32,20 @@ class Scrub:
             for segment in list(root.pool.segments.values()):
                 records = catalog.in_segment(segment.ordinal)
                 sizes = self._sizes(segment, records)
-                for at in in_turns(np.arange(len(sizes)), sizes, PIECE_BYTES, PIECE_RECORDS):
-                    here = (catalog.segment[records[at]] == segment.ordinal) & (catalog.page[records[at]] != 0)
-                    some, cost_bytes = records[at][here], int(sizes[at][here].sum())
-                    if not len(some) or not root.holds(segment):
+                for turn in in_turns(np.arange(len(sizes)), sizes, PIECE_BYTES, PIECE_RECORDS):
+                    here = (catalog.segment[records[turn]] == segment.ordinal) & (catalog.page[records[turn]] != 0)
+                    batch, cost_bytes = records[turn][here], int(sizes[turn][here].sum())
+                    if not len(batch) or not root.holds(segment):
                         continue
-                    pages = catalog.page[some].copy()
+                    pages = catalog.page[batch].copy()
                     try:
                         good = await root.reader.inspect(segment, pages, cost_bytes)
                     except OSError as error:
-                        findings.append(f"disk: {len(some)} records of {folder}/{segment.name}: {error}")
+                        findings.append(f"disk: {len(batch)} records of {folder}/{segment.name}: {error}")
                         continue
-                    same = (catalog.segment[some] == segment.ordinal) & (catalog.page[some] == pages)
-                    bad = some[~good & same]
-                    count += len(some)
+                    same = (catalog.segment[batch] == segment.ordinal) & (catalog.page[batch] == pages)
+                    bad = batch[~good & same]
+                    count += len(batch)
                     for record in bad.tolist()[: max(FINDINGS_MAX - len(findings), 0)]:
                         place = f"{folder}/{segment.name}, page {int(catalog.page[record])}"
                         findings.append(f"disk: the record at {place} is damaged{DROPPED if repair else ''}")

@@ -148,7 +148,7 @@ class Job:
         """Sets the parts to copy; the lists have their payloads in the same order. `lost`: keys that its end names."""
         self.bad, self.hashed = np.zeros((2, len(parts)), bool)
         self.parts, self.lists, self.lost = parts, lists, lost
-        self.chosen = [one.keys for one in lists]
+        self.chosen = [block_list.keys for block_list in lists]
 
     @changing
     def hold(self, plan: LoadPlan) -> None:
@@ -168,8 +168,8 @@ class Job:
         """Returns the seconds that a thread has been working on the worker's memory for this job; 0 if none is. `now`:
         of time.monotonic().
         """
-        at = self.copy or self.waiting
-        return at.busy_s(now) if at is not None and not self.ended.is_set() else 0.0
+        turn = self.copy or self.waiting
+        return turn.busy_s(now) if turn is not None and not self.ended.is_set() else 0.0
 
     def cancel(self) -> None:
         self.stop(Outcome.CANCELLED)
@@ -258,18 +258,18 @@ class Job:
             parts = self.parts[step]
             if step.start:  # before the commit, which may free rows of keys that were cleared
                 keyspaces = entries.by_keyspace(entries.parts.row[parts])
-                early.extend((keyspace, keyspace.drops, at + step.start) for keyspace, at in keyspaces)
-            some = self.owner.cache.commit(parts)
-            if len(some) < len(parts):  # cleared in the meantime
-                self.bad[step] = ~np.isin(parts, some)
+                early.extend((keyspace, keyspace.drops, indices + step.start) for keyspace, indices in keyspaces)
+            committed = self.owner.cache.commit(parts)
+            if len(committed) < len(parts):  # cleared in the meantime
+                self.bad[step] = ~np.isin(parts, committed)
             kept.appendleft(step.start + np.flatnonzero(~self.bad[step]))
-            at_commit.appendleft(generations[some])
+            at_commit.appendleft(generations[committed])
 
         await self._settle(commit)
-        for keyspace, drops, at in early:
+        for keyspace, drops, indices in early:
             # Cleared between two steps: for the worker the store was still running.
             if keyspace.retired or keyspace.drops > drops:
-                self.bad[at] = True
+                self.bad[indices] = True
         which, then = np.concatenate(kept), np.concatenate(at_commit)
         parts = self.parts[which]
         if digests is not None:
@@ -371,13 +371,13 @@ class Job:
             self._drop_wrong(step, digests[step])
 
     @changing
-    def _drop_wrong(self, at: I64Array, digests: U64Array) -> None:
+    def _drop_wrong(self, indices: I64Array, digests: U64Array) -> None:
         """Compares payloads of a load with these checksums, and drops keys with wrong bytes."""
-        columns, parts = self.owner.cache.entries.parts, self.parts[at]
+        columns, parts = self.owner.cache.entries.parts, self.parts[indices]
         words = np.flatnonzero(digests != np.take(columns.digest, parts, axis=0))  # each payload has two words
         wrong = np.unique(words // 2)
         if len(wrong):
-            self.owner.drop(self.rows[at[wrong]])
+            self.owner.drop(self.rows[indices[wrong]])
         columns.unverified[parts] = 0
 
     def _hash(self, parts: I64Array, resume: Callable[[U64Array | BaseException], None]) -> Callable[[], bool]:

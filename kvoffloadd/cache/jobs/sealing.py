@@ -85,15 +85,15 @@ class Sealing:
         return self._seal_steps(self._begin(flow, parts, generations), digests)
 
     def _seal_steps(self, batches: list[SealBatch], digests: U64Array) -> Iterator[None]:
-        at = 0
+        begin = 0
         for batch in batches:
-            if at:
+            if begin:
                 yield
             if self.lane.closing:  # so is the cache
                 return
-            end = at + len(batch.parts)
-            self._seal(batch, digests[at:end])
-            at = end
+            end = begin + len(batch.parts)
+            self._seal(batch, digests[begin:end])
+            begin = end
 
     def _begin(self, flow: Flow, parts: I64Array, generations: U16Array) -> list[SealBatch]:
         if not len(parts):
@@ -102,7 +102,10 @@ class Sealing:
         self.unsealed += len(parts)
         self.by_uid[flow.uid] += len(parts)
         starts = range(0, len(parts), BATCH_PARTS)
-        return [SealBatch(store, parts[at : at + BATCH_PARTS], generations[at : at + BATCH_PARTS]) for at in starts]
+        return [
+            SealBatch(store, parts[start : start + BATCH_PARTS], generations[start : start + BATCH_PARTS])
+            for start in starts
+        ]
 
     def _submit(self, flow: Flow) -> None:
         """Submits as many tickets of the flow as may be in the lane at a time, or none if the lane is closing: the
@@ -168,14 +171,14 @@ class Sealing:
         self._tickets[flow] -= 1
         if not self._tickets[flow]:
             del self._tickets[flow]
-        at = 0
+        begin = 0
         for batch in batches:
             count = len(batch.parts)
             if isinstance(digests, BaseException):
                 self._settle(batch.store, count)
             else:
-                self._seal(batch, digests[at : at + count])
-            at += count
+                self._seal(batch, digests[begin : begin + count])
+            begin += count
         self._submit(flow)
 
     def _seal(self, batch: SealBatch, digests: U64Array) -> None:

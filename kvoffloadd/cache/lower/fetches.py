@@ -200,8 +200,8 @@ class Fetches(ABC):
         for group in wanted:
             limit_bytes = min(window.limit_bytes for window in self._windows_of(urgent))
             step = min(SLICE_KEYS, max(1, limit_bytes // SLICES_PER_WINDOW // max(1, sum(group.keyspace.part_bytes))))
-            for at in range(0, len(group.keys), step):
-                span = slice(at, at + step)
+            for start in range(0, len(group.keys), step):
+                span = slice(start, start + step)
                 slices.append(KeysBelow(group.keyspace, group.keys[span], group.positions[span]))
         return slices
 

@@ -178,8 +178,8 @@ def _of_keyspaces(
         sizes += sizes_of(keyspace)
     parts, records = entries.parts, np.flatnonzero(counts)
     of = entries.index.keyspace[parts.row[records]].astype(np.int64)
-    at = base[np.minimum(of, end - 1)] + records - entries.first[parts.row[records]]
-    each = np.array(sizes, np.float64)[np.clip(at, 0, len(sizes) - 1)]  # exact: sums are far below 2^53
+    positions = base[np.minimum(of, end - 1)] + records - entries.first[parts.row[records]]
+    each = np.array(sizes, np.float64)[np.clip(positions, 0, len(sizes) - 1)]  # exact: sums are far below 2^53
     found: I64Array = np.bincount(of, weights=each, minlength=end).astype(np.int64)
     return found
 
@@ -195,19 +195,19 @@ def _check_rows(cache: Cache, rows: U32Array) -> list[str]:
     parts, findings = entries.parts, []
     found_at = entries.index.find(entries.index.keyspace[rows], entries.index.keys[rows])
     taken, sizes, live = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for keyspace, at in entries.by_keyspace(rows):
-        mine = rows[at]
-        records = parts.run(entries.first[mine], keyspace.schema.parts)
-        if (parts.row[records] != mine[:, None]).any():
+    for keyspace, indices in entries.by_keyspace(rows):
+        own_rows = rows[indices]
+        records = parts.run(entries.first[own_rows], keyspace.schema.parts)
+        if (parts.row[records] != own_rows[:, None]).any():
             findings.append(f"parts: records of group {keyspace.schema.group} belong to other keys")
         missing = (parts.state[records] < PartState.COMMITTED).sum(axis=1)
-        if (missing != entries.missing[mine]).any():
+        if (missing != entries.missing[own_rows]).any():
             findings.append(f"rows: missing parts of group {keyspace.schema.group} are miscounted")
-        found = found_at[at]
-        is_live = entries.state[mine] == RowState.LIVE
-        if (found[is_live] != mine[is_live]).any():
+        found = found_at[indices]
+        is_live = entries.state[own_rows] == RowState.LIVE
+        if (found[is_live] != own_rows[is_live]).any():
             findings.append(f"index: a live key of group {keyspace.schema.group} is not found")
-        if (found[~is_live] == mine[~is_live]).any():
+        if (found[~is_live] == own_rows[~is_live]).any():
             findings.append(f"index: a retired key of group {keyspace.schema.group} is found")
         pages = np.broadcast_to(keyspace.part_pages, records.shape)
         filled = parts.state[records] != PartState.EMPTY
@@ -257,8 +257,8 @@ def _check_slots(cache: Cache, slabs: range) -> list[str]:
     state = entries.parts.state[owners]
     if ((entries.parts.page[owners] != pages) | (state == PartState.EMPTY)).any():
         findings.append("memory: a slot is owned by a part that does not have it")
-    told = pages[(state == PartState.SEALED) & (entries.state[entries.parts.row[owners]] == RowState.LIVE)]
+    expected = pages[(state == PartState.SEALED) & (entries.state[entries.parts.row[owners]] == RowState.LIVE)]
     written = cache.tier.slot_records.written(slabs)
-    if not np.array_equal(written, told):
-        findings.append(f"slot records: {len(written)} slots have records, {len(told)} are sealed and can be found")
+    if not np.array_equal(written, expected):
+        findings.append(f"slot records: {len(written)} slots have records, {len(expected)} are sealed and can be found")
     return findings

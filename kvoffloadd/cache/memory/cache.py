@@ -251,10 +251,10 @@ class Cache:
         """Turns hits that are in doubt into misses. They keep their rows: a request that stores them finds them in
         memory.
         """
-        at = np.flatnonzero(result.hits)
+        indices = np.flatnonzero(result.hits)
         if doubt is Doubt.INHERITED:
-            at = at[self.entries.inherited[result.rows[at]] != 0]
-        result.states[at], result.hits[at] = KeyState.MISS, False
+            indices = indices[self.entries.inherited[result.rows[indices]] != 0]
+        result.states[indices], result.hits[indices] = KeyState.MISS, False
 
     def _result(self, rows: I64Array) -> LookupResult:
         states, some_incomplete = self.entries.states(rows)

@@ -66,5 +66,7 @@ UNKNOWN = Composition()
 
 def _digest(pieces: Iterable[tuple[str | bytes, int]]) -> bytes:
     """Digests pieces (what, bytes); equal neighbours count as one."""
-    joined = [(what, sum(size for _, size in same)) for what, same in itertools.groupby(pieces, key=lambda one: one[0])]
+    joined = [
+        (what, sum(size for _, size in same)) for what, same in itertools.groupby(pieces, key=lambda pair: pair[0])
+    ]
     return hashlib.blake2b(msgpack.packb(joined), digest_size=_DIGEST_BYTES).digest()

@@ -123,17 +123,17 @@ class DeferredTouches:
 
     def _settle_some(self) -> None:
         """Counts the oldest uses: one piece, and more up to STEP_KEYS."""
-        some, room = list[tuple[Used, bool]](), STEP_KEYS
-        while self._waiting and (not some or len(self._waiting[0][0][1].rows) <= room):
-            some.append(self._waiting.popleft())
-            room -= len(some[-1][0][1].rows)
+        batch, room = list[tuple[Used, bool]](), STEP_KEYS
+        while self._waiting and (not batch or len(self._waiting[0][0][1].rows) <= room):
+            batch.append(self._waiting.popleft())
+            room -= len(batch[-1][0][1].rows)
         self._num_keys -= STEP_KEYS - room
-        self._count(some)
+        self._count(batch)
 
     def _count(self, waiting: Iterable[tuple[Used, bool]]) -> None:
-        for lost, some in groupby(waiting, key=itemgetter(1)):
+        for lost, group in groupby(waiting, key=itemgetter(1)):
             by_queue: dict[int, tuple[Queue, list[Used]]] = {}
-            for used, _ in some:
+            for used, _ in group:
                 queue = used[0].queue
                 if queue is not None and used[1].num_hits:
                     by_queue.setdefault(id(queue), (queue, []))[1].append(used)
@@ -161,10 +161,10 @@ def _split(groups: Sequence[Used], reach: int) -> tuple[list[Used], list[Used]]:
     """Splits the groups at this number of tokens: returns the groups up to there, and those after it that have hits."""
     before, behind = list[Used](), list[Used]()
     for keyspace, lookup, first in groups:
-        at = max(0, reach // keyspace.schema.tokens_per_key - first)
-        if lookup.hits[at:].any():
-            behind.append((keyspace, _cut(lookup, slice(at, None)), first + at))
-            lookup = _cut(lookup, slice(at))
+        boundary = max(0, reach // keyspace.schema.tokens_per_key - first)
+        if lookup.hits[boundary:].any():
+            behind.append((keyspace, _cut(lookup, slice(boundary, None)), first + boundary))
+            lookup = _cut(lookup, slice(boundary))
         before.append((keyspace, lookup, first))
     return before, behind
 
@@ -194,7 +194,7 @@ def _pieces(used: Used) -> list[Used]:
     if len(lookup.rows) <= PIECE_KEYS:
         return [used]
     pieces = [slice(begin, begin + PIECE_KEYS) for begin in range(0, len(lookup.rows), PIECE_KEYS)][::-1]
-    return [(keyspace, _cut(lookup, one), first + one.start) for one in pieces]
+    return [(keyspace, _cut(lookup, piece), first + piece.start) for piece in pieces]
 
 
 def _joined(groups: list[Used]) -> tuple[U32Array, U32Array, I64Array | None]:

@@ -24,18 +24,18 @@ class Emptied:
 
     def discard(self, namespace: Namespace) -> None:
         """Removes a namespace that was forgotten."""
-        mine = self._by_uid.get(namespace.uid, {})
-        mine.pop(namespace, None)
-        if not mine:
+        namespaces = self._by_uid.get(namespace.uid, {})
+        namespaces.pop(namespace, None)
+        if not namespaces:
             self._by_uid.pop(namespace.uid, None)
 
     def take(self, uid: int) -> Iterator[Namespace]:
         """Yields the namespaces of this user, the oldest entry first, and removes each from the queue."""
-        mine = self._by_uid.get(uid, {})
-        while mine:
-            namespace = next(iter(mine))
-            del mine[namespace]
-            if not mine:
+        namespaces = self._by_uid.get(uid, {})
+        while namespaces:
+            namespace = next(iter(namespaces))
+            del namespaces[namespace]
+            if not namespaces:
                 self._by_uid.pop(uid, None)
             yield namespace
 

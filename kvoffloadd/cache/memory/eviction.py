@@ -115,8 +115,8 @@ class Eviction:
 
     def _queue_place(self, uid: int, size: int) -> tuple[int, int]:
         """Returns the queue for this user's keys that have a first slot of this size."""
-        mine = sum(owner == uid for owner, _ in self.queues)
-        if (uid, size) in self.queues or max(mine * QUEUES_MAX // QUEUES_PER_USER, len(self.queues)) < QUEUES_MAX:
+        num_own = sum(owner == uid for owner, _ in self.queues)
+        if (uid, size) in self.queues or max(num_own * QUEUES_MAX // QUEUES_PER_USER, len(self.queues)) < QUEUES_MAX:
             return uid, size
         return min(self.queues, key=lambda place: (place[0] != uid, abs(place[1] - size)))
 
@@ -218,8 +218,8 @@ class Eviction:
         if len(queues) <= QUEUES_ASKED:
             return queues
         self._turn += QUEUES_ASKED - 2  # the two queues that are asked each time take no turn
-        at = self._turn % len(queues)
-        order = queues[at:] + queues[:at]
+        start = self._turn % len(queues)
+        order = queues[start:] + queues[:start]
         order.sort(key=lambda queue: queue is not self._cheapest and queue is not asking)
         return order
 
@@ -318,16 +318,18 @@ class Eviction:
     def _worth_of_slabs(self, slabs: Sequence[int]) -> dict[int, float]:
         """Returns the worth per page of the keys in each slab, estimated from some of them."""
         samples = [self._sample(slab) for slab in slabs]
-        worth = np.split(self._worth(np.concatenate([NO_ROWS, *samples])), np.cumsum([len(some) for some in samples]))
+        worth = np.split(
+            self._worth(np.concatenate([NO_ROWS, *samples])), np.cumsum([len(sample) for sample in samples])
+        )
         return {
-            slab: float(some.mean()) * self._tier.share_used(slab) if len(some) else 0.0
-            for slab, some in zip(slabs, worth, strict=False)  # nothing follows the last sample
+            slab: float(values.mean()) * self._tier.share_used(slab) if len(values) else 0.0
+            for slab, values in zip(slabs, worth, strict=False)  # nothing follows the last sample
         }
 
     def _sample(self, slab: int) -> U32Array:
         owners = self._tier.owners_in(slab)
-        some = self._entries.parts.row[owners[:: max(1, -(-len(owners) // SAMPLE_SLOTS))]]
-        live: U32Array = some[self._entries.state[some] == RowState.LIVE]
+        rows = self._entries.parts.row[owners[:: max(1, -(-len(owners) // SAMPLE_SLOTS))]]
+        live: U32Array = rows[self._entries.state[rows] == RowState.LIVE]
         return live  # the other keys only wait for a copy: no policy has them
 
     def _resize(self, size: int) -> None:

@@ -104,20 +104,20 @@ class Index:
     def _find_in_numpy(self, keyspace: int | U16Array, keys: U64Array, h: U64Array) -> I64Array:
         found = np.full(len(keys), -1, np.int64)
         bucket, tag = self._home(h), self._tag(h)
-        asked = np.arange(len(keys))
-        while len(asked):
+        pending = np.arange(len(keys))
+        while len(pending):
             tags = self._tags.take(bucket, axis=0)
-            at = np.flatnonzero(tags == tag[:, None])
-            where = at // _SLOTS
-            rows = self._rows[bucket[where], at % _SLOTS].astype(np.int64)
-            who = asked[where]
+            matches = np.flatnonzero(tags == tag[:, None])
+            where = matches // _SLOTS
+            rows = self._rows[bucket[where], matches % _SLOTS].astype(np.int64)
+            who = pending[where]
             same = _equal(self.keys.take(rows, axis=0), keys.take(who, axis=0))
             same &= self.keyspace[rows] == (keyspace[who] if isinstance(keyspace, np.ndarray) else keyspace)
             found[who[same]] = rows[same]
             # A bucket with an empty slot never overflowed, and its last slot is the last to be taken; a dead slot keeps
             # the chain whole.
-            on = np.flatnonzero((found[asked] < 0) & (tags[:, -1] != _EMPTY))
-            asked, bucket, tag = asked[on], _next(bucket[on]), tag[on]
+            on = np.flatnonzero((found[pending] < 0) & (tags[:, -1] != _EMPTY))
+            pending, bucket, tag = pending[on], _next(bucket[on]), tag[on]
         return found
 
     def expect(self, count: int) -> None:
@@ -167,13 +167,13 @@ class Index:
         bucket = self._home(h)
         left = rows
         for _ in range(_BUCKETS):
-            mine = self._rows.take(bucket, axis=0) == left[:, None]
-            mine &= self._tags.take(bucket, axis=0) >= _FIRST_TAG
-            at = np.flatnonzero(mine)
-            here, slot = at // _SLOTS, at % _SLOTS
+            mask = self._rows.take(bucket, axis=0) == left[:, None]
+            mask &= self._tags.take(bucket, axis=0) >= _FIRST_TAG
+            matches = np.flatnonzero(mask)
+            here, slot = matches // _SLOTS, matches % _SLOTS
             self._tags[bucket[here], slot] = _DEAD
             count_down(self._live, bucket[here] // _BUCKETS)
-            if len(at) == len(left):
+            if len(matches) == len(left):
                 return
             on = np.ones(len(left), bool)
             on[here] = False
@@ -256,12 +256,12 @@ class Index:
             free = np.packbits((tags < _FIRST_TAG).reshape(-1), bitorder="little").view(np.uint16)
             slots = _NTH_BIT[free, np.minimum(_rank_in_runs(bucket), _SLOTS)]
             fits = slots < _SLOTS
-            at, slot = bucket[fits], slots[fits]
-            segment = at // _BUCKETS
-            count_up(self._used, segment[self._tags[at, slot] == _EMPTY])
+            buckets, slot = bucket[fits], slots[fits]
+            segment = buckets // _BUCKETS
+            count_up(self._used, segment[self._tags[buckets, slot] == _EMPTY])
             count_up(self._live, segment)
-            self._tags[at, slot] = tag[fits]
-            self._rows[at, slot] = rows[fits]
+            self._tags[buckets, slot] = tag[fits]
+            self._rows[buckets, slot] = rows[fits]
             bucket, tag, rows = _next(bucket[~fits]), tag[~fits], rows[~fits]
 
     def _make_room(self, h: U64Array) -> None:
@@ -303,10 +303,10 @@ class Index:
         heir = np.zeros(self._num_segments, np.uint32)
         heir[segments] = new
         # Directory entries of a segment share as many top bits as it is deep: the next bit separates the halves.
-        at = np.flatnonzero(heir[self._directory])
-        old = self._directory[at]
-        upper = at >> (self._directory_depth - self._depth[old].astype(np.int64)) & 1 == 1
-        self._directory[at[upper]] = heir[old[upper]]
+        entries = np.flatnonzero(heir[self._directory])
+        old = self._directory[entries]
+        upper = entries >> (self._directory_depth - self._depth[old].astype(np.int64)) & 1 == 1
+        self._directory[entries[upper]] = heir[old[upper]]
 
 
 def _nth_bit() -> U8Array:
@@ -339,15 +339,15 @@ def first_of_each(numbers: npt.NDArray[Any]) -> I64Array:
     return found
 
 
-def count_up(counts: Numbers, at: I64Array | U32Array) -> None:
+def count_up(counts: Numbers, indices: I64Array | U32Array) -> None:
     """Adds 1 at each of these places, as often as it is named."""
     # With other dtypes `ufunc.at` takes thirty times as long.
-    np.add.at(counts, at.astype(np.intp, copy=False), counts.dtype.type(1))
+    np.add.at(counts, indices.astype(np.intp, copy=False), counts.dtype.type(1))
 
 
-def count_down(counts: Numbers, at: I64Array | U32Array) -> None:
+def count_down(counts: Numbers, indices: I64Array | U32Array) -> None:
     """Subtracts 1 at each of these places, as often as it is named."""
-    np.subtract.at(counts, at.astype(np.intp, copy=False), counts.dtype.type(1))
+    np.subtract.at(counts, indices.astype(np.intp, copy=False), counts.dtype.type(1))
 
 
 def _equal(a: U64Array, b: U64Array) -> BoolArray:
@@ -376,7 +376,7 @@ def _order(numbers: I64Array) -> I64Array:
 
 def _rank_in_runs(values: I64Array) -> I64Array:
     """Returns, for sorted values, 0, 1, 2... within each run of equal ones."""
-    at = np.arange(len(values))
+    positions = np.arange(len(values))
     starts: BoolArray = np.ones(len(values), bool)
     starts[1:] = values[1:] != values[:-1]
-    return at - np.maximum.accumulate(np.where(starts, at, 0))
+    return positions - np.maximum.accumulate(np.where(starts, positions, 0))

@@ -48,8 +48,8 @@ class WriteLease:
         """
         found: BoolArray = np.zeros(parts.shape, bool)
         if len(self.parts):
-            at = np.minimum(np.searchsorted(self.parts, parts), len(self.parts) - 1)
-            found = self.parts[at] == parts
+            positions = np.minimum(np.searchsorted(self.parts, parts), len(self.parts) - 1)
+            found = self.parts[positions] == parts
         return found
 
 

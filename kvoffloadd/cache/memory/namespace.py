@@ -125,9 +125,9 @@ class Keyspace:
                 f"{payload_bytes}"
             )
         if (conflict := self.compositions[part].conflict(composition)) is not None:
-            theirs, mine = conflict
+            theirs, ours = conflict
             raise SchemaError(
-                f"group {self.schema.group} part {part} has {theirs} in this namespace, not {mine}; engines whose KV "
+                f"group {self.schema.group} part {part} has {theirs} in this namespace, not {ours}; engines whose KV "
                 "caches differ need different names for model, revision or salt"
             )
 
@@ -181,5 +181,5 @@ def shape_of(keyspace: Keyspace) -> bytes:
         keyspace.part_bytes,
     ]  # fmt: skip
     if any(composition.known for composition in keyspace.compositions):
-        facts.append([(one.dtypes, one.layers) for one in keyspace.compositions])
+        facts.append([(composition.dtypes, composition.layers) for composition in keyspace.compositions])
     return hashlib.blake2b(msgpack.packb(facts), digest_size=16).digest()

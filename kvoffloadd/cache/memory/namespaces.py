@@ -63,7 +63,11 @@ class Namespaces(dict[bytes, Namespace]):
     def check(self) -> list[str]:
         """Returns a list of errors: namespaces that would never be forgotten."""
         lost = [namespace for namespace in self.values() if self.is_unused(namespace)]
-        return [f"namespace {one.name}: unused, and would stay" for one in lost if one not in self._emptied]
+        return [
+            f"namespace {namespace.name}: unused, and would stay"
+            for namespace in lost
+            if namespace not in self._emptied
+        ]
 
     def _forget_unused(self, namespaces: Iterable[Namespace]) -> None:
         for namespace in namespaces:

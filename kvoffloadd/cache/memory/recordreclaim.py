@@ -76,8 +76,8 @@ class RecordReclaim:
         """Evicts this user's keys that lack parts until the user's share has room for `wanted` keys, or no more can be
         evicted. Returns the number of keys that it has room for.
         """
-        found, over, mine = [NO_ROWS], wanted * width - self._left(uid), self._mine(uid)
-        for _, _, _, rows in self._windows(uid, mine, spares=True):
+        found, over, own = [NO_ROWS], wanted * width - self._left(uid), self._own_keyspaces(uid)
+        for _, _, _, rows in self._windows(uid, own, spares=True):
             found.append(rows)
             over -= int(self._entries.widths(found[-1]).sum())
             if over <= 0:
@@ -92,8 +92,8 @@ class RecordReclaim:
 
     def _clear_runs(self, width: int, wanted: int, uid: int | None, spares: bool) -> None:
         """Evicts keys where `wanted` more runs could lie, as far as the keys are evictable (see `_idle`)."""
-        mine = None if uid is None else self._mine(uid)
-        for start, stop, owners, rows in self._windows(uid, mine, spares=spares):
+        own = None if uid is None else self._own_keyspaces(uid)
+        for start, stop, owners, rows in self._windows(uid, own, spares=spares):
             could = self._entries.parts.runs.in_map(start, stop) | np.isin(owners, rows)
             could = np.append(could, np.zeros(-len(could) % BLOCK, bool)).reshape(-1, BLOCK)
             begins, lengths, block = stretches(could)
@@ -105,7 +105,7 @@ class RecordReclaim:
                 return
 
     def _windows(
-        self, uid: int | None, mine: BoolArray | None, *, spares: bool
+        self, uid: int | None, own: BoolArray | None, *, spares: bool
     ) -> Iterator[tuple[int, int, I64Array, U32Array]]:
         """Yields begin, end and owners of one window of records after the other, and the evictable owners (see
         `_idle`), where there are any. Goes round once at most: no record comes twice.
@@ -117,21 +117,21 @@ class RecordReclaim:
         for window in order[~windows[order]][:WINDOWS_MAX].tolist():
             start, stop = window * WINDOW, min((window + 1) * WINDOW, used)
             owners = self._entries.owners(np.arange(start, stop))
-            rows = self._idle(owners, mine, spares=spares)
+            rows = self._idle(owners, own, spares=spares)
             if len(rows):
                 yield start, stop, owners, rows
             else:
                 barren[start // BLOCK : (start + WINDOW) // BLOCK] = True
             self._hand = stop
 
-    def _mine(self, uid: int) -> BoolArray:
+    def _own_keyspaces(self, uid: int) -> BoolArray:
         """Marks the keyspaces of this user, by number."""
         keyspaces = self._entries.keyspaces
-        mine = np.zeros(1 + max(keyspaces, default=0), bool)
-        mine[[keyspace.id for keyspace in keyspaces.values() if keyspace.namespace.uid == uid]] = True
-        return mine
+        own = np.zeros(1 + max(keyspaces, default=0), bool)
+        own[[keyspace.id for keyspace in keyspaces.values() if keyspace.namespace.uid == uid]] = True
+        return own
 
-    def _idle(self, owners: I64Array, mine: BoolArray | None, *, spares: bool) -> U32Array:
+    def _idle(self, owners: I64Array, own: BoolArray | None, *, spares: bool) -> U32Array:
         """Returns the evictable rows in the order of their records: of these keyspaces (None: of all). `spares`
         excludes keys that can be loaded.
         """
@@ -141,7 +141,7 @@ class RecordReclaim:
         rows = rows[(entries.leases[rows] == 0) & (entries.state[rows] == RowState.LIVE)]
         if spares:
             rows = rows[~entries.complete(rows)]
-        if mine is not None:
-            rows = rows[mine[entries.index.keyspace[rows]]]
+        if own is not None:
+            rows = rows[own[entries.index.keyspace[rows]]]
         found: U32Array = rows[~entries.in_flight(rows)].astype(np.uint32)
         return found

@@ -233,9 +233,9 @@ def _reserve(cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, lef
 
 
 def _take_slots(
-    cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, empty: BoolArray, at: I64Array
+    cache: Cache, wanted: Joined, rows: I64Array, hashes: U64Array, empty: BoolArray, indices: I64Array
 ) -> I64Array:
-    """Takes slots for the `empty` wanted parts of the keys with indices `at`, in order; new keys get their `rows`.
+    """Takes slots for the `empty` wanted parts of the keys at `indices`, in order; new keys get their `rows`.
     Returns the records, shape (keys, parts), of the keys that got all their slots; the other keys got none.
 
     The slot sizes follow one another: the slots of one size are taken before room is made for the next.
@@ -243,29 +243,29 @@ def _take_slots(
     entries, tier, parts = cache.entries, cache.tier, cache.entries.parts
     keyspace = wanted.keyspaces[0][0]
     sizes = keyspace.part_pages[wanted.parts]
-    num_new = (rows[at] < 0).cumsum()
+    num_new = (rows[indices] < 0).cumsum()
     served = int(np.searchsorted(num_new, cache.scarcity.make_room(keyspace, int(num_new[-1:].sum())), side="right"))
     records: I64Array | None = None
     for size in sorted(set(sizes.tolist())):
         columns = sizes == size
-        need = empty[at[:served]][:, columns].sum(axis=1).cumsum()
+        need = empty[indices[:served]][:, columns].sum(axis=1).cumsum()
         room = tier.num_free(size)
         if served and room < need[-1]:
             room = cache.eviction.make_room(size, int(need[-1]), keyspace.queue)
         fits = int(np.searchsorted(need, room, side="right"))
         if records is None:
-            new = at[:fits][rows[at[:fits]] < 0]
+            new = indices[:fits][rows[indices[:fits]] < 0]
             counts = wanted.counts(new) if len(wanted.keyspaces) > 1 else [(keyspace, len(new))]
             try:
                 rows[new] = entries.insert(counts, wanted.keys[new], hashes[new], wanted.positions[new])
             except LimitError:  # the index has no room for the keys, though memory has
                 return np.zeros((0, len(wanted.parts)), np.int64)
-            records = entries.records(rows[at[:fits]], wanted.parts)
+            records = entries.records(rows[indices[:fits]], wanted.parts)
         else:  # undoes what was reserved for keys that get no slots of this size; some parts have none yet
-            undone = records[fits:][empty[at[fits:served]]]
+            undone = records[fits:][empty[indices[fits:served]]]
             cache.abort(undone[parts.state[undone] == PartState.RESERVED])
         served, records = fits, records[:fits]
-        chosen = records[:, columns][empty[at[:served]][:, columns]]
+        chosen = records[:, columns][empty[indices[:served]][:, columns]]
         parts.page[chosen] = tier.take(size, chosen.astype(np.uint32))
         parts.state[chosen] = PartState.RESERVED
         entries.account(chosen, reserved=+1)
@@ -315,9 +315,9 @@ class Admission:
 
     def _take(self, slices: list[_Slice]) -> Iterator[None]:
         """Reserves these slices, in this order. Evicts nothing for keys after a gap in their group."""
-        for one in slices:
-            behind = [(number, keys) for number, keys in one if number in self._gaps]
-            without = self._reserve([(number, keys) for number, keys in one if number not in self._gaps], take=True)
+        for piece in slices:
+            behind = [(number, keys) for number, keys in piece if number in self._gaps]
+            without = self._reserve([(number, keys) for number, keys in piece if number not in self._gaps], take=True)
             without += self._reserve(behind, take=False)
             if self._fits and without:  # other requests were faster, or slot sizes took each other's memory
                 self._cache.counters.keys_without_space -= without  # the next try begins with the first key
@@ -326,16 +326,16 @@ class Admission:
                 return
             yield
 
-    def _reserve(self, one: _Slice, *, take: bool) -> int:
+    def _reserve(self, piece: _Slice, *, take: bool) -> int:
         """Reserves these keys. Returns how many of them got no slots."""
         without = 0
-        wanted = [self._cut(number, keys) for number, keys in one]
+        wanted = [self._cut(number, keys) for number, keys in piece]
         reserved = reserve_all(self._cache, wanted, take=take, beside_pages=self._present.pages)
-        for (number, keys), some, made in zip(one, wanted, reserved, strict=True):
+        for (number, keys), group, made in zip(piece, wanted, reserved, strict=True):
             self._made[number].append((keys.start, made))
             others = (made.states != _RESERVED) & (made.states != _NO_SPACE)
             if others.any():  # some may have been stored in the meantime: the next steps must not evict them
-                self._present.hold(self._cache.entries.find(some.keyspace, some.keys[others]))
+                self._present.hold(self._cache.entries.find(group.keyspace, group.keys[others]))
             lacking = int(np.count_nonzero(made.states == _NO_SPACE))
             if lacking and not self._fits:
                 self._gaps.add(number)
@@ -344,7 +344,7 @@ class Admission:
 
     def reservations(self) -> list[Reservation]:
         """Returns the reservation of each group; the caller owns them from now on."""
-        found = [_joined(sorted(made, key=lambda one: one[0])) for made in self._made]
+        found = [_joined(sorted(made, key=lambda item: item[0])) for made in self._made]
         self._made = [[] for _ in self._request]
         self._present.release()
         return found
@@ -401,28 +401,28 @@ def _size(wanted: Wanted) -> int:
 
 def _slices(request: Sequence[Wanted]) -> Iterator[_Slice]:
     """Yields all keys of the request, in order, about STEP_KEYS parts of them at a time."""
-    one, room = _Slice(), STEP_KEYS
+    piece, room = _Slice(), STEP_KEYS
     for number, wanted in enumerate(request):
         begin, width = 0, len(wanted.parts)
         while begin < len(wanted.keys):
             end = min(len(wanted.keys), begin + max(1, room // width))
-            one.append((number, slice(begin, end)))
+            piece.append((number, slice(begin, end)))
             room -= (end - begin) * width
             begin = end
             if room < width:
-                yield one
-                one, room = _Slice(), STEP_KEYS
-    if one:
-        yield one
+                yield piece
+                piece, room = _Slice(), STEP_KEYS
+    if piece:
+        yield piece
 
 
 def _joined(made: list[tuple[int, Reservation]]) -> Reservation:
     """Joins the reservations of consecutive keys; each comes with the index of its first key."""
     none: I64Array = np.zeros(0, np.int64)
     return Reservation(
-        np.concatenate([none, *(one.parts for _, one in made)]),
-        np.concatenate([none.astype(np.uint64), *(one.addresses for _, one in made)]),
-        np.concatenate([none, *(one.keys + begin for begin, one in made)]),
-        np.concatenate([none, *(one.columns for _, one in made)]),
-        np.concatenate([none.astype(np.uint8), *(one.states for _, one in made)]),
+        np.concatenate([none, *(reservation.parts for _, reservation in made)]),
+        np.concatenate([none.astype(np.uint64), *(reservation.addresses for _, reservation in made)]),
+        np.concatenate([none, *(reservation.keys + begin for begin, reservation in made)]),
+        np.concatenate([none, *(reservation.columns for _, reservation in made)]),
+        np.concatenate([none.astype(np.uint8), *(reservation.states for _, reservation in made)]),
     )

@@ -144,8 +144,8 @@ class RunAllocator:
 
     def _put(self, width: int, first: U32Array) -> None:
         step = max(1, LISTED_MAX // width)
-        for at in range(0, len(first), step):
-            self._map[self.of(first[at : at + step], width)] = True
+        for start in range(0, len(first), step):
+            self._map[self.of(first[start : start + step], width)] = True
         ordered = np.sort(first // BLOCK)
         begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])) if len(ordered) else np.zeros(0, np.int64)
         blocks, count = ordered[begins], np.diff(begins, append=len(ordered))
@@ -160,19 +160,19 @@ class RunAllocator:
         missing = max(missing, BLOCK // width)
         blocks = np.flatnonzero(self._longest[: -(-self.used // BLOCK)] >= width)
         vain = 0
-        for at in range(0, len(blocks), BLOCKS_AT_ONCE):
-            some = blocks[at : at + BLOCKS_AT_ONCE]
-            begins, lengths, of = stretches(self._map.reshape(-1, BLOCK)[some])
-            first, counts = pieces(some[of] * BLOCK + begins, lengths, width, missing)
+        for start in range(0, len(blocks), BLOCKS_AT_ONCE):
+            batch = blocks[start : start + BLOCKS_AT_ONCE]
+            begins, lengths, of = stretches(self._map.reshape(-1, BLOCK)[batch])
+            first, counts = pieces(batch[of] * BLOCK + begins, lengths, width, missing)
             self._map[self.of(first, width)] = False
-            longest = np.zeros(len(some), np.int64)
+            longest = np.zeros(len(batch), np.int64)
             np.maximum.at(longest, of, lengths - counts * width)
-            self._longest[some] = longest
+            self._longest[batch] = longest
             if len(first):
                 self._list(width, first.astype(np.uint32))
                 missing -= len(first)
             else:
-                vain += len(some)
+                vain += len(batch)
             if missing <= 0 or vain >= VAIN_MAX:
                 return
 

@@ -74,7 +74,7 @@ class SavedKeyspace(msgspec.Struct, frozen=True, array_like=True):
         is_chunked = self.kind is GroupKind.CHUNKED
         return (
             len(self.part_bytes) == len(compositions) == self.parts
-            and all(len(one.layers) in (0, LAYERS_BYTES) for one in compositions)
+            and all(len(composition.layers) in (0, LAYERS_BYTES) for composition in compositions)
             and self.packed_compositions[:1] in ([], [0])
             and not any(isinstance(pair, int) for pair in self.packed_compositions[1:])
             and (self.window_keys > 0 or not is_chunked)
@@ -95,12 +95,15 @@ class SavedState(msgspec.Struct, frozen=True, array_like=True):
         and a namespace belongs to one user.
         """
         keyspaces = self.keyspaces
-        groups = {(one.fingerprint, one.group) for one in keyspaces}
-        namespaces = {(one.fingerprint, one.uid, one.label, one.key_bytes, one.epoch) for one in keyspaces}
+        groups = {(keyspace.fingerprint, keyspace.group) for keyspace in keyspaces}
+        namespaces = {
+            (keyspace.fingerprint, keyspace.uid, keyspace.label, keyspace.key_bytes, keyspace.epoch)
+            for keyspace in keyspaces
+        }
         return (
-            all(one.is_sound for one in keyspaces)
-            and len({one.number for one in keyspaces}) == len(groups) == len(keyspaces)
-            and len(namespaces) == len({one.fingerprint for one in keyspaces})
+            all(keyspace.is_sound for keyspace in keyspaces)
+            and len({keyspace.number for keyspace in keyspaces}) == len(groups) == len(keyspaces)
+            and len(namespaces) == len({keyspace.fingerprint for keyspace in keyspaces})
         )
 
 
@@ -148,7 +151,7 @@ def _pack_compositions(keyspace: Keyspace) -> list[list[Any]]:
         return []
     found = keyspace.compositions
     kept = found[:1] if len(set(found)) == 1 else found
-    return [[0, *((one.dtypes, one.layers) for one in kept)]]
+    return [[0, *((composition.dtypes, composition.layers) for composition in kept)]]
 
 
 def read_saved_state(names: bytes) -> SavedState | None:

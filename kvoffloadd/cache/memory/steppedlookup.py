@@ -100,8 +100,8 @@ class SteppedLookup:
     def rows(self) -> list[I64Array]:
         """Returns the row of each key, or -1, by group. Rows that are not held are valid until the loop turns."""
         none, found = np.zeros(0, np.int64), list[I64Array]()
-        for (keyspace, keys), some in zip(self._groups, self._found, strict=True):
-            rows = np.concatenate([none, *some])
+        for (keyspace, keys), pieces in zip(self._groups, self._found, strict=True):
+            rows = np.concatenate([none, *pieces])
             live = (self._cache.entries.state[rows] == RowState.LIVE) & (not keyspace.retired)
             anew = np.flatnonzero(rows == _ANEW)
             rows = np.where(live & (rows >= 0), rows, np.int64(-1))

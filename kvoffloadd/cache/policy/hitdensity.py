@@ -199,8 +199,8 @@ class HitDensity:
         self._fade()
         self.is_stale = False
         counts = np.zeros(self._ends[0].size, np.int64)
-        for at in range(0, WINDOW_SLOTS, PIECE_SLOTS):
-            counts += np.bincount(self._cells(slice(at, at + PIECE_SLOTS), now), minlength=len(counts))
+        for start in range(0, WINDOW_SLOTS, PIECE_SLOTS):
+            counts += np.bincount(self._cells(slice(start, start + PIECE_SLOTS), now), minlength=len(counts))
         hits, unreturned = self._ends[1, 1:], (self._ends[0] + counts.reshape(self._ends[0].shape))[1:]
         self._table = densities(_in_order(*_returns(hits, unreturned), self._chain))
         self._density = self._table.tolist()
@@ -331,10 +331,10 @@ class HitDensityPolicy:
             rows = rows[uses <= 1 + np.count_nonzero(uses[1:] != uses[:-1])]
         if not len(rows):
             return
-        slots, said = self._counts.own(self._tag[rows]), SOON if soon else DONE
-        self._learned.record(slots, np.zeros(len(slots), bool), np.full(len(slots), said, np.uint8), self._clock.now)
+        slots, stance = self._counts.own(self._tag[rows]), SOON if soon else DONE
+        self._learned.record(slots, np.zeros(len(slots), bool), np.full(len(slots), stance, np.uint8), self._clock.now)
         self._stamp[rows] = self._clock.now
-        self._queues.move(said, rows[::-1])
+        self._queues.move(stance, rows[::-1])
 
     def lose(self, rows: U32Array) -> None:
         self._queues.move(LOST, rows[::-1])
@@ -424,8 +424,8 @@ class HitDensityPolicy:
         """Returns the same for several prompts."""
         ends = begins + lengths(begins, len(uses)) - 1
         steps = np.add.reduceat(changes(uses, begins), begins, dtype=np.int64)
-        told = (steps, uses[begins], uses[ends], positions[begins], positions[ends])
-        found = [self._turns_by(*one) for one in zip(*(array.tolist() for array in told), strict=True)]
+        columns = (steps, uses[begins], uses[ends], positions[begins], positions[ends])
+        found = [self._turns_by(*prompt) for prompt in zip(*(array.tolist() for array in columns), strict=True)]
         return np.array(found, np.int64)
 
     def _turns_by(self, steps: int, first_uses: int, last_uses: int, first: int, last: int) -> int:

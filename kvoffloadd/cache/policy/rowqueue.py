@@ -84,16 +84,16 @@ class RowQueues:
     def append(self, queue: int, rows: U32Array) -> None:
         """Puts distinct rows that are in no queue behind all others, `rows[0]` first."""
         self._sizes[queue] += len(rows)
-        at = 0
-        while at < len(rows):
+        written = 0
+        while written < len(rows):
             chunk = self._last[queue]
             if chunk == NOWHERE or self._end[chunk] == self._chunk_rows:
                 chunk = self._take_chunk(queue)
             end = self._end[chunk]
-            count = min(len(rows) - at, self._chunk_rows - end)
-            self._write(chunk, end, rows[at : at + count])
+            count = min(len(rows) - written, self._chunk_rows - end)
+            self._write(chunk, end, rows[written : written + count])
             self._live[chunk] += count
-            at += count
+            written += count
 
     def discard(self, rows: U32Array) -> None:
         """Removes distinct rows from their places; each must be in a queue or aside."""
@@ -148,24 +148,24 @@ class RowQueues:
         chunk = self._first[queue]
         while chunk != NOWHERE:
             base = chunk << self._shift
-            at, stop = base + self._start[chunk], base + self._end[chunk]
-            while self._live[chunk] and at < stop:
-                until = min(at + block(), stop)
-                rows = self._pool[at:until][self._live_mask(at, until)]
+            start, stop = base + self._start[chunk], base + self._end[chunk]
+            while self._live[chunk] and start < stop:
+                until = min(start + block(), stop)
+                rows = self._pool[start:until][self._live_mask(start, until)]
                 if len(rows):
                     yield rows
-                at = until
+                start = until
             chunk = self._next[chunk]
 
     def _live_mask(self, start: int, stop: int) -> BoolArray:
         places: BoolArray = self._place[self._pool[start:stop]] == np.arange(start + 1, stop + 1, dtype=np.uint32)
         return places
 
-    def _write(self, chunk: int, at: int, rows: U32Array) -> None:
-        start = (chunk << self._shift) + at
+    def _write(self, chunk: int, offset: int, rows: U32Array) -> None:
+        start = (chunk << self._shift) + offset
         self._pool[start : start + len(rows)] = rows
         self._place[rows] = np.arange(start + 1, start + len(rows) + 1, dtype=np.uint32)
-        self._end[chunk] = at + len(rows)
+        self._end[chunk] = offset + len(rows)
 
     def _leave(self, chunk: int, count: int) -> None:
         queue = self._queue_of[chunk]

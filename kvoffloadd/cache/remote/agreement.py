@@ -164,9 +164,9 @@ class EraAgreement:
         """Returns whether the last era can be taken; if not, does what is necessary."""
         name, last = known.fingerprint, path[-1]
         if known.era is not None and last != known.era:
-            mine = (await self._follow(known, known.era))[-1]
-            if mine != last:
-                await self._end(known, min(mine, last), max(mine, last))
+            own_last = (await self._follow(known, known.era))[-1]
+            if own_last != last:
+                await self._end(known, min(own_last, last), max(own_last, last))
                 return False
         epoch = self._epochs.of(name)
         if known.made is not None and known.made.generation == epoch and known.made in path:

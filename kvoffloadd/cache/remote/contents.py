@@ -45,13 +45,13 @@ class RecentMisses:
 
     def add(self, hashes: U64Array, until_s: float) -> None:
         """Remembers these keys until then."""
-        at = hashes % np.uint64(len(self._hashes))
-        self._hashes[at], self._until_s[at] = hashes, until_s
+        slots = hashes % np.uint64(len(self._hashes))
+        self._hashes[slots], self._until_s[slots] = hashes, until_s
 
     def has(self, hashes: U64Array, now_s: float) -> BoolArray:
         """Returns which of these keys are remembered."""
-        at = hashes % np.uint64(len(self._hashes))
-        found: BoolArray = (self._hashes[at] == hashes) & (self._until_s[at] > now_s)
+        slots = hashes % np.uint64(len(self._hashes))
+        found: BoolArray = (self._hashes[slots] == hashes) & (self._until_s[slots] > now_s)
         return found
 
 

@@ -281,8 +281,8 @@ class Eras:
         order = list(names)
         try:
             for begin in range(0, max(len(order), 1), READ_NAMESPACES):
-                some = [self._know(name) for name in order[begin : begin + READ_NAMESPACES]]
-                for known in await self._with_news(some):
+                batch = [self._know(name) for name in order[begin : begin + READ_NAMESPACES]]
+                for known in await self._with_news(batch):
                     self._begin_look(known)
         except (RemoteStoreError, OSError) as error:
             log.debug("remote: the eras of namespaces are not known: %s", error)
@@ -304,21 +304,21 @@ class Eras:
             known = self._known[fingerprint] = NamespaceEra(fingerprint, since_s=self._clock.now_s)
         return known
 
-    async def _with_news(self, some: Sequence[NamespaceEra]) -> list[NamespaceEra]:
+    async def _with_news(self, batch: Sequence[NamespaceEra]) -> list[NamespaceEra]:
         """Returns the namespaces that need a look. The others are unchanged, or unreadable now.
 
         Raises RemoteStoreError if the store does not answer.
         """
-        eras = [known.era for known in some]
-        names = [_CANARY, *(pointer_name(known.fingerprint) for known in some)]
-        names += [successor_of(known, era) for known, era in zip(some, eras, strict=True) if era is not None]
+        eras = [known.era for known in batch]
+        names = [_CANARY, *(pointer_name(known.fingerprint) for known in batch)]
+        names += [successor_of(known, era) for known, era in zip(batch, eras, strict=True) if era is not None]
         values = await self._store.read_values(names, until())
         if all(isinstance(value, NotRead) for value in values):
             raise RemoteStoreError("it answers no call")
         now_s = time.monotonic()
         self._clock.answered(now_s)
-        news, successors = [], iter(values[1 + len(some) :])
-        for known, era, pointer in zip(some, eras, values[1:]):  # noqa: B905  successors are behind the pointers
+        news, successors = [], iter(values[1 + len(batch) :])
+        for known, era, pointer in zip(batch, eras, values[1:]):  # noqa: B905  successors are behind the pointers
             after = next(successors) if era is not None else None
             known.tried_s = now_s
             if _unreadable(pointer) or _unreadable(after):
@@ -350,9 +350,9 @@ class Eras:
     def _confirm(self, names: set[bytes]) -> None:
         """Records, at the end of a round, the time since which all contents of this host are confirmed."""
         times = [known.confirmed_s for name in names if (known := self._known.get(name)) is not None]
-        told = [at_s for at_s in times if at_s is not None]
-        if len(told) == len(times) and names >= self._names():
-            self._cache.confirmed.at_s = int(min(told, default=time.time()))
+        confirmed_s = [at_s for at_s in times if at_s is not None]
+        if len(confirmed_s) == len(times) and names >= self._names():
+            self._cache.confirmed.at_s = int(min(confirmed_s, default=time.time()))
 
     # --- looks ---
 

@@ -167,44 +167,44 @@ class RemoteFetching(Fetches):
 
     def _ask(self, fetch: RemoteFetch, group: RemoteKeys, there: BoolArray, now_s: float) -> None:
         """Asks for a group's keys, except those under way."""
-        asked = np.zeros(0, np.int64) if group.asked is None else np.flatnonzero(group.asked)
-        if not len(asked):
+        indices = np.zeros(0, np.int64) if group.requested is None else np.flatnonzero(group.requested)
+        if not len(indices):
             return
-        rows = self._cache.entries.find(group.keyspace, group.keys[asked])
+        rows = self._cache.entries.find(group.keyspace, group.keys[indices])
         coming = (rows >= 0) & self.under_way(rows)
-        there[asked[coming]] = True
-        asked = asked[~coming]
+        there[indices[coming]] = True
+        indices = indices[~coming]
         place = self._remote.place(group.keyspace)
-        if place is None or not len(asked):
+        if place is None or not len(indices):
             return
-        self.counters.asked += len(asked)
-        for at in range(0, len(asked), QUESTION_KEYS):
-            some = asked[at : at + QUESTION_KEYS]
-            names = Names(place.space, group.keys[some])
+        self.counters.asked += len(indices)
+        for start in range(0, len(indices), QUESTION_KEYS):
+            batch = indices[start : start + QUESTION_KEYS]
+            names = Names(place.space, group.keys[batch])
             fetch.lookups += 1
-            told = partial(self._told, fetch, group, there, some, place, now_s)
+            on_answer = partial(self._on_answer, fetch, group, there, batch, place, now_s)
             until_s = now_s + self._remote.config.lookup_s
-            self._store.exists(names, until_s, told, fetch.flow, fetch.urgent)
+            self._store.exists(names, until_s, on_answer, fetch.flow, fetch.urgent)
 
     @changing
-    def _told(
+    def _on_answer(
         self,
         fetch: RemoteFetch,
         group: RemoteKeys,
         there: BoolArray,
-        asked: I64Array,
+        indices: I64Array,
         place: RemotePlace,
         began_s: float,
         answer: ExistsResult | None,
     ) -> None:
         self.lookup_s.add(time.monotonic() - began_s)
         if answer is None:
-            self.counters.not_fetched["no_answer"] += len(asked)
+            self.counters.not_fetched["no_answer"] += len(indices)
         elif self._has_marker(place, answer):
             has = answer.keys == Presence.YES
-            there[asked[has]] = True
+            there[indices[has]] = True
             self.counters.found += int(np.count_nonzero(has))
-            missing = asked[answer.keys == Presence.NO]
+            missing = indices[answer.keys == Presence.NO]
             self._remote.add_misses(group.keyspace, group.keys[missing], self._remote.config.miss_ttl_s)
         self._answer(fetch)
 

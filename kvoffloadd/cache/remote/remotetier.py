@@ -208,9 +208,9 @@ def _cut(
     tokens, where = [], []
     for number, ((keyspace, first, _, _), mask) in enumerate(zip(groups, masks, strict=True)):
         if mask is not None:
-            at = np.flatnonzero(mask)
-            tokens.append((at + first + 1) * keyspace.schema.tokens_per_key)
-            where.append(np.stack([np.full(len(at), number), at], axis=1))
+            indices = np.flatnonzero(mask)
+            tokens.append((indices + first + 1) * keyspace.schema.tokens_per_key)
+            where.append(np.stack([np.full(len(indices), number), indices], axis=1))
     dropped = np.concatenate(where)[np.argsort(np.concatenate(tokens), kind="stable")[most:]]
     for number, mask in enumerate(masks):
         if mask is not None:

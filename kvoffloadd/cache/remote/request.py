@@ -20,7 +20,7 @@ class RemoteKeys:
     first: int  # position of the first key in its prompt
     keys: U64Array
     local: BoolArray  # keys that hit in memory, or come from disk
-    asked: BoolArray | None  # keys that the store is asked for; None: none
+    requested: BoolArray | None  # keys that the store is asked for; None: none
 
 
 def needed_keys(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], bytes_max: int) -> list[BoolArray]:
@@ -35,13 +35,13 @@ def needed_keys(groups: Sequence[RemoteKeys], there: Sequence[BoolArray], bytes_
     longest_local = local[0] if local else 0
     together = _boundaries(groups, [group.local | found for group, found in zip(groups, there, strict=True)])
     longer = [tokens for tokens in together if tokens > longest_local]
-    asked = min((group.first + len(group.keys)) * group.keyspace.schema.tokens_per_key for group in groups)
+    end_tokens = min((group.first + len(group.keys)) * group.keyspace.schema.tokens_per_key for group in groups)
 
-    def needed(at: int) -> list[BoolArray]:
-        masks = _needed(groups, there, longer[at])
-        if longer[at] < asked or at + 1 == len(longer):
+    def needed(index: int) -> list[BoolArray]:
+        masks = _needed(groups, there, longer[index])
+        if longer[index] < end_tokens or index + 1 == len(longer):
             return masks
-        return [mask | more for mask, more in zip(masks, _needed(groups, there, longer[at + 1]), strict=True)]
+        return [mask | more for mask, more in zip(masks, _needed(groups, there, longer[index + 1]), strict=True)]
 
     # A prefix's needs grow with its length, or nearly so: a binary search finds the longest that fits.
     low, high = 0, len(longer)

@@ -91,14 +91,14 @@ class LookupStats:
         keys: U64Array,
         found: LookupResult,
         on_disk: BoolArray,
-        asked: BoolArray | None = None,
+        requested: BoolArray | None = None,
     ) -> None:
-        """Counts the result of a lookup. `on_disk`: keys that are on disk, or under way from there. `asked`: keys that
-        the remote store is asked for: they are left to `record_asked`. Call `classify_misses` soon after.
+        """Counts the result of a lookup. `on_disk`: keys that are on disk, or under way from there. `requested`: keys
+        that the remote store is asked for: they are left to `record_requested`. Call `classify_misses` soon after.
         """
         stats = self._of(keyspace.namespace)
         hits = int(np.count_nonzero(found.hits))
-        total = len(keys) - (0 if asked is None else int(np.count_nonzero(asked)))
+        total = len(keys) - (0 if requested is None else int(np.count_nonzero(requested)))
         stats.keys += total
         stats.hits += hits
         if hits == total:
@@ -110,13 +110,13 @@ class LookupStats:
         self._add_misses(stats, keyspace, keys[missed], found.rows[missed] < 0)
 
     @changing
-    def record_asked(self, keyspace: Keyspace, keys: U64Array, found: LookupResult, asked: BoolArray) -> None:
+    def record_requested(self, keyspace: Keyspace, keys: U64Array, found: LookupResult, requested: BoolArray) -> None:
         """Counts the keys of an earlier lookup that the remote store was asked for. `found`: their states now."""
         stats = self._of(keyspace.namespace)
-        total, hits = int(np.count_nonzero(asked)), int(np.count_nonzero(found.hits & asked))
+        total, hits = int(np.count_nonzero(requested)), int(np.count_nonzero(found.hits & requested))
         stats.keys += total
         stats.remote += hits
-        missed = np.flatnonzero(asked & (found.states == 0))
+        missed = np.flatnonzero(requested & (found.states == 0))
         stats.missed[Reason.PENDING] += total - hits - len(missed)
         self._add_misses(stats, keyspace, keys[missed], found.rows[missed] < 0)
 

@@ -89,8 +89,8 @@ def figures(history: History) -> Figures:
         "throughput": history.throughput(),
         "lookups": {
             "recent_s": round(recent_s, 3),
-            "recent": _shares(_asked(status, then)),
-            "total": _shares(_asked(status, None)),
+            "recent": _shares(_counts_since(status, then)),
+            "total": _shares(_counts_since(status, None)),
             "ceiling_rate": _ceiling(status),
         },
         "namespaces": status["lookups"],
@@ -139,7 +139,7 @@ def _tier(name: str, used_bytes: int, capacity_bytes: int, keys: int) -> Figures
     return {"tier": name, "used_bytes": used_bytes, "capacity_bytes": capacity_bytes, "keys": keys}
 
 
-def _asked(status: Status, since: Status | None) -> Figures:
+def _counts_since(status: Status, since: Status | None) -> Figures:
     """Returns keys by outcome, over all namespaces, since an earlier status or the start."""
     now, before = _outcomes(status), _outcomes(since) if since else {}
     return {name: max(count - before.get(name, 0), 0) for name, count in now.items()}
@@ -157,18 +157,18 @@ def _outcomes(status: Status) -> dict[str, int]:
 
 
 def _shares(keys: Mapping[str, int]) -> Figures:
-    asked = sum(keys.values())
+    total = sum(keys.values())
     return {
-        "asked": asked,
-        "hit_rate": round((keys["hit"] + keys["on_disk"] + keys["remote"]) / asked, 4) if asked else 0.0,
+        "asked": total,
+        "hit_rate": round((keys["hit"] + keys["on_disk"] + keys["remote"]) / total, 4) if total else 0.0,
         "keys": dict(keys),
     }
 
 
 def _ceiling(status: Status) -> float:
     """Returns the hit rate that no cache of all namespaces together could exceed."""
-    asked = sum(row["asked"] for row in status["lookups"])
-    return round(1 - sum(row["new"] for row in status["lookups"]) / asked, 4) if asked else 0.0
+    total = sum(row["asked"] for row in status["lookups"])
+    return round(1 - sum(row["new"] for row in status["lookups"]) / total, 4) if total else 0.0
 
 
 def _instances(sessions: Iterable[Status]) -> list[Figures]:
@@ -177,19 +177,19 @@ def _instances(sessions: Iterable[Status]) -> list[Figures]:
     for session in sessions:
         if session["role"] not in ("worker", "scheduler") or not session["instance"]:
             continue
-        one = found.setdefault(
+        row = found.setdefault(
             session["instance"],
             {
                 "instance": session["instance"], "namespace": session["namespace"], "uid": session["uid"],
                 "workers": 0, "schedulers": 0, "pids": [], "devices": [], "mapped_bytes": 0, "jobs": 0,
             },
         )  # fmt: skip
-        one[f"{session['role']}s"] += 1
-        one["pids"] = sorted({*one["pids"], session["pid"]})
-        one["devices"] = sorted({*one["devices"], *session["devices"]})
-        one["mapped_bytes"] += session["mapped_bytes"]
-        one["jobs"] += session["jobs"]
-    return sorted(found.values(), key=lambda one: (-one["mapped_bytes"], one["instance"]))
+        row[f"{session['role']}s"] += 1
+        row["pids"] = sorted({*row["pids"], session["pid"]})
+        row["devices"] = sorted({*row["devices"], *session["devices"]})
+        row["mapped_bytes"] += session["mapped_bytes"]
+        row["jobs"] += session["jobs"]
+    return sorted(found.values(), key=lambda row: (-row["mapped_bytes"], row["instance"]))
 
 
 def _said_by(devices: Mapping[str, Status], gauge: str) -> dict[str, str]:

@@ -34,10 +34,10 @@ class Bar:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
         plain = console.color_system is None
-        edges, at = [], 0.0
+        edges, position = [], 0.0
         for share, colour in self._parts:
-            at = min(at + share, 1.0)
-            edges.append((round(at * width * 8), colour))
+            position = min(position + share, 1.0)
+            edges.append((round(position * width * 8), colour))
         begun = 0
         for index, (end, colour) in enumerate(edges):
             whole = end // 8 - begun

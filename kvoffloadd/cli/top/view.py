@@ -111,8 +111,8 @@ def _waiting_line(why: str) -> RenderableType:
 
 
 def _remark(kind: str, what: str, text: str) -> RenderableType:
-    said = f" {_device(kind)}: {what}, and copies are slower: {printable(text)}"
-    return Text(said, FAIR, no_wrap=True, overflow="ellipsis")
+    words = f" {_device(kind)}: {what}, and copies are slower: {printable(text)}"
+    return Text(words, FAIR, no_wrap=True, overflow="ellipsis")
 
 
 def _loop(figures: Figures) -> RenderableType:
@@ -126,8 +126,8 @@ def _loop(figures: Figures) -> RenderableType:
         (_count(figures["leases"]["keys"]), "leased", ""),
     ]
     # figures of all users, which only root gets
-    told = [(name, figures["server"][name]) for name in ("busy", "errors")]
-    pieces += [(_count(count), name, FAIR if count else "") for name, count in told if count is not None]
+    counts = [(name, figures["server"][name]) for name in ("busy", "errors")]
+    pieces += [(_count(count), name, FAIR if count else "") for name, count in counts if count is not None]
     text = Text(" loop ", QUIET, no_wrap=True, overflow="ellipsis")
     for index, (value, name, style) in enumerate(pieces):
         text.append("  " if index else "")
@@ -198,14 +198,16 @@ def _lookups(lookups: Figures) -> RenderableType:
     table = _grid({"style": "bold"}, _BAR, _RIGHT, _RIGHT)
     recent = f"last {format_seconds(lookups['recent_s'])}" if lookups["recent_s"] else "now"
     for title, shares in ((recent, lookups["recent"]), ("since the start", lookups["total"])):
-        asked, keys = shares["asked"], shares["keys"]
-        bar = Bar([(keys.get(name, 0) / asked, colour) for name, (_, colour) in OUTCOMES.items()] if asked else [])
-        rate = f"{100 * shares['hit_rate']:.1f} % hits" if asked else "-"
+        num_keys, keys = shares["asked"], shares["keys"]
+        bar = Bar(
+            [(keys.get(name, 0) / num_keys, colour) for name, (_, colour) in OUTCOMES.items()] if num_keys else []
+        )
+        rate = f"{100 * shares['hit_rate']:.1f} % hits" if num_keys else "-"
         table.add_row(
             title,
             bar,
-            Text(rate, GOOD if asked else QUIET),
-            Text.assemble(("of ", QUIET), _count(asked), (" keys", QUIET)),
+            Text(rate, GOOD if num_keys else QUIET),
+            Text.assemble(("of ", QUIET), _count(num_keys), (" keys", QUIET)),
         )
     total = lookups["total"]
     words = Text()
@@ -226,7 +228,7 @@ def _namespaces(rows: Sequence[Figures]) -> RenderableType:
         return Text()
     table = _grid(_BAR, _RIGHT, _RIGHT, _RIGHT)
     table.add_row(*(Text(word, QUIET) for word in ("", "asked", "hits", "ceiling")))
-    for row in _some(sorted(rows, key=lambda row: -int(row["asked"]))):
+    for row in _first_rows(sorted(rows, key=lambda row: -int(row["asked"]))):
         hits = _share(row["hit"] + row["on_disk"] + row.get("remote", 0), row["asked"])
         ceiling = f"{100 * row['ceiling_rate']:.1f} %"
         table.add_row(Text(printable(row["namespace"])), _count(row["asked"]), f"{100 * hits:.1f} %", ceiling)
@@ -248,19 +250,19 @@ def _instances(rows: Sequence[Figures]) -> RenderableType:
     if not rows:
         return _section("instances", Text("none", QUIET))
     table = _grid(_RIGHT, _BAR, {}, {}, _RIGHT, _RIGHT)
-    for one in _some(rows):
+    for row in _first_rows(rows):
         who = [
-            f"{one[f'{role}s']} {role}{'s' * (one[f'{role}s'] != 1)}"
+            f"{row[f'{role}s']} {role}{'s' * (row[f'{role}s'] != 1)}"
             for role in ("worker", "scheduler")
-            if one[f"{role}s"]
+            if row[f"{role}s"]
         ]
         table.add_row(
-            Text(f"#{one['instance']}", QUIET),
-            Text(printable(one["namespace"])),
+            Text(f"#{row['instance']}", QUIET),
+            Text(printable(row["namespace"])),
             ", ".join(who),
-            ", ".join(_device(kind) for kind in one["devices"]) or Text("no memory", QUIET),
-            format_bytes(one["mapped_bytes"]),
-            Text.assemble(_count(one["jobs"]), (" jobs", QUIET)),
+            ", ".join(_device(kind) for kind in row["devices"]) or Text("no memory", QUIET),
+            format_bytes(row["mapped_bytes"]),
+            Text.assemble(_count(row["jobs"]), (" jobs", QUIET)),
         )
     return _section(f"instances {len(rows)}", table, *_more(rows))
 
@@ -268,7 +270,7 @@ def _instances(rows: Sequence[Figures]) -> RenderableType:
 def _roots(figures: Figures) -> RenderableType:
     table = _grid({}, {"ratio": 1, "overflow": "ellipsis"}, {"ratio": 1}, _RIGHT, _RIGHT, _RIGHT)
     reasons = []
-    for root in _some(figures["roots"]):
+    for root in _first_rows(figures["roots"]):
         share = _share(root["used_bytes"], root["capacity_bytes"])
         colour = STATES.get(root["state"], BAD)
         errors = root["read_errors"] + root["write_errors"]
@@ -291,7 +293,7 @@ def _slow_jobs(rows: Sequence[Figures]) -> RenderableType:
     if not rows:
         return _section("slow jobs", Text("none", QUIET))
     table = _grid({}, {}, _RIGHT, {}, {"ratio": 1}, _RIGHT)
-    for job in _some(rows):
+    for job in _first_rows(rows):
         age = job["age_s"]
         table.add_row(
             Text(job["direction"], COLOURS.get(job["direction"], "")),
@@ -325,7 +327,7 @@ def _lanes(rows: Sequence[Figures], *, wide: bool) -> RenderableType:
 # --- words -----------------------------------------------------------------------------------------
 
 
-def _some(rows: Iterable[Figures]) -> list[Figures]:
+def _first_rows(rows: Iterable[Figures]) -> list[Figures]:
     return list(rows)[:ROWS_MAX]
 
 

@@ -100,7 +100,7 @@ def gpu_extent(tensor: Any) -> Extent:
     shape = tuple(described["shape"])
     strides = described.get("strides")
     if strides is None:
-        strides = tuple(int(np.prod(shape[at + 1 :], dtype=object)) * item_bytes for at in range(len(shape)))
+        strides = tuple(int(np.prod(shape[axis + 1 :], dtype=object)) * item_bytes for axis in range(len(shape)))
     address, read_only = described["data"]
     if read_only:
         raise UsageError("a read-only array can't be loaded into")

@@ -127,14 +127,14 @@ def _ipc_memory(uuid: bytes, address: int, size_bytes: int) -> IpcMemory:
 
 
 def _vmm_memory(uuid: bytes, address: int, size_bytes: int) -> VmmMemory:
-    begin = at = _mapping(address)[0]
+    begin = position = _mapping(address)[0]
     chunks = []
-    while at < address + size_bytes:
-        start, chunk_bytes = _mapping(at)
-        if start != at or chunk_bytes < 1:  # a size of 0 would make this loop endless
+    while position < address + size_bytes:
+        start, chunk_bytes = _mapping(position)
+        if start != position or chunk_bytes < 1:  # a size of 0 would make this loop endless
             raise UsageError(f"{size_bytes} bytes at {address:#x} are not mapped in whole chunks")
         chunks.append(chunk_bytes)
-        at += chunk_bytes
+        position += chunk_bytes
     os.close(_exported(begin))  # fails early if it can't be exported
     return VmmMemory(uuid, begin, tuple(chunks))
 

@@ -128,13 +128,13 @@ class Driver(CudaDriver):
         """Submits the runs, without the rest, in one call each, until one is refused. Returns the last CUresult."""
         if self._pitched is None:
             raise DeviceError("this driver has no cuMemcpy2DAsync")
-        asked = np.zeros(len(runs), _MEMCPY_2D)
-        asked["src_type"] = asked["dst_type"] = _UNIFIED
-        asked["src_device"], asked["dst_device"] = runs.src, runs.dst
-        asked["src_pitch"], asked["dst_pitch"] = runs.src_pitch, runs.dst_pitch
-        asked["width"], asked["height"] = runs.width, runs.height
-        first = asked.ctypes.data
-        for address in range(first, first + asked.nbytes, asked.itemsize):
+        copies = np.zeros(len(runs), _MEMCPY_2D)
+        copies["src_type"] = copies["dst_type"] = _UNIFIED
+        copies["src_device"], copies["dst_device"] = runs.src, runs.dst
+        copies["src_pitch"], copies["dst_pitch"] = runs.src_pitch, runs.dst_pitch
+        copies["width"], copies["height"] = runs.width, runs.height
+        first = copies.ctypes.data
+        for address in range(first, first + copies.nbytes, copies.itemsize):
             status: int = self._pitched(address, stream)
             if status != SUCCESS:
                 return status
@@ -151,16 +151,16 @@ class Driver(CudaDriver):
         """
         if self._pitched_batch is None:
             raise DeviceError("this driver has no cuMemcpy3DBatchAsync")
-        asked, failed_at = np.zeros(len(runs), _MEMCPY_3D), ctypes.c_size_t()
-        asked["src_type"] = asked["dst_type"] = _POINTER
-        asked["src_address"], asked["dst_address"] = runs.src, runs.dst
-        asked["src_row_length"], asked["dst_row_length"] = runs.src_pitch, runs.dst_pitch
-        asked["width"], asked["height"], asked["depth"] = runs.width, runs.height, 1
-        asked["order"] = _ANY_ORDER if sources_final else _STREAM_ORDER
-        asked["flags"] = _BY_COPY_ENGINES
-        for begin in range(0, len(asked), most):
-            some = asked[begin : begin + most]
-            status: int = self._pitched_batch(len(some), some.ctypes.data, ctypes.byref(failed_at), 0, stream)
+        copies, failed_at = np.zeros(len(runs), _MEMCPY_3D), ctypes.c_size_t()
+        copies["src_type"] = copies["dst_type"] = _POINTER
+        copies["src_address"], copies["dst_address"] = runs.src, runs.dst
+        copies["src_row_length"], copies["dst_row_length"] = runs.src_pitch, runs.dst_pitch
+        copies["width"], copies["height"], copies["depth"] = runs.width, runs.height, 1
+        copies["order"] = _ANY_ORDER if sources_final else _STREAM_ORDER
+        copies["flags"] = _BY_COPY_ENGINES
+        for begin in range(0, len(copies), most):
+            batch = copies[begin : begin + most]
+            status: int = self._pitched_batch(len(batch), batch.ctypes.data, ctypes.byref(failed_at), 0, stream)
             if status != SUCCESS:
                 return status
         return SUCCESS

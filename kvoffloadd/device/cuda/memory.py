@@ -167,10 +167,10 @@ class SharedMemory:
             self._driver.call("cuMemRelease", handle)  # a mapping keeps the memory by itself
 
     def _unmap_chunks(self, begin: int, sizes: Sequence[int]) -> None:
-        at = begin
+        address = begin
         for size in sizes:
-            self._driver.call("cuMemUnmap", at, size)
-            at += size
+            self._driver.call("cuMemUnmap", address, size)
+            address += size
 
     # --- both ---
 

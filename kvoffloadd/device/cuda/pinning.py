@@ -57,11 +57,11 @@ class Arena(NamedTuple):
 
 def piece_ends(arena: Arena, piece_bytes: int) -> U64Array:
     """Returns the addresses at which the pieces end: u64, ascending; the last is the arena's end."""
-    ends, at, size = [], 0, min(max(FIRST_BYTES, arena.slab_bytes), piece_bytes)
-    while at < arena.size_bytes:
+    ends, offset, size = [], 0, min(max(FIRST_BYTES, arena.slab_bytes), piece_bytes)
+    while offset < arena.size_bytes:
         unit = arena.slab_bytes if arena.slab_bytes <= size else PAGE_BYTES
-        at = min(at + size - size % unit, arena.size_bytes)
-        ends.append(arena.address + at)
+        offset = min(offset + size - size % unit, arena.size_bytes)
+        ends.append(arena.address + offset)
         size = min(2 * size, piece_bytes)
     return np.array(ends, np.uint64)
 
@@ -78,7 +78,7 @@ def cut_at(copies: Copies, side: U64Array, ends: U64Array) -> Copies:
     over = np.flatnonzero(first != last)
     if not len(over):
         return copies
-    rows = [_pieces(copies, int(at), side, ends[first[at] : last[at]]) for at in over]
+    rows = [_pieces(copies, int(index), side, ends[first[index] : last[index]]) for index in over]
     kept = np.setdiff1d(np.arange(len(copies)), over, assume_unique=True)
     src, dst, size = (
         np.concatenate([column[kept], *(row[number] for row in rows)])
@@ -87,10 +87,10 @@ def cut_at(copies: Copies, side: U64Array, ends: U64Array) -> Copies:
     return Copies(src, dst, size, copies.descriptors)
 
 
-def _pieces(copies: Copies, at: int, side: U64Array, ends: U64Array) -> tuple[U64Array, U64Array, U64Array]:
+def _pieces(copies: Copies, index: int, side: U64Array, ends: U64Array) -> tuple[U64Array, U64Array, U64Array]:
     """Returns one copy in pieces that end at `ends`."""
-    starts = np.concatenate([np.zeros(1, np.uint64), ends - side[at]])
-    return copies.src[at] + starts, copies.dst[at] + starts, np.diff(starts, append=copies.size[at])
+    starts = np.concatenate([np.zeros(1, np.uint64), ends - side[index]])
+    return copies.src[index] + starts, copies.dst[index] + starts, np.diff(starts, append=copies.size[index])
 
 
 class Pinning:
@@ -180,12 +180,12 @@ class Pinning:
             self._left = ~self._pinned
 
     def _pin(self, piece: int, context: int) -> None:
-        at, size_bytes = int(self._begins[piece]), int(self._sizes[piece])
-        populate(at, size_bytes, 1, self._stopping)
+        address, size_bytes = int(self._begins[piece]), int(self._sizes[piece])
+        populate(address, size_bytes, 1, self._stopping)
         if not self._stopping.wait(PAUSE_S):
             self._driver.check("cuCtxSetCurrent", self._driver.set_current(context))
             try:
-                self._driver.call("cuMemHostRegister", at, size_bytes, _PORTABLE)
+                self._driver.call("cuMemHostRegister", address, size_bytes, _PORTABLE)
             except CudaError as error:
                 if error.name != _ALREADY:  # a failed call may have registered it all the same
                     raise

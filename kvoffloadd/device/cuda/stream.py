@@ -233,9 +233,9 @@ class CopyStream:
     def _submit_batches(self, src: U64Array, dst: U64Array, size: U64Array, stream: int) -> int:
         """Submits batches until one is refused. Returns the last CUresult."""
         for begin in range(0, len(size), self._batch_descriptors):
-            some = slice(begin, begin + self._batch_descriptors)
+            batch = slice(begin, begin + self._batch_descriptors)
             status = self._driver.copy_batch(
-                src[some], dst[some], size[some], stream, sources_final=self._sources_final
+                src[batch], dst[batch], size[batch], stream, sources_final=self._sources_final
             )
             if status != SUCCESS:
                 return status

@@ -91,7 +91,7 @@ class Fingerprint(enum.StrEnum):
         try:
             return cls(str(value))
         except ValueError:
-            names = " or ".join(repr(str(one)) for one in cls)
+            names = " or ".join(repr(str(member)) for member in cls)
             raise UsageError(f"{where}: fingerprint must be {names}, not {value!r}") from None
 
 
@@ -209,7 +209,7 @@ def _own(folder: str, how: Fingerprint | None) -> str:
 
 def _all_named(path: str, how: Fingerprint | None) -> list[tuple[str, tuple[object, ...]]]:
     try:
-        return sorted((one.name, _named_if_readable(one, how)) for one in _files(path))
+        return sorted((file.name, _named_if_readable(file, how)) for file in _files(path))
     except OSError as error:
         raise ContentsError(f"{error.filename or path} can't be read: {error.strerror}") from error
 
@@ -327,13 +327,13 @@ def _digest_once(fd: int, path: str, about: os.stat_result, kind: str, hashed: _
 def _digest(fd: int, path: str, begin: int, size_bytes: int, hashed: _Hasher | None = None) -> str:
     """Digests `size_bytes` bytes, or all that there are."""
     hashed = xxhash.xxh3_128() if hashed is None else hashed
-    at, end = begin, begin + size_bytes
-    while at < end:
-        read = os.pread(fd, min(_READ_BYTES, end - at), at)
+    offset, end = begin, begin + size_bytes
+    while offset < end:
+        read = os.pread(fd, min(_READ_BYTES, end - offset), offset)
         if not read:
             break
         hashed.update(read)
-        at += len(read)
+        offset += len(read)
     return hashed.hexdigest()
 
 

@@ -52,13 +52,13 @@ def pieces(counts: Mapping[int, int], most: int) -> list[Piece]:
     dealt: list[Piece] = []
     room = 0
     for group, count in counts.items():
-        at = 0
-        while at < count:
+        start = 0
+        while start < count:
             if not room:
                 dealt.append({})
                 room = most
-            taken = min(room, count - at)
-            dealt[-1][group] = slice(at, at + taken)
-            at += taken
+            taken = min(room, count - start)
+            dealt[-1][group] = slice(start, start + taken)
+            start += taken
             room -= taken
     return dealt

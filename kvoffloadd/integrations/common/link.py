@@ -128,7 +128,7 @@ class DaemonLink:
         first key. `counts`: the keys of each group; `first`: their positions, 0 for groups that are not in it.
         """
         for piece in pieces(counts, most_keys(self.client.limits, self._caches, len(counts), blocks_per_key)):
-            yield piece, {group: first.get(group, 0) + some.start for group, some in piece.items()}
+            yield piece, {group: first.get(group, 0) + span.start for group, span in piece.items()}
 
     def submit(
         self,
@@ -153,22 +153,24 @@ class DaemonLink:
         load: Callable[..., Job] = self.client.load
         begin = self.client.store if direction is Direction.STORE else partial(load, **load_options)
         jobs: list[tuple[Piece, Job]] = []
-        asked: list[tuple[Piece, dict[int, int]]] = [({}, {})]  # until a daemon has reported how much fits a request
+        requests: list[tuple[Piece, dict[int, int]]] = [({}, {})]  # until a daemon has reported how much fits a request
 
         def begin_all(_: Client) -> None:
             registration = self._registered()
             blocks_per_key = max((math.prod(blocks.shape[1:]) for _, blocks in groups.values()), default=1)
-            asked[:] = self.pieces({group: len(blocks) for group, (_, blocks) in groups.items()}, first, blocks_per_key)
-            for piece, at in asked:
+            requests[:] = self.pieces(
+                {group: len(blocks) for group, (_, blocks) in groups.items()}, first, blocks_per_key
+            )
+            for piece, positions in requests:
                 try:
-                    job = begin(registration, _cut(groups, piece), first=at, deadline_s=deadline_s, ready=ready)
+                    job = begin(registration, _cut(groups, piece), first=positions, deadline_s=deadline_s, ready=ready)
                 except (JobDeadlineError, JobConnectionLostError) as error:
                     jobs.append((piece, error.job))
                     raise
                 jobs.append((piece, job))
 
         self.attempt(begin_all)
-        return Submitted(jobs, len(jobs) == len(asked))
+        return Submitted(jobs, len(jobs) == len(requests))
 
     # --- clears ------------------------------------------------------------------------------------
 
@@ -261,6 +263,6 @@ def _pauses() -> Iterator[float]:
 
 def _cut(groups: Mapping[int, tuple[bytes, U32Array]], piece: Piece) -> dict[int, tuple[bytes, U32Array]]:
     return {
-        group: (groups[group][0][some.start * KEY_BYTES : some.stop * KEY_BYTES], groups[group][1][some])
-        for group, some in piece.items()
+        group: (groups[group][0][span.start * KEY_BYTES : span.stop * KEY_BYTES], groups[group][1][span])
+        for group, span in piece.items()
     }

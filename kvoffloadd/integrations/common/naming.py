@@ -23,8 +23,8 @@ def texts_in(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from texts_in(one)
+        for item in value.values():
+            yield from texts_in(item)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from texts_in(one)
+        for item in value:
+            yield from texts_in(item)

@@ -29,14 +29,14 @@ class JudgedVariables:
 
     def __init__(self, prefix: str, left_out: Iterable[HarmlessVariables]) -> None:
         self.prefix = prefix
-        self._left_out = frozenset(prefix + name for one in left_out for name in one.names)
+        self._left_out = frozenset(prefix + name for group in left_out for name in group.names)
         # Kubernetes describes each service to containers in such variables, also one with a name that begins with the
         # engine's.
         self._of_a_service = re.compile(
             rf"{prefix}(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
         )
 
-    def told_by(self, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    def counted(self, environ: Mapping[str, str]) -> list[tuple[str, str]]:
         """Returns name and value of each variable that counts, sorted by name."""
         return sorted((name, value) for name, value in environ.items() if self.counts(name))
 

@@ -80,7 +80,7 @@ def found_pools(kvcache: Any, params: Any, components: set[Any], assemble: Calla
     kind, page = type(kvcache).__name__, params.page_size
     if kind in (_ATTENTION, _LATENTS):
         return ModelPools((_plain(KV, kvcache, page),), kvcache.layer_num)
-    if kind == _WINDOWS and {one.name for one in components} == {"FULL", "SWA"}:
+    if kind == _WINDOWS and {component.name for component in components} == {"FULL", "SWA"}:
         windows = _plain("swa", kvcache.swa_kv_pool, page)
         return ModelPools((_plain(KV, kvcache.full_kv_pool, page), windows), kvcache.layer_num)
     try:
@@ -106,8 +106,8 @@ def device_pools(found: ModelPools, rank: TpRank, timelines: Sequence[Timeline] 
         rows = [_adopt(pool, buffer) for buffer in pool.buffers]
         layers, dtypes = digest_layers(pool.layers), [dtype_named(buffer.dtype) for buffer in pool.buffers]
         refs = [
-            Ref(len(tensors) + at, 0, tensor.page_bytes, dtype=dtype, layers=layers)
-            for at, (tensor, dtype) in enumerate(zip(rows, dtypes, strict=True))
+            Ref(len(tensors) + index, 0, tensor.page_bytes, dtype=dtype, layers=layers)
+            for index, (tensor, dtype) in enumerate(zip(rows, dtypes, strict=True))
         ]
         tensors += rows
         groups.append(rank.group(pool.name, refs, by_name[KV].tokens, replicated=pool.replicated))

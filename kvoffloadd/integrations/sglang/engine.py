@@ -246,8 +246,8 @@ def _watch_admissions() -> None:
 
 @or_else(lambda *_: None)
 def _tell_hits(tree: UnifiedRadixCache, request: Req, prefix_tokens: int) -> None:
-    told = [pages for pages in _TOLD_OF_HITS if pages.available]
-    if not told:
+    notified = [pages for pages in _TOLD_OF_HITS if pages.available]
+    if not notified:
         return
     _device, _host, from_storage = split_cached_prefix_by_tier(
         prefix_len=prefix_tokens,
@@ -262,28 +262,28 @@ def _tell_hits(tree: UnifiedRadixCache, request: Req, prefix_tokens: int) -> Non
     # Pages that a linker has loaded are not in the tree yet.
     node, core = request.last_node, tree.tree_core
     keys = [*core.get_prefix_hash_values(node), *core.get_hash_values(node)][:hits]
-    for pages in told:
+    for pages in notified:
         pages.used(keys)
 
 
-def _call_before(owner: type, name: str, told: Callable[[], None]) -> None:
+def _call_before(owner: type, name: str, callback: Callable[[], None]) -> None:
     method = getattr(owner, name)
 
     @functools.wraps(method)
     def wrapper(*arguments: Any, **named: Any) -> Any:
-        told()
+        callback()
         return method(*arguments, **named)
 
     setattr(owner, name, wrapper)
 
 
-def _call_after(owner: type, name: str, told: Callable[[], None]) -> None:
+def _call_after(owner: type, name: str, callback: Callable[[], None]) -> None:
     method = getattr(owner, name)
 
     @functools.wraps(method)
     def wrapper(*arguments: Any, **named: Any) -> Any:
         result = method(*arguments, **named)
-        told()
+        callback()
         return result
 
     setattr(owner, name, wrapper)

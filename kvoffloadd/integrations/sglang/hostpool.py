@@ -69,7 +69,8 @@ def host_pools(pools: Mapping[str, Any], rank: TpRank, *, replicated: bool) -> P
         rows = _rows(name, pool)
         dtype, layers = _composition(name, pool, len(rows))
         refs = [
-            Ref(len(tensors) + at, 0, tensor.page_bytes, dtype=dtype, layers=layers) for at, tensor in enumerate(rows)
+            Ref(len(tensors) + index, 0, tensor.page_bytes, dtype=dtype, layers=layers)
+            for index, tensor in enumerate(rows)
         ]
         tensors += rows
         groups.append(rank.group(name, refs, pools[KV].page_size, replicated=replicated and name != STATES))

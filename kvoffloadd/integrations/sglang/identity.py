@@ -28,7 +28,7 @@ def identity_of(arguments: Mapping[str, Any], named: Named) -> tuple[tuple[str, 
         ContentsError: a file can't be named, or a value can't be compared.
     """
     return tuple(
-        (name, _said(name, value, arguments, named))
+        (name, _value_of(name, value, arguments, named))
         for name, value in sorted(arguments.items())
         if name not in NAMES_HARMLESS
     )
@@ -65,18 +65,18 @@ def model_source(path: str, arguments: Mapping[str, Any]) -> Source:
     return Source(path, True, arguments.get("revision") or None, arguments.get("download_dir") or None)
 
 
-def _said(name: str, value: Any, arguments: Mapping[str, Any], named: Named) -> object:
+def _value_of(name: str, value: Any, arguments: Mapping[str, Any], named: Named) -> object:
     if name == ADAPTERS:
         return bool(value)
     if name == GRAPHS and isinstance(value, Mapping):
-        value = {phase: _without_sizes(said) for phase, said in value.items()}
+        value = {phase: _without_sizes(options) for phase, options in value.items()}
     if name in FILES and isinstance(value, str) and value:
         return named(_source(name, value, arguments)) or value
     return _comparable(name, value, named)
 
 
-def _without_sizes(said: Any) -> Any:
-    return {key: one for key, one in said.items() if key not in SIZES} if isinstance(said, Mapping) else said
+def _without_sizes(value: Any) -> Any:
+    return {key: item for key, item in value.items() if key not in SIZES} if isinstance(value, Mapping) else value
 
 
 def _source(name: str, value: str, arguments: Mapping[str, Any]) -> Source:
@@ -94,11 +94,11 @@ def _comparable(name: str, value: Any, named: Named) -> object:
             return named(Source(value)) or value
         return _parsed(name, value, named) if value.startswith(("{", "[")) else value
     if isinstance(value, Mapping):
-        return "a mapping", *sorted((repr(key), _comparable(name, one, named)) for key, one in value.items())
+        return "a mapping", *sorted((repr(key), _comparable(name, item, named)) for key, item in value.items())
     if isinstance(value, list | tuple):
-        return "a list", *(_comparable(name, one, named) for one in value)
+        return "a list", *(_comparable(name, item, named) for item in value)
     if isinstance(value, set | frozenset):
-        return "a set", *sorted(repr(_comparable(name, one, named)) for one in value)
+        return "a set", *sorted(repr(_comparable(name, item, named)) for item in value)
     raise ContentsError(f"--{name.replace('_', '-')} has a value of {type(value).__name__}, which can't be compared")
 
 

@@ -97,12 +97,12 @@ class KVOffloaddLinker(UnifiedCacheLinker):
         if any(pool.source not in by_source for pool in self._device_pools):
             return []
         keys = list(by_source[KV].keys)
-        asked = (keys[0], len(keys))
-        lengths = self._answers.known(rid, asked)
+        wanted = (keys[0], len(keys))
+        lengths = self._answers.known(rid, wanted)
         if lengths is None:
             others = [pool for pool in self._device_pools if pool.name != KV]
             needed = [needed_of(by_source[pool.source], pool.name) for pool in others]
-            lengths = self._answers.ask(rid, asked, lambda: self._pages.restorable(keys, needed).lengths)
+            lengths = self._answers.ask(rid, wanted, lambda: self._pages.restorable(keys, needed).lengths)
         return list(lengths)
 
     # --- loads -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ class _Answer:
     more.
     """
 
-    asked: tuple[str, int]
+    wanted: tuple[str, int]
     lengths: tuple[int, ...]
     until: float
 
@@ -31,20 +31,20 @@ class LookupCache:
         self._clock = clock
         self._by_request: OrderedDict[str, _Answer] = OrderedDict()
 
-    def known(self, request: str, asked: tuple[str, int]) -> tuple[int, ...] | None:
+    def known(self, request: str, wanted: tuple[str, int]) -> tuple[int, ...] | None:
         """Returns the answer to the same question, if it is fresh."""
         answer = self._by_request.get(request)
-        if answer is None or answer.asked != asked or self._clock() > answer.until:
+        if answer is None or answer.wanted != wanted or self._clock() > answer.until:
             return None
         return answer.lengths
 
-    def ask(self, request: str, asked: tuple[str, int], question: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+    def ask(self, request: str, wanted: tuple[str, int], question: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Returns the answer to the question, and keeps it."""
         begun = self._clock()
         lengths = question()
         now = self._clock()
         fresh_s = max(_FRESH_S, (now - begun) * len(self._by_request) / _SHARE)
-        self._by_request[request] = _Answer(asked, lengths, now + fresh_s)
+        self._by_request[request] = _Answer(wanted, lengths, now + fresh_s)
         self._by_request.move_to_end(request)
         if len(self._by_request) > _MOST:
             self._by_request.popitem(last=False)

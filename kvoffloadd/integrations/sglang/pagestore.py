@@ -104,7 +104,7 @@ class PageStore:
         if not keys or not self.available:
             return _NOTHING
         if needed:  # for short prompts SGLang may need less
-            more = {one.pool: max(one.trailing, self._trailing.get(one.pool, 0)) for one in needed}
+            more = {need.pool: max(need.trailing, self._trailing.get(need.pool, 0)) for need in needed}
             self._trailing = {**self._trailing, **more}  # replaced, never changed: other threads read it
         packed = self._packed(keys)
         there = self._there_here(packed, needed)
@@ -119,13 +119,13 @@ class PageStore:
         """Returns the pages that this host has, or is reading from its disks, for each pool. None: the daemon gave no
         answer.
         """
-        every = [KV, *(one.pool for one in needed)]
+        every = [KV, *(need.pool for need in needed)]
         states = self._states({pool: slice(0, len(packed)) for pool in every}, packed, _LOOK_HERE)
         if states is None:
             return None
         there = {pool: np.isin(found, (KeyState.HIT, KeyState.PENDING)) for pool, found in states.items()}
-        wanted = _wanted(restorable(there, needed).pages, {one.pool: one.trailing for one in needed})
-        if all((states[pool][some] == KeyState.HIT).all() for pool, some in wanted.items()):
+        wanted = _wanted(restorable(there, needed).pages, {need.pool: need.trailing for need in needed})
+        if all((states[pool][span] == KeyState.HIT).all() for pool, span in wanted.items()):
             return there
         if self._promotes(wanted, packed):
             return there
@@ -143,10 +143,10 @@ class PageStore:
         Later ones are there for the next lookup.
         """
         behind = dict.fromkeys(there, slice(here.pages, len(packed)))
-        asked = self._answers(behind, packed, Client.prefetch)
-        if asked is None:
+        answers = self._answers(behind, packed, Client.prefetch)
+        if answers is None:
             return here
-        for _, found in asked:
+        for _, found in answers:
             while found.promoting and not found.ready and monotonic() < until:
                 if self._paused or self._resting or self._closing.is_set():
                     return here
@@ -157,7 +157,8 @@ class PageStore:
         if states is None:
             return here
         with_others = {
-            pool: np.concatenate([some[: here.pages], states[pool] == KeyState.HIT]) for pool, some in there.items()
+            pool: np.concatenate([present[: here.pages], states[pool] == KeyState.HIT])
+            for pool, present in there.items()
         }
         return restorable(with_others, needed)
 
@@ -281,9 +282,9 @@ class PageStore:
             return None
         states: dict[str, list[U8Array]] = {pool: [] for pool in wanted}
         for named, found in answers:
-            for pool, some in zip(named, found.states, strict=True):
-                states[pool].append(some)
-        return {pool: np.concatenate(some) for pool, some in states.items()}
+            for pool, piece in zip(named, found.states, strict=True):
+                states[pool].append(piece)
+        return {pool: np.concatenate(pieces) for pool, pieces in states.items()}
 
     def _promotes(self, wanted: Mapping[str, slice], packed: U8Array) -> bool:
         """Has keys that are on disk read; returns whether there are any."""
@@ -311,8 +312,8 @@ class PageStore:
         counts = {group: wanted[pool].stop - wanted[pool].start for group, pool in pools.items()}
         answers = []
         for piece, first in self._lookups.pieces(counts, starts):
-            groups = {group: packed[first[group] : starts[group] + some.stop] for group, some in piece.items()}
-            found = self._lookups.ask(partial(_asked, call, groups, first))
+            groups = {group: packed[first[group] : starts[group] + span.stop] for group, span in piece.items()}
+            found = self._lookups.ask(partial(_with_client, call, groups, first))
             if found is None:
                 return None
             answers.append(([pools[group] for group in piece], found))
@@ -353,7 +354,7 @@ def _wanted(pages: int, trailing: Mapping[str, int]) -> dict[str, slice]:
     return {KV: slice(0, pages)} | others
 
 
-def _asked(
+def _with_client(
     call: Callable[[Client, Any, Any], R], groups: dict[int, U8Array], first: dict[int, int], client: Client
 ) -> R:
     return call(client, groups, first)
@@ -371,4 +372,4 @@ def _wait(found: Found, until: float, client: Client) -> None:
 
 def _told_apart(needed: Sequence[Needed]) -> bool:
     """Returns whether the daemon knows which keys a prefix needs: it does not know the length of windows."""
-    return all(not one.trailing or one.pool == STATES for one in needed)
+    return all(not need.trailing or need.pool == STATES for need in needed)

@@ -37,11 +37,11 @@ def restorable(there: Mapping[str, BoolArray], needed: Sequence[Needed]) -> Rest
     lengths = np.arange(1, pages + 1)
     fits = np.ones(pages, np.bool_)
     by_pool = {KV: pages} if pages else {}
-    for one in needed:
-        runs = run_lengths(there[one.pool][:pages])
-        held = runs >= (np.minimum(lengths, one.trailing) if one.trailing else lengths)
+    for need in needed:
+        runs = run_lengths(there[need.pool][:pages])
+        held = runs >= (np.minimum(lengths, need.trailing) if need.trailing else lengths)
         if held.any():
-            by_pool[one.pool] = int(lengths[held][-1])
+            by_pool[need.pool] = int(lengths[held][-1])
         fits &= held
     found = tuple(int(length) for length in lengths[fits])
     return Restorable(found[-1] if found else 0, found, by_pool)
@@ -54,6 +54,6 @@ def leading(there: BoolArray) -> int:
 
 def run_lengths(there: BoolArray) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
     """Returns intp (n,): how many are True in a row up to and with each of them."""
-    at = np.arange(1, there.size + 1)
-    gap = np.maximum.accumulate(np.where(there, 0, at)) if there.size else at
-    return at - gap
+    positions = np.arange(1, there.size + 1)
+    gap = np.maximum.accumulate(np.where(there, 0, positions)) if there.size else positions
+    return positions - gap

@@ -182,8 +182,8 @@ class SharedLink:
         if result is None or result.outcome is Outcome.LOST:
             self._link.connected = False  # until `keep` has checked whether there is a daemon
             return
-        for at, (group, some) in enumerate(piece.items()):
-            copied = result.valid(at)
+        for index, (group, span) in enumerate(piece.items()):
+            copied = result.valid(index)
             if job.direction is Direction.STORE:
-                copied |= np.isin(result.states[at], (KeyState.HIT, KeyState.PENDING))
-            done[group][some] = copied
+                copied |= np.isin(result.states[index], (KeyState.HIT, KeyState.PENDING))
+            done[group][span] = copied

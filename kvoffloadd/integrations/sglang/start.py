@@ -67,7 +67,7 @@ def _computed(how: Fingerprint, number: int) -> Computed:
     """
     with engine.all_or_none():
         arguments, version, amx = engine.arguments(), versions.check(), engine.has_amx()
-        variables = VARIABLES.told_by(os.environ)
+        variables = VARIABLES.counted(os.environ)
         identity: object = None
         doubt = from_elsewhere(arguments)
         if not doubt:

@@ -98,7 +98,7 @@ class AdapterNames:
         named = self._named.get(lora.lora_int_id)
         # Files that were written again may be the loaded ones: vLLM had dropped the adapter.
         if named is None or lora.load_inplace or seen not in (named.loaded.state, named.seen):
-            named = self._asked(lora, seen, add_lora)
+            named = self._load(lora, seen, add_lora)
         if noted is not named:
             setattr(request, _NOTED, named)
             request.block_hashes.clear()
@@ -139,7 +139,7 @@ class AdapterNames:
         for number in [number for number, named in self._named.items() if named.loaded.state in states]:
             self.forget(number)
 
-    def _asked(self, lora: Any, seen: str, add_lora: Callable[[Any], object] | None) -> NamedAdapter:
+    def _load(self, lora: Any, seen: str, add_lora: Callable[[Any], object] | None) -> NamedAdapter:
         if add_lora is None:
             return self._nameless(lora.lora_int_id)
         try:
@@ -244,7 +244,7 @@ class RankAdapters:
         self._states: dict[int, str] = {}
         self._alone: dict[int, Any] = {}  # LoRARequests that were loaded since the scheduler's last query of all ranks
         self._replaced: set[str] = set()
-        self._untold: set[str] = set()
+        self._unreported: set[str] = set()
 
     def note(self, lora: Any, state: str) -> None:
         """Records the load of a LoRARequest. `state`: empty where its files were written meanwhile."""
@@ -280,12 +280,12 @@ class RankAdapters:
 
     def tell(self) -> set[str]:
         """Returns the states that were replaced since the last call."""
-        told, self._untold = self._untold, set()
-        return told
+        states, self._unreported = self._unreported, set()
+        return states
 
     def _replace(self, state: str) -> None:
         self._replaced.add(state)
-        self._untold.add(state)
+        self._unreported.add(state)
 
 
 RANK = RankAdapters()

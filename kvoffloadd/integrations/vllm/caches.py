@@ -22,23 +22,23 @@ def registered(config: Any, kv_caches: Any, facts: LayerFacts, timelines: Sequen
     """
     held = share(config)
     groups: list[Group] = []
-    for at, refs in enumerate(kv_caches.group_data_refs):
-        layers = config.groups[at].layer_names
+    for index, refs in enumerate(kv_caches.group_data_refs):
+        layers = config.groups[index].layer_names
         check_covered(layers, refs, kv_caches.tensors, facts.spans)
         cut = held_refs(layers, refs, facts, held) if by_heads(config) else [whole_refs(layers, refs, facts)]
-        groups += [_group(config, at, held.parts, held.part + nth, mine) for nth, mine in enumerate(cut)]
-    tensors = tuple(one.tensor for one in kv_caches.tensors)
+        groups += [_group(config, index, held.parts, held.part + nth, part_refs) for nth, part_refs in enumerate(cut)]
+    tensors = tuple(entry.tensor for entry in kv_caches.tensors)
     return CanonicalCache(tensors, tuple(groups), kv_caches).kv_cache(timelines)
 
 
 def announced(config: Any) -> KvCache:
     """Returns a scheduler's cache, without memory: a lookup may come before the ranks have registered theirs."""
     parts = share(config).parts
-    return KvCache((), [_group(config, at, parts, 0, []) for at in range(len(config.groups))])
+    return KvCache((), [_group(config, index, parts, 0, []) for index in range(len(config.groups))])
 
 
-def _group(config: Any, at: int, parts: int, part: int, refs: Sequence[Ref]) -> Group:
-    group = config.groups[at]
+def _group(config: Any, index: int, parts: int, part: int, refs: Sequence[Ref]) -> Group:
+    group = config.groups[index]
     keeps_state = group.group_id in config.extra_config.get(STATES, ())
     tokens_per_key = group.tokens_per_block * config.cache.blocks_per_chunk
     # vLLM looks up key by key, and decides itself which ones a hit needs. But a store that hosts share sends only

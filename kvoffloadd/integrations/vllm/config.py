@@ -123,7 +123,7 @@ def _layout(config: Any, platform: Platform) -> str:
         held = share(config)
         block_bytes, replicated = block_bytes * held.parts // held.held, False
     groups = [(group.group_id, group.tokens_per_block, group.layer_names if alone else ()) for group in config.groups]
-    said: tuple[Any, ...] = (
+    facts: tuple[Any, ...] = (
         groups,
         config.cache.tokens_per_hash,
         config.cache.blocks_per_chunk,
@@ -132,18 +132,18 @@ def _layout(config: Any, platform: Platform) -> str:
         config.canonical_layout,
     )
     if config.extra_config.get(REACHES):
-        said += (("reaches", *sorted(config.extra_config[REACHES].items())),)
+        facts += (("reaches", *sorted(config.extra_config[REACHES].items())),)
         if config.extra_config.get(DRAFTS):
-            said += (("drafts", *config.extra_config[DRAFTS]),)
+            facts += (("drafts", *config.extra_config[DRAFTS]),)
     if config.extra_config.get(REACHES) != {}:  # it has states, or that is unknown
-        said += (("convolutions", platform.convolutions),)
-    return f"vllm {platform.vllm} {platform.device} {config.kv_cache_layout} {digest_of(said)}"
+        facts += (("convolutions", platform.convolutions),)
+    return f"vllm {platform.vllm} {platform.device} {config.kv_cache_layout} {digest_of(facts)}"
 
 
 def _salt(config: Any, identity: Mapping[str, Any], seed: str | None) -> str:
-    said = [f"identity v{_IDENTITY_FORMAT}", f"{identity['hash']} seed {'default' if seed is None else seed}"]
+    words = [f"identity v{_IDENTITY_FORMAT}", f"{identity['hash']} seed {'default' if seed is None else seed}"]
     if unstable_hashes(config, seed):
-        said.append(f"engine {config.engine_id}")  # no other engine can know these keys, so none may find them
+        words.append(f"engine {config.engine_id}")  # no other engine can know these keys, so none may find them
     if identity["doubt"]:
-        said.append(f"alone {identity['token']} {config.engine_id}")  # replicas have one token
-    return " ".join((*said, str(identity["fields"])))
+        words.append(f"alone {identity['token']} {config.engine_id}")  # replicas have one token
+    return " ".join((*words, str(identity["fields"])))

@@ -87,7 +87,7 @@ class KVOffloaddConnector(OffloadingConnector):
                 "kv_connector_extra_config"
             )
         _complete(vllm_config)
-        specs = [group.kv_cache_spec for group in _told(kv_cache_config).kv_cache_groups]
+        specs = [group.kv_cache_spec for group in _scheduler_form(kv_cache_config).kv_cache_groups]
         extra[STATES] = _states(specs)
         extra[REACHES] = _reaches(specs)
         extra[DRAFTS] = _drafts(vllm_config, kv_cache_config)
@@ -109,8 +109,8 @@ class KVOffloaddConnector(OffloadingConnector):
         self._offered: set[str] = set()  # requests that may load again, until vLLM has blocks for that
         self._results: FailingWorker | None = None
         if self.connector_worker is not None:
-            told = build_offloading_config(vllm_config, _told(kv_cache_config))
-            check_scheduler(self.connector_worker.spec.config, told)
+            derived = build_offloading_config(vllm_config, _scheduler_form(kv_cache_config))
+            check_scheduler(self.connector_worker.spec.config, derived)
             self._results = FailingWorker(self.connector_worker.spec, vllm_config, kv_cache_config)
             self.connector_worker = self._results
 
@@ -330,7 +330,7 @@ class FailingWorker(OffloadingConnectorWorker):
             self.worker.wake()
 
 
-def _told(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
+def _scheduler_form(kv_cache_config: KVCacheConfig) -> KVCacheConfig:
     """Returns the scheduler's form of the config: a rank has specs of each layer, in wrappers."""
     return generate_scheduler_kv_cache_config([kv_cache_config])
 
@@ -339,7 +339,7 @@ def _states(specs: Sequence[KVCacheSpec]) -> list[int]:
     """Returns the groups that keep the state at the end of a request's full blocks alone, which vLLM hands over by
     itself.
     """
-    return [at for at, one in enumerate(specs) if getattr(one, "mamba_cache_mode", None) == _ALIGNED]
+    return [index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", None) == _ALIGNED]
 
 
 def _leave_one_block(extra: dict[str, Any]) -> None:
@@ -361,13 +361,13 @@ def _reaches(specs: Sequence[KVCacheSpec]) -> dict[int, int]:
     rule of vLLM's scheduler (`get_sliding_window_size_in_chunks`). A state needs the last one.
     """
     found = {}
-    for at, spec in enumerate(specs):
+    for index, spec in enumerate(specs):
         if isinstance(spec, SlidingWindowSpec):
-            found[at] = max(spec.sliding_window, spec.sliding_window - 1 + spec.extra_retained_tokens)
+            found[index] = max(spec.sliding_window, spec.sliding_window - 1 + spec.extra_retained_tokens)
         elif isinstance(spec, ChunkedLocalAttentionSpec):
-            found[at] = spec.attention_chunk_size
+            found[index] = spec.attention_chunk_size
         elif isinstance(spec, MambaSpec):
-            found[at] = 1
+            found[index] = 1
     return found
 
 
@@ -377,7 +377,7 @@ def _drafts(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[int
     """
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         return []
-    return [at for at, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group]
+    return [index for index, group in enumerate(kv_cache_config.kv_cache_groups) if group.is_eagle_group]
 
 
 def _complete(vllm_config: VllmConfig) -> None:

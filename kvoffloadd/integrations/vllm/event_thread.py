@@ -57,14 +57,14 @@ class PublishedKeys:
 
     def __init__(self, groups: Sequence[int]) -> None:
         self.generation = 0
-        self._told: dict[int, set[bytes]] = {group: set() for group in groups}
+        self._stored: dict[int, set[bytes]] = {group: set() for group in groups}
         self._expected: dict[tuple[int, bytes], None] = {}
         self._room = TOLD_MAX
 
     @property
     def groups(self) -> Sequence[int]:
         """All groups."""
-        return tuple(self._told)
+        return tuple(self._stored)
 
     def renew(self, generation: int) -> Iterator[tuple[int, list[bytes]]]:
         """Starts a generation after the engine's reset. Yields all published keys, to publish as removed."""
@@ -81,34 +81,34 @@ class PublishedKeys:
 
     def came(self, group: int, keys: Iterable[bytes]) -> list[bytes]:
         """Returns those of the keys to publish as stored."""
-        told = self._told.get(group)
-        if told is None:
+        stored = self._stored.get(group)
+        if stored is None:
             return []
-        found = [key for key in keys if key not in told and self._is_ours(group, key)][: self._room]
-        told.update(found)
+        found = [key for key in keys if key not in stored and self._is_ours(group, key)][: self._room]
+        stored.update(found)
         self._room -= len(found)
         return found
 
     def went(self, group: int, keys: Iterable[bytes]) -> list[bytes]:
         """Returns those of the keys to publish as removed."""
-        told = self._told.get(group, set())
-        found = [key for key in keys if key in told]
-        told.difference_update(found)
+        stored = self._stored.get(group, set())
+        found = [key for key in keys if key in stored]
+        stored.difference_update(found)
         self._room += len(found)
         return found
 
-    def told(self, group: int, keys: Iterable[bytes]) -> set[bytes]:
+    def intersection(self, group: int, keys: Iterable[bytes]) -> set[bytes]:
         """Returns those of the keys that were published as stored."""
-        return self._told.get(group, set()).intersection(keys)
+        return self._stored.get(group, set()).intersection(keys)
 
     def amiss(self, group: int, there: set[bytes]) -> list[bytes]:
         """Does what `went` does, for all keys that are not `there`."""
-        return self.went(group, self._told.get(group, set()) - there)
+        return self.went(group, self._stored.get(group, set()) - there)
 
     def forget(self) -> Iterator[tuple[int, list[bytes]]]:
         """Yields all published keys, to publish as removed, and as stored again if they turn out to be there."""
-        for group, told in self._told.items():
-            keys = self.went(group, list(told))
+        for group, stored in self._stored.items():
+            keys = self.went(group, list(stored))
             self.expect(group, keys)
             yield group, keys
 
@@ -146,9 +146,9 @@ class EventThread:
         """Yields the news since the last call, in order; beyond `most` keys the rest comes later."""
         taken = 0
         while self._news and taken < most:
-            one = self._news.popleft()
-            taken += len(one.keys)
-            yield one
+            news = self._news.popleft()
+            taken += len(news.keys)
+            yield news
 
     def expect(self, groups: Mapping[int, Iterable[bytes]]) -> None:
         """Announces keys that the engine is about to store."""
@@ -210,7 +210,7 @@ class EventThread:
             self._obey()
             keys = [key.tobytes() for key in page]
             self._tell(group, self._published.came(group, keys), removed=False)
-            there |= self._published.told(group, keys)
+            there |= self._published.intersection(group, keys)
         self._tell(group, self._published.amiss(group, there), removed=True)
 
     def _take(self, event: Event) -> None:
@@ -230,7 +230,7 @@ class EventThread:
         self._closing.wait(self._link.retry_in_s)
 
     def _tell(self, group: int, keys: list[bytes], *, removed: bool) -> None:
-        for at in range(0, len(keys), _NEWS_KEYS):
+        for start in range(0, len(keys), _NEWS_KEYS):
             while len(self._news) >= _NEWS_MAX and not self._closing.is_set():
                 self._closing.wait(_ROOM_S)
-            self._news.append(News(self._published.generation, group, keys[at : at + _NEWS_KEYS], removed))
+            self._news.append(News(self._published.generation, group, keys[start : start + _NEWS_KEYS], removed))

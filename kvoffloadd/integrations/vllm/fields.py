@@ -300,8 +300,8 @@ scaled, and others how keys are rotated, or how far relative positions reach.
 """
 
 _LEFT_OUT: Final[Mapping[str, frozenset[str]]] = {
-    section: frozenset().union(*(one.fields for one in (*HARMLESS, *ELSEWHERE) if one.section == section))
-    for section in {one.section for one in (*HARMLESS, *ELSEWHERE)}
+    section: frozenset().union(*(entry.fields for entry in (*HARMLESS, *ELSEWHERE) if entry.section == section))
+    for section in {entry.section for entry in (*HARMLESS, *ELSEWHERE)}
 }
 
 

@@ -59,7 +59,7 @@ class HandOff:
         # There another connector may hand prompts over, by the same words, and vLLM allows for one answer to them.
         self._is_off = bool(vllm_config.kv_transfer_config.kv_connector_extra_config.get(INSIDE))
         self._refusal = _refusal(scheduler, vllm_config, kv_cache_config)
-        self._told: set[str] = set()  # refusals that were logged
+        self._logged: set[str] = set()  # refusals that were logged
         self._prompts: dict[str, HandedPrompt] = {}
         self._computing: set[str] = set()  # prompts for other engines, until they are finished
         self._computed: set[str] = set()  # those of them that have their last token computed by a step
@@ -124,8 +124,8 @@ class HandOff:
             (deferred if group.sliding_window_size_in_chunks is None else fenced).extend(set(held) - {NULL_BLOCK})
             blocks.append(filled(held, self._scheduler.config.blocks_per_chunk))
         source = GPULoadStoreSpec(
-            [block for some in blocks for block in some],
-            group_sizes=[len(some) for some in blocks],
+            [block for held_blocks in blocks for block in held_blocks],
+            group_sizes=[len(held_blocks) for held_blocks in blocks],
             block_indices=[self._tail_blocks(prompt, group)[0] for group in self._groups],
         )
         job = self._scheduler._generate_job_id()
@@ -239,8 +239,8 @@ class HandOff:
         if self._is_off or not params or not params.get(word):
             return False
         refusal = self._refusal or self._refusal_of(request)
-        if refusal and refusal not in self._told:
-            self._told.add(refusal)
+        if refusal and refusal not in self._logged:
+            self._logged.add(refusal)
             logger.warning("kvoffloadd: the last, partial chunks of prompts are computed by both engines: %s", refusal)
         return not refusal
 

@@ -60,7 +60,7 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
     `token`: unique to the engine. `doubt`: why it shares with no other; empty: it shares.
     """
     model = vllm_config.model_config
-    said: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "model": _display_name(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "hash": str(vllm_config.cache_config.prefix_caching_hash_algo),
@@ -71,21 +71,21 @@ def identity_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> dict[s
         "draft_places": [],
     }
     if vllm_config.lora_config is not None:
-        said["adapters"] = said["token"]  # unless it has a name
+        identity["adapters"] = identity["token"]  # unless it has a name
     try:
-        said["fields"] = digest_of(fields_of(vllm_config, how))
-        said["adapters"] = _adapters(vllm_config)
-        said["places"] = _places(vllm_config.model_config, vllm_config.load_config)
-        said["seen"] = seen(said["places"])
-        said["weights"] = named(said["places"], how)
+        identity["fields"] = digest_of(fields_of(vllm_config, how))
+        identity["adapters"] = _adapters(vllm_config)
+        identity["places"] = _places(vllm_config.model_config, vllm_config.load_config)
+        identity["seen"] = seen(identity["places"])
+        identity["weights"] = named(identity["places"], how)
     except (NamelessError, ContentsError) as error:
-        said["doubt"] = str(error)
+        identity["doubt"] = str(error)
     if _has_drafts(vllm_config):
         try:
-            said |= _drafts(vllm_config, how)
+            identity |= _drafts(vllm_config, how)
         except (NamelessError, ContentsError) as error:
-            said |= _own_drafts(said, str(error))
-    return said
+            identity |= _own_drafts(identity, str(error))
+    return identity
 
 
 def attached(extra_config: dict[str, Any]) -> dict[str, Any]:
@@ -94,31 +94,32 @@ def attached(extra_config: dict[str, Any]) -> dict[str, Any]:
 
     Raises UsageError where the plug-in has not run.
     """
-    said = extra_config.get(IDENTITY)
-    if said is None:
+    identity = extra_config.get(IDENTITY)
+    if identity is None:
         raise UsageError(
             "kvoffloadd does not know what this engine computes with: its plug-in for vLLM had not run when the "
             "engine's configuration was made. Install the package kvoffloadd in vLLM's environment (to have it on "
             "PYTHONPATH is not enough), and name kvoffloadd in VLLM_PLUGINS where that is set"
         )
-    if not said["doubt"]:
+    if not identity["doubt"]:
         try:
-            if seen(said["places"]) != said["seen"]:
-                said = said | {"doubt": "the model's files have changed since the engine was started"}
+            if seen(identity["places"]) != identity["seen"]:
+                identity = identity | {"doubt": "the model's files have changed since the engine was started"}
         except ContentsError as error:
-            said = said | {"doubt": str(error)}
-    if said["draft_places"]:
+            identity = identity | {"doubt": str(error)}
+    if identity["draft_places"]:
         try:
-            if seen(said["draft_places"]) != said["draft_seen"]:
-                said = said | _own_drafts(said, "its files have changed since the engine was started")
+            if seen(identity["draft_places"]) != identity["draft_seen"]:
+                identity = identity | _own_drafts(identity, "its files have changed since the engine was started")
         except ContentsError as error:
-            said = said | _own_drafts(said, str(error))
-    if said["doubt"]:
+            identity = identity | _own_drafts(identity, str(error))
+    if identity["doubt"]:
         logger.warning(
-            "kvoffloadd: this engine shares with no other, and nothing will hit after its restart: %s", said["doubt"]
+            "kvoffloadd: this engine shares with no other, and nothing will hit after its restart: %s",
+            identity["doubt"],
         )
-    extra_config[IDENTITY] = said
-    return dict(said)
+    extra_config[IDENTITY] = identity
+    return dict(identity)
 
 
 def seen(places: Iterable[str]) -> str:
@@ -145,7 +146,7 @@ def fields_of(vllm_config: Any, how: Fingerprint = Fingerprint.AUTO) -> list[tup
     found += _model(vllm_config.model_config)
     found += _loader(vllm_config.load_config, how)
     found.append(("environment", canonical(_environment(how), "environment")))
-    return sorted(found, key=lambda one: one[0])
+    return sorted(found, key=lambda item: item[0])
 
 
 def canonical(value: object, where: str) -> object:
@@ -155,16 +156,16 @@ def canonical(value: object, where: str) -> object:
     if value is None or (isinstance(value, bool | int | float | str | bytes) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, Mapping):
-        return "map", tuple(sorted((str(key), canonical(one, f"{where}.{key}")) for key, one in value.items()))
+        return "map", tuple(sorted((str(key), canonical(item, f"{where}.{key}")) for key, item in value.items()))
     if isinstance(value, set | frozenset):
-        return "set", tuple(sorted(repr(canonical(one, where)) for one in value))
+        return "set", tuple(sorted(repr(canonical(item, where)) for item in value))
     if isinstance(value, list | tuple):
-        return "list", tuple(canonical(one, where) for one in value)
+        return "list", tuple(canonical(item, where) for item in value)
     if isinstance(value, functools.partial):
         return "partial", canonical((value.func, value.args, value.keywords), where)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
-        return _class_name(type(value)), tuple((name, canonical(one, f"{where}.{name}")) for name, one in fields)
+        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+        return _class_name(type(value)), tuple((name, canonical(item, f"{where}.{name}")) for name, item in fields)
     return _name_of(value, where)
 
 
@@ -183,8 +184,8 @@ def _name_of(value: object, where: str) -> object:
     raise NamelessError(f"{where} is {type(value).__name__}, which has no name that another engine would know")
 
 
-def _class_name(one: type) -> str:
-    return f"{one.__module__}.{one.__qualname__}"
+def _class_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _section(section: str, config: Any) -> Iterator[tuple[str, object]]:
@@ -225,8 +226,8 @@ def _loader(load: Any, how: Fingerprint) -> Iterator[tuple[str, object]]:
 
 def _environment(how: Fingerprint) -> list[tuple[str, object]]:
     """Returns the variables that are set, and count. The value of one may be a file."""
-    told = VARIABLES.told_by(os.environ)
-    return [(name, _with_contents(value, how) if os.path.isfile(value) else value) for name, value in told]
+    variables = VARIABLES.counted(os.environ)
+    return [(name, _with_contents(value, how) if os.path.isfile(value) else value) for name, value in variables]
 
 
 def _with_contents(value: object, how: Fingerprint) -> object:
@@ -234,9 +235,9 @@ def _with_contents(value: object, how: Fingerprint) -> object:
     if isinstance(value, str) and os.path.isabs(value) and os.path.lexists(value):
         return _named(value, how)
     if isinstance(value, Mapping):
-        return {key: _with_contents(one, how) for key, one in value.items()}
+        return {key: _with_contents(item, how) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_contents(one, how) for one in value]
+        return [_with_contents(item, how) for item in value]
     return value
 
 
@@ -263,14 +264,14 @@ def _drafts(vllm_config: Any, how: Fingerprint) -> dict[str, Any]:
         places = [_place(str(drafting.model), drafting.revision)]
     as_seen = seen(places)
     found.append(("files", named(places, how)))
-    drafts = digest_of(sorted(found, key=lambda one: one[0]))
+    drafts = digest_of(sorted(found, key=lambda item: item[0]))
     return {"drafts": drafts, "draft_places": places, "draft_seen": as_seen}
 
 
-def _own_drafts(said: Mapping[str, Any], why: str) -> dict[str, Any]:
+def _own_drafts(identity: Mapping[str, Any], why: str) -> dict[str, Any]:
     """Describes a draft model that is in doubt. The target's keys are shared all the same."""
     logger.warning("kvoffloadd: this engine shares what its draft model computes with no other: %s", why)
-    return {"drafts": said["token"], "draft_places": []}
+    return {"drafts": identity["token"], "draft_places": []}
 
 
 def _places(model: Any, load: Any) -> list[str]:
@@ -292,7 +293,9 @@ def _places(model: Any, load: Any) -> list[str]:
         places.append(_place(str(model.generation_config), None, "generation_config.json"))
     scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
     places += [os.path.abspath(scales)] if scales else []
-    places += [one for one in texts_in(load.model_loader_extra_config) if os.path.isabs(one) and os.path.lexists(one)]
+    places += [
+        text for text in texts_in(load.model_loader_extra_config) if os.path.isabs(text) and os.path.lexists(text)
+    ]
     return list(dict.fromkeys(places))
 
 

@@ -124,7 +124,7 @@ def pack_by_group(offload_keys: Sequence[bytes], names: KeyNames = PLAIN) -> dic
         named[:, : hashes.shape[1]] = hashes
     groups = ends.view(">u4").ravel()
     found = {}
-    for group, first in zip(*(some.tolist() for some in np.unique(groups, return_index=True)), strict=True):
+    for group, first in zip(*(array.tolist() for array in np.unique(groups, return_index=True)), strict=True):
         mask = 0 if masked else mask_of(names.number(group))
         found[group] = first, named[groups == group] ^ np.frombuffer(mask.to_bytes(KEY_BYTES, "little"), np.uint8)
     return found

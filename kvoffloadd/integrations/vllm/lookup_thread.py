@@ -209,13 +209,13 @@ class LookupThread:
     def _ask(self, pin: PinRequest) -> None:
         if pin.abandoned:
             return
-        asked = False
+        pinned = False
         try:
-            asked = self.connected and self._attempt(partial(self._pin, pin))
+            pinned = self.connected and self._attempt(partial(self._pin, pin))
         finally:
-            if not asked:
+            if not pinned:
                 self._answer_nothing(pin)
-        if not asked:
+        if not pinned:
             return
         pin.promoting = any(found.promotion is not None for _, found in pin.found)  # one of them may have ended by now
         self._answer(pin)
@@ -249,8 +249,8 @@ class LookupThread:
         packed = pack_by_group(used.offload_keys, used.names)
         ends = {group: used.end_of(used.offload_keys[first]) for group, (first, _) in packed.items()}
         starts = self._starts({group: end for group, end in ends.items() if end is not None})
-        for piece, at in self._link.pieces({group: len(keys) for group, (_, keys) in packed.items()}, starts):
-            client.touch({group: packed[group][1][some] for group, some in piece.items()}, at)
+        for piece, positions in self._link.pieces({group: len(keys) for group, (_, keys) in packed.items()}, starts):
+            client.touch({group: packed[group][1][span] for group, span in piece.items()}, positions)
 
     def _answer_nothing(self, pin: PinRequest) -> None:
         pin.found.clear()
@@ -268,7 +268,7 @@ class LookupThread:
         else:
             pin.states = {group: bytes(len(keys)) for group, keys in pin.groups.items()}
         if not pin.promoting:
-            pin.holds = sum(some.count(KeyState.HIT) for some in pin.states.values())
+            pin.holds = sum(states.count(KeyState.HIT) for states in pin.states.values())
         self._answers.append(pin)
 
     def _look_for_promotions(self) -> None:
@@ -314,16 +314,16 @@ def _counts(groups: Mapping[int, Sequence[bytes]]) -> dict[int, int]:
 
 
 def _packed(groups: Mapping[int, Sequence[bytes]], piece: Piece) -> dict[int, bytes]:
-    return {group: b"".join(groups[group][some]) for group, some in piece.items()}
+    return {group: b"".join(groups[group][span]) for group, span in piece.items()}
 
 
 def _by_group(pin: PinRequest, pieces: Sequence[Sequence[U8Array]]) -> dict[int, bytes]:
     """Returns the answers of the pieces, joined for each group: a byte of each key."""
-    said = {group: bytearray() for group in pin.groups}
-    for (piece, _), some in zip(pin.found, pieces, strict=True):
-        for group, of_keys in zip(piece, some, strict=True):
-            said[group] += of_keys.tobytes()
-    return {group: bytes(some) for group, some in said.items()}
+    joined = {group: bytearray() for group in pin.groups}
+    for (piece, _), states in zip(pin.found, pieces, strict=True):
+        for group, of_keys in zip(piece, states, strict=True):
+            joined[group] += of_keys.tobytes()
+    return {group: bytes(states) for group, states in joined.items()}
 
 
 def _in_memory(found: Found) -> list[U8Array]:

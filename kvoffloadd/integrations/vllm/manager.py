@@ -380,9 +380,9 @@ class KVOffloaddManager(OffloadingManager):
             self._stats.increase_counter(_KEPT, kept)
             self._stats.increase_counter(_RECOMPUTED, recomputed)
 
-    def _keep(self, said: tuple[KeepHow, list[OffloadKey]] | None) -> None:
-        if said is not None:
-            how, keys = said
+    def _keep(self, hint: tuple[KeepHow, list[OffloadKey]] | None) -> None:
+        if hint is not None:
+            how, keys = hint
             self._lookup_thread.keep(by_group(keys, self._names), how)
 
     def _drop(self, state: RequestState) -> None:

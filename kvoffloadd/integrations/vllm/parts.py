@@ -54,9 +54,11 @@ class LayerFacts:
     @classmethod
     def of(cls, layers: Mapping[str, Any]) -> Self:
         """Derives the facts. `layers`: the engine's tensors; of a layer with states a list of them."""
-        states = {layer: one if isinstance(one, list | tuple) else [one] for layer, one in layers.items()}
-        dtypes = {layer: common_dtype(dtype_named(one.dtype) for one in found) for layer, found in states.items()}
-        spans = {layer: [Span.of(one) for one in found] for layer, found in states.items()}
+        states = {
+            layer: tensors if isinstance(tensors, list | tuple) else [tensors] for layer, tensors in layers.items()
+        }
+        dtypes = {layer: common_dtype(dtype_named(state.dtype) for state in found) for layer, found in states.items()}
+        spans = {layer: [Span.of(state) for state in found] for layer, found in states.items()}
         return cls(head_repeats(layers), dtypes, spans)
 
     def named(self, refs: Sequence[Ref], layers: Sequence[str]) -> list[Ref]:
@@ -93,16 +95,16 @@ def by_heads(config: Any) -> bool:
     return not why_one_size(config)
 
 
-def check_scheduler(config: Any, told: Any) -> None:
+def check_scheduler(config: Any, derived: Any) -> None:
     """Checks that scheduler and ranks agree on the parts: with `canonical_layout` each computes them. If layers of one
     group differ, vLLM describes only the first one to its scheduler, which may be one that it can map: nothing would
     ever hit.
 
-    `config`: a rank's OffloadingConfig; `told`: the one that it would derive from the scheduler's description. Raises
-    UsageError.
+    `config`: a rank's OffloadingConfig; `derived`: the one that it would derive from the scheduler's description.
+    Raises UsageError.
     """
-    known, said = ((by_heads(one), one.replicated_layout) for one in (config, told))
-    if config.canonical_layout and known != said:
+    known, expected = ((by_heads(one), one.replicated_layout) for one in (config, derived))
+    if config.canonical_layout and known != expected:
         raise UsageError(
             "canonical_layout: layers that share block tables differ, and vLLM can't map the pages of some; the "
             "scheduler does not know this, and would look for other parts than the ranks store; remove "
@@ -191,10 +193,10 @@ def whole_refs(layers: Sequence[str], refs: Sequence[Any], facts: LayerFacts) ->
     """
     of_all = len(refs) == 1
     pages: dict[tuple[int, int], list[str]] = {}
-    for at, ref in enumerate(refs):
-        names = layers if of_all else layers[at : at + 1] if len(layers) == len(refs) else ()
+    for index, ref in enumerate(refs):
+        names = layers if of_all else layers[index : index + 1] if len(layers) == len(refs) else ()
         pages.setdefault((ref.tensor_idx, ref.page_size_bytes), []).extend(names)
-    return [one for (tensor, size), names in pages.items() for one in facts.named([Ref(tensor, 0, size)], names)]
+    return [named for (tensor, size), names in pages.items() for named in facts.named([Ref(tensor, 0, size)], names)]
 
 
 def _cut(layer: str, mapping: Any, repeats: int, held: Share) -> list[list[Run]]:
@@ -220,22 +222,22 @@ def _cut(layer: str, mapping: Any, repeats: int, held: Share) -> list[list[Run]]
 def _fragments(runs: Sequence[Any]) -> Iterator[_Fragment]:
     """Yields the fragments of `runs`, vLLM's CopyRuns."""
     for run in runs:
-        for at in range(run.num_fragments):
-            canonical = run.canonical_offset + at * run.canonical_stride
-            yield canonical, run.local_offset + at * run.local_stride, run.fragment_size
+        for index in range(run.num_fragments):
+            canonical = run.canonical_offset + index * run.canonical_stride
+            yield canonical, run.local_offset + index * run.local_stride, run.fragment_size
 
 
 def _local(layer: str, fragments: Sequence[_Fragment], start: int, end: int) -> Iterator[Run]:
     """Yields where bytes `start` to `end` of the canonical page lie in the rank's page."""
-    at = start
-    while at < end:
-        found = bisect_right(fragments, at, key=lambda one: one[0]) - 1
+    position = start
+    while position < end:
+        found = bisect_right(fragments, position, key=lambda fragment: fragment[0]) - 1
         canonical, local, length = fragments[max(found, 0)]
-        if not canonical <= at < canonical + length:
-            raise _uncut(layer, f"byte {at} of its canonical page is not on this rank, which should have it")
-        size = min(end, canonical + length) - at
-        yield local + at - canonical, size
-        at += size
+        if not canonical <= position < canonical + length:
+            raise _uncut(layer, f"byte {position} of its canonical page is not on this rank, which should have it")
+        size = min(end, canonical + length) - position
+        yield local + position - canonical, size
+        position += size
 
 
 def _uncut(layer: str, why: str) -> UsageError:

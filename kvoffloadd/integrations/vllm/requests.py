@@ -150,7 +150,9 @@ class RequestState:
         way from disk, are looked up once more.
         """
         states = {group: dict(zip(keys, pin.states[group], strict=True)) for group, keys in pin.groups.items()}
-        tiers = {group: dict(zip(pin.groups[group], some, strict=True)) for group, some in pin.tiers.items()}
+        tiers = {
+            group: dict(zip(pin.groups[group], group_tiers, strict=True)) for group, group_tiers in pin.tiers.items()
+        }
         hits: Counter[int] = Counter()
         again_s = _ASK_AGAIN_S
         for key, known in self.answers.items():

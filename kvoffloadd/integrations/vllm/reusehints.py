@@ -40,10 +40,10 @@ class ReuseHints:
             return
         kept = self._requests.get(context.req_id)
         if kept is None:
-            said = context.kv_transfer_params[KEEP]
-            how = _HOW.get(said) if isinstance(said, str) else None
+            value = context.kv_transfer_params[KEEP]
+            how = _HOW.get(value) if isinstance(value, str) else None
             if how is None:
-                self._warn(said)
+                self._warn(value)
                 return
             kept = self._requests[context.req_id] = _Kept(how)
         kept.keys.update(dict.fromkeys(keys))
@@ -74,11 +74,11 @@ class ReuseHints:
         del self._requests[context.req_id]
         return kept.how, sorted(kept.keys, key=lambda key: _place(context, key))
 
-    def _warn(self, said: object) -> None:
+    def _warn(self, value: object) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
-                'kvoffloadd: "%s" in kv_transfer_params is %r and is ignored; it is one of %s', KEEP, said, list(_HOW)
+                'kvoffloadd: "%s" in kv_transfer_params is %r and is ignored; it is one of %s', KEEP, value, list(_HOW)
             )
 
 

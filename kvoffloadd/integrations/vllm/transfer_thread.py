@@ -79,7 +79,7 @@ class _TransferProgress:
             return
         self.bytes += result.bytes
         self.seconds = max(self.seconds, result.seconds)  # they run concurrently
-        whole = result.outcome is Outcome.DONE and all(result.valid(at).all() for at in range(len(job.counts)))
+        whole = result.outcome is Outcome.DONE and all(result.valid(index).all() for index in range(len(job.counts)))
         if not whole and self.transfer.direction is Direction.LOAD:
             logger.warning("kvoffloadd: a load %s: %s", result.outcome, result.reason or "keys were missing")
         self.whole &= whole
@@ -233,8 +233,8 @@ class TransferThread:
         if lost or self._phase is not SleepPhase.AWAKE or wakes != self._wakes:
             self._end(Ended(transfer.number, transfer.direction is Direction.STORE, 0, 0.0))
             return
-        groups = {group: (one.keys, one.blocks) for group, one in transfer.chunks.items()}
-        first = {group: one.first for group, one in transfer.chunks.items()}
+        groups = {group: (chunk.keys, chunk.blocks) for group, chunk in transfer.chunks.items()}
+        first = {group: chunk.first for group, chunk in transfer.chunks.items()}
         # Without its pin's lease: the pin holds the keys, and where it ended with its daemon they may still be on disk.
         jobs, whole = self._link.submit(
             transfer.direction,

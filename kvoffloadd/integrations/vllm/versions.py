@@ -45,7 +45,7 @@ def check() -> VllmRelease:
     installed = version()
     known = RELEASES.get(release(installed))
     if known is None:
-        named = ", ".join(f"{one}.x" for one in SUPPORTED)
+        named = ", ".join(f"{supported}.x" for supported in SUPPORTED)
         raise ImportError(f"kvoffloadd supports vLLM {named}; installed is {installed}")
     return known
 

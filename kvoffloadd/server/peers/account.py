@@ -220,10 +220,12 @@ class Accounts:
 
     def _used(self, counts: Callable[[Resource], bool]) -> dict[str, dict[str, int]]:
         used = {
-            str(uid): {name: some for name, some in account.used.items() if some and counts(self._resources[name])}
+            str(uid): {
+                name: amount for name, amount in account.used.items() if amount and counts(self._resources[name])
+            }
             for uid, account in self._by_uid.items()
         }
-        return {uid: some for uid, some in used.items() if some}
+        return {uid: amount for uid, amount in used.items() if amount}
 
     def leaks(self) -> list[str]:
         """Reports the remaining charges; called when no session is left."""

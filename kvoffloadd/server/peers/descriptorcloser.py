@@ -96,10 +96,12 @@ class DescriptorCloser:
         """Raises LimitError if this user has more than `cap` descriptors here, and some to spare, or the user's thread
         is stuck.
         """
-        mine = self._of(uid)
-        _check_moves(mine, uid)
-        if mine.held > cap + SPARE:
-            raise LimitError(f"uid {uid} has sent {mine.held} descriptors that are not closed yet; the cap is {cap}")
+        user_queue = self._of(uid)
+        _check_moves(user_queue, uid)
+        if user_queue.held > cap + SPARE:
+            raise LimitError(
+                f"uid {uid} has sent {user_queue.held} descriptors that are not closed yet; the cap is {cap}"
+            )
 
     def close(self, uid: int, fds: Sequence[int], done: Callable[[], None] | None = None) -> None:
         """Closes held descriptors off the loop, in this order and after all earlier ones. `done` is called afterwards,
@@ -107,19 +109,19 @@ class DescriptorCloser:
         """
         if not fds:
             return
-        mine = self._of(uid)
+        user_queue = self._of(uid)
 
         def closed(_: None) -> None:
-            mine.held -= len(fds)
-            mine.waiting -= 1
-            mine.since_s = time.monotonic()
+            user_queue.held -= len(fds)
+            user_queue.waiting -= 1
+            user_queue.since_s = time.monotonic()
             if done is not None:
                 done()
 
-        if not mine.waiting:
-            mine.since_s = time.monotonic()
-        mine.waiting += 1
-        mine.batches.put((fds, closed))
+        if not user_queue.waiting:
+            user_queue.since_s = time.monotonic()
+        user_queue.waiting += 1
+        user_queue.batches.put((fds, closed))
         if self._timer is None:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
@@ -149,8 +151,8 @@ class DescriptorCloser:
             self._timer = self._loop.call_later(LOOK_S, self._look)
 
 
-def _check_moves(mine: _Queue, uid: int) -> None:
-    if mine.stuck:
+def _check_moves(user_queue: _Queue, uid: int) -> None:
+    if user_queue.stuck:
         raise LimitError(
             f"a descriptor that uid {uid} has sent can't be closed (a lingering socket, or a file system that does not "
             "answer); until it is closed, this uid is refused"

@@ -94,7 +94,10 @@ class SessionJobs:
         charge = self._charge(groups)
         try:
             if lease is None:
-                wanted = [Wanted.from_first(one.keyspace, one.keys, one.registered.parts, one.first) for one in groups]
+                wanted = [
+                    Wanted.from_first(group.keyspace, group.keys, group.registered.parts, group.first)
+                    for group in groups
+                ]
                 reserved = yield from self.while_open(reserve_in_steps(cache, wanted))
             parts = np.concatenate([NO_PARTS, *(r.parts for r in reserved)])
             lists = [
@@ -373,5 +376,7 @@ class SessionJobs:
 
 def _lacking(reserved: Sequence[Reservation]) -> str:
     """Returns a remark on how many of a store's keys got no space; empty: none."""
-    lacking = sum(int(np.count_nonzero(one.states == _NO_SPACE)) for one in reserved)
-    return f"no space for {lacking} of {sum(len(one.states) for one in reserved)} keys" if lacking else ""
+    lacking = sum(int(np.count_nonzero(reservation.states == _NO_SPACE)) for reservation in reserved)
+    return (
+        f"no space for {lacking} of {sum(len(reservation.states) for reservation in reserved)} keys" if lacking else ""
+    )

@@ -131,7 +131,7 @@ class PendingPins:
         else:
             cache.uses.add_prompt(used, _reach(reply.boundaries))
         for group in answered.groups:
-            cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.asked)
+            cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.requested)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.classify_misses)  # after the reply
         if below and lease is not None:
@@ -176,7 +176,9 @@ class PendingPins:
         cache = self.context.cache
         before = waiting.answered.groups
         groups = [
-            GroupLookup(group.keyspace, group.first, group.keys, lookup, lookup.hits & ~group.lookup.hits, group.asked)
+            GroupLookup(
+                group.keyspace, group.first, group.keys, lookup, lookup.hits & ~group.lookup.hits, group.requested
+            )
             for group, lookup in zip(before, cache.find_all([(g.keyspace, g.keys) for g in before]), strict=True)
         ]
         answered = Lookups(groups)
@@ -192,8 +194,8 @@ class PendingPins:
         boundaries = answered.boundaries
         cache.uses.add_prompt(pinned, _reach(boundaries), came)
         for group in groups:
-            if group.asked is not None and waiting.lease is not None:
-                cache.lookups.record_asked(group.keyspace, group.keys, group.lookup, group.asked)
+            if group.requested is not None and waiting.lease is not None:
+                cache.lookups.record_requested(group.keyspace, group.keys, group.lookup, group.requested)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.classify_misses)
         self._end(waiting)
@@ -207,18 +209,18 @@ class PendingPins:
         cache, uid = self.context.cache, self.instance.uid
         if not groups or not cache.entries.held.bounds(uid):
             return
-        chosen = [np.flatnonzero(some) for some in joining]
-        rows = [group.lookup.rows[at].astype(np.uint32) for group, at in zip(groups, chosen, strict=True)]
+        chosen = [np.flatnonzero(mask) for mask in joining]
+        rows = [group.lookup.rows[indices].astype(np.uint32) for group, indices in zip(groups, chosen, strict=True)]
         ends = [
-            (group.first + at + 1) * group.keyspace.schema.tokens_per_key
-            for group, at in zip(groups, chosen, strict=True)
+            (group.first + indices + 1) * group.keyspace.schema.tokens_per_key
+            for group, indices in zip(groups, chosen, strict=True)
         ]
         order = np.argsort(np.concatenate(ends), kind="stable")
         allowed = np.empty(len(order), bool)
         allowed[order] = cache.may_hold(uid, np.concatenate(rows)[order])
-        split = np.split(allowed, np.cumsum([len(at) for at in chosen])[:-1])
-        for group, at, mine in zip(groups, chosen, split, strict=True):
-            left = at[~mine]
+        split = np.split(allowed, np.cumsum([len(indices) for indices in chosen])[:-1])
+        for group, indices, kept in zip(groups, chosen, split, strict=True):
+            left = indices[~kept]
             group.on_disk[left] = group.lookup.hits[left] = False
             group.lookup.states[left] = KeyState.MISS
 
@@ -239,9 +241,9 @@ def _used(before: list[GroupLookup], now: list[GroupLookup], hits: list[BoolArra
     could not bring this time counts as pending, not as gone.
     """
     used = []
-    for first, group, some in zip(before, now, hits, strict=True):
+    for first, group, group_hits in zip(before, now, hits, strict=True):
         states = np.where(first.below & (group.lookup.rows < 0), np.uint8(_PENDING), group.lookup.states)
-        used.append((group.keyspace, LookupResult(group.lookup.rows, states, some), group.first))
+        used.append((group.keyspace, LookupResult(group.lookup.rows, states, group_hits), group.first))
     return used
 
 

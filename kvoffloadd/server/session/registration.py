@@ -219,7 +219,9 @@ def draft(message: Register, attached: Mapping[int, Attachment]) -> Draft:
         by_group.setdefault(spec.group, []).append(spec)
     refs = {number: [[_ref(ref) for ref in spec.refs] for spec in specs] for number, specs in by_group.items()}
     groups = [_group(specs, refs[number], tensors) for number, specs in by_group.items()]
-    lies = {number: [(located[r.tensor], r) for some in every for r in some] for number, every in refs.items()}
+    lies = {
+        number: [(located[r.tensor], r) for part_refs in every for r in part_refs] for number, every in refs.items()
+    }
     return Draft(groups, find_families(lies))
 
 
@@ -228,10 +230,10 @@ def check(message: Register, attached: Mapping[int, Attachment], cache: Cache, n
     if len({entry.device for entry in _of_tensors(message, attached)}) > 1:
         raise ExtentError("tensors on several devices: register those of each device separately")
     find_signals(message.signals, attached)
-    asked = {spec.group for spec in message.groups}
-    if len(namespace.keyspaces.keys() | asked) > GROUPS_PER_NAMESPACE_MAX:
+    wanted = {spec.group for spec in message.groups}
+    if len(namespace.keyspaces.keys() | wanted) > GROUPS_PER_NAMESPACE_MAX:
         raise LimitError(f"more than {GROUPS_PER_NAMESPACE_MAX} groups in one namespace")
-    cache.check_groups(namespace, asked)
+    cache.check_groups(namespace, wanted)
 
 
 def build(
@@ -285,14 +287,14 @@ def _group(specs: Sequence[GroupSpec], refs: Sequence[Sequence[Ref]], tensors: T
     """Makes one group from its specs, one for each part that the rank holds, and the refs of each."""
     schema = schema_of(specs[0])
     held: dict[int, HeldPart] = {}
-    for spec, mine in zip(specs, refs, strict=True):
+    for spec, part_refs in zip(specs, refs, strict=True):
         if schema_of(spec) != schema:
             raise SchemaError(f"group {spec.group} is registered as {schema} and as {schema_of(spec)} in one request")
         if spec.part in held:
             raise DuplicateError(f"part {spec.part} of group {spec.group} is registered twice in one request")
-        plan = GroupPlan.build(tensors, mine, spec.blocks_per_key)
+        plan = GroupPlan.build(tensors, part_refs, spec.blocks_per_key)
         if plan.payload_bytes:
-            held[spec.part] = HeldPart(spec.part, plan, Composition.of(mine))
+            held[spec.part] = HeldPart(spec.part, plan, Composition.of(part_refs))
     return RegisteredGroup(schema, tuple(held[part] for part in sorted(held)))
 
 

@@ -168,7 +168,7 @@ class Registry:
         whole, rest = divmod(len(message.handles), IPC_HANDLE_BYTES)
         if rest:
             raise MessageError(f"{len(message.handles)} bytes of handles; each has {IPC_HANDLE_BYTES}")
-        handles = [message.handles[at * IPC_HANDLE_BYTES :][:IPC_HANDLE_BYTES] for at in range(whole)]
+        handles = [message.handles[index * IPC_HANDLE_BYTES :][:IPC_HANDLE_BYTES] for index in range(whole)]
         return self._to_the_end(self._open_handles(message.device, handles))
 
     def _check_may_name_handles(self) -> None:

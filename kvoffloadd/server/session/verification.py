@@ -51,9 +51,9 @@ async def verify(context: Context, *, payloads: bool, disk: bool, repair: bool) 
         parts = sealed[start : start + CHUNK_PARTS]
         parts = parts[columns.state[parts] == PartState.SEALED]
         for turn in in_turns(parts, context.cache.entries.payload_bytes(parts)):
-            mine = turn[columns.state[turn] == PartState.SEALED]  # other parts may be gone since the previous turn
-            wrong = await _wrong_payloads(context, mine)
-            audit.payloads += len(mine)
+            present = turn[columns.state[turn] == PartState.SEALED]  # other parts may be gone since the previous turn
+            wrong = await _wrong_payloads(context, present)
+            audit.payloads += len(present)
             audit.findings += [f"payload: part record {n} does not match its checksum{DROPPED}" for n in wrong.tolist()]
             context.jobs.drop(columns.row[wrong])
     if disk and context.disk is not None:

@@ -139,15 +139,15 @@ class Files:
     def write(self, fd: int, offset: int, buffers: Sequence[Any]) -> None:
         """Writes all buffers one after another from `offset` on. After an error some of the bytes may be there."""
         for first in range(0, len(buffers), _IOV_MAX):
-            some = buffers[first : first + _IOV_MAX]
-            size = sum(memoryview(one).nbytes for one in some)
-            done = os.pwritev(fd, some, offset)
+            batch = buffers[first : first + _IOV_MAX]
+            size = sum(memoryview(buffer).nbytes for buffer in batch)
+            done = os.pwritev(fd, batch, offset)
             if done < size:
-                self._write_rest(fd, offset, some, done)
+                self._write_rest(fd, offset, batch, done)
             offset += size
 
     def _write_rest(self, fd: int, offset: int, buffers: Sequence[Any], done: int) -> None:
-        total = sum(memoryview(one).nbytes for one in buffers)
+        total = sum(memoryview(buffer).nbytes for buffer in buffers)
         step = PAGE_BYTES if _is_direct(fd) else 1
         before = 0
         while done < total:
@@ -161,11 +161,11 @@ class Files:
         """Fills the buffers one after another from `offset` on. Returns bytes read: fewer only at the file's end."""
         filled = 0
         for first in range(0, len(buffers), _IOV_MAX):
-            some = buffers[first : first + _IOV_MAX]
-            size = sum(memoryview(one).nbytes for one in some)
-            done = os.preadv(fd, some, offset)
+            batch = buffers[first : first + _IOV_MAX]
+            size = sum(memoryview(buffer).nbytes for buffer in batch)
+            done = os.preadv(fd, batch, offset)
             if done < size:
-                done = self._read_rest(fd, offset, some, done)
+                done = self._read_rest(fd, offset, batch, done)
             filled += done
             offset += done
             if done < size:
@@ -173,7 +173,7 @@ class Files:
         return filled
 
     def _read_rest(self, fd: int, offset: int, buffers: Sequence[Any], done: int) -> int:
-        total = sum(memoryview(one).nbytes for one in buffers)
+        total = sum(memoryview(buffer).nbytes for buffer in buffers)
         end = os.fstat(fd).st_size
         step = PAGE_BYTES if _is_direct(fd) else 1
         before = 0
@@ -284,11 +284,11 @@ def _is_direct(fd: int) -> bool:
 def _rest(buffers: Sequence[Any], skip: int) -> list[Any]:
     """Returns the buffers without their first `skip` bytes."""
     left: list[Any] = []
-    for one in buffers:
-        size = memoryview(one).nbytes
+    for buffer in buffers:
+        size = memoryview(buffer).nbytes
         if skip == 0:
-            left.append(one)
+            left.append(buffer)
         elif skip < size:
-            left.append(np.frombuffer(one, np.uint8)[skip:])  # a memoryview can't cast all formats that ctypes makes
+            left.append(np.frombuffer(buffer, np.uint8)[skip:])  # a memoryview can't cast all formats that ctypes makes
         skip = max(skip - size, 0)
     return left

@@ -237,8 +237,8 @@ def decode_records(pages: U8Array, uuid: bytes) -> tuple[Records, BoolArray]:
         good &= (sizes > 0) & (sizes < 1 << 62)
         good &= _have_parts(records["part"][found], records["parts"][found])
         valid[found] = good
-        for at in found[good].tolist():
-            valid[at] = is_signed(pages[at])
+        for index in found[good].tolist():
+            valid[index] = is_signed(pages[index])
     return records, valid
 
 
@@ -273,9 +273,9 @@ def encode_footer(
     pages = footer_pages(len(entries), len(keyspaces))
     out = np.zeros(pages * PAGE_BYTES, np.uint8)
     body, last = out[:-PAGE_BYTES], out[-PAGE_BYTES:]
-    at = len(entries) * ENTRY.itemsize
-    body[:at].view(ENTRY)[:] = entries[np.argsort(entries["page"], kind="stable")]
-    body[at : at + len(keyspaces) * SPACE.itemsize].view(SPACE)[:] = encode_spaces(keyspaces)
+    end = len(entries) * ENTRY.itemsize
+    body[:end].view(ENTRY)[:] = entries[np.argsort(entries["page"], kind="stable")]
+    body[end : end + len(keyspaces) * SPACE.itemsize].view(SPACE)[:] = encode_spaces(keyspaces)
     trailer = last.view(TRAILER)[0]
     trailer["magic"], trailer["version"] = TRAILER_MAGIC, FORMAT_VERSION
     trailer["uuid"] = _bytes(uuid)
@@ -317,9 +317,9 @@ def decode_footer(pages: U8Array, uuid: bytes) -> tuple[Records, list[KeyspaceId
     whole = len(pages) == footer_pages(trailer.num_entries, trailer.num_spaces) * PAGE_BYTES
     if not whole or digest_of(body) != trailer.footer_digest:
         return None
-    at = trailer.num_entries * ENTRY.itemsize
-    entries = body[:at].view(ENTRY)
-    table = body[at : at + trailer.num_spaces * SPACE.itemsize].view(SPACE)
+    end = trailer.num_entries * ENTRY.itemsize
+    entries = body[:end].view(ENTRY)
+    table = body[end : end + trailer.num_spaces * SPACE.itemsize].view(SPACE)
     return (entries, decode_spaces(table)) if _is_sound(entries, table, trailer.footer_page) else None
 
 

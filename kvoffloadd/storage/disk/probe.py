@@ -108,14 +108,14 @@ class Probe:
 
     async def _ask(self, answer: Coroutine[Any, Any, T]) -> T:
         """Returns the disk's answer. Raises TimeoutError if this or any other I/O takes too long."""
-        asked = asyncio.ensure_future(answer)
+        task = asyncio.ensure_future(answer)
         try:
-            while not (await asyncio.wait({asked}, timeout=self._oldest.look_s))[0]:
+            while not (await asyncio.wait({task}, timeout=self._oldest.look_s))[0]:
                 if self.hangs():
                     raise TimeoutError
-            return asked.result()
+            return task.result()
         finally:
-            asked.cancel()
+            task.cancel()
 
     async def _try_write(self) -> None:
         """Sets the state OK if operations like those of the next writes succeed. This lane has one thread: a trial that

@@ -115,8 +115,8 @@ def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8
     """Sets each status: OK for whole reads, DAMAGED for records beyond the file's end, or the reason of a failure."""
     sizes = (record_pages(wanted["payload_bytes"][run]) - 1) * PAGE_BYTES
     buffers: list[Any] = []
-    for at, address, size in zip(run.tolist(), wanted["address"][run].tolist(), sizes.tolist(), strict=True):
-        buffers.append(headers[at])
+    for index, address, size in zip(run.tolist(), wanted["address"][run].tolist(), sizes.tolist(), strict=True):
+        buffers.append(headers[index])
         buffers.append((ctypes.c_char * size).from_address(address))
     try:
         came = files.read(fd, int(wanted["page"][run[0]]) * PAGE_BYTES, buffers)
@@ -125,8 +125,8 @@ def _read_run(files: Files, fd: int, wanted: Records, run: I64Array, headers: U8
             status[run] = _reason(error)
             return
         # One bad place on the disk must not lose its neighbours.
-        for at in range(len(run)):
-            _read_run(files, fd, wanted, run[at : at + 1], headers, status)
+        for index in range(len(run)):
+            _read_run(files, fd, wanted, run[index : index + 1], headers, status)
         return
     ends = np.cumsum(sizes + PAGE_BYTES)
     status[run] = np.where(ends <= came, OK, DAMAGED)

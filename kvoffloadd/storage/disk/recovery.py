@@ -230,16 +230,16 @@ class _Walker:
         records, valid = decode_records(window, self._uuid)
         free = start
         kept = []
-        for at in np.flatnonzero(valid).tolist():
-            if start + at < free:
+        for index in np.flatnonzero(valid).tolist():
+            if start + index < free:
                 continue
-            record = records[at]
-            end = _end_of(record, start + at)
-            if self._is_whole(window[at + 1 :], start + at, end, record):
+            record = records[index]
+            end = _end_of(record, start + index)
+            if self._is_whole(window[index + 1 :], start + index, end, record):
                 free = end
-                kept.append(at)
+                kept.append(index)
             else:
-                self._bad.append(start + at)
+                self._bad.append(start + index)
         self._keep(records, np.array(kept, np.int64), start)
         return max(start + len(window), free)
 

@@ -96,10 +96,10 @@ class _Check:
         for name in names:
             if not is_segment_name(name):
                 self.report.findings.append(f"segments/{name} is nothing of ours; it is left alone")
-        mine = [name for name in names if is_segment_name(name)]
-        sizes = [self._files.stat(name, self._segments_fd).st_size for name in mine]
+        segment_names = [name for name in names if is_segment_name(name)]
+        sizes = [self._files.stat(name, self._segments_fd).st_size for name in segment_names]
         done = 0
-        for name, size in zip(mine, sizes, strict=True):
+        for name, size in zip(segment_names, sizes, strict=True):
             if progress is not None:
                 progress(done, sum(sizes))
             try:
@@ -170,12 +170,12 @@ def _confirmed(found: Recovered, walk: Walk) -> BoolArray:
     good: BoolArray = np.full(len(entries), len(there) > 0)
     if not len(there):
         return good
-    at = np.minimum(np.searchsorted(there["page"], entries["page"]), len(there) - 1)
-    good &= there["page"][at] == entries["page"]
+    positions = np.minimum(np.searchsorted(there["page"], entries["page"]), len(there) - 1)
+    good &= there["page"][positions] == entries["page"]
     for name in ("sequence", "payload_bytes", "part"):
-        good &= there[name][at] == entries[name]
-    good &= (there["key"][at] == entries["key"]).all(axis=1)
+        good &= there[name][positions] == entries[name]
+    good &= (there["key"][positions] == entries["key"]).all(axis=1)
     numbers = {keyspace: number for number, keyspace in enumerate(walk.keyspaces)}
     theirs = np.array([numbers.get(keyspace, -1) for keyspace in found.keyspaces], np.int64)
-    good &= theirs[entries["space"]] == there["space"][at]
+    good &= theirs[entries["space"]] == there["space"][positions]
     return good

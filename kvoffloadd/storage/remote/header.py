@@ -83,8 +83,8 @@ def match_headers(pages: U8Array, space: Space, keys: U64Array, part_bytes: U64A
     named = found[:, _PARTS_AT : _PARTS_AT + len(part_bytes) * PART.itemsize]
     named.reshape(len(pages), len(part_bytes), PART.itemsize)[:, :, 16:] = 0  # a view: only the last axis is split
     valid: BoolArray = (found == _unsigned(space, keys, part_bytes)[:, :CHECKSUM_OFFSET]).all(axis=1)
-    for at in np.flatnonzero(valid).tolist():
-        valid[at] = is_signed(pages[at])
+    for index in np.flatnonzero(valid).tolist():
+        valid[index] = is_signed(pages[index])
     return valid, digests
 
 

@@ -60,9 +60,9 @@ class SmallObjects:
         """See `RemoteStore.read_values`."""
         found: list[bytes | NotRead | None] = []
         while len(found) < len(names):
-            some = list(names[len(found) : len(found) + READ_NAMES_MAX])
-            make = partial(Read, names=some)
-            answer = await self._ask(self._reading, make, len(some), until_s, f"reading {some[0]}", Values)
+            batch = list(names[len(found) : len(found) + READ_NAMES_MAX])
+            make = partial(Read, names=batch)
+            answer = await self._ask(self._reading, make, len(batch), until_s, f"reading {batch[0]}", Values)
             values = cast(Values, answer).values
             found += [NotRead(Code(value)) if isinstance(value, int) else value for value in values]
         return found
@@ -77,17 +77,17 @@ class SmallObjects:
     async def renew(self, names: Sequence[str], kept_s: float, until_s: float) -> list[bool]:
         """See `RemoteStore.renew`."""
         there: list[bool] = []
-        for at in range(0, len(names), NAMES_MAX):
-            some = list(names[at : at + NAMES_MAX])
-            codes = await self._change(partial(Renew, names=some, kept_s=kept_s), len(some), until_s, "renewing")
+        for start in range(0, len(names), NAMES_MAX):
+            batch = list(names[start : start + NAMES_MAX])
+            codes = await self._change(partial(Renew, names=batch, kept_s=kept_s), len(batch), until_s, "renewing")
             there += (codes > 0).tolist()
         return there
 
     async def remove(self, names: Sequence[str], until_s: float) -> None:
         """See `RemoteStore.remove`."""
-        for at in range(0, len(names), NAMES_MAX):
-            some = list(names[at : at + NAMES_MAX])
-            await self._change(partial(Remove, names=some), len(some), until_s, "removing")
+        for start in range(0, len(names), NAMES_MAX):
+            batch = list(names[start : start + NAMES_MAX])
+            await self._change(partial(Remove, names=batch), len(batch), until_s, "removing")
 
     async def sweep(self, prefix: str, until_s: float, after: str) -> tuple[int, str]:
         """See `RemoteStore.sweep`."""
