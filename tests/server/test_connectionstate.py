@@ -254,18 +254,16 @@ async def test_a_shortage_in_a_turn_ends_a_session_that_is_not_read(scene: Scene
     assert scene.made._input is Input.ENDING
 
 
-async def test_descriptors_that_come_in_a_shortage_are_closed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full(bytearray):
-        def __iadd__(self, _: Any) -> Any:
-            raise MemoryError
-
-    monkeypatch.setattr(scene.made._protocol, "pending", Full())
+async def test_descriptors_that_come_with_bytes_that_can_t_be_kept_are_closed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scene.made._protocol, "pending", "takes no bytes")
     theirs, left = os.pipe()
     socket.send_fds(scene.theirs, [b"12345"], [left])
     os.close(left)
     await turns()
     await scene.made.end("it has ended already")
-    ready = await asyncio.to_thread(select.select, [theirs], [], [], 5.0)
+    ready: Any = await asyncio.to_thread(select.select, [theirs], [], [], 5.0)
     os.close(theirs)
     assert ready[0], "no descriptor of the pipe's other end is open"
 
