@@ -93,8 +93,8 @@ class Connection:
 
     def receive_data(self, data: bytes | memoryview, fds: Iterable[int] = ()) -> None:
         """Accepts data from the socket. Raises FramingError if more descriptors are queued than one frame may carry."""
+        self._fds.extend(fds)  # first: if memory is short, `take_fds` has them
         self.pending += data
-        self._fds.extend(fds)
         if len(self._fds) > FDS_PER_FRAME_MAX:
             raise FramingError(f"{len(self._fds)} descriptors in flight; a frame carries at most {FDS_PER_FRAME_MAX}")
 

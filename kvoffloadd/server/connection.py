@@ -113,6 +113,9 @@ class PeerConnection:
         except FramingError as error:
             self._refuse(error)
             return
+        except Exception as error:  # noqa: BLE001  MemoryError: bytes of the stream are lost
+            self._break_off(error)
+            return
         if not self._context.turns.begin(self):
             self._settle(Input.QUEUED)
 
@@ -156,7 +159,11 @@ class PeerConnection:
             return
         self._input = Input.SERVING
         began_s = time.monotonic()
-        after = self._take_turn(began_s + TURN_S)
+        try:
+            after = self._take_turn(began_s + TURN_S)
+        except Exception as error:  # noqa: BLE001  no request failed, but the service of them
+            self._break_off(error)
+            return
         self.turn_us = int((time.monotonic() - began_s) * 1e6)
         self._settle(after)
 
@@ -287,14 +294,14 @@ class PeerConnection:
         return True
 
     def _reply_failure(self, error: Exception, seq: int) -> None:
-        if isinstance(error, KvOffloadError):
-            if isinstance(error, InternalError):
-                log.error("a request failed because of a bug in the daemon: %s", error)
-            self._reply_error(error, seq)
-        else:
+        if isinstance(error, InternalError):
+            log.error("a request failed because of a bug in the daemon: %s", error)
+        elif not isinstance(error, KvOffloadError):
             log.error("a request failed because of a bug in the daemon", exc_info=error)
-            self._context.end_if_torn(error)
-            self._reply_error(InternalError("the request met a bug in the daemon; its log has the details"), seq)
+        self._context.end_if_torn(error)  # an error that was raised on purpose may hide another one
+        if not isinstance(error, KvOffloadError):
+            error = InternalError("the request met a bug in the daemon; its log has the details")
+        self._reply_error(error, seq)
 
     def _close_steps(self) -> None:
         if self._steps is not None:
@@ -340,6 +347,12 @@ class PeerConnection:
     def _refuse(self, error: FramingError | DescriptorsLostError) -> None:
         """Sends the error, which ends the session: the stream is unusable."""
         self._reply_error(error, 0)
+
+    def _break_off(self, error: Exception) -> None:
+        """Ends the session after an unexpected error outside of its requests: a request may have lost its answer."""
+        log.error("a session failed because of a bug in the daemon", exc_info=error)
+        self._context.end_if_torn(error)
+        self.end("it met a bug in the daemon")
 
     def _on_write_error(self, error: OSError) -> None:
         self.end(f"write failed: {error.strerror}")

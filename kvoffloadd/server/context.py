@@ -140,9 +140,11 @@ class Context:
     def _ended(self, errors_are_handled: bool, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not errors_are_handled:
+        if error is None:
+            return
+        if not errors_are_handled:
             log.error("a background task failed", exc_info=error)
-            self.end_if_torn(error)
+        self.end_if_torn(error)  # whoever handles the error may have gone
 
     def end_if_torn(self, error: BaseException) -> None:
         """Ends the process if this exception has left the cache's tables half-written. For unexpected exceptions only,

@@ -96,6 +96,16 @@ async def test_a_chunk_that_ends_at_last() -> None:
         assert await ending
 
 
+@pytest.mark.parametrize("also", [Outcome.EXPIRED, Outcome.FAILED])
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_a_job_that_its_worker_has_cancelled_ends_as_cancelled(also: Outcome, is_first: bool) -> None:
+    """Whatever stops it besides, before or after."""
+    _, job = running(None)
+    for outcome in (Outcome.CANCELLED, also) if is_first else (also, Outcome.CANCELLED):
+        job.stop(outcome)
+    assert job.stopped is Outcome.CANCELLED
+
+
 def reserved(jobs: Jobs) -> I64Array:
     """A part that has been reserved for a store."""
     parts = reserve(jobs.cache, make_keyspace(jobs.cache)[1], keys_of(1), np.zeros(1, np.uint16), 0).parts

@@ -436,6 +436,21 @@ def test_a_broken_off_connection_is_waited_for(
         assert client.wait(job, 5.0).outcome is Outcome.LOST
 
 
+def test_what_comes_on_a_broken_off_connection_proves_nothing(fake: FakeDaemon, path: str, job_at: Any) -> None:
+    """Some of its bytes may be missing, so the rest may mean anything."""
+    fake.manual_completion = True
+    client, job = job_at(path)
+    peer = fake.peers[-1]
+
+    def lie_then_complete() -> None:
+        peer.say(m.Done(seq=12345))
+        time.sleep(0.2)  # the client breaks it off
+        fake.complete(peer, job.id)
+
+    fake.soon(lie_then_complete)
+    assert client.wait(job, 5.0).outcome is Outcome.LOST
+
+
 def test_a_wrong_failed_list_is_no_completion(fake: FakeDaemon, path: str, job_at: Any) -> None:
     for failed in ([b"\4\0\0\0"], [b"\0"], [b"", b""]):
         fake.manual_completion = True

@@ -167,6 +167,15 @@ def test_no_job_begins_whose_session_ends_between_two_steps(ending: str) -> None
     assert undone
 
 
+def test_no_job_begins_behind_the_end_of_all() -> None:
+    context: Any = SimpleNamespace(draining=False)
+    jobs = SessionJobs(context, NOBODY, NOBODY, NOBODY, NOBODY, NOBODY, LimitsConfig())
+    jobs.check_open()
+    assert finish(jobs.cancel_all()) == set()
+    with pytest.raises(StateError):
+        jobs.check_open()
+
+
 def checked_in_steps(jobs: SessionJobs) -> Steps[list[GroupJob]]:
     """The check of a job of many groups, of one key each."""
     group: Any = SimpleNamespace(held=(0,), price=1, num_blocks=16, schema=SimpleNamespace(blocks_per_key=1))

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from kvoffloadd.cache.memory.changing import changing
+from kvoffloadd.errors import LimitError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.state import ProtocolState
 from kvoffloadd.scheduling.steps import Steps
@@ -218,3 +223,73 @@ async def test_what_ends_a_session_is_the_last_that_is_served(
     scene.receive(1, 2)
     scene.made.serve()
     assert (scene.asked, scene.made._input) == ([1], Input.ENDING)
+
+
+# --- errors that nobody expects ---
+
+
+def fail(*_: object) -> Any:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("method", ["next_message", "receive_data", "send"])
+async def test_a_shortage_outside_of_requests_ends_the_session(
+    scene: Scene, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever: a request or some bytes of the stream may be lost."""
+    monkeypatch.setattr(scene.made._protocol, method, fail)
+    scene.theirs.send(frame({"type": "ping", "seq": 1}))
+    await turns()
+    assert scene.made._input is Input.ENDING
+    await asyncio.wait([scene.made.end("it has ended already")])
+    assert scene.made.ended.is_set()
+    assert scene.theirs.recv(1) == b"", "the socket is closed"
+
+
+async def test_a_shortage_in_a_turn_ends_a_session_that_is_not_read(scene: Scene) -> None:
+    scene.receive(1)
+    scene.made._settle(Input.QUEUED)
+    scene.made._protocol.next_message = fail  # type: ignore[method-assign]
+    await turns()
+    assert scene.made._input is Input.ENDING
+
+
+async def test_descriptors_that_come_with_bytes_that_can_t_be_kept_are_closed(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scene.made._protocol, "pending", "takes no bytes")
+    theirs, left = os.pipe()
+    socket.send_fds(scene.theirs, [b"12345"], [left])
+    os.close(left)
+    await turns()
+    await scene.made.end("it has ended already")
+    ready: Any = await asyncio.to_thread(select.select, [theirs], [], [], 5.0)
+    os.close(theirs)
+    assert ready[0], "no descriptor of the pipe's other end is open"
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+async def test_an_error_that_hides_a_torn_cache_ends_the_daemon(scene: Scene, in_steps: bool) -> None:
+    ends: list[str] = []
+    scene.context.fatal = ends.append
+
+    def refuse() -> None:
+        try:
+            with changing:
+                [][7]
+        finally:
+            raise LimitError("there is no room")
+
+    def work(seq: int) -> Steps[m.Reply]:
+        yield
+        refuse()
+        return m.Done(seq=seq)
+
+    def handle(message: Any, fds: list[int]) -> Any:
+        return work(message.seq) if in_steps else refuse()
+
+    scene.made.session.handle = handle  # type: ignore[method-assign]
+    scene.receive(1)
+    scene.made.serve()
+    await turns()
+    assert len(ends) == 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffloadd.cache.jobs.jobs import Jobs
@@ -228,6 +230,36 @@ async def test_a_reservation_that_fails_is_not_charged(scene: LeaseScene, monkey
         planted.setattr("kvoffloadd.cache.memory.reservation.reserve_all", fail)
         with pytest.raises(ZeroDivisionError):
             scene.reserve(scene.first, KEYS)
+    assert scene.charged() == 0
+    await scene.close()
+
+
+@pytest.mark.parametrize("leased", [False, True])
+async def test_a_store_that_fails_behind_its_reservation_frees_what_is_not_leased(
+    scene: LeaseScene, leased: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a lease has reserved stays its own."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    (namespace,) = scene.cache.namespaces.values()
+    group = SimpleNamespace(schema=namespace.keyspaces[0].schema, held=(0,), price=1, num_blocks=2, descriptors=1)
+    group.parts, group.plans = np.zeros(1, np.uint16), ()
+    registration: Any = SimpleNamespace(id=1, groups={0: group}, device=object())
+    lease = scene.reserve(scene.first, KEYS, KEYS + 1) if leased else 0
+    before = scene.leases(), dict(scene.context.accounts.of(scene.uid).used)
+    blocks = np.arange(2, dtype="<u4").tobytes()
+    named = [m.GroupBlocks(group=0, keys=pack(keys_of(KEYS, KEYS + 1), 32), blocks=blocks)]
+    jobs: Any = scene.first._jobs
+    monkeypatch.setattr("kvoffloadd.server.session.jobs._lacking", fail)
+    with pytest.raises(MemoryError):
+        finish(jobs.store(m.Store(seq=2, job=1, registration=1, groups=named, lease=lease), registration))
+    used = scene.context.accounts.of(scene.uid).used
+    assert (scene.leases(), {name: used[name] for name in before[1]}) == before
+    assert [finding for step in scene.context.audit() for finding in step] == []
+    if lease:
+        scene.release(scene.first, lease)
     assert scene.charged() == 0
     await scene.close()
 

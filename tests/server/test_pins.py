@@ -12,7 +12,7 @@ import pytest
 
 from kvoffloadd.cache.lowertiers import GroupLookup
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
-from kvoffloadd.errors import LimitError
+from kvoffloadd.errors import LeaseError, LimitError
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, KeyState, U64Array
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.server.session.pins import find_all
@@ -114,6 +114,36 @@ async def test_what_is_beyond_its_users_leases_is_refused_whole(
     assert not below(scene).ends
     assert ask(scene.first, m.Pin, *numbers[:3]).lease
     assert np.all(np.frombuffer(ask(scene.first, m.Lookup, *numbers[:2]).states[0], np.uint8) == 1)
+    await scene.close()
+
+
+@pytest.mark.parametrize("ending", ["ready", "closed"])
+async def test_a_lease_that_waits_for_nothing_more_covers_its_own_keys_alone(scene: LeaseScene, ending: str) -> None:
+    other = scene.session(b"0" * 16)
+    (namespace,) = scene.cache.namespaces.values()
+    found, lookups = ask(scene.first, m.Pin, 0, KEYS), scene.cache.find_all([(namespace.keyspaces[0], keys_of(1))])
+    jobs: Any = other._jobs
+    jobs._check_lease(found.lease, lookups)  # key 1 may be among those that are to join
+    if ending == "ready":
+        (end,) = below(scene).ends
+        end()
+    else:
+        await scene.first.close()
+    with pytest.raises(LeaseError):
+        jobs._check_lease(found.lease, lookups)
+    await scene.close()
+
+
+async def test_what_comes_for_a_lease_that_has_ended_is_not_held(scene: LeaseScene) -> None:
+    found = ask(scene.first, m.Pin, 0, KEYS)
+    scene.release(scene.first, found.lease)
+    (namespace,) = scene.cache.namespaces.values()
+    store(scene.cache, namespace.keyspaces[0], keys_of(KEYS))
+    (end,) = below(scene).ends
+    end()
+    assert used(scene) == {}
+    assert set(scene.leases().values()) == {0}
+    assert scene.cache.entries.leases.sum() == 0
     await scene.close()
 
 

@@ -83,6 +83,9 @@ async def test_callbacks_and_tasks_are_judged(context: Any, ends: list[str], cal
     await asyncio.wait([context.spawn(work())])
     await asyncio.sleep(0)
     assert ends == 2 * reasons
+    await asyncio.wait([context.spawn(work(), errors_are_handled=True)])
+    await asyncio.sleep(0)
+    assert ends == 3 * reasons, "who was to handle it may have gone"
 
 
 def test_it_is_no_error_that_was_raised_on_purpose() -> None:
