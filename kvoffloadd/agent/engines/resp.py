@@ -8,6 +8,7 @@ https://valkey.io/topics/protocol/
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import time
@@ -97,6 +98,20 @@ class RespConnection:
         self._sock.close()
         self._plain.close()
 
+    @property
+    def has_more(self) -> bool:
+        """Whether more was read than replies. A server that replies twice to a command would give each later command
+        the reply to another one.
+        """
+        return self._at < self._end
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has come behind the last reply: neither data nor the end of the connection."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        return not (self.has_more or poller.poll(0))
+
     # --- commands ---
 
     def ask(self, *words: str | bytes) -> Reply:
@@ -137,6 +152,8 @@ class RespConnection:
             if depth == _DEPTH_MAX:
                 raise ProtocolError("arrays are nested too deeply")
             return None if count < 0 else [self.reply(depth + 1) for _ in range(count)]
+        if depth:  # the rest of the array would be taken for the replies to other commands
+            raise ProtocolError("an array has an element that is no value")
         raise _refusal(kind, rest)
 
     def reply_into(self, pieces: Sequence[memoryview]) -> int | None:
@@ -238,12 +255,12 @@ def command_with(words: Sequence[str], pieces: Sequence[Piece], after: Sequence[
     return [count + strings[0] + b"$%d\r\n" % size, *pieces, _CRLF + strings[1]]
 
 
-def _number(digits: bytes, most: int = 1 << 63) -> int:
+def _number(digits: bytes, most: int = (1 << 63) - 1) -> int:
     try:
         number = int(digits)
     except ValueError:
         number = most + 1
-    if number > most:
+    if not -most <= number <= most:
         raise ProtocolError(f"not a valid number: {digits[:20]!r}")
     return number
 
