@@ -25,6 +25,7 @@ class Ending:
 
     limits = None
     features = ()
+    is_connected = True
 
     def __init__(self, outcome: Outcome | None, failed: Mapping[int, list[int]] | None = None) -> None:
         self._outcome, self._failed = outcome, failed or {}
