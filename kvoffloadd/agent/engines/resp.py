@@ -14,7 +14,7 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 _READ_BYTES: Final = 16 << 10
 """The size of a read where no payload is expected. Bytes of a payload in it are copied to their place."""
@@ -80,18 +80,19 @@ class RespConnection:
             raise
 
     def _open(self, server: Server) -> socket.socket:
-        if server.port:
-            plain = socket.create_connection((server.host, server.port), self._left())
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return plain
-        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            plain.settimeout(self._left())
-            plain.connect(server.host)
-        except BaseException:
-            plain.close()
-            raise
-        return plain
+        if not server.port:
+            return _connected(socket.AF_UNIX, server.host, self._left())
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+        for others, (family, *_, address) in zip(reversed(range(len(found))), found, strict=True):
+            try:
+                plain = _connected(family, address, self._left() / (others + 1))
+            except OSError:
+                if not others:
+                    raise
+            else:
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return plain
+        raise OSError("the server's name has no address")
 
     def close(self) -> None:
         """Closes at once, even with data under way. Idempotent."""
@@ -237,6 +238,17 @@ class RespConnection:
     def _wait(self) -> None:
         """Makes the next operation end at the deadline."""
         self._sock.settimeout(self._left())
+
+
+def _connected(family: int, address: Any, left_s: float) -> socket.socket:
+    plain = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        plain.settimeout(left_s)
+        plain.connect(address)
+    except BaseException:
+        plain.close()
+        raise
+    return plain
 
 
 def command(*words: str | bytes) -> bytes:
