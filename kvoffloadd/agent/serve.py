@@ -148,11 +148,13 @@ class Agent:
         while True:
             call = calls.get()
             try:
-                answer = self._answer(call)
+                self._send(self._answer(call))
             except FramingError as error:
                 log.error("invalid request from the daemon: %s", error)
                 os._exit(1)
-            self._send(answer)
+            except Exception:  # without this thread, the agent would go on and never answer the call, nor others
+                log.exception("a call has no answer")
+                os._exit(1)
 
     def _answer(self, call: Call) -> Reply:
         engine, memory = self._engine, self._memory

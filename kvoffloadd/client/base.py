@@ -80,6 +80,13 @@ class BaseClient:
         return self._core.boot_id
 
     @property
+    def is_connected(self) -> bool:
+        """Whether requests have a connection, as far as is known: a call notices that it is lost. False also after a
+        daemon has refused a new one.
+        """
+        return self._core.is_connected
+
+    @property
     def limits(self) -> Limits | None:
         """Limits of frames and requests of the daemon that was greeted last; None before the first greeting."""
         return self._core.limits

@@ -72,6 +72,11 @@ class ClientCore:
         return self._connector.boot_id
 
     @property
+    def is_connected(self) -> bool:
+        """See `BaseClient.is_connected`."""
+        return self._usable() is not None
+
+    @property
     def limits(self) -> Limits | None:
         """See `BaseClient.limits`."""
         return self._connector.limits

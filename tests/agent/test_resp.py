@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -140,6 +141,9 @@ def _read_into(wire: Wire) -> None:
         b"$99999999999\r\n",
         b"*99999999999\r\n",
         b"*1\r\n" * 50,
+        b"*2\r\n-ERR no value\r\n:1\r\n",
+        b":9223372036854775808\r\n",
+        b":-9223372036854775808\r\n",
         b"x" * 100_000,
         b"$x\r\n",
         b"\r\n",
@@ -158,6 +162,36 @@ def test_an_end_in_the_middle(wire: Wire, sent: bytes) -> None:
     wire.say(sent, end=True)
     with pytest.raises(ConnectionError):
         wire.connection.reply()
+
+
+def test_the_deadline_is_one_for_all_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them answers. The daemon ends an agent whose calls take much longer than that."""
+    with socket.socket() as full, contextlib.ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(4):
+            ahead = waiting.enter_context(socket.socket())
+            ahead.setblocking(False)
+            ahead.connect_ex(full.getsockname())
+        address = (socket.AF_INET, socket.SOCK_STREAM, 0, "", full.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [address] * 8)
+        began_s = time.monotonic()
+        with pytest.raises(TimeoutError):
+            RespConnection(Server("host", 6379), began_s + 1.0)
+        assert time.monotonic() - began_s < 4.0
+
+
+def test_an_address_that_does_not_answer_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server, socket.socket() as closed:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        closed.bind(("127.0.0.1", 0))  # it does not listen
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", each.getsockname()) for each in (closed, server)]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        RespConnection(Server("host", 6379), time.monotonic() + LONG_S).close()
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found[:1])
+        with pytest.raises(ConnectionRefusedError):
+            RespConnection(Server("host", 6379), time.monotonic() + LONG_S)
 
 
 def test_the_deadline_is_one_for_all_reads(wire: Wire) -> None:

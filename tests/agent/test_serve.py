@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import socket
 import struct
@@ -334,6 +335,20 @@ def test_an_engine_that_raises_has_failed(serve_engine: Callable[..., ServedAgen
     assert agent.ask(Read(3, NAMES)) == Values(3, [Code.FAILED] * 3)
     assert agent.ask(Write(4, "a", b"v", True, None)) == Answer(4, ALL_FAILED[:8])
     assert agent.ask(Sweep(5, "kvo1/", "")) == Swept(5, Code.FAILED, "")
+
+
+@pytest.mark.parametrize(
+    ("call", "code"), [(Remove(1, NAMES), None), (Remove(1, NAMES), 1 << 70), (Sweep(1, "kvo1/", ""), 1 << 70)]
+)
+def test_an_agent_that_can_not_answer_a_call_ends(
+    serve_engine: Callable[..., ServedAgent], monkeypatch: pytest.MonkeyPatch, call: Remove | Sweep, code: Any
+) -> None:
+    """The daemon might wait for ever: a sweep may take any time."""
+    ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    agent = serve_engine(sweep=lambda *_: (code, ""), remove=lambda _: [code] * 3)
+    agent.sock.sendall(encode(call))
+    assert ended.get(timeout=FOREVER_S) == 1
 
 
 def test_values_are_as_many_as_an_answer_holds(serve_engine: Callable[..., ServedAgent]) -> None:

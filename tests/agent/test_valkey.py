@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import select
 import socket
 import socketserver
 import threading
@@ -105,6 +106,54 @@ def test_what_comes_behind_an_answer_that_can_not_be_is_not_the_next_calls(
     server.answer = lambda _, command: reply if command[1] == b"bad" else b":0\r\n"
     assert engine.exists(["bad"]) == [UNKNOWN]
     assert engine.exists(["other"]) == [NO]
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_second_reply_to_a_command_is_not_the_next_calls(
+    server: ScriptedServer, engine: ValkeyEngine, when: str
+) -> None:
+    """Otherwise a marker that is gone would be there for as long as the connection lasts."""
+    said = b":1\r\n" if when == "later" else b":1\r\n:1\r\n"
+    server.answer = lambda _, command: said if command[1] == b"twice" else b":0\r\n"
+    assert engine.exists(["twice"]) == [YES if when == "later" else UNKNOWN]
+    if when == "later":
+        for connection in list(server.connections):
+            connection.sendall(b":1\r\n")
+        assert select.select([engine._idle[-1]._sock], [], [], FOREVER_S)[0], "it has come"
+    assert engine.exists(["other"]) == [NO]
+
+
+def test_a_reply_too_many_is_not_the_next_names(server: ScriptedServer, engine: ValkeyEngine) -> None:
+    """It is unknown which replies are whose."""
+    server.answer = lambda _, command: b":1\r\n:1\r\n" if command[1] == b"twice" else b":0\r\n"
+    assert engine.exists(["twice", "other", "third"]) == [UNKNOWN] * 3
+
+
+def test_an_array_with_a_refusal_is_not_the_next_names_reply(server: ScriptedServer, engine: ValkeyEngine) -> None:
+    server.answer = lambda _, command: b"*2\r\n-ERR\r\n:1\r\n" if command[1] == b"bad" else b":0\r\n"
+    assert engine.exists(["bad", "other"]) == [UNKNOWN] * 2
+    assert engine.exists(["other"]) == [NO]
+
+
+@pytest.mark.parametrize("said", [b":2\r\n", b":-8\r\n", b":9223372036854775807\r\n", b":9223372036854775808\r\n"])
+def test_a_number_that_can_not_be_costs_its_own_answer(
+    server: ScriptedServer, engine: ValkeyEngine, said: bytes
+) -> None:
+    """The daemon ends an agent for codes that it does not know."""
+    scanned = b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nk\r\n"
+    others = {b"TIME": b"*2\r\n$1\r\n5\r\n$1\r\n0\r\n", b"ZRANGE": b"*0\r\n", b"SCAN": scanned}
+    server.answer = lambda _, command: others.get(command[0], said)
+    failed = ([Code.REFUSED], [Code.FAILED])
+    assert engine.remove(["a"]) in failed
+    assert engine.renew(["a"], 60.0) in failed
+    assert engine.sweep("kvo1/", "") == (Code.FAILED, "")
+
+
+@pytest.mark.parametrize("cursor", [b"x", b"7" * 65, b"-1"])
+def test_a_sweep_goes_on_nowhere_else(server: ScriptedServer, engine: ValkeyEngine, cursor: bytes) -> None:
+    server.answer = lambda _, command: b"*2\r\n$%d\r\n%b\r\n*0\r\n" % (len(cursor), cursor)
+    engine._small_s = 0.5
+    assert engine.sweep("kvo1/", "") == (Code.FAILED, "")
 
 
 def test_a_refusal_costs_no_connection(server: ScriptedServer, engine: ValkeyEngine) -> None:
@@ -246,7 +295,7 @@ def test_a_server_that_is_gone_is_a_failure_of_each(server: ScriptedServer, engi
 def test_a_step_of_a_sweep_is_bounded_and_the_next_one_goes_on_there(
     server: ScriptedServer, engine: ValkeyEngine
 ) -> None:
-    found = [b"$2\r\nk%d\r\n" % number for number in range(4)]
+    found = [b"$4\r\nk%03d\r\n" % number for number in range(700)]
     commands: list[list[bytes]] = []
 
     def answer(_: int, command: list[bytes]) -> bytes:
@@ -254,7 +303,7 @@ def test_a_step_of_a_sweep_is_bounded_and_the_next_one_goes_on_there(
         if command[0] == b"UNLINK":
             return b":700\r\n"
         cursor = {b"0": b"33", b"33": b"21", b"21": b"47", b"47": b"0"}[command[1]]
-        return b"*2\r\n$%d\r\n%b\r\n*4\r\n%b" % (len(cursor), cursor, b"".join(found))
+        return b"*2\r\n$%d\r\n%b\r\n*700\r\n%b" % (len(cursor), cursor, b"".join(found))
 
     server.answer = answer
     first = engine.sweep("kvo1/x/", "")

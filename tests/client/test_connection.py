@@ -256,5 +256,7 @@ def test_a_replay_that_is_refused(make_client: Any, fake: FakeDaemon, path: str,
     fake.on["register"] = lambda peer, message: peer.error(message.seq, "schema_mismatch")
     with pytest.raises(RemoteError, match="schema_mismatch"):
         client.ping()
+    assert not client.is_connected, "the refusal is none of a request"
     del fake.on["register"]
     client.ping()
+    assert client.is_connected

@@ -8,12 +8,13 @@ https://valkey.io/topics/protocol/
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 _READ_BYTES: Final = 16 << 10
 """The size of a read where no payload is expected. Bytes of a payload in it are copied to their place."""
@@ -79,23 +80,38 @@ class RespConnection:
             raise
 
     def _open(self, server: Server) -> socket.socket:
-        if server.port:
-            plain = socket.create_connection((server.host, server.port), self._left())
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return plain
-        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            plain.settimeout(self._left())
-            plain.connect(server.host)
-        except BaseException:
-            plain.close()
-            raise
-        return plain
+        if not server.port:
+            return _connected(socket.AF_UNIX, server.host, self._left())
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+        for others, (family, *_, address) in zip(reversed(range(len(found))), found, strict=True):
+            try:
+                plain = _connected(family, address, self._left() / (others + 1))
+            except OSError:
+                if not others:
+                    raise
+            else:
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return plain
+        raise OSError("the server's name has no address")
 
     def close(self) -> None:
         """Closes at once, even with data under way. Idempotent."""
         self._sock.close()
         self._plain.close()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more was read than replies. A server that replies twice to a command would give each later command
+        the reply to another one.
+        """
+        return self._at < self._end
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has come behind the last reply: neither data nor the end of the connection."""
+        poller = select.poll()
+        poller.register(self._sock, select.POLLIN)
+        return not (self.has_more or poller.poll(0))
 
     # --- commands ---
 
@@ -137,6 +153,8 @@ class RespConnection:
             if depth == _DEPTH_MAX:
                 raise ProtocolError("arrays are nested too deeply")
             return None if count < 0 else [self.reply(depth + 1) for _ in range(count)]
+        if depth:  # the rest of the array would be taken for the replies to other commands
+            raise ProtocolError("an array has an element that is no value")
         raise _refusal(kind, rest)
 
     def reply_into(self, pieces: Sequence[memoryview]) -> int | None:
@@ -222,6 +240,17 @@ class RespConnection:
         self._sock.settimeout(self._left())
 
 
+def _connected(family: int, address: Any, left_s: float) -> socket.socket:
+    plain = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        plain.settimeout(left_s)
+        plain.connect(address)
+    except BaseException:
+        plain.close()
+        raise
+    return plain
+
+
 def command(*words: str | bytes) -> bytes:
     """Returns the command as it is sent."""
     encoded = [word.encode() if isinstance(word, str) else word for word in words]
@@ -238,12 +267,12 @@ def command_with(words: Sequence[str], pieces: Sequence[Piece], after: Sequence[
     return [count + strings[0] + b"$%d\r\n" % size, *pieces, _CRLF + strings[1]]
 
 
-def _number(digits: bytes, most: int = 1 << 63) -> int:
+def _number(digits: bytes, most: int = (1 << 63) - 1) -> int:
     try:
         number = int(digits)
     except ValueError:
         number = most + 1
-    if number > most:
+    if not -most <= number <= most:
         raise ProtocolError(f"not a valid number: {digits[:20]!r}")
     return number
 

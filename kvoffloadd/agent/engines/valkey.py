@@ -23,8 +23,16 @@ from typing import Any, ClassVar, Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
-from kvoffloadd.agent.engines.resp import Reply, ReplyError, RespConnection, Server, command, command_with
-from kvoffloadd.agentwire.frames import VALUE_BYTES_MAX, Code, Presence
+from kvoffloadd.agent.engines.resp import (
+    ProtocolError,
+    Reply,
+    ReplyError,
+    RespConnection,
+    Server,
+    command,
+    command_with,
+)
+from kvoffloadd.agentwire.frames import AFTER_MAX, VALUE_BYTES_MAX, Code, Presence
 from kvoffloadd.agentwire.names import KEPT_NAME
 
 T = TypeVar("T")
@@ -110,11 +118,16 @@ class ValkeyEngine:
         """Yields a connection for one call. It is kept for the next one, unless the call fails."""
         with self._lock:
             connection = self._idle.pop() if self._idle else None
+        if connection is not None and not connection.is_quiet:
+            connection.close()
+            connection = None
         if connection is None:
             connection = RespConnection(self._server, until_s)
         connection.until_s = until_s
         try:
             yield connection
+            if connection.has_more:
+                raise ProtocolError("the server has sent more replies than it got commands")
         except ReplyError:
             self._keep(connection)
             raise
@@ -249,7 +262,7 @@ class ValkeyEngine:
             there = [name for name, reply in zip(names, replies, strict=True) if reply == 1]
             now_s = _keep(connection, there, kept_s)
             _remove_over(connection, now_s)
-            return [reply if isinstance(reply, int) else Code.REFUSED for reply in replies]
+            return [_code_of_one(reply) for reply in replies]
 
         try:
             return self._call(work)
@@ -262,7 +275,7 @@ class ValkeyEngine:
             replies = self._call(lambda connection: _ask_all(connection, "UNLINK", names))
         except OSError:
             return [Code.FAILED] * len(names)
-        return [reply if isinstance(reply, int) else Code.REFUSED for reply in replies]
+        return [_code_of_one(reply) for reply in replies]
 
     def sweep(self, prefix: str, after: str) -> tuple[int, str]:
         """Returns FAILED when a step takes too long: the rest is left to the next sweep."""
@@ -304,6 +317,11 @@ def _put_one(connection: RespConnection, transfer: ObjectTransfer) -> int:
     return transfer.size_bytes
 
 
+def _code_of_one(reply: Reply | ReplyError) -> int:
+    """Returns what a command has done with its one name: the number of objects that it found, or a `Code`."""
+    return reply if isinstance(reply, int) and reply in (0, 1) else Code.REFUSED
+
+
 def _value_of(reply: Reply | ReplyError) -> bytes | int | None:
     return reply if isinstance(reply, bytes | None) else Code.REFUSED
 
@@ -340,9 +358,13 @@ def _sweep(connection: RespConnection, prefix: str, after: str) -> tuple[int, st
         if not isinstance(found, list) or len(found) != 2 or not isinstance(found[0], bytes):
             raise OSError("unexpected answer to SCAN")
         cursor, names = found[0], found[1]
+        if not cursor.isdigit() or len(cursor) > AFTER_MAX:
+            raise OSError("unexpected cursor of SCAN")
         if isinstance(names, list) and names:
             count = connection.ask("UNLINK", *(name for name in names if isinstance(name, bytes)))
-            removed += count if isinstance(count, int) else 0
+            if not isinstance(count, int) or not 0 <= count <= len(names):
+                raise OSError("unexpected answer to UNLINK")
+            removed += count
         if cursor == b"0":
             return removed, ""
         if removed >= _STEP_REMOVED or time.monotonic() >= ends_s:

@@ -16,7 +16,7 @@ from kvoffloadd.agentwire.frames import Code
 from kvoffloadd.agentwire.names import ERA_BYTES, marker_name, markers_prefix, pointer_name, successor_name
 from kvoffloadd.cache.memory.epochs import Epochs
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
-from kvoffloadd.cache.remote.namespaceera import NamespaceEra
+from kvoffloadd.cache.remote.namespaceera import REMEMBERED, NamespaceEra
 from kvoffloadd.cache.remote.storeclock import StoreClock
 from kvoffloadd.errors import RemoteStoreError
 from kvoffloadd.storage.remote.store import RemoteStore
@@ -139,18 +139,27 @@ class EraAgreement:
         if first is None and known.era is None:  # an engine may rewrite the pointer by removing it first
             await asyncio.sleep(GAP_S)
             first = await self._read(known, pointer_name(known.fingerprint))
+        if first is None:
+            known.absent_s = self._clock.now_s
         return first
 
     async def _follow(self, known: NamespaceEra, first: Era) -> list[Era]:
         self._check_believable(first)
         path = [first]
-        while (after := await self._read(known, successor_of(known, path[-1]))) is not None and path[-1] < after:
-            self._check_believable(after)
+        while (after := await self._after(known, path[-1])) is not None:
             path.append(after)
             if len(path) > LINKS_MAX:
                 await self._move_pointer(known, path)
                 raise RemoteStoreError(f"a namespace has more than {LINKS_MAX} eras behind its pointer; it is moved on")
         return path
+
+    async def _after(self, known: NamespaceEra, era: Era) -> Era | None:
+        """Returns the era's successor; None: there is none that leads upwards."""
+        after = await self._read(known, successor_of(known, era))
+        if after is None or after <= era:
+            return None
+        self._check_believable(after)
+        return after
 
     def _check_believable(self, era: Era) -> None:
         if not self._epochs.believes(era.generation):
@@ -163,13 +172,11 @@ class EraAgreement:
     async def _agree(self, known: NamespaceEra, path: list[Era]) -> bool:
         """Returns whether the last era can be taken; if not, does what is necessary."""
         name, last = known.fingerprint, path[-1]
-        if known.era is not None and last != known.era:
-            own_last = (await self._follow(known, known.era))[-1]
-            if own_last != last:
-                await self._end(known, min(own_last, last), max(own_last, last))
-                return False
+        if known.era is not None and not await self._joined(known, known.era, last):
+            return False
         epoch = self._epochs.of(name)
-        if known.made is not None and known.made.generation == epoch and known.made in path:
+        # An earlier one, too: the store may carry out a write late, after another era was made.
+        if any(made.generation == epoch and made in path for made in known.made):
             known.unmade = False
         if known.unmade and last.generation >= epoch:
             # This host's clear needs a later number than the clear of a host whose clock is ahead, which was unknown
@@ -195,6 +202,16 @@ class EraAgreement:
             self._on_taken(known)
             return True
         return False
+
+    async def _joined(self, known: NamespaceEra, mine: Era, last: Era) -> bool:
+        """Returns whether successors lead from this host's era to the last one; if not, makes the earlier of two eras
+        that no path joins lead to the later one. The pointer stays: it may name a clear that no other path leads to.
+        """
+        while mine < last and (after := await self._after(known, mine)) is not None:
+            mine = after
+        if mine != last:
+            await self._end(known, min(mine, last), max(mine, last))
+        return mine == last
 
     async def _replace(self, known: NamespaceEra, last: Era, epoch: int) -> None:
         """Ends the last era with a new one of this generation."""
@@ -230,7 +247,7 @@ class EraAgreement:
         made = new_era(era)
         value = encode_era(known.fingerprint, made)
         await self._store.write_value(marker_of(known, made), value, until(), if_absent=True, kept_s=KEPT_S)
-        known.made = made
+        known.made = [*known.made, made][-REMEMBERED:]
         self.made += 1
         return made
 

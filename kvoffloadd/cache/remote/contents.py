@@ -113,9 +113,10 @@ class RemoteContents:
         """Resets these rows, which get new keys."""
         self._believed[rows] = 0
 
-    def believe(self, rows: U32Array, place: RemotePlace) -> None:
-        """Records that the store has these keys."""
-        self._believed[rows] = place.number
+    def believe(self, keyspace: Keyspace, rows: U32Array, place: RemotePlace) -> None:
+        """Records that the store has these keys, unless they have been renamed since."""
+        if self._shapes.get(keyspace) == place.space.shape:
+            self._believed[rows] = place.number
 
     def believed(self, rows: U32Array, place: RemotePlace) -> BoolArray:
         """Returns which of these keys the store is believed to have."""

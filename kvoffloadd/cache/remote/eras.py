@@ -183,6 +183,8 @@ class Eras:
         known = self._known.get(fingerprint)
         if known is None:
             return Doubt.INHERITED
+        if known.seen_s is None and self._clock.now_s - known.absent_s <= self._doubt_s:
+            return Doubt.INHERITED  # the store knows of no clear in this run, even if it can't record an era
         if self._unseen_s(known) > self._doubt_s:
             return Doubt.ALL
         if known.seen_s is None:

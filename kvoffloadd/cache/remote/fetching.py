@@ -397,7 +397,7 @@ class RemoteFetching(Fetches):
         if good.any():
             parts = read.parts[of_parts]
             rows = self._cache.entries.live(distinct(self._cache.entries.parts.row[parts]))
-            self._remote.believe(rows, read.place)
+            self._remote.believe(read.keyspace, rows, read.place)
             self.counters.bytes += int(np.count_nonzero(good)) * sum(read.keyspace.part_bytes)
             self._cache.sealed(parts)
         if not good.all():

@@ -10,7 +10,9 @@ from typing import Final
 from kvoffloadd.cache.remote.era import Era
 
 REMEMBERED: Final = 16
-"""The number of cleared eras of a namespace whose removal is repeated after an absence of the store."""
+"""The number of cleared eras of a namespace whose removal is repeated after an absence of the store, and of eras that
+this host has made.
+"""
 
 RENEW_S: Final = 24 * 3600.0
 """How often small objects in use are renewed."""
@@ -18,14 +20,15 @@ RENEW_S: Final = 24 * 3600.0
 
 @dataclass(slots=True, eq=False)
 class NamespaceEra:
-    """The state of an era; see `eras`. Times are seconds of `time.monotonic()`; `since_s` and `seen_s` are of the
-    `StoreClock`.
+    """The state of an era; see `eras`. Times are seconds of `time.monotonic()`; `since_s`, `seen_s` and `absent_s` are
+    of the `StoreClock`.
     """
 
     fingerprint: bytes
     since_s: float = 0.0  # when this host first knew of the namespace
     seen_s: float | None = None  # when the store last reported its era; None: not in this run
     confirmed_s: float | None = None  # the same by the host's clock, in seconds since 1970
+    absent_s: float = float("-inf")  # when the store last reported that it has no pointer
     era: Era | None = None  # None: no question, fetch or push is possible
     number: int = 0  # of the era in this run, rising over all namespaces; 0: none was known yet
     tried_s: float = float("-inf")  # when the store was last asked for it
@@ -34,7 +37,7 @@ class NamespaceEra:
     unsure_until_s: float | None = None  # of the `StoreClock`: the time from which the store's reports are believed
     is_ahead: bool = False  # the store has an era that is not believed
     pointed: Era | None = None  # the pointer's era at the last agreement
-    made: Era | None = None  # the last era that this host has made
+    made: list[Era] = field(default_factory=list)  # the last eras that this host has made
     unmade: bool = False  # the store does not know of a clear made here
     swept: tuple[int, str] = (0, "")  # the connection, and the progress of removing markers of unknown eras
     passed: list[Era] = field(default_factory=list)  # earlier eras with successors that are kept

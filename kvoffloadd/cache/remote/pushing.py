@@ -183,7 +183,8 @@ class Pushing:
     def _done(self, push: PendingPush, status: U8Array) -> None:
         """Ends a batch, whose slots nothing reads any more."""
         batch, good = push.batch, status == RemoteStatus.OK
-        self._remote.believe(batch.rows[good], push.place)  # retired rows, too: `reset` precedes their next key
+        # Retired rows, too: `reset` precedes their next key.
+        self._remote.believe(batch.keyspace, batch.rows[good], push.place)
         self.counters.keys += int(np.count_nonzero(good))
         self.counters.bytes += int(np.count_nonzero(good)) * sum(batch.keyspace.part_bytes)
         for code in np.unique(status[~good]).tolist():

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 from kvoffloadd.client import Client, Job, JobConnectionLostError, JobDeadlineError, KvCache, Ready, Registration
 from kvoffloadd.client.connector import backoffs
 from kvoffloadd.errors import ConnectionLostError, KvOffloadError, RemoteError
+from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.keys import KEY_BYTES, Piece, most_keys, pieces
 from kvoffloadd.model import Direction, U32Array
 from kvoffloadd.protocol.messages import TOKEN_BYTES
@@ -106,7 +107,7 @@ class DaemonLink:
         except KvOffloadError as error:
             if reconnects and isinstance(error, ConnectionLostError):
                 self.connect()
-            elif self.connected and isinstance(error, RemoteError):
+            elif self.connected and self.client.is_connected and isinstance(error, RemoteError):
                 self._pause(error)
                 self._log_refusal(error)
             else:
@@ -140,7 +141,7 @@ class DaemonLink:
         ready: Ready | None,
         **load_options: bool,
     ) -> Submitted:
-        """Begins to store or load keys. The jobs may have their blocks, whatever went wrong.
+        """Begins to store or load keys. The jobs may have their blocks, whatever went wrong, even a bug.
 
         Args:
             direction: whether keys are stored or loaded.
@@ -169,7 +170,13 @@ class DaemonLink:
                     raise
                 jobs.append((piece, job))
 
-        self.attempt(begin_all)
+        try:
+            self.attempt(begin_all)
+        except Exception as error:
+            if not jobs:
+                raise
+            log_bug(self._logger, "a request for further keys", error)
+            self.lost(error)
         return Submitted(jobs, len(jobs) == len(requests))
 
     # --- clears ------------------------------------------------------------------------------------

@@ -101,6 +101,8 @@ class SharedLink:
                 if not self._resting.is_set():
                     # A load that waited for a store that hosts share would keep SGLang's one thread from all others.
                     begun = link.submit(direction, chunks, deadline_s=self._job_deadline_s, ready=ready, local=True)
+                    for _, job in begun.jobs:  # all of them first: no bug gives pages back that a job still has
+                        self._await(job)
                     for piece, job in begun.jobs:
                         self._take(piece, job, done)
         return done
@@ -169,8 +171,8 @@ class SharedLink:
 
     # --- with the mutex --------------------------------------------------------------------------
 
-    def _take(self, piece: Piece, job: Job, done: dict[int, BoolArray]) -> None:
-        """Waits until the job has ended. A job that ended without a report counts as not done."""
+    def _await(self, job: Job) -> None:
+        """Returns when the job has ended."""
         waiting_since = monotonic()
         while not job.done:
             try:
@@ -178,6 +180,9 @@ class SharedLink:
             except JobDeadlineError:
                 waited_s = monotonic() - waiting_since
                 logger.warning("kvoffloadd: still waiting for the daemon to end a %s: %.0f s", job.direction, waited_s)
+
+    def _take(self, piece: Piece, job: Job, done: dict[int, BoolArray]) -> None:
+        """Records how a job has ended. One that ended without a report counts as not done."""
         result = job.result
         if result is None or result.outcome is Outcome.LOST:
             self._link.connected = False  # until `keep` has checked whether there is a daemon

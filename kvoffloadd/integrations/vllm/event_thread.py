@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvoffloadd.client import Client, Event, EventGap, KvCache
+from kvoffloadd.integrations.common.bugs import log_bug
 from kvoffloadd.integrations.common.link import DaemonLink
 
 logger = logging.getLogger("vllm.kvoffloadd")
@@ -167,8 +168,13 @@ class EventThread:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._obey()
-            if not self._link.attempt(self._follow):
+            try:
+                self._obey()
+                if not self._link.attempt(self._follow):
+                    self._lost()
+            except Exception as error:  # noqa: BLE001  the thread's boundary: routers learn all anew
+                log_bug(logger, self._thread.name, error)
+                self._link.lost(error)
                 self._lost()
         self._link.close(_CLOSE_S)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from kvoffloadd.agentwire.names import era_prefix, marker_name, markers_prefix, pointer_name
+from kvoffloadd.agentwire.names import era_prefix, marker_name, markers_prefix, pointer_name, successor_name
 from kvoffloadd.cache.remote.agreement import LINKS_KEPT
 from kvoffloadd.cache.remote.era import Era, decode_era, encode_era, new_era
-from kvoffloadd.errors import NotDurableError
+from kvoffloadd.errors import NotDurableError, RemoteStoreError
 from kvoffloadd.storage.remote.values import NotRead
 from tests.cache.remote.lab import NAME, EraHost, Lab, agree, settled
 
@@ -175,6 +175,33 @@ async def test_a_clear_that_was_refused_is_made_up_for(seed: int) -> None:
     one.store.changes.notify_all()
     await settled(lambda: agree(lab.hosts), "they agree")
     assert other.cleared == [one.epoch]
+    await lab.stop()
+
+
+async def test_a_clear_whose_successor_is_written_late_is_one_clear(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store carries out a write that was given up, as this host writes the next one."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    host.run()
+    await settled(lambda: agree(lab.hosts), "it is in an era")
+    era, write, late = cast(Era, host.era), host.store.write_value, list[bytes]()
+    successor = successor_name(NAME, era.generation, era.id)
+
+    async def write_late(name: str, value: bytes, until_s: float, **options: Any) -> None:
+        if name == successor:
+            late.append(value)
+            if len(late) == 1:
+                raise RemoteStoreError("it may still be done")
+            await write(name, late[0], until_s, **options)
+        await write(name, value, until_s, **options)
+
+    monkeypatch.setattr(host.store, "write_value", write_late)
+    with pytest.raises(NotDurableError):
+        await host.clear()
+    number = host.epoch
+    await settled(lambda: agree(lab.hosts) and not host.eras._known[NAME].unmade, "the store has recorded it")
+    assert len(late) == 2
+    assert host.epoch == number
     await lab.stop()
 
 

@@ -390,7 +390,7 @@ async def test_another_composition_has_other_objects(scene: RemoteScene) -> None
     contents, rows = scene.remote._contents, scene.cache.find(scene.keyspace, keys_of(3)).hit_rows
     place = contents.place(scene.keyspace)
     assert place is not None
-    contents.believe(rows, place)
+    contents.believe(scene.keyspace, rows, place)
     known = Composition("bfloat16", b"layers 0")
     scene.cache.set_part_bytes(scene.keyspace, dict(enumerate(SIZES)), dict.fromkeys(range(len(SIZES)), known))
     assert not contents.believed(rows, place).any(), "under its new name it is not there yet"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffloadd.cache.clearing import clear_here
+from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.storage.remote.transfers import RemoteStatus
 
 from ..clears import clear
@@ -89,6 +90,20 @@ async def test_what_is_put_stays_where_it_is_until_the_end(make: Make) -> None:
     for number in range(500, 1000):
         scene.store_here(number)
     assert scene.served(1, 2, 3) == [], "they may be evicted again"
+
+
+async def test_what_is_renamed_while_it_is_put_is_not_there_by_its_new_name(make: Make) -> None:
+    """More is known of the bytes of its group by the end of the put."""
+    scene = await make()
+    store(scene, 1, 2)
+    put = await a_put(scene)
+    known = Composition("bfloat16", b"layers 0")
+    scene.cache.set_part_bytes(scene.keyspace, dict(enumerate(SIZES)), dict.fromkeys(range(len(SIZES)), known))
+    scene.store.finish(put)
+    contents, rows = scene.remote._contents, scene.cache.find(scene.keyspace, keys_of(1, 2)).hit_rows
+    place = contents.place(scene.keyspace)
+    assert place is not None
+    assert not contents.believed(rows, place).any()
 
 
 @pytest.mark.parametrize("far", [False, True])

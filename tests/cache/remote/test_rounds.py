@@ -329,6 +329,26 @@ async def test_a_path_without_end_is_followed_in_steps(seed: int) -> None:
     await lab.stop()
 
 
+async def test_a_long_path_from_a_hosts_own_era_hides_no_clear(seed: int) -> None:
+    """No path joins it with the era that the pointer names, whose host is gone."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+    await opened(lab, NAME)
+    await host.stop()
+    era = own = era_of(lab, NAME)
+    cleared = Era(era.generation + 5, bytes(8))
+    put(lab, marker_name(NAME, cleared.generation, cleared.id), NAME, cleared)
+    put(lab, pointer_name(NAME), NAME, cleared)
+    for _ in range(agreement.LINKS_MAX + 1):
+        after = new_era(era.after(era.generation))
+        put(lab, successor_name(NAME, era.generation, era.id), NAME, after)
+        era = after
+    host.run()
+    await settled(lambda: host.hits() not in (None, own), "it is in another era")
+    assert host.epoch == cleared.generation
+    await lab.stop()
+
+
 async def test_a_look_follows_so_many_links_and_no_more(seed: int) -> None:
     lab = Lab(seed, 1)
     (host,) = lab.hosts
@@ -476,6 +496,36 @@ async def test_doubt_lasts_as_long_as_others_may_need(seed: int) -> None:
     clock.now_s += agreement.UNSURE_POLLS * 1000
     host.eras.lost(NAME, host.eras._known[NAME].number)
     await settled(lambda: host.doubt() is Doubt.NONE, "time is over")
+    await lab.stop()
+
+
+async def test_a_store_that_takes_no_writes_costs_nothing_of_this_run(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is full, or a copy that may only be read: it can't record an era, and reports that it has none."""
+    lab = Lab(seed, 1)
+    (host,) = lab.hosts
+
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise RemoteStoreError("no space")
+
+    monkeypatch.setattr(host.store, "write_value", refuse)
+    host.run()
+
+    def known() -> NamespaceEra | None:
+        return host.eras._known.get(NAME)
+
+    await settled(lambda: (now := known()) is not None and now.absent_s > 0, "a look")
+    for _ in range(3):
+        looks = host.store.calls
+        host.eras._clock.now_s += eras.OVERDUE_S_MIN + 1
+        await settled(lambda: host.store.calls > looks + 6, "some looks")  # noqa: B023
+        assert host.doubt() is Doubt.INHERITED
+    assert host.eras.figures()["eras_overdue"] == [NAME.hex()]
+    lab.objects.unreadable[pointer_name(NAME)] = Code.FAILED
+    await settled(lambda: not host.eras._looks, "the last look is over")
+    host.eras._clock.now_s += eras.DOUBT_S_MIN + 1
+    await settled(lambda: host.doubt() is Doubt.ALL, "another host may have written one meanwhile")
     await lab.stop()
 
 

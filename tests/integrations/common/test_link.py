@@ -32,6 +32,7 @@ class Scripted:
     limits = Limits(frame_bytes=4 << 20, fds_per_frame=64, keys_per_request=3, jobs=8, deadline_s=1.0)
 
     def __init__(self) -> None:
+        self.is_connected = True
         self.errors: list[Exception | None] = []
         self.calls: list[str] = []
         self.tokens: list[bytes] = []
@@ -196,6 +197,17 @@ def test_a_daemon_that_refuses_the_registration_is_not_connected(make: Make, cap
     assert caplog.messages == ["kvoffloadd: no cache: limit: too many", "kvoffloadd: the daemon answers again"]
 
 
+def test_a_daemon_that_refuses_another_connection_is_lost(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Its refusal answers no request: the client had no connection left to make one on."""
+    link, client = make()
+    link.connect()
+    client.errors = [REFUSAL]
+    client.is_connected = False
+    assert not link.attempt(ping)
+    assert not link.connected
+    assert caplog.messages == ["kvoffloadd: no cache: limit: too many"]
+
+
 @pytest.mark.parametrize("reconnects", [False, True])
 def test_a_daemon_that_was_restarted_is_found_at_once_where_that_is_wanted(make: Make, reconnects: bool) -> None:
     link, client = make()
@@ -243,6 +255,13 @@ def test_jobs_that_may_have_blocks_are_known_whatever_went_wrong(make: Make) -> 
     assert submitted_with(make, None, None, REFUSAL) == (1, False, False)
     assert submitted_with(make, None, None, in_doubt) == (2, False, False)
     assert submitted_with(make, None, None, None, in_doubt) == (3, True, False)
+
+
+def test_a_bug_amid_a_submit_hides_no_job(make: Make) -> None:
+    """The daemon writes to the blocks of those that have begun."""
+    assert submitted_with(make, None, None, ZeroDivisionError("a bug")) == (1, False, False)
+    with pytest.raises(ZeroDivisionError):
+        submitted_with(make, None, ZeroDivisionError("a bug"))
 
 
 def test_nothing_to_submit_is_all(make: Make) -> None:

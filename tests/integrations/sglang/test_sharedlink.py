@@ -14,6 +14,7 @@ from kvoffloadd.client import Client, Job, JobResult, KeyState, KvCache, Outcome
 from kvoffloadd.errors import RemoteError
 from kvoffloadd.integrations.sglang.sharedlink import SharedLink
 from kvoffloadd.model import Direction
+from kvoffloadd.protocol.messages import Limits
 from kvoffloadd.testing.wait import HANG_S
 
 KEYS = np.zeros((4, 32), np.uint8).tobytes()
@@ -23,8 +24,9 @@ STATES = (KeyState.RESERVED, KeyState.HIT, KeyState.PENDING, KeyState.NO_SPACE)
 class Ending:
     """A client whose daemon ends each job in one way."""
 
-    limits = None
+    limits: Limits | None = None
     features = ()
+    is_connected = True
 
     def __init__(self, outcome: Outcome | None, failed: Mapping[int, list[int]] | None = None) -> None:
         self._outcome, self._failed = outcome, failed or {}
@@ -73,6 +75,24 @@ class Hanging(Ending):
         """The session has ended."""
         assert force
         self.closed.set()
+
+
+class EndingLate(Ending):
+    """A client whose jobs end when they are waited for. Results can't be read: a bug."""
+
+    limits = Limits(frame_bytes=4 << 20, fds_per_frame=64, keys_per_request=1, jobs=8, deadline_s=1.0)
+
+    def __init__(self) -> None:
+        super().__init__(Outcome.DONE)
+        self.jobs: list[Job] = []
+
+    def _begin(self, direction: Direction) -> Job:
+        self.jobs.append(Job(len(self.jobs) + 1, direction, cast(Any, None), (1,)))
+        return self.jobs[-1]
+
+    def wait(self, job: Job, _deadline_s: float) -> None:
+        """It ends."""
+        job.result, job.done = cast(Any, SimpleNamespace(outcome=Outcome.DONE)), True
 
 
 @pytest.fixture
@@ -127,6 +147,13 @@ class Refusing(Ending):
 
     def load(self, *_: Any, **__: Any) -> Job:
         raise RemoteError("limit", "too many", "client", False)
+
+
+def test_a_bug_gives_no_pages_back_that_a_job_still_has() -> None:
+    client = EndingLate()
+    with pytest.raises(AttributeError):
+        carried(client, Direction.LOAD)
+    assert [job.done for job in client.jobs] == [True] * len(STATES)
 
 
 def test_a_link_whose_copies_are_refused_is_checked_all_the_same() -> None:

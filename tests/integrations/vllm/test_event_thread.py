@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffloadd.client import Client
 from kvoffloadd.integrations.vllm import event_thread as watching
 from kvoffloadd.integrations.vllm.event_thread import EventThread
 from kvoffloadd.testing.wait import until
@@ -68,6 +70,26 @@ def test_what_comes_and_goes(daemon: Daemon, lines: Make, keys: Keys) -> None:
     rank.client.clear()
     until(lambda: router.believes(0, keys[:0]), "what was cleared is told")
     assert router.told == 24
+
+
+@pytest.mark.parametrize("where", ["events", "snapshot_page"])
+def test_a_bug_is_no_end(daemon: Daemon, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """All is told anew after it."""
+    line = lines(daemon)
+    rank = line.rank()
+    rank.store_keys(keys[:4])
+    call, bugs = getattr(Client, where), [ZeroDivisionError("a bug")]
+
+    def fail_once(*arguments: Any) -> Any:
+        if bugs:
+            raise bugs.pop()
+        return call(*arguments)
+
+    monkeypatch.setattr(Client, where, fail_once)
+    router = KeyListener(line.event_thread())
+    until(lambda: not bugs, "it meets the bug")
+    rank.store_keys(keys)
+    until(lambda: router.believes(0, keys), "it goes on")
 
 
 @pytest.mark.slow

@@ -497,12 +497,13 @@ async def test_a_store_that_does_not_answer_is_asked_no_more_until_it_does(
     assert host.store.starts == 1
 
 
+@pytest.mark.parametrize("code", [Code.FAILED, Code.REFUSED])
 async def test_gets_that_fail_are_not_made_until_one_goes_well(
-    open_host: Open, engine: FaultyEngine, seed: int
+    open_host: Open, engine: FaultyEngine, seed: int, code: Code
 ) -> None:
     host = await open_host(engine_name="memory-stops")
     await stored(host, 1, seed)
-    engine.plant("get=FAILED")
+    engine.plant(f"get={code.name}")
     for _ in range(20):
         await host.get(names_of(1), host.slots[8:9])
     assert host.store.state is RemoteState.OPEN
