@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import os
 import pwd
 from collections.abc import Callable
@@ -53,7 +52,7 @@ def seconds(low: float, high: float) -> Check[float]:
     """Seconds from `low` to `high`."""
 
     def check(value: object) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or value != value:  # NaN
             raise ValueError("must be a number of seconds")
         if not low <= value <= high:
             raise ValueError(f"must be from {low:g} to {high:g} seconds")

@@ -400,9 +400,15 @@ def _file_entries(path: Path, problems: list[str]) -> Iterator[_Entry]:
 def _parsed(text: str) -> dict[str, Any]:
     """Parses TOML. Raises TOMLDecodeError, also for values that the parser can't hold."""
     try:
-        return tomllib.loads(text)
+        parsed = tomllib.loads(text)
+        json.dumps(parsed, default=str)  # so that messages can show each value
     except RecursionError:
         raise tomllib.TOMLDecodeError("arrays or tables are nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError:
+        raise tomllib.TOMLDecodeError("a number has thousands of digits") from None
+    return parsed
 
 
 def _line_numbers(text: str) -> dict[tuple[str, str], str]:

@@ -359,6 +359,9 @@ def test_a_long_value_is_cut_in_the_message(tmp_path: Path) -> None:
         (b"[server\n", "is not valid TOML: .*line 1"),
         (b"a = '\xff'\n", "is not UTF-8 text: byte 5"),
         (b"a = " + 100_000 * b"[", "is not valid TOML: arrays or tables are nested too deeply"),
+        (b"[disk]\nwrite_ops_per_s = " + 5_000 * b"9", "is not valid TOML: a number has thousands of digits"),
+        (b"[disk]\nroots = [0x" + 5_000 * b"f" + b"]", "is not valid TOML: a number has thousands of digits"),
+        (b"[disk]\nstuck_s = " + 400 * b"9", "disk.stuck_s = 9+...: must be from"),
     ],
 )
 def test_a_file_that_is_no_toml(tmp_path: Path, text: bytes, reason: str) -> None:

@@ -7,19 +7,23 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvoffloadd.cache.disk import reclaim
 from kvoffloadd.cache.memory.namespace import Keyspace
+from kvoffloadd.errors import NotDurableError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.storage.disk import segment as segment_module
 from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.health import Health, RootState
 from kvoffloadd.storage.disk.opening import open_root
 from kvoffloadd.storage.disk.recovery import Kind, recover_segment
+from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.disk.segment import Segment
 from kvoffloadd.testing.wait import HANG_S
 
@@ -274,6 +278,105 @@ async def test_a_segment_stays_if_what_is_used_of_it_could_not_be_written_again(
     await tier.until(lambda: not tier.root.writer.reserved_pages)
     assert tier.on_disk(keyspace, *used) == used
     assert oldest.ordinal in pool.segments
+
+
+Lack = Callable[[Tier, pytest.MonkeyPatch], None]
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def no_address_space(tier: Tier, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(reclaim, "reserve_array", raising(OSError(errno.ENOMEM, "planted")))
+
+
+def no_descriptors(tier: Tier, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tier.files, "open_to_read", raising(OSError(errno.EMFILE, "planted")))
+
+
+def no_memory(tier: Tier, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(tier.files, "write", raising(MemoryError("planted")))
+
+
+@pytest.mark.parametrize("lack", [no_address_space, no_descriptors, no_memory])
+async def test_a_segment_stays_while_resources_to_move_its_records_are_lacking(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, lack: Lack
+) -> None:
+    """Reclaiming goes on when there are some."""
+    tier = await open_tier(SHAPE)
+    keyspace, pool = tier.keyspace(), tier.root.pool
+    old = await fill(tier, keyspace, 220)
+    await tier.quiet()
+    oldest = pool.oldest()
+    assert oldest is not None
+    used = [number for number in tier.on_disk(keyspace, *old) if tier.place(keyspace, number)[1] is oldest]
+    del used[6:]  # they may all be moved
+    assert await tier.fetch(keyspace, *used) == used
+    tier.evict(keyspace, *used)
+    rewrite, tried = tier.disk.reclaim._rewrite, list[Segment]()
+
+    async def rewrite_without(root: Root, segment: Segment, allowance: reclaim.Allowance) -> list[np.ndarray]:
+        tried.append(segment)
+        with monkeypatch.context() as patch:
+            if len(tried) == 1:
+                lack(tier, patch)
+            return await rewrite(root, segment, allowance)
+
+    tier.disk.reclaim._rewrite = rewrite_without  # type: ignore[method-assign]
+    number = 1000
+    while not tried:
+        tier.store(keyspace, number)
+        number += 1
+        await asyncio.sleep(0.01)
+    await tier.until(lambda: len(tried) > 1 and not pool.wants_segment, 10)
+    assert tried[:2] == [oldest] * 2
+    assert tier.on_disk(keyspace, *used) == used
+
+
+@pytest.mark.parametrize("call", ["open_directory", "open_again", "names", "read"])
+async def test_a_root_that_can_not_be_opened_for_lack_of_memory_comes_later(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    tier = await open_tier(SHAPE)
+    await tier.store_away(tier.keyspace(), 1, 2)
+    await tier.close()
+    with monkeypatch.context() as patch:
+        tier = await open_tier(SHAPE, before=lambda tier: patch.setattr(tier.files, call, raising(MemoryError())))
+        assert tier.root.state == RootState.OFF
+        assert tier.states(tier.keyspace(), 1) == [MISS]
+    await tier.until(lambda: tier.root.state == RootState.OK, 10)
+    assert await tier.fetch(tier.keyspace(), 1, 2) == [1, 2]
+
+
+async def test_a_root_is_watched_on_after_a_lack_of_memory(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = await open_tier(SHAPE)
+    tier.root.health.become(RootState.READ_ONLY, "planted")
+    tried = threading.Event()
+
+    def fail(*_: object, **__: object) -> None:
+        tried.set()
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.files, "open", fail)
+        await tier.until(tried.is_set, 10)
+    await tier.until(lambda: tier.root.state == RootState.OK, 10)
+
+
+async def test_a_clear_that_lacks_memory_is_recorded_later(open_tier: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = await open_tier(SHAPE)
+    keyspace = tier.keyspace()
+    await tier.store_away(keyspace, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(tier.files, "rename", raising(MemoryError()))
+        with pytest.raises(NotDurableError):
+            await tier.clear()
+        assert not tier.disk.catalog.records, "what the clear has closed is given back"
+    await tier.until(lambda: not tier.disk.clears.unrecorded(tier.roots, [(None, tier.cache.epochs.base)]), 10)
 
 
 async def test_a_file_is_used_anew_only_when_it_is_not_tried_any_more(

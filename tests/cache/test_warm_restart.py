@@ -10,8 +10,11 @@ import msgpack
 import numpy as np
 import pytest
 
+from kvoffloadd.cache import clearing
+from kvoffloadd.cache.clearing import Clearings, clear_here
 from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
+from kvoffloadd.cache.memory.changing import CacheTornError
 from kvoffloadd.cache.memory.composition import Composition
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.memory.savedstate import SavedState, read_saved_state
@@ -123,6 +126,41 @@ def test_a_clear_holds_from_its_first_step_on() -> None:
     adopt(after, saved)
     assert hits(after, keys_of(1, 2)) == [False, True]
     assert check(after, 0, 0) == []
+
+
+def clear_for_a_client(cache: Cache) -> None:
+    Clearings(cache, None, None, killed).begin(frozenset([NAME]))
+
+
+def clear_everything(cache: Cache) -> None:
+    Clearings(cache, None, None, killed).begin(None)
+
+
+def clear_for_another_host(cache: Cache) -> None:
+    clear_here(cache, None, NAME, None).send(None)
+
+
+class KilledError(Exception):
+    """What a process does when it is killed, in a test: nothing more."""
+
+
+def killed(*_: Any) -> Any:
+    raise KilledError
+
+
+@pytest.mark.parametrize("clear", [clear_for_a_client, clear_everything, clear_for_another_host])
+def test_a_clear_is_saved_before_its_first_slot_is_freed(
+    monkeypatch: pytest.MonkeyPatch, clear: Callable[[Cache], None]
+) -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    store(cache, make_keyspace(cache, NAME)[1], keys_of(1))
+    monkeypatch.setattr(clearing, "in_turns", killed)
+    with pytest.raises((KilledError, CacheTornError)):
+        clear(cache)
+    after, saved = heir(cache)
+    assert len(adopt(after, saved)) == 0
+    assert hits(after, keys_of(1)) == [False]
+    assert after.epochs == cache.epochs
 
 
 def test_a_clear_that_only_the_disk_remembers() -> None:

@@ -95,7 +95,7 @@ class DiskClears:
         try:
             async with asyncio.timeout(self._stuck_s):
                 await root.directory.write_epochs(epochs.base, epochs.last, dict(epochs.by_namespace), confirmed.at_s)
-        except (OSError, KvOffloadError) as error:
+        except (OSError, KvOffloadError, MemoryError) as error:
             why = "it does not answer" if isinstance(error, TimeoutError) else describe_error(error)
             log.warning("disk %s: a clear could not be recorded: %s", root.name, why)
         else:

@@ -13,6 +13,7 @@ Event loop only, one task per root.
 from __future__ import annotations
 
 import asyncio
+import errno
 import heapq
 import logging
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U32Array, U64Array
 from kvoffloadd.storage.disk.format import ENTRY, Records, record_pages
-from kvoffloadd.storage.disk.records import OK, READ
+from kvoffloadd.storage.disk.records import NO_RESOURCES, OK, READ
 from kvoffloadd.storage.disk.root import Root
 from kvoffloadd.storage.disk.segment import Segment
 from kvoffloadd.storage.disk.writer import WriteBatch
@@ -114,6 +115,9 @@ class Reclaim:
                 return False
             errors = root.health.write_errors
             again = await self._rewrite(root, victim, allowance) if self._rewrite_hot else []
+        except OSError as error:  # it lacks address space or descriptors
+            log.warning("disk %s: segments/%s is not reclaimed now: %s", root.name, victim.name, error)
+            return False
         finally:
             root.writer.reserved_pages = 0
         if root.health.write_errors > errors:
@@ -288,7 +292,7 @@ class Reclaim:
         self, root: Root, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array, sizes: I64Array
     ) -> bool:
         """Reads records and writes them after the newest. Returns False if there is no room for more, or the root is
-        off.
+        off. Raises OSError if the system is out of address space, descriptors or memory.
         """
         if not root.holds(segment):
             return False
@@ -311,6 +315,8 @@ class Reclaim:
         self._staging.add(staging)
         root.reader.read(segment, disk_keyspace.name, reads, Urgency.REWRITE, on_read)
         status, digests = await read
+        if (status == NO_RESOURCES).any():
+            raise OSError(errno.ENOMEM, "the system is out of descriptors or memory")
         good = status == OK
         entries = np.zeros(int(good.sum()), ENTRY)
         if not len(entries):

@@ -102,8 +102,8 @@ class RootLifecycle:
     async def _log_errors(root: Root, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except (OSError, KvOffloadError) as error:
-            log.warning("disk %s: %s", root.name, error)
+        except (OSError, KvOffloadError, MemoryError) as error:
+            log.warning("disk %s: %s", root.name, str(error) or type(error).__name__)
 
     async def check(self, root: Root) -> None:
         """Checks that a root answers and is the same directory. If not, takes it off, and in again when it is back."""

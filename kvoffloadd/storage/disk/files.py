@@ -59,7 +59,7 @@ def lacks_allocation(error: OSError) -> bool:
 
 def describe_error(error: BaseException) -> str:
     """Returns the text of an error without a number, for people who read `status`."""
-    return (isinstance(error, OSError) and error.strerror) or str(error)
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def is_segment_name(name: str) -> bool:

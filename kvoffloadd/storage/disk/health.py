@@ -35,8 +35,8 @@ class RootState:
 
 
 def is_trouble(error: BaseException) -> bool:
-    """Returns whether this error concerns the disk; otherwise it is a bug."""
-    return isinstance(error, OSError | KvOffloadError | CancelledWork)
+    """Returns whether this error concerns the disk or the system; otherwise it is a bug."""
+    return isinstance(error, OSError | KvOffloadError | CancelledWork | MemoryError)
 
 
 def is_full(error: BaseException) -> bool:

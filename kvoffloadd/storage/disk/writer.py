@@ -19,7 +19,7 @@ from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import PAGE_BYTES, I64Array, U64Array
 from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.scheduling.lanes import CancelledWork, Lane, Ticket
-from kvoffloadd.storage.disk.files import Files
+from kvoffloadd.storage.disk.files import Files, lacks_resources
 from kvoffloadd.storage.disk.format import KeyspaceId, Records, encode_records, footer_pages, record_pages
 from kvoffloadd.storage.disk.health import Health, RootState, is_trouble
 from kvoffloadd.storage.disk.records import write_records
@@ -130,7 +130,7 @@ class Writer:
             self.written_bytes += int(entries["payload_bytes"].sum())
             self._health.write_succeeded()
         elif not isinstance(result, CancelledWork):
-            if is_trouble(result):
+            if is_trouble(result) and not lacks_resources(result):
                 self.withdraw(segment)
             self._pool.write_failed(result)
         self._changes.notify_all()  # first: waiters run in a later turn, even if `done` fails
