@@ -203,15 +203,15 @@ class EraAgreement:
             return True
         return False
 
-    async def _joined(self, known: NamespaceEra, mine: Era, last: Era) -> bool:
+    async def _joined(self, known: NamespaceEra, own: Era, last: Era) -> bool:
         """Returns whether successors lead from this host's era to the last one; if not, makes the earlier of two eras
         that no path joins lead to the later one. The pointer stays: it may name a clear that no other path leads to.
         """
-        while mine < last and (after := await self._after(known, mine)) is not None:
-            mine = after
-        if mine != last:
-            await self._end(known, min(mine, last), max(mine, last))
-        return mine == last
+        while own < last and (after := await self._after(known, own)) is not None:
+            own = after
+        if own != last:
+            await self._end(known, min(own, last), max(own, last))
+        return own == last
 
     async def _replace(self, known: NamespaceEra, last: Era, epoch: int) -> None:
         """Ends the last era with a new one of this generation."""
