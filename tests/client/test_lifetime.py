@@ -186,6 +186,8 @@ def test_a_greeting_by_another_daemon_proves_nothing(path: str, stand_in: subpro
         assert client.boot_id == second.boot_id
         assert not job.blocks_free
         client.ping()  # the new daemon serves meanwhile
+        client.cancel(job)  # which it has never heard of
+        assert "cancel" not in second.tags()
         stand_in.kill()
         assert client.wait(job, 5.0).outcome is Outcome.LOST
 

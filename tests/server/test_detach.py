@@ -73,6 +73,7 @@ def test_what_a_registration_names_stays_until_its_end(scene: Scene) -> None:
     assert scene.peer.completed(job["job"])["outcome"] == "done"
     assert mapped(scene) == 1
     scene.peer.ok("unregister", registration=one)
+    scene.peer.refused("unknown_name", "unregister", registration=one)
     assert mapped(scene) == 0
 
 

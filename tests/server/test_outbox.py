@@ -148,3 +148,18 @@ async def test_no_frame_overtakes_those_that_wait() -> None:
     assert (outbox.queued_bytes, used(outbox.account)) == (0, (0, 0))
     await made.end("the test ends")
     theirs.close()
+
+
+async def test_what_waits_for_a_peer_that_is_gone_is_dropped_at_once() -> None:
+    """Nobody will read it: it counts no longer, and the loop watches the socket no longer. Its end may take long."""
+    made, theirs, context = connection()
+    while not made._outbox.frames:
+        made._writer.send(bytes(PIECE))
+    account = made._account
+    assert used(account)[0] > 0
+    theirs.close()
+    made._writer.flush()
+    assert not made._outbox.frames
+    assert used(account) == (0, 0)
+    assert not context.loop.remove_writer(made._sock.fileno())
+    await made.end("it has ended already")
