@@ -206,6 +206,23 @@ def test_puts_of_a_second_try_are_not_mixed_with_those_of_the_first(
     assert len(server.connections) == 2
 
 
+def test_what_takes_too_much_of_the_servers_memory_is_not_sent(server: ScriptedServer) -> None:
+    """For its sake, the server would evict all others, and then refuse it."""
+    sent: list[bytes] = []
+
+    def answer(_: int, command: list[bytes]) -> bytes:
+        sent.append(command[0])
+        about = b"maxmemory:%d\r\n" % (16 * SIZE - 1)
+        return b"$%d\r\n%b\r\n" % (len(about), about) if command[0] == b"INFO" else AT_START[command[0]]
+
+    server.answer = answer
+    engine = ValkeyEngine()
+    engine.start({"url": server.url, "deadline_s": FOREVER_S}, NOWHERE)
+    assert engine.put(transfers(ctypes.create_string_buffer(3 * SIZE))) == [Code.NO_SPACE] * 3
+    assert b"SET" not in sent
+    engine.close()
+
+
 @pytest.mark.parametrize("went", range(3))
 def test_what_a_slow_link_has_brought_there_counts(
     server: ScriptedServer, engine: ValkeyEngine, monkeypatch: pytest.MonkeyPatch, went: int

@@ -188,6 +188,28 @@ async def test_two_requests_for_the_same_keys_are_one_get(scene: RemoteScene) ->
     assert scene.served(*range(8)) == list(range(8))
 
 
+async def test_a_key_of_which_ranks_have_stored_some_parts_is_not_asked_for(scene: RemoteScene) -> None:
+    """It could not be fetched: its row is taken."""
+    made = reserve(scene.cache, scene.keyspace, keys_of(1), np.zeros(1, np.uint16), 0)
+    scene.cache.commit(made.parts)
+    keys = keys_of(0, 1, 2)
+    found = scene.cache.find(scene.keyspace, keys)
+    assert found.states.tolist() == [KeyState.MISS] * 3
+    (asked,) = scene.remote.to_ask([(scene.keyspace, 0, keys, found)])
+    assert asked is not None
+    assert asked.tolist() == [True, False, True]
+    assert found.states.tolist() == [KeyState.PENDING, KeyState.MISS, KeyState.PENDING]
+
+
+async def test_a_keyspace_that_was_cleared_has_no_names_in_the_era_after_it(scene: RemoteScene) -> None:
+    old = scene.keyspace
+    await clear(scene.cache, None, {NAME}, scene.remote)
+    await scene.era_is_known()
+    contents = scene.remote._contents
+    assert contents.place(scene.keyspace) is not None
+    assert contents.place(old) is None
+
+
 async def test_each_question_is_a_short_turn_of_who_asks(scene: RemoteScene) -> None:
     """Also the one for the marker, behind what came."""
     scene.offer(*range(300))

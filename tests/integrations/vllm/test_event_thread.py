@@ -11,7 +11,7 @@ import pytest
 
 from kvoffloadd.client import Client
 from kvoffloadd.integrations.vllm import event_thread as watching
-from kvoffloadd.integrations.vllm.event_thread import EventThread
+from kvoffloadd.integrations.vllm.event_thread import EventThread, PublishedKeys
 from kvoffloadd.testing.wait import until
 from scripts.harness.daemon import Daemon
 from scripts.harness.wait import throughout
@@ -70,6 +70,19 @@ def test_what_comes_and_goes(daemon: Daemon, lines: Make, keys: Keys) -> None:
     rank.client.clear()
     until(lambda: router.believes(0, keys[:0]), "what was cleared is told")
     assert router.told == 24
+
+
+def test_no_more_keys_are_remembered_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beyond it are not published, and make room for nothing when they go."""
+    monkeypatch.setattr(watching, "TOLD_MAX", 3)
+    published = PublishedKeys([0, 1])
+    assert published.came(0, [b"a", b"b"]) == [b"a", b"b"]
+    assert published.came(1, [b"c", b"d"]) == [b"c"]
+    assert published.came(0, [b"e"]) == []
+    assert published.went(1, [b"d"]) == []
+    assert published.came(0, [b"e"]) == []
+    assert published.went(0, [b"a"]) == [b"a"]
+    assert published.came(0, [b"a", b"e"]) == [b"a"]
 
 
 @pytest.mark.parametrize("where", ["events", "snapshot_page"])

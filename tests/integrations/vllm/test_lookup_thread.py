@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -134,6 +135,31 @@ def test_what_is_forgotten_at_once_is_not_pinned(daemon: Daemon, lines: Make, ke
     lookup_thread.ask(last)
     until(lambda: list(lookup_thread.answers())[-1:] == [last], "the last one is answered")
     assert leased(daemon) == 1
+
+
+def test_what_is_forgotten_before_its_turn_is_not_asked_for(
+    daemon: Daemon, lines: Make, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lookup_thread = connected(lines(daemon).lookup_thread())
+    pin, goes_on = Client.pin, threading.Event()
+    pins: list[Any] = []
+
+    def wait() -> None:
+        assert goes_on.wait(HANG_S)
+
+    def counted(client: Client, *arguments: Any) -> Found:
+        pins.append(arguments)
+        return pin(client, *arguments)
+
+    monkeypatch.setattr(Client, "pin", counted)
+    lookup_thread._commands.put(wait)
+    asked, last = pin_request(keys), pin_request(keys[:1])
+    lookup_thread.ask(asked)
+    lookup_thread.forget(asked)
+    lookup_thread.ask(last)
+    goes_on.set()
+    assert answered(lookup_thread, last) == [{0: [MISS]}]
+    assert len(pins) == 1
 
 
 def used(keys: Keys, other: Keys, ends: dict[int, int]) -> UsedKeys:
