@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -16,9 +17,12 @@ from kvoffloadd.cache.memory.audit import check
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.changing import CacheTornError
 from kvoffloadd.cache.memory.composition import Composition
+from kvoffloadd.cache.memory.epochs import RECALLED_MAX_US, unix_time_us
 from kvoffloadd.cache.memory.reservation import reserve
 from kvoffloadd.cache.memory.savedstate import SavedState, read_saved_state
 from kvoffloadd.cache.warm_restart import adopt
+from kvoffloadd.config import Config
+from kvoffloadd.daemon import Daemon
 from kvoffloadd.model import EPOCH_MAX, PAGE_BYTES, PARTS_PER_KEY_MAX, GroupKind, GroupSchema, U64Array
 from kvoffloadd.storage import arenafile as pool_module
 from kvoffloadd.storage.arenafile import ArenaFile
@@ -161,6 +165,37 @@ def test_a_clear_is_saved_before_its_first_slot_is_freed(
     assert len(adopt(after, saved)) == 0
     assert hits(after, keys_of(1)) == [False]
     assert after.epochs == cache.epochs
+
+
+async def take_over(pool: ArenaFile, cache: Cache, disk: Any = None) -> None:
+    """Does what a daemon does that has made this cache over this pool."""
+    daemon: Any = Daemon(Config(), *cast(Any, [None] * 3), pool, {}, {}, cast(Any, None))
+    await daemon._take_over_keys(SimpleNamespace(cache=cache, disk=disk, spawn=None))
+
+
+async def test_a_daemon_leaves_memory_that_knows_of_clears_of_the_future() -> None:
+    cache = make_cache(PAGES, SLAB_PAGES)
+    keyspace = make_keyspace(cache, NAME)[1]
+    store(cache, keyspace, keys_of(1))
+    for last, taken in ((unix_time_us() + RECALLED_MAX_US // 2, True), (EPOCH_MAX, False)):
+        cache.epochs.last = last
+        cache.save_state()
+        after, _ = heir(cache, base=0, last=0)
+        await take_over(after.tier.pool, after)
+        assert after.epochs.last == (last if taken else 0)
+        assert hits(after, keys_of(1)) == [taken]
+
+
+async def test_a_new_pool_knows_of_the_clears_that_disks_have_recorded() -> None:
+    """A successor may start without these disks, and with others."""
+    cache = make_cache(PAGES, SLAB_PAGES)
+
+    async def start(_: object) -> None:
+        cache.epochs.merge(7, 9, {NAME: 9})
+
+    await take_over(cache.tier.pool, cache, SimpleNamespace(start=start))
+    saved = heir(cache)[1]
+    assert (saved.base, saved.last, saved.epochs) == (7, 9, {NAME: 9})
 
 
 def test_a_clear_that_only_the_disk_remembers() -> None:
