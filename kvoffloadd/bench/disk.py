@@ -5,6 +5,7 @@ threads.
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from kvoffloadd.testing.figures import KEY_BYTES
 from kvoffloadd.testing.process import DaemonError, status_bytes
 from kvoffloadd.testing.wait import HANG_S, within
 from kvoffloadd.testing.workload import WAIT_S, Workload
+from kvoffloadd.units import format_bytes
 
 MIB = 1 << 20
 PAYLOAD_BYTES = MIB
@@ -120,6 +122,8 @@ def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, 
     keys = max(4, job_bytes // PAYLOAD_BYTES)
     capacity_bytes = (rounds + 2) * keys * PAYLOAD_BYTES + 256 * MIB
     settings = {"disk.segment_bytes": str(64 * MIB), "log.level": "warning"}
+    with disk_folder(where) as name:
+        _check_room(Path(name), capacity_bytes + keys * PAYLOAD_BYTES)
     with (
         disk_folder(where) as name,
         disk_bench(folder, Path(name) / "root", PAYLOAD_BYTES, keys, 1, capacity_bytes, settings) as bench,
@@ -147,6 +151,13 @@ def measure_disk(folder: Path, where: Path | None, job_bytes: int, rounds: int, 
             ("load, from disk", "load", "read from"),
         )
     ]
+
+
+def _check_room(folder: Path, size_bytes: int) -> None:
+    """Raises DaemonError if the disk has less room: nothing else on it should meet a full disk."""
+    free = shutil.disk_usage(folder).free
+    if free < size_bytes:
+        raise DaemonError(f"{folder.parent}: {format_bytes(size_bytes)} are needed, and {format_bytes(free)} are free")
 
 
 class RawFile:

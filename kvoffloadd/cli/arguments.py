@@ -177,7 +177,7 @@ def _add_demo_options(parser: argparse.ArgumentParser) -> None:
     add("--turns", type=_count, default=240, help="number of turns of the chat; default: %(default)s")
     add("--seconds", type=_deadline, default=30.0, help="end the chat after this time; default: %(default).0f")
     add("--memory", type=_size, default="256MiB", metavar="SIZE", help="size of the memory tier; default: %(default)s")
-    add("--seed", type=int, default=0, help="random seed of the chat; default: %(default)s")
+    add("--seed", type=_seed, default=0, help="random seed of the chat; default: %(default)s")
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -276,6 +276,12 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 32):
         raise argparse.ArgumentTypeError(f'"{text}" is not a whole number above 0')
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 32):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number from 0 to 4294967295')
     return int(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,12 @@ VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
 """Deadlines of an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks
 hours. An operator at a terminal may interrupt it.
 """
+
+DEMO_BYTES_MIN = 16 << 20
+"""Enough for some turns of each conversation."""
+
+BENCH_JOBS = 6
+"""How often the bytes of a job are in memory, in the daemon, its worker and what they are compared with."""
 
 PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_tokens")
 """Options of `plan` that go to the planner as they are."""
@@ -79,13 +86,24 @@ def demo(arguments: argparse.Namespace) -> int:
     if arguments.turns < 2:
         return complain("--turns must be at least 2, because one turn is interrupted", EXIT_USAGE)
     arguments.memory = parse_bytes(arguments.memory)
+    if arguments.memory < DEMO_BYTES_MIN:
+        return complain(
+            f"--memory must be at least {format_bytes(DEMO_BYTES_MIN)}, or the chat is not held", EXIT_USAGE
+        )
     return run_demo(arguments)
 
 
 def bench(arguments: argparse.Namespace) -> int:
     from kvoffloadd.bench.main import bench as run_bench
+    from kvoffloadd.linux.memorylimits import available_memory
 
     arguments.bytes = parse_bytes(arguments.bytes)
+    available, source = available_memory()
+    if arguments.only != ["requests"] and BENCH_JOBS * arguments.bytes > available:
+        raise errors.ConfigError(
+            f"--bytes {format_bytes(arguments.bytes)}: the benchmark takes {BENCH_JOBS} times as much memory, and only "
+            f"{format_bytes(available)} are available ({source})"
+        )
     return run_bench(arguments)
 
 
@@ -169,6 +187,7 @@ def top(arguments: argparse.Namespace) -> int:
     from kvoffloadd.cli.top.screen import Screen
 
     screen = Screen(arguments.socket, arguments.interval, arguments.json, arguments.svg)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the terminal would stay as the screen has set it
     screen.once() if arguments.once else screen.run()
     return EXIT_OK
 

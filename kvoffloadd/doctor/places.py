@@ -41,7 +41,8 @@ def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagno
     owner = (
         f"install -d -m 750 -o {_user(host.uid)} {folder} (service: systemd-tmpfiles --create), or use --socket PATH"
     )
-    existing = next(candidate for candidate in (folder, *folder.parents) if candidate.exists())
+    # A folder below one that may not be looked into counts as missing.
+    existing = next(candidate for candidate in (folder, *folder.parents) if os.path.exists(candidate))
     if not existing.is_dir():
         yield problem("socket", f"{existing} is not a directory", "choose another server.socket")
     elif not os.access(existing, os.W_OK | os.X_OK):
@@ -50,7 +51,7 @@ def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagno
             yield note("socket", f"{_user(host.uid)} may not write in {existing} yet", made)
         else:
             yield problem("socket", f"{_user(host.uid)} may not write in {existing}", owner)
-    elif path.exists() and not path.is_socket():
+    elif os.path.exists(path) and not path.is_socket():
         yield problem("socket", f"{path} exists and is not a socket", "remove it, or choose another server.socket")
     elif _is_locked(Path(f"{path}.lock")):
         yield problem(
@@ -117,18 +118,24 @@ def check_pool(memory: MemoryConfig, host: Host, *, is_running: bool) -> Iterato
     room = os.statvfs(folder)
     needed = file_bytes(memory.capacity_bytes, memory.slab_bytes, max(room.f_bsize, 4096))
     free = room.f_bavail * room.f_frsize
-    if path.exists():
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            free += os.fstat(fd).st_blocks * 512
-            needed = file_bytes(memory.capacity_bytes, memory.slab_bytes, block_bytes(fd))
-        finally:
-            os.close(fd)
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            free += os.fstat(file.fileno()).st_blocks * 512
+            needed = file_bytes(memory.capacity_bytes, memory.slab_bytes, block_bytes(file.fileno()))
+    except FileNotFoundError:
+        pass  # the daemon makes it
+    except OSError as error:
+        yield problem("pool file", f"{path}: {error.strerror}", "remove it, or choose another memory.pool_file")
+        return
     if not is_running and free < needed:
         yield problem("pool file", f"{path} needs {format_bytes(needed)}, but only {format_bytes(free)} are free",
                       "enlarge the file system (mount -o remount,size=), or reduce memory.capacity_bytes")  # fmt: skip
     else:
         yield ok("pool file", f"{path}: {format_bytes(needed)}")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
 
 
 def check_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Iterator[Diagnosis]:

@@ -47,12 +47,17 @@ def check_memory_fits(capacity_bytes: int, root: Path = Path("/")) -> None:
     Raises:
         ConfigError: `capacity_bytes` is more than min(MemAvailable, the cgroups' headroom).
     """
-    available, source = min(_memory_limits(root), default=(BYTES_MAX, ""))
+    available, source = available_memory(root)
     if capacity_bytes > available:
         raise ConfigError(
             f"memory.capacity_bytes = {capacity_bytes} ({format_bytes(capacity_bytes)}): "
             f"only {format_bytes(available)} are available ({source})"
         )
+
+
+def available_memory(root: Path = Path("/")) -> tuple[int, str]:
+    """Returns how many bytes this machine and the cgroups of this process still allow, and the limit that applies."""
+    return min(_memory_limits(root), default=(BYTES_MAX, ""))
 
 
 def check_huge_pages_fit(size_bytes: int, root: Path = Path("/")) -> None:

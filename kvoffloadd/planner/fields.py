@@ -16,6 +16,11 @@ INSTEAD = (
 )
 """The advice for a model that is not understood."""
 
+COUNT_MAX, VALUE_MAX = 10_000, 1 << 32
+"""The most heads or layers (keys `num_...`), and the largest whole number of any other key. A plan names each layer and
+each head, so that it would take all memory for numbers that no model has.
+"""
+
 CLASS_DEFAULTS: dict[str, dict[str, object]] = {
     "gemma3_text": {
         "num_attention_heads": 8,
@@ -79,7 +84,9 @@ class Fields:
         return Fields(f"{self.source}: {key}", value)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Returns a whole number above 0. Raises ConfigError, also if it is absent and there is no default."""
+        """Returns a whole number above 0. Raises ConfigError, also if it is absent and there is no default, or more
+        than a model can have.
+        """
         value = self.get(key)
         if value is None:
             value = default
@@ -87,6 +94,9 @@ class Fields:
             raise self.error(key, "is missing; it must be a whole number above 0")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self.error(key, f"= {value!r} must be a whole number above 0")
+        most = COUNT_MAX if key.startswith("num_") else VALUE_MAX
+        if value > most:
+            raise self.error(key, f"= {value} must be at most {most}")
         return value
 
     def text(self, key: str, default: str) -> str:

@@ -35,8 +35,6 @@ INCLUSIVE = {"cohere2", "cohere2_moe"}
 models/commandr.py).
 """
 
-LAYERS_MAX = 10_000
-
 ALTERNATING = {"gemma2"}
 """Model types that alternate sliding and full layers without a key in the file."""
 
@@ -51,8 +49,6 @@ def layer_kinds(fields: Fields) -> tuple[LayerKind, ...]:
     """
     counted = "num_layers" if fields.model_type == DOUBLE else "num_hidden_layers"
     count = fields.integer(counted)
-    if count > LAYERS_MAX:
-        raise fields.error(counted, f"= {count} must be at most {LAYERS_MAX}")
     _check_softmax(fields, count)
     if fields.get("hybrid_override_pattern") is not None:
         return _patterned(fields, count)

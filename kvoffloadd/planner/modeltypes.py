@@ -53,7 +53,7 @@ def check_type(fields: Fields) -> None:
     }
     if fields.model_type not in KNOWN | ENCODERS:
         raise fields.unknown("model_type", f"= {fields.model_type!r} is not known")
-    if fields.wrapper is not None and fields.wrapper not in WRAPPERS:
+    if fields.wrapper is not None and str(fields.wrapper) not in WRAPPERS:
         raise fields.unknown("model_type", f"= {fields.wrapper!r} around a text model is not known")
     for key in (key for key, is_so in encodes.items() if is_so):
         problem = f"= {fields.get(key)!r}: it is an encoder, and keeps nothing of its tokens"

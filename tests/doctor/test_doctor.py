@@ -294,6 +294,9 @@ def test_sockets(host: Host, socket_dir: Path) -> None:
     assert made.verdict == Verdict.OK, "the daemon makes the directory"
     beside = only(places.check_socket(Path("/proc/version/k.sock"), host, is_running=False), "socket")
     assert beside.verdict == Verdict.PROBLEM
+    # As a folder that may not be looked into, which root has none of: the kernel does not say whether it is there.
+    hidden = only(places.check_socket(socket_dir / ("x" * 300) / "k.sock", host, is_running=False), "socket")
+    assert hidden.subject == "socket"
 
 
 def test_the_directory_of_a_service_before_its_first_start(
@@ -407,6 +410,11 @@ def test_warm_restarts(host: Host, tmp_path: Path) -> None:
     assert pool(tmp_path / "pool").verdict == Verdict.OK
     assert pool(tmp_path / "pool", "4000TiB").verdict == Verdict.PROBLEM
     assert pool(tmp_path / "no/pool").verdict == Verdict.PROBLEM
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    assert "Is a directory" in pool(tmp_path / "folder").found
+    assert "name too long" in pool(tmp_path / ("x" * 300)).found
+    assert pool(tmp_path / "pipe").subject == "pool file", "its writer is not waited for"
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     assert "alone" in pool(tmp_path / "open/pool").found

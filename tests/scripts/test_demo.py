@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +64,13 @@ sys.exit(cli.main(["demo", "--turns", "20", "--memory", "64MiB", "--json"]))
     assert json.loads(done.stdout)["wrong_bytes"] > 0
 
 
-@pytest.mark.parametrize("arguments", [("--turns", "1"), ("--memory", "much"), ("--seconds", "0")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--turns", "1"), ("--memory", "much"), ("--memory", "4KiB"), ("--seconds", "0"), ("--seed", "-1"),
+        ("--seed", str(1 << 32)),
+    ],
+)  # fmt: skip
 def test_wrong_usage_is_told(arguments: tuple[str, ...]) -> None:
     code, _, err = kvoffloadd("demo", *arguments)
     assert code == 2
@@ -96,6 +103,20 @@ def test_bench_measures_all_that_there_is() -> None:
         figure["value"] > 0 and figure["limit_value"] > 0 and figure["ratio"] > 0 for figure in result["figures"]
     )
     assert ("gpu" in result["skipped"]) != ("gpu" in {figure["part"] for figure in result["figures"]})
+
+
+@pytest.mark.parametrize("part", ["memory", "disk", "gpu"])
+def test_bench_of_more_than_memory_holds(part: str) -> None:
+    code, _, err = kvoffloadd("bench", "--only", part, "--bytes", "1PiB")
+    assert code == 2
+    assert "--bytes 1 PiB: the benchmark takes 6 times as much memory, and only" in err
+
+
+def test_bench_of_more_than_the_disk_holds(tmp_path: Path) -> None:
+    code, _, err = kvoffloadd("bench", "--only", "disk", "--rounds", "1000000", "--folder", str(tmp_path))
+    assert code == 1
+    assert "are needed, and" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bench_of_one_part_as_a_table() -> None:

@@ -100,6 +100,24 @@ def test_a_picture_can_be_kept(daemon: Daemon, tmp_path: Path) -> None:
     assert "kvoffloadd" in text
 
 
+@pytest.mark.slow
+def test_a_picture_that_can_not_be_kept(daemon: Daemon, tmp_path: Path) -> None:
+    done = top(daemon, "--once", "--interval", "0.2", "--svg", str(tmp_path))
+    assert done.returncode == 2
+    assert done.stderr == f"kvoffloadd: --svg {tmp_path}: Is a directory\n"
+
+
+@pytest.mark.slow
+def test_sigterm_leaves_the_terminal_as_it_was(
+    start_daemon: Callable[..., Daemon], open_terminal: Callable[[Daemon], Terminal]
+) -> None:
+    terminal = open_terminal(start_daemon())
+    terminal.until("serving")
+    terminal.child.terminate()
+    terminal.until("\x1b[?1049l")
+    assert terminal.child.wait(LIMIT_S) == 0
+
+
 def test_no_daemon_is_told_at_once_when_once_is_asked(socket_dir: Path) -> None:
     done = top(socket_dir / "none.sock", "--once")
     assert (done.returncode, done.stdout) == (3, "")

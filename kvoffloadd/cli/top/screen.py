@@ -21,7 +21,7 @@ from kvoffloadd.cli.report import PIPE_COLUMNS, open_console
 from kvoffloadd.cli.top.frame import History, figures
 from kvoffloadd.cli.top.view import render
 from kvoffloadd.client import Client
-from kvoffloadd.errors import ClientError
+from kvoffloadd.errors import ClientError, ConfigError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,7 +43,7 @@ class Screen:
     waiting: str = ""
 
     def once(self) -> None:
-        """Queries twice, so that there are rates, and prints one picture. Raises ClientError."""
+        """Queries twice, so that there are rates, and prints one picture. Raises ClientError, and as `run`."""
         with self._client() as client:
             self._look(client)
             time.sleep(self.interval_s)
@@ -51,7 +51,7 @@ class Screen:
         self._print()
 
     def run(self) -> None:
-        """Runs until q, Ctrl-C or the end of the terminal."""
+        """Runs until q, Ctrl-C or the end of the terminal. Raises ConfigError if the picture can't be written."""
         client = self._client()
         try:
             if self.as_json or not sys.stdout.isatty():
@@ -123,7 +123,10 @@ class Screen:
                 force_terminal=True, color_system="truecolor",
             )  # fmt: skip
             console.print(self._picture(console.width))
-            console.save_svg(str(path), title=TITLE)
+            try:
+                console.save_svg(str(path), title=TITLE)
+            except OSError as error:
+                raise ConfigError(f"--svg {path}: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -104,6 +104,11 @@ class CudaDevice:
         self._watch = self._loop.call_later(WATCH_S, self._check_stuck)
 
     @property
+    def is_called(self) -> bool:
+        """Returns whether the driver has not returned yet from a call for memory or for the context."""
+        return self._memory_lane.running > 0
+
+    @property
     def _patience_s(self) -> float:
         """Returns how long a call to the driver may take: the driver gives a new context all that is pinned, and may
         delay other calls meanwhile.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from kvoffloadd.device.cuda.driver import Driver
 from kvoffloadd.device.cuda.pinning import Arena, Pinning
 from kvoffloadd.device.cuda.trials import Trials
 from kvoffloadd.errors import DeviceError, MemoryKindError
+from kvoffloadd.scheduling.lanes import Lane
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,9 @@ class _Gpu(NamedTuple):
 
     ordinal: int
     cpus: frozenset[int]
+
+
+_Loaded = tuple[Driver, dict[bytes, _Gpu], Trials]
 
 
 class CudaGpus:
@@ -62,12 +67,13 @@ class CudaGpus:
         self._near = near
         self._trials_path = trials
         self._trials: Trials | None = None
-        self._loading = asyncio.Lock()
+        self._loading: asyncio.Task[_Loaded] | None = None
         self._opening: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._driver: Driver | None = None
         self._gpus: dict[bytes, _Gpu] = {}
         self._pinning: Pinning | None = None
         self._devices: dict[bytes, CudaDevice] = {}
+        self._hung: dict[bytes, CudaDevice] = {}  # each keeps a thread for as long as the driver does not return
 
     async def device(self, uuid: bytes) -> CudaDevice:
         """See `Gpus.device`. The first call for a GPU takes as long as its context does. GPUs are opened in parallel,
@@ -90,8 +96,7 @@ class CudaGpus:
         return list(self._devices.values())
 
     async def _find(self, uuid: bytes) -> tuple[Driver, _Gpu]:
-        async with self._loading:
-            driver = self._driver or await self._load()
+        driver = self._driver or await self._load()
         gpu = self._gpus.get(uuid)
         if gpu is None:
             raise MemoryKindError(
@@ -101,13 +106,17 @@ class CudaGpus:
         return driver, gpu
 
     async def _open(self, uuid: bytes, driver: Driver, gpu: _Gpu) -> CudaDevice:
+        hung = self._hung.get(uuid)
+        if hung is not None and hung.is_called:
+            raise DeviceError("its context, which was asked for before, has not been created yet")
         device = CudaDevice(
             self._loop, driver, uuid, gpu.ordinal, self._chunk_bytes, self._config, self._fatal, gpu.cpus
         )
         try:
             await device.open(self._pin(driver), self._trials)
         except BaseException:
-            await device.close(self._config.stuck_s)
+            if not await device.close(self._config.stuck_s):
+                self._hung[uuid] = device
             raise
         self._devices[uuid] = device
         near = f", with copy threads on the {len(gpu.cpus)} CPUs of its NUMA node" if gpu.cpus else ""
@@ -115,12 +124,21 @@ class CudaGpus:
         return device
 
     async def _load(self) -> Driver:
+        """Loads the driver in a thread of its own, which a driver that hangs keeps for good: whoever comes meanwhile
+        waits for the same thread.
+        """
+        if self._loading is None or self._loading.done():
+            lane = Lane("gpu-driver", 1, self._loop)
+            self._loading = self._loop.create_task(lane.perform(partial(_load, self._near, self._trials_path)))
+            self._loading.add_done_callback(lambda loading: _on_loaded(lane, loading))
         try:
             async with asyncio.timeout(self._config.stuck_s):
-                driver, self._gpus = await self._loop.run_in_executor(None, _load, self._near)
-                self._trials = await self._loop.run_in_executor(None, Trials, self._trials_path)
+                found = await asyncio.shield(self._loading)
         except TimeoutError:
             raise DeviceError(f"the driver did not answer within {self._config.stuck_s} s") from None
+        if self._driver is not None:  # another call has waited for the same thread
+            return self._driver
+        driver, self._gpus, self._trials = found
         if holds_gil(driver.bindings_version):
             log.warning(
                 "cuda-bindings %s blocks the whole daemon during each driver call; install 12.9.2 or newer",
@@ -146,11 +164,19 @@ class CudaGpus:
         return True
 
 
-def _load(near: Callable[[str], frozenset[int]]) -> tuple[Driver, dict[bytes, _Gpu]]:
-    """Returns the driver, and the GPUs by UUID. Blocks."""
+def _load(near: Callable[[str], frozenset[int]], trials: Path | None) -> _Loaded:
+    """Returns the driver, the GPUs by UUID, and the trials. Blocks."""
     driver = Driver()
     count = int(driver.call("cuDeviceGetCount"))
-    return driver, {driver.uuid(ordinal): _Gpu(ordinal, _cpus(driver, ordinal, near)) for ordinal in range(count)}
+    gpus = {driver.uuid(ordinal): _Gpu(ordinal, _cpus(driver, ordinal, near)) for ordinal in range(count)}
+    return driver, gpus, Trials(trials)
+
+
+def _on_loaded(lane: Lane, loading: asyncio.Task[_Loaded]) -> None:
+    """Ends the lane. The failure, if any, was reported to those who still waited."""
+    lane.dismiss()
+    if not loading.cancelled():
+        loading.exception()
 
 
 def _cpus(driver: Driver, ordinal: int, near: Callable[[str], frozenset[int]]) -> frozenset[int]:

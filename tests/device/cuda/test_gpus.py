@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
 from kvoffloadd.errors import MemoryKindError
 from kvoffloadd.linux.sharedmem import Mapping, create_memfd
+from kvoffloadd.startup import EXECUTOR_THREADS, make_executor
 from kvoffloadd.testing.wait import HANG_S
 
 MIB = 1 << 20
@@ -116,3 +118,70 @@ async def test_a_gpu_that_can_not_be_opened_keeps_no_other_from_it(
     for device in (first, second):
         assert await device.close(10.0)
     assert await gpus.close(10.0)
+
+
+async def test_a_driver_that_hangs_keeps_one_thread_of_its_own(
+    driver: Driver, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often a GPU is named, none of the threads that others use is taken. What it answers in the end counts."""
+    call, answers, hung = CudaDriver.call, threading.Event(), list[str]()
+
+    def hang(self: Driver, name: str, *arguments: Any) -> Any:
+        if name == "cuDeviceGetCount":
+            hung.append(name)
+            answers.wait(HANG_S)
+        return call(self, name, *arguments)
+
+    monkeypatch.setattr(Driver, "call", hang)
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(make_executor())
+    gpus = CudaGpus(loop, arena, MIB, CudaConfig(stuck_s=0.02), print)
+    try:
+        for _ in range(EXECUTOR_THREADS + 1):
+            with pytest.raises(MemoryKindError, match="did not answer"):
+                await gpus.device(driver.uuid(0))
+        async with asyncio.timeout(5.0):
+            await loop.run_in_executor(None, print)
+    finally:
+        answers.set()
+    device = await until_it_is_there(gpus, driver.uuid(0))
+    assert len(hung) == 1
+    assert await device.close(10.0)
+    assert await gpus.close(10.0)
+
+
+async def test_a_context_that_does_not_come_keeps_one_thread(
+    driver: Driver, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not asked for again before the driver has returned."""
+    call, answers, hung = CudaDriver.call, threading.Event(), list[str]()
+
+    def hang(self: Driver, name: str, *arguments: Any) -> Any:
+        if name == "cuDevicePrimaryCtxRetain":
+            hung.append(name)
+            answers.wait(HANG_S)
+        return call(self, name, *arguments)
+
+    uuid = driver.uuid(0)
+    gpus = CudaGpus(asyncio.get_running_loop(), arena, MIB, CudaConfig(stuck_s=0.5), print)
+    await gpus.device(driver.uuid(1))  # the driver is loaded
+    monkeypatch.setattr(Driver, "call", hang)
+    try:
+        for reason in ("was not created within", "has not been created yet", "has not been created yet"):
+            with pytest.raises(MemoryKindError, match=reason):
+                await gpus.device(uuid)
+    finally:
+        answers.set()
+    assert len(hung) == 1
+    device = await until_it_is_there(gpus, uuid)
+    for opened in (device, await gpus.device(driver.uuid(1))):
+        assert await opened.close(10.0)
+    assert await gpus.close(10.0)
+
+
+async def until_it_is_there(gpus: CudaGpus, uuid: bytes) -> CudaDevice:
+    """Names it until the driver answers in time."""
+    async with asyncio.timeout(HANG_S):
+        while True:
+            with contextlib.suppress(MemoryKindError):
+                return await gpus.device(uuid)

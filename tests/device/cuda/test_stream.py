@@ -485,6 +485,15 @@ def test_memory_that_is_not_pinned_is_copied(
     made.destroy()
 
 
+def test_the_end_of_a_stream_ignores_errors(gpu: Gpu, memory: Memory, rng: np.random.Generator) -> None:
+    """A daemon that ends saves what it holds, whatever becomes of the stream."""
+    driver = Driver()
+    made = stream(gpu, driver)
+    made.move(*runs(memory.copies(rng, 10, to_gpu=True)))
+    driver.api = Raising(driver, ValueError("4711 is not a valid CUresult"))
+    made.destroy()
+
+
 # --- the driver's words ---
 
 
@@ -500,8 +509,10 @@ class Raising:
         self.CUresult = driver.api.CUresult
         self._error = error
 
-    def cuCtxSynchronize(self) -> NoReturn:
+    def cuCtxSynchronize(self, *_arguments: object) -> NoReturn:
         raise self._error
+
+    cuEventDestroy = cuStreamDestroy = cuCtxSynchronize
 
 
 @pytest.mark.parametrize(
