@@ -169,7 +169,8 @@ def test_a_clear_is_saved_before_its_first_slot_is_freed(
 
 async def take_over(pool: ArenaFile, cache: Cache, disk: Any = None) -> None:
     """Does what a daemon does that has made this cache over this pool."""
-    daemon: Any = Daemon(Config(), *cast(Any, [None] * 3), pool, {}, {}, cast(Any, None))
+    absent: Any = None
+    daemon: Any = Daemon(Config(), absent, absent, absent, pool, absent, {}, absent)
     await daemon._take_over_keys(SimpleNamespace(cache=cache, disk=disk, spawn=None))
 
 
