@@ -144,7 +144,7 @@ class Context:
             return
         if not errors_are_handled:
             log.error("a background task failed", exc_info=error)
-        self.end_if_torn(error)  # whoever handles the error may have gone
+        self.end_if_torn(error)  # the task that handles the error may have ended
 
     def end_if_torn(self, error: BaseException) -> None:
         """Ends the process if this exception has left the cache's tables half-written. For unexpected exceptions only,

@@ -207,7 +207,7 @@ def test_puts_of_a_second_try_are_not_mixed_with_those_of_the_first(
 
 
 def test_what_takes_too_much_of_the_servers_memory_is_not_sent(server: ScriptedServer) -> None:
-    """The server would evict all others to take it, and then refuse it."""
+    """The server would evict all others, and only then refuse it."""
     sent: list[bytes] = []
 
     def answer(_: int, command: list[bytes]) -> bytes:

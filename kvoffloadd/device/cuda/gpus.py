@@ -124,8 +124,8 @@ class CudaGpus:
         return device
 
     async def _load(self) -> Driver:
-        """Loads the driver in a thread of its own, which a driver that hangs keeps for good: whoever comes meanwhile
-        waits for the same thread.
+        """Loads the driver in a separate thread, which a driver that hangs keeps for good: later calls wait for the
+        same thread.
         """
         if self._loading is None or self._loading.done():
             lane = Lane("gpu-driver", 1, self._loop)
