@@ -607,6 +607,22 @@ async def test_one_failing_chunk_fails_the_copy_and_no_other() -> None:
     assert await device.close(5)
 
 
+async def test_a_failing_chunk_drops_those_that_other_threads_would_take() -> None:
+    device = HostDevice(asyncio.get_running_loop(), 2, MIB // 4)
+    src, dst, results, calls = noise(16 * MIB), np.zeros(16 * MIB, np.uint8), Results(), itertools.count()
+
+    def fail_first(chunk: Copies) -> None:
+        if next(calls) == 0:
+            raise OSError("planted")
+        time.sleep(0.005)
+
+    device.mover = fail_first
+    submit(device, copies_of(src, dst, 64), results.done("a"))
+    assert (await results.get("a")).outcome is Outcome.FAILED
+    assert next(calls) < 64
+    assert await device.close(5)
+
+
 async def test_close_cancels_waits_and_tells_the_truth(device: HostDevice) -> None:
     device.mover = gate = GatedMover()
     src, dst, results = noise(MIB // 2), np.zeros(MIB // 2, np.uint8), Results()
