@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import shutil
 import threading
@@ -377,6 +378,36 @@ async def test_a_clear_that_lacks_memory_is_recorded_later(open_tier: Open, monk
             await tier.clear()
         assert not tier.disk.catalog.records, "what the clear has closed is given back"
     await tier.until(lambda: not tier.disk.clears.unrecorded(tier.roots, [(None, tier.cache.epochs.base)]), 10)
+
+
+async def test_a_lack_of_memory_in_a_thread_of_the_disk_breaks_off_no_change(
+    open_tier: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a segment is sealed, made, or removed because it only takes space."""
+    tier = await open_tier(SHAPE)
+    keyspace, pool = tier.keyspace(), tier.root.pool
+    await tier.store_away(keyspace, 1, 2)
+    (tier.root.path / "segments" / ("0" * 16)).touch()
+    failed = set[str]()
+
+    def failing(call: str) -> Callable[..., None]:
+        def fail(*_: object, **__: object) -> None:
+            failed.add(call)
+            raise MemoryError
+
+        return fail
+
+    with monkeypatch.context() as patch:
+        for call in ("sync", "allocate", "stat", "unlink"):
+            patch.setattr(tier.files, call, failing(call))
+        tier.root.writer.seal_unsealed()
+        await tier.until(lambda: failed >= {"sync", "allocate", "stat"}, 10)
+        failed.clear()
+        pool._reusable.append(("0" * 16, PAGE_BYTES))
+        pool._create_after = pool._reuse_after = math.inf
+        await tier.until(lambda: "unlink" in failed, 10)
+    pool._create_after = pool._reuse_after = 0.0
+    await tier.store_away(keyspace, 3)
 
 
 async def test_a_file_is_used_anew_only_when_it_is_not_tried_any_more(

@@ -300,7 +300,7 @@ class RootDirectory:
             return self.files.stat(name, self.segments_fd).st_size
         except FileNotFoundError:
             return 0
-        except OSError:
+        except (OSError, MemoryError):
             return unless_known
 
     def missing(self, names: list[str]) -> list[str]:

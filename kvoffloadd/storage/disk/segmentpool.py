@@ -280,7 +280,7 @@ class SegmentPool:
         self._reusable.remove(file)  # concurrent additions stay
         try:
             await self._unlink(file[0])
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             if self._health.state != RootState.OFF:
                 self._reusable.append(file)
             self.write_failed(error)

@@ -177,7 +177,7 @@ class Writer:
             await self._lane.perform(work, urgent=FIRST)
         except CancelledWork:
             return  # the lane ends, and the process: nothing closes it
-        except (OSError, KvOffloadError) as error:
+        except (OSError, KvOffloadError, MemoryError) as error:
             # Where writes wait in the page cache, only a sync shows that they fail.
             self._pool.write_failed(error, lasting=not segment.gone)
         finally:  # also after a bug: the loop logs it
