@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -169,7 +169,8 @@ def test_a_clear_is_saved_before_its_first_slot_is_freed(
 
 async def take_over(pool: ArenaFile, cache: Cache, disk: Any = None) -> None:
     """Does what a daemon does that has made this cache over this pool."""
-    daemon: Any = Daemon(Config(), *cast(Any, [None] * 3), pool, {}, {}, cast(Any, None))
+    make: Any = Daemon
+    daemon = make(Config(), None, None, None, pool, {}, {}, None)
     await daemon._take_over_keys(SimpleNamespace(cache=cache, disk=disk, spawn=None))
 
 
