@@ -862,3 +862,11 @@ async def test_what_is_written_while_its_root_goes_is_not_found(open_tier: Open,
     assert not tier.disk.demotion.holds
     assert tier.on_disk(keyspace, 1) == []
     assert tier.served(keyspace, 1) == [1]
+
+
+async def test_a_payload_that_fills_a_segment_is_written_in_a_batch_of_many(open_tier: Open) -> None:
+    """The footer needs room for the records that the segment gets, not for all of the batch."""
+    tier = await open_tier(Shape(pages=1024, num_segments=32))
+    keyspace = tier.keyspace(sizes=(tier.root.writer.payload_bytes_max, *[PAGE_BYTES] * 80))
+    await tier.store_away(keyspace, 1)
+    assert await tier.fetch(keyspace, 1) == [1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,8 @@ RECORD_HEADER_PAGES = 1
 """The pages before the payload of a record."""
 TRAILER_PAGES = 1
 """The pages at the end of a footer."""
+
+Count = TypeVar("Count", int, I64Array)
 
 SEGMENT_MAGIC = int.from_bytes(b"KVOSEGM\n", "little")
 RECORD_MAGIC = int.from_bytes(b"KVORECD\n", "little")
@@ -152,8 +154,8 @@ def record_pages(payload_bytes: npt.NDArray[Any]) -> I64Array:
     return pages
 
 
-def footer_pages(num_entries: int, num_spaces: int) -> int:
-    """Returns the pages at the end of a sealed segment, including the trailer."""
+def footer_pages(num_entries: Count, num_spaces: int) -> Count:
+    """Returns the pages at the end of a sealed segment, including the trailer: for one number of entries, or each."""
     return -(-(num_entries * ENTRY.itemsize + num_spaces * SPACE.itemsize) // PAGE_BYTES) + TRAILER_PAGES
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvoffloadd.errors import UsageError
-from kvoffloadd.model import PAGE_BYTES, U8Array, U64Array
+from kvoffloadd.model import PAGE_BYTES, I64Array, U8Array, U64Array
 from kvoffloadd.scheduling.changes import Changes
 from kvoffloadd.scheduling.lanes import AGAIN, Again
 from kvoffloadd.storage.disk.files import DiskError, Files, aligned_pages, lacks_allocation
@@ -78,6 +78,13 @@ class Segment:
         return self.size_bytes // PAGE_BYTES - footer_pages(
             self.num_entries + more_entries, len(self.keyspaces) + more_keyspaces
         )
+
+    def room_ends(self, count: int) -> I64Array:
+        """Returns, for each number of further records from 1 to `count`, the page up to which there is room for them.
+        Their keyspace may be new.
+        """
+        entries = self.num_entries + np.arange(1, count + 1, dtype=np.int64)
+        return self.size_bytes // PAGE_BYTES - footer_pages(entries, len(self.keyspaces) + 1)
 
     @property
     def free_pages(self) -> int:

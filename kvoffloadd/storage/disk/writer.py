@@ -98,14 +98,14 @@ class Writer:
             return 0
         pages = record_pages(batch.entries["payload_bytes"]).astype(np.int64)
         ends = segment.next_page + np.cumsum(pages)
-        room = segment.room_end(len(pages), 1)
-        if ends[0] > room:
+        rooms = segment.room_ends(len(pages))
+        if ends[0] > rooms[0]:
             if self.reserved_pages and not rewrite:
                 return 0  # the records with reserved pages would have no segment
             self._pool.advance()
             self._seal_later(segment)
             return 0
-        count = int(np.searchsorted(ends, room if rewrite else room - self.reserved_pages, side="right"))
+        count = int(np.count_nonzero(ends <= (rooms if rewrite else rooms - self.reserved_pages)))
         if count == 0:
             return 0
         entries = batch.entries[:count].copy()
