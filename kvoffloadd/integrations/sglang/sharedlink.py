@@ -35,8 +35,8 @@ _REST_WARNING_S = 15.0
 
 
 class SharedLink:
-    """Shares a link. All methods but `carry`, `rest` and `keep` return within the client's deadline, whatever the
-    daemon does.
+    """Shares a link. Whatever the daemon does, all methods but `carry`, `rest` and `keep` return within the client's
+    deadline, or three more if they meet a `keep` whose greeting, ping and clear are answered late.
     """
 
     def __init__(self, client: Client, caches: KvCache, *, job_deadline_s: float, warning: str = "") -> None:
