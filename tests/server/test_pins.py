@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -287,5 +287,29 @@ async def test_a_pin_is_one_use_of_each_key(scene: LeaseScene) -> None:
     end()
     scene.cache.uses.settle()
     assert sorted(touched) == sorted(keys_of(0, 1, KEYS, KEYS + 1).tolist())
+    scene.release(scene.first, found.lease)
+    await scene.close()
+
+
+@pytest.mark.parametrize(
+    ("full", "in_window", "lost"),
+    [((0, 1, KEYS, 2, 3), (), [2, 3]), (range(10), range(4, 10), [])],
+    ids=["a gap", "what slid out of a window"],
+)
+async def test_a_pin_without_tiers_below_loses_what_it_can_not_reach(
+    scene: LeaseScene, full: Sequence[int], in_window: Sequence[int], lost: list[int]
+) -> None:
+    (namespace,) = scene.cache.namespaces.values()
+    groups = [(namespace.keyspaces[0], 0, keys_of(*full))]
+    if in_window:
+        window = scene.cache.declare(namespace, GroupSchema(1, GroupKind.SLIDING, 16, window_keys=2))
+        scene.cache.set_part_bytes(window, {0: PAGE_BYTES})
+        store(scene.cache, window, keys_of(*in_window))
+        groups.append((window, 0, keys_of(*full)))
+    pins: Any = scene.first._pins
+    found = pins.pin(1, find_all(scene.cache, None, groups), tell_tiers=False)
+    scene.cache.uses.settle()
+    marked = scene.cache.entries.index.keys[np.flatnonzero(scene.cache.entries.lost)]
+    assert sorted(marked.tolist()) == sorted(keys_of(*lost).tolist())
     scene.release(scene.first, found.lease)
     await scene.close()
