@@ -99,7 +99,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
     arguments.bytes = parse_bytes(arguments.bytes)
     available, source = available_memory()
-    if arguments.only != ["requests"] and BENCH_JOBS * arguments.bytes > available:
+    if set(arguments.only) != {"requests"} and BENCH_JOBS * arguments.bytes > available:
         raise errors.ConfigError(
             f"--bytes {format_bytes(arguments.bytes)}: the benchmark takes {BENCH_JOBS} times as much memory, and only "
             f"{format_bytes(available)} are available ({source})"

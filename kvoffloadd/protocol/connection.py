@@ -125,6 +125,9 @@ class Connection:
             seq = fields.get("seq")
             error.seq = seq if type(seq) is int and 0 <= seq < SEQ_END else 0
             raise
+        except Exception:
+            self._fds.extendleft(reversed(fds))
+            raise
         return message, fds
 
     def _next_map(self) -> dict[str, Any] | None:

@@ -147,10 +147,9 @@ class Context:
         self.end_if_torn(error)  # the task that handles the error may have ended
 
     def end_if_torn(self, error: BaseException) -> None:
-        """Ends the process if this exception has left the cache's tables half-written. For unexpected exceptions only,
-        after they are logged.
-        """
+        """Logs the exception and ends the process if it has left the cache's tables half-written."""
         if (torn := torn_by(error)) is not None:
+            log.error("an exception has broken off a change of the cache's tables", exc_info=torn)
             self.fatal(f"a bug in the cache, whose tables may be half-written: {torn}")
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, about: dict[str, Any]) -> None:

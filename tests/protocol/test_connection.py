@@ -8,6 +8,7 @@ import msgpack
 import pytest
 
 from kvoffloadd.errors import FramingError, InternalError, MessageError, PeerError
+from kvoffloadd.protocol import connection
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.protocol.connection import AT_ONCE_BYTES, PREFIX, Connection, tag_of
 from kvoffloadd.protocol.state import ProtocolState
@@ -240,6 +241,18 @@ def test_descriptors_with_what_cannot_be_taken_end_the_stream(fields: dict[str, 
     with pytest.raises(FramingError, match="descriptors"):
         daemon.next_message()
     assert daemon.take_fds() == [10]
+
+
+def test_descriptors_of_a_message_that_memory_lacks_for_are_there_to_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    daemon = in_state(ProtocolState.READY, daemon=True)
+    daemon.receive_data(frame_of({"type": "attach", "seq": 1, "kind": "shm", "fds": 2}), [10, 11])
+    monkeypatch.setattr(connection, "_convert", fail)
+    with pytest.raises(MemoryError):
+        daemon.next_message()
+    assert daemon.take_fds() == [10, 11]
 
 
 @pytest.mark.parametrize("fds", [True, -1, 1.0, "1", None, 1 << 62])

@@ -104,11 +104,11 @@ class RespConnection:
         """Whether more was read than replies. A server that replies twice to a command would give each later command
         the reply to another one.
         """
-        return self._at < self._end
+        return self._at < self._end or (isinstance(self._sock, ssl.SSLSocket) and self._sock.pending() > 0)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing has come behind the last reply: neither data nor the end of the connection."""
+        """Whether nothing follows the last reply: neither data nor the end of the connection."""
         poller = select.poll()
         poller.register(self._sock, select.POLLIN)
         return not (self.has_more or poller.poll(0))

@@ -154,10 +154,12 @@ class DaemonLink:
         load: Callable[..., Job] = self.client.load
         begin = self.client.store if direction is Direction.STORE else partial(load, **load_options)
         jobs: list[tuple[Piece, Job]] = []
+        earlier: set[int] = set()
         requests: list[tuple[Piece, dict[int, int]]] = [({}, {})]  # until a daemon has reported how much fits a request
 
         def begin_all(_: Client) -> None:
             registration = self._registered()
+            earlier.update(job.id for job in self.client.open_jobs())
             blocks_per_key = max((math.prod(blocks.shape[1:]) for _, blocks in groups.values()), default=1)
             requests[:] = self.pieces(
                 {group: len(blocks) for group, (_, blocks) in groups.items()}, first, blocks_per_key
@@ -173,6 +175,9 @@ class DaemonLink:
         try:
             self.attempt(begin_all)
         except Exception as error:
+            known = earlier.union(job.id for _, job in jobs)  # the request that failed may have begun its job, too
+            begun = [job for job in self.client.open_jobs() if job.id not in known]
+            jobs += zip((piece for piece, _ in requests[len(jobs) :]), begun, strict=False)
             if not jobs:
                 raise
             log_bug(self._logger, "a request for further keys", error)

@@ -130,11 +130,23 @@ class Writer:
             self.written_bytes += int(entries["payload_bytes"].sum())
             self._health.write_succeeded()
         elif not isinstance(result, CancelledWork):
-            if is_trouble(result) and not lacks_resources(result):
+            if lacks_resources(result):
+                self._take_back(segment, entries)
+            elif is_trouble(result):
                 self.withdraw(segment)
             self._pool.write_failed(result)
         self._changes.notify_all()  # first: waiters run in a later turn, even if `done` fails
         done(segment, entries, result)
+
+    @staticmethod
+    def _take_back(segment: Segment, entries: Records) -> None:
+        """Gives the place of the segment's last records back, which could not be written. Earlier records stay a gap.
+        Repeated attempts would otherwise use up the room for records that are rewritten.
+        """
+        end = int(entries["page"][-1]) + int(record_pages(entries["payload_bytes"][-1:])[0])
+        if segment.next_page == end:
+            segment.next_page = int(entries["page"][0])
+            segment.num_entries -= len(entries)
 
     def withdraw(self, segment: Segment) -> None:
         """Stops writing to this segment. It gets no footer, which would need a write: a start walks it."""

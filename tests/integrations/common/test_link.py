@@ -38,6 +38,8 @@ class Scripted:
         self.tokens: list[bytes] = []
         self.on_clear: Callable[[], None] = lambda: None
         self.named: list[tuple[bytes, list[int], dict[int, int], dict[str, Any]]] = []
+        self.jobs = [job()]  # of an earlier submission
+        self.begins_before_bugs = False
 
     def _answer(self, call: str) -> None:
         self.calls.append(call)
@@ -74,12 +76,19 @@ class Scripted:
     def _begun(self, call: str, groups: dict[int, Any], options: dict[str, Any]) -> Job:
         (keys, blocks), first = groups[0], options.pop("first")
         self.named.append((keys, blocks.ravel().tolist(), first, options))
+        if self.begins_before_bugs:
+            self.jobs.append(job(len(self.jobs) + 1))
         self._answer(call)
-        return job()
+        if not self.begins_before_bugs:
+            self.jobs.append(job(len(self.jobs) + 1))
+        return self.jobs[-1]
+
+    def open_jobs(self) -> list[Job]:
+        return list(self.jobs)
 
 
-def job() -> Job:
-    return Job(1, Direction.LOAD, cast(Any, None), (1,))
+def job(number: int = 1) -> Job:
+    return Job(number, Direction.LOAD, cast(Any, None), (1,))
 
 
 Make = Callable[..., tuple[DaemonLink, Scripted]]
@@ -262,6 +271,17 @@ def test_a_bug_amid_a_submit_hides_no_job(make: Make) -> None:
     assert submitted_with(make, None, None, ZeroDivisionError("a bug")) == (1, False, False)
     with pytest.raises(ZeroDivisionError):
         submitted_with(make, None, ZeroDivisionError("a bug"))
+
+
+@pytest.mark.parametrize("begun", [0, 1, 2])
+def test_a_bug_after_a_request_was_sent_does_not_hide_its_job(make: Make, begun: int) -> None:
+    link, client = make()
+    client.begins_before_bugs = True
+    client.errors = [None] * (1 + begun) + [ZeroDivisionError("a bug")]
+    submitted = link.submit(Direction.STORE, {0: (KEYS, BLOCKS)}, deadline_s=2.0, ready=None)
+    assert [found.id for _, found in submitted.jobs] == list(range(2, 3 + begun))
+    assert submitted.jobs[-1][0] == {0: slice(3 * begun, min(3 * begun + 3, 7))}
+    assert not link.connected
 
 
 def test_nothing_to_submit_is_all(make: Make) -> None:

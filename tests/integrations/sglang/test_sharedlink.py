@@ -31,6 +31,10 @@ class Ending:
     def __init__(self, outcome: Outcome | None, failed: Mapping[int, list[int]] | None = None) -> None:
         self._outcome, self._failed = outcome, failed or {}
 
+    def open_jobs(self) -> list[Job]:
+        """Returns none: each job has ended."""
+        return []
+
     def register(self, caches: KvCache) -> SimpleNamespace:
         """A registration."""
         return SimpleNamespace(caches=caches)
