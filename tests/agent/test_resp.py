@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -270,3 +274,37 @@ def test_who_asks_says_so_first() -> None:
             thread.join()
             expected = command("AUTH", "me", "secret") + (b"" if raises else command("SELECT", "3"))
             assert b"".join(heard) == expected
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl, which makes the certificate, is not installed")
+@pytest.mark.parametrize("more", [b"", b"+EXTRA\r\n"], ids=["one reply", "another in the same record"])
+def test_what_tls_has_read_with_a_reply_counts(tmp_path: Path, more: bytes) -> None:
+    """It lies within the TLS library, where no poll sees it."""
+    cert, key = tmp_path / "cert", tmp_path / "key"
+    words = f"req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=here -keyout {key} -out {cert}".split()
+    subprocess.run(["openssl", *words], check=True, capture_output=True, timeout=LONG_S)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(cert, key)
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.load_verify_locations(cert)
+    trusting.check_hostname = False
+    payload = bytes(20_000)  # more than one record
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def work() -> None:
+            plain, _ = server.accept()
+            with serving.wrap_socket(plain, server_side=True) as peer:
+                peer.recv(1 << 16)
+                peer.sendall(b"$20000\r\n" + payload + b"\r\n" + more)
+                peer.recv(1)
+
+        threading.Thread(target=work, daemon=True).start()
+        host, port = server.getsockname()
+        connection = RespConnection(Server(host, port, tls=trusting), time.monotonic() + LONG_S)
+        try:
+            assert connection.ask("GET", "x") == payload
+            assert connection.has_more == bool(more)
+            assert connection.is_quiet == (not more)
+        finally:
+            connection.close()

@@ -127,7 +127,7 @@ class CudaGpus:
         """Loads the driver in a separate thread, which a driver that hangs keeps for good: later calls wait for the
         same thread.
         """
-        if self._loading is None or self._loading.done():
+        if self._loading is None or _has_failed(self._loading):
             lane = Lane("gpu-driver", 1, self._loop)
             self._loading = self._loop.create_task(lane.perform(partial(_load, self._near, self._trials_path)))
             self._loading.add_done_callback(lambda loading: _on_loaded(lane, loading))
@@ -170,6 +170,10 @@ def _load(near: Callable[[str], frozenset[int]], trials: Path | None) -> _Loaded
     count = int(driver.call("cuDeviceGetCount"))
     gpus = {driver.uuid(ordinal): _Gpu(ordinal, _cpus(driver, ordinal, near)) for ordinal in range(count)}
     return driver, gpus, Trials(trials)
+
+
+def _has_failed(loading: asyncio.Task[_Loaded]) -> bool:
+    return loading.done() and (loading.cancelled() or loading.exception() is not None)
 
 
 def _on_loaded(lane: Lane, loading: asyncio.Task[_Loaded]) -> None:

@@ -144,6 +144,8 @@ async def test_a_driver_that_hangs_keeps_one_thread_of_its_own(
             await loop.run_in_executor(None, print)
     finally:
         answers.set()
+    assert gpus._loading is not None
+    await asyncio.wait([gpus._loading], timeout=HANG_S)  # no call waits for it any more
     device = await until_it_is_there(gpus, driver.uuid(0))
     assert len(hung) == 1
     assert await device.close(10.0)
