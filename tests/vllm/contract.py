@@ -290,7 +290,7 @@ def test_parts_are_heads(engine: StartEngine, asked: list[list[int]], kind: str)
         assert one.generate(asked) == hits
         one.forget()
         one.scribble()
-    registered = one.worker.connector_worker.worker._transfer_thread._caches
+    registered = one.worker.connector_worker.worker._transfer_thread._link._caches
     assert [group.part for group in registered.groups] == list(range(HEADS)) * len(one.cache.kv_cache_groups)
     assert {group.parts for group in registered.groups} == {HEADS}
 
