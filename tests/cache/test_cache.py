@@ -671,3 +671,22 @@ def test_keys_that_eviction_met_in_use_can_go_once_they_are_not(policy: str) -> 
     cache.unhold(rows)
     cache.abort(reserve(cache, keyspace, keys_of(5, 6), ONE, 0).parts)
     assert cache.find(keyspace, keys_of(1, 2, 3, 4)).hits.sum() == 2
+
+
+@pytest.mark.parametrize("use", ["commit", "reservation"])
+def test_a_slab_with_new_keys_is_not_the_coldest(cache: Cache, use: str) -> None:
+    """Otherwise a slab is taken over for what it held before, or while its keys are still being written."""
+    (_, small), (_, large) = make_keyspace(cache), make_keyspace(cache, b"l" * 16, pages=(2,))
+    first = reserve(cache, small, keys_of(*range(4)), ONE, 0).parts
+    first_slab = cache.tier.slabs_of(cache.entries.parts.page[first[:1]]).tolist()
+    second = store(cache, large, 10)
+    second_slab = cache.tier.slabs_of(cache.entries.parts.page[second]).tolist()
+    assert cache.tier.coldest_slabs(4).tolist() == first_slab + second_slab
+    if use == "reservation":
+        cache.abort(first)
+        assert cache.tier.unassign(first_slab[0])
+        first = reserve(cache, small, keys_of(*range(4)), ONE, 0).parts
+        assert cache.tier.slabs_of(cache.entries.parts.page[first[:1]]).tolist() == first_slab
+    else:
+        cache.commit(first)
+    assert cache.tier.coldest_slabs(4).tolist() == second_slab + first_slab
