@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -97,6 +98,7 @@ class StoreHost:
         pages = sum(map(slot_pages, PARTS))
         capacity_bytes = slots * pages * PAGE_BYTES
         self.pool = ArenaFile.make(capacity_bytes, capacity_bytes, reserved=reserved)
+        fcntl.flock(self.pool.fd, fcntl.LOCK_EX)  # the daemon locks a pool file that has a path
         self.lane = Lane("hash", 1, self.loop)
         self.boot_id = os.urandom(16)
         self.config = RemoteConfig(engine_name, **{"stuck_s": FOREVER_S} | settings)
