@@ -116,7 +116,7 @@ def test_config_check_and_show_as_processes() -> None:
         (["serve", "--config", "/no/such.toml"], "/no/such.toml: can't be read: No such file or directory"),
         (["config", "show", "--set", "a.b=1"], "unknown section"),
         (["config", "check", "/"], "can't be read: Is a directory"),
-        (["serve", "--set", "metrics.listen=0.0.0.0:9477"], "must be a loopback address"),
+        (["serve", "--set", "metrics.listen=:9477"], "must name an address of this host"),
         (["drain", "--deadline-s", "soon"], '"soon" is not a number of seconds'),
         (["drain", "--deadline-s", "nan"], '"nan" is not between 0 and 86,400 seconds'),
         (["drain", "--deadline-s", "0"], '"0" is not between'),
@@ -169,6 +169,18 @@ def test_config_check_notes_what_would_not_fit_here(run: Run, tmp_path: Path) ->
         "note: the daemon would not start on this machine: memory.capacity_bytes = 1125899906842624 (1 PiB): only"
         in err
     )
+
+
+def test_config_check_warns_of_what_other_hosts_can_read(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "open.toml"
+    path.write_text('[metrics]\nlisten = "0.0.0.0:9477"\n')
+    code, out, err = run("config", "check", str(path))
+    assert (code, out) == (0, f"{path}: ok\n")
+    assert err.startswith(
+        "warning: metrics.listen = 0.0.0.0:9477: every host that can connect reads, without a password"
+    )
+    path.write_text('[metrics]\nlisten = "localhost:9477"\n')
+    assert "warning" not in run("config", "check", str(path))[2]
 
 
 def test_config_check_knows_the_policies(run: Run, tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def run_at_terminal(daemon: Daemon, *arguments: str) -> str:
 
 
 def line(shown: str, label: str) -> str:
-    (found,) = [line for line in shown.splitlines() if line.startswith(f"{label} ")]
+    (found,) = [line for line in shown.splitlines() if line.startswith(f"{label:<10}")]
     return found.removeprefix(label).strip()
 
 
