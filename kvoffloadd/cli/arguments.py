@@ -82,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
         "lists faults of disks",
     )  # fmt: skip
 
-    status = add("status", commands.status, "Show the hit rate, tiers and engines of a running daemon, or all its figures.")
+    status = add("status", commands.status, "Show hits, tiers and engines of a running daemon, or all its figures.")
     _add_status_options(status)
 
     top = add("top", commands.top, "Show live what a running daemon does. Quit with q or Ctrl-C.")
