@@ -67,7 +67,7 @@ def test_the_config_of_the_manifest_is_one(tmp_path: Path) -> None:
 
 
 def test_a_cluster_s_prometheus_finds_the_metrics(tmp_path: Path) -> None:
-    """By annotations, by the operator's monitor and through the policy: all name the port where the daemon listens."""
+    """Annotations, the operator's monitor and the network policy name the port where the daemon listens."""
     template = only("DaemonSet")["spec"]["template"]
     (container,) = template["spec"]["containers"]
     (port,) = container["ports"]

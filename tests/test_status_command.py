@@ -25,7 +25,7 @@ from tests.top.samples import root, status
 
 LIMIT_S = 50.0
 LONG = "/mnt/nvme-of-the-second-socket/kvoffloadd"
-"""Half a line of a terminal."""
+"""A path that takes half a line of a terminal."""
 
 
 def run(daemon: Daemon, *arguments: str) -> str:
@@ -116,7 +116,7 @@ def test_a_new_daemon_s_five_lines(start_daemon: Callable[..., Daemon]) -> None:
 
 @pytest.mark.slow
 def test_tokens_are_those_of_prefixes(start_daemon: Callable[..., Daemon], seed: int) -> None:
-    """Of 4 + 4 keys of 16 tokens 2 + 3 hit; behind the gap of the second prompt nothing can be restored."""
+    """The second of two prompts has a gap: the blocks behind it hit, and their tokens do not."""
     daemon = start_daemon()
     rank: Rank = daemon.welcome(Rank(daemon.socket))
     first, second = (new_keys(np.random.default_rng([seed, number]), 4) for number in range(2))
