@@ -123,8 +123,12 @@ def test_a_port_that_is_taken_is_told() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
 async def test_all_addresses_are_those_of_both_families() -> None:
-    port = free_port()
-    endpoint = Endpoint(bind(f"[::]:{port}"), asyncio.get_running_loop(), taken)
+    for _ in range(50):
+        with suppress(ConfigError):  # another process has taken the port meanwhile
+            listener = bind(f"[::]:{free_port()}")
+            break
+    port = listener.getsockname()[1]
+    endpoint = Endpoint(listener, asyncio.get_running_loop(), taken)
     endpoint.start()
     try:
         assert (await asyncio.to_thread(ask, ("127.0.0.1", port)))[0] == 200
@@ -139,10 +143,10 @@ async def test_all_addresses_are_those_of_both_families() -> None:
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
     """The port of an endpoint at all IPv4 addresses of this host, where 127.0.0.2 and so on stand for other hosts."""
-    number = free_port()
-    endpoint = Endpoint(bind(f"0.0.0.0:{number}"), asyncio.get_running_loop(), taken)
+    listener = socket.create_server(("0.0.0.0", 0))
+    endpoint = Endpoint(listener, asyncio.get_running_loop(), taken)
     endpoint.start()
-    yield number
+    yield listener.getsockname()[1]
     await endpoint.close()
 
 
@@ -184,8 +188,9 @@ async def test_scrapers_of_many_hosts_share_a_snapshot(monkeypatch: pytest.Monke
         snapshots += 1
         return small()
 
-    port = free_port()
-    endpoint = Endpoint(bind(f"0.0.0.0:{port}"), asyncio.get_running_loop(), counted)
+    listener = socket.create_server(("0.0.0.0", 0))
+    port = listener.getsockname()[1]
+    endpoint = Endpoint(listener, asyncio.get_running_loop(), counted)
     endpoint.start()
 
     async def scrape(number: int) -> bytes:
