@@ -148,8 +148,8 @@ def socket_path(value: object) -> Path:
     return path
 
 
-def local_address(value: object) -> str:
-    """The address to listen at on this host: "host:port", an absolute path of a socket, or nothing."""
+def listen_address(value: object) -> str:
+    """The address to listen at: "host:port", an absolute path of a socket, or nothing."""
     if not isinstance(value, str):
         raise ValueError("must be text in quotes")
     if value:
@@ -166,12 +166,17 @@ def split_address(text: str) -> tuple[str, int] | str:
         raise ValueError('must be an absolute path, or a host and a port, like "localhost:9477"')
     host = {"localhost": "127.0.0.1"}.get(host, host.removeprefix("[").removesuffix("]"))
     try:
-        is_local = ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
-        is_local = False
-    if not is_local:
-        raise ValueError("must be a loopback address: localhost, 127.0.0.1 or [::1]")
+        hint = f'; did you mean "0.0.0.0:{port}", all addresses of this host?' if not host else ""
+        raise ValueError(f"must name an address of this host: localhost, 0.0.0.0 or [::]{hint}") from None
     return host, int(port)
+
+
+def reaches_other_hosts(text: str) -> bool:
+    """Returns whether processes on other hosts may connect to this address, which `split_address` accepts."""
+    place = split_address(text)
+    return not isinstance(place, str) and not ipaddress.ip_address(place[0]).is_loopback
 
 
 def socket_mode(value: object) -> int:

@@ -242,11 +242,20 @@ class LogConfig:
     format: str = _key("auto", checks.choice("auto", "console", "journal", "json"), live=True)
 
 
+EXPOSURE = (
+    "every host that can connect reads, without a password, the names of models and disk roots, user ids, and how much "
+    "is stored and asked for"
+)
+"""What metrics show at an address that other hosts can reach."""
+
+NARROW_EXPOSURE = "let only Prometheus connect, by a firewall or a NetworkPolicy"
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
     """The address where metrics can be scraped; empty: nowhere."""
 
-    listen: str = _key("", checks.local_address)
+    listen: str = _key("", checks.listen_address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +345,13 @@ def remarks(config: Config) -> Iterator[str]:
             f"memory.slab_bytes = {config.memory.slab_bytes}: all of memory is one slab, whose slots are of one size "
             "at a time: payloads of two sizes, in 4 KiB pages, can't be held together"
         )
+
+
+def exposures(config: Config) -> Iterator[str]:
+    """Returns what the config lets other hosts do, for the log and for those who check the file."""
+    listen = config.metrics.listen
+    if listen and checks.reaches_other_hosts(listen):
+        yield f"metrics.listen = {listen}: {EXPOSURE}; {NARROW_EXPOSURE}"
 
 
 def reloaded(running: Config, wanted: Config) -> tuple[Config, list[str], list[str]]:

@@ -31,7 +31,7 @@ from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.config import Config, remarks
+from kvoffloadd.config import Config, exposures, remarks
 from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -358,6 +358,8 @@ class Daemon:
         device: HostMemory = host
         for remark in remarks(config):
             log.info("%s", remark)
+        for exposure in exposures(config):
+            log.warning("%s", exposure)
         if self._faults:
             log.warning("faults are injected: %s", self._faults)
             device = FaultyDevice(host, **self._faults)

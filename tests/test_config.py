@@ -513,6 +513,9 @@ def test_what_are_no_numa_nodes(text: str) -> None:
         ("localhost:9477", ("127.0.0.1", 9477)),
         ("127.0.0.1:1", ("127.0.0.1", 1)),
         ("[::1]:65535", ("::1", 65535)),
+        ("0.0.0.0:9477", ("0.0.0.0", 9477)),
+        ("[::]:9477", ("::", 9477)),
+        ("10.0.0.7:9477", ("10.0.0.7", 9477)),
         ("/run/kvoffloadd/metrics.sock", "/run/kvoffloadd/metrics.sock"),
     ],
 )
@@ -524,10 +527,9 @@ def test_places_of_this_host(text: str, place: object) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("0.0.0.0:9477", "must be a loopback address"),
-        (":9477", "must be a loopback address"),
-        ("[::]:9477", "must be a loopback address"),
-        ("example.org:9477", "must be a loopback address"),
+        (":9477", 'must name an address of this host: localhost, 0.0.0.0 or [::]; did you mean "0.0.0.0:9477"'),
+        ("example.org:9477", "must name an address of this host: localhost, 0.0.0.0 or [::]"),
+        ("10.0.0:9477", "must name an address of this host"),
         ("localhost", "a host and a port"),
         ("localhost:0", "a host and a port"),
         ("localhost:65536", "a host and a port"),
@@ -539,3 +541,23 @@ def test_places_of_this_host(text: str, place: object) -> None:
 def test_places_that_are_refused(text: str, reason: str) -> None:
     assert reason in problems(None, metrics__listen=text)[1]
     assert config.load(None).metrics.listen == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "reached"),
+    [
+        ("", False),
+        ("localhost:9477", False),
+        ("127.0.0.2:9477", False),
+        ("[::1]:9477", False),
+        ("/run/kvoffloadd/metrics.sock", False),
+        ("0.0.0.0:9477", True),
+        ("[::]:9477", True),
+        ("10.0.0.7:9477", True),
+        ("[fd00::7]:9477", True),
+    ],
+)
+def test_what_other_hosts_can_reach_is_said(text: str, reached: bool) -> None:
+    said = list(config.exposures(config.load(None, {"metrics.listen": text})))
+    assert len(said) == reached
+    assert all(text in one and "without a password" in one and "a firewall or a NetworkPolicy" in one for one in said)

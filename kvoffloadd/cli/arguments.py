@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -81,8 +82,8 @@ def make_parser() -> argparse.ArgumentParser:
         "lists faults of disks",
     )  # fmt: skip
 
-    status = add("status", commands.status, "Show the counters and gauges of a running daemon.")
-    status.add_argument("--json", action="store_true", help="print one JSON object")
+    status = add("status", commands.status, "Show hits, tiers and engines of a running daemon, or all its figures.")
+    _add_status_options(status)
 
     top = add("top", commands.top, "Show live what a running daemon does. Quit with q or Ctrl-C.")
     top.add_argument("--once", action="store_true", help="print one screen for one interval, then exit")
@@ -202,16 +203,32 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+SECTIONS = (
+    "daemon", "memory", "cache", "disk", "remote", "lookups", "namespaces", "clears", "transfers", "running", "leases",
+    "quarantine", "slow_jobs", "lanes", "hash_lane", "devices", "server", "open_sessions", "sessions", "accounts",
+    "loop",
+)  # fmt: skip
+"""The sections of `status`. `daemon` has the figures that belong to no other one."""
+
 SHELLS = ("bash", "zsh", "tcsh")
 
 ENGINES = ("any", "sglang")
 """The engines that `plan` supports."""
 
 
+def _add_status_options(status: argparse.ArgumentParser) -> None:
+    status.add_argument(
+        "sections", type=_section, nargs="*", metavar="SECTION",
+        help=f"show all figures of these sections: {', '.join(SECTIONS)}",
+    )  # fmt: skip
+    status.add_argument("--all", action="store_true", help="show all figures of all sections")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def _add_clear_options(clear: argparse.ArgumentParser) -> None:
     clear.add_argument(
         "--namespace", metavar="PATTERN",
-        help="only of the namespaces whose names, as `status` shows them, match this shell pattern",
+        help="only of the namespaces whose names, as `status namespaces` shows them, match this shell pattern",
     )  # fmt: skip
     clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
@@ -277,6 +294,15 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 32):
         raise argparse.ArgumentTypeError(f'"{text}" is not a whole number above 0')
     return int(text)
+
+
+def _section(text: str) -> str:
+    # Not by `choices`: until Python 3.12, argparse compares the empty list with them, too.
+    if text not in SECTIONS:
+        close = difflib.get_close_matches(text, SECTIONS, 1)
+        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(SECTIONS)}"
+        raise argparse.ArgumentTypeError(f'"{text}" is no section of the status; {hint}')
+    return text
 
 
 def _seed(text: str) -> int:

@@ -63,6 +63,7 @@ def config_check(arguments: argparse.Namespace) -> int:
     except errors.ConfigError as error:
         # No error: the file may be meant for another machine.
         sys.stderr.write(f"note: the daemon would not start on this machine: {error}\n")
+    sys.stderr.writelines(f"warning: {exposure}\n" for exposure in config.exposures(chosen))
     sys.stdout.write(f"{arguments.file}: ok\n")
     return EXIT_OK
 
@@ -172,14 +173,17 @@ def _show(arguments: argparse.Namespace, as_json: Callable[[], dict[str, Any]], 
 
 
 def status(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.cli.report import print_status
+    from kvoffloadd.cli.status import chosen_sections, print_sections, print_summary
 
     with _client(arguments) as daemon:
         status = daemon.status()
+    chosen = chosen_sections(status, arguments.sections) if arguments.sections and not arguments.all else status
     if arguments.json:
-        _print_json(status)
+        _print_json(chosen)
+    elif arguments.sections or arguments.all:
+        print_sections(chosen)
     else:
-        print_status(status)
+        print_summary(status)
     return EXIT_OK
 
 
@@ -277,7 +281,7 @@ def clear(arguments: argparse.Namespace) -> int:
         from kvoffloadd.log import printable
 
         places = ", ".join(map(printable, cleared.unrecorded))
-        sys.stdout.write(f"not recorded yet in {places}: the daemon goes on trying, see `clears` in its status\n")
+        sys.stdout.write(f"not recorded yet in {places}: the daemon goes on trying, see `kvoffloadd status clears`\n")
     if cleared.left:
         return complain(
             f"{_counted(cleared.left, 'namespace')} could not be cleared, because others have taken all groups "

@@ -1,4 +1,4 @@
-"""Output of the command line for people: status tables with units, and a config as TOML."""
+"""Output of the command line for people: values with units, progress, and a config as TOML."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from kvoffloadd.config import Config, DiskRoot
 from kvoffloadd.log import printable
@@ -31,110 +31,6 @@ def open_console(pipe_columns: int = PIPE_COLUMNS) -> Console:
     # No markup: values come from the daemon and its peers.
     width = None if sys.stdout.isatty() else pipe_columns
     return Console(width=width, markup=False, highlight=False, emoji=False)
-
-
-def print_status(status: Mapping[str, Any]) -> None:
-    """Prints tables on standard output: first the plain values, then one table for each map or list of maps."""
-    console = open_console()
-    plain = {name: value for name, value in status.items() if not _is_table(value)}
-    _print_map(console, "daemon", plain)
-    for name, value in status.items():
-        if name == "disk" and isinstance(value, Mapping):
-            _print_disk(console, value)
-        elif name == "remote" and isinstance(value, Mapping):
-            _print_map(console, name, _flat(value))
-        elif isinstance(value, Mapping):
-            _print_nested(console, name, value)
-        elif _is_table(value):
-            _print_rows(console, name, value)
-
-
-def _print_nested(console: Console, title: str, values: Mapping[str, Any]) -> None:
-    """Prints a map of maps with equal keys as rows, other maps as name and value."""
-    if values and all(isinstance(value, Mapping) for value in values.values()):
-        _print_rows(console, title, [{"": name, **value} for name, value in values.items()])
-    else:
-        _print_map(console, title, values)
-
-
-def _print_disk(console: Console, disk: Mapping[str, Any]) -> None:
-    """Prints a row for each root, then the values of all of them; counts by reason become plain names."""
-    roots = disk.get("roots")
-    if roots and _is_table(roots):
-        _print_roots(console, roots)
-    _print_map(console, "disk", _flat({name: value for name, value in disk.items() if name != "roots"}))
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the map with inner maps flattened into plain names."""
-    plain: dict[str, Any] = {}
-    for name, value in values.items():
-        inner = _flat(value) if isinstance(value, Mapping) else None
-        plain |= {name: value} if inner is None else {f"{name}_{key}": item for key, item in inner.items()}
-    return plain
-
-
-def _print_roots(console: Console, roots: Sequence[Mapping[str, Any]]) -> None:
-    """Prints roots, narrow enough for a terminal: short headings, how full each is; a root's error has a
-    separate line.
-    """
-    from rich.table import Table
-
-    names = [name for name in dict.fromkeys(name for root in roots for name in root) if name != "reason"]
-    table = Table(title="disk roots", title_justify="left", title_style="bold", box=None)
-    for name in names:
-        words = name in ("path", "state")
-        table.add_column(
-            printable(name.removesuffix("_bytes")), justify="left" if words else "right",
-            overflow="fold", no_wrap=name != "path",
-        )  # fmt: skip
-    table.add_column("full", justify="right", no_wrap=True)
-    for root in roots:
-        table.add_row(*(format_value(name, root[name]) if name in root else "-" for name in names), _fullness(root))
-    console.print(table)
-    for root in roots:
-        if root.get("reason"):
-            what = (format_value(name, root.get(name)) for name in ("path", "state", "reason"))
-            console.print(" " + ": ".join(what), soft_wrap=True)
-
-
-def _fullness(root: Mapping[str, Any]) -> str:
-    used, capacity = root.get("used_bytes"), root.get("capacity_bytes")
-    if not (isinstance(used, int) and isinstance(capacity, int) and capacity > 0):
-        return "-"
-    return f"{100 * used / capacity:.1f} %"
-
-
-def _print_map(console: Console, title: str, values: Mapping[str, Any]) -> None:
-    from rich.table import Table
-
-    if not values:
-        return
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right")
-    for name, value in values.items():
-        table.add_row(printable(name), format_value(name, value))
-    console.print(table)
-
-
-def _print_rows(console: Console, title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich.table import Table
-
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    for name in names:
-        numeric = all(isinstance(row.get(name, 0), int | float) for row in rows)
-        table.add_column(printable(name), justify="right" if numeric else "left")
-    for row in rows:
-        table.add_row(*(format_value(name, row[name]) if name in row else "-" for name in names))
-    console.print(table)
-
-
-def _is_table(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, list) and bool(value) and all(isinstance(row, Mapping) for row in value)
 
 
 def format_value(name: str, value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import pwd
@@ -11,8 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvoffloadd.checks import split_address
-from kvoffloadd.config import Config, DiskConfig, DiskRoot, MemoryConfig
+from kvoffloadd.checks import reaches_other_hosts, split_address
+from kvoffloadd.config import EXPOSURE, NARROW_EXPOSURE, Config, DiskConfig, DiskRoot, MemoryConfig
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.linux.mounts import file_system
@@ -83,6 +84,8 @@ def check_metrics(listen: str, *, is_running: bool) -> Iterator[Diagnosis]:
         )
         return
     place = split_address(listen)
+    if reaches_other_hosts(listen):
+        yield note("metrics", f"{listen}: {EXPOSURE}", NARROW_EXPOSURE)
     if is_running or isinstance(place, str):
         yield ok("metrics", f"at {listen}")
         return
@@ -91,7 +94,8 @@ def check_metrics(listen: str, *, is_running: bool) -> Iterator[Diagnosis]:
         try:
             probe.bind(place)
         except OSError as error:
-            yield problem("metrics", f"{listen}: {error.strerror}", "choose another port in metrics.listen")
+            wrong = "address of this host" if error.errno == errno.EADDRNOTAVAIL else "port"
+            yield problem("metrics", f"{listen}: {error.strerror}", f"choose another {wrong} in metrics.listen")
         else:
             yield ok("metrics", f"{listen} is free")
 

@@ -1,7 +1,7 @@
-"""Serves metrics: a small HTTP server on the event loop, for this host alone.
+"""Serves metrics: a small HTTP server on the event loop.
 
 One snapshot a second is taken on the loop, for any number of scrapers; its text is written in a thread. Slow or silent
-scrapers block no others.
+scrapers block no others: each has a deadline, and where connections are scarce, the host with the most loses one.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import ipaddress
 import logging
 import math
 import os
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from functools import partial
 from http import HTTPStatus
@@ -42,7 +44,12 @@ RETRY_S = 0.1
 """The wait before the next try when there is no descriptor for a peer; a busy loop would not help."""
 
 PEERS_MAX = 64
-"""Connections at once. The next one replaces the oldest, first among those that have not sent their request."""
+"""Connections at once. The next one replaces another: of the host that has the most, the oldest, first among those that
+have not sent their request.
+"""
+
+NEIGHBOURS_IPV6 = 64
+"""The length of the prefix, in bits, whose addresses count as one host: one host can have all of them."""
 
 SNAPSHOT_S = 1.0
 """Scrapes within this time get the same figures, because any process that reaches the port may scrape at any rate."""
@@ -55,20 +62,21 @@ HEAD_BYTES_MAX = 16 << 10
 
 Encode = Callable[[CollectorRegistry], bytes]
 
-_BACKLOG = 16
+_BACKLOG = PEERS_MAX
 _PATHS = (b"/", b"/metrics")
 
 
 def bind(listen: str) -> socket.socket:
-    """Returns a listening socket at "host:port" of this host, or at a path. Raises ConfigError if it can't be
-    opened.
+    """Returns a listening socket at "host:port" of this host, or at a path. At [::] it accepts IPv4, too. Raises
+    ConfigError if it can't be opened.
     """
     place = split_address(listen)
     try:
         if isinstance(place, str):
             return _bind_path(Path(place))
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-        return socket.create_server(place, family=family, backlog=_BACKLOG)
+        both = place[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         raise ConfigError(f"metrics.listen: {listen} can't be used: {error.strerror or error}") from None
 
@@ -82,6 +90,55 @@ def _bind_path(path: Path) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+class _Places:
+    """Keeps the connections that have not been replaced, and decides which is the next to be."""
+
+    def __init__(self) -> None:
+        self._host_of: dict[asyncio.Task[None], str] = {}  # the oldest connection first
+        self._silent: set[asyncio.Task[None]] = set()  # those that have not sent their request
+        self._count_of: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._host_of)
+
+    def take(self, scrape: asyncio.Task[None], host: str) -> None:
+        """Adds a connection of this host, which is silent so far."""
+        self._host_of[scrape] = host
+        self._count_of[host] += 1
+        self._silent.add(scrape)
+
+    def has_sent(self, scrape: asyncio.Task[None]) -> None:
+        """Notes that a connection has sent its request."""
+        self._silent.discard(scrape)
+
+    def leave(self, scrape: asyncio.Task[None]) -> None:
+        """Removes a connection, if it is still there."""
+        self._silent.discard(scrape)
+        host = self._host_of.pop(scrape, None)
+        if host is not None:
+            self._count_of[host] -= 1
+            if not self._count_of[host]:
+                del self._count_of[host]
+
+    def next_to_go(self) -> asyncio.Task[None]:
+        """Returns the oldest silent connection of the host that has the most, or its oldest if none is silent."""
+        most = max(self._count_of.values())
+        greedy = [scrape for scrape, host in self._host_of.items() if self._count_of[host] == most]
+        return next((scrape for scrape in greedy if scrape in self._silent), greedy[0])
+
+
+def _host_of(address: object) -> str:
+    """Returns a name for the host of a peer: one for all peers of a Unix socket, and for IPv6 the network's prefix."""
+    if not isinstance(address, tuple):
+        return "this host"
+    ip = ipaddress.ip_address(str(address[0]).partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is None:
+            return str(ipaddress.ip_network((ip, NEIGHBOURS_IPV6), strict=False))
+        ip = ip.ipv4_mapped
+    return str(ip)
 
 
 class Endpoint:
@@ -100,8 +157,7 @@ class Endpoint:
         self._pause: asyncio.TimerHandle | None = None
         self._figures = Figures(snapshot)
         self._scrapes: set[asyncio.Task[None]] = set()
-        self._places: dict[asyncio.Task[None], None] = {}  # connections that have not been replaced, the oldest first
-        self._silent: dict[asyncio.Task[None], None] = {}  # the connections among them without a request so far
+        self._places = _Places()
 
     def start(self) -> None:
         """Begins to serve."""
@@ -125,7 +181,7 @@ class Endpoint:
     def _accept(self) -> None:
         """Accepts one scraper for each turn of the loop, however many connect."""
         try:
-            peer, _ = self._listener.accept()
+            peer, address = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return  # the scraper has gone
         except OSError as error:
@@ -134,22 +190,18 @@ class Endpoint:
             self._pause = self._loop.call_later(RETRY_S, self.start)
             return
         if len(self._places) >= PEERS_MAX:
-            oldest = next(iter(self._silent or self._places))
-            self._let_go(oldest)
-            oldest.cancel()  # its socket is closed when it has ended: until then the loop may still watch it
+            replaced = self._places.next_to_go()
+            self._places.leave(replaced)
+            replaced.cancel()  # its socket is closed when it has ended: until then the loop may still watch it
         peer.setblocking(False)
         scrape = self._loop.create_task(self._serve(peer))
         self._scrapes.add(scrape)
-        self._places[scrape] = self._silent[scrape] = None
+        self._places.take(scrape, _host_of(address))
         scrape.add_done_callback(partial(self._ended, peer))
-
-    def _let_go(self, scrape: asyncio.Task[None]) -> None:
-        self._silent.pop(scrape, None)
-        self._places.pop(scrape, None)
 
     def _ended(self, peer: socket.socket, scrape: asyncio.Task[None]) -> None:
         """Forgets a connection that has ended, including one that was cancelled before it began."""
-        self._let_go(scrape)
+        self._places.leave(scrape)
         self._scrapes.discard(scrape)
         peer.close()
 
@@ -160,7 +212,7 @@ class Endpoint:
                 request = await self._request(peer)
                 task = asyncio.current_task()
                 if task is not None:
-                    self._silent.pop(task, None)
+                    self._places.has_sent(task)
                 await self._loop.sock_sendall(peer, await self._answer(request))
 
     async def _request(self, peer: socket.socket) -> bytes:

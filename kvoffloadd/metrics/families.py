@@ -70,6 +70,14 @@ def _lookups(status: Status) -> Iterator[Metric]:
         for tier, key in (("memory", "hit"), ("disk", "on_disk"), ("remote", "remote"))
     ]
     yield _counter("hit_keys", "Keys that hit, by tier.", hits, "namespace", "tier")
+    yield _counter(
+        "asked_tokens",
+        "Tokens of the prompts that pin asked for, without those that the engine had itself.",
+        _each(rows, "asked_tokens"),
+        "namespace",
+    )
+    text = "Tokens among them in the prefixes that could be restored."
+    yield _counter("hit_tokens", text, _each(rows, "hit_tokens"), "namespace")
     missed = [((row["namespace"], reason), count) for row in rows for reason, count in row["missed"].items()]
     yield _counter("missed_keys", "Keys that missed, by reason.", missed, "namespace", "reason")
     yield _gauge(
@@ -267,8 +275,9 @@ def _disk(disk: Status) -> Iterator[Metric]:
     yield from _roots(disk.get("roots", ()))
     there = bool(disk)
     for name, key, text in (
-        ("disk_keys", "keys", "Complete keys on disk."),
+        ("disk_keys", "keys", "Complete keys on disk, which hit."),
         ("disk_records", "records", "Records on disk."),
+        ("disk_cleared_records", "cleared_records", "Records of cleared namespaces that still take space."),
         ("disk_index_bytes", "index_bytes", "Private memory that the catalog of the disk tier takes."),
         ("disk_backlog_bytes", "backlog_bytes", "Payload that waits to be written, or is being written."),
         ("disk_quarantined_bytes", "quarantined_bytes", "Memory that can't be used until a disk answers."),

@@ -428,6 +428,17 @@ def test_metrics(host: Host) -> None:
     assert only(places.check_metrics("", is_running=False), "metrics").verdict == Verdict.NOTE
 
 
+def test_metrics_that_other_hosts_can_read() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    for is_running in (False, True):
+        exposed, place = places.check_metrics(f"0.0.0.0:{port}", is_running=is_running)
+        assert (exposed.verdict, place.verdict) == (Verdict.NOTE, Verdict.OK)
+        assert "without a password" in exposed.found
+    *_, place = places.check_metrics("192.0.2.1:9477", is_running=False)
+    assert (place.verdict, place.remedy) == (Verdict.PROBLEM, "choose another address of this host in metrics.listen")
+
+
 def test_users(host: Host) -> None:
     served = chosen(server__allowed_uids="[1001, 1002]")
     assert "1001, 1002" in only(places.check_account(served, replace(host, uid=1000)), "user").found

@@ -28,7 +28,8 @@ from tests.e2e.rank import Rank
 
 def ask(address: Any, path: str = "/metrics", header: str = "") -> tuple[int, str, str]:
     """Status, headers, body. `address`: a path, or host and port."""
-    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    ip = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    family = socket.AF_UNIX if isinstance(address, str) else ip
     with socket.socket(family) as peer:
         peer.settimeout(20)
         peer.connect(address)
@@ -118,6 +119,144 @@ def test_what_is_no_socket_is_left_alone(socket_dir: Path) -> None:
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="can't be used"):
         bind(f"localhost:{taken.getsockname()[1]}")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
+async def test_all_addresses_are_those_of_both_families() -> None:
+    for _ in range(50):
+        with suppress(ConfigError):  # another process has taken the port meanwhile
+            listener = bind(f"[::]:{free_port()}")
+            break
+    port = listener.getsockname()[1]
+    endpoint = Endpoint(listener, asyncio.get_running_loop(), taken)
+    endpoint.start()
+    try:
+        assert (await asyncio.to_thread(ask, ("127.0.0.1", port)))[0] == 200
+        assert (await asyncio.to_thread(ask, ("::1", port)))[0] == 200
+    finally:
+        await endpoint.close()
+
+
+# --- hosts --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """The port of an endpoint at all IPv4 addresses of this host, where 127.0.0.2 and so on stand for other hosts."""
+    listener = socket.create_server(("0.0.0.0", 0))
+    endpoint = Endpoint(listener, asyncio.get_running_loop(), taken)
+    endpoint.start()
+    yield listener.getsockname()[1]
+    await endpoint.close()
+
+
+def connect(host: str, port: int) -> socket.socket:
+    """Connects from this address."""
+    peer = socket.create_connection(("127.0.0.1", port), timeout=60, source_address=(host, 0))
+    peer.settimeout(60)
+    return peer
+
+
+async def test_a_silent_host_keeps_no_other_out(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loses its own places, even where another host's connection is older and as silent."""
+    monkeypatch.setattr(module, "PEER_S", 600.0)  # no connection ends for another reason
+    quiet = await asyncio.to_thread(connect, "127.0.0.3", port)
+    crowd: list[socket.socket] = []
+
+    def come(count: int) -> None:
+        crowd.extend(connect("127.0.0.2", port) for _ in range(count))
+
+    def served(peer: socket.socket) -> bytes:
+        peer.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        return peer.recv(12)
+
+    await asyncio.to_thread(come, 3 * module.PEERS_MAX)
+    assert await asyncio.to_thread(crowd[0].recv, 1) == b"", "the crowd's own oldest"
+    assert await asyncio.to_thread(served, quiet) == b"HTTP/1.1 200"
+    assert await asyncio.to_thread(served, crowd[-1]) == b"HTTP/1.1 200", "it is not shut out, either"
+    for peer in (quiet, *crowd):
+        peer.close()
+
+
+async def test_scrapers_of_many_hosts_share_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SNAPSHOT_S", 3600.0)
+    monkeypatch.setattr(module, "PEER_S", 600.0)
+    snapshots = 0
+
+    async def counted() -> dict[str, Any]:
+        nonlocal snapshots
+        snapshots += 1
+        return small()
+
+    listener = socket.create_server(("0.0.0.0", 0))
+    port = listener.getsockname()[1]
+    endpoint = Endpoint(listener, asyncio.get_running_loop(), counted)
+    endpoint.start()
+
+    async def scrape(number: int) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(f"127.0.1.{number}", 0))
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return answer[:12]
+
+    try:
+        answers = await asyncio.gather(*map(scrape, range(1, 41)))
+    finally:
+        await endpoint.close()
+    assert set(answers) == {b"HTTP/1.1 200"}
+    assert snapshots == 1
+
+
+async def test_who_does_not_read_the_answer_is_hung_up_on(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PEER_S", 1.0)
+    lane = {"threads": 1, "queued": 0, "running": 0, "oldest_queued_s": 0.0, "oldest_running_s": 0.0, "busy_s": 0.0}
+
+    async def large() -> dict[str, Any]:
+        return small() | {"lanes": {f"lane {number:05}": lane for number in range(4000)}}
+
+    path = serve(large)
+    complete = await asyncio.to_thread(ask, path)
+    assert (complete[0], len(complete[2]) > 1 << 20) == (200, True)
+
+    def dawdle() -> bytes:
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.settimeout(60)
+            peer.connect(path)
+            peer.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            first = peer.recv(1)
+            time.sleep(3 * module.PEER_S)
+            return first + b"".join(iter(lambda: peer.recv(65536), b""))
+
+    assert 0 < len(await asyncio.to_thread(dawdle)) < len(complete[2])
+
+
+@pytest.mark.parametrize(
+    ("one", "another", "alike"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("fd00::1", "fd00::2:3", True),
+        ("fd00::1", "fd00:0:0:1::1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("::ffff:10.0.0.1", "::ffff:10.0.0.2", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+    ],
+)
+def test_addresses_of_one_host(one: str, another: str, alike: bool) -> None:
+    assert (module._host_of((one, 1)) == module._host_of((another, 2))) == alike
+
+
+@pytest.mark.slow
+def test_a_daemon_warns_once_of_what_other_hosts_can_read(start_daemon: Callable[..., Daemon]) -> None:
+    port = free_port()
+    daemon = start_daemon(f"metrics.listen=0.0.0.0:{port}")
+    assert ask(("127.0.0.2", port))[0] == 200
+    (warning,) = [line for line in daemon.log().splitlines() if "WARN" in line and "metrics.listen" in line]
+    assert f"0.0.0.0:{port}: every host that can connect reads, without a password" in warning
 
 
 # --- scrapes ------------------------------------------------------------------------------------------

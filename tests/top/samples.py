@@ -42,7 +42,8 @@ def status(**figures: Any) -> dict[str, Any]:
         "cache": {"keys": 1_234_567},
         "disk": {
             "roots": [root("/nvme0/kvoffloadd"), root("/nvme1/kvoffloadd", "full")], "keys": 7_654_321,
-            "backlog_bytes": 12 * MIB, "demoted": {"bytes": 0, "keys": 0}, "promoted": {"bytes": 0, "keys": 0},
+            "cleared_records": 0, "backlog_bytes": 12 * MIB, "demoted": {"bytes": 0, "keys": 0},
+            "promoted": {"bytes": 0, "keys": 0},
         },
         "transfers": {"store": transfers, "load": transfers},
         "running": {"jobs": 3, "holds": 10}, "leases": {"read": 2, "keys": 512, "write": 1, "parts": 64},
@@ -60,9 +61,15 @@ def status(**figures: Any) -> dict[str, Any]:
         ],
         "lookups": [
             {"namespace": "meta/Llama-3.1-8B#00112233", "uid": 0, "asked": 1050, **asked, "new": 150,
-             "ceiling_rate": 0.857},
+             "ceiling_rate": 0.857, "asked_tokens": 16_800, "hit_tokens": 8_400},
             {"namespace": "Qwen3-32B#44556677", "uid": 0, "asked": 0, "hit": 0, "on_disk": 0,
-             "missed": dict.fromkeys(MISSED, 0), "new": 0, "ceiling_rate": 0.0},
+             "missed": dict.fromkeys(MISSED, 0), "new": 0, "ceiling_rate": 0.0,
+             "asked_tokens": 0, "hit_tokens": 0},
         ],
+        "namespaces": [
+            {"namespace": "meta/Llama-3.1-8B#00112233", "keys": 1_234_567, "bytes": 48 * GIB, "sessions": 5},
+            {"namespace": "Qwen3-32B#44556677", "keys": 0, "bytes": 0, "sessions": 1},
+        ],
+        "devices": {"host": {"copies": 0}},
     }  # fmt: skip
     return {**copy.deepcopy(made), **figures}

@@ -57,6 +57,7 @@ class Catalog:
         # By segment, pages of records that have their place there; and of those whose keys were read.
         self._live_pages: Counter[int] = Counter()
         self._used_pages: Counter[int] = Counter()
+        self._cleared_records: Counter[int] = Counter()  # by segment; no key has them any more
 
     # --- disk keyspaces ---
 
@@ -76,7 +77,7 @@ class Catalog:
                 )
                 batch = batch[held]
                 keys = self.index.keys[batch[self.missing[batch] == 0]]
-                self._remove(disk_keyspace, batch)
+                self._clear(disk_keyspace, batch)
                 yield keys
         if self.disk_keyspaces.get(disk_keyspace.id) is disk_keyspace:
             self.disk_keyspaces.discard(disk_keyspace)
@@ -199,13 +200,23 @@ class Catalog:
         self._members.pop(segment, None)
         self._live_pages.pop(segment, None)
         self._used_pages.pop(segment, None)
+        self._cleared_records.pop(segment, None)
 
     # --- questions ---
 
     @property
     def keys(self) -> int:
-        """Returns the number of complete keys."""
-        return sum(disk_keyspace.keys for disk_keyspace in self.disk_keyspaces.values())
+        """Returns the number of keys that lookups can find."""
+        return sum(disk_keyspace.keys for disk_keyspace in self.disk_keyspaces.values() if disk_keyspace.open)
+
+    @property
+    def cleared_records(self) -> int:
+        """Returns the number of records of cleared namespaces whose space was not used again yet."""
+        return self._cleared_records.total()
+
+    def count_cleared(self, segment: int, records: int) -> None:
+        """Counts records of a segment that belong to an epoch that is over."""
+        self._cleared_records[segment] += records
 
     def packed(self, rows: U32Array, key_bytes: int) -> bytes:
         """Returns the rows' keys packed, `key_bytes` each."""
@@ -367,9 +378,12 @@ class Catalog:
         pages: I64Array = record_pages(sizes).astype(np.int64)
         return pages
 
-    def _remove(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
-        records = RunAllocator.of(self.first[rows], disk_keyspace.name.parts).ravel()
-        self.forget(records[self.page[records] != 0])
+    def _clear(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
+        records = self.places(disk_keyspace, rows).ravel()
+        records = records[self.page[records] != 0]
+        for segment, count in zip(*np.unique(self.segment[records], return_counts=True), strict=True):
+            self.count_cleared(int(segment), int(count))
+        self.forget(records)
 
     def _drop_rows(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
         if not len(rows):

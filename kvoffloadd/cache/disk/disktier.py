@@ -159,6 +159,7 @@ class DiskTier(DiskContents):
             "roots": [root.figures() for root in self.roots],
             "keys": self.catalog.keys,
             "records": self.catalog.records,
+            "cleared_records": self.catalog.cleared_records,
             "index_bytes": self.catalog.memory_bytes(),
             "backlog_bytes": self.demotion.unwritten_bytes,
             "quarantined_bytes": self.promotion.quarantined_bytes,

@@ -185,33 +185,47 @@ class RootLifecycle:
             await self._merge_epochs(0, 0, {name: epoch for name, epoch in root.epochs.items() if recalls(epoch)})
             with changing:
                 self._disk.catalog.index.expect(records)
-            await in_turns(self._add_all(found))
+            keys, cleared = await in_turns(self._add_all(found))
             root.health.become(RootState.OK)
         self._disk.numbers.changes.notify_all()
-        log.info("disk %s: %d records in %d segments found", root.name, records, len(found))
+        void = f" ({cleared:,} records are of cleared namespaces)" if cleared else ""
+        log.info("disk %s: %s keys in %d segments found%s", root.name, f"{keys:,}", len(found), void)
 
-    def _add_all(self, found: Iterable[tuple[Segment, Recovered]]) -> Steps[None]:
+    def _add_all(self, found: Iterable[tuple[Segment, Recovered]]) -> Steps[tuple[int, int]]:
+        """Returns the number of keys that are complete now, and of records whose namespace was cleared."""
+        keys = cleared = 0
         for segment, recovered in found:
-            yield from self._add_to_catalog(segment, recovered)
+            more_keys, more_cleared = yield from self._add_to_catalog(segment, recovered)
+            keys, cleared = keys + more_keys, cleared + more_cleared
+        return keys, cleared
 
-    def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> Steps[None]:
-        """Adds some records of one keyspace in each step: there may be a thousand keyspaces in a segment."""
+    def _add_to_catalog(self, segment: Segment, recovered: Recovered) -> Steps[tuple[int, int]]:
+        """Adds some records of one keyspace in each step: there may be a thousand keyspaces in a segment. Returns the
+        counts of `_add_all`.
+        """
+        keys = cleared = 0
         order = np.argsort(recovered.entries["space"], kind="stable")  # once for all
         starts = np.searchsorted(recovered.entries["space"][order], np.arange(len(recovered.keyspaces) + 1)).tolist()
         for number, name in enumerate(recovered.keyspaces):
             for begin in range(starts[number], starts[number + 1], STEP_RECORDS):
                 entries = recovered.entries[order[begin : min(begin + STEP_RECORDS, starts[number + 1])]]
-                self._add(segment, name, entries)
+                if name.epoch == self._cache.epochs.of(name.fingerprint):
+                    keys += self._add(segment, name, entries)
+                else:
+                    self._disk.catalog.count_cleared(segment.ordinal, len(entries))
+                    cleared += len(entries)
                 yield
+        return keys, cleared
 
     @changing
-    def _add(self, segment: Segment, name: KeyspaceId, entries: np.ndarray) -> None:
-        """Adds records of one keyspace, unless it was cleared."""
-        if name.epoch != self._cache.epochs.of(name.fingerprint):
-            return
+    def _add(self, segment: Segment, name: KeyspaceId, entries: np.ndarray) -> int:
+        """Adds records of one keyspace. Returns the number of keys that they complete."""
         disk_keyspace = self._disk.catalog.disk_keyspaces.open(name)
-        if disk_keyspace is not None:
-            self._disk.catalog.put(disk_keyspace, entries, segment.ordinal)
+        if disk_keyspace is None:
+            return 0
+        before = disk_keyspace.keys
+        self._disk.catalog.put(disk_keyspace, entries, segment.ordinal)
+        return disk_keyspace.keys - before
 
     async def _merge_epochs(self, base: int, last: int, by_namespace: dict[bytes, int]) -> None:
         """Merges clears that a late root has recorded and this daemon does not know. Removes keys that may be older

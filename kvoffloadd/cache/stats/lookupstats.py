@@ -41,10 +41,14 @@ class NamespaceStats:
     remote: int = 0  # came from the remote store, while a request waited
     missed: list[int] = field(default_factory=lambda: [0] * len(REASONS))  # by reason
     new: HyperLogLog = field(default_factory=HyperLogLog)  # different keys that an infinite cache would have missed
+    asked_tokens: int = 0
+    hit_tokens: int = 0  # within the prefixes that could be restored
 
     def figures(self) -> dict[str, Any]:
         """Returns the figures for `status`."""
-        new = min(round(self.new.estimate()), self.keys)
+        # An infinite cache has what this one had: no estimate may contradict the hits that were counted.
+        never_there = sum(count for count, absent in zip(self.missed, _NEVER_THERE, strict=True) if absent)
+        new = min(round(self.new.estimate()), never_there)
         return {
             "namespace": self.name,
             "uid": self.uid,
@@ -54,7 +58,9 @@ class NamespaceStats:
             "remote": self.remote,
             "missed": dict(zip(REASONS, self.missed, strict=True)),
             "new": new,
-            "ceiling_rate": round(1 - new / self.keys, 4) if self.keys else 0.0,
+            "ceiling_rate": round((self.keys - new) / self.keys, 4) if self.keys else 0.0,
+            "asked_tokens": self.asked_tokens,
+            "hit_tokens": self.hit_tokens,
         }
 
 
@@ -119,6 +125,15 @@ class LookupStats:
         missed = np.flatnonzero(requested & (found.states == 0))
         stats.missed[Reason.PENDING] += total - hits - len(missed)
         self._add_misses(stats, keyspace, keys[missed], found.rows[missed] < 0)
+
+    @changing
+    def record_tokens(self, namespace: Namespace, asked: int, restorable: int) -> None:
+        """Counts the tokens of a prompt that were asked for, and those of the prefix among them that can be
+        restored.
+        """
+        stats = self._of(namespace)
+        stats.asked_tokens += asked
+        stats.hit_tokens += restorable
 
     def _add_misses(self, stats: NamespaceStats, keyspace: Keyspace, keys: U64Array, absent: BoolArray) -> None:
         stats.missed[Reason.INCOMPLETE] += len(keys) - int(np.count_nonzero(absent))

@@ -92,6 +92,7 @@ def figures(history: History) -> Figures:
             "recent": _shares(_counts_since(status, then)),
             "total": _shares(_counts_since(status, None)),
             "ceiling_rate": _ceiling(status),
+            **_tokens(status),
         },
         "namespaces": status["lookups"],
         "instances": _instances(status["sessions"]),
@@ -168,7 +169,13 @@ def _shares(keys: Mapping[str, int]) -> Figures:
 def _ceiling(status: Status) -> float:
     """Returns the hit rate that no cache of all namespaces together could exceed."""
     total = sum(row["asked"] for row in status["lookups"])
-    return round(1 - sum(row["new"] for row in status["lookups"]) / total, 4) if total else 0.0
+    return round((total - sum(row["new"] for row in status["lookups"])) / total, 4) if total else 0.0
+
+
+def _tokens(status: Status) -> Figures:
+    """Returns the tokens asked for since the start, and the share of them that could be restored."""
+    asked, hit = (sum(row.get(name, 0) for row in status["lookups"]) for name in ("asked_tokens", "hit_tokens"))
+    return {"asked_tokens": asked, "token_hit_rate": round(hit / asked, 4) if asked else 0.0}
 
 
 def _instances(sessions: Iterable[Status]) -> list[Figures]:

@@ -18,7 +18,7 @@ from kvoffloadd.cache.lowertiers import GroupLookup, LowerFetch, LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.deferredtouches import Used
 from kvoffloadd.cache.memory.lease import LEASE_KEYS, ReadLease
-from kvoffloadd.cache.memory.lookup import GroupHits, LookupResult, packed_boundaries
+from kvoffloadd.cache.memory.lookup import TOKENS_MAX, GroupHits, LookupResult, packed_boundaries
 from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.model import BoolArray, KeyState, U32Array, U64Array
 from kvoffloadd.protocol import messages as m
@@ -132,6 +132,8 @@ class PendingPins:
             cache.uses.add_prompt(used, _reach(reply.boundaries))
         for group in answered.groups:
             cache.lookups.record(group.keyspace, group.keys, group.lookup, group.on_disk, group.requested)
+        if not below:
+            self._count_tokens(answered.groups, reply.boundaries)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.classify_misses)  # after the reply
         if below and lease is not None:
@@ -196,11 +198,20 @@ class PendingPins:
         for group in groups:
             if group.requested is not None and waiting.lease is not None:
                 cache.lookups.record_requested(group.keyspace, group.keys, group.lookup, group.requested)
+        if waiting.lease is not None:
+            self._count_tokens(groups, boundaries)
         if cache.lookups.waiting:
             self.context.loop.call_soon(cache.lookups.classify_misses)
         self._end(waiting)
         lease_id = lease.id if lease else 0
         self.push(m.Ready(seq=waiting.seq, states=answered.states, boundaries=boundaries, lease=lease_id))
+
+    def _count_tokens(self, groups: list[GroupLookup], boundaries: bytes) -> None:
+        """Counts the tokens of a pin, once it is known which of its keys have come from below."""
+        if groups:
+            begin, end = _tokens(groups)
+            restorable = max(min(_reach(boundaries), end) - begin, 0)
+            self.context.cache.lookups.record_tokens(groups[0].keyspace.namespace, end - begin, restorable)
 
     def _leave_out(self, groups: list[GroupLookup], joining: list[BoolArray]) -> None:
         """Turns keys that would join a lease (`joining`, of each group), but that its user may not hold, into misses:
@@ -245,6 +256,15 @@ def _used(before: list[GroupLookup], now: list[GroupLookup], hits: list[BoolArra
         states = np.where(first.below & (group.lookup.rows < 0), np.uint8(_PENDING), group.lookup.states)
         used.append((group.keyspace, LookupResult(group.lookup.rows, states, group_hits), group.first))
     return used
+
+
+def _tokens(groups: list[GroupLookup]) -> tuple[int, int]:
+    """Returns where in its prompt a request begins, behind what the engine has itself, and where it ends. A group with
+    a window may begin later than the others.
+    """
+    begin = min(group.first * group.keyspace.schema.tokens_per_key for group in groups)
+    end = max((group.first + len(group.keys)) * group.keyspace.schema.tokens_per_key for group in groups)
+    return min(begin, TOKENS_MAX), min(end, TOKENS_MAX)
 
 
 def _reach(boundaries: bytes) -> int:
