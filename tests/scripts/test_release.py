@@ -86,7 +86,7 @@ def test_a_release(checkout: Path) -> None:
 
 
 def test_the_tag_has_the_notes(checkout: Path) -> None:
-    """With their headings, which git takes for comments."""
+    """The notes keep their headings, which git takes for comments."""
     done = release(checkout, "0.2.0")
     notes = "### Added\n\n- A wheel.\n"
     assert git(checkout, "cat-file", "-t", "v0.2.0") == "tag\n"
