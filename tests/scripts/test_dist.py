@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -161,30 +162,40 @@ def test_wrong_content(
     assert told in found[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("compiler", "tag"), [("cc", "cp311-abi3-linux"), ("false", "py3-none-any")])
-def test_a_wheel_is_named_after_what_is_in_it(tmp_path: Path, compiler: str, tag: str) -> None:
-    """One without the helper is of pure Python, and is not called otherwise."""
+def built(folder: Path, compiler: str) -> Path:
+    """The wheel that a checkout gives in which an earlier version was built."""
     pytest.importorskip("setuptools", reason="needs setuptools")
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler}")
-    tree, out = tmp_path / "tree", tmp_path / "out"
+    tree, out = folder / "tree", folder / "out"
     shutil.copytree(ROOT / "kvoffloadd", tree / "kvoffloadd", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, tree)
-    command = [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(out)]
+    platform = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    program(tree / "build" / f"lib.{platform}" / "kvoffloadd/gone.py", "")
     done = subprocess.run(
-        command, cwd=tree, env={**os.environ, "CC": compiler}, capture_output=True, text=True, check=False
-    )
+        [sys.executable, "setup.py", "--quiet", "bdist_wheel", "--dist-dir", str(out)],
+        cwd=tree, env={**os.environ, "CC": compiler}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (wheel,) = out.iterdir()
+    return wheel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compiler", "tag"), [("cc", "cp311-abi3-linux"), ("false", "py3-none-any")])
+def test_a_wheel_is_named_after_what_is_in_it(tmp_path: Path, compiler: str, tag: str) -> None:
+    """One without the helper is of pure Python, and is not called otherwise. What is gone from the sources is gone."""
+    wheel = built(tmp_path, compiler)
     with zipfile.ZipFile(wheel) as archive:
-        has_helper = HELPER in archive.namelist()
-        (about,) = [archive.read(name).decode() for name in archive.namelist() if name.endswith(".dist-info/WHEEL")]
+        names = archive.namelist()
+        (about,) = [archive.read(name).decode() for name in names if name.endswith(".dist-info/WHEEL")]
     assert wheel.name.split("-", 2)[2].startswith(tag)
-    assert has_helper == (compiler == "cc")
+    assert (HELPER in names) == (compiler == "cc")
     assert f"Tag: {tag}" in about
-    assert f"Root-Is-Purelib: {str(not has_helper).lower()}" in about
+    assert f"Root-Is-Purelib: {str(compiler != 'cc').lower()}" in about
+    assert "kvoffloadd/demo/main.py" in names
+    assert "kvoffloadd/gone.py" not in names
 
 
 # --- a trial ---------------------------------------------------------------------------------------------------------
