@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-BUILD_S, CHECK_S = 600.0, 120.0
+from kvoffloadd.testing.wait import HANG_S
+
+BUILD_S, CHECK_S = 10 * HANG_S, 2 * HANG_S
 HELPER = "kvoffloadd/native/_native.abi3.so"
 
 
@@ -35,13 +37,18 @@ class Packages:
         return f"{python}-{abi}-{platforms.split('.')[-1]}"
 
 
-def run_tool(*command: str, limit_s: float, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a tool of this environment; its programs are found before those of the PATH. Both streams come as one."""
+def run_tool(*command: str, limit_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs a tool of this environment; its programs are found before those of the PATH. Both streams come as one.
+    Raises DistError if it hangs.
+    """
     variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, check=False, timeout=limit_s,
-    )  # fmt: skip
+    try:
+        return subprocess.run(
+            [sys.executable, "-m", *command], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False, timeout=limit_s,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise DistError(f"{command[0]} hangs, after {limit_s:.0f} s") from None
 
 
 def copy_tracked(root: Path, folder: Path) -> None:

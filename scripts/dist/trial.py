@@ -87,15 +87,19 @@ class Trial:
             )  # fmt: skip
         try:
             try:
-                until(lambda: socket.exists() or daemon.poll() is not None, "a socket", COMMAND_S, every_s=0.05)
+                until(
+                    lambda: b"serving at" in log.read_bytes() or daemon.poll() is not None, "serving", COMMAND_S,
+                    every_s=0.05,
+                )  # fmt: skip
                 status = json.loads(self._kvoffloadd("status", "--socket", str(socket), "--json"))
             except (TimeoutError, TrialError) as error:
                 raise TrialError(f"serve: {error}\n{log.read_text(errors='replace')[-2000:]}") from None
             if status["pid"] != daemon.pid:
                 raise TrialError(f"status: of process {status['pid']}, not of {daemon.pid}")
             daemon.terminate()
-            if ended := daemon.wait(COMMAND_S):
-                raise TrialError(f"serve: ended with {ended}\n{log.read_text(errors='replace')[-2000:]}")
+            until(lambda: daemon.poll() is not None, "the end", COMMAND_S, every_s=0.05)
+            if daemon.returncode:
+                raise TrialError(f"serve: ended with {daemon.returncode}\n{log.read_text(errors='replace')[-2000:]}")
         finally:
             if daemon.poll() is None:
                 daemon.kill()
@@ -136,6 +140,6 @@ def try_out(
     problem = ""
     try:
         Trial(interpreter, kind, folder).run(package, version, constraints)
-    except (TrialError, OSError) as error:
+    except (TrialError, OSError) as error:  # also a TimeoutError
         problem = str(error)
     return Outcome(interpreter, kind, time.monotonic() - began, problem)

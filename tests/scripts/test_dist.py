@@ -230,7 +230,7 @@ else:
         sys.exit("no memory")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(fault == "stop"))
     pathlib.Path("pid").write_text(str(os.getpid()))
-    pathlib.Path(sys.argv[-1]).touch()
+    print("serving at", sys.argv[-1], flush=True)
     time.sleep(600)
 """
 

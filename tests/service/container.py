@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvoffloadd.testing.wait import HANG_S
+
 REPOSITORY = Path(__file__).parents[2]
 
 PYTHON, SITE, SOURCE = Path("/opt/python"), Path("/opt/site"), Path("/opt/source")
@@ -21,7 +23,7 @@ PYTHON, SITE, SOURCE = Path("/opt/python"), Path("/opt/site"), Path("/opt/source
 
 BINARY = Path("/opt/kvoffloadd/bin/kvoffloadd")
 USER = "engine"
-BOOT_S = 60.0
+BOOT_S, MAKE_S = HANG_S, 15 * HANG_S
 
 
 def why_not() -> str:
@@ -51,7 +53,7 @@ class Debian:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         command = ["debootstrap", "--variant=minbase", f"--include={self.packages}", self.release, str(self.folder)]
-        subprocess.run(command, check=True, timeout=900)
+        subprocess.run(command, check=True, timeout=MAKE_S)
         complete.write_text(self.packages)
 
 
