@@ -32,6 +32,12 @@ UNITDIR := $(PREFIX)/lib/systemd/system
 TMPFILESDIR := $(PREFIX)/lib/tmpfiles.d
 CONFFILE := $(SYSCONFDIR)/kvoffloadd/kvoffloadd.toml
 UNITS := kvoffloadd@.service kvoffloadd@.socket
+# `make release VERSION=1.2.3`.
+VERSION ?=
+# `make dist DIST=--quick` builds and checks, and tries the wheel in one Python.
+DIST ?=
+DIST_VENV := build/dist-venv
+DIST_READY := $(DIST_VENV)/.ready
 VLLM_VENV := build/vllm-venv
 VLLM_READY := $(VLLM_VENV)/.ready
 VLLM_NEXT := build/vllm-0.33
@@ -53,7 +59,7 @@ PEERS_MOONCAKE := build/peers-mooncake-venv
 PEERS ?= --write docs/benchmarks/peers.md
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input
 
-.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-threads soak-remote mutants lint shape bench bench-peers gpu-bundle gpu-check install uninstall clean
+.PHONY: help venv demo demo-remote test test-slow test-vllm test-hosts test-sglang test-remote test-service soak soak-threads soak-remote mutants lint shape bench bench-peers dist release gpu-bundle gpu-check install uninstall clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -199,6 +205,19 @@ $(PEERS_MOONCAKE)/.ready: requirements-peers-mooncake.lock
 	@$(PYTHON) -m venv --clear $(PEERS_MOONCAKE)
 	@$(PEERS_MOONCAKE)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps --requirement $<
 	@touch $@
+
+dist: $(DIST_READY) ## build wheel and source package into dist/, check them, use each in every Python at hand (some minutes)
+	@$(DIST_VENV)/bin/python -m scripts dist $(DIST)
+
+$(DIST_READY): requirements-dist.lock
+	@$(PYTHON_IS_NEW_ENOUGH)
+	@echo "dist: making $(DIST_VENV) (half a minute)"
+	@$(PYTHON) -m venv --clear $(DIST_VENV)
+	@$(DIST_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -qq --no-deps --requirement $<
+	@touch $@
+
+release: $(DIST_READY) ## set the version, close the changelog's section, commit and tag; pushes nothing: make release VERSION=1.2.3
+	@$(DIST_VENV)/bin/python -m scripts release "$(VERSION)"
 
 gpu-bundle: ## download what gpu-check needs on a machine without a network, to gpu-bundle/
 	@$(PYTHON) -m scripts gpu_bundle gpu-bundle --python-version $(GPU_PYTHON)

@@ -9,21 +9,21 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvoffloadd.testing.wait import HANG_S
+
 REPOSITORY = Path(__file__).parents[2]
-ROOT_FS = Path("/tmp/kvoffloadd-service-rootfs")
-"""Made once, and only read then: a container writes to memory."""
-COMPLETE = ROOT_FS / ".complete"
-RELEASE, PACKAGES = "bookworm", "systemd,systemd-sysv,dbus,procps,libibverbs1,libcurl4,libnuma1"
 
 PYTHON, SITE, SOURCE = Path("/opt/python"), Path("/opt/site"), Path("/opt/source")
 """Where the container sees this interpreter, its packages, and the repository. Not below /root, which units hide."""
 
 BINARY = Path("/opt/kvoffloadd/bin/kvoffloadd")
 USER = "engine"
-BOOT_S = 60.0
+BOOT_S, MAKE_S = HANG_S, 15 * HANG_S
 
 
 def why_not() -> str:
@@ -36,30 +36,40 @@ def why_not() -> str:
     return ""
 
 
-def make_root_fs() -> None:
-    """Half a minute and 250 MB, once."""
-    if COMPLETE.exists() and COMPLETE.read_text() == PACKAGES:
-        return
-    shutil.rmtree(ROOT_FS, ignore_errors=True)
-    command = ["debootstrap", "--variant=minbase", f"--include={PACKAGES}", RELEASE, str(ROOT_FS)]
-    subprocess.run(command, check=True, timeout=900)
-    COMPLETE.write_text(PACKAGES)
+@dataclass(frozen=True, slots=True)
+class Debian:
+    """A release of Debian with some packages, and the folder that has it. It is made once, and only read then: a
+    container writes to memory.
+    """
+
+    release: str
+    packages: str
+    folder: Path
+
+    def make(self) -> None:
+        """Takes half a minute and 250 MB, once."""
+        complete = self.folder / ".complete"
+        if complete.exists() and complete.read_text() == self.packages:
+            return
+        shutil.rmtree(self.folder, ignore_errors=True)
+        command = ["debootstrap", "--variant=minbase", f"--include={self.packages}", self.release, str(self.folder)]
+        subprocess.run(command, check=True, timeout=MAKE_S)
+        complete.write_text(self.packages)
 
 
-class Container:
-    """Booted by the constructor. `files`: a tree that lies over the root, such as `make install DESTDIR=` makes."""
+HOST = Debian(
+    "bookworm", "systemd,systemd-sysv,dbus,procps,libibverbs1,libcurl4,libnuma1", Path("/tmp/kvoffloadd-service-rootfs")
+)
 
-    def __init__(self, files: Path) -> None:
-        make_root_fs()
-        binds = {
-            Path(sys.base_prefix): PYTHON,
-            Path(sysconfig.get_paths()["purelib"]): SITE,
-            REPOSITORY: SOURCE,
-            files: Path("/mnt/files"),
-        }
+
+class Machine:
+    """A booted Debian. `binds`: folders of this machine and where they are seen inside, read-only."""
+
+    def __init__(self, debian: Debian, binds: Mapping[Path, Path]) -> None:
+        debian.make()
         # A separate network namespace, and no registration: nothing of it is seen outside.
         self._nspawn = subprocess.Popen(
-            ["systemd-nspawn", "--quiet", f"--directory={ROOT_FS}", "--volatile=overlay", "--register=no",
+            ["systemd-nspawn", "--quiet", f"--directory={debian.folder}", "--volatile=overlay", "--register=no",
              "--keep-unit", "--private-network", "--boot", "--console=pipe",
              *(f"--bind-ro={here}:{there}" for here, there in binds.items())],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -68,11 +78,6 @@ class Container:
         try:
             self._leader = self._find_leader()
             self._wait_for_boot()
-            self.run("cp", "-rT", "/mnt/files", "/")
-            self.run("useradd", "--system", USER)
-            self.run("mkdir", "-p", str(BINARY.parent))
-            self.write(BINARY, _PROGRAM, mode="755")
-            self.run("systemctl", "daemon-reload")
         except BaseException:
             self.close()
             raise
@@ -160,6 +165,30 @@ class Container:
                 return shown
             assert time.monotonic() < end, f"{unit} is {shown}, not {wanted}:\n{self.journal(unit)}"
             time.sleep(0.05)
+
+
+class Container(Machine):
+    """Has the daemon installed as a service. `files`: a tree that lies over the root, such as `make install DESTDIR=`
+    makes.
+    """
+
+    def __init__(self, files: Path) -> None:
+        binds = {
+            Path(sys.base_prefix): PYTHON,
+            Path(sysconfig.get_paths()["purelib"]): SITE,
+            REPOSITORY: SOURCE,
+            files: Path("/mnt/files"),
+        }
+        super().__init__(HOST, binds)
+        try:
+            self.run("cp", "-rT", "/mnt/files", "/")
+            self.run("useradd", "--system", USER)
+            self.run("mkdir", "-p", str(BINARY.parent))
+            self.write(BINARY, _PROGRAM, mode="755")
+            self.run("systemctl", "daemon-reload")
+        except BaseException:
+            self.close()
+            raise
 
 
 _PROGRAM = f"""#!/bin/sh

@@ -1,0 +1,1 @@
+"""Builds the packages that users install, checks them, and makes a release."""
