@@ -27,7 +27,7 @@ from kvoffloadd.cache.lowertiers import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keyhash import SEED_BITS
 from kvoffloadd.cache.memory.savedstate import read_saved_state
-from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
+from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
 from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
@@ -103,9 +103,6 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a daemon to reload
     faulthandler.enable(file=2)  # the watchdog's SIGABRT shows where each thread is
-    policy = config.memory.policy or DEFAULT_POLICY
-    if policy not in POLICIES:
-        raise ConfigError(f"memory.policy = {policy!r}: unknown; known are {', '.join(sorted(POLICIES))}")
     switches, text = _switches(faults)
     planted = parse_faults(text)
     systemd = Systemd.from_environment()

@@ -12,7 +12,7 @@ from typing import Any
 from kvoffloadd import client, config, errors
 from kvoffloadd.linux import standarderror
 from kvoffloadd.model import DROPPED
-from kvoffloadd.units import format_bytes, parse_bytes
+from kvoffloadd.units import BYTES_MAX, format_bytes, missing_unit, parse_bytes
 
 EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
 EXIT_TRY_AGAIN = 75  # sysexits.h calls it EX_TEMPFAIL
@@ -49,15 +49,9 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def config_check(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.cache.policy import POLICIES
     from kvoffloadd.storage.arenafile import check_pool_fits
 
     chosen = config.load(arguments.file)
-    policy = chosen.memory.policy
-    if policy and policy not in POLICIES:
-        raise errors.ConfigError(
-            f'{arguments.file}: memory.policy = "{policy}": unknown; known are {", ".join(sorted(POLICIES))}'
-        )
     try:
         check_pool_fits(chosen.memory)
     except errors.ConfigError as error:
@@ -88,7 +82,9 @@ def demo(arguments: argparse.Namespace) -> int:
     arguments.memory = parse_bytes(arguments.memory)
     if arguments.memory < DEMO_BYTES_MIN:
         return complain(
-            f"--memory must be at least {format_bytes(DEMO_BYTES_MIN)}, or the chat is not held", EXIT_USAGE
+            f"--memory must be at least {format_bytes(DEMO_BYTES_MIN)}, or the chat is not held"
+            f"{missing_unit(arguments.memory, DEMO_BYTES_MIN, BYTES_MAX)}",
+            EXIT_USAGE,
         )
     return run_demo(arguments)
 

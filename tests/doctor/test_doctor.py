@@ -113,7 +113,7 @@ def test_a_daemon_that_runs_is_no_problem(socket_dir: Path) -> None:
 def test_remedies_are_never_missing(host: Host) -> None:
     """What is no problem needs none, all else has one."""
     for one in examine(
-        chosen(memory__policy="no-such", remote__engine="valkey", valkey__url="redis://127.0.0.1:1"), host
+        chosen(remote__engine="valkey", valkey__url="redis://127.0.0.1:1"), host
     ):
         assert bool(one.remedy) == (one.verdict != Verdict.OK), one
 
