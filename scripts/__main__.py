@@ -23,6 +23,7 @@ MODULES = {
     "bench_sglang": "sglang.bench",
     "bench_submit": "bench.submit",
     "bench_vllm": "vllm.bench",
+    "command_files": "command_files",
     "demo_remote": "demo.remote",
     "flood": "fuzz.flood",
     "fuzz_daemon": "fuzz.__main__",
