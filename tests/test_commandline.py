@@ -4,9 +4,9 @@ how soon it answers and ends.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd import __version__
+from kvoffloadd.cli import main
 from kvoffloadd.cli.about import GENERATED, SHELLS
 from kvoffloadd.cli.arguments import COMMANDS, DEFAULT_SOCKET, make_parser
 from kvoffloadd.cli.parser import commands_of
@@ -30,10 +31,28 @@ INTERRUPTED = (-signal.SIGINT, 130)
 """How a command ends by Ctrl-C: of the signal, or with the status that shells give that."""
 
 
+Run = Callable[..., tuple[int, str, str]]
+
+
 def run(*words: str) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "kvoffloadd", *words]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=50)
     return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def run_here(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process: no start of an interpreter for each of many cases."""
+
+    def run_one(*words: str) -> tuple[int, str, str]:
+        try:
+            code = main(words)
+        except SystemExit as end:  # of argparse
+            code = int(end.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run_one
 
 
 # --- help -------------------------------------------------------------------------------------------------------------
@@ -47,14 +66,14 @@ def test_without_a_command_the_help_is_shown() -> None:
     assert all(name in err for names in COMMANDS.values() for name in names)
 
 
-def test_without_a_command_of_config_its_help_is_shown() -> None:
-    assert run("config") == (2, "", run("config", "--help")[1])
+def test_without_a_command_of_config_its_help_is_shown(run_here: Run) -> None:
+    assert run_here("config") == (2, "", run_here("config", "--help")[1])
 
 
 @pytest.mark.parametrize("words", [[], ["serve"], ["config"], ["config", "check"], ["help"]])
-def test_help_is_a_command(words: list[str]) -> None:
-    found = run("help", *words)
-    assert found == run(*words, "--help")
+def test_help_is_a_command(run_here: Run, words: list[str]) -> None:
+    found = run_here("help", *words)
+    assert found == run_here(*words, "--help")
     assert found[0] == 0
     assert " ".join(words) in found[1]
 
@@ -84,14 +103,14 @@ def test_help_lists_all_commands() -> None:
         (["plan", "--engine", "x"], "argument --engine: invalid choice: 'x'; known are any, vllm, sglang"),
     ],
 )
-def test_mistyped_words(words: list[str], answer: str) -> None:
-    code, out, err = run(*words)
+def test_mistyped_words(run_here: Run, words: list[str], answer: str) -> None:
+    code, out, err = run_here(*words)
     assert (code, out) == (2, "")
     assert answer in err.splitlines()[-1]
 
 
-def test_an_option_before_the_command_is_no_option_of_it() -> None:
-    code, _, err = run("--memory", "8GiB", "serve")
+def test_an_option_before_the_command_is_no_option_of_it(run_here: Run) -> None:
+    code, _, err = run_here("--memory", "8GiB", "serve")
     assert code == 2
     assert "Traceback" not in err
 
@@ -110,8 +129,8 @@ def test_no_other_files_are_generated() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_completion_prints_the_script(shell: str) -> None:
-    assert run("completion", shell) == (0, command_files()[f"kvoffloadd.{shell}"], "")
+def test_completion_prints_the_script(run_here: Run, shell: str) -> None:
+    assert run_here("completion", shell) == (0, command_files()[f"kvoffloadd.{shell}"], "")
 
 
 def test_bash_completes_with_it() -> None:
@@ -138,15 +157,17 @@ def test_fish_knows_each_command_and_option() -> None:
                     assert re.search(rf"'_shtab_kvoffloadd_using {name}' .*-l {option[2:]} ", script), (name, option)
 
 
-def test_man_prints_the_page() -> None:
-    assert run("man") == (0, command_files()["kvoffloadd.1"], "")
+def test_man_prints_the_page(run_here: Run) -> None:
+    assert run_here("man") == (0, command_files()["kvoffloadd.1"], "")
 
 
 def test_the_page_has_all_commands_and_options_in_sections() -> None:
     page = (GENERATED / "kvoffloadd.1").read_text(encoding="utf-8").replace(r"\-", "-")
     assert re.findall(r"^\.SH (.*)$", page, re.MULTILINE)[:3] == ["NAME", "SYNOPSIS", "DESCRIPTION"]
     for name, command in commands_of(make_parser()):
-        (section,) = re.findall(rf'^\.SS "kvoffloadd {name}(?: .*)?"\n((?:(?!\.S[SH]).*\n)*)', page, re.MULTILINE)
+        (section,) = re.findall(
+            rf'^\.SS "kvoffloadd {name}(?: [A-Z][^"]*)?"\n((?:(?!\.S[SH]).*\n)*)', page, re.MULTILINE
+        )
         options = re.findall(r"\\fB(--[a-z-]+)", section)
         expected = [option for action in command._actions for option in action.option_strings]
         assert options == [option for option in expected if option not in ("-h", "--help")]
@@ -277,18 +298,18 @@ def test_top_says_once_that_its_daemon_is_gone(start_daemon: Callable[..., Daemo
     with subprocess.Popen(
         [sys.executable, "-m", "kvoffloadd", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as top:
-        assert top.stdout is not None and top.stderr is not None
-        top.stdout.readline()
+        assert top.stdout is not None
+        assert json.loads(top.stdout.readline())["pid"] == daemon.pid
         assert daemon.stop() == 0
-        reasons = [top.stderr.readline()]
         daemon.start()
-        while not select.select([top.stdout], [], [], 0)[0]:
-            if select.select([top.stderr], [], [], 0.1)[0]:
-                reasons.append(top.stderr.readline())
+        while json.loads(top.stdout.readline())["pid"] != daemon.pid:
+            pass
         top.send_signal(signal.SIGINT)
-        assert top.wait(HANG_S) == 0
+        _, err = top.communicate(timeout=HANG_S)
+    reasons = err.splitlines()
     assert all(reason.startswith("kvoffloadd: waiting for the daemon: ") for reason in reasons)
-    assert len(set(reasons)) == len(reasons)
+    assert 0 < len(reasons) == len(set(reasons))
+    assert top.returncode == 0
 
 
 def test_serve_prints_the_sizes_and_the_next_step(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
@@ -313,13 +334,15 @@ def test_serve_says_which_of_the_config_s_roots_it_has(start_daemon: Callable[..
         ("file", "is not a directory", "name a directory of its own"),
     ],
 )
-def test_serve_refuses_a_disk_that_it_can_not_use(socket_dir: Path, path: str, found: str, remedy: str) -> None:
+def test_serve_refuses_a_disk_that_it_can_not_use(
+    run_here: Run, socket_dir: Path, path: str, found: str, remedy: str
+) -> None:
     (socket_dir / "open").mkdir()
     (socket_dir / "open").chmod(0o755)
     (socket_dir / "file").touch()
     good = socket_dir / "good"
     good.mkdir(0o700)
-    code, out, err = run(
+    code, out, err = run_here(
         *("serve", "--socket", str(socket_dir / "k.sock"), "--memory", "16MiB"),
         *("--disk", f"{good}=32MiB", "--disk", f"{socket_dir}/{path}=32MiB"),
     )

@@ -36,10 +36,11 @@ class Parser(argparse.ArgumentParser):
 
     def _suggest(self, unknown: Sequence[str]) -> str:
         """Returns the end of an error about these words."""
-        known = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
-        options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-        close = [f"; did you mean {option}?" for option in (closest(word, known) for word in options) if option]
-        return close[0] if close else f"; `{self.prog} --help` lists all options"
+        # Without their dashes, which all options have in common.
+        known = [option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"]
+        words = [word.lstrip("-").partition("=")[0] for word in unknown if word.startswith("-")]
+        close = next(filter(None, (closest(word, known) for word in words)), "")
+        return f"; did you mean --{close}?" if close else f"; `{self.prog} --help` lists all options"
 
 
 def commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
