@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
 def closest(word: str, known: Iterable[str]) -> str:
     """Returns the one of the `known` words that is probably meant; empty: none is close."""
+    import difflib  # only for errors: the command line starts sooner without it
+
     words = list(known)
     # A beginning of a single word is as good as that word, however short: difflib wants more of it.
     begun = [name for name in words if word and name.startswith(word)]
