@@ -33,7 +33,8 @@ def parse_bytes(text: str) -> int:
         hint = f"; did you mean {number}{meant[1].upper()}iB?" if meant else ""
         raise ValueError(f'has the unknown unit "{unit}"; write B, KiB, MiB, GiB, TiB or PiB (powers of 1024){hint}')
     whole, _, digits = number.partition(".")
-    size, rest = divmod(int(whole + digits) * _UNITS[unit], 10 ** len(digits))
+    parts: int = 10 ** len(digits)
+    size, rest = divmod(int(whole + digits) * _UNITS[unit], parts)
     if rest:
         raise ValueError("is not a whole number of bytes")
     if size > BYTES_MAX:

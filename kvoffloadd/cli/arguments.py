@@ -53,7 +53,7 @@ class CommandLine(Parser):
         return "".join(parts) + f"{self.epilog}\n"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandLine:
     """Makes the parser of every command; the parsed arguments have `command`, the function that runs it, and this
     `parser`.
     """
