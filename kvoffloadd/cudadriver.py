@@ -44,8 +44,9 @@ def holds_gil(bindings_version: str) -> bool:
 def has_bindings() -> bool:
     """Returns whether cuda-bindings is installed. Imports nothing, and reads the disk."""
     found = PathFinder.find_spec("cuda")
-    places = found.submodule_search_locations if found is not None else None
-    return places is not None and PathFinder.find_spec("cuda.bindings", places) is not None
+    # Looked for in its folders, by its own name: by the full one, `cuda` would have to be imported.
+    places = list(found.submodule_search_locations or ()) if found is not None else []
+    return PathFinder.find_spec("bindings", places) is not None
 
 
 def _unnamed_result(error: Exception) -> int | None:
