@@ -65,10 +65,9 @@ from kvoffloadd.server.watchdog import Watchdog
 from kvoffloadd.storage.arenafile import ArenaFile, check_pool_fits, discard, inherit, open_pool
 from kvoffloadd.storage.disk.faults import FaultyFiles
 from kvoffloadd.storage.disk.files import Files
-from kvoffloadd.storage.disk.health import RootState
 from kvoffloadd.storage.memory import MemoryTier
 from kvoffloadd.storage.remote.store import RemoteStore
-from kvoffloadd.units import format_bytes, format_path
+from kvoffloadd.units import format_path
 
 log = logging.getLogger(__name__)
 
@@ -231,16 +230,6 @@ def _serve_metrics(context: Context, listener: socket.socket) -> Endpoint:
     return metrics
 
 
-def _sizes(context: Context) -> str:
-    """Returns what the tiers of this host can hold, for people."""
-    sizes = [f"{format_bytes(context.cache.tier.capacity_bytes)} in memory"]
-    if context.disk is not None:
-        used = [root.capacity_bytes for root in context.disk.roots if root.state != RootState.OFF]
-        missing = f" ({len(used)} of {len(context.disk.roots)} roots)" * (len(used) < len(context.disk.roots))
-        sizes.append(f"{format_bytes(sum(used))} on disk{missing}")
-    return ", ".join(sizes)
-
-
 class Daemon:
     """One run. Owns the listening socket, the arena, the device, the lanes."""
 
@@ -289,7 +278,7 @@ class Daemon:
         context.lag.start()
         feed = context.spawn(context.events.run())
         loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd, listener.check_all).begin)
-        log.info("serving at %s, %s", path, _sizes(context))
+        log.info("serving at %s, %s", path, status.tier_sizes(context))
         option = "" if self._config.server.socket == ServerConfig().socket else f" --socket {path}"
         log.info("next: `kvoffloadd flags vllm%s` prints an engine's flag; so does `flags sglang`", option)
         self._systemd.close_rest()

@@ -124,7 +124,7 @@ def test_config_check_and_show_as_processes() -> None:
         (["drain", "--deadline-s", "soon"], '"soon" is not a number of seconds'),
         (["drain", "--deadline-s", "nan"], '"nan" is not between 0 and 86,400 seconds'),
         (["drain", "--deadline-s", "0"], '"0" is not between'),
-        (["stop"], "invalid choice: 'stop'"),
+        (["stop"], "unknown command 'stop'"),
     ],
 )
 def test_usage_and_config_errors(run: Run, arguments: list[str], reason: str) -> None:

@@ -137,7 +137,7 @@ def test_completion_prints_the_script(run_here: Run, shell: str) -> None:
 
 def test_bash_completes_with_it() -> None:
     asked = 'source "$1"; COMP_WORDS=(kvoffloadd do); COMP_CWORD=1; _shtab_kvoffloadd; echo "${COMPREPLY[@]}"'
-    command = ["bash", "-c", asked, "-", GENERATED / "kvoffloadd.bash"]
+    command = ["bash", "-c", asked, "-", str(GENERATED / "kvoffloadd.bash")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
     assert done.stdout.split() == ["doctor"]
 
