@@ -337,15 +337,13 @@ def test_serve_says_which_of_the_config_s_roots_it_has(start_daemon: Callable[..
         ("file", "is not a directory", "name a directory of its own"),
     ],
 )
-def test_serve_refuses_a_disk_that_it_can_not_use(
-    run_here: Run, socket_dir: Path, path: str, found: str, remedy: str
-) -> None:
+def test_serve_refuses_a_disk_that_it_can_not_use(socket_dir: Path, path: str, found: str, remedy: str) -> None:
     (socket_dir / "open").mkdir()
     (socket_dir / "open").chmod(0o755)
     (socket_dir / "file").touch()
     good = socket_dir / "good"
     good.mkdir(0o700)
-    code, out, err = run_here(
+    code, out, err = run(
         *("serve", "--socket", str(socket_dir / "k.sock"), "--memory", "16MiB"),
         *("--disk", f"{good}=32MiB", "--disk", f"{socket_dir}/{path}=32MiB"),
     )
