@@ -295,6 +295,7 @@ def test_top_without_a_terminal_does_not_wait_for_a_daemon(socket_dir: Path, opt
     assert (str(path) in err, len(err.splitlines())) == (True, 1)
 
 
+@pytest.mark.slow
 def test_top_says_once_that_its_daemon_is_gone(start_daemon: Callable[..., Daemon]) -> None:
     daemon = start_daemon()
     words = ["top", "--json", "--socket", str(daemon.socket), "--interval", "0.1"]
