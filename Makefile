@@ -31,6 +31,7 @@ BINARY ?= $(PREFIX)/bin/kvoffloadd
 UNITDIR := $(PREFIX)/lib/systemd/system
 TMPFILESDIR := $(PREFIX)/lib/tmpfiles.d
 CONFFILE := $(SYSCONFDIR)/kvoffloadd/kvoffloadd.toml
+MANDIR := $(PREFIX)/share/man/man1
 UNITS := kvoffloadd@.service kvoffloadd@.socket
 # `make release VERSION=1.2.3`.
 VERSION ?=
@@ -226,7 +227,7 @@ gpu-check: ## on a machine with a GPU, without a network: GPU tests and benchmar
 	@$(PYTHON) -m scripts.gpu.environment $(GPU_VENV) gpu-bundle
 	@$(GPU_VENV)/bin/python -m scripts gpu_check $(GPU_CHECK)
 
-install: ## units, tmpfiles.d and a config file, below DESTDIR; PREFIX, SYSCONFDIR, BINARY
+install: ## units, tmpfiles.d, the manual page and a config file, below DESTDIR; PREFIX, SYSCONFDIR, BINARY
 	@for unit in $(UNITS); do \
 		install -d "$(DESTDIR)$(UNITDIR)" && \
 		sed -e 's,/usr/local/bin/kvoffloadd,$(BINARY),' -e 's,/etc/kvoffloadd/kvoffloadd.toml,$(CONFFILE),' \
@@ -234,6 +235,7 @@ install: ## units, tmpfiles.d and a config file, below DESTDIR; PREFIX, SYSCONFD
 		chmod 644 "$(DESTDIR)$(UNITDIR)/$$unit" || exit 1; \
 	done
 	@install -D -m 644 config/tmpfiles.d/kvoffloadd.conf "$(DESTDIR)$(TMPFILESDIR)/kvoffloadd.conf"
+	@install -D -m 644 kvoffloadd/cli/generated/kvoffloadd.1 "$(DESTDIR)$(MANDIR)/kvoffloadd.1"
 	@if cmp -s config/kvoffloadd.toml "$(DESTDIR)$(CONFFILE)"; then \
 		true; \
 	elif [ -e "$(DESTDIR)$(CONFFILE)" ]; then \
@@ -249,7 +251,7 @@ install: ## units, tmpfiles.d and a config file, below DESTDIR; PREFIX, SYSCONFD
 
 uninstall: ## remove what `make install` installed, but for the config
 	rm -f $(foreach unit,$(UNITS),"$(DESTDIR)$(UNITDIR)/$(unit)") "$(DESTDIR)$(TMPFILESDIR)/kvoffloadd.conf"
-	rm -f "$(DESTDIR)$(CONFFILE).new"
+	rm -f "$(DESTDIR)$(MANDIR)/kvoffloadd.1" "$(DESTDIR)$(CONFFILE).new"
 	@echo "uninstall: $(DESTDIR)$(CONFFILE), disk roots and /var/lib/kvoffloadd are still there"
 
 clean: ## remove .venv and everything built

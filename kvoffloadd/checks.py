@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvoffloadd.linux.sockets import PATH_BYTES_MAX
-from kvoffloadd.units import BYTES_MAX, format_bytes, parse_bytes
+from kvoffloadd.suggestion import closest
+from kvoffloadd.units import BYTES_MAX, format_bytes, missing_unit, parse_bytes
 
 T = TypeVar("T")
 Check = Callable[[object], T]
@@ -40,7 +41,8 @@ def size(low: int, high: int = BYTES_MAX, multiple: int = 1) -> Check[int]:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError('must be a number of bytes or text like "64GiB"')
         if not low <= value <= high:
-            raise ValueError(f"must be from {format_bytes(low)} to {format_bytes(high)}")
+            hint = missing_unit(value, low, high) if value < low else ""
+            raise ValueError(f"must be from {format_bytes(low)} to {format_bytes(high)}{hint}")
         if value % multiple:
             raise ValueError(f"must be a multiple of {multiple} bytes")
         return value
@@ -82,7 +84,9 @@ def choice(*names: str) -> Check[str]:
 
     def check(value: object) -> str:
         if not isinstance(value, str) or value not in names:
-            raise ValueError("must be one of " + ", ".join(f'"{name}"' for name in names))
+            close = closest(value, names) if isinstance(value, str) else ""
+            hint = f'; did you mean "{close}"?' if close else ""
+            raise ValueError("must be one of " + ", ".join(f'"{name}"' for name in names) + hint)
         return value
 
     return check

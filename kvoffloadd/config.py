@@ -5,7 +5,6 @@ config/kvoffloadd.toml explains every key and repeats every default; a test keep
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import os
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 from kvoffloadd import checks
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
+from kvoffloadd.suggestion import did_you_mean
 from kvoffloadd.units import BYTES_MAX
 
 D = TypeVar("D")
@@ -29,6 +29,9 @@ KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
 AUTO = "auto"
 """A value that the daemon determines itself."""
+
+POLICY_NAMES = ("hit-density", "lru", "s3-fifo")
+"""The names in `cache.policy.POLICIES`, known here so that a wrong one is reported with all that is wrong."""
 
 ROOT_BYTES_MIN = 4 * MIB
 """The least capacity of a disk root."""
@@ -88,7 +91,7 @@ class MemoryConfig:
 
     capacity_bytes: int = _key(4 * GIB, checks.size(PAGE_BYTES, multiple=PAGE_BYTES))
     slab_bytes: int = _key(0, checks.size(0, 64 * GIB, multiple=PAGE_BYTES))
-    policy: str = _key("", checks.name)
+    policy: str = _key("", checks.choice("", *POLICY_NAMES))
     verify_loads: bool | str = _key(AUTO, checks.flag_or_auto)
     verify_adopted: str = _key("load", checks.choice("load", "start"))
     pool_file: str = _key("", checks.path_or_empty)
@@ -380,16 +383,11 @@ def reloaded(running: Config, wanted: Config) -> tuple[Config, list[str], list[s
 def _checked(entry: _Entry) -> object:
     section = SECTIONS.get(entry.section)
     if section is None:
-        raise ValueError(f"unknown section{_similar(entry.section, SECTIONS)}")
+        raise ValueError(f"unknown section{did_you_mean(entry.section, SECTIONS)}")
     known = {item.name: item.metadata["check"] for item in fields(section)}
     if entry.key not in known:
-        raise ValueError(f"unknown key{_similar(entry.key, known)}")
+        raise ValueError(f"unknown key{did_you_mean(entry.key, known)}")
     return known[entry.key](entry.value)
-
-
-def _similar(word: str, known: Mapping[str, object]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]}?" if close else "; known are " + ", ".join(known)
 
 
 def _file_entries(path: Path, problems: list[str]) -> Iterator[_Entry]:
@@ -408,7 +406,7 @@ def _file_entries(path: Path, problems: list[str]) -> Iterator[_Entry]:
             problems.append(f"{lines.get(('', section), 'top level')}: {section}: keys must be in a [section]")
             continue
         if section not in SECTIONS and not table:
-            problems.append(f"[{section}]: unknown section{_similar(section, SECTIONS)}")
+            problems.append(f"[{section}]: unknown section{did_you_mean(section, SECTIONS)}")
         for key, value in table.items():
             yield _Entry(section, key, value, lines.get((section, key), f"section [{section}]"))
 

@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import re
 from enum import IntEnum
+from importlib.machinery import PathFinder
 from typing import Any
 
 from kvoffloadd.errors import DeviceError
@@ -38,6 +39,14 @@ _GIL_FREE = (12, 9, 1)
 def holds_gil(bindings_version: str) -> bool:
     """Returns whether that version of cuda-bindings blocks all threads for the duration of a call."""
     return tuple(int(number) for number in re.findall(r"\d+", bindings_version)[:3]) < _GIL_FREE
+
+
+def has_bindings() -> bool:
+    """Returns whether cuda-bindings is installed. Imports nothing, and reads the disk."""
+    found = PathFinder.find_spec("cuda")
+    # Looked for in its folders, by its own name: by the full one, `cuda` would have to be imported.
+    places = list(found.submodule_search_locations or ()) if found is not None else []
+    return PathFinder.find_spec("bindings", places) is not None
 
 
 def _unnamed_result(error: Exception) -> int | None:

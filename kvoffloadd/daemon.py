@@ -27,11 +27,11 @@ from kvoffloadd.cache.lowertiers import LowerTiers
 from kvoffloadd.cache.memory.cache import Cache
 from kvoffloadd.cache.memory.keyhash import SEED_BITS
 from kvoffloadd.cache.memory.savedstate import read_saved_state
-from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
+from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
 from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.config import Config, exposures, remarks
+from kvoffloadd.config import Config, ServerConfig, exposures, remarks
 from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -103,9 +103,6 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is a daemon to reload
     faulthandler.enable(file=2)  # the watchdog's SIGABRT shows where each thread is
-    policy = config.memory.policy or DEFAULT_POLICY
-    if policy not in POLICIES:
-        raise ConfigError(f"memory.policy = {policy!r}: unknown; known are {', '.join(sorted(POLICIES))}")
     switches, text = _switches(faults)
     planted = parse_faults(text)
     systemd = Systemd.from_environment()
@@ -281,7 +278,9 @@ class Daemon:
         context.lag.start()
         feed = context.spawn(context.events.run())
         loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd, listener.check_all).begin)
-        log.info("serving at %s, %d MiB in memory", path, context.cache.tier.capacity_bytes >> 20)
+        log.info("serving at %s, %s", path, status.tier_sizes(context))
+        option = "" if self._config.server.socket == ServerConfig().socket else f" --socket {path}"
+        log.info("next: `kvoffloadd flags vllm%s` prints an engine's flag; so does `flags sglang`", option)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")
         beside = [

@@ -1,6 +1,6 @@
 """Converts sizes and times from and to text for people.
 
-Binary units only: a GB is 7 % short of a GiB, and "GB" may mean either.
+Binary units only: a GB is 7 % short of a GiB, and "GB" may mean either. Errors suggest the size that is probably meant.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from fractions import Fraction
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_LOOSE_UNIT = re.compile("([KMGTP])i?B?", re.ASCII | re.IGNORECASE)
+"""A unit as other programs have it: GB, g, gib."""
 
 BYTES_MAX = 1 << 62
 """The largest accepted size: sums of two still fit a signed 64-bit integer."""
@@ -28,13 +29,27 @@ def parse_bytes(text: str) -> int:
         raise ValueError('is not a size; write bytes, or a number with KiB, MiB, GiB or TiB, like "64GiB"')
     number, unit = match.groups()
     if unit not in _UNITS:
-        raise ValueError(f'has the unknown unit "{unit}"; write B, KiB, MiB, GiB, TiB or PiB (powers of 1024)')
-    size = Fraction(number) * _UNITS[unit]
-    if size.denominator != 1:
+        meant = _LOOSE_UNIT.fullmatch(unit)
+        hint = f"; did you mean {number}{meant[1].upper()}iB?" if meant else ""
+        raise ValueError(f'has the unknown unit "{unit}"; write B, KiB, MiB, GiB, TiB or PiB (powers of 1024){hint}')
+    whole, _, digits = number.partition(".")
+    parts: int = 10 ** len(digits)
+    size, rest = divmod(int(whole + digits) * _UNITS[unit], parts)
+    if rest:
         raise ValueError("is not a whole number of bytes")
     if size > BYTES_MAX:
         raise ValueError(f"is more than {format_bytes(BYTES_MAX)}")
-    return int(size)
+    return size
+
+
+def missing_unit(size: int, low: int, high: int) -> str:
+    """Returns the end of an error about a size below `low`: the size with the unit that was probably left out. Empty:
+    none makes it a size from `low` to `high`.
+    """
+    for unit in ("GiB", "MiB", "KiB"):
+        if size > 0 and low <= size * _UNITS[unit] <= high:
+            return f"; did you mean {size}{unit}?"
+    return ""
 
 
 def parse_seconds(text: str) -> float:

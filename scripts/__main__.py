@@ -23,6 +23,7 @@ MODULES = {
     "bench_sglang": "sglang.bench",
     "bench_submit": "bench.submit",
     "bench_vllm": "vllm.bench",
+    "command_files": "command_files",
     "demo_remote": "demo.remote",
     "dist": "dist.__main__",
     "flood": "fuzz.flood",

@@ -234,7 +234,7 @@ def test_sections_that_a_daemon_lacks_are_empty(
     ("arguments", "reason"),
     [
         (["dsk"], '"dsk" is no section of the status; did you mean disk?'),
-        (["disk", "12"], f'"12" is no section of the status; choose from {", ".join(SECTIONS)}'),
+        (["disk", "12"], f'"12" is no section of the status; known are {", ".join(SECTIONS)}'),
     ],
 )
 def test_sections_that_there_are_not(capsys: pytest.CaptureFixture[str], arguments: Sequence[str], reason: str) -> None:

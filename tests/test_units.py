@@ -121,13 +121,14 @@ def test_install_and_uninstall(tmp_path: Path) -> None:
     units = {f"usr/lib/systemd/system/{unit}" for unit in (SERVICE, SOCKET)}
     config = tmp_path / "etc/kvoffloadd/kvoffloadd.toml"
     make("install")
-    assert files() == units | {"usr/lib/tmpfiles.d/kvoffloadd.conf", "etc/kvoffloadd/kvoffloadd.toml"}
+    rest = {"usr/lib/tmpfiles.d/kvoffloadd.conf", "usr/share/man/man1/kvoffloadd.1", "etc/kvoffloadd/kvoffloadd.toml"}
+    assert files() == units | rest
     assert all((tmp_path / name).stat().st_mode & 0o777 == 0o644 for name in files())
     service = (tmp_path / f"usr/lib/systemd/system/{SERVICE}").read_text()
     assert "ExecStart=/opt/kvo/bin/kvoffloadd serve --config /etc/kvoffloadd/kvoffloadd.toml\n" in service
     assert "/usr/local" not in service
     make("install")
-    assert len(files()) == 4
+    assert files() == units | rest
     config.write_text("# mine\n")
     assert "kept" in make("install")
     assert config.read_text() == "# mine\n"

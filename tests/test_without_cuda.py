@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from kvoffloadd.cudadriver import CudaDriver, holds_gil
+from kvoffloadd.config import Config, CudaConfig
+from kvoffloadd.cudadriver import CudaDriver, has_bindings, holds_gil
 from kvoffloadd.errors import DeviceError
+from kvoffloadd.server.context import Context
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,7 +41,7 @@ with Rank(daemon.socket) as rank:
     keys = new_keys(np.random.default_rng(0), 8)
     rank.store_keys(keys)
     assert rank.loads_right(keys)
-    print(rank.client.status()["devices"].keys())
+    print(rank.client.status()["devices"].keys(), sorted(rank.client.features))
 daemon.finish()
 """
 
@@ -63,7 +68,9 @@ def test_every_module_can_be_imported(bare: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_a_host_worker_stores_and_loads(bare: dict[str, str], socket_dir: Path) -> None:
-    assert "host" in python(bare, STORE_AND_LOAD, str(socket_dir))
+    devices_and_features = python(bare, STORE_AND_LOAD, str(socket_dir))
+    assert "host" in devices_and_features
+    assert "cuda" not in devices_and_features
 
 
 @pytest.mark.parametrize(
@@ -79,6 +86,26 @@ def test_a_host_worker_stores_and_loads(bare: dict[str, str], socket_dir: Path) 
 )
 def test_versions_of_cuda_bindings_that_hold_the_gil(version: str, holds: bool) -> None:
     assert holds_gil(version) is holds
+
+
+def test_bindings_are_found_without_their_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert not has_bindings()
+    for name, found in (("cccl", False), ("bindings", True)):  # of one namespace
+        (tmp_path / "cuda" / name).mkdir(parents=True)
+        importlib.invalidate_caches()
+        assert has_bindings() is found
+    assert "cuda" not in sys.modules
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_welcome_announces_gpus_where_they_may_be_used(enabled: bool, installed: bool) -> None:
+    config = Config(cuda=CudaConfig(enabled=enabled))
+    context = SimpleNamespace(config=config, disk=None, remote=None, has_cuda_bindings=installed)
+    assert ("cuda" in Context.features(cast(Context, context))) is (enabled and installed)
 
 
 def test_whoever_asks_for_a_gpu_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

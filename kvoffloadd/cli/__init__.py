@@ -2,54 +2,36 @@
 
 Exit codes: 0 done; 1 the answer is bad news (findings, a drain that missed its deadline, namespaces that a clear could
 not reach, or a model without a plan); 2 usage or config; 3 no daemon can be reached; 4 the daemon refused or did not
-answer in time, or a disk root can't be checked. `serve` also returns 75, try again: the process that had the daemon's
-place is ending; docs/BEHAVIOR.md describes its other ends.
+answer in time, or a disk root can't be checked; 130 interrupted. `serve` also returns 75, try again: the process that
+had the daemon's place is ending; docs/BEHAVIOR.md describes its other ends.
+
+Importing this package loads nothing but itself: `main` decides first what Ctrl-C does, and each command then loads what
+it needs.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
-from kvoffloadd import errors
-from kvoffloadd.cli.arguments import make_parser
-from kvoffloadd.cli.commands import (
-    EXIT_BAD_NEWS,
-    EXIT_INTERRUPTED,
-    EXIT_REFUSED,
-    EXIT_TRY_AGAIN,
-    EXIT_UNREACHABLE,
-    EXIT_USAGE,
-    complain,
-)
-from kvoffloadd.linux.standarderror import open_standard_streams
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code (module docstring). Never raises for an operator's mistakes."""
-    open_standard_streams()
-    arguments = make_parser().parse_args(argv)
+    """Runs one command; returns the exit code (module docstring). Never raises for an operator's mistakes.
+
+    `argv`: None for those of this process, which then is the command alone: Ctrl-C ends it without a traceback.
+    """
     try:
-        code: int = arguments.command(arguments)
-        sys.stdout.flush()
-    except errors.NoPlanError as error:
-        return complain(f"no plan: {error}", EXIT_BAD_NEWS)
-    except errors.ConfigError as error:
-        return complain(str(error), EXIT_USAGE)
-    except errors.TryAgainError as error:
-        return complain(str(error), EXIT_TRY_AGAIN)
-    except errors.DaemonUnreachableError as error:
-        return complain(str(error), EXIT_UNREACHABLE)
-    except errors.ConnectionLostError as error:
-        return complain(f"the daemon went away before it answered: {error}", EXIT_UNREACHABLE)
-    except errors.DeadlineError as error:
-        return complain(f"the daemon did not answer in time: {error}", EXIT_REFUSED)
-    except errors.KvOffloadError as error:
-        return complain(f"refused: {error}", EXIT_REFUSED)
-    except BrokenPipeError:
-        # The reader of the output has closed it; a second error at interpreter exit helps no one.
-        sys.stderr.close()
-        return EXIT_BAD_NEWS
+        from kvoffloadd.cli.interrupts import end_silently
+
+        if argv is None:
+            end_silently()
+        from kvoffloadd.cli.run import run
+
+        try:
+            return run(argv)
+        finally:
+            if argv is None:
+                end_silently()  # the command may have changed it
     except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return code
+        return INTERRUPTED

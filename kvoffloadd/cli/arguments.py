@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvoffloadd import __version__, config
-from kvoffloadd.cli import commands
+from kvoffloadd import __version__
+from kvoffloadd.cli import about
+from kvoffloadd.cli.parser import Parser
+from kvoffloadd.suggestion import did_you_mean
 from kvoffloadd.units import parse_bytes
 
-DEFAULT_SOCKET = config.ServerConfig().socket
+DEFAULT_SOCKET = Path("/run/kvoffloadd/kvoffloadd.sock")
+"""The default of `server.socket`. The config is not imported for it: numpy comes with that."""
+
+Run = Callable[[argparse.Namespace], int]
+"""Runs a command."""
 
 
 COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "Try it": ("demo", "bench", "doctor", "plan"),
-        "Run it": ("serve", "config", "completion"),
+        "Run it": ("serve", "config", "completion", "man", "help"),
         "Watch a running daemon": ("status", "top", "verify"),
         "Change what it holds": ("drain", "clear"),
     }
@@ -27,8 +33,8 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Every command, grouped by purpose as in `--help`."""
 
 
-class CommandLine(argparse.ArgumentParser):
-    """A parser with a help that lists the commands by use, which argparse does not support."""
+class CommandLine(Parser):
+    """The parser of all commands, with a help that lists the commands by use, which argparse does not support."""
 
     def __init__(self, **settings: Any) -> None:
         """Makes a parser. `settings`: as for any parser."""
@@ -43,12 +49,12 @@ class CommandLine(argparse.ArgumentParser):
             parts.append(f"\n{title}:\n")
             parts += [f"  {name:<12}{self.summaries[name]}\n" for name in names]
         parts.append(
-            "\n`kvoffloadd COMMAND --help` shows the options of a command; `kvoffloadd --version` shows the version.\n"
+            "\n`kvoffloadd help COMMAND` shows the options of a command; `kvoffloadd --version` shows the version.\n"
         )
         return "".join(parts) + f"{self.epilog}\n"
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandLine:
     """Makes the parser of every command; the parsed arguments have `command`, the function that runs it, and this
     `parser`.
     """
@@ -58,21 +64,19 @@ def make_parser() -> argparse.ArgumentParser:
         description="Keeps the KV caches of a host's inference engines in memory, on disk and in a remote store.",
         epilog="Exit codes: 0 success, 1 findings, or an unfinished drain or clear, 2 bad usage or config, "
         "3 daemon unreachable, 4 daemon refused.",
-        allow_abbrev=False,
     )
+    parser.set_defaults(command=about.without_command, parser=parser)
     parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
-    subparsers = parser.add_subparsers(
-        title="commands", metavar="COMMAND", required=True, prog="kvoffloadd", parser_class=argparse.ArgumentParser
-    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", prog="kvoffloadd", parser_class=Parser)
 
-    def add(name: str, run: Any, text: str, group: Any = subparsers) -> argparse.ArgumentParser:
-        child: argparse.ArgumentParser = group.add_parser(name, help=text, description=text, allow_abbrev=False)
-        child.set_defaults(command=run, parser=parser)
+    def add(name: str, text: str, run: Run | None = None, group: Any = subparsers) -> Parser:
+        child: Parser = group.add_parser(name, help=text, description=text)
+        child.set_defaults(command=run or _loaded(name), parser=parser)
         if group is subparsers:
             parser.summaries[name] = text
         return child
 
-    serve = add("serve", commands.serve, "Run the daemon in the foreground.")
+    serve = add("serve", "Run the daemon in the foreground.")
     _add_config_options(serve)
     serve.add_argument(
         "--faults", metavar="TEXT", default="",
@@ -82,35 +86,19 @@ def make_parser() -> argparse.ArgumentParser:
         "lists faults of disks",
     )  # fmt: skip
 
-    status = add("status", commands.status, "Show hits, tiers and engines of a running daemon, or all its figures.")
+    status = add("status", "Show hits, tiers and engines of a running daemon, or all its figures.")
     _add_status_options(status)
 
-    top = add("top", commands.top, "Show live what a running daemon does. Quit with q or Ctrl-C.")
-    top.add_argument("--once", action="store_true", help="print one screen for one interval, then exit")
-    top.add_argument("--json", action="store_true", help="print one JSON object per line for each interval")
-    top.add_argument(
-        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between updates; default: 1"
-    )
-    top.add_argument("--svg", type=Path, metavar="FILE", help="write the last screen to this SVG file")
+    top = add("top", "Show live what a running daemon does. Quit with q or Ctrl-C.")
+    _add_top_options(top)
 
-    verify = add("verify", commands.verify, "Make a running daemon check itself. Exits with 1 if it finds a problem.")
-    verify.add_argument(
-        "--payloads", action="store_true", help="also verify the checksum of every sealed payload in memory"
-    )
-    verify.add_argument("--disk", action="store_true", help="also read and check every record on disk")
-    verify.add_argument("--repair", action="store_true", help="drop bad records on disk; needs --disk or --root")
-    verify.add_argument(
-        "--root", type=_absolute, action="append", default=[], metavar="PATH",
-        help="check the files of this disk root without a daemon; repeatable",
-    )  # fmt: skip
-    verify.add_argument("--json", action="store_true", help="print one JSON object")
+    verify = add("verify", "Make a running daemon check itself. Exits with 1 if it finds a problem.")
+    _add_verify_options(verify)
 
-    clear = add(
-        "clear", commands.clear, "Drop every key of every namespace, or of some (root or the daemon's user only)."
-    )
+    clear = add("clear", "Drop every key of every namespace, or of some (root or the daemon's user only).")
     _add_clear_options(clear)
 
-    drain = add("drain", commands.drain, "Wait until running jobs have ended and all stored payloads have a checksum.")
+    drain = add("drain", "Wait until running jobs have ended and all stored payloads have a checksum.")
     drain.add_argument(
         "--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="give up after this time; default: 60"
     )
@@ -124,34 +112,44 @@ def make_parser() -> argparse.ArgumentParser:
             help="the daemon's; default: %(default)s",
         )
 
-    doctor = add("doctor", commands.doctor, "Check this host for problems that would keep the daemon from working.")
+    doctor = add("doctor", "Check this host for problems that would keep the daemon from working.")
     _add_config_options(doctor)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
 
-    demo = add(
-        "demo", commands.demo, "Simulate a chat on two workers, kill one and the daemon, and compare every byte."
-    )
+    demo = add("demo", "Simulate a chat on two workers, kill one and the daemon, and compare every byte.")
     _add_demo_options(demo)
-    bench = add(
-        "bench", commands.bench, "Measure memory, disk, requests and GPUs, and compare them with the machine's limits."
-    )
+    bench = add("bench", "Measure memory, disk, requests and GPUs, and compare them with the machine's limits.")
     _add_bench_options(bench)
 
-    completion = add("completion", commands.completion, "Print a script that completes these commands in a shell.")
-    completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=" or ".join(SHELLS))
+    completion = add("completion", "Print a script that completes these commands in a shell.", about.completion)
+    completion.add_argument("shell", choices=about.SHELLS, metavar="SHELL", help=", ".join(about.SHELLS))
 
-    _add_plan_options(
-        add("plan", commands.plan, "Compute the size of a model's KV cache, and how much of it the daemon can hold.")
+    _add_plan_options(add("plan", "Compute the size of a model's KV cache, and how much of it the daemon can hold."))
+
+    add("man", "Print the manual page: kvoffloadd man | man -l -", about.man)
+    add("help", "Show this help, or that of a command.", about.show_help).add_argument(
+        "words", nargs="*", metavar="COMMAND", help="the command; default: all of them"
     )
 
-    config_commands = add("config", None, "Check or show config files.").add_subparsers(
-        title="commands", metavar="COMMAND", required=True
-    )
-    check = add("check", commands.config_check, "Check a config file and list all problems.", config_commands)
+    config_parser = add("config", "Check or show config files.", about.without_command)
+    config_parser.set_defaults(parser=config_parser)
+    config_commands = config_parser.add_subparsers(title="commands", metavar="COMMAND")
+    check = add("check", "Check a config file and list all problems.", _loaded("config_check"), config_commands)
     check.add_argument("file", type=Path, metavar="FILE")
-    show = add("show", commands.config_show, "Print the config that `serve` would use, as TOML.", config_commands)
+    show = add("show", "Print the config that `serve` would use, as TOML.", _loaded("config_show"), config_commands)
     _add_config_options(show)
     return parser
+
+
+def _loaded(name: str) -> Run:
+    """Returns the function of this name in `commands`, which is loaded only to run it: that takes half a second."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        commands = import_module("kvoffloadd.cli.commands")
+        code: int = getattr(commands, name)(arguments)
+        return code
+
+    return run
 
 
 def _add_config_options(parser: argparse.ArgumentParser) -> None:
@@ -203,17 +201,15 @@ def _add_bench_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
+ENGINES = ("any", "vllm", "sglang")
+"""The engines that `plan` supports."""
+
 SECTIONS = (
     "daemon", "memory", "cache", "disk", "remote", "lookups", "namespaces", "clears", "transfers", "running", "leases",
     "quarantine", "slow_jobs", "lanes", "hash_lane", "devices", "server", "open_sessions", "sessions", "accounts",
     "loop",
 )  # fmt: skip
 """The sections of `status`. `daemon` has the figures that belong to no other one."""
-
-SHELLS = ("bash", "zsh", "tcsh")
-
-ENGINES = ("any", "sglang")
-"""The engines that `plan` supports."""
 
 
 def _add_status_options(status: argparse.ArgumentParser) -> None:
@@ -223,6 +219,28 @@ def _add_status_options(status: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     status.add_argument("--all", action="store_true", help="show all figures of all sections")
     status.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _add_top_options(top: argparse.ArgumentParser) -> None:
+    top.add_argument("--once", action="store_true", help="print one screen for one interval, then exit")
+    top.add_argument("--json", action="store_true", help="print one JSON object per line for each interval")
+    top.add_argument(
+        "--interval", type=_interval, default=1.0, metavar="SECONDS", help="time between updates; default: 1"
+    )
+    top.add_argument("--svg", type=Path, metavar="FILE", help="write the last screen to this SVG file")
+
+
+def _add_verify_options(verify: argparse.ArgumentParser) -> None:
+    verify.add_argument(
+        "--payloads", action="store_true", help="also verify the checksum of every sealed payload in memory"
+    )
+    verify.add_argument("--disk", action="store_true", help="also read and check every record on disk")
+    verify.add_argument("--repair", action="store_true", help="drop bad records on disk; needs --disk or --root")
+    verify.add_argument(
+        "--root", type=_absolute, action="append", default=[], metavar="PATH",
+        help="check the files of this disk root without a daemon; repeatable",
+    )  # fmt: skip
+    verify.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_clear_options(clear: argparse.ArgumentParser) -> None:
@@ -239,7 +257,8 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--engine", choices=ENGINES, default=ENGINES[0],
-        help="sglang: plan host pools, flags and the daemon's settings for SGLang; default: any, with vLLM's layouts",
+        help="sglang: plan host pools, flags and the daemon's settings for SGLang; vllm, and any, the default: plan "
+        "vLLM's layouts",
     )  # fmt: skip
     parser.add_argument(
         "--block-size",
@@ -299,9 +318,7 @@ def _count(text: str) -> int:
 def _section(text: str) -> str:
     # Not by `choices`: until Python 3.12, argparse compares the empty list with them, too.
     if text not in SECTIONS:
-        close = difflib.get_close_matches(text, SECTIONS, 1)
-        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(SECTIONS)}"
-        raise argparse.ArgumentTypeError(f'"{text}" is no section of the status; {hint}')
+        raise argparse.ArgumentTypeError(f'"{text}" is no section of the status{did_you_mean(text, SECTIONS)}')
     return text
 
 

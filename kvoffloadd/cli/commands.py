@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from kvoffloadd import client, config, errors
+from kvoffloadd.cli.exits import EXIT_BAD_NEWS, EXIT_OK, EXIT_REFUSED, EXIT_USAGE, complain
+from kvoffloadd.cli.interrupts import interrupt_command
 from kvoffloadd.linux import standarderror
 from kvoffloadd.model import DROPPED
-from kvoffloadd.units import format_bytes, parse_bytes
-
-EXIT_OK, EXIT_BAD_NEWS, EXIT_USAGE, EXIT_UNREACHABLE, EXIT_REFUSED = 0, 1, 2, 3, 4
-EXIT_TRY_AGAIN = 75  # sysexits.h calls it EX_TEMPFAIL
-EXIT_INTERRUPTED = 130  # the exit code that shells use for a program ended by SIGINT
+from kvoffloadd.units import BYTES_MAX, format_bytes, missing_unit, parse_bytes
 
 VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
 """Deadlines of an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks
@@ -39,6 +36,8 @@ PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_token
 def serve(arguments: argparse.Namespace) -> int:
     standarderror.take_over()
     chosen = _load(arguments)
+    if arguments.disk:
+        _check_given_roots(chosen.disk)
     # Imported here, as in the other commands: each loads only what it needs, and a wrong config is reported before
     # that.
     from kvoffloadd import log
@@ -48,16 +47,23 @@ def serve(arguments: argparse.Namespace) -> int:
     return run(chosen, arguments.faults, lambda: _load(arguments))
 
 
+def _check_given_roots(disk: config.DiskConfig) -> None:
+    """Raises ConfigError for roots that can't be used. Those of a config file are not checked: the daemon starts
+    without them and takes them in when they come. Whoever types a path waits for an answer.
+    """
+    from kvoffloadd.doctor import Host, Verdict
+    from kvoffloadd.doctor.places import check_disks
+
+    found = [one for one in check_disks(disk, Host.here()) if one.verdict is Verdict.PROBLEM]
+    if found:
+        lines = (f"{one.subject}: {one.found}\n  -> {one.remedy}" for one in found)
+        raise errors.ConfigError("\n".join(["--disk can't be used:", *lines]))
+
+
 def config_check(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.cache.policy import POLICIES
     from kvoffloadd.storage.arenafile import check_pool_fits
 
     chosen = config.load(arguments.file)
-    policy = chosen.memory.policy
-    if policy and policy not in POLICIES:
-        raise errors.ConfigError(
-            f'{arguments.file}: memory.policy = "{policy}": unknown; known are {", ".join(sorted(POLICIES))}'
-        )
     try:
         check_pool_fits(chosen.memory)
     except errors.ConfigError as error:
@@ -89,7 +95,9 @@ def demo(arguments: argparse.Namespace) -> int:
     arguments.memory = parse_bytes(arguments.memory)
     if arguments.memory < DEMO_BYTES_MIN:
         return complain(
-            f"--memory must be at least {format_bytes(DEMO_BYTES_MIN)}, or the chat is not held", EXIT_USAGE
+            f"--memory must be at least {format_bytes(DEMO_BYTES_MIN)}, or the chat is not held"
+            f"{missing_unit(arguments.memory, DEMO_BYTES_MIN, BYTES_MAX)}",
+            EXIT_USAGE,
         )
     return run_demo(arguments)
 
@@ -106,18 +114,6 @@ def bench(arguments: argparse.Namespace) -> int:
             f"{format_bytes(available)} are available ({source})"
         )
     return run_bench(arguments)
-
-
-def completion(arguments: argparse.Namespace) -> int:
-    from kvoffloadd.cli.completion import completion_script
-
-    try:
-        script = completion_script(arguments.parser, arguments.shell)
-    except ImportError as error:
-        # An engine's environment may be installed without the package's dependencies.
-        return complain(f"completion needs shtab: {error}; pip install shtab", EXIT_USAGE)
-    sys.stdout.write(script)
-    return EXIT_OK
 
 
 def _load(arguments: argparse.Namespace) -> config.Config:
@@ -191,8 +187,9 @@ def top(arguments: argparse.Namespace) -> int:
     from kvoffloadd.cli.top.screen import Screen
 
     screen = Screen(arguments.socket, arguments.interval, arguments.json, arguments.svg)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the terminal would stay as the screen has set it
-    screen.once() if arguments.once else screen.run()
+    interrupt_command()  # or the terminal would stay as the screen has set it
+    # Only a person at a terminal waits for changes, and a program that reads one JSON object after the other.
+    screen.run() if not arguments.once and (arguments.json or sys.stdout.isatty()) else screen.once()
     return EXIT_OK
 
 
@@ -321,9 +318,3 @@ def _print_json(value: object) -> None:
 
 def _jsonable(value: object) -> str:
     return value.hex() if isinstance(value, bytes) else str(value)
-
-
-def complain(message: str, code: int) -> int:
-    """Reports an error; returns the exit code."""
-    sys.stderr.write(f"kvoffloadd: {message}\n")
-    return code

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 
-from kvoffloadd.cache.policy import POLICIES
 from kvoffloadd.config import Config
 from kvoffloadd.device.userfaultguard import UserfaultGuard
-from kvoffloadd.doctor.diagnosis import Diagnosis, Verdict, ok, problem
+from kvoffloadd.doctor.diagnosis import Diagnosis, Verdict, ok
 from kvoffloadd.doctor.gpus import MakeDriver, check_gpus
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.doctor.places import check_account, check_disks, check_metrics, check_pool, check_socket
@@ -33,7 +32,7 @@ def examine(config: Config, host: Host, make_driver: MakeDriver | None = None) -
     store does not answer.
     """
     running = is_listening(config.server.socket)
-    yield from _check_policy(config)
+    yield ok("config", "all values are valid")  # a wrong one can't be loaded
     yield from chain(
         check_kernel(host),
         check_system_calls(),
@@ -51,16 +50,6 @@ def examine(config: Config, host: Host, make_driver: MakeDriver | None = None) -
         check_remote(config, host),
         check_metrics(config.metrics.listen, is_running=running),
     )
-
-
-def _check_policy(config: Config) -> Iterator[Diagnosis]:
-    policy = config.memory.policy
-    if policy and policy not in POLICIES:
-        yield problem(
-            "config", f'memory.policy = "{policy}" is unknown', f"choose one of {', '.join(sorted(POLICIES))}"
-        )
-    else:
-        yield ok("config", "all values are valid")
 
 
 def _has_userfaultfd() -> bool:

@@ -177,7 +177,11 @@ def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagno
         if os.access(root.path.parent, os.W_OK | os.X_OK):
             yield ok(subject, "does not exist yet; the daemon creates it")
             return
-        yield problem(subject, "does not exist", f"mount its file system; then {_make(root.path, host)}")
+        remedy = f"correct the path, or mount its file system; then {_make(root.path, host)}"
+        yield problem(subject, "does not exist", remedy)
+        return
+    except NotADirectoryError:
+        yield problem(subject, "is not a directory", "name a directory of its own, of mode 700")
         return
     except DiskError as error:
         yield problem(subject, str(error).removeprefix(f"{format_path(root.path)} "), _make_its_own(root.path, host))

@@ -21,6 +21,7 @@ from kvoffloadd.cache.memory.changing import torn_by
 from kvoffloadd.cache.memory.lease import ReleasedLease
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.config import Config
+from kvoffloadd.cudadriver import has_bindings
 from kvoffloadd.device.base import Device, Gpus, HostMemory
 from kvoffloadd.device.signals import Signals
 from kvoffloadd.errors import BusyError
@@ -101,6 +102,8 @@ class Context:
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     started_s: float = field(default_factory=time.monotonic)
+    # Found once: looking for them reads the disk. Whether a driver works shows only when a worker names a GPU.
+    has_cuda_bindings: bool = field(default_factory=has_bindings)
     clearings: Clearings = field(init=False)
     requested_clears: RequestedClears = field(init=False)
     quarantine: Quarantine = field(init=False)
@@ -182,7 +185,7 @@ class Context:
         optional = {
             "disk": self.disk is not None,
             "remote": self.remote is not None,
-            "cuda": self.config.cuda.enabled,
+            "cuda": self.config.cuda.enabled and self.has_cuda_bindings,
         }
         always = [
             "host",

@@ -22,6 +22,8 @@ from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.scheduling.steps import Steps
 from kvoffloadd.server.context import Context, OpenSession
+from kvoffloadd.storage.disk.health import RootState
+from kvoffloadd.units import format_bytes
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -73,6 +75,17 @@ def describe(context: Context, uid: int | None = None) -> Steps[dict[str, Any]]:
     namespaces = (n for n in list(context.cache.namespaces.values()) if uid in (None, n.uid))
     report["namespaces"] = yield from _each(list(itertools.islice(namespaces, NAMESPACES_MAX)), _namespace)
     return report
+
+
+def tier_sizes(context: Context) -> str:
+    """Returns for the log what the tiers of this host can hold now."""
+    sizes = [f"{format_bytes(context.cache.tier.capacity_bytes)} in memory"]
+    if context.disk is not None:
+        used = [root.capacity_bytes for root in context.disk.roots if root.state != RootState.OFF]
+        missing = len(used) < len(context.disk.roots)
+        of_all = f" ({len(used)} of {len(context.disk.roots)} roots)" if missing else ""
+        sizes.append(f"{format_bytes(sum(used))} on disk{of_all}")
+    return ", ".join(sizes)
 
 
 def _each(items: Sequence[S], figures: Callable[[S], T]) -> Steps[list[T]]:

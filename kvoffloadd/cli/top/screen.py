@@ -51,10 +51,12 @@ class Screen:
         self._print()
 
     def run(self) -> None:
-        """Runs until q, Ctrl-C or the end of the terminal. Raises ConfigError if the picture can't be written."""
+        """Runs until q, Ctrl-C or the end of the terminal. Raises ConfigError if the picture can't be written, and
+        ClientError if there are no JSON objects to begin with.
+        """
         client = self._client()
         try:
-            if self.as_json or not sys.stdout.isatty():
+            if self.as_json:
                 self._print_for_ever(client)
             else:
                 self._show_for_ever(client)
@@ -83,13 +85,16 @@ class Screen:
             self.waiting = f"for the daemon: {error}"
 
     def _print_for_ever(self, client: Client) -> None:
+        self._look(client)
+        reported = ""
         while True:
-            self._try(client)
-            if self.waiting:
-                sys.stderr.write(f"kvoffloadd: waiting {self.waiting}\n")
-            else:
+            if not self.waiting:
                 self._print()
+            elif self.waiting != reported:
+                sys.stderr.write(f"kvoffloadd: waiting {self.waiting}\n")
+            reported = self.waiting
             time.sleep(self.interval_s)
+            self._try(client)
 
     def _show_for_ever(self, client: Client) -> None:
         console = open_console()

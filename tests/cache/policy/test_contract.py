@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvoffloadd.cache.policy import DEFAULT_POLICY, POLICIES, create_policy
 from kvoffloadd.cache.policy.base import Clock, Policy
+from kvoffloadd.config import POLICY_NAMES
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import BoolArray, U32Array, U64Array
 
@@ -170,6 +171,10 @@ def test_unknown_name_says_which_are_known() -> None:
     with pytest.raises(ConfigError, match="'mru' is not one of hit-density, lru, s3-fifo"):
         create_policy("mru", 10, 10)
     assert DEFAULT_POLICY in POLICIES
+
+
+def test_the_config_knows_all_policies() -> None:
+    assert tuple(sorted(POLICIES)) == POLICY_NAMES
 
 
 some_rows = st.lists(st.integers(0, ROWS - 1), max_size=12, unique=True)
