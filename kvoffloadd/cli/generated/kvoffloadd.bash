@@ -9,7 +9,7 @@ _shtab_kvoffloadd_config_subparsers=(check show)
 _shtab_kvoffloadd_subparsers=(serve status top verify clear drain doctor demo bench completion plan man help config)
 
 _shtab_kvoffloadd_serve_option_strings=(-h --help --config --socket --memory --policy --disk --set --faults)
-_shtab_kvoffloadd_status_option_strings=(-h --help --json --socket)
+_shtab_kvoffloadd_status_option_strings=(-h --help --all --json --socket)
 _shtab_kvoffloadd_top_option_strings=(-h --help --once --json --interval --svg --socket)
 _shtab_kvoffloadd_verify_option_strings=(-h --help --payloads --disk --repair --root --json --socket)
 _shtab_kvoffloadd_clear_option_strings=(-h --help --namespace --yes --socket)
@@ -52,8 +52,10 @@ _shtab_kvoffloadd_pos_0_choices=(serve status top verify clear drain doctor demo
 
 _shtab_kvoffloadd_serve__h_nargs=0
 _shtab_kvoffloadd_serve___help_nargs=0
+_shtab_kvoffloadd_status_pos_0_nargs='*'
 _shtab_kvoffloadd_status__h_nargs=0
 _shtab_kvoffloadd_status___help_nargs=0
+_shtab_kvoffloadd_status___all_nargs=0
 _shtab_kvoffloadd_status___json_nargs=0
 _shtab_kvoffloadd_top__h_nargs=0
 _shtab_kvoffloadd_top___help_nargs=0

@@ -21,7 +21,7 @@ _shtab_kvoffloadd_commands() {
     man:'Print the manual page: kvoffloadd man | man -l -'
     plan:'Compute the size of a model'"'"'s KV cache, and how much of it the daemon can hold.'
     serve:'Run the daemon in the foreground.'
-    status:'Show the counters and gauges of a running daemon.'
+    status:'Show hits, tiers and engines of a running daemon, or all its figures.'
     top:'Show live what a running daemon does. Quit with q or Ctrl-C.'
     verify:'Make a running daemon check itself. Exits with 1 if it finds a problem.'
   )
@@ -58,7 +58,7 @@ _shtab_kvoffloadd_bench_defaults_added=0
 
 _shtab_kvoffloadd_clear_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--namespace[only of the namespaces whose names, as \`status\` shows them, match this shell pattern]:PATTERN:"
+  "--namespace[only of the namespaces whose names, as \`status namespaces\` shows them, match this shell pattern]:PATTERN:"
   "--yes[do not ask for confirmation]"
   "--socket[the daemon\'s\; default\: \/run\/kvoffloadd\/kvoffloadd.sock]:PATH:_files"
 )
@@ -190,8 +190,10 @@ _shtab_kvoffloadd_serve_defaults_added=0
 
 _shtab_kvoffloadd_status_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--all[show all figures of all sections]"
   "--json[print one JSON object]"
   "--socket[the daemon\'s\; default\: \/run\/kvoffloadd\/kvoffloadd.sock]:PATH:_files"
+  "(*)::show all figures of these sections\: daemon, memory, cache, disk, remote, lookups, namespaces, clears, transfers, running, leases, quarantine, slow_jobs, lanes, hash_lane, devices, server, open_sessions, sessions, accounts, loop:"
 )
 
 # guard to ensure default positional specs are added only once per session
