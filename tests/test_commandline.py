@@ -99,7 +99,7 @@ def test_help_lists_all_commands() -> None:
         (["serve", "--memroy=8GiB"], "unrecognized arguments: --memroy=8GiB; did you mean --memory?"),
         (["drain", "--deadline", "5"], "unrecognized arguments: --deadline 5; did you mean --deadline-s?"),
         (["config", "show", "--sokcet", "x"], "kvoffloadd config show: error: unrecognized arguments: --sokcet x; did"),
-        (["status", "x"], "unrecognized arguments: x; `kvoffloadd status --help` lists all options"),
+        (["drain", "x"], "unrecognized arguments: x; `kvoffloadd drain --help` lists all options"),
         (["clear", "--force"], "unrecognized arguments: --force; `kvoffloadd clear --help` lists all options"),
         (["completion", "fihs"], "argument SHELL: invalid choice: 'fihs'; did you mean fish?"),
         (["plan", "--engine", "x"], "argument --engine: invalid choice: 'x'; known are any, vllm, sglang"),
