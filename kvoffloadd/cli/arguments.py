@@ -8,17 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvoffloadd import __version__, config
+from kvoffloadd import __version__
 from kvoffloadd.cli import commands
 from kvoffloadd.units import parse_bytes
-
-DEFAULT_SOCKET = config.ServerConfig().socket
-
 
 COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "Try it": ("demo", "bench", "doctor", "plan"),
-        "Run it": ("serve", "config", "completion"),
+        "Run it": ("serve", "flags", "config", "completion"),
         "Watch a running daemon": ("status", "top", "verify"),
         "Change what it holds": ("drain", "clear"),
     }
@@ -118,23 +115,25 @@ def make_parser() -> argparse.ArgumentParser:
         client_command.add_argument(
             "--socket",
             type=_absolute,
-            default=DEFAULT_SOCKET,
             metavar="PATH",
-            help="the daemon's; default: %(default)s",
+            help="the daemon's; default: the first that answers of KVOFFLOADD_SOCKET, yours, and the service's",
         )
 
     doctor = add("doctor", commands.doctor, "Check this host for problems that would keep the daemon from working.")
     _add_config_options(doctor)
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
 
-    demo = add(
-        "demo", commands.demo, "Simulate a chat on two workers, kill one and the daemon, and compare every byte."
+    _add_demo_options(
+        add("demo", commands.demo, "Simulate a chat on two workers, kill one and the daemon, and compare every byte.")
     )
-    _add_demo_options(demo)
     bench = add(
         "bench", commands.bench, "Measure memory, disk, requests and GPUs, and compare them with the machine's limits."
     )
     _add_bench_options(bench)
+
+    _add_flags_options(
+        add("flags", commands.flags, "Print the command that starts an engine with the daemon, to be copied.")
+    )
 
     completion = add("completion", commands.completion, "Print a script that completes these commands in a shell.")
     completion.add_argument("shell", choices=SHELLS, metavar="SHELL", help=" or ".join(SHELLS))
@@ -214,6 +213,16 @@ def _add_clear_options(clear: argparse.ArgumentParser) -> None:
         help="only of the namespaces whose names, as `status` shows them, match this shell pattern",
     )  # fmt: skip
     clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+
+
+def _add_flags_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", choices=("vllm", "sglang"), metavar="ENGINE", help="vllm or sglang")
+    parser.add_argument(
+        "--model-config", type=Path, metavar="FILE", help="the model's config.json; without it, MODEL stands for it"
+    )
+    parser.add_argument(
+        "--socket", type=_absolute, metavar="PATH", help="the daemon's; default: the engine looks for it"
+    )
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:

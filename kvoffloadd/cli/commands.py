@@ -50,6 +50,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def config_check(arguments: argparse.Namespace) -> int:
     from kvoffloadd.cache.policy import POLICIES
+    from kvoffloadd.log import printable
     from kvoffloadd.storage.arenafile import check_pool_fits
 
     chosen = config.load(arguments.file)
@@ -63,7 +64,7 @@ def config_check(arguments: argparse.Namespace) -> int:
     except errors.ConfigError as error:
         # No error: the file may be meant for another machine.
         sys.stderr.write(f"note: the daemon would not start on this machine: {error}\n")
-    sys.stdout.write(f"{arguments.file}: ok\n")
+    sys.stdout.write(f"{arguments.file}: ok\nsocket: {printable(str(chosen.server.socket))}\n")
     return EXIT_OK
 
 
@@ -105,6 +106,13 @@ def bench(arguments: argparse.Namespace) -> int:
             f"{format_bytes(available)} are available ({source})"
         )
     return run_bench(arguments)
+
+
+def flags(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.flags import print_flags
+
+    print_flags(arguments)
+    return EXIT_OK
 
 
 def completion(arguments: argparse.Namespace) -> int:
@@ -266,9 +274,9 @@ def _verify_roots(arguments: argparse.Namespace) -> int:
 def clear(arguments: argparse.Namespace) -> int:
     pattern = arguments.namespace
     which = "every namespace" if pattern is None else f"the namespaces that match {pattern!r}"
-    if not arguments.yes and not _confirmed(f"Drop every key of {which} from the daemon at {arguments.socket}?"):
-        return complain("nothing was dropped: use --yes, or answer yes at a terminal", EXIT_USAGE)
     with _client(arguments) as daemon:
+        if not arguments.yes and not _confirmed(f"Drop every key of {which} from the daemon at {daemon.socket_path}?"):
+            return complain("nothing was dropped: use --yes, or answer yes at a terminal", EXIT_USAGE)
         # A worker clears only its namespace, through the library.
         cleared = daemon.clear(everything=pattern is None, namespaces=pattern)
     scope = "" if pattern is None else f" of {_counted(cleared.namespaces, 'namespace')}"
