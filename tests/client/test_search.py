@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvoffloadd import socketpath
-from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError
+from kvoffloadd.errors import DaemonUnreachableError
 from kvoffloadd.testing.wait import HANG_S
 from tests.client.fake_daemon import FakeDaemon
 
@@ -51,10 +50,7 @@ def test_a_client_stays_with_what_it_has_found(make_client: MakeClient, places: 
     client = make_client(None, connect_deadline_s=0.0)
     with FakeDaemon(str(service)):
         client.connect()
-    os.unlink(service)
     with FakeDaemon(str(named)):
-        with suppress(ConnectionLostError):
-            client.ping()
         with pytest.raises(DaemonUnreachableError, match=f"{service}: no such socket"):
             client.ping()
         with FakeDaemon(str(service)):
@@ -101,3 +97,18 @@ def test_one_that_takes_nobody_in_is_not_passed_by(make_client: MakeClient, plac
         waiting.connect(str(named))
         with pytest.raises(DaemonUnreachableError, match=f"{named}: the daemon does not accept connections"):
             make_client(None, connect_deadline_s=0.0).connect()
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_process_of_another_user(
+    make_client: MakeClient, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    """Nothing is sent to it. Here this user counts as another one."""
+    named, _ = places
+    monkeypatch.setattr(socketpath, "trusted_uids", lambda _variables, _uid: frozenset())
+    monkeypatch.setattr(socketpath, "_owner", lambda _folder: None)
+    with FakeDaemon(str(named)) as fake:
+        client = make_client(str(named) if is_named else None, connect_deadline_s=0.0)
+        with pytest.raises(DaemonUnreachableError, match=f"a process of uid {os.geteuid()} listens there"):
+            client.connect()
+    assert fake.seen == []
