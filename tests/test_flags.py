@@ -108,8 +108,7 @@ def test_a_model(tmp_path: Path) -> None:
     assert printed("vllm", "--model-config", str(config))[2] == str(config.parent)
     command = printed("sglang", "--model-config", str(config))
     assert command[command.index("--model-path") + 1] == str(config.parent)
-    values = json.loads(config.read_text())
-    config.write_text(json.dumps(values | {"model_type": "deepseek_v4"}))
+    config.write_text(json.dumps(CONFIGS["deepseek-v4-flash"]))
     refused = flags("sglang", "--model-config", str(config))
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "no plan: " in refused.stderr

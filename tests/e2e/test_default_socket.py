@@ -156,7 +156,7 @@ def test_a_variable_that_is_wrong(host: MountNamespace, value: str, reason: str)
 
 
 def test_nobody_else_poses_as_the_daemon(host: MountNamespace, log: Path) -> None:
-    """In /tmp anybody can make a directory of any name. A path that is named is checked, too."""
+    """Anybody can make a directory of any name in /tmp. A path that is named is checked, too."""
     host.serve(*MEMORY, *FOR_ALL, "--socket", OWN, log=log, uid=OTHER)
     host.run("chmod", "755", os.path.dirname(OWN))
     for words in ((), ("--socket", OWN)):

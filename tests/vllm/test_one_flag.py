@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def host() -> Iterator[MountNamespace]:
-    """Without a daemon of somebody else at root's socket, which is this user's."""
+    """Makes one without a daemon of somebody else at root's socket, which is this user's."""
     if reason := why_not(HIDDEN):
         pytest.skip(reason)
     with MountNamespace(HIDDEN) as namespace:
