@@ -110,7 +110,7 @@ test-vllm: $(VLLM_READY) $(VLLM_NEXT)/.ready ## the tests with a real vLLM on th
 	@$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm --ignore=tests/vllm/test_hosts.py
 	@VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/$(VLLM_NEXT):$(CURDIR) \
 		$(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/vllm/test_rounds.py tests/vllm/test_kills.py \
-		tests/vllm/test_layouts.py tests/vllm/test_multiconnector.py
+		tests/vllm/test_layouts.py tests/vllm/test_multiconnector.py tests/vllm/test_one_flag.py
 
 # It links to the venv's kernels, so it is made anew with it.
 $(VLLM_NEXT)/.ready: $(VLLM_READY) scripts/vllm/python.py

@@ -16,7 +16,7 @@ from kvoffloadd.units import BYTES_MAX, format_bytes, missing_unit, parse_bytes
 T = TypeVar("T")
 Check = Callable[[object], T]
 
-_UID_MAX = (1 << 32) - 2  # (uid_t)-1 means "no user" to the kernel
+UID_MAX = (1 << 32) - 2  # (uid_t)-1 means "no user" to the kernel
 
 
 def count(low: int, high: int) -> Check[int]:
@@ -204,7 +204,7 @@ def uids(value: object) -> tuple[int, ...]:
                 found.append(pwd.getpwnam(user).pw_uid)
             except KeyError:
                 raise ValueError(f'names the user "{user}", which does not exist on this machine') from None
-        elif isinstance(user, int) and not isinstance(user, bool) and 0 <= user <= _UID_MAX:
+        elif isinstance(user, int) and not isinstance(user, bool) and 0 <= user <= UID_MAX:
             found.append(user)
         else:
             raise ValueError(f"contains {user!r}, which is neither a user id nor a user name")

@@ -1,4 +1,5 @@
-"""The daemon's config: a few frozen sections, read from TOML, every value checked once. No environment is read.
+"""The daemon's config: a few frozen sections, read from TOML, every value checked once. The environment decides nothing
+but the path of a socket that no key names.
 
 config/kvoffloadd.toml explains every key and repeats every default; a test keeps the two equal.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kvoffloadd import checks
+from kvoffloadd import checks, socketpath
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.suggestion import did_you_mean
@@ -63,7 +64,7 @@ def _key(default: D, check: checks.Check[T], *, live: bool = False) -> D | T:
 class ServerConfig:
     """The socket, the users that may connect, and the life of the process."""
 
-    socket: Path = _key(Path("/run/kvoffloadd/kvoffloadd.sock"), checks.socket_path)
+    socket: Path = _key(socketpath.SERVICE_SOCKET, checks.socket_path)
     socket_mode: int = _key(0o660, checks.socket_mode)
     allowed_uids: tuple[int, ...] = _key((), checks.uids, live=True)
     partial_frame_s: float = _key(5.0, checks.seconds(0.05, 3600), live=True)
@@ -310,10 +311,15 @@ class _Entry:
         return f"{self.where}: {self.section}.{self.key} = {shown}: {reason}"
 
 
-def load(path: Path | None, overrides: Mapping[str, str] = MappingProxyType({})) -> Config:
+def load(
+    path: Path | None,
+    overrides: Mapping[str, str] = MappingProxyType({}),
+    environment: Mapping[str, str] | None = None,
+) -> Config:
     """Loads the config from a TOML file (None: defaults only), then applies `overrides` by "section.key".
 
-    An override is text as on a command line: a TOML value, or else plain text ("8GiB", "/run/x.sock").
+    An override is text as on a command line: a TOML value, or else plain text ("8GiB", "/run/x.sock"). `environment`:
+    the variables that decide where the socket is if no key names it; None: this process's.
 
     Raises:
         ConfigError: the file can't be read or is no TOML, or any keys or values are wrong: all of them in one message.
@@ -326,6 +332,12 @@ def load(path: Path | None, overrides: Mapping[str, str] = MappingProxyType({}))
             values[entry.section][entry.key] = _checked(entry)
         except ValueError as error:
             problems.append(entry.problem(str(error)))
+    if not any((entry.section, entry.key) == ("server", "socket") for entry in entries):
+        try:
+            variables = os.environ if environment is None else environment
+            values["server"]["socket"] = socketpath.daemon_socket(variables, os.geteuid())
+        except ValueError as error:
+            problems.append(str(error))
     config = Config(**{section: SECTIONS[section](**chosen) for section, chosen in values.items()})
     problems += _contradictions(config)
     if problems:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvoffloadd import startup
+from kvoffloadd import socketpath, startup
 from kvoffloadd.cache.clearing import clear_here
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs.jobs import Jobs
@@ -31,7 +31,7 @@ from kvoffloadd.cache.policy import DEFAULT_POLICY, create_policy
 from kvoffloadd.cache.policy.base import Clock
 from kvoffloadd.cache.remote.remotetier import RemoteTier
 from kvoffloadd.cache.warm_restart import adopt
-from kvoffloadd.config import Config, ServerConfig, exposures, remarks
+from kvoffloadd.config import Config, exposures, remarks
 from kvoffloadd.device.base import HostMemory
 from kvoffloadd.device.cuda.gpus import CudaGpus
 from kvoffloadd.device.cuda.pinning import Arena
@@ -279,7 +279,8 @@ class Daemon:
         feed = context.spawn(context.events.run())
         loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd, listener.check_all).begin)
         log.info("serving at %s, %s", path, status.tier_sizes(context))
-        option = "" if self._config.server.socket == ServerConfig().socket else f" --socket {path}"
+        is_found = self._config.server.socket == socketpath.own_socket(os.environ, os.geteuid())
+        option = "" if is_found else f" --socket {path}"
         log.info("next: `kvoffloadd flags vllm%s` prints an engine's flag; so does `flags sglang`", option)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")

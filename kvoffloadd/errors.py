@@ -19,7 +19,9 @@ class KvOffloadError(Exception):
 
 
 class ConfigError(KvOffloadError):
-    """The daemon refuses to start; the message names the key, the value and the reason."""
+    """A setting is wrong, so that the daemon refuses to start, or a client can't be made; the message names the key or
+    variable, the value and the reason.
+    """
 
     code = "config"
     fault = "operator"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd import socketpath
 from kvoffloadd.testing.wait import slowness
 from scripts.harness.daemon import Daemon
 from scripts.threads import SWITCH_VARIABLE
@@ -24,6 +25,9 @@ from tests.e2e.small_rows import roundtrip
 SEED_VARIABLE = "KVOFFLOADD_TEST_SEED"
 SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(1 << 32))
 os.environ[SEED_VARIABLE] = str(SEED)  # of all processes of this run
+
+for variable in (socketpath.VARIABLE, socketpath.UID_VARIABLE):
+    os.environ.pop(variable, None)  # the daemon of whoever runs the tests is none of theirs
 
 if SWITCH_VARIABLE in os.environ:
     sys.setswitchinterval(float(os.environ[SWITCH_VARIABLE]))

@@ -87,10 +87,11 @@ def test_config_errors_stop_serve_before_anything_happens(tmp_path: Path) -> Non
 
 
 def test_config_check_and_show_as_processes() -> None:
-    assert run_process("config", "check", str(SHIPPED))[:2] == (0, f"{SHIPPED}: ok\n")
+    socket = f"socket: {config.ServerConfig().socket}\n"
+    assert run_process("config", "check", str(SHIPPED))[:2] == (0, f"{SHIPPED}: ok\n{socket}")
     code, out, err = run_process("config", "show")
     assert (code, err) == (0, "")
-    assert out == report.config_text(config.Config())
+    assert out == report.config_text(config.load(None))
 
 
 # --- config -------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_config_check_notes_what_would_not_fit_here(run: Run, tmp_path: Path) ->
     path = tmp_path / "large.toml"
     path.write_text('[memory]\ncapacity_bytes = "1PiB"\n')
     code, out, err = run("config", "check", str(path))
-    assert (code, out) == (0, f"{path}: ok\n")
+    assert (code, out) == (0, f"{path}: ok\nsocket: {config.load(None).server.socket}\n")
     assert (
         "note: the daemon would not start on this machine: memory.capacity_bytes = 1125899906842624 (1 PiB): only"
         in err

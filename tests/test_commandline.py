@@ -19,9 +19,8 @@ import pytest
 from kvoffloadd import __version__
 from kvoffloadd.cli import main
 from kvoffloadd.cli.about import GENERATED, SHELLS
-from kvoffloadd.cli.arguments import COMMANDS, DEFAULT_SOCKET, make_parser
+from kvoffloadd.cli.arguments import COMMANDS, make_parser
 from kvoffloadd.cli.parser import commands_of
-from kvoffloadd.config import ServerConfig
 from kvoffloadd.testing.wait import HANG_S
 from scripts.command_files import command_files
 from scripts.harness.daemon import Daemon
@@ -209,10 +208,6 @@ def test_answers_about_the_command_line_load_nothing_slow(words: list[str]) -> N
     loaded = set(done.stderr.split())
     assert "kvoffloadd.cli.arguments" in loaded
     assert loaded & SLOW == set()
-
-
-def test_the_default_socket_is_the_config_s() -> None:
-    assert ServerConfig().socket == DEFAULT_SOCKET
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------

@@ -15,9 +15,6 @@ from kvoffloadd.cli.parser import Parser
 from kvoffloadd.suggestion import did_you_mean
 from kvoffloadd.units import parse_bytes
 
-DEFAULT_SOCKET = Path("/run/kvoffloadd/kvoffloadd.sock")
-"""The default of `server.socket`. The config is not imported for it: numpy comes with that."""
-
 Run = Callable[[argparse.Namespace], int]
 """Runs a command."""
 
@@ -25,7 +22,7 @@ Run = Callable[[argparse.Namespace], int]
 COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "Try it": ("demo", "bench", "doctor", "plan"),
-        "Run it": ("serve", "config", "completion", "man", "help"),
+        "Run it": ("serve", "flags", "config", "completion", "man", "help"),
         "Watch a running daemon": ("status", "top", "verify"),
         "Change what it holds": ("drain", "clear"),
     }
@@ -107,9 +104,8 @@ def make_parser() -> CommandLine:
         client_command.add_argument(
             "--socket",
             type=_absolute,
-            default=DEFAULT_SOCKET,
             metavar="PATH",
-            help="the daemon's; default: %(default)s",
+            help="the daemon's; default: the first that answers of KVOFFLOADD_SOCKET, yours, and the service's",
         )
 
     doctor = add("doctor", "Check this host for problems that would keep the daemon from working.")
@@ -120,6 +116,8 @@ def make_parser() -> CommandLine:
     _add_demo_options(demo)
     bench = add("bench", "Measure memory, disk, requests and GPUs, and compare them with the machine's limits.")
     _add_bench_options(bench)
+
+    _add_flags_options(add("flags", "Print the command that starts an engine with the daemon, to be copied."))
 
     completion = add("completion", "Print a script that completes these commands in a shell.", about.completion)
     completion.add_argument("shell", choices=about.SHELLS, metavar="SHELL", help=", ".join(about.SHELLS))
@@ -249,6 +247,16 @@ def _add_clear_options(clear: argparse.ArgumentParser) -> None:
         help="only of the namespaces whose names, as `status namespaces` shows them, match this shell pattern",
     )  # fmt: skip
     clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+
+
+def _add_flags_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("engine", choices=("vllm", "sglang"), metavar="ENGINE", help="vllm or sglang")
+    parser.add_argument(
+        "--model-config", type=Path, metavar="FILE", help="the model's config.json; without it, MODEL stands for it"
+    )
+    parser.add_argument(
+        "--socket", type=_absolute, metavar="PATH", help="the daemon's; default: the engine looks for it"
+    )
 
 
 def _add_plan_options(parser: argparse.ArgumentParser) -> None:

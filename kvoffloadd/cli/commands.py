@@ -61,6 +61,7 @@ def _check_given_roots(disk: config.DiskConfig) -> None:
 
 
 def config_check(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.log import printable
     from kvoffloadd.storage.arenafile import check_pool_fits
 
     chosen = config.load(arguments.file)
@@ -70,7 +71,7 @@ def config_check(arguments: argparse.Namespace) -> int:
         # No error: the file may be meant for another machine.
         sys.stderr.write(f"note: the daemon would not start on this machine: {error}\n")
     sys.stderr.writelines(f"warning: {exposure}\n" for exposure in config.exposures(chosen))
-    sys.stdout.write(f"{arguments.file}: ok\n")
+    sys.stdout.write(f"{arguments.file}: ok\nsocket: {printable(str(chosen.server.socket))}\n")
     return EXIT_OK
 
 
@@ -114,6 +115,13 @@ def bench(arguments: argparse.Namespace) -> int:
             f"{format_bytes(available)} are available ({source})"
         )
     return run_bench(arguments)
+
+
+def flags(arguments: argparse.Namespace) -> int:
+    from kvoffloadd.cli.flags import print_flags
+
+    print_flags(arguments)
+    return EXIT_OK
 
 
 def _load(arguments: argparse.Namespace) -> config.Config:
@@ -267,9 +275,9 @@ def _verify_roots(arguments: argparse.Namespace) -> int:
 def clear(arguments: argparse.Namespace) -> int:
     pattern = arguments.namespace
     which = "every namespace" if pattern is None else f"the namespaces that match {pattern!r}"
-    if not arguments.yes and not _confirmed(f"Drop every key of {which} from the daemon at {arguments.socket}?"):
-        return complain("nothing was dropped: use --yes, or answer yes at a terminal", EXIT_USAGE)
     with _client(arguments) as daemon:
+        if not arguments.yes and not _confirmed(f"Drop every key of {which} from the daemon at {daemon.socket_path}?"):
+            return complain("nothing was dropped: use --yes, or answer yes at a terminal", EXIT_USAGE)
         # A worker clears only its namespace, through the library.
         cleared = daemon.clear(everything=pattern is None, namespaces=pattern)
     scope = "" if pattern is None else f" of {_counted(cleared.namespaces, 'namespace')}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvoffloadd import config, errors
+from kvoffloadd import config, errors, socketpath
 from kvoffloadd.doctor import Diagnosis, Host, Verdict, examine
 from kvoffloadd.doctor.diagnosis import problem
 
@@ -25,7 +26,7 @@ def diagnoses(read_config: Callable[[], config.Config], host: Host) -> list[Diag
         chosen, wrong = read_config(), []
     except errors.ConfigError as error:
         wrong = [problem("config", str(error), "correct it; the checks below use the defaults")]
-        chosen = config.load(None)
+        chosen = config.load(None, environment={**os.environ, socketpath.VARIABLE: ""})
     found = list(examine(chosen, host))
     return [*wrong, *(diagnosis for diagnosis in found if not (wrong and diagnosis.subject == "config"))]
 

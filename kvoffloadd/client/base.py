@@ -27,7 +27,7 @@ class BaseClient:
 
     def __init__(
         self,
-        socket_path: str | os.PathLike[str],
+        socket_path: str | os.PathLike[str] | None = None,
         *,
         namespace: NamespaceSpec | None,
         role: Literal["worker", "scheduler", "observer"] = "worker",
@@ -37,10 +37,11 @@ class BaseClient:
         reconnect: bool = True,
         retry_busy: bool = True,
     ) -> None:
-        """Stores the settings; does not connect yet.
+        """Stores the settings; does not connect yet. Raises UsageError, or ConfigError for an invalid variable.
 
         Args:
-            socket_path: where the daemon listens.
+            socket_path: where the daemon listens. None: the first socket where one answers, of KVOFFLOADD_SOCKET, this
+                user's own, and /run/kvoffloadd/kvoffloadd.sock; the client then stays with it.
             namespace: decides which sessions share keys; None for an observer only.
             role: decides which requests this session may make.
             instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: a new instance.
@@ -50,7 +51,7 @@ class BaseClient:
             retry_busy: repeat a request when the daemon is busy.
         """
         settings = Settings(
-            socket_path=_path(socket_path),
+            socket_path=None if socket_path is None else _path(socket_path),
             namespace=namespace,
             role=role,
             instance=os.urandom(16) if instance is None else instance,
@@ -73,6 +74,11 @@ class BaseClient:
     def _make_poller(self) -> Poller:
         """Returns what the client waits with. Called once, before anything else."""
         raise NotImplementedError
+
+    @property
+    def socket_path(self) -> str | None:
+        """The path of the daemon's socket; None: no path was given, and no daemon has answered yet."""
+        return self._core.socket_path
 
     @property
     def boot_id(self) -> bytes:

@@ -14,13 +14,21 @@ from kvoffloadd.client import calls
 from kvoffloadd.client.arguments import check_message, instance_of, seconds
 from kvoffloadd.client.calls import Call
 from kvoffloadd.client.connection import ConnectionState
+from kvoffloadd.client.dialing import DialError
 from kvoffloadd.client.events import EventQueue
 from kvoffloadd.client.memory.allocation import Allocation
 from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory
 from kvoffloadd.client.memory.kvcache import Registration
-from kvoffloadd.client.transport import TRANSIENT, Transport, unreachable
+from kvoffloadd.client.transport import Transport
 from kvoffloadd.client.waiting import Gen, Wait, Waitable
-from kvoffloadd.errors import ConnectionLostError, DeadlineError, KvOffloadError, RemoteError, UsageError
+from kvoffloadd.errors import (
+    ConnectionLostError,
+    DaemonUnreachableError,
+    DeadlineError,
+    KvOffloadError,
+    RemoteError,
+    UsageError,
+)
 from kvoffloadd.linux.sockets import PATH_BYTES_MAX
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX, TOKEN_BYTES, Limits, NamespaceSpec, Welcome
 
@@ -40,7 +48,7 @@ def backoffs() -> Iterator[float]:
 class Settings:
     """Settings of how a client connects and how long it tries; see `Client`."""
 
-    socket_path: str
+    socket_path: str | None
     namespace: NamespaceSpec | None
     role: str
     instance: bytes
@@ -51,8 +59,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Checks the settings. Raises UsageError."""
-        if "\0" in self.socket_path or len(os.fsencode(self.socket_path)) > PATH_BYTES_MAX:
-            raise UsageError(f"the kernel takes socket paths of at most {PATH_BYTES_MAX} bytes: {self.socket_path}")
+        path = self.socket_path
+        if path is not None and (not path or "\0" in path or len(os.fsencode(path)) > PATH_BYTES_MAX):
+            raise UsageError(f"the kernel takes socket paths of 1 to {PATH_BYTES_MAX} bytes: {path!r}")
         if len(instance_of(bytes, self.instance, "instance")) != TOKEN_BYTES:
             raise UsageError(f"the name of an instance must have {TOKEN_BYTES} bytes, not {len(self.instance)}")
         if self.role not in ("worker", "scheduler", "observer"):
@@ -114,7 +123,7 @@ class Connector:
                 except (OSError, KvOffloadError) as error:
                     again_at = monotonic() + next(pauses)
                     if not _may_pass(error) or again_at > attempts_until:
-                        raise self._explained(error) from error
+                        raise _explained(error) from error
                 yield Wait((), again_at)
         finally:
             self.connecting = None
@@ -220,11 +229,6 @@ class Connector:
             if former.closed.done and former.boot_id == welcome.boot_id:
                 former.lose_jobs("its connection ended before the daemon told how it ended")
 
-    def _explained(self, error: OSError | KvOffloadError) -> Exception:
-        if isinstance(error, KvOffloadError):
-            return error
-        return unreachable(self._settings.socket_path, error)
-
 
 def answered(call: Call[Any], until: float) -> Gen[None]:
     """Waits for the reply. Raises DeadlineError; a reply that comes later is dropped."""
@@ -241,4 +245,8 @@ def _may_pass(error: OSError | KvOffloadError) -> bool:
     """Returns whether another attempt may succeed."""
     if isinstance(error, RemoteError):
         return error.retryable
-    return isinstance(error, ConnectionLostError) or (isinstance(error, OSError) and error.errno in TRANSIENT)
+    return isinstance(error, ConnectionLostError) or (isinstance(error, DialError) and error.may_pass)
+
+
+def _explained(error: OSError | KvOffloadError) -> KvOffloadError:
+    return error if isinstance(error, KvOffloadError) else DaemonUnreachableError(str(error))

@@ -18,6 +18,7 @@ from kvoffloadd.client.arguments import IDS_END, instance_of, integer, several
 from kvoffloadd.client.calls import Call, First, Groups, JobSpec
 from kvoffloadd.client.connection import ConnectionState
 from kvoffloadd.client.connector import Connector, Settings, answered, backoffs
+from kvoffloadd.client.dialing import Dialer
 from kvoffloadd.client.events import Event, EventQueue
 from kvoffloadd.client.jobs import Job, JobConnectionLostError, JobDeadlineError, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
@@ -54,7 +55,8 @@ class ClientCore:
     def __init__(self, settings: Settings, poller: Poller) -> None:
         self.settings = settings
         self._events = EventQueue(None if settings.namespace is None else settings.namespace.key_bytes)
-        self._transport = Transport(settings.socket_path, self._events, poller)
+        self._dialer = Dialer(settings.socket_path)
+        self._transport = Transport(self._dialer, self._events, poller)
         self._connector = Connector(settings, self._transport, self._events)
         self._jobs_requested = 0
         self._closing = False
@@ -65,6 +67,11 @@ class ClientCore:
         if self.settings.namespace is None:
             raise UsageError("an observer without a namespace has no keys")
         return self.settings.namespace.key_bytes
+
+    @property
+    def socket_path(self) -> str | None:
+        """See `BaseClient.socket_path`."""
+        return self._dialer.path
 
     @property
     def boot_id(self) -> bytes:

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
-import stat
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from kvoffloadd.client.calls import Call
 from kvoffloadd.client.connection import ConnectionState
+from kvoffloadd.client.dialing import Dialer
 from kvoffloadd.client.events import EventQueue
-from kvoffloadd.errors import DaemonUnreachableError, FramingError, PeerError, StateError, UsageError
+from kvoffloadd.errors import FramingError, PeerError, StateError, UsageError
 from kvoffloadd.linux.sockets import close_fds, pack_fds, unpack_fds
 from kvoffloadd.protocol.messages import FDS_PER_FRAME_MAX
 
 _READ_BYTES = 256 << 10
 _CMSG_CLOEXEC, _CTRUNC = int(socket.MSG_CMSG_CLOEXEC), int(socket.MSG_CTRUNC)  # as enums they cost microseconds
 _ANCILLARY_BYTES = socket.CMSG_SPACE(FDS_PER_FRAME_MAX * 4)
-
-_ADVICE = {
-    errno.ENOENT: "no such socket: start the daemon, or check that the path is the same as its `--socket`",
-    errno.ECONNREFUSED: "connection refused: the daemon has stopped or died; start it again",
-    errno.EACCES: "permission denied: join the socket's group, or run as a user that the daemon allows",
-    errno.ENOTSOCK: "not a socket: check that the path is the same as the daemon's `--socket`",
-    errno.EPROTOTYPE: "not a stream socket, so it does not belong to the daemon",
-    errno.EAGAIN: "the daemon does not accept connections: it is stuck or overloaded; see its log",
-}
-TRANSIENT = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.EAGAIN})
-"""Errors after which another attempt may succeed: the daemon is about to start, or to accept."""
-
-
-def unreachable(path: str, error: OSError) -> DaemonUnreachableError:
-    """Returns the error to raise, with its cause and remedy."""
-    advice = _ADVICE.get(error.errno or 0, os.strerror(error.errno or 0))
-    return DaemonUnreachableError(f"{path}: {advice}")
 
 
 class Poller(Protocol):
@@ -61,10 +43,10 @@ class Transport:
     `current` is the present connection; `former` are ended ones that still have jobs with blocks not proven free.
     """
 
-    def __init__(self, path: str, events: EventQueue, poller: Poller) -> None:
+    def __init__(self, dialer: Dialer, events: EventQueue, poller: Poller) -> None:
         self.current: ConnectionState | None = None
         self.former: list[ConnectionState] = []
-        self._path = path
+        self._dialer = dialer
         self._events = events
         self._poller = poller
         self._sockets: dict[ConnectionState, socket.socket] = {}
@@ -72,25 +54,12 @@ class Transport:
         self._buffer = bytearray(_READ_BYTES)
 
     def open(self) -> ConnectionState:
-        """Opens a new connection, not greeted yet; the one before has ended. Raises OSError."""
-        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            self._connect(made)
-        except BaseException:
-            made.close()
-            raise
+        """Opens a new connection, not greeted yet; the one before has ended. Raises DialError."""
+        made = self._dialer.dial()
         self.current = connection = ConnectionState(self._events)
         self._sockets[connection] = made
         self._poller.watch(made.fileno(), partial(self._readable, connection))
         return connection
-
-    def _connect(self, made: socket.socket) -> None:
-        try:
-            made.connect(self._path)
-        except ConnectionRefusedError:  # also for a path that is no socket
-            if not stat.S_ISSOCK(os.stat(self._path).st_mode):
-                raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK)) from None
-            raise
 
     def watch_daemon(self, connection: ConnectionState) -> None:
         """Starts to watch for the daemon's death."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import pwd
+import shlex
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvoffloadd import socketpath
 from kvoffloadd.checks import reaches_other_hosts, split_address
 from kvoffloadd.config import EXPOSURE, NARROW_EXPOSURE, Config, DiskConfig, DiskRoot, MemoryConfig
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
@@ -25,41 +28,50 @@ from kvoffloadd.units import format_bytes, format_path
 ANSWER_S = 10.0
 """A disk that takes longer to answer counts as ill."""
 
-SERVICE_FOLDER = Path("/run/kvoffloadd")
-"""The folder that tmpfiles.d gives to root, and RuntimeDirectory= of the unit to its user at each start."""
-
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glusterfs", "lustre")
 _OURS = {"lock", "manifest", "manifest.new", "segments", "lost+found"}
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
 
 
 def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
-    """Checks whether the daemon can make its socket there."""
+    """Checks whether the daemon can make its socket there, and whether clients look for it there."""
     if is_running:
         yield ok("socket", f"{path}: a daemon answers there; a second one needs another socket")
-        return
+    else:
+        yield _check_new_socket(path, host)
+    with contextlib.suppress(ValueError):  # of the variable, which is a problem of the config
+        if path not in socketpath.client_sockets(host.environment, host.uid):
+            remedy = f"set {socketpath.VARIABLE}={shlex.quote(str(path))} for them, or use --socket"
+            yield note("clients", f"engines and commands do not look for the daemon at {path}", remedy)
+
+
+def _check_new_socket(path: Path, host: Host) -> Diagnosis:
     folder = path.parent
+    if folder == socketpath.private_folder(host.environment, host.uid) and os.path.lexists(folder):
+        try:
+            socketpath.check_private(folder, host.uid)
+        except ValueError as error:
+            found, _, remedy = str(error).partition("; ")
+            return problem("socket", found, remedy)
     owner = (
         f"install -d -m 750 -o {_user(host.uid)} {folder} (service: systemd-tmpfiles --create), or use --socket PATH"
     )
     # A folder below one that may not be looked into counts as missing.
     existing = next(candidate for candidate in (folder, *folder.parents) if os.path.exists(candidate))
     if not existing.is_dir():
-        yield problem("socket", f"{existing} is not a directory", "choose another server.socket")
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        if existing == SERVICE_FOLDER and (host.root / "run/systemd/system").is_dir():
+        return problem("socket", f"{existing} is not a directory", "choose another server.socket")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        if existing == socketpath.SERVICE_FOLDER and (host.root / "run/systemd/system").is_dir():
             made = f"kvoffloadd@{_user(host.uid)} changes that when it starts; from a shell, use --socket PATH"
-            yield note("socket", f"{_user(host.uid)} may not write in {existing} yet", made)
-        else:
-            yield problem("socket", f"{_user(host.uid)} may not write in {existing}", owner)
-    elif os.path.exists(path) and not path.is_socket():
-        yield problem("socket", f"{path} exists and is not a socket", "remove it, or choose another server.socket")
-    elif _is_locked(Path(f"{path}.lock")):
-        yield problem(
+            return note("socket", f"{_user(host.uid)} may not write in {existing} yet", made)
+        return problem("socket", f"{_user(host.uid)} may not write in {existing}", owner)
+    if os.path.exists(path) and not path.is_socket():
+        return problem("socket", f"{path} exists and is not a socket", "remove it, or choose another server.socket")
+    if _is_locked(Path(f"{path}.lock")):
+        return problem(
             "socket", f"another process holds {path}.lock", "stop that daemon, or choose another server.socket"
         )
-    else:
-        yield ok("socket", f"{_user(host.uid)} can create {path}")
+    return ok("socket", f"{_user(host.uid)} can create {path}")
 
 
 def _is_locked(path: Path) -> bool:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import struct
 import termios
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,6 +21,7 @@ PATH_BYTES_MAX = 107
 """Longest path of a Unix socket: sun_path has 108 bytes, the last one is NUL."""
 
 
+_UCRED = struct.Struct("iII")
 _SO_PASSRIGHTS = 83  # Linux 6.16; not in Python's socket module
 _LOOK = bytearray(256 << 10)
 """The length to which a queue is searched: the most that an unprivileged peer can queue under the system's defaults."""
@@ -73,6 +75,14 @@ def is_listening(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Returns pid, uid and gid of the process that connected, or that called listen(2). If it has passed the socket on,
+    this is still its uid.
+    """
+    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid, gid
 
 
 def pack_fds(fds: Iterable[int]) -> list[tuple[int, int, array.array[int]]]:

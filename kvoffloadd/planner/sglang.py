@@ -120,6 +120,11 @@ class SglangPlan:
     assumed: tuple[str, ...]
 
     @property
+    def model_flags(self) -> tuple[str, ...]:
+        """Returns those of `flags` that depend on the model and on the terms."""
+        return self.flags[: -len(STORAGE_FLAGS)]
+
+    @property
     def page_tokens(self) -> int:
         """Returns the tokens of a page, and so of a key."""
         return self.rank.block_size

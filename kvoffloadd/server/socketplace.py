@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvoffloadd import socketpath
 from kvoffloadd.errors import ConfigError, TryAgainError
 from kvoffloadd.linux.sockets import bind_path, is_listening
 from kvoffloadd.scheduling.lanes import Lane
@@ -122,6 +123,9 @@ class SocketPlace:
     def _make_folder(self) -> None:
         """Makes the folder of the socket, with the same mode under any umask."""
         folder = self._path.parent
+        if folder == socketpath.private_folder(os.environ, os.geteuid()):
+            _make_private(folder)
+            return
         try:
             for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
                 missing.mkdir(exist_ok=True)
@@ -208,6 +212,19 @@ async def keep_socket(place: SocketPlace, lane: Lane, replace: Callable[[socket.
         if listener is not None:
             replace(listener)
             log.warning("the socket was removed from its path, and is made again")
+
+
+def _make_private(folder: Path) -> None:
+    """Makes the folder for this user alone. Raises ConfigError if one that exists is not."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+            folder.chmod(0o700)  # this process has made it, so the path leads to no other user's
+        socketpath.check_private(folder, os.geteuid())
+    except ValueError as error:
+        raise ConfigError(f"server.socket: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"server.socket: {folder} can't be used: {error.strerror}") from None
 
 
 def _check_given(given: socket.socket, path: Path) -> None:

@@ -27,7 +27,6 @@ from kvoffloadd.testing.program import EXIT_BAD, EXIT_USAGE
 from kvoffloadd.testing.wait import until
 from scripts.sglang import storage_options
 
-DEFAULT_SOCKET = "/run/kvoffloadd/kvoffloadd.sock"
 _FIRST_TOKEN = 3  # the ones before it are special in most vocabularies
 _STORED_S = 120.0
 _QUIET_S = 2.0
@@ -132,7 +131,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="as for SGLang: a folder, or a name of the Hub")
-    add("--socket", default=DEFAULT_SOCKET, help="of the daemon (default: %(default)s)")
+    add("--socket", help="of the daemon (default: the first that answers, as the engine finds it)")
     add("--prompts", type=int, default=8, help="how many (default: %(default)s)")
     add("--tokens", type=int, default=500, help="of each prompt (default: %(default)s)")
     add("--answer", type=int, default=16, metavar="TOKENS", help="of each answer (default: %(default)s)")

@@ -20,5 +20,5 @@ def transfer_config(route: str, **extra: object) -> dict[str, object]:
         named = {"kv_connector": "OffloadingConnector"}
         extra |= {"spec_name": "KVOffloaddSpec", "spec_module_path": MODULE}
     else:
-        named = {"kv_connector": "KVOffloaddConnector", "kv_load_failure_policy": "recompute"}
+        named = {"kv_connector": "KVOffloaddConnector"}
     return {**named, "kv_role": "kv_both", "kv_connector_extra_config": extra}

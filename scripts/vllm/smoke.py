@@ -32,7 +32,7 @@ from kvoffloadd.testing.program import EXIT_BAD, EXIT_USAGE
 from scripts.vllm import transfer_config
 
 HITS = "vllm:external_prefix_cache_hits"
-DEFAULT_SOCKET = "/run/kvoffloadd/kvoffloadd.sock"
+
 _FIRST_TOKEN = 3  # the ones before it are special in most vocabularies
 _RESET_S = 30.0
 
@@ -192,7 +192,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", required=True, help="as for vLLM: a folder, or a name of the Hub")
-    add("--socket", default=DEFAULT_SOCKET, help="of the daemon (default: %(default)s)")
+    add("--socket", help="of the daemon (default: the first that answers, as the engine finds it)")
     add("--route", choices=("connector", "spec"), default="connector", help="docs/VLLM.md (default: %(default)s)")
     add("--chunk", type=int, metavar="TOKENS", help="tokens of a key (default: a block of the engine)")
     add("--prompts", type=int, default=8, help="how many (default: %(default)s)")

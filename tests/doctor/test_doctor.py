@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd import config
+from kvoffloadd import config, socketpath
 from kvoffloadd.doctor import Diagnosis, Host, Verdict, examine, places, system
 from kvoffloadd.doctor.gpus import check_gpus
 from kvoffloadd.doctor.host import NAMESPACES_OF_THE_HOST
@@ -301,13 +301,13 @@ def test_the_directory_of_a_service_before_its_first_start(
     host: Host, socket_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """tmpfiles.d has made it, and it is root's until the service starts. Elsewhere it would be a problem."""
-    monkeypatch.setattr(places, "SERVICE_FOLDER", socket_dir)
+    monkeypatch.setattr(socketpath, "SERVICE_FOLDER", socket_dir)
     monkeypatch.setattr("os.access", lambda *_: False)
     path = socket_dir / "k.sock"
     assert only(places.check_socket(path, host, is_running=False), "socket").verdict == Verdict.NOTE
     (host.root / "run/systemd/system").rmdir()
     assert only(places.check_socket(path, host, is_running=False), "socket").verdict == Verdict.PROBLEM
-    monkeypatch.setattr(places, "SERVICE_FOLDER", socket_dir / "other")
+    monkeypatch.setattr(socketpath, "SERVICE_FOLDER", socket_dir / "other")
     (host.root / "run/systemd/system").mkdir()
     assert only(places.check_socket(path, host, is_running=False), "socket").verdict == Verdict.PROBLEM
 

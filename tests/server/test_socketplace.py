@@ -301,3 +301,22 @@ def test_the_log_tells_once_that_nobody_can_connect(path: Path, caplog: pytest.L
     errors = [text.removeprefix("new connections are not possible: ") for text in logged if text.startswith("new")]
     assert errors == ["no", "other", "no"]
     assert logged[len(errors)].startswith("the socket was removed from its path")
+
+
+# --- the directory of a user's own socket ---------------------------------------------------------------------------
+
+
+def test_a_users_own_directory_is_made_for_that_user_alone(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may not enter it, under any umask. One that somebody else may enter is refused, and stays as it is."""
+    folder = socket_dir / "own"
+    monkeypatch.setattr("kvoffloadd.socketpath.private_folder", lambda _variables, _uid: folder)
+    before = os.umask(0o777)
+    try:
+        with placed(folder / "kvo.sock"):
+            assert folder.stat().st_mode & 0o7777 == 0o700
+    finally:
+        os.umask(before)
+    folder.chmod(0o711)
+    with pytest.raises(ConfigError, match=r"server\.socket: other users may enter .*; chmod 700 it"):
+        SocketPlace(folder / "kvo.sock", 0o660).claim()
+    assert folder.stat().st_mode & 0o7777 == 0o711

@@ -784,9 +784,17 @@ def test_ranks_on_other_hosts_are_refused(engine: StartEngine) -> None:
         scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): here, (1, 0): other, (0, 1): other})
 
 
-def test_requests_that_fail_with_the_daemon_are_refused(engine: StartEngine) -> None:
-    with pytest.raises(UsageError, match="recompute"):
-        engine("dense", lambda *arguments: by_connector(*arguments) | {"kv_load_failure_policy": "fail"})
+def test_requests_whose_loads_fail_are_recomputed(engine: StartEngine) -> None:
+    """An explicit "fail" looks like vLLM's default, and is replaced, too. An option leaves the policy as it is."""
+
+    def recomputes(policy: dict[str, str], **extra: Any) -> bool:
+        one = engine("dense", lambda *arguments, **more: by_connector(*arguments, **more) | policy, **extra)
+        return bool(one.scheduler.recompute_kv_load_failures)
+
+    given = {"kv_load_failure_policy": "fail"}
+    assert recomputes({})
+    assert recomputes(given)
+    assert not recomputes(given, recompute_failed_loads=False)
 
 
 def test_an_engine_without_prefix_caching_is_refused(engine: StartEngine) -> None:

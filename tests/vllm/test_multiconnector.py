@@ -32,7 +32,6 @@ DECODE = {"do_remote_prefill": True}
 def together(daemon: Daemon, folder: Path, *, ours_first: bool = True) -> dict[str, Any]:
     """`kv_transfer_config`. `folder`: where the other one keeps what it stores."""
     ours = by_connector(daemon.socket)
-    del ours["kv_load_failure_policy"]
     folder.mkdir(exist_ok=True)
     other = {
         "kv_connector": "SecondConnector",
@@ -43,7 +42,6 @@ def together(daemon: Daemon, folder: Path, *, ours_first: bool = True) -> dict[s
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": [ours, other] if ours_first else [other, ours]},
     }
 

@@ -34,7 +34,7 @@ TITLE = "kvoffloadd top"
 class Screen:
     """The options of the command line, and the state so far."""
 
-    socket: Path
+    socket: Path | None
     interval_s: float
     as_json: bool = False
     svg: Path | None = None

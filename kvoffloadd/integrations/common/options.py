@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from kvoffloadd.config import ServerConfig
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.common.contents import Fingerprint
 
@@ -16,11 +15,12 @@ from kvoffloadd.integrations.common.contents import Fingerprint
 class EngineOptions:
     """The options that every engine has; times in seconds.
 
-    `socket`: where the daemon listens. `timeout_s`: how long to wait for the answer to a lookup before it counts as a
-    miss. `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how the model's files are named.
+    `socket`: where the daemon listens; None: the client looks for it. `timeout_s`: how long to wait for the answer to a
+    lookup before it counts as a miss. `job_deadline_s`: when the daemon gives a load or a store up. `fingerprint`: how
+    the model's files are named.
     """
 
-    socket: str = str(ServerConfig().socket)
+    socket: str | None = None
     timeout_s: float = 1.0
     job_deadline_s: float = 60.0
     fingerprint: Fingerprint = Fingerprint.AUTO
@@ -33,15 +33,21 @@ class EngineOptions:
         Options that an engine alone has keep their default values.
         """
         standard = cls()
-        socket = given.get("socket", standard.socket)
-        if not isinstance(socket, str | os.PathLike):
-            raise UsageError(f"{where}: socket must be a path, not {socket!r}")
         return cls(
-            socket=os.fspath(socket),
+            socket=_socket_of(given, where),
             timeout_s=seconds_of(given, "timeout_s", standard.timeout_s, where),
             job_deadline_s=seconds_of(given, "job_deadline_s", standard.job_deadline_s, where),
             fingerprint=Fingerprint.of(given.get("fingerprint", standard.fingerprint), where),
         )
+
+
+def _socket_of(given: Mapping[str, Any], where: str) -> str | None:
+    path = given.get("socket")
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise UsageError(f"{where}: socket must be a path, not {path!r}")
+    return os.fspath(path)
 
 
 def seconds_of(given: Mapping[str, Any], key: str, default: float, where: str) -> float:

@@ -8,6 +8,9 @@ from typing import Any, Final
 
 PACKAGE: Final = "kvoffloadd.integrations.sglang"
 _CLASS: Final = "KVOffloaddStorage"
+STORAGE_CLASS: Final = {"module_path": PACKAGE, "class_name": _CLASS}
+"""The configuration that users have to give."""
+
 _CONFIG: Final = "hicache_storage_backend_extra_config"
 _LAYOUT: Final = "hicache_mem_layout"
 READ: Final = ("hicache_storage_backend", _CONFIG, _LAYOUT)
@@ -40,6 +43,4 @@ def _config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         config = json.loads(arguments[_CONFIG] or "")
     except ValueError:
         return None
-    if not isinstance(config, dict) or (config.get("module_path"), config.get("class_name")) != (PACKAGE, _CLASS):
-        return None
-    return config
+    return config if isinstance(config, dict) and STORAGE_CLASS.items() <= config.items() else None

@@ -57,7 +57,8 @@ def page_store(pools: Pools, options: EngineOptions, tp_size: int, *, retry_busy
     WEIGHTS.follow(pages, options.fingerprint)
     if engine.rank().rank == 0:
         engine.tell_hits(pages)
-    logger.info("kvoffloadd: pools %s, daemon at %s", ", ".join(pools.pools), options.socket)
+    where = options.socket or "the socket that is found"
+    logger.info("kvoffloadd: pools %s, daemon at %s", ", ".join(pools.pools), where)
     return pages
 
 

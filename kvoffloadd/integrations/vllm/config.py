@@ -35,6 +35,10 @@ DRAFTS = "kvoffloadd_drafts"
 INSIDE = "kvoffloadd_inside"
 """Key of extra_config that is true inside a MultiConnector."""
 
+POLICY = "recompute"
+"""The value of vLLM's `kv_load_failure_policy` with which requests outlive the daemon."""
+
+_RECOMPUTES = "recompute_failed_loads"
 _IDENTITY_FORMAT = 3  # version of engines' names: names of earlier versions are not found again
 _CANONICAL_FORMAT = 1  # version of how parts are cut out of vLLM's canonical pages
 _RANDOM_SEED_HASHES = ("xxhash", "xxhash_cbor")
@@ -55,6 +59,16 @@ class Options(EngineOptions):
         """Reads the options. Raises UsageError, naming the key, for an invalid value."""
         common = cls.read(extra_config, _WHERE)
         return replace(common, wait_s=seconds_of(extra_config, "wait_s", common.wait_s, _WHERE))
+
+
+def recomputes(extra_config: Mapping[str, Any]) -> bool:
+    """Returns whether requests are recomputed if their loads fail, which is the default. If not, vLLM's
+    policy holds as it was given. Raises UsageError.
+    """
+    value = extra_config.get(_RECOMPUTES, True)
+    if not isinstance(value, bool):
+        raise UsageError(f"{_WHERE}: {_RECOMPUTES} must be true or false, not {value!r}")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, Sli
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import versions
 from kvoffloadd.integrations.vllm.adapters import RANK, AdapterNames, name_adapters, note_what_is_loaded
-from kvoffloadd.integrations.vllm.config import DRAFTS, INSIDE, REACHES, STATES, Options
+from kvoffloadd.integrations.vllm.config import DRAFTS, INSIDE, POLICY, REACHES, STATES, Options
 from kvoffloadd.integrations.vllm.handoff import HandOff
 from kvoffloadd.integrations.vllm.identity import IDENTITY
 from kvoffloadd.integrations.vllm.manager import KVOffloaddManager
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvoffloadd")
 
-_POLICY = "recompute"
 _SYNC_LOADS = "sync_load_budget_bytes"
 _PACKAGE = "kvoffloadd.integrations.vllm"
 _WITHOUT_PREFIX_CACHING = "without_prefix_caching"
@@ -61,14 +60,14 @@ class KVOffloaddConnector(OffloadingConnector):
     _handoff: HandOff  # the scheduler's side has one
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Makes one half of the connector. Raises UsageError where vLLM would end requests if their loads fail, or take
-        the KV cache away without notice, and where a rank and its scheduler do not agree on the parts of a key.
+        """Makes one half of the connector. Raises UsageError where vLLM would take the KV cache away without notice,
+        and where a rank and its scheduler do not agree on the parts of a key.
         """
         transfer = vllm_config.kv_transfer_config
-        if transfer.kv_load_failure_policy != _POLICY:
-            raise UsageError(
-                f'KVOffloaddConnector needs "kv_load_failure_policy": "{_POLICY}" in --kv-transfer-config, not '
-                f"{transfer.kv_load_failure_policy!r}: otherwise requests fail whenever the daemon fails"
+        if role is KVConnectorRole.SCHEDULER and transfer.kv_load_failure_policy != POLICY:
+            logger.warning(
+                "kvoffloadd: kv_load_failure_policy is %s: a request whose load fails ends with an error",
+                transfer.kv_load_failure_policy,
             )
         extra = transfer.kv_connector_extra_config
         if extra.get(_SYNC_LOADS):

@@ -7,10 +7,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 from dataclasses import dataclass, replace
 
-_UCRED = struct.Struct("3i")
+from kvoffloadd.linux.sockets import peer_credentials
+
 _SO_PEERPIDFD = 77  # Linux 6.5; not in Python 3.11's socket module
 
 
@@ -30,8 +30,7 @@ class Peer:
 
 def identify(sock: socket.socket) -> Peer:
     """Returns the process that connected, without a pidfd. If it has passed the socket on, this is still its uid."""
-    pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Peer(pid, uid, gid, -1)
+    return Peer(*peer_credentials(sock), -1)
 
 
 def watch(sock: socket.socket, peer: Peer) -> Peer:

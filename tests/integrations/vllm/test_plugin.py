@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.vllm import plugin
 from kvoffloadd.integrations.vllm.config import INSIDE
 from kvoffloadd.integrations.vllm.identity import IDENTITY
@@ -132,6 +133,33 @@ def test_what_is_inside_a_multiconnector_is_told_so(monkeypatch: pytest.MonkeyPa
         assert one["kv_load_failure_policy"] == "recompute"
         assert one["kv_connector_extra_config"][IDENTITY] == {"token": "t"}
         assert one["kv_connector_extra_config"][INSIDE] is True
+    assert transfer.kv_load_failure_policy == "recompute"
     alone = SimpleNamespace(kv_connector=NAME, kv_load_failure_policy="recompute", kv_connector_extra_config={})
     plugin.note(SimpleNamespace(kv_transfer_config=alone))
     assert alone.kv_connector_extra_config == {IDENTITY: {"token": "t"}}
+
+
+def policy_of(connector: str, **extra: Any) -> str:
+    """The policy that vLLM follows with this connector, if nothing or its default was chosen."""
+    transfer = SimpleNamespace(kv_connector=connector, kv_load_failure_policy="fail", kv_connector_extra_config=extra)
+    plugin.note(SimpleNamespace(kv_transfer_config=transfer))
+    return str(transfer.kv_load_failure_policy)
+
+
+def test_requests_whose_loads_fail_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outer policy counts in a MultiConnector; one entry that opts out is enough to leave it."""
+    monkeypatch.setattr(plugin, "identity_of", lambda _config, _how: {"token": "t"})
+    spec = {"spec_name": "KVOffloaddSpec"}
+    other = {"kv_connector": "NixlConnector"}
+    ours = {"kv_connector": NAME, "kv_role": "kv_both"}
+    out = {"kv_connector": NAME, "kv_connector_extra_config": {"recompute_failed_loads": False}}
+    assert policy_of(NAME) == policy_of(NAME, recompute_failed_loads=True) == "recompute"
+    assert policy_of(NAME, recompute_failed_loads=False) == "fail"
+    assert policy_of("MultiConnector", connectors=[other, ours]) == "recompute"
+    assert ours["kv_load_failure_policy"] == "recompute"
+    assert policy_of("MultiConnector", connectors=[other, out]) == "fail"
+    assert policy_of("MultiConnector", connectors=[ours, out]) == "fail"
+    assert policy_of("MultiConnector", connectors=[other]) == policy_of("NixlConnector") == "fail"
+    assert policy_of("OffloadingConnector", **spec) == "fail", "vLLM's own asserts that no load fails"
+    with pytest.raises(UsageError, match="recompute_failed_loads must be true or false, not 'no'"):
+        policy_of(NAME, recompute_failed_loads="no")

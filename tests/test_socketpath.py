@@ -1,0 +1,127 @@
+"""Where the daemon's socket is, by variables, user and owners of directories."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvoffloadd import socketpath
+from kvoffloadd.socketpath import (
+    SERVICE_SOCKET,
+    check_private,
+    client_sockets,
+    daemon_socket,
+    may_be_daemon,
+    own_socket,
+    trusted_uids,
+)
+
+ME = os.geteuid()
+NOBODY = 65534
+
+
+@pytest.fixture(autouse=True)
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the service, which this test's user owns if it makes it."""
+    folder = tmp_path / "service"
+    monkeypatch.setattr(socketpath, "SERVICE_FOLDER", folder)
+    return folder
+
+
+def test_root_has_the_services_and_others_have_their_own() -> None:
+    assert own_socket({"XDG_RUNTIME_DIR": "/run/user/0"}, 0) == SERVICE_SOCKET
+    assert own_socket({}, 1000) == Path("/tmp/kvoffloadd-1000/kvoffloadd.sock")
+
+
+def test_who_owns_the_services_directory_has_the_services(service: Path) -> None:
+    service.mkdir()
+    assert own_socket({}, ME) == SERVICE_SOCKET
+    assert own_socket({}, ME + 1) == Path(f"/tmp/kvoffloadd-{ME + 1}/kvoffloadd.sock")
+
+
+def test_a_sessions_directory_counts_if_it_is_the_users(tmp_path: Path) -> None:
+    """The tester may be root: then another user's directory stands for the one that counts."""
+    uid = ME or NOBODY
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    if ME == 0:
+        os.chown(mine, uid, uid)
+    fallback = Path(f"/tmp/kvoffloadd-{uid}/kvoffloadd.sock")
+    long = mine / ("x" * 100)
+    assert own_socket({"XDG_RUNTIME_DIR": str(mine)}, uid) == mine / "kvoffloadd" / "kvoffloadd.sock"
+    for unusable in ("", "mine", str(tmp_path / "missing"), "/", str(long), "/\0"):
+        assert own_socket({"XDG_RUNTIME_DIR": unusable}, uid) == fallback
+
+
+def test_the_order_in_which_clients_look() -> None:
+    own = Path("/tmp/kvoffloadd-1000/kvoffloadd.sock")
+    assert client_sockets({}, 1000) == (own, SERVICE_SOCKET)
+    assert client_sockets({}, 0) == (SERVICE_SOCKET,)
+    named = {socketpath.VARIABLE: "/srv/d.sock"}
+    assert client_sockets(named, 1000) == (Path("/srv/d.sock"), own, SERVICE_SOCKET)
+    assert client_sockets({socketpath.VARIABLE: str(own)}, 1000) == (own, SERVICE_SOCKET)
+    assert daemon_socket(named, 0) == Path("/srv/d.sock")
+    assert daemon_socket({socketpath.VARIABLE: ""}, 1000) == own
+
+
+@pytest.mark.parametrize("text", ["d.sock", "@kvoffloadd", "/" + "x" * 107, "/a\0b"])
+def test_a_variable_that_holds_no_path_of_a_socket(text: str) -> None:
+    for sockets in (daemon_socket, client_sockets):
+        with pytest.raises(ValueError, match=socketpath.VARIABLE):
+            sockets({socketpath.VARIABLE: text}, 1000)
+
+
+def test_whose_process_may_be_the_daemon(tmp_path: Path) -> None:
+    assert trusted_uids({}, 1000) == trusted_uids({socketpath.UID_VARIABLE: ""}, 1000) == {0, 1000}
+    assert trusted_uids({socketpath.UID_VARIABLE: "1001"}, 1000) == {0, 1000, 1001}
+    for text in ("engine", "-1", "1 2", "4294967295", "²"):
+        with pytest.raises(ValueError, match=socketpath.UID_VARIABLE):
+            trusted_uids({socketpath.UID_VARIABLE: text}, 1000)
+    assert may_be_daemon(1000, tmp_path / "d.sock", frozenset((0, 1000)))
+    assert not may_be_daemon(1001, tmp_path / "d.sock", frozenset((0, 1000)))
+    assert not may_be_daemon(1001, tmp_path / "missing" / "d.sock", frozenset((0, 1000)))
+
+
+def test_the_owner_of_a_directory_that_not_everybody_can_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modes of / and /proc are the same on all hosts."""
+    monkeypatch.setattr(socketpath, "_owner", lambda folder: 1001)
+    assert may_be_daemon(1001, Path("/proc/d.sock"), frozenset((0, 1000)))
+    assert not may_be_daemon(1002, Path("/proc/d.sock"), frozenset((0, 1000)))
+    assert not may_be_daemon(1001, Path("/tmp/d.sock"), frozenset((0, 1000)))
+    assert not may_be_daemon(1001, Path("/tmp/a/b/d.sock"), frozenset((0, 1000)))
+
+
+def test_a_link_into_a_directory_where_everybody_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    (open_to_all / "theirs").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(open_to_all / "theirs")
+    monkeypatch.setattr(socketpath, "_owner", lambda folder: 1001)
+    monkeypatch.setattr(socketpath, "_is_open_to_all", lambda folder: folder == open_to_all)
+    assert not may_be_daemon(1001, link / "d.sock", frozenset((0, 1000)))
+    assert may_be_daemon(1001, tmp_path / "d.sock", frozenset((0, 1000)))
+
+
+def test_a_private_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "private"
+    with pytest.raises(FileNotFoundError):
+        check_private(folder, ME)
+    folder.mkdir(0o700)
+    check_private(folder, ME)
+    for mode in (0o701, 0o710, 0o755, 0o1777):
+        folder.chmod(mode)
+        with pytest.raises(ValueError, match="chmod 700 it"):
+            check_private(folder, ME)
+    folder.chmod(0o700)
+    with pytest.raises(ValueError, match=f"belongs to uid {ME}"):
+        check_private(folder, ME + 1)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    with pytest.raises(ValueError, match="symbolic link"):
+        check_private(link, ME)
+    (tmp_path / "file").touch(0o700)
+    with pytest.raises(ValueError, match="is not a directory"):
+        check_private(tmp_path / "file", ME)
