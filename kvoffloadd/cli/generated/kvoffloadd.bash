@@ -6,7 +6,7 @@
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
 _shtab_kvoffloadd_config_subparsers=(check show)
-_shtab_kvoffloadd_subparsers=(serve status top verify clear drain doctor demo bench completion plan man help config)
+_shtab_kvoffloadd_subparsers=(serve status top verify clear drain doctor demo bench flags completion plan man help config)
 
 _shtab_kvoffloadd_serve_option_strings=(-h --help --config --socket --memory --policy --disk --set --faults)
 _shtab_kvoffloadd_status_option_strings=(-h --help --all --json --socket)
@@ -17,6 +17,7 @@ _shtab_kvoffloadd_drain_option_strings=(-h --help --deadline-s --socket)
 _shtab_kvoffloadd_doctor_option_strings=(-h --help --config --socket --memory --policy --disk --set --json)
 _shtab_kvoffloadd_demo_option_strings=(-h --help --turns --seconds --memory --seed --json)
 _shtab_kvoffloadd_bench_option_strings=(-h --help --only --bytes --rounds --folder --json)
+_shtab_kvoffloadd_flags_option_strings=(-h --help --model-config --socket)
 _shtab_kvoffloadd_completion_option_strings=(-h --help)
 _shtab_kvoffloadd_plan_option_strings=(-h --help --model-config --engine --block-size --tp --attn-pack-size --kv-dtype --no-hybrid --share-tp --memory --disk --gpu-cache --prompt-tokens --trace --trace-block-tokens --json)
 _shtab_kvoffloadd_man_option_strings=(-h --help)
@@ -38,6 +39,8 @@ _shtab_kvoffloadd_drain___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_doctor___config_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_doctor___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_bench___folder_COMPGEN=_shtab_compgen_files
+_shtab_kvoffloadd_flags___model_config_COMPGEN=_shtab_compgen_files
+_shtab_kvoffloadd_flags___socket_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_plan___model_config_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_plan___trace_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_config_check_pos_0_COMPGEN=_shtab_compgen_files
@@ -45,10 +48,11 @@ _shtab_kvoffloadd_config_show___config_COMPGEN=_shtab_compgen_files
 _shtab_kvoffloadd_config_show___socket_COMPGEN=_shtab_compgen_files
 
 _shtab_kvoffloadd_bench___only_choices=(memory disk requests gpu)
+_shtab_kvoffloadd_flags_pos_0_choices=(vllm sglang)
 _shtab_kvoffloadd_completion_pos_0_choices=(bash zsh tcsh fish)
 _shtab_kvoffloadd_plan___engine_choices=(any vllm sglang)
 _shtab_kvoffloadd_config_pos_0_choices=(check show)
-_shtab_kvoffloadd_pos_0_choices=(serve status top verify clear drain doctor demo bench completion plan man help config)
+_shtab_kvoffloadd_pos_0_choices=(serve status top verify clear drain doctor demo bench flags completion plan man help config)
 
 _shtab_kvoffloadd_serve__h_nargs=0
 _shtab_kvoffloadd_serve___help_nargs=0
@@ -81,6 +85,8 @@ _shtab_kvoffloadd_demo___json_nargs=0
 _shtab_kvoffloadd_bench__h_nargs=0
 _shtab_kvoffloadd_bench___help_nargs=0
 _shtab_kvoffloadd_bench___json_nargs=0
+_shtab_kvoffloadd_flags__h_nargs=0
+_shtab_kvoffloadd_flags___help_nargs=0
 _shtab_kvoffloadd_completion__h_nargs=0
 _shtab_kvoffloadd_completion___help_nargs=0
 _shtab_kvoffloadd_plan__h_nargs=0

@@ -17,6 +17,7 @@ _shtab_kvoffloadd_commands() {
     demo:'Simulate a chat on two workers, kill one and the daemon, and compare every byte.'
     doctor:'Check this host for problems that would keep the daemon from working.'
     drain:'Wait until running jobs have ended and all stored payloads have a checksum.'
+    flags:'Print the command that starts an engine with the daemon, to be copied.'
     help:'Show this help, or that of a command.'
     man:'Print the manual page: kvoffloadd man | man -l -'
     plan:'Compute the size of a model'"'"'s KV cache, and how much of it the daemon can hold.'
@@ -60,7 +61,7 @@ _shtab_kvoffloadd_clear_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--namespace[only of the namespaces whose names, as \`status namespaces\` shows them, match this shell pattern]:PATTERN:"
   "--yes[do not ask for confirmation]"
-  "--socket[the daemon\'s\; default\: \/run\/kvoffloadd\/kvoffloadd.sock]:PATH:_files"
+  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -131,11 +132,21 @@ _shtab_kvoffloadd_doctor_defaults_added=0
 _shtab_kvoffloadd_drain_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--deadline-s[give up after this time\; default\: 60]:SECONDS:"
-  "--socket[the daemon\'s\; default\: \/run\/kvoffloadd\/kvoffloadd.sock]:PATH:_files"
+  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
 _shtab_kvoffloadd_drain_defaults_added=0
+
+_shtab_kvoffloadd_flags_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--model-config[the model\'s config.json\; without it, MODEL stands for it]:FILE:_files"
+  "--socket[the daemon\'s\; default\: the engine looks for it]:PATH:_files"
+  ":vllm or sglang:(vllm sglang)"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvoffloadd_flags_defaults_added=0
 
 _shtab_kvoffloadd_help_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
@@ -192,7 +203,7 @@ _shtab_kvoffloadd_status_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--all[show all figures of all sections]"
   "--json[print one JSON object]"
-  "--socket[the daemon\'s\; default\: \/run\/kvoffloadd\/kvoffloadd.sock]:PATH:_files"
+  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
   "(*)::show all figures of these sections\: daemon, memory, cache, disk, remote, lookups, namespaces, clears, transfers, running, leases, quarantine, slow_jobs, lanes, hash_lane, devices, server, open_sessions, sessions, accounts, loop:"
 )
 
@@ -205,7 +216,7 @@ _shtab_kvoffloadd_top_options=(
   "--json[print one JSON object per line for each interval]"
   "--interval[time between updates\; default\: 1]:SECONDS:"
   "--svg[write the last screen to this SVG file]:FILE:_files"
-  "--socket[the daemon\'s\; default\: \/run\/kvoffloadd\/kvoffloadd.sock]:PATH:_files"
+  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -218,7 +229,7 @@ _shtab_kvoffloadd_verify_options=(
   "--repair[drop bad records on disk\; needs --disk or --root]"
   "*--root[check the files of this disk root without a daemon\; repeatable]:PATH:_files"
   "--json[print one JSON object]"
-  "--socket[the daemon\'s\; default\: \/run\/kvoffloadd\/kvoffloadd.sock]:PATH:_files"
+  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -250,6 +261,7 @@ _shtab_kvoffloadd() {
         demo) _arguments -C -s $_shtab_kvoffloadd_demo_options ;;
         doctor) _arguments -C -s $_shtab_kvoffloadd_doctor_options ;;
         drain) _arguments -C -s $_shtab_kvoffloadd_drain_options ;;
+        flags) _arguments -C -s $_shtab_kvoffloadd_flags_options ;;
         help) _arguments -C -s $_shtab_kvoffloadd_help_options ;;
         man) _arguments -C -s $_shtab_kvoffloadd_man_options ;;
         plan) _arguments -C -s $_shtab_kvoffloadd_plan_options ;;
