@@ -127,4 +127,4 @@ def test_a_model_whose_pages_have_one_token(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_not_known() -> None:
     done = flags("triton")
-    assert (done.returncode, "choose from" in done.stderr) == (2, True)
+    assert (done.returncode, "known are vllm, sglang" in done.stderr) == (2, True)

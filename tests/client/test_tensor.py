@@ -158,7 +158,7 @@ def test_importing_the_client_loads_little() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     loaded = set(done.stdout.split())
     assert {name.split(".")[1] for name in loaded if name.startswith("kvoffloadd.")} == {
-        "client", "cudadriver", "errors", "linux", "model", "protocol",
+        "checks", "client", "cudadriver", "errors", "linux", "model", "protocol", "socketpath", "suggestion", "units",
     }  # fmt: skip
     assert loaded.isdisjoint({"torch", "cupy", "cuda", "rich", "uvloop"})
 
