@@ -91,4 +91,6 @@ def test_requests_may_fail_with_their_loads(
     ended = engine.generate(asked)
     assert {request.reason for request in ended} <= {"error", "length"}
     assert any(request.reason == "error" for request in ended)
+    assert daemon.wait() < 0
+    daemon.kill()
     check_works_again(daemon, engine, asked, expected)
