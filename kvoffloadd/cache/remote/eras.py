@@ -137,6 +137,7 @@ class Eras:
         self._checked: set[bytes] = set()  # namespaces with nothing here but a remembered clear
         self._starts = 0
         self._looks: dict[NamespaceEra, asyncio.Task[None]] = {}
+        self._outdated: set[NamespaceEra] = set()  # lost their marker during a look, which may have passed it already
         self._clears: set[asyncio.Task[None]] = set()
         self._slots, self._first_slots, self._clear_slots = (asyncio.Semaphore(LOOKS_MAX) for _ in range(3))
         self._bug: CacheTornError | None = None
@@ -172,6 +173,8 @@ class Eras:
         if known is not None and known.number == number and known.era is not None:
             known.era, known.tried_s = None, float("-inf")
             self.lost_markers += 1
+            if known in self._looks:
+                self._outdated.add(known)
             self.want(fingerprint)
 
     # --- doubt ---
@@ -361,7 +364,14 @@ class Eras:
     def _begin_look(self, known: NamespaceEra) -> None:
         if known not in self._looks:
             look = self._looks[known] = asyncio.get_running_loop().create_task(self._look(known))
-            look.add_done_callback(lambda _: self._looks.pop(known))
+            look.add_done_callback(lambda _: self._end_look(known))
+
+    def _end_look(self, known: NamespaceEra) -> None:
+        del self._looks[known]
+        if known in self._outdated:
+            self._outdated.remove(known)
+            known.tried_s = float("-inf")
+            self.want(known.fingerprint)
 
     async def _look(self, known: NamespaceEra) -> None:
         try:

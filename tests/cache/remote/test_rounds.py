@@ -499,6 +499,31 @@ async def test_doubt_lasts_as_long_as_others_may_need(seed: int) -> None:
     await lab.stop()
 
 
+async def test_a_marker_that_is_lost_at_the_end_of_a_look_has_another_look(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look has made an era and has not ended: a second one of the namespace does not run beside it."""
+    lab = Lab(seed, 1)
+    lab.hosts[0] = host = EraHost(lab.objects, lab._clock, poll_s=1000)
+    agreed, may_end, settle = asyncio.Event(), asyncio.Event(), host.eras._agreement.settle
+
+    async def settle_slowly(known: NamespaceEra) -> None:
+        await settle(known)
+        agreed.set()
+        await may_end.wait()
+
+    monkeypatch.setattr(host.eras._agreement, "settle", settle_slowly)
+    host.run()
+    await agreed.wait()
+    before = cast(Era, host.era)
+    del lab.objects.values[marker_name(NAME, before.generation, before.id)]
+    host.look()
+    await settled(lambda: host.eras._known[NAME].tried_s > 0, "the store has reported what it has")
+    may_end.set()
+    await settled(lambda: host.hits() not in (None, before), "there is another era")
+    await lab.stop()
+
+
 async def test_a_store_that_takes_no_writes_costs_nothing_of_this_run(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
