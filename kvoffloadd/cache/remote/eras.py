@@ -137,7 +137,6 @@ class Eras:
         self._checked: set[bytes] = set()  # namespaces with nothing here but a remembered clear
         self._starts = 0
         self._looks: dict[NamespaceEra, asyncio.Task[None]] = {}
-        self._outdated: set[NamespaceEra] = set()  # lost their marker during a look, which may have passed it already
         self._clears: set[asyncio.Task[None]] = set()
         self._slots, self._first_slots, self._clear_slots = (asyncio.Semaphore(LOOKS_MAX) for _ in range(3))
         self._bug: CacheTornError | None = None
@@ -171,10 +170,8 @@ class Eras:
         """Handles the absence of the marker of the era with this number: a host has cleared, or the store lost it."""
         known = self._known.get(fingerprint)
         if known is not None and known.number == number and known.era is not None:
-            known.era, known.tried_s = None, float("-inf")
+            known.era, known.tried_s, known.is_outdated = None, float("-inf"), known in self._looks
             self.lost_markers += 1
-            if known in self._looks:
-                self._outdated.add(known)
             self.want(fingerprint)
 
     # --- doubt ---
@@ -368,9 +365,8 @@ class Eras:
 
     def _end_look(self, known: NamespaceEra) -> None:
         del self._looks[known]
-        if known in self._outdated:
-            self._outdated.remove(known)
-            known.tried_s = float("-inf")
+        if known.is_outdated:
+            known.is_outdated, known.tried_s = False, float("-inf")
             self.want(known.fingerprint)
 
     async def _look(self, known: NamespaceEra) -> None:

@@ -34,6 +34,7 @@ class NamespaceEra:
     tried_s: float = float("-inf")  # when the store was last asked for it
     renewed_s: float = float("-inf")  # when the store was last asked to keep its small objects
     is_back: bool = False  # the store was away since the last removal of ended eras' markers
+    is_outdated: bool = False  # its marker was lost during a look, which may have passed it already
     unsure_until_s: float | None = None  # of the `StoreClock`: the time from which the store's reports are believed
     is_ahead: bool = False  # the store has an era that is not believed
     pointed: Era | None = None  # the pointer's era at the last agreement
