@@ -42,8 +42,14 @@ def daemon_of(folder: Path, uid: int) -> Iterator[Path]:
     ("worker_uid", "daemon_uid"), [(NOBODY, 0), (0, NOBODY), (NOBODY, OTHER), (NOBODY, NOBODY)], ids=str
 )
 def test_across_users(
-    socket_dir: Path, tmp_path: Path, record_property: Record, worker_uid: int, daemon_uid: int
+    socket_dir: Path,
+    tmp_path: Path,
+    record_property: Record,
+    monkeypatch: pytest.MonkeyPatch,
+    worker_uid: int,
+    daemon_uid: int,
 ) -> None:
+    monkeypatch.setenv("KVOFFLOADD_DAEMON_UID", str(daemon_uid))  # anybody can make the socket's folder, in /tmp
     with daemon_of(socket_dir, daemon_uid) as path:
         for kind in ("ipc", "vmm"):
             worker = GpuWorker(path, tmp_path / "worker.log", uid=worker_uid)
