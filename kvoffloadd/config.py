@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvoffloadd import checks, socketpath
+from kvoffloadd.agentwire.storeurl import split_store_url
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.model import PAGE_BYTES
 from kvoffloadd.suggestion import did_you_mean
@@ -502,9 +503,20 @@ def _remote_contradictions(config: Config) -> Iterator[str]:
             f"killed before its calls end by themselves; set stuck_s to {STUCK_RATIO * deadline_s:g} or more, or "
             f"valkey.deadline_s to {stuck_s / STUCK_RATIO:g} or less"
         )
-    if "@" in config.valkey.url and ":" in config.valkey.url.rpartition("@")[0].partition("://")[2]:
+    yield from _store_url_problems(config.valkey.url)
+
+
+def _store_url_problems(url: str) -> Iterator[str]:
+    """Yields what is wrong with an address, without showing it: it may contain a password."""
+    if url:
+        try:
+            split_store_url(url)
+        except ValueError as error:
+            hint = "" if "://" in url or "@" in url else f"; did you mean redis://{url}?"
+            yield f"valkey.url: {error}{hint}"
+    if "@" in url and ":" in url.rpartition("@")[0].partition("://")[2]:
         yield "valkey.url: contains a password: put it into a file, and name that file in valkey.password_file"
-    if "?" in config.valkey.url or "#" in config.valkey.url:
+    if "?" in url or "#" in url:
         yield (
             "valkey.url: contains ? or #, and nothing is read from there: the database is the path, and a password "
             "belongs into the file that valkey.password_file names"

@@ -422,6 +422,26 @@ def test_nothing_of_an_address_is_ignored(url: str) -> None:
     assert "secret" not in text
 
 
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("10.0.0.1:6379", "; did you mean redis://10.0.0.1:6379?"),
+        ("http://10.0.0.1", ""),
+        ("redis://", ""),
+        ("redis://h:port", ""),
+        ("redis://h/name", ""),
+        ("unix://", ""),
+        ("me:secret@h", ""),
+    ],
+)
+def test_an_address_that_the_agent_can_not_use_is_refused(url: str, hint: str) -> None:
+    text = problems(None, remote__engine="valkey", valkey__url=url)[1]
+    wanted = "valkey.url: must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), or unix:///PATH"
+    assert wanted + hint in text.replace("\n", " ")
+    assert hint or "did you mean" not in text
+    assert "secret" not in text
+
+
 # --- paths in any encoding -------------------------------------------------------------------------------------------
 
 

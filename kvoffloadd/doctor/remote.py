@@ -10,9 +10,9 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from kvoffloadd import __version__
+from kvoffloadd.agentwire.storeurl import split_store_url
 from kvoffloadd.config import Config, ValkeyConfig
 from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
@@ -27,7 +27,6 @@ _IMPORTS = {
     "valkey": "import kvoffloadd.agent.engines.valkey",
     "memory": "import kvoffloadd.agent.engines.memory",
 }
-_PORTS = {"redis": 6379, "rediss": 6379}
 
 
 def check_remote(config: Config, host: Host) -> Iterator[Diagnosis]:
@@ -115,13 +114,8 @@ def _place(config: Config) -> tuple[str, int] | str | None:
             return None
         address, _, port = config.mooncake.master.rpartition(":")
         return (address.strip("[]"), int(port)) if port.isdigit() else None
-    url = urlsplit(config.valkey.url)
-    if url.scheme == "unix":
-        return url.path
-    try:
-        return (url.hostname or "", url.port or _PORTS.get(url.scheme, 0))
-    except ValueError:
-        return None
+    url = split_store_url(config.valkey.url)
+    return url.path or (url.host, url.port)
 
 
 def _connect(place: tuple[str, int] | str) -> None:

@@ -468,6 +468,25 @@ def test_the_agents_interpreter(host: Host, tmp_path: Path) -> None:
     assert "no kvoffloadd" in remote(host, **valkey, remote__python=f'"{other}"')["agent"].found
 
 
+@pytest.mark.parametrize(
+    ("url", "place"),
+    [
+        ("redis://h", "h:6379"),
+        ("valkey://h", "h:6379"),
+        ("valkeys://me@h:7000/3", "h:7000"),
+        ("rediss://[::1]:1", "::1:1"),
+    ],
+)
+def test_where_the_store_is(host: Host, monkeypatch: pytest.MonkeyPatch, url: str, place: str) -> None:
+    def refuse(place: object) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr("kvoffloadd.doctor.remote._connect", refuse)
+    found = remote(host, remote__engine="valkey", valkey__url=url)["remote store"]
+    assert found.verdict == Verdict.PROBLEM
+    assert found.found.startswith(f"{place}:")
+
+
 def test_whether_the_store_is_reached(host: Host, socket_dir: Path, tmp_path: Path) -> None:
     assert (
         remote(host, remote__engine="valkey", valkey__url="redis://127.0.0.1:1")["remote store"].verdict

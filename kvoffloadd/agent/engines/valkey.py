@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from kvoffloadd.agent.engines.base import EngineError, Memory, ObjectTransfer
 from kvoffloadd.agent.engines.resp import (
@@ -34,6 +33,7 @@ from kvoffloadd.agent.engines.resp import (
 )
 from kvoffloadd.agentwire.frames import AFTER_MAX, VALUE_BYTES_MAX, Code, Presence
 from kvoffloadd.agentwire.names import KEPT_NAME
+from kvoffloadd.agentwire.storeurl import split_store_url
 
 T = TypeVar("T")
 
@@ -45,8 +45,6 @@ _SMALL_S: Final = 1.0
 """The deadline of all other calls, unless `deadline_s` is shorter."""
 _ANSWERS_SHARE: Final = 0.05
 """The share of a put's time that is left for reading answers, however many objects were sent."""
-_PORT: Final = 6379
-_TLS_OF_SCHEME: Final = {"redis": False, "valkey": False, "rediss": True, "valkeys": True, "unix": False}
 _OBJECT_BYTES_MAX: Final = 512 << 20
 """The server's default `proto-max-bulk-len`: it ends connections that send more."""
 _SHARE_MAX: Final = 16
@@ -402,24 +400,18 @@ def _about(fields: Mapping[str, str]) -> str:
 
 def _server(settings: Mapping[str, Any]) -> Server:
     """Returns the server of the settings. Raises EngineError: they can't be right, or a file can't be read."""
-    url = urlsplit(str(settings["url"]))
     try:
-        tls, port = _TLS_OF_SCHEME.get(url.scheme), url.port or _PORT
-        database = int(url.path.strip("/") or 0) if url.scheme != "unix" else 0
-        if tls is None or not (url.path if url.scheme == "unix" else url.hostname):
-            raise ValueError("must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), or unix:///PATH")
+        url = split_store_url(str(settings["url"]))
     except ValueError as error:
         raise EngineError(f"valkey.url: {error}", fault="operator") from error
-    password = unquote(url.password or "")
+    password = url.password
     try:
         if file := settings.get("password_file"):
             password = Path(str(file)).read_text(encoding="utf-8").strip()
-        context = _tls(settings) if tls else None
+        context = _tls(settings) if url.is_tls else None
     except (OSError, ValueError) as error:
         raise EngineError(f"valkey: {error}", fault="operator") from error
-    if url.scheme == "unix":
-        return Server(url.path, 0, 0, unquote(url.username or ""), password)
-    return Server(url.hostname or "", port, database, unquote(url.username or ""), password, context)
+    return Server(url.path or url.host, url.port, url.database, url.user, password, context)
 
 
 def _tls(settings: Mapping[str, Any]) -> ssl.SSLContext:

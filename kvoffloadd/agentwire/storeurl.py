@@ -1,0 +1,38 @@
+"""Splits the URL of a Valkey or Redis server. The schemes are those of the two projects' own clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+_PORT: Final = 6379
+_IS_TLS: Final = {"redis": False, "valkey": False, "rediss": True, "valkeys": True, "unix": False}
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """The parts of a URL. `path`: of the server's Unix socket; empty: it listens at `host` and `port`."""
+
+    host: str
+    port: int
+    path: str
+    is_tls: bool
+    database: int
+    user: str
+    password: str
+
+
+def split_store_url(text: str) -> StoreUrl:
+    """Returns the parts of a URL. Raises ValueError, without the text: it may contain a password."""
+    try:
+        url = urlsplit(text)
+        local = url.scheme == "unix"
+        host, path = ("", url.path) if local else (url.hostname or "", "")
+        port, database = (0, 0) if local else (url.port or _PORT, int(url.path.strip("/") or 0))
+        is_tls = _IS_TLS.get(url.scheme)
+    except ValueError:
+        is_tls = None
+    if is_tls is None or not (host or path):
+        raise ValueError("must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), or unix:///PATH")
+    return StoreUrl(host, port, path, is_tls, database, unquote(url.username or ""), unquote(url.password or ""))
