@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import os
 import secrets
+import shlex
 import signal
 import socket
 import sys
@@ -280,7 +281,7 @@ class Daemon:
         loop.add_signal_handler(signal.SIGHUP, Reload(context, read_config, self._systemd, listener.check_all).begin)
         log.info("serving at %s, %s", path, status.tier_sizes(context))
         is_found = self._config.server.socket == socketpath.own_socket(os.environ, os.geteuid())
-        option = "" if is_found else f" --socket {path}"
+        option = "" if is_found else f" --socket {shlex.quote(path)}"
         log.info("next: `kvoffloadd flags vllm%s` prints an engine's flag; so does `flags sglang`", option)
         self._systemd.close_rest()
         self._systemd.ready(f"serving at {path}")

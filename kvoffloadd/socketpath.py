@@ -32,10 +32,15 @@ def daemon_socket(environment: Environment, uid: int) -> Path:
 
 
 def client_sockets(environment: Environment, uid: int) -> tuple[Path, ...]:
-    """Returns the paths at which this user's clients look for a daemon, in this order. Raises as `daemon_socket`."""
+    """Returns the paths at which this user's clients look for a daemon, in this order: the one that is named alone, so
+    that no request reaches another daemon while that one starts. Raises as `daemon_socket`.
+    """
     named = named_socket(environment)
-    found = ([] if named is None else [named]) + [own_socket(environment, uid), SERVICE_SOCKET]
-    return tuple(dict.fromkeys(found))
+    if named is not None:
+        return (named,)
+    if own_socket(environment, uid) == SERVICE_SOCKET:
+        return (SERVICE_SOCKET,)
+    return (*(folder / _NAME for folder in private_folders(environment, uid)), SERVICE_SOCKET)
 
 
 def named_socket(environment: Environment) -> Path | None:
@@ -55,19 +60,20 @@ def own_socket(environment: Environment, uid: int) -> Path:
     """
     if uid == 0 or _owner(SERVICE_FOLDER) == uid:
         return SERVICE_SOCKET
-    return private_folder(environment, uid) / _NAME
+    return private_folders(environment, uid)[0] / _NAME
 
 
-def private_folder(environment: Environment, uid: int) -> Path:
-    """Returns the directory for this user's socket outside of /run/kvoffloadd. XDG_RUNTIME_DIR counts only if it
-    belongs to the user: `su` and `runuser` can leave another user's there.
+def private_folders(environment: Environment, uid: int) -> tuple[Path, ...]:
+    """Returns the directories for this user's socket outside of /run/kvoffloadd. A daemon takes the first. Its clients
+    may lack the XDG_RUNTIME_DIR of a session, or it may lack theirs. That variable counts only if its directory is this
+    user's alone: `su` and `runuser` can leave another user's there.
     """
-    runtime = environment.get("XDG_RUNTIME_DIR", "")
-    folder = Path(runtime, "kvoffloadd")
-    fits = len(os.fsencode(folder / _NAME)) <= PATH_BYTES_MAX
-    if folder.is_absolute() and fits and _owner(folder.parent) == uid:
-        return folder
-    return Path(f"/tmp/kvoffloadd-{uid}")
+    lasting = Path(f"/tmp/kvoffloadd-{uid}")
+    folder = Path(environment.get("XDG_RUNTIME_DIR", ""), "kvoffloadd")
+    fits = folder.is_absolute() and len(os.fsencode(folder / _NAME)) <= PATH_BYTES_MAX
+    if fits and _owner(folder.parent) == uid and not _is_open_to_others(folder.parent):
+        return (folder, lasting)
+    return (lasting,)
 
 
 def check_private(folder: Path, uid: int) -> None:
@@ -103,17 +109,19 @@ def trusted_uids(environment: Environment, uid: int) -> frozenset[int]:
 
 def may_be_daemon(peer_uid: int, path: Path, trusted: frozenset[int]) -> bool:
     """Returns whether a process of this user that listens at `path` counts as the daemon: it is of a trusted user, or
-    of the owner of the socket's directory, unless anybody could have made that, as in /tmp.
+    of the owner of the socket's directory, unless others could have made that directory, as in /tmp.
     """
     if peer_uid in trusted:
         return True
     real = Path(os.path.realpath(path))
-    return peer_uid == _owner(path.parent) and not any(map(_is_open_to_all, {*path.parents, *real.parents}))
+    above = {*path.parent.parents, *real.parent.parents}
+    return peer_uid == _owner(path.parent) and not any(map(_is_open_to_others, above))
 
 
-def _is_open_to_all(folder: Path) -> bool:
+def _is_open_to_others(folder: Path) -> bool:
+    """Returns whether users other than its owner may write there. An access list shows in the bits of the group."""
     try:
-        return bool(os.stat(folder).st_mode & stat.S_IWOTH)
+        return bool(os.stat(folder).st_mode & (stat.S_IWGRP | stat.S_IWOTH))
     except OSError:
         return True
 

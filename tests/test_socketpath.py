@@ -50,7 +50,12 @@ def test_a_sessions_directory_counts_if_it_is_the_users(tmp_path: Path) -> None:
         os.chown(mine, uid, uid)
     fallback = Path(f"/tmp/kvoffloadd-{uid}/kvoffloadd.sock")
     long = mine / ("x" * 100)
+    own = {"XDG_RUNTIME_DIR": str(mine)}
     assert own_socket({"XDG_RUNTIME_DIR": str(mine)}, uid) == mine / "kvoffloadd" / "kvoffloadd.sock"
+    assert client_sockets(own, uid) == (mine / "kvoffloadd" / "kvoffloadd.sock", fallback, SERVICE_SOCKET)
+    mine.chmod(0o770)
+    assert client_sockets(own, uid) == (fallback, SERVICE_SOCKET), "others could make the directory"
+    mine.chmod(0o700)
     for unusable in ("", "mine", str(tmp_path / "missing"), "/", str(long), "/\0"):
         assert own_socket({"XDG_RUNTIME_DIR": unusable}, uid) == fallback
 
@@ -60,8 +65,7 @@ def test_the_order_in_which_clients_look() -> None:
     assert client_sockets({}, 1000) == (own, SERVICE_SOCKET)
     assert client_sockets({}, 0) == (SERVICE_SOCKET,)
     named = {socketpath.VARIABLE: "/srv/d.sock"}
-    assert client_sockets(named, 1000) == (Path("/srv/d.sock"), own, SERVICE_SOCKET)
-    assert client_sockets({socketpath.VARIABLE: str(own)}, 1000) == (own, SERVICE_SOCKET)
+    assert client_sockets(named, 1000) == (Path("/srv/d.sock"),), "what is meant for one reaches no other"
     assert daemon_socket(named, 0) == Path("/srv/d.sock")
     assert daemon_socket({socketpath.VARIABLE: ""}, 1000) == own
 
@@ -89,8 +93,24 @@ def test_the_owner_of_a_directory_that_not_everybody_can_make(monkeypatch: pytes
     monkeypatch.setattr(socketpath, "_owner", lambda folder: 1001)
     assert may_be_daemon(1001, Path("/proc/d.sock"), frozenset((0, 1000)))
     assert not may_be_daemon(1002, Path("/proc/d.sock"), frozenset((0, 1000)))
-    assert not may_be_daemon(1001, Path("/tmp/d.sock"), frozenset((0, 1000)))
+    assert not may_be_daemon(1001, Path("/tmp/a/d.sock"), frozenset((0, 1000)))
     assert not may_be_daemon(1001, Path("/tmp/a/b/d.sock"), frozenset((0, 1000)))
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757, 0o2775, 0o1777])
+def test_a_directory_in_which_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
+    """Whoever may write above the socket's directory could have made it. Its own mode only lets others in."""
+    folder = tmp_path / "shared" / "theirs"
+    folder.mkdir(parents=True)
+    seen = socketpath._is_open_to_others
+    monkeypatch.setattr(socketpath, "_owner", lambda folder: 1001)
+    monkeypatch.setattr(
+        socketpath, "_is_open_to_others", lambda one: one.is_relative_to(tmp_path) and seen(one)
+    )  # the tests' folder is in /tmp
+    folder.chmod(mode)
+    assert may_be_daemon(1001, folder / "d.sock", frozenset((0, 1000)))
+    folder.parent.chmod(mode)
+    assert not may_be_daemon(1001, folder / "d.sock", frozenset((0, 1000)))
 
 
 def test_a_link_into_a_directory_where_everybody_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +120,7 @@ def test_a_link_into_a_directory_where_everybody_can_write(tmp_path: Path, monke
     link = tmp_path / "link"
     link.symlink_to(open_to_all / "theirs")
     monkeypatch.setattr(socketpath, "_owner", lambda folder: 1001)
-    monkeypatch.setattr(socketpath, "_is_open_to_all", lambda folder: folder == open_to_all)
+    monkeypatch.setattr(socketpath, "_is_open_to_others", lambda folder: folder == open_to_all)
     assert not may_be_daemon(1001, link / "d.sock", frozenset((0, 1000)))
     assert may_be_daemon(1001, tmp_path / "d.sock", frozenset((0, 1000)))
 

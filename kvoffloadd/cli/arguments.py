@@ -105,7 +105,7 @@ def make_parser() -> CommandLine:
             "--socket",
             type=_absolute,
             metavar="PATH",
-            help="the daemon's; default: the first that answers of KVOFFLOADD_SOCKET, yours, and the service's",
+            help="the daemon's; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service's",
         )
 
     doctor = add("doctor", "Check this host for problems that would keep the daemon from working.")

@@ -40,8 +40,8 @@ class BaseClient:
         """Stores the settings; does not connect yet. Raises UsageError, or ConfigError for an invalid variable.
 
         Args:
-            socket_path: where the daemon listens. None: the first socket where one answers, of KVOFFLOADD_SOCKET, this
-                user's own, and /run/kvoffloadd/kvoffloadd.sock; the client then stays with it.
+            socket_path: where the daemon listens. None: at KVOFFLOADD_SOCKET, or without it at the first socket where
+                one answers, of this user's own and /run/kvoffloadd/kvoffloadd.sock; the client then stays with it.
             namespace: decides which sessions share keys; None for an observer only.
             role: decides which requests this session may make.
             instance: 16 unguessable bytes that an engine's scheduler and ranks share; None: a new instance.

@@ -222,6 +222,7 @@ class Connector:
                 self._transport.break_off(connection, "the connection did not become usable")
 
     def _greeted(self, connection: ConnectionState, welcome: Welcome) -> None:
+        self._transport.dialer.stay()
         connection.boot_id = self.boot_id = welcome.boot_id
         connection.limits = self.limits = welcome.limits
         self.features = frozenset(welcome.features)

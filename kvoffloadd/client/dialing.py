@@ -39,41 +39,57 @@ class DialError(OSError):
 class Dialer:
     """Opens sockets for one client, none of which blocks.
 
-    `path`: the socket that is named, or else the one that was found. A client that has found one stays with it, so that
-    a daemon that restarts finds its engines again, and not at another daemon.
+    `path`: the socket that is named, or else the one where a daemon has answered. A client that has found one stays
+    with it, so that a daemon that restarts finds its engines again, and not at another daemon.
     """
 
     def __init__(self, path: str | None) -> None:
         """Reads the variables. Raises ConfigError for an invalid one."""
-        self.path = path
+        self.path = self._dialled = path
+        uid = os.geteuid()
         try:
-            self._trusted = socketpath.trusted_uids(os.environ, os.geteuid())
-            self._places = () if path is not None else socketpath.client_sockets(os.environ, os.geteuid())
+            self._trusted = socketpath.trusted_uids(os.environ, uid)
+            self._places = () if path is not None else socketpath.client_sockets(os.environ, uid)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        self._private = socketpath.private_folders(os.environ, uid)
 
     def dial(self) -> socket.socket:
         """Returns a connected socket. Raises DialError."""
         if self.path is None:
             return self._search()
         try:
-            return _connect(self.path, self._trusted)
+            return self._connect(self.path)
         except OSError as error:
             raise DialError(f"{self.path}: {_advice(error)}", may_pass=error.errno in _TRANSIENT) from error
+
+    def stay(self) -> None:
+        """Keeps to the socket that was dialled last, because a daemon has answered there."""
+        self.path = self._dialled
+
+    def _connect(self, path: str) -> socket.socket:
+        """Returns a connected socket. Raises OSError, also if others can decide where a private directory leads."""
+        folder = Path(path).parent
+        if folder in self._private:
+            try:
+                socketpath.check_private(folder, os.geteuid())
+            except ValueError as error:
+                raise _ForeignError(errno.EPERM, str(error)) from None
+        return _connect(path, self._trusted)
 
     def _search(self) -> socket.socket:
         found: list[str] = []
         may_pass = False
         for path in map(str, self._places):
             try:
-                made = _connect(path, self._trusted)
+                made = self._connect(path)
             except OSError as error:
                 if error.errno == errno.EAGAIN:  # a daemon is there, and those behind it are not meant
                     raise DialError(f"{path}: {_advice(error)}", may_pass=True) from error
                 may_pass = may_pass or error.errno in _TRANSIENT
                 found.append(f"{path} ({_BRIEF.get(error.errno or 0) or _advice(error)})")
             else:
-                self.path = path
+                self._dialled = path
                 return made
         raise DialError(
             f"no daemon found: looked at {', '.join(found)}; start it with `kvoffloadd serve`, or name its socket: "
@@ -83,7 +99,7 @@ class Dialer:
 
 
 class _ForeignError(OSError):
-    """A process of another user listens there."""
+    """A process of another user listens there, or may."""
 
 
 def _connect(path: str, trusted: frozenset[int]) -> socket.socket:

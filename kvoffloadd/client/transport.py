@@ -41,12 +41,13 @@ class Transport:
     """Moves bytes between the sockets and the connections' states. Every method returns at once.
 
     `current` is the present connection; `former` are ended ones that still have jobs with blocks not proven free.
+    `dialer` opens their sockets.
     """
 
     def __init__(self, dialer: Dialer, events: EventQueue, poller: Poller) -> None:
         self.current: ConnectionState | None = None
         self.former: list[ConnectionState] = []
-        self._dialer = dialer
+        self.dialer = dialer
         self._events = events
         self._poller = poller
         self._sockets: dict[ConnectionState, socket.socket] = {}
@@ -55,7 +56,7 @@ class Transport:
 
     def open(self) -> ConnectionState:
         """Opens a new connection, not greeted yet; the one before has ended. Raises DialError."""
-        made = self._dialer.dial()
+        made = self.dialer.dial()
         self.current = connection = ConnectionState(self._events)
         self._sockets[connection] = made
         self._poller.watch(made.fileno(), partial(self._readable, connection))

@@ -47,7 +47,7 @@ def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagno
 
 def _check_new_socket(path: Path, host: Host) -> Diagnosis:
     folder = path.parent
-    if folder == socketpath.private_folder(host.environment, host.uid) and os.path.lexists(folder):
+    if folder in socketpath.private_folders(host.environment, host.uid) and os.path.lexists(folder):
         try:
             socketpath.check_private(folder, host.uid)
         except ValueError as error:

@@ -123,7 +123,7 @@ class SocketPlace:
     def _make_folder(self) -> None:
         """Makes the folder of the socket, with the same mode under any umask."""
         folder = self._path.parent
-        if folder == socketpath.private_folder(os.environ, os.geteuid()):
+        if folder in socketpath.private_folders(os.environ, os.geteuid()):
             _make_private(folder)
             return
         try:
@@ -219,7 +219,7 @@ def _make_private(folder: Path) -> None:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(0o700)
-            folder.chmod(0o700)  # this process has made it, so the path leads to no other user's
+            folder.chmod(0o700)  # nobody can have replaced it: above it is /tmp, which is sticky, or a private place
         socketpath.check_private(folder, os.geteuid())
     except ValueError as error:
         raise ConfigError(f"server.socket: {error}") from None

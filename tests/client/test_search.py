@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd import socketpath
-from kvoffloadd.errors import DaemonUnreachableError
+from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError
 from kvoffloadd.testing.wait import HANG_S
 from tests.client.fake_daemon import FakeDaemon
 
@@ -20,37 +20,84 @@ MakeClient = Callable[..., Any]
 
 @pytest.fixture
 def places(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """The socket that the variable names, and the service's, which is this user's own, too."""
-    named, service = socket_dir / "named", socket_dir / "service" / "kvoffloadd.sock"
+    """Where clients look: this user's own socket, then the service's."""
+    own, service = socket_dir / "own" / "kvoffloadd.sock", socket_dir / "service" / "kvoffloadd.sock"
+    own.parent.mkdir(0o700)
     service.parent.mkdir()
-    monkeypatch.setattr(socketpath, "SERVICE_FOLDER", service.parent)
+    monkeypatch.setattr(socketpath, "SERVICE_FOLDER", socket_dir / "missing")
     monkeypatch.setattr(socketpath, "SERVICE_SOCKET", service)
-    monkeypatch.setenv(socketpath.VARIABLE, str(named))
-    return named, service
+    monkeypatch.setattr(socketpath, "own_socket", lambda _variables, _uid: own)
+    monkeypatch.setattr(socketpath, "private_folders", lambda _variables, _uid: (own.parent,))
+    return own, service
 
 
 def test_the_first_that_answers(make_client: MakeClient, places: tuple[Path, Path]) -> None:
-    named, service = places
+    own, service = places
     with FakeDaemon(str(service)):
         second = make_client(None)
         assert second.socket_path is None
         second.connect()
         assert second.socket_path == str(service)
-        with FakeDaemon(str(named)):
+        with FakeDaemon(str(own)):
             first = make_client(None)
             first.connect()
-            assert first.socket_path == str(named)
+            assert first.socket_path == str(own)
             first.close()
         second.close()
 
 
+def test_a_named_one_is_the_only_place(
+    make_client: MakeClient, places: tuple[Path, Path], socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clear that is meant for it empties no other daemon while it starts."""
+    named = socket_dir / "named"
+    monkeypatch.setenv(socketpath.VARIABLE, str(named))
+    with FakeDaemon(str(places[0])) as own, FakeDaemon(str(places[1])) as service:
+        with pytest.raises(DaemonUnreachableError, match=f"looked at {named} "):
+            make_client(None, connect_deadline_s=0.0).connect()
+        assert own.seen == service.seen == []
+        with FakeDaemon(str(named)):
+            client = make_client(None)
+            client.connect()
+            assert client.socket_path == str(named)
+            client.close()
+
+
+@pytest.mark.parametrize("how", ["a link", "a mode", "an owner"])
+def test_a_private_directory_that_others_have_made_is_passed_over(
+    make_client: MakeClient, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It could lead to any process of root or of this user, which would get the greeting; or hold clients up."""
+    own, service = places
+    if how == "a link":
+        own.parent.rmdir()
+        own.parent.symlink_to(service.parent.parent / "elsewhere")
+        own.parent.readlink().mkdir(0o700)
+    elif how == "a mode":
+        own.parent.chmod(0o755)
+    else:
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+        monkeypatch.setattr(socketpath, "trusted_uids", lambda _variables, uid: frozenset((0, uid - 1)))
+    with socket.socket(socket.AF_UNIX) as full, socket.socket(socket.AF_UNIX) as waiting, FakeDaemon(str(service)):
+        full.bind(str(own))
+        full.listen(0)
+        waiting.connect(str(own))
+        client = make_client(None, connect_deadline_s=0.0)
+        client.connect()
+        assert client.socket_path == str(service)
+        client.close()
+        with pytest.raises(DaemonUnreachableError, match=str(own.parent)):
+            make_client(str(own), connect_deadline_s=0.0).connect()
+
+
 def test_a_client_stays_with_what_it_has_found(make_client: MakeClient, places: tuple[Path, Path]) -> None:
     """Its keys are there: a daemon that restarts finds its engines again, although another one answers meanwhile."""
-    named, service = places
+    own, service = places
     client = make_client(None, connect_deadline_s=0.0)
     with FakeDaemon(str(service)):
         client.connect()
-    with FakeDaemon(str(named)):
+    with FakeDaemon(str(own)):
         with pytest.raises(DaemonUnreachableError, match=f"{service}: no such socket"):
             client.ping()
         with FakeDaemon(str(service)):
@@ -59,19 +106,34 @@ def test_a_client_stays_with_what_it_has_found(make_client: MakeClient, places: 
             client.close()
 
 
+def test_a_daemon_that_is_ending_is_not_kept_to(make_client: MakeClient, places: tuple[Path, Path]) -> None:
+    """It has taken the connection, and answers no greeting."""
+    own, service = places
+    client = make_client(None, connect_deadline_s=0.0)
+    with FakeDaemon(str(service)):
+        with FakeDaemon(str(own)) as ending:
+            ending._on_hello = lambda peer, _message: peer.hang_up()  # type: ignore[method-assign]
+            with pytest.raises(ConnectionLostError):
+                client.connect()
+            assert client.socket_path is None
+        client.connect()
+        assert client.socket_path == str(service)
+        client.close()
+
+
 def test_where_it_has_looked(make_client: MakeClient, places: tuple[Path, Path]) -> None:
-    named, service = places
+    own, service = places
     with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(named))
+        left_behind.bind(str(own))
     with pytest.raises(DaemonUnreachableError) as caught:
         make_client(None, connect_deadline_s=0.0).connect()
-    for words in (f"{named} (connection refused", f"{service} (no such socket)", "KVOFFLOADD_SOCKET"):
+    for words in (f"{own} (connection refused", f"{service} (no such socket)", "KVOFFLOADD_SOCKET"):
         assert words in str(caught.value)
 
 
 def test_a_daemon_that_is_about_to_start_is_waited_for(make_client: MakeClient, places: tuple[Path, Path]) -> None:
     """The first look finds none, since the daemon starts only then."""
-    named, _ = places
+    own, _ = places
     client = make_client(None, connect_deadline_s=HANG_S, deadline_s=HANG_S)
     search, daemons = client._core._dialer._search, []
 
@@ -79,7 +141,7 @@ def test_a_daemon_that_is_about_to_start_is_waited_for(make_client: MakeClient, 
         try:
             return search()  # type: ignore[no-any-return]
         except OSError:
-            daemons.append(FakeDaemon(str(named)).__enter__())
+            daemons.append(FakeDaemon(str(own)).__enter__())
             raise
 
     client._core._dialer._search = search_and_start
@@ -90,12 +152,12 @@ def test_a_daemon_that_is_about_to_start_is_waited_for(make_client: MakeClient, 
 
 def test_one_that_takes_nobody_in_is_not_passed_by(make_client: MakeClient, places: tuple[Path, Path]) -> None:
     """A daemon whose queue is full is there: what is meant for it is not for the next one."""
-    named, service = places
+    own, service = places
     with socket.socket(socket.AF_UNIX) as full, socket.socket(socket.AF_UNIX) as waiting, FakeDaemon(str(service)):
-        full.bind(str(named))
+        full.bind(str(own))
         full.listen(0)
-        waiting.connect(str(named))
-        with pytest.raises(DaemonUnreachableError, match=f"{named}: the daemon does not accept connections"):
+        waiting.connect(str(own))
+        with pytest.raises(DaemonUnreachableError, match=f"{own}: the daemon does not accept connections"):
             make_client(None, connect_deadline_s=0.0).connect()
 
 
@@ -104,11 +166,11 @@ def test_a_process_of_another_user(
     make_client: MakeClient, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, is_named: bool
 ) -> None:
     """Nothing is sent to it. Here this user counts as another one."""
-    named, _ = places
+    own, _ = places
     monkeypatch.setattr(socketpath, "trusted_uids", lambda _variables, _uid: frozenset())
     monkeypatch.setattr(socketpath, "_owner", lambda _folder: None)
-    with FakeDaemon(str(named)) as fake:
-        client = make_client(str(named) if is_named else None, connect_deadline_s=0.0)
+    with FakeDaemon(str(own)) as fake:
+        client = make_client(str(own) if is_named else None, connect_deadline_s=0.0)
         with pytest.raises(DaemonUnreachableError, match=f"a process of uid {os.geteuid()} listens there"):
             client.connect()
     assert fake.seen == []

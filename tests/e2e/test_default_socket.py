@@ -157,14 +157,20 @@ def test_a_variable_that_is_wrong(host: MountNamespace, value: str, reason: str)
 
 def test_nobody_else_poses_as_the_daemon(host: MountNamespace, log: Path) -> None:
     """Anybody can make a directory of any name in /tmp. A path that is named is checked, too."""
-    host.serve(*MEMORY, *FOR_ALL, "--socket", OWN, log=log, uid=OTHER)
-    host.run("chmod", "755", os.path.dirname(OWN))
-    for words in ((), ("--socket", OWN)):
-        done = host.kvoffloadd("status", *words, uid=USER)
-        assert (done.returncode, done.stdout) == (3, "")
-        assert f"a process of uid {OTHER} listens there" in done.stderr
+    theirs = "/tmp/theirs/d.sock"
+    for path in (OWN, theirs):
+        host.serve(*MEMORY, *FOR_ALL, "--socket", path, log=log, uid=OTHER)
+        host.run("chmod", "755", os.path.dirname(path))
     told = {"KVOFFLOADD_DAEMON_UID": str(OTHER)}
-    served(host.kvoffloadd("status", "--json", uid=USER, environment=told))
+    for words in ((), ("--socket", OWN)):
+        for variables in ({}, told):
+            done = host.kvoffloadd("status", *words, uid=USER, environment=variables)
+            assert (done.returncode, done.stdout) == (3, "")
+            assert f"{os.path.dirname(OWN)} belongs to uid {OTHER}" in done.stderr
+    done = host.kvoffloadd("status", "--socket", theirs, uid=USER)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert f"a process of uid {OTHER} listens there" in done.stderr
+    served(host.kvoffloadd("status", "--json", "--socket", theirs, uid=USER, environment=told))
     wrong = host.kvoffloadd("status", uid=USER, environment={"KVOFFLOADD_DAEMON_UID": "engine"})
     assert (wrong.returncode, 'KVOFFLOADD_DAEMON_UID = "engine": must be' in wrong.stderr) == (2, True)
     refused = host.kvoffloadd("serve", *MEMORY, uid=USER)

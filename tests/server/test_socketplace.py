@@ -309,7 +309,7 @@ def test_the_log_tells_once_that_nobody_can_connect(path: Path, caplog: pytest.L
 def test_a_users_own_directory_is_made_for_that_user_alone(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may not enter it, under any umask. One that somebody else may enter is refused, and stays as it is."""
     folder = socket_dir / "own"
-    monkeypatch.setattr("kvoffloadd.socketpath.private_folder", lambda _variables, _uid: folder)
+    monkeypatch.setattr("kvoffloadd.socketpath.private_folders", lambda _variables, _uid: (folder,))
     before = os.umask(0o777)
     try:
         with placed(folder / "kvo.sock"):

@@ -61,7 +61,7 @@ _shtab_kvoffloadd_clear_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--namespace[only of the namespaces whose names, as \`status namespaces\` shows them, match this shell pattern]:PATTERN:"
   "--yes[do not ask for confirmation]"
-  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -132,7 +132,7 @@ _shtab_kvoffloadd_doctor_defaults_added=0
 _shtab_kvoffloadd_drain_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--deadline-s[give up after this time\; default\: 60]:SECONDS:"
-  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -203,7 +203,7 @@ _shtab_kvoffloadd_status_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--all[show all figures of all sections]"
   "--json[print one JSON object]"
-  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
   "(*)::show all figures of these sections\: daemon, memory, cache, disk, remote, lookups, namespaces, clears, transfers, running, leases, quarantine, slow_jobs, lanes, hash_lane, devices, server, open_sessions, sessions, accounts, loop:"
 )
 
@@ -216,7 +216,7 @@ _shtab_kvoffloadd_top_options=(
   "--json[print one JSON object per line for each interval]"
   "--interval[time between updates\; default\: 1]:SECONDS:"
   "--svg[write the last screen to this SVG file]:FILE:_files"
-  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -229,7 +229,7 @@ _shtab_kvoffloadd_verify_options=(
   "--repair[drop bad records on disk\; needs --disk or --root]"
   "*--root[check the files of this disk root without a daemon\; repeatable]:PATH:_files"
   "--json[print one JSON object]"
-  "--socket[the daemon\'s\; default\: the first that answers of KVOFFLOADD_SOCKET, yours, and the service\'s]:PATH:_files"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
 )
 
 # guard to ensure default positional specs are added only once per session

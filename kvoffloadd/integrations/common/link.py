@@ -249,8 +249,10 @@ class DaemonLink:
         return self._registration
 
     def _succeeded(self) -> None:
-        self.connected = True
+        is_first, self.connected = not self.connected, True
         if self.error is None:
+            if is_first:  # ranks and scheduler look for it one by one: the log shows whether they found the same
+                self._logger.info("kvoffloadd: the daemon is at %s", self.client.socket_path)
             return
         if self._is_loss_logged:
             self._logger.info("kvoffloadd: the daemon answers again")

@@ -70,6 +70,8 @@ def note(vllm_config: Any) -> None:
     if transfer is None:
         return
     if _wants_policy(transfer.kv_connector, transfer.kv_connector_extra_config):
+        if transfer.kv_load_failure_policy != POLICY:
+            logger.info("kvoffloadd: requests whose loads fail are recomputed (kv_load_failure_policy = %s)", POLICY)
         transfer.kv_load_failure_policy = POLICY
     found: dict[Fingerprint, dict[str, Any]] = {}
     for extra in _ours(transfer.kv_connector, transfer.kv_connector_extra_config, transfer.kv_load_failure_policy):
