@@ -107,8 +107,10 @@ def test_a_user_s_own_figures_are_not_taken_for_all() -> None:
 def test_a_new_daemon_s_five_lines(start_daemon: Callable[..., Daemon]) -> None:
     shown = run(start_daemon())
     assert [each.split()[0] for each in shown.splitlines()] == ["hits", "ceiling", "memory", "disk", "engines"]
-    assert line(shown, "hits") == "no engine has asked for anything since the daemon's start"
-    assert line(shown, "ceiling") == "not known yet"
+    assert line(shown, "hits") == (
+        "no prompt was pinned since the daemon's start (SGLang pins none; its own metrics count)"
+    )
+    assert line(shown, "ceiling") == "not known: no prompt was pinned"
     assert line(shown, "memory") == "0 B of 32 MiB (0.0 %), 0 keys"
     assert line(shown, "disk") == "none"
     assert line(shown, "engines") == "none; 0 namespaces"

@@ -77,7 +77,7 @@ def _line(label: str, text: str) -> str:
 def _hits(lookups: Values) -> str:
     total = lookups["total"]
     if not total["asked"]:
-        return "no engine has asked for anything since the daemon's start"
+        return "no prompt was pinned since the daemon's start (SGLang pins none; its own metrics count)"
     blocks = f"{_percent(total['hit_rate'])} of {total['asked']:,} blocks"
     if not lookups["asked_tokens"]:
         return blocks
@@ -86,7 +86,7 @@ def _hits(lookups: Values) -> str:
 
 def _ceiling(lookups: Values) -> str:
     if not lookups["total"]["asked"]:
-        return "not known yet"
+        return "not known: no prompt was pinned"
     return f"{_percent(lookups['ceiling_rate'])} of blocks, if the cache had no bounds (an estimate)"
 
 
@@ -146,8 +146,10 @@ def _print_section(console: Console, title: str, section: Any) -> None:
     """
     if not section:
         _print_map(console, title, {"none": ""})
-    elif not isinstance(section, Mapping):
+    elif _is_rows(section):
         _print_rows(console, title, section)
+    elif not isinstance(section, Mapping):
+        _print_map(console, title, {"": ", ".join(map(str, section))})
     elif all(isinstance(value, Mapping) for value in section.values()):
         _print_rows(console, title, [{"": name, **value} for name, value in section.items()])
     else:

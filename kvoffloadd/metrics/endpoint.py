@@ -75,7 +75,7 @@ def bind(listen: str) -> socket.socket:
         if isinstance(place, str):
             return _bind_path(Path(place))
         family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
-        both = place[0] == "::" and socket.has_dualstack_ipv6()
+        both = ipaddress.ip_address(place[0]) == ipaddress.IPv6Address("::") and socket.has_dualstack_ipv6()
         return socket.create_server(place, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         raise ConfigError(f"metrics.listen: {listen} can't be used: {error.strerror or error}") from None

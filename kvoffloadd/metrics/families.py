@@ -275,7 +275,7 @@ def _disk(disk: Status) -> Iterator[Metric]:
     yield from _roots(disk.get("roots", ()))
     there = bool(disk)
     for name, key, text in (
-        ("disk_keys", "keys", "Complete keys on disk, which hit."),
+        ("disk_keys", "keys", "Keys on disk that lookups can find."),
         ("disk_records", "records", "Records on disk."),
         ("disk_cleared_records", "cleared_records", "Records of cleared namespaces that still take space."),
         ("disk_index_bytes", "index_bytes", "Private memory that the catalog of the disk tier takes."),

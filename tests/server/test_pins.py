@@ -12,10 +12,11 @@ import pytest
 
 from kvoffloadd.cache.lowertiers import GroupLookup
 from kvoffloadd.cache.memory.lease import LEASE_KEYS
+from kvoffloadd.cache.memory.lookup import TOKENS_MAX
 from kvoffloadd.errors import LeaseError, LimitError
 from kvoffloadd.model import PAGE_BYTES, BoolArray, GroupKind, GroupSchema, KeyState, U64Array
 from kvoffloadd.protocol import messages as m
-from kvoffloadd.server.session.pins import find_all
+from kvoffloadd.server.session.pins import find_all, tokens_of
 from kvoffloadd.server.session.session import Session
 from tests.cache.fakes import keys_of, store
 from tests.server.test_lease_ends import KEYS, LeaseScene, asked
@@ -96,6 +97,44 @@ async def test_what_waits_is_charged_until_it_ends(
         assert used(scene) == {}
     await scene.close()
     assert below(scene).cancelled == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "ends", "counted"),
+    [
+        (m.Pin, (0, 1), False, (32, 32)),
+        (m.Pin, (0, KEYS), False, (0, 0)),
+        (m.Pin, (0, KEYS), True, (32, 16)),  # the tiers below bring nothing
+        (m.Prefetch, (0, KEYS), True, (0, 0)),
+        (m.Prefetch, (0, 1), False, (0, 0)),
+    ],
+)
+async def test_tokens_of_a_pin_count_once_when_all_tiers_have_answered(
+    scene: LeaseScene, kind: type[m.Message], numbers: tuple[int, ...], ends: bool, counted: tuple[int, int]
+) -> None:
+    found = ask(scene.first, kind, *numbers)
+    if ends:
+        (end,) = below(scene).ends
+        end()
+    rows = scene.context.cache.lookups.figures()
+    assert (sum(row["asked_tokens"] for row in rows), sum(row["hit_tokens"] for row in rows)) == counted
+    if found.lease:
+        scene.release(scene.first, found.lease)
+    await scene.close()
+
+
+def test_a_prompt_begins_behind_what_the_engine_has_and_ends_with_its_last_key() -> None:
+    """A group of a window may begin later, and one without keys begins nowhere."""
+
+    def group(first: int, keys: int, tokens_per_key: int) -> Any:
+        schema = SimpleNamespace(tokens_per_key=tokens_per_key)
+        return SimpleNamespace(first=first, keys=np.zeros((keys, 4)), keyspace=SimpleNamespace(schema=schema))
+
+    assert tokens_of([group(2, 3, 16)]) == (32, 80)
+    assert tokens_of([group(2, 3, 16), group(2, 1, 32)]) == (32, 96)
+    assert tokens_of([group(2, 3, 16), group(0, 0, 16)]) == (32, 80)
+    assert tokens_of([group(0, 0, 16)]) == (0, 0)
+    assert tokens_of([group(0, 1, 1 << 40)]) == (0, TOKENS_MAX)
 
 
 @pytest.mark.parametrize("kind", [m.Pin, m.Prefetch])

@@ -112,7 +112,10 @@ class Catalog:
 
         Records that do not fit into the catalog any more are left out: they are garbage.
         """
-        if not disk_keyspace.open or not len(entries):
+        if not disk_keyspace.open:
+            self.count_cleared(segment, len(entries))
+            return
+        if not len(entries):
             return
         self.learn_sizes(disk_keyspace, entries["part"], entries["payload_bytes"])
         keys, parts = np.ascontiguousarray(entries["key"]), entries["part"].astype(np.uint16)
@@ -211,7 +214,7 @@ class Catalog:
 
     @property
     def cleared_records(self) -> int:
-        """Returns the number of records of cleared namespaces whose space was not used again yet."""
+        """Returns the number of records of cleared namespaces whose space has not been reused yet."""
         return self._cleared_records.total()
 
     def count_cleared(self, segment: int, records: int) -> None:
@@ -243,7 +246,7 @@ class Catalog:
         at its moment: the catalog may change before the next one. `segments` returns the tier's segments.
         """
         yield [f"catalog: {finding}" for finding in self.index.check_table()]
-        yield self._check_count()
+        yield self._check_count() + self._check_cleared(segments())
         yield self.disk_keyspaces.check() + self._check_rows_of_shelves()
         for start in range(0, self.runs.used, AUDIT_RECORDS):
             yield self._check_places(start, segments())
@@ -265,6 +268,10 @@ class Catalog:
         if taken != self.runs.taken:
             findings.append(f"catalog: keys have {taken} records, {self.runs.taken} are given out")
         return findings
+
+    def _check_cleared(self, segments: set[int]) -> list[str]:
+        gone = sorted(self._cleared_records.keys() - segments)
+        return [f"catalog: cleared records are counted in segments {gone}, which are gone"] if gone else []
 
     def _check_segment(self, segment: int) -> list[str]:
         findings, records = [], self.in_segment(segment)

@@ -209,7 +209,7 @@ class PendingPins:
     def _count_tokens(self, groups: list[GroupLookup], boundaries: bytes) -> None:
         """Counts the tokens of a pin, once it is known which of its keys have come from below."""
         if groups:
-            begin, end = _tokens(groups)
+            begin, end = tokens_of(groups)
             restorable = max(min(_reach(boundaries), end) - begin, 0)
             self.context.cache.lookups.record_tokens(groups[0].keyspace.namespace, end - begin, restorable)
 
@@ -258,12 +258,16 @@ def _used(before: list[GroupLookup], now: list[GroupLookup], hits: list[BoolArra
     return used
 
 
-def _tokens(groups: list[GroupLookup]) -> tuple[int, int]:
+def tokens_of(groups: list[GroupLookup]) -> tuple[int, int]:
     """Returns where in its prompt a request begins, behind what the engine has itself, and where it ends. A group with
-    a window may begin later than the others.
+    a window may begin later than the others; one without keys is not part of the request.
     """
-    begin = min(group.first * group.keyspace.schema.tokens_per_key for group in groups)
-    end = max((group.first + len(group.keys)) * group.keyspace.schema.tokens_per_key for group in groups)
+    spans = [
+        (group.first * tokens, (group.first + len(group.keys)) * tokens)
+        for group in groups
+        if len(group.keys) and (tokens := group.keyspace.schema.tokens_per_key)
+    ]
+    begin, end = (min(span[0] for span in spans), max(span[1] for span in spans)) if spans else (0, 0)
     return min(begin, TOKENS_MAX), min(end, TOKENS_MAX)
 
 
