@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -21,10 +20,9 @@ from kvoffloadd.testing.process import obey_signals
 from kvoffloadd.testing.program import EXIT_BAD, EXIT_INTERRUPTED
 from scripts.dist.interpreters import Interpreter, Version, at_hand, probe, promised_versions
 from scripts.dist.packages import DistError, Packages, build, check_content, check_metadata, check_stable_abi
+from scripts.dist.release import ASSIGNMENT, ROOT, VERSION_FILE
 from scripts.dist.trial import KINDS, Outcome, try_out
 from scripts.harness.program import command_line
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +89,22 @@ def _remark(outcome: Outcome) -> str:
 
 def version_of(root: Path) -> str:
     """Returns the version that the package has, without importing it."""
-    text = (root / "kvoffloadd/__init__.py").read_text(encoding="utf-8")
-    (version,) = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-    return str(version)
+    assigned = ASSIGNMENT.search((root / VERSION_FILE).read_text(encoding="utf-8"))
+    if assigned is None:
+        raise DistError(f"{VERSION_FILE} has no __version__")
+    return assigned[1]
+
+
+def named(path: Path) -> Interpreter:
+    """Returns the interpreter that the user has named. Raises DistError unless the wheel is made for it."""
+    found = probe(path)
+    if found is None:
+        raise DistError(f"--python {path}: does not run, or is no CPython with the GIL")
+    return found
 
 
 def pythons(options: argparse.Namespace) -> tuple[list[Interpreter], dict[str, str]]:
-    """Returns the interpreters to use, and why others are not used."""
+    """Returns the interpreters to use, and why others are not used. Raises DistError."""
     promised = promised_versions(ROOT / "pyproject.toml")
     if options.quick:
         this = probe(Path(sys.executable))
@@ -105,7 +112,7 @@ def pythons(options: argparse.Namespace) -> tuple[list[Interpreter], dict[str, s
         reasons = {str(version): "not used: --quick" for version in promised if version not in found}
     else:
         found = at_hand(os.environ, promised[0])
-        found = {**found, **{one.version: one for path in options.python if (one := probe(path))}}
+        found = {**found, **{one.version: one for one in map(named, options.python)}}
         reasons = {str(version): "not at hand" for version in promised if version not in found}
     unable = {one.release: "has no module venv or ensurepip" for one in found.values() if not one.makes_venvs}
     return [found[version] for version in sorted(found) if found[version].makes_venvs], reasons | unable
@@ -129,7 +136,8 @@ def carry_out(options: argparse.Namespace, scratch: Path) -> Report:
             for kind in kinds:
                 live.show(len(outcomes), f"Python {interpreter.release}, {kind.name}")
                 package = packages.source if kind.from_source else packages.wheel
-                with tempfile.TemporaryDirectory(prefix="kvo-dist-", dir="/tmp") as folder:  # its socket's path is short
+                # A socket's path is short, and TMPDIR may be anywhere.
+                with tempfile.TemporaryDirectory(prefix="kvo-dist-", dir="/tmp") as folder:
                     outcomes.append(try_out(interpreter, kind, package, version, constraints, Path(folder)))
     return Report(version, packages, findings, outcomes, skipped)
 
@@ -158,7 +166,10 @@ def _arguments() -> argparse.Namespace:
     add("--out", type=Path, default=ROOT / "dist", help="where the packages go (default: dist)")
     add("--python", type=Path, action="append", default=[], help="use this interpreter as well; can be repeated")
     add("--quick", action="store_true", help="only the wheel, this Python, and the packages that CI tests with")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.quick and options.python:
+        parser.error("--quick tries this Python alone: --python can't be used with it")
+    return options
 
 
 if __name__ == "__main__":

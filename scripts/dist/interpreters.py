@@ -59,7 +59,12 @@ def candidates(environment: Mapping[str, str]) -> list[Path]:
         if re.fullmatch(r"python3(\.\d+)?", path.name) and os.access(path, os.X_OK)
     ]
     root = Path(environment.get("PYENV_ROOT") or Path(environment.get("HOME", "/"), ".pyenv"))
-    return [*on_path, *sorted(root.glob("versions/*/bin/python3"), reverse=True)]
+    return [*on_path, *sorted(root.glob("versions/*/bin/python3"), key=_numbers, reverse=True)]
+
+
+def _numbers(path: Path) -> list[int]:
+    """Returns the numbers in the path, by which 3.11.10 comes after 3.11.9."""
+    return [int(number) for number in re.findall(r"\d+", str(path))]
 
 
 def probe(path: Path) -> Interpreter | None:
@@ -80,9 +85,9 @@ def choose(found: Iterable[Interpreter], oldest: Version) -> dict[Version, Inter
     """Returns one interpreter for each version from `oldest` on: the first that makes venvs, else the first."""
     chosen: dict[Version, Interpreter] = {}
     for one in found:
-        if one.version >= oldest and not (one.version in chosen and chosen[one.version].makes_venvs):
-            if one.makes_venvs or one.version not in chosen:
-                chosen[one.version] = one
+        present = chosen.get(one.version)
+        if one.version >= oldest and (present is None or (one.makes_venvs and not present.makes_venvs)):
+            chosen[one.version] = one
     return dict(sorted(chosen.items()))
 
 

@@ -9,14 +9,31 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffloadd.testing.wait import HANG_S
 
 BUILD_S, CHECK_S = 10 * HANG_S, 2 * HANG_S
+OLDEST_GLIBC = (2, 17)
+"""What docs/OPERATIONS.md promises."""
 HELPER = "kvoffloadd/native/_native.abi3.so"
+
+
+_PYTHON_SETTINGS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "VIRTUAL_ENV")
+
+
+def without_settings(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables without those by which a Python finds more than its venv has, and without those of pip and
+    of kvoffloadd, so that packages are the same whoever makes and tries them. Which index pip uses is kept.
+    """
+    settings = ("KVOFFLOADD_", "PIP_CONSTRAINT", "PIP_REQUIREMENT", "PIP_NO_", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _PYTHON_SETTINGS and not name.startswith(settings)
+    }
 
 
 class DistError(Exception):
@@ -41,11 +58,11 @@ def run_tool(*command: str, limit_s: float) -> subprocess.CompletedProcess[str]:
     """Runs a tool of this environment; its programs are found before those of the PATH. Both streams come as one.
     Raises DistError if it hangs.
     """
-    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
         return subprocess.run(
-            [sys.executable, "-m", *command], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            check=False, timeout=limit_s,
+            [sys.executable, "-m", *command], env=without_settings(os.environ) | {"PATH": path},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=limit_s,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise DistError(f"{command[0]} hangs, after {limit_s:.0f} s") from None
@@ -66,7 +83,7 @@ def copy_tracked(root: Path, folder: Path) -> None:
 
 def build(root: Path, scratch: Path, target: Path) -> Packages:
     """Builds the source package from the checkout, the wheel from the source package, and puts both into `target`,
-    instead of those that are there.
+    instead of other versions of them.
     """
     copy_tracked(root, scratch / "tree")
     built = scratch / "built"
@@ -77,10 +94,15 @@ def build(root: Path, scratch: Path, target: Path) -> Packages:
     # It names the oldest glibc that will do; package indexes refuse the name that setuptools gives.
     _need(run_tool("auditwheel", "repair", "--wheel-dir", str(scratch / "repaired"), str(wheel), limit_s=BUILD_S))
     (repaired,) = (scratch / "repaired").glob("*.whl")
+    return Packages(*replace([repaired, source], target))
+
+
+def replace(built: Sequence[Path], target: Path) -> list[Path]:
+    """Puts the packages into the folder, instead of those of kvoffloadd that are there, and returns their paths."""
     target.mkdir(parents=True, exist_ok=True)
-    for old in (*target.glob("*.whl"), *target.glob("*.tar.gz")):
+    for old in (*target.glob("kvoffloadd-*.whl"), *target.glob("kvoffloadd-*.tar.gz")):
         old.unlink()
-    return Packages(Path(shutil.copy2(repaired, target)), Path(shutil.copy2(source, target)))
+    return [Path(shutil.copy2(package, target)) for package in built]
 
 
 def _need(done: subprocess.CompletedProcess[str]) -> None:
@@ -111,8 +133,11 @@ def check_content(packages: Packages, version: str) -> list[str]:
         for package in (packages.wheel, packages.source)
         if not package.name.startswith(f"kvoffloadd-{version}{'-' if package is packages.wheel else '.tar'}")
     ]
-    if not re.fullmatch(r"cp311-abi3-manylinux_\d+_\d+_\w+", packages.tag):
+    matched = re.fullmatch(r"cp311-abi3-manylinux_(\d+)_(\d+)_\w+", packages.tag)
+    if matched is None:
         found.append(f"wheel: not for all versions of Python and every Linux, but {packages.tag}")
+    elif (int(matched[1]), int(matched[2])) > OLDEST_GLIBC:
+        found.append(f"wheel: needs a newer glibc than {'.'.join(map(str, OLDEST_GLIBC))}: {packages.tag}")
     if compiled := _unlike([name for name in in_wheel if name.endswith(".so")], [HELPER]):
         found.append(f"wheel: compiled modules: {compiled}")
     folders = sorted({name.split("/")[0] for name in in_wheel})

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GIT_S = 120.0
 VERSION_FILE, CHANGELOG = Path("kvoffloadd/__init__.py"), Path("CHANGELOG.md")
 UNRELEASED = "## [Unreleased]"
-_ASSIGNMENT = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
+ASSIGNMENT = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 
 
 class ReleaseError(Exception):
@@ -39,9 +39,12 @@ class Release:
 
 def git(root: Path, *words: str, text: str | None = None) -> str:
     """Returns git's standard output. Raises ReleaseError."""
-    done = subprocess.run(
-        ["git", *words], cwd=root, input=text, capture_output=True, text=True, check=False, timeout=GIT_S
-    )
+    try:
+        done = subprocess.run(
+            ["git", *words], cwd=root, input=text, capture_output=True, text=True, check=False, timeout=GIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ReleaseError(f"git {words[0]} hangs, after {GIT_S:.0f} s; does it wait for a password?") from None
     if done.returncode:
         raise ReleaseError(f"git {words[0]} failed: {(done.stderr or done.stdout).strip()}")
     return done.stdout
@@ -54,7 +57,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 def plan(version: str, date: str, version_file: str, changelog: str) -> Release:
     """Returns what a release on this date changes. Raises ReleaseError."""
-    present = _ASSIGNMENT.search(version_file)
+    present = ASSIGNMENT.search(version_file)
     if present is None:
         raise ReleaseError(f"{VERSION_FILE} has no __version__")
     if numbers(version) < numbers(present[1]):
@@ -71,13 +74,15 @@ def plan(version: str, date: str, version_file: str, changelog: str) -> Release:
     return Release(
         version,
         notes,
-        _ASSIGNMENT.sub(f'__version__ = "{version}"', version_file),
+        ASSIGNMENT.sub(f'__version__ = "{version}"', version_file),
         f"{before}{heading}\n## [{version}] - {date}\n\n{notes}\n{mark}{older}",
     )
 
 
 def check_ready(root: Path, version: str) -> None:
-    """Raises ReleaseError unless the checkout is clean and the version has no tag."""
+    """Raises ReleaseError unless a branch is checked out, the checkout is clean and the version has no tag."""
+    if not git(root, "branch", "--show-current").strip():
+        raise ReleaseError("no branch is checked out, so nothing would keep the commit: git switch BRANCH")
     if changed := git(root, "status", "--porcelain"):
         raise ReleaseError(f"the checkout is not clean; commit or remove:\n{changed.rstrip()}")
     if git(root, "tag", "--list", f"v{version}"):
@@ -99,17 +104,26 @@ def make(root: Path, version: str, date: str) -> Release:
         message = f"kvoffloadd {version}\n\n{release.notes}\n"
         git(root, "tag", "--annotate", "--cleanup=whitespace", "--file=-", f"v{version}", text=message)
     except BaseException:
-        # The checkout was clean: nothing of anybody's is lost.
-        git(root, "reset", "--quiet", "--hard", before)
+        undo(root, before, version)
         raise
     return release
+
+
+def undo(root: Path, before: str, version: str) -> None:
+    """Takes back what `make` has done since `before`, a commit. Other files are left as they are: somebody may have
+    written to one meanwhile.
+    """
+    git(root, "reset", "--quiet", "--soft", before)
+    git(root, "restore", "--staged", "--worktree", "--", str(VERSION_FILE), str(CHANGELOG))
+    if git(root, "tag", "--list", f"v{version}"):
+        git(root, "tag", "--delete", f"v{version}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", help="such as 1.2.3")
     version = parser.parse_args().version
-    if not re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", version):
+    if not re.fullmatch(r"(0|[1-9]\d*)(\.(0|[1-9]\d*)){2}", version, re.ASCII):
         parser.error(f'"{version}" is not of the form 1.2.3')
     try:
         release = make(ROOT, version, f"{datetime.now(UTC):%Y-%m-%d}")
@@ -119,7 +133,7 @@ def main() -> int:
     print(release.notes)
     print(
         f"\nrelease: {version} is committed and tagged as v{version}, here only. Next: `make dist`, then "
-        f"`git push --follow-tags`. To undo: `git tag --delete v{version} && git reset --hard HEAD~1`."
+        f"`git push --follow-tags`. To undo: `git tag --delete v{version} && git reset --keep HEAD~1`."
     )
     return 0
 

@@ -12,12 +12,14 @@ from pathlib import Path
 
 from kvoffloadd.testing.wait import HANG_S, until
 from scripts.dist.interpreters import Interpreter
+from scripts.dist.packages import without_settings
 
 INSTALL_S, DEMO_S, COMMAND_S = 10 * HANG_S, 5 * HANG_S, 2 * HANG_S
 DEMO = ("demo", "--turns", "24", "--memory", "64MiB")
 """A tenth of the turns: every part of the demo, in some seconds."""
+GENERATED = (("man",), ("completion", "bash"), ("completion", "zsh"), ("completion", "fish"))
+"""Commands that print a file of the package."""
 _HELPER = "import kvoffloadd.native.loader as it; print(it.__file__, it.HELPER is not None)"
-_HIDDEN = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "VIRTUAL_ENV", "PIP_CONSTRAINT")
 
 
 class TrialError(Exception):
@@ -43,8 +45,8 @@ KINDS = (
 
 
 def user_environment(kind: Kind) -> dict[str, str]:
-    """Returns this process's variables, without those by which a Python finds more than its venv has."""
-    return {name: value for name, value in os.environ.items() if name not in _HIDDEN} | dict(kind.variables)
+    """Returns this process's variables as a user would have them."""
+    return without_settings(os.environ) | dict(kind.variables)
 
 
 class Trial:
@@ -59,13 +61,17 @@ class Trial:
     def run(self, package: Path, version: str, constraints: Path | None) -> None:
         """Goes through all steps. Raises TrialError."""
         self._step("venv", str(self._interpreter.path), "-m", "venv", str(self._bin.parent), limit_s=INSTALL_S)
-        pip = [str(self._bin / "python"), "-m", "pip", "--no-input", "--disable-pip-version-check", "install", "--quiet"]
+        python = str(self._bin / "python")
+        pip = [python, "-m", "pip", "--no-input", "--disable-pip-version-check", "install", "--quiet"]
         within = ["--constraint", str(constraints)] if constraints else []
         self._step("pip install", *pip, *within, str(package), limit_s=INSTALL_S)
         self._check_helper()
         told = self._kvoffloadd("--version")
         if told != f"kvoffloadd {version}":
             raise TrialError(f"--version: {told!r}, not {version}")
+        for command in GENERATED:
+            if not self._kvoffloadd(*command):
+                raise TrialError(f"{' '.join(command)}: prints nothing")
         self._kvoffloadd(*DEMO, limit_s=DEMO_S)
         self._serve_and_ask()
 

@@ -12,8 +12,9 @@ import pytest
 
 from kvoffloadd import socketpath
 from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError
+from kvoffloadd.protocol import messages as m
 from kvoffloadd.testing.wait import HANG_S
-from tests.client.fake_daemon import FakeDaemon
+from tests.client.fake_daemon import FakeDaemon, FakeSession
 
 MakeClient = Callable[..., Any]
 
@@ -106,13 +107,19 @@ def test_a_client_stays_with_what_it_has_found(make_client: MakeClient, places: 
             client.close()
 
 
-def test_a_daemon_that_is_ending_is_not_kept_to(make_client: MakeClient, places: tuple[Path, Path]) -> None:
+def hang_up(peer: FakeSession, _message: m.Hello) -> None:
+    peer.hang_up()
+
+
+def test_a_daemon_that_is_ending_is_not_kept_to(
+    make_client: MakeClient, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has taken the connection, and answers no greeting."""
     own, service = places
     client = make_client(None, connect_deadline_s=0.0)
     with FakeDaemon(str(service)):
         with FakeDaemon(str(own)) as ending:
-            ending._on_hello = lambda peer, _message: peer.hang_up()  # type: ignore[method-assign]
+            monkeypatch.setattr(ending, "_on_hello", hang_up)
             with pytest.raises(ConnectionLostError):
                 client.connect()
             assert client.socket_path is None

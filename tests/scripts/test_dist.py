@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from kvoffloadd import __version__
 from kvoffloadd.testing.process import ROOT
-from scripts.dist.__main__ import Report
+from scripts.dist.__main__ import Report, named, version_of
 from scripts.dist.interpreters import Interpreter, Version, at_hand, promised_versions
-from scripts.dist.packages import HELPER, DistError, Packages, check_content, copy_tracked
+from scripts.dist.packages import HELPER, DistError, Packages, check_content, copy_tracked, replace, without_settings
 from scripts.dist.trial import KINDS, Outcome, try_out
 
 OLDEST = Version(3, 11)
@@ -90,6 +91,30 @@ def test_this_interpreter_is_found() -> None:
     assert at_hand(environment, version)[version].release == sys.version.split()[0]
 
 
+def test_the_newest_of_pyenv_comes_first(tmp_path: Path) -> None:
+    """Its numbers are compared, not their text."""
+    versions = tmp_path / ".pyenv/versions"
+    for release in ("3.12.9", "3.12.10", "3.9.30"):
+        answers(versions / release / "bin/python3", f"[{release.replace('.', ', ')}, true, true]")
+    (found,) = at_hand({"HOME": str(tmp_path)}, OLDEST).values()
+    assert found.release == "3.12.10"
+
+
+def test_an_interpreter_that_is_named_is_tried_or_reported(tmp_path: Path) -> None:
+    """Nobody takes its absence from the table for a success."""
+    assert named(answers(tmp_path / "mine", "[3, 12, 1, true, true]")).release == "3.12.1"
+    for path in (tmp_path / "missing", answers(tmp_path / "pypy", "[3, 12, 0, false, true]")):
+        with pytest.raises(DistError, match=f"--python {path}: does not run"):
+            named(path)
+
+
+def test_quick_takes_no_interpreter() -> None:
+    command = [sys.executable, "-m", "scripts", "dist", "--quick", "--python", sys.executable]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--python can't be used with it" in done.stderr
+
+
 def test_promised_versions_begin_with_the_oldest_that_is_accepted() -> None:
     promised = promised_versions(ROOT / "pyproject.toml")
     assert f'requires-python = ">={promised[0]}"' in (ROOT / "pyproject.toml").read_text()
@@ -123,6 +148,25 @@ def test_without_git_nothing_is_packed(tmp_path: Path) -> None:
         copy_tracked(tmp_path, tmp_path / "copy")
 
 
+def test_older_packages_go_and_other_files_stay(tmp_path: Path) -> None:
+    target, new = tmp_path / "dist", tmp_path / "new"
+    for name in (WHEEL.replace("1.2.3", "1.2.2"), SOURCE.replace("1.2.3", "1.2.2"), "other-1.0.tar.gz", "notes"):
+        program(target / name, "old")
+    replace([program(new / WHEEL, "new"), program(new / SOURCE, "new")], target)
+    assert sorted(path.name for path in target.iterdir()) == sorted([WHEEL, SOURCE, "other-1.0.tar.gz", "notes"])
+
+
+def test_settings_of_whoever_calls_do_not_count() -> None:
+    """Except for the index of packages, without which nothing could be installed."""
+    kept = {"PATH": "/bin", "HOME": "/home/a", "PIP_INDEX_URL": "https://example.org", "PYENV_ROOT": "/pyenv"}
+    settings = ("PYTHONPATH", "VIRTUAL_ENV", "KVOFFLOADD_SOCKET", "KVOFFLOADD_DAEMON_UID", "PIP_CONSTRAINT")
+    assert without_settings(kept | dict.fromkeys((*settings, "PIP_NO_DEPS", "PIP_NO_BINARY"), "1")) == kept
+
+
+def test_the_version_is_of_the_package() -> None:
+    assert version_of(ROOT) == __version__
+
+
 def packages(
     folder: Path, *, wheel: str = WHEEL, in_wheel: tuple[str, ...] = IN_WHEEL, in_source: tuple[str, ...] = IN_SOURCE
 ) -> Packages:
@@ -150,6 +194,7 @@ def test_good_content(tmp_path: Path) -> None:
         (WHEEL, IN_WHEEL, (*IN_SOURCE, "tests/test_a.py"), "does not belong there: tests/test_a.py"),
         (WHEEL, IN_WHEEL, IN_SOURCE[1:], "has no LICENSE"),
         ("kvoffloadd-1.2.3-cp311-abi3-linux_x86_64.whl", IN_WHEEL, IN_SOURCE, "cp311-abi3-linux_x86_64"),
+        (WHEEL.replace("2_17", "2_34"), IN_WHEEL, IN_SOURCE, "needs a newer glibc than 2.17"),
         ("kvoffloadd-1.2.3-py3-none-any.whl", IN_WHEEL, IN_SOURCE, "py3-none-any"),
         (WHEEL.replace("1.2.3", "1.2.2"), IN_WHEEL, IN_SOURCE, "not of version 1.2.3"),
     ],
@@ -219,6 +264,8 @@ import json, os, pathlib, signal, sys, time
 fault, command = os.environ["FAULT"], sys.argv[1]
 if command == "--version":
     print("kvoffloadd 1.2.2" if fault == "version" else "kvoffloadd 1.2.3")
+elif command in ("man", "completion"):
+    print("" if fault == sys.argv[-1] else "a page")
 elif command == "demo":
     sys.exit(fault == "demo")
 elif command == "status":
@@ -259,6 +306,8 @@ def test_a_trial_without_fault(fake: Interpreter, tmp_path: Path, monkeypatch: p
         ("place", "import: not from the venv"),
         ("helper", "the C helper is missing"),
         ("version", "--version: 'kvoffloadd 1.2.2', not 1.2.3"),
+        ("man", "man: prints nothing"),
+        ("fish", "completion fish: prints nothing"),
         ("demo", "demo: status 1"),
         ("start", "no memory"),
         ("status", "refused"),

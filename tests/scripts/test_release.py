@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.testing.process import ROOT
+from scripts.dist.release import undo
 
 OLD = """# Changelog
 
@@ -113,6 +114,10 @@ def tagged(root: Path) -> None:
     git(root, "tag", "v0.2.0")
 
 
+def detached(root: Path) -> None:
+    git(root, "switch", "--quiet", "--detach")
+
+
 def empty(root: Path) -> None:
     (root / "CHANGELOG.md").write_text(OLD.replace("### Added\n\n- A wheel.\n", "### Added\n"))
     git(root, "commit", "--quiet", "--all", "--message=Empty")
@@ -153,6 +158,7 @@ def locked_tags(root: Path) -> None:
         (dirty, "the checkout is not clean; commit or remove:\n M CHANGELOG.md"),
         (stray, "?? stray"),
         (tagged, "the tag v0.2.0 exists already"),
+        (detached, "no branch is checked out"),
         (empty, 'has no entries below "## [Unreleased]"'),
         (no_section, 'has no section "## [Unreleased]"'),
         (has_section, "has a section for 0.2.0 already"),
@@ -171,7 +177,27 @@ def test_what_keeps_it_from_changing_anything(checkout: Path, prepare: object, t
     assert state(checkout) == before
 
 
-@pytest.mark.parametrize("version", ["", "1", "1.2", "v1.2.3", "1.2.3rc1", "01.2.3", "1.2.3.4"])
+def test_what_others_write_meanwhile_stays(checkout: Path) -> None:
+    """The hook that refuses the commit has changed another file, as a formatter does."""
+    refusing_hook(checkout)
+    hook = checkout / ".git/hooks/pre-commit"
+    hook.write_text("#!/bin/sh\necho more >> CONTRIBUTING\nexit 1\n")
+    (checkout / "CONTRIBUTING").write_text("some\n")
+    git(checkout, "add", "CONTRIBUTING")
+    git(checkout, "commit", "--quiet", "--no-verify", "--message=More")
+    assert release(checkout, "0.2.0").returncode == 1
+    assert (checkout / "CONTRIBUTING").read_text() == "some\nmore\n"
+    assert state(checkout)[1:] == ["", " M CONTRIBUTING\n"]
+
+
+def test_a_release_that_is_interrupted_after_its_tag_is_taken_back(checkout: Path) -> None:
+    before = state(checkout)
+    assert release(checkout, "0.2.0").returncode == 0
+    undo(checkout, before[0].splitlines()[0], "0.2.0")
+    assert state(checkout) == before
+
+
+@pytest.mark.parametrize("version", ["", "1", "1.2", "v1.2.3", "1.2.3rc1", "01.2.3", "1.2.3.4", "1.2.٣"])
 def test_what_is_no_version(checkout: Path, version: str) -> None:
     before = state(checkout)
     done = release(checkout, version)
