@@ -43,7 +43,7 @@ from kvoffloadd.device.userfaultguard import UserfaultGuard
 from kvoffloadd.errors import ConfigError, ResourceError
 from kvoffloadd.linux.hugepages import why_not_transparent
 from kvoffloadd.linux.memorylimits import check_memory_fits, has_memory_limit, worker_totals
-from kvoffloadd.linux.numa import cpus_near, has_policy, interleave, memory_nodes
+from kvoffloadd.linux.numa import cpus_near, place_memory
 from kvoffloadd.linux.standarderror import leave
 from kvoffloadd.linux.systemd import Systemd
 from kvoffloadd.log import log_held_back, log_held_back_forever
@@ -95,8 +95,14 @@ CLOSE_S = 5.0
 """The time that the lanes have to end once all sessions are gone."""
 
 
-def run(config: Config, faults: str = "", read_config: Callable[[], Config] | None = None) -> int:
+def run(
+    config: Config,
+    faults: str = "",
+    read_config: Callable[[], Config] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> int:
     """Serves until SIGTERM or SIGINT. Returns the exit status. `read_config`: reads the config again at SIGHUP.
+    `check`: is called once no other daemon can have this one's place, and raises ConfigError.
 
     Raises:
         ConfigError: the daemon can't start.
@@ -114,11 +120,12 @@ def run(config: Config, faults: str = "", read_config: Callable[[], Config] | No
     place = SocketPlace(config.server.socket, config.server.socket_mode, systemd.listening())
     place.claim()
     try:
+        check()
         listen = config.metrics.listen
         # before any peer connects, so that a failure here ends no session
         metrics = endpoint.bind(listen) if listen else None
         listener = place.listen()
-        _place_memory(config.memory.numa)
+        place_memory(config.memory.numa)
         with startup.refusals():
             pool = _pool(config, systemd)
         daemon = Daemon(config, place, listener, metrics, pool, planted, switches, systemd)
@@ -179,21 +186,6 @@ def _await_room(check: Callable[[T], None], room: T, patience_s: float) -> None:
         else:
             return
     check(room)
-
-
-def _place_memory(setting: str | tuple[int, ...]) -> None:
-    """Applies `memory.numa` to the memory that this thread, and threads that it makes, touch first from now on."""
-    chosen = memory_nodes(setting)
-    if not chosen:
-        return
-    try:
-        if setting == "auto" and has_policy():
-            return  # numactl, or a unit's NUMAPolicy=, has chosen the nodes
-        interleave(chosen)
-    except ResourceError as error:
-        log.warning("memory.numa: the kernel does not spread memory over NUMA nodes: %s", error)
-    else:
-        log.info("memory: spread over NUMA nodes %s", ", ".join(map(str, chosen)))
 
 
 def _holes(fill: bool | str) -> UserfaultGuard | None:

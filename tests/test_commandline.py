@@ -16,12 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from kvoffloadd import __version__
 from kvoffloadd.cli import main
 from kvoffloadd.cli.about import GENERATED, SHELLS
 from kvoffloadd.cli.arguments import COMMANDS, make_parser
 from kvoffloadd.cli.parser import commands_of
+from kvoffloadd.storage.disk.files import Files
+from kvoffloadd.storage.disk.manifest import MANIFEST_NAME
+from kvoffloadd.storage.disk.opening import open_root
 from kvoffloadd.testing.wait import HANG_S
 from scripts.command_files import command_files
 from scripts.harness.daemon import Daemon
@@ -329,27 +333,65 @@ def test_serve_says_which_of_the_config_s_roots_it_has(start_daemon: Callable[..
     assert daemon.says("WARNING")
 
 
+def serve_on(socket_dir: Path, *roots: Path) -> tuple[int, str, str]:
+    """Serves on these roots, and a daemon that is refused leaves no socket."""
+    disks = [word for root in roots for word in ("--disk", f"{root}=32MiB")]
+    ended = run("serve", "--socket", str(socket_dir / "k.sock"), "--memory", "16MiB", *disks)
+    assert not (socket_dir / "k.sock").exists()
+    return ended
+
+
 @pytest.mark.parametrize(
     ("path", "found", "remedy"),
     [
         ("missing/root", "does not exist", "correct the path, or mount its file system; then install -d -m 700 -o "),
         ("open", "has mode 755, so that other users may enter it", "install -d -m 700 -o "),
         ("file", "is not a directory", "name a directory of its own"),
+        ("/proc/root", "", "install -d -m 700 -o "),  # where nobody can make a directory, whatever permissions say
     ],
 )
 def test_serve_refuses_a_disk_that_it_can_not_use(socket_dir: Path, path: str, found: str, remedy: str) -> None:
     (socket_dir / "open").mkdir()
     (socket_dir / "open").chmod(0o755)
     (socket_dir / "file").touch()
-    good = socket_dir / "good"
-    good.mkdir(0o700)
-    code, out, err = run(
-        *("serve", "--socket", str(socket_dir / "k.sock"), "--memory", "16MiB"),
-        *("--disk", f"{good}=32MiB", "--disk", f"{socket_dir}/{path}=32MiB"),
-    )
+    (socket_dir / "good").mkdir(0o700)
+    code, out, err = serve_on(socket_dir, socket_dir / "good", socket_dir / path)
     assert (code, out) == (2, "")
     heading, problem, advice = err.splitlines()
     assert heading == "kvoffloadd: --disk can't be used:"
-    assert problem.startswith(f"disk {socket_dir}/{path}: {found}")
-    assert advice.startswith(f"  -> {remedy}")
-    assert not (socket_dir / "k.sock").exists()
+    assert problem.startswith(f"disk {socket_dir / path}: {found}")
+    assert remedy in advice
+    assert advice.startswith("  -> ")
+
+
+def test_serve_refuses_a_disk_of_another_daemon(socket_dir: Path) -> None:
+    root = socket_dir / "root"
+    fds = open_root(Files(), root, make_root=True, make_segments=True, make_lock=True)
+    try:
+        code, _, err = serve_on(socket_dir, root)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert code == 2
+    assert f"disk {root}: is in use by another process\n  -> end that daemon" in err
+
+
+def test_serve_refuses_a_disk_of_a_newer_version(socket_dir: Path) -> None:
+    """It does not take its clears for damage."""
+    root = socket_dir / "root"
+    root.mkdir(0o700)
+    text = b'{"version": 99}\n'
+    (root / MANIFEST_NAME).write_bytes(text + b"xxh3_128 " + xxhash.xxh3_128_hexdigest(text).encode() + b"\n")
+    code, _, err = serve_on(socket_dir, root)
+    assert code == 2
+    assert f"disk {root}: the manifest has version 99" in err
+
+
+def test_serve_looks_for_another_daemon_before_disks(start_daemon: Callable[..., Daemon], tmp_path: Path) -> None:
+    """The same command, typed twice: the disk is in use, too, but that is not the reason."""
+    disk = ("--disk", f"{tmp_path}/root=32MiB")
+    daemon = start_daemon(memory="16MiB", options=disk)
+    code, _, err = run("serve", "--socket", str(daemon.socket), "--memory", "16MiB", *disk)
+    assert code == 2
+    assert str(daemon.socket) in err
+    assert "--disk" not in err

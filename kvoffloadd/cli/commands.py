@@ -36,15 +36,14 @@ PLAN_TERMS = ("tp", "pack_size", "kv_dtype", "hybrid", "share_tp", "prompt_token
 def serve(arguments: argparse.Namespace) -> int:
     standarderror.take_over()
     chosen = _load(arguments)
-    if arguments.disk:
-        _check_given_roots(chosen.disk)
     # Imported here, as in the other commands: each loads only what it needs, and a wrong config is reported before
     # that.
     from kvoffloadd import log
     from kvoffloadd.daemon import run
 
     log.setup(chosen.log)
-    return run(chosen, arguments.faults, lambda: _load(arguments))
+    typed = chosen.disk if arguments.disk else config.DiskConfig()
+    return run(chosen, arguments.faults, lambda: _load(arguments), lambda: _check_given_roots(typed))
 
 
 def _check_given_roots(disk: config.DiskConfig) -> None:
@@ -52,9 +51,11 @@ def _check_given_roots(disk: config.DiskConfig) -> None:
     without them and takes them in when they come. Whoever types a path waits for an answer.
     """
     from kvoffloadd.doctor import Host, Verdict
-    from kvoffloadd.doctor.places import check_disks
+    from kvoffloadd.doctor.places import check_disks, try_disks
 
-    found = [one for one in check_disks(disk, Host.here()) if one.verdict is Verdict.PROBLEM]
+    host = Host.here()
+    found = [one for one in check_disks(disk, host) if one.verdict is Verdict.PROBLEM]
+    found = found or list(try_disks(disk, host))
     if found:
         lines = (f"{one.subject}: {one.found}\n  -> {one.remedy}" for one in found)
         raise errors.ConfigError("\n".join(["--disk can't be used:", *lines]))

@@ -21,8 +21,9 @@ from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.linux.mounts import file_system
 from kvoffloadd.storage.arenafile import block_bytes, file_bytes
-from kvoffloadd.storage.disk.files import DiskError, Files, describe_error
-from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, Abilities, probe
+from kvoffloadd.storage.disk.files import DiskError, DiskVersionError, Files, describe_error
+from kvoffloadd.storage.disk.manifest import read_manifest_in
+from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, Abilities, open_root, probe
 from kvoffloadd.units import format_bytes, format_path
 
 ANSWER_S = 10.0
@@ -160,12 +161,43 @@ def check_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Ite
         yield ok("disk tier", "none: disk.roots is empty")
     for root in disk.roots:
         answers = _within(answer_s, lambda root=root: list(_check_root(root, disk, host)))  # type: ignore[misc]
-        if answers is None:
-            yield problem(
-                _subject(root), f"does not answer within {answer_s:.0f} s", "check dmesg, SMART and the mount"
-            )
-        else:
-            yield from answers
+        yield from [_slow(root, answer_s)] if answers is None else answers
+
+
+def try_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Iterator[Diagnosis]:
+    """Opens each root as a daemon does at its start, which makes what is absent, and closes it again. Yields problems
+    alone. No daemon of this config may be running.
+    """
+    for root in disk.roots:
+        answers = _within(answer_s, lambda root=root: list(_try_root(root, host)))  # type: ignore[misc]
+        yield from [_slow(root, answer_s)] if answers is None else answers
+
+
+def _try_root(root: DiskRoot, host: Host) -> Iterator[Diagnosis]:
+    files, subject = Files(), _subject(root)
+    try:
+        fds = open_root(files, root.path, make_root=True, make_segments=True, make_lock=True)
+    except BlockingIOError:
+        yield problem(subject, "is in use by another process", "end that daemon, or name another directory")
+        return
+    except (DiskError, OSError) as error:
+        yield problem(subject, f"can't be opened: {describe_error(error)}", _make(root.path, host))
+        return
+    try:
+        read_manifest_in(files, fds[0])
+    except DiskVersionError as error:
+        yield problem(subject, str(error), "name another directory, or use the version of kvoffloadd that wrote this")
+    except DiskError:
+        pass  # a daemon starts with an empty root
+    except OSError as error:
+        yield problem(subject, f"can't be read: {describe_error(error)}", "check dmesg, SMART and the mount")
+    finally:
+        for fd in fds:
+            files.close(fd)
+
+
+def _slow(root: DiskRoot, answer_s: float) -> Diagnosis:
+    return problem(_subject(root), f"does not answer within {answer_s:.0f} s", "check dmesg, SMART and the mount")
 
 
 def _within(limit_s: float, work: Callable[[], list[Diagnosis]]) -> list[Diagnosis] | None:

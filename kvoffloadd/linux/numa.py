@@ -6,6 +6,7 @@ The kernel's files are read below a `root`, where proc and sys are mounted.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import platform
 import re
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffloadd.errors import ConfigError, ResourceError
+
+log = logging.getLogger(__name__)
 
 _NODES = Path("sys/devices/system/node")
 _PCI_DEVICES = Path("sys/bus/pci/devices")
@@ -114,6 +117,21 @@ def has_policy() -> bool:
     mode = ctypes.c_int()
     _call(1, ctypes.byref(mode), None, ctypes.c_ulong(0), None, ctypes.c_ulong(0))
     return mode.value != _DEFAULT
+
+
+def place_memory(setting: str | tuple[int, ...]) -> None:
+    """Applies `memory.numa` to the memory that this thread, and threads that it makes, touch first from now on."""
+    chosen = memory_nodes(setting)
+    if not chosen:
+        return
+    try:
+        if setting == "auto" and has_policy():
+            return  # numactl, or a unit's NUMAPolicy=, has chosen the nodes
+        interleave(chosen)
+    except ResourceError as error:
+        log.warning("memory.numa: the kernel does not spread memory over NUMA nodes: %s", error)
+    else:
+        log.info("memory: spread over NUMA nodes %s", ", ".join(map(str, chosen)))
 
 
 def _call(which: int, *arguments: object) -> None:
