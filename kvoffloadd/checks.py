@@ -5,8 +5,9 @@ from __future__ import annotations
 import ipaddress
 import os
 import pwd
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from kvoffloadd.linux.sockets import PATH_BYTES_MAX
@@ -79,12 +80,12 @@ def flag_or_auto(value: object) -> bool | str:
     return value
 
 
-def choice(*names: str) -> Check[str]:
-    """One of a few words."""
+def choice(*names: str, also: Mapping[str, str] = MappingProxyType({})) -> Check[str]:
+    """One of a few words. `also`: other words that people use, and which of the names is meant."""
 
     def check(value: object) -> str:
         if not isinstance(value, str) or value not in names:
-            close = closest(value, names) if isinstance(value, str) else ""
+            close = also.get(value) or closest(value, names) if isinstance(value, str) else ""
             hint = f'; did you mean "{close}"?' if close else ""
             raise ValueError("must be one of " + ", ".join(f'"{name}"' for name in names) + hint)
         return value

@@ -149,7 +149,7 @@ class RemoteConfig:
     is cut to a sixteenth of memory. "memory" is the engine of tests; its store is a directory of this host.
     """
 
-    engine: str = _key("", checks.choice("", "mooncake", "valkey", "memory"))
+    engine: str = _key("", checks.choice("", "mooncake", "valkey", "memory", also={"redis": "valkey"}))
     push: str = _key("second-use", checks.choice("second-use", "seal", "evict", "never"))
     python: str = _key("", checks.path_or_empty)
     lookup_s: float = _key(0.03, checks.seconds(0.001, 10))
@@ -361,6 +361,9 @@ def remarks(config: Config) -> Iterator[str]:
             f"memory.slab_bytes = {config.memory.slab_bytes}: all of memory is one slab, whose slots are of one size "
             "at a time: payloads of two sizes, in 4 KiB pages, can't be held together"
         )
+    for section, key, store in (("mooncake", "master", config.mooncake.master), ("valkey", "url", config.valkey.url)):
+        if store and config.remote.engine != section:
+            yield f'{section}.{key}: is not used, since remote.engine is "{config.remote.engine}", not "{section}"'
 
 
 def exposures(config: Config) -> Iterator[str]:

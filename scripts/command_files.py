@@ -63,10 +63,18 @@ def manual(parser: CommandLine) -> str:
 
 
 _ENDING = (
+    ".SH ENVIRONMENT",
+    ".TP",
+    r"\fBKVOFFLOADD_SOCKET\fR",
+    r"The daemon's socket: \fBserve\fR makes it there, and commands and engines look nowhere else.",
+    ".TP",
+    r"\fBKVOFFLOADD_DAEMON_UID\fR",
+    "The user whose daemon commands and engines trust, besides root and their own.",
     ".SH FILES",
     ".TP",
     r"\fI/etc/kvoffloadd/kvoffloadd.toml\fR",
-    "The config file of the service. The file that the project ships explains every key.",
+    r"The config file of the service, whose unit names it: \fBserve\fR reads no file without \fB\-\-config\fR.",
+    "The file that the project ships explains every key.",
     ".SH SEE ALSO",
     r"The project's \fIdocs/OPERATIONS.md\fR, and its README.",
 )

@@ -96,6 +96,12 @@ def test_help_lists_all_commands() -> None:
     ("words", "answer"),
     [
         (["statsu"], "kvoffloadd: error: unknown command 'statsu'; did you mean status?"),
+        (["version"], "kvoffloadd: error: unknown command 'version'; did you mean --version?"),
+        (
+            ["--socket", "/a b", "status"],
+            "kvoffloadd: error: --socket comes after the command: kvoffloadd status --socket '/a b'",
+        ),
+        (["--memory=8GiB"], "kvoffloadd: error: --memory comes after the command: kvoffloadd COMMAND --memory=8GiB"),
         (["help", "srve"], "kvoffloadd: error: unknown command 'srve'; did you mean serve?"),
         (["config", "chekc"], "kvoffloadd config: error: unknown command 'chekc'; did you mean check?"),
         (["config", "x"], "kvoffloadd config: error: unknown command 'x'; known are check, show"),

@@ -405,6 +405,19 @@ def test_one_job_needs_one_key() -> None:
     assert list(config.remarks(config.load(None, {}))) == []
 
 
+@pytest.mark.parametrize("engine", ["", "mooncake"])
+def test_a_store_that_is_not_used_is_told(engine: str) -> None:
+    """Somebody has forgotten a line, and would see no sign of it."""
+    settings = {"valkey.url": "redis://a", "mooncake.master": "a:1", "mooncake.host": "b", "remote.engine": engine}
+    told = list(config.remarks(config.load(None, settings)))
+    assert told[-1] == f'valkey.url: is not used, since remote.engine is "{engine}", not "valkey"'
+    assert len(told) == (1 if engine else 2)
+
+
+def test_the_server_s_other_name_is_understood() -> None:
+    assert 'did you mean "valkey"?' in problems(None, remote__engine="redis")[1]
+
+
 @pytest.mark.parametrize(("capacity", "slab", "count"), [("8MiB", "0", 1), ("16MiB", "0", 0), ("3MiB", "2MiB", 1)])
 def test_a_memory_of_one_slab_is_told(capacity: str, slab: str, count: int) -> None:
     chosen = config.load(None, {"memory.capacity_bytes": capacity, "memory.slab_bytes": slab})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 from kvoffloadd import __version__
 from kvoffloadd.cli import about
-from kvoffloadd.cli.parser import Parser
+from kvoffloadd.cli.parser import Parser, commands_of
 from kvoffloadd.suggestion import did_you_mean
 from kvoffloadd.units import parse_bytes
 
@@ -39,6 +41,19 @@ class CommandLine(Parser):
         self.summaries: dict[str, str] = {}
         """The summary of each command, in one line."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Ends the process at an option of a command that comes before the command: argparse would take the option's
+        value for the command.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        option = words[0].partition("=")[0] if words else ""
+        of_commands = {name for _, child in commands_of(self) for name in child.long_options()}
+        if option in of_commands.difference(self.long_options()):
+            command = next((word for word in words if word in self.summaries), "COMMAND")
+            rest = [word for word in words if word != command]
+            self.error(f"{option} comes after the command: {shlex.join([self.prog, command, *rest])}")
+        return super().parse_known_args(args, namespace)
+
     def format_help(self) -> str:
         """Returns the text of `--help`."""
         parts = [self.format_usage(), f"\n{self.description}\n"]
@@ -60,7 +75,7 @@ def make_parser() -> CommandLine:
         usage="%(prog)s [--version] COMMAND ...",
         description="Keeps the KV caches of a host's inference engines in memory, on disk and in a remote store.",
         epilog="Exit codes: 0 success, 1 findings, or an unfinished drain or clear, 2 bad usage or config, "
-        "3 daemon unreachable, 4 daemon refused.",
+        "3 daemon unreachable, 4 daemon refused, 75 `serve` may be tried again soon, 130 interrupted.",
     )
     parser.set_defaults(command=about.without_command, parser=parser)
     parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
@@ -154,9 +169,13 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML file; without it, every key has its default value"
     )
-    parser.add_argument("--socket", type=_absolute, metavar="PATH", help="override server.socket")
     parser.add_argument(
-        "--memory", type=_size, metavar="SIZE", help='override memory.capacity_bytes, for example "8GiB"'
+        "--socket", type=_absolute, metavar="PATH",
+        help="override server.socket; default: KVOFFLOADD_SOCKET, or the service's place for root, and one of their "
+        "own for other users",
+    )  # fmt: skip
+    parser.add_argument(
+        "--memory", type=_size, metavar="SIZE", help='override memory.capacity_bytes, for example "8GiB"; default: 4GiB'
     )
     parser.add_argument("--policy", metavar="NAME", help="override memory.policy")
     parser.add_argument(

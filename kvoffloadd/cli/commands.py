@@ -71,6 +71,7 @@ def config_check(arguments: argparse.Namespace) -> int:
     except errors.ConfigError as error:
         # No error: the file may be meant for another machine.
         sys.stderr.write(f"note: the daemon would not start on this machine: {error}\n")
+    sys.stderr.writelines(f"note: {remark}\n" for remark in config.remarks(chosen))
     sys.stderr.writelines(f"warning: {exposure}\n" for exposure in config.exposures(chosen))
     sys.stdout.write(f"{arguments.file}: ok\nsocket: {printable(str(chosen.server.socket))}\n")
     return EXIT_OK

@@ -29,21 +29,26 @@ class Parser(argparse.ArgumentParser):
         """Raises ArgumentError, which argparse reports, if the value is none of the action's choices."""
         if action.choices is None or value in action.choices:
             return
-        hint = did_you_mean(str(value), action.choices)
         if isinstance(action, argparse._SubParsersAction):
-            self.error(f"unknown command {value!r}{hint}")
-        raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
+            # Some programs have commands for what are options here.
+            known = [*action.choices, *(option for option in self.long_options() if value == option.lstrip("-"))]
+            self.error(f"unknown command {value!r}{did_you_mean(str(value), known)}")
+        raise argparse.ArgumentError(action, f"invalid choice: {value!r}{did_you_mean(str(value), action.choices)}")
+
+    def long_options(self) -> list[str]:
+        """Returns the long options of this command."""
+        return [option for action in self._actions for option in action.option_strings if option[:2] == "--"]
 
     def _suggest(self, unknown: Sequence[str]) -> str:
         """Returns the end of an error about these words."""
         # Without their dashes, which all options have in common.
-        known = [option[2:] for action in self._actions for option in action.option_strings if option[:2] == "--"]
+        known = [option[2:] for option in self.long_options()]
         words = [word.lstrip("-").partition("=")[0] for word in unknown if word.startswith("-")]
         close = next(filter(None, (closest(word, known) for word in words)), "")
         return f"; did you mean --{close}?" if close else f"; `{self.prog} --help` lists all options"
 
 
-def commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def commands_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Parser]]:
     """Yields the names and parsers of a parser's commands, in the order in which they were added."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -125,7 +125,7 @@ class Root:
             log.warning("disk %s: is on %s, which is memory: a reboot loses it", self.name, directory.file_system)
         if self.capacity_bytes > directory.size_bytes:
             log.warning(
-                "disk %s: its capacity is %s, and its file system has %s",
+                "disk %s: its capacity is %s, but its file system has %s: it takes what is free there",
                 self.name, format_bytes(self.capacity_bytes), format_bytes(directory.size_bytes),
             )  # fmt: skip
         if not directory.abilities.allocates:
