@@ -19,10 +19,12 @@ DOCUMENTS = sorted(
 )  # fmt: skip
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 NARROW = (
+    "CONTRIBUTING.md",
     "README.md",
     "docs/ARCHITECTURE.md",
     "docs/BEHAVIOR.md",
     "docs/COMPARISON.md",
+    "docs/DEPENDENCIES.md",
     "docs/LAYOUTS.md",
     "docs/OPERATIONS.md",
     "docs/PLANNING.md",

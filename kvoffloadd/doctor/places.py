@@ -17,7 +17,7 @@ from pathlib import Path
 from kvoffloadd import socketpath
 from kvoffloadd.checks import reaches_other_hosts, split_address
 from kvoffloadd.config import EXPOSURE, NARROW_EXPOSURE, Config, DiskConfig, DiskRoot, MemoryConfig
-from kvoffloadd.doctor.diagnosis import Diagnosis, note, ok, problem
+from kvoffloadd.doctor.diagnosis import Diagnosis, Verdict, note, ok, problem
 from kvoffloadd.doctor.host import Host
 from kvoffloadd.linux.mounts import file_system
 from kvoffloadd.storage.arenafile import block_bytes, file_bytes
@@ -220,6 +220,8 @@ def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagno
     except FileNotFoundError:
         if os.access(root.path.parent, os.W_OK | os.X_OK):
             yield ok(subject, "does not exist yet; the daemon creates it")
+            room = os.statvfs(root.path.parent)
+            yield from (one for one in _judge_room(root, disk, room) if one.verdict is not Verdict.OK)
             return
         remedy = f"correct the path, or mount its file system; then {_make(root.path, host)}"
         yield problem(subject, "does not exist", remedy)
@@ -268,7 +270,7 @@ def _judge_file_system(subject: str, disk: DiskConfig, kind: str, able: Abilitie
 
 def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> Iterator[Diagnosis]:
     total, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    held = sum(file.stat().st_blocks * 512 for file in (root.path / "segments").glob("*") if file.is_file())
+    held = sum(map(_held_bytes, (root.path / "segments").glob("*")))
     usable = max(0, free + held - disk.min_free_bytes)
     size = f"{format_bytes(root.capacity_bytes)} of a file system of {format_bytes(total)}"
     if usable < root.capacity_bytes:
@@ -276,6 +278,13 @@ def _judge_room(root: DiskRoot, disk: DiskConfig, room: os.statvfs_result) -> It
                    "reduce the capacity, or free space")  # fmt: skip
     else:
         yield ok(_subject(root), size)
+
+
+def _held_bytes(file: Path) -> int:
+    try:
+        return file.stat().st_blocks * 512
+    except OSError:  # a daemon may remove it meanwhile
+        return 0
 
 
 def _make_its_own(folder: Path, host: Host) -> str:

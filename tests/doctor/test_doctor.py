@@ -340,6 +340,7 @@ def test_disk_roots(host: Host, tmp_path: Path) -> None:
         return list(places.check_disks(disk, host))
 
     assert found(tmp_path / "new")[0].found.endswith("the daemon creates it")
+    assert [one.verdict for one in found(tmp_path / "new", capacity="4000TiB")] == [Verdict.OK, Verdict.NOTE]
     assert found(tmp_path / "no/such")[0].verdict == Verdict.PROBLEM
     root = tmp_path / "root"
     root.mkdir(0o755)
