@@ -232,6 +232,19 @@ def test_answers_about_the_command_line_load_nothing_slow(words: list[str]) -> N
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_has_cleaned_up_ends_silently(number: signal.Signals) -> None:
+    """Nobody would handle an exception at the interpreter's end."""
+    program = (
+        "import os, sys; from kvoffloadd.cli import interrupts\n"
+        "interrupts.interrupt_command(); interrupts.end_silently(); os.kill(os.getpid(), int(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", program, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (-number, "")
+
+
 INTERRUPT_AT_IMPORT = """
 import os, signal, sys
 module = sys.argv.pop(1)

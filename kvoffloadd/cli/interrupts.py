@@ -1,4 +1,4 @@
-"""Decides what SIGINT (Ctrl-C) does to a command: end it at once, or interrupt it so that it cleans up.
+"""Decides what SIGINT (Ctrl-C) and SIGTERM do to a command: end it at once, or interrupt it so that it cleans up.
 
 Python's own handler raises KeyboardInterrupt wherever the process is: in the middle of an import, in a finalizer, at
 the interpreter's end. There, nobody can handle it, and the user sees a traceback.
@@ -10,11 +10,12 @@ import signal
 
 
 def end_silently() -> None:
-    """Lets SIGINT end this process from now on, as it ends a program without a handler: shells report status 130. A
-    SIGINT that the shell has made ignored, as of a job in the background, stays ignored.
+    """Lets SIGINT and SIGTERM end this process from now on, as they end a program without a handler: shells report
+    status 130 and 143. A SIGINT that the shell has made ignored, as of a job in the background, stays ignored.
     """
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def interrupt_command() -> None:
