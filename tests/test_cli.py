@@ -125,7 +125,8 @@ def test_config_check_and_show_as_processes() -> None:
         (["drain", "--deadline-s", "soon"], '"soon" is not a number of seconds'),
         (["drain", "--deadline-s", "nan"], '"nan" is not between 0 and 86,400 seconds'),
         (["drain", "--deadline-s", "0"], '"0" is not between'),
-        (["stop"], "unknown command 'stop'"),
+        (["stop"], "unknown command 'stop'; did you mean Ctrl-C where it serves, or systemctl stop?"),
+        (["flush"], "unknown command 'flush'; did you mean clear?"),
     ],
 )
 def test_usage_and_config_errors(run: Run, arguments: list[str], reason: str) -> None:

@@ -32,12 +32,20 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Every command, grouped by purpose as in `--help`."""
 
 
+SYNONYMS: Mapping[str, str] = MappingProxyType(
+    {"start": "serve", "run": "serve", "info": "status", "stats": "status", "monitor": "top", "check": "doctor"}
+    | {"flush": "clear", "purge": "clear", "stop": "Ctrl-C where it serves, or systemctl stop"}
+)
+"""The words of other programs for commands."""
+
+
 class CommandLine(Parser):
     """The parser of all commands, with a help that lists the commands by use, which argparse does not support."""
 
     def __init__(self, **settings: Any) -> None:
         """Makes a parser. `settings`: as for any parser."""
         super().__init__(**settings)
+        self.synonyms = SYNONYMS
         self.summaries: dict[str, str] = {}
         """The summary of each command, in one line."""
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import signal
 
+_signals: list[int] = []
+"""Those that have come since `interrupt_command`."""
+
 
 def end_silently() -> None:
     """Lets SIGINT and SIGTERM end this process from now on, as they end a program without a handler: shells report
@@ -19,7 +22,20 @@ def end_silently() -> None:
 
 
 def interrupt_command() -> None:
-    """Lets SIGINT and SIGTERM raise KeyboardInterrupt from now on: the command has something to clean up."""
+    """Lets SIGINT and SIGTERM raise KeyboardInterrupt from now on: the command has something to clean up. A command
+    that runs until then also calls `raise_if_interrupted` in its loop.
+    """
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def raise_if_interrupted() -> None:
+    """Raises KeyboardInterrupt if a signal has: Python drops an exception that a handler raises within a finalizer."""
+    if _signals:
+        raise KeyboardInterrupt
+
+
+def _interrupt(number: int, _frame: object) -> None:
+    _signals.append(number)
+    raise KeyboardInterrupt

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvoffloadd.suggestion import closest, did_you_mean
@@ -15,6 +15,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         """Makes a parser. `settings`: as for any parser."""
         super().__init__(**{"allow_abbrev": False} | settings)
+        self.synonyms: Mapping[str, str] = {}
+        """What is meant by the commands of other programs."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Ends the process at words that this parser does not know, whose own options are then suggested: argparse
@@ -32,7 +34,9 @@ class Parser(argparse.ArgumentParser):
         if isinstance(action, argparse._SubParsersAction):
             # Some programs have commands for what are options here.
             known = [*action.choices, *(option for option in self.long_options() if value == option.lstrip("-"))]
-            self.error(f"unknown command {value!r}{did_you_mean(str(value), known)}")
+            meant = self.synonyms.get(value)
+            hint = f"; did you mean {meant}?" if meant else did_you_mean(str(value), known)
+            self.error(f"unknown command {value!r}{hint}")
         raise argparse.ArgumentError(action, f"invalid choice: {value!r}{did_you_mean(str(value), action.choices)}")
 
     def long_options(self) -> list[str]:

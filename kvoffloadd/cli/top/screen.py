@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.live import Live
 
+from kvoffloadd.cli.interrupts import raise_if_interrupted
 from kvoffloadd.cli.report import PIPE_COLUMNS, open_console
 from kvoffloadd.cli.top.frame import History, figures
 from kvoffloadd.cli.top.view import render
@@ -94,6 +95,7 @@ class Screen:
                 sys.stderr.write(f"kvoffloadd: waiting {self.waiting}\n")
             reported = self.waiting
             time.sleep(self.interval_s)
+            raise_if_interrupted()
             self._try(client)
 
     def _show_for_ever(self, client: Client) -> None:
@@ -101,6 +103,7 @@ class Screen:
         with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 due = time.monotonic() + self.interval_s
+                raise_if_interrupted()
                 self._try(client)
                 live.update(self._picture(console.width), refresh=True)
                 if _quit_within(max(due - time.monotonic(), 0.05)):
