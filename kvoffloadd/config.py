@@ -515,8 +515,7 @@ def _store_url_problems(url: str) -> Iterator[str]:
         try:
             split_store_url(url)
         except ValueError as error:
-            hint = "" if "://" in url or "@" in url else f"; did you mean redis://{url}?"
-            yield f"valkey.url: {error}{hint}"
+            yield f"valkey.url: {error}{_store_url_hint(url)}"
     if "@" in url and ":" in url.rpartition("@")[0].partition("://")[2]:
         yield "valkey.url: contains a password: put it into a file, and name that file in valkey.password_file"
     if "?" in url or "#" in url:
@@ -524,3 +523,14 @@ def _store_url_problems(url: str) -> Iterator[str]:
             "valkey.url: contains ? or #, and nothing is read from there: the database is the path, and a password "
             "belongs into the file that valkey.password_file names"
         )
+
+
+def _store_url_hint(url: str) -> str:
+    if ":/" in url or "@" in url:  # before the @ may be a password
+        return ""
+    meant = f"unix://{url}" if url.startswith("/") else f"redis://{url}"
+    try:
+        split_store_url(meant)
+    except ValueError:
+        return ""
+    return f"; did you mean {meant}?"

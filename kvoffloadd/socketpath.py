@@ -20,6 +20,9 @@ UID_VARIABLE = "KVOFFLOADD_DAEMON_UID"
 SERVICE_FOLDER = Path("/run/kvoffloadd")
 """The directory that root makes, and that systemd gives to the service's user; nobody else can make it."""
 
+SESSIONS = Path("/run/user")
+"""Where systemd makes the directories of users' sessions, by number: the usual XDG_RUNTIME_DIR."""
+
 _NAME = "kvoffloadd.sock"
 SERVICE_SOCKET = SERVICE_FOLDER / _NAME
 
@@ -40,7 +43,8 @@ def client_sockets(environment: Environment, uid: int) -> tuple[Path, ...]:
         return (named,)
     if own_socket(environment, uid) == SERVICE_SOCKET:
         return (SERVICE_SOCKET,)
-    return (*(folder / _NAME for folder in private_folders(environment, uid)), SERVICE_SOCKET)
+    own = own_socket(environment, uid)
+    return (*dict.fromkeys((own, *(folder / _NAME for folder in private_folders(environment, uid)))), SERVICE_SOCKET)
 
 
 def named_socket(environment: Environment) -> Path | None:
@@ -60,20 +64,28 @@ def own_socket(environment: Environment, uid: int) -> Path:
     """
     if uid == 0 or _owner(SERVICE_FOLDER) == uid:
         return SERVICE_SOCKET
-    return private_folders(environment, uid)[0] / _NAME
+    session = Path(environment.get("XDG_RUNTIME_DIR", ""), "kvoffloadd")
+    return (session if _is_private_place(session, uid) else _lasting(uid)) / _NAME
 
 
 def private_folders(environment: Environment, uid: int) -> tuple[Path, ...]:
-    """Returns the directories for this user's socket outside of /run/kvoffloadd. A daemon takes the first. Its clients
-    may lack the XDG_RUNTIME_DIR of a session, or it may lack theirs. That variable counts only if its directory is this
-    user's alone: `su` and `runuser` can leave another user's there.
+    """Returns the directories in which this user's socket may be, outside of /run/kvoffloadd: a daemon in a session has
+    an XDG_RUNTIME_DIR that a client without a session lacks, and the other way round.
     """
-    lasting = Path(f"/tmp/kvoffloadd-{uid}")
-    folder = Path(environment.get("XDG_RUNTIME_DIR", ""), "kvoffloadd")
+    sessions = (Path(environment.get("XDG_RUNTIME_DIR", ""), "kvoffloadd"), SESSIONS / str(uid) / "kvoffloadd")
+    return (*dict.fromkeys(folder for folder in sessions if _is_private_place(folder, uid)), _lasting(uid))
+
+
+def _is_private_place(folder: Path, uid: int) -> bool:
+    """Returns whether nobody but this user can make this directory: `su` and `runuser` can leave another user's
+    XDG_RUNTIME_DIR.
+    """
     fits = folder.is_absolute() and len(os.fsencode(folder / _NAME)) <= PATH_BYTES_MAX
-    if fits and _owner(folder.parent) == uid and not _is_open_to_others(folder.parent):
-        return (folder, lasting)
-    return (lasting,)
+    return fits and _owner(folder.parent) == uid and not _is_open_to_others(folder.parent)
+
+
+def _lasting(uid: int) -> Path:
+    return Path(f"/tmp/kvoffloadd-{uid}")
 
 
 def check_private(folder: Path, uid: int) -> None:
@@ -97,25 +109,46 @@ _REMEDY = f"remove it, or name another place in {VARIABLE}"
 
 def trusted_uids(environment: Environment, uid: int) -> frozenset[int]:
     """Returns the users whose process may be the daemon of this user's clients. Raises ValueError if the variable does
-    not hold a uid.
+    not hold the number of one user.
     """
     text = environment.get(UID_VARIABLE, "")
     if not text:
         return frozenset((0, uid))
     if not (text.isascii() and text.isdigit() and int(text) <= checks.UID_MAX):
         raise ValueError(f'{UID_VARIABLE} = "{text}": must be the number of a user')
+    if int(text) == unmapped_uid():
+        raise ValueError(f"{UID_VARIABLE} = {text}: stands for every user without a number in this user namespace")
     return frozenset((0, uid, int(text)))
 
 
-def may_be_daemon(peer_uid: int, path: Path, trusted: frozenset[int]) -> bool:
-    """Returns whether a process of this user that listens at `path` counts as the daemon: it is of a trusted user, or
-    of the owner of the socket's directory, unless others could have made that directory, as in /tmp.
+def unmapped_uid() -> int:
+    """Returns the number that the kernel shows for each user who has none in this user namespace: see
+    user_namespaces(7).
+    """
+    try:
+        return int(_UNMAPPED.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 65534
+
+
+_UNMAPPED = Path("/proc/sys/kernel/overflowuid")
+
+
+def why_no_daemon(peer_uid: int, path: Path, trusted: frozenset[int]) -> str:
+    """Returns why a process of this user that listens at `path` does not count as the daemon. Empty: it does, being of
+    a trusted user, or of the owner of the socket's directory, unless others could have made that directory, as in /tmp.
     """
     if peer_uid in trusted:
-        return True
+        return ""
+    listens = f"a process of uid {peer_uid} listens there"
+    if peer_uid != _owner(path.parent):
+        return f"{listens}, and not of root, of this user, or of the directory's owner"
     real = Path(os.path.realpath(path))
-    above = {*path.parent.parents, *real.parent.parents}
-    return peer_uid == _owner(path.parent) and not any(map(_is_open_to_others, above))
+    could_be_others = {*path.parent.parents, *real.parent.parents}
+    if peer_uid == unmapped_uid():  # the owner may be one such user, and the process another's
+        could_be_others |= {path.parent, real.parent}
+    open_folders = sorted(filter(_is_open_to_others, could_be_others))
+    return f"{listens}, and others may write to {open_folders[0]}" if open_folders else ""
 
 
 def _is_open_to_others(folder: Path) -> bool:

@@ -237,6 +237,7 @@ def test_an_interrupt_within_a_finalizer_is_not_lost() -> None:
     program = """
 import os, signal
 from kvoffloadd.cli import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever has started the tests
 class Finalized:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
@@ -258,7 +259,8 @@ except KeyboardInterrupt:
 def test_a_command_that_has_cleaned_up_ends_silently(number: signal.Signals) -> None:
     """Nobody would handle an exception at the interpreter's end."""
     program = (
-        "import os, sys; from kvoffloadd.cli import interrupts\n"
+        "import os, signal, sys; from kvoffloadd.cli import interrupts\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whoever has started the tests
         "interrupts.interrupt_command(); interrupts.end_silently(); os.kill(os.getpid(), int(sys.argv[1]))"
     )
     command = [sys.executable, "-c", program, str(int(number))]
@@ -419,7 +421,7 @@ def test_serve_refuses_a_disk_of_another_daemon(socket_dir: Path) -> None:
         for fd in fds:
             os.close(fd)
     assert code == 2
-    assert f"disk {root}: is in use by another process\n  -> end that daemon" in err
+    assert f"disk {root}: is in use by another process\n  -> end that process" in err
 
 
 def test_serve_refuses_a_disk_of_a_newer_version(socket_dir: Path) -> None:

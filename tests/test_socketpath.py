@@ -13,9 +13,10 @@ from kvoffloadd.socketpath import (
     check_private,
     client_sockets,
     daemon_socket,
-    may_be_daemon,
     own_socket,
     trusted_uids,
+    unmapped_uid,
+    why_no_daemon,
 )
 
 ME = os.geteuid()
@@ -27,7 +28,12 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of the service, which this test's user owns if it makes it."""
     folder = tmp_path / "service"
     monkeypatch.setattr(socketpath, "SERVICE_FOLDER", folder)
+    monkeypatch.setattr(socketpath, "SESSIONS", tmp_path / "sessions")
     return folder
+
+
+def may_be_daemon(peer_uid: int, path: Path, trusted: frozenset[int]) -> bool:
+    return not why_no_daemon(peer_uid, path, trusted)
 
 
 def test_root_has_the_services_and_others_have_their_own() -> None:
@@ -80,7 +86,7 @@ def test_a_variable_that_holds_no_path_of_a_socket(text: str) -> None:
 def test_whose_process_may_be_the_daemon(tmp_path: Path) -> None:
     assert trusted_uids({}, 1000) == trusted_uids({socketpath.UID_VARIABLE: ""}, 1000) == {0, 1000}
     assert trusted_uids({socketpath.UID_VARIABLE: "1001"}, 1000) == {0, 1000, 1001}
-    for text in ("engine", "-1", "1 2", "4294967295", "²"):
+    for text in ("engine", "-1", "1 2", "4294967295", "²", str(unmapped_uid())):
         with pytest.raises(ValueError, match=socketpath.UID_VARIABLE):
             trusted_uids({socketpath.UID_VARIABLE: text}, 1000)
     assert may_be_daemon(1000, tmp_path / "d.sock", frozenset((0, 1000)))
@@ -111,6 +117,52 @@ def test_a_directory_in_which_others_may_write(tmp_path: Path, monkeypatch: pyte
     assert may_be_daemon(1001, folder / "d.sock", frozenset((0, 1000)))
     folder.parent.chmod(mode)
     assert not may_be_daemon(1001, folder / "d.sock", frozenset((0, 1000)))
+
+
+def test_users_without_a_number_are_not_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All have the same number in a user namespace: the owner of a directory may be one, and a process that
+    listens there another, unless the owner alone can write to it.
+    """
+    nobody = unmapped_uid()
+    folder = tmp_path / "theirs"
+    folder.mkdir(0o750)
+    seen = socketpath._is_open_to_others
+    monkeypatch.setattr(socketpath, "_owner", lambda folder: nobody)
+    monkeypatch.setattr(socketpath, "_is_open_to_others", lambda one: one.is_relative_to(tmp_path) and seen(one))
+    assert may_be_daemon(nobody, folder / "d.sock", frozenset((0, 1000)))
+    folder.chmod(0o1777)
+    assert f"others may write to {folder}" in why_no_daemon(nobody, folder / "d.sock", frozenset((0, 1000)))
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert not may_be_daemon(nobody, link / "d.sock", frozenset((0, 1000)))
+
+
+def test_the_number_of_those_who_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socketpath, "_UNMAPPED", tmp_path / "overflowuid")
+    assert unmapped_uid() == 65534
+    (tmp_path / "overflowuid").write_text("99\n")
+    assert unmapped_uid() == 99
+
+
+def test_what_is_wrong_with_a_listener() -> None:
+    reason = why_no_daemon(1001, Path("/proc/d.sock"), frozenset((0, 1000)))
+    assert reason == "a process of uid 1001 listens there, and not of root, of this user, or of the directory's owner"
+
+
+def test_a_client_without_a_session_looks_in_the_sessions_directory(tmp_path: Path) -> None:
+    """A job of cron has no session, nor a unit with `User=`. A daemon that has no session, either, is not there."""
+    uid = ME or NOBODY
+    session = tmp_path / "sessions" / str(uid)
+    session.mkdir(parents=True)
+    session.chmod(0o700)
+    if ME == 0:
+        os.chown(session, uid, uid)
+    there, lasting = session / "kvoffloadd/kvoffloadd.sock", Path(f"/tmp/kvoffloadd-{uid}/kvoffloadd.sock")
+    assert own_socket({}, uid) == lasting
+    assert client_sockets({}, uid) == (lasting, there, SERVICE_SOCKET)
+    assert client_sockets({"XDG_RUNTIME_DIR": str(session)}, uid) == (there, lasting, SERVICE_SOCKET)
+    session.chmod(0o770)
+    assert client_sockets({}, uid) == (lasting, SERVICE_SOCKET)
 
 
 def test_a_link_into_a_directory_where_everybody_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

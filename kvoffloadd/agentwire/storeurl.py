@@ -7,6 +7,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 _PORT: Final = 6379
+_FORMS: Final = "must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), or unix:///PATH"
 _IS_TLS: Final = {"redis": False, "valkey": False, "rediss": True, "valkeys": True, "unix": False}
 
 
@@ -28,11 +29,14 @@ def split_store_url(text: str) -> StoreUrl:
     try:
         url = urlsplit(text)
         local = url.scheme == "unix"
-        host, path = ("", url.path) if local else (url.hostname or "", "")
-        port, database = (0, 0) if local else (url.port or _PORT, int(url.path.strip("/") or 0))
+        host, path = (url.hostname or "", url.path if local else "")
+        port = _PORT if url.port is None else url.port
+        number = "0" if local else url.path.strip("/") or "0"
         is_tls = _IS_TLS.get(url.scheme)
     except ValueError:
-        is_tls = None
-    if is_tls is None or not (host or path):
-        raise ValueError("must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB (TLS), or unix:///PATH")
-    return StoreUrl(host, port, path, is_tls, database, unquote(url.username or ""), unquote(url.password or ""))
+        raise ValueError(_FORMS) from None
+    is_whole = path.startswith("/") and not host if local else host and number.isascii() and number.isdigit()
+    if is_tls is None or port == 0 or not is_whole:
+        raise ValueError(_FORMS)
+    user, password = unquote(url.username or ""), unquote(url.password or "")
+    return StoreUrl(host, 0 if local else port, path, is_tls, int(number), user, password)

@@ -83,7 +83,8 @@ def make_parser() -> CommandLine:
         usage="%(prog)s [--version] COMMAND ...",
         description="Keeps the KV caches of a host's inference engines in memory, on disk and in a remote store.",
         epilog="Exit codes: 0 success, 1 findings, or an unfinished drain or clear, 2 bad usage or config, "
-        "3 daemon unreachable, 4 daemon refused, 75 `serve` may be tried again soon, 130 interrupted.",
+        "3 daemon unreachable, 4 daemon refused, 70 `serve` can't go on, 75 `serve` may be tried again soon, "
+        "130 and 143 ended by SIGINT and SIGTERM.",
     )
     parser.set_defaults(command=about.without_command, parser=parser)
     parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")
@@ -179,12 +180,13 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--socket", type=_absolute, metavar="PATH",
-        help="override server.socket; default: KVOFFLOADD_SOCKET, or the service's place for root, and one of their "
-        "own for other users",
+        help="override server.socket; if neither is set: KVOFFLOADD_SOCKET, or the service's place for root, and one "
+        "of their own for other users",
     )  # fmt: skip
     parser.add_argument(
-        "--memory", type=_size, metavar="SIZE", help='override memory.capacity_bytes, for example "8GiB"; default: 4GiB'
-    )
+        "--memory", type=_size, metavar="SIZE",
+        help='override memory.capacity_bytes, for example "8GiB"; if neither is set: 4GiB',
+    )  # fmt: skip
     parser.add_argument("--policy", metavar="NAME", help="override memory.policy")
     parser.add_argument(
         "--disk", type=_disk_root, action="append", default=[], metavar="PATH=SIZE",

@@ -42,8 +42,8 @@ def serve(arguments: argparse.Namespace) -> int:
     from kvoffloadd.daemon import run
 
     log.setup(chosen.log)
-    typed = chosen.disk if arguments.disk else config.DiskConfig()
-    return run(chosen, arguments.faults, lambda: _load(arguments), lambda: _check_given_roots(typed))
+    check = (lambda: _check_given_roots(chosen.disk)) if arguments.disk else (lambda: None)
+    return run(chosen, arguments.faults, lambda: _load(arguments), check)
 
 
 def _check_given_roots(disk: config.DiskConfig) -> None:

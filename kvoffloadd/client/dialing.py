@@ -112,12 +112,12 @@ def _connect(path: str, trusted: frozenset[int]) -> socket.socket:
                 raise OSError(errno.ENOTSOCK, os.strerror(errno.ENOTSOCK)) from None
             raise
         _, uid, _ = peer_credentials(made)
-        if not socketpath.may_be_daemon(uid, Path(os.path.abspath(path)), trusted):
-            raise _ForeignError(
-                errno.EPERM,
-                f"a process of uid {uid} listens there, and not of root, of this user, or of the directory's owner: if "
-                f"that is the daemon's user, set {socketpath.UID_VARIABLE}={uid}",
-            )
+        reason = socketpath.why_no_daemon(uid, Path(os.path.abspath(path)), trusted)
+        if reason:
+            remedy = f"if that is the daemon's user, set {socketpath.UID_VARIABLE}={uid}"
+            if uid == socketpath.unmapped_uid():
+                remedy = "that number stands for every user without one in this user namespace: map the daemon's user"
+            raise _ForeignError(errno.EPERM, f"{reason}: {remedy}")
     except BaseException:
         made.close()
         raise

@@ -23,7 +23,7 @@ from kvoffloadd.linux.mounts import file_system
 from kvoffloadd.storage.arenafile import block_bytes, file_bytes
 from kvoffloadd.storage.disk.files import DiskError, DiskVersionError, Files, describe_error
 from kvoffloadd.storage.disk.manifest import read_manifest_in
-from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, Abilities, open_root, probe
+from kvoffloadd.storage.disk.opening import COPY_ON_WRITE, NO_SPACE, Abilities, open_root, probe
 from kvoffloadd.units import format_bytes, format_path
 
 ANSWER_S = 10.0
@@ -178,10 +178,12 @@ def _try_root(root: DiskRoot, host: Host) -> Iterator[Diagnosis]:
     try:
         fds = open_root(files, root.path, make_root=True, make_segments=True, make_lock=True)
     except BlockingIOError:
-        yield problem(subject, "is in use by another process", "end that daemon, or name another directory")
+        yield problem(subject, "is in use by another process", "end that process, or name another directory")
         return
     except (DiskError, OSError) as error:
-        yield problem(subject, f"can't be opened: {describe_error(error)}", _make(root.path, host))
+        full = getattr(error, "errno", None) in NO_SPACE
+        remedy = "free space there, or name another directory" if full else _make(root.path, host)
+        yield problem(subject, f"can't be opened: {describe_error(error)}", remedy)
         return
     try:
         read_manifest_in(files, fds[0])

@@ -97,9 +97,9 @@ def version_of(root: Path) -> str:
 
 def named(path: Path) -> Interpreter:
     """Returns the interpreter that the user has named. Raises DistError unless the wheel is made for it."""
-    found = probe(path)
-    if found is None:
-        raise DistError(f"--python {path}: does not run, or is no CPython with the GIL")
+    found, oldest = probe(path), promised_versions(ROOT / "pyproject.toml")[0]
+    if found is None or found.version < oldest:
+        raise DistError(f"--python {path}: does not run, or is no CPython {oldest} or newer with the GIL")
     return found
 
 
@@ -120,14 +120,13 @@ def pythons(options: argparse.Namespace) -> tuple[list[Interpreter], dict[str, s
 
 def carry_out(options: argparse.Namespace, scratch: Path) -> Report:
     """Builds, checks and tries out. Raises DistError."""
-    version = version_of(ROOT)
+    version, (interpreters, skipped) = version_of(ROOT), pythons(options)
     packages = build(ROOT, scratch, options.out.resolve())
     findings = {
         "metadata": check_metadata(packages),
         "stable ABI": check_stable_abi(packages),
         "content": check_content(packages, version),
     }
-    interpreters, skipped = pythons(options)
     kinds = KINDS[:1] if options.quick else KINDS
     constraints = ROOT / "requirements-dev.lock" if options.quick else None
     outcomes: list[Outcome] = []

@@ -25,10 +25,13 @@ _PYTHON_SETTINGS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "VIRTUAL_ENV")
 
 
 def without_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables without those by which a Python finds more than its venv has, and without those of pip and
-    of kvoffloadd, so that packages are the same whoever makes and tries them. Which index pip uses is kept.
+    """Returns the variables without those by which a Python finds more than its venv has, and without those by which
+    kvoffloadd, or pip on other ground than where it finds packages, would differ from what a user has.
     """
-    settings = ("KVOFFLOADD_", "PIP_CONSTRAINT", "PIP_REQUIREMENT", "PIP_NO_", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
+    settings = (
+        "KVOFFLOADD_", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT", "PIP_REQUIREMENT", "PIP_REQUIRE_VIRTUALENV",
+        "PIP_NO_DEPS", "PIP_NO_BINARY", "PIP_ONLY_BINARY", "PIP_TARGET", "PIP_PREFIX", "PIP_USER",
+    )  # fmt: skip
     return {
         name: value
         for name, value in variables.items()

@@ -10,6 +10,7 @@ import argparse
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +25,7 @@ ASSIGNMENT = re.compile(r'^__version__ = "(.+)"$', re.MULTILINE)
 
 
 class ReleaseError(Exception):
-    """The release can't be made; the message says what to do. The checkout is as it was."""
+    """The release can't be made; the message says what to do. Nothing has changed, unless it says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +40,19 @@ class Release:
 
 def git(root: Path, *words: str, text: str | None = None) -> str:
     """Returns git's standard output. Raises ReleaseError."""
-    try:
-        done = subprocess.run(
-            ["git", *words], cwd=root, input=text, capture_output=True, text=True, check=False, timeout=GIT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise ReleaseError(f"git {words[0]} hangs, after {GIT_S:.0f} s; does it wait for a password?") from None
-    if done.returncode:
-        raise ReleaseError(f"git {words[0]} failed: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+    pipe = subprocess.PIPE
+    with subprocess.Popen(["git", *words], cwd=root, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as running:
+        try:
+            out, errors = running.communicate(text, timeout=GIT_S)
+        except subprocess.TimeoutExpired:
+            running.terminate()  # then it removes its locks
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(GIT_S)
+            running.kill()
+            raise ReleaseError(f"git {words[0]} hangs, after {GIT_S:.0f} s; does it wait for a password?") from None
+    if running.returncode:
+        raise ReleaseError(f"git {words[0]} failed: {(errors or out).strip()}")
+    return out
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -103,8 +108,12 @@ def make(root: Path, version: str, date: str) -> Release:
         # Not stripped of lines that begin with "#": these are the headings of the notes.
         message = f"kvoffloadd {version}\n\n{release.notes}\n"
         git(root, "tag", "--annotate", "--cleanup=whitespace", "--file=-", f"v{version}", text=message)
-    except BaseException:
-        undo(root, before, version)
+    except BaseException as error:
+        try:
+            undo(root, before, version)
+        except ReleaseError as failed:
+            reason = f"{error}\nIt could not be taken back: {failed}\nCompare with `git diff {before}`"
+            raise ReleaseError(reason) from error
         raise
     return release
 

@@ -103,7 +103,8 @@ def test_the_newest_of_pyenv_comes_first(tmp_path: Path) -> None:
 def test_an_interpreter_that_is_named_is_tried_or_reported(tmp_path: Path) -> None:
     """Nobody takes its absence from the table for a success."""
     assert named(answers(tmp_path / "mine", "[3, 12, 1, true, true]")).release == "3.12.1"
-    for path in (tmp_path / "missing", answers(tmp_path / "pypy", "[3, 12, 0, false, true]")):
+    unfit = answers(tmp_path / "pypy", "[3, 12, 0, false, true]"), answers(tmp_path / "old", "[3, 10, 0, true, true]")
+    for path in (tmp_path / "missing", *unfit):
         with pytest.raises(DistError, match=f"--python {path}: does not run"):
             named(path)
 
@@ -157,8 +158,8 @@ def test_older_packages_go_and_other_files_stay(tmp_path: Path) -> None:
 
 
 def test_settings_of_whoever_calls_do_not_count() -> None:
-    """Except for the index of packages, without which nothing could be installed."""
-    kept = {"PATH": "/bin", "HOME": "/home/a", "PIP_INDEX_URL": "https://example.org", "PYENV_ROOT": "/pyenv"}
+    """Where pip finds packages is kept: without that, nothing could be installed."""
+    kept = {"PATH": "/bin", "PIP_INDEX_URL": "https://example.org", "PIP_NO_INDEX": "1", "PYENV_ROOT": "/pyenv"}
     settings = ("PYTHONPATH", "VIRTUAL_ENV", "KVOFFLOADD_SOCKET", "KVOFFLOADD_DAEMON_UID", "PIP_CONSTRAINT")
     assert without_settings(kept | dict.fromkeys((*settings, "PIP_NO_DEPS", "PIP_NO_BINARY"), "1")) == kept
 

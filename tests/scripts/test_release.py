@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvoffloadd.testing.process import ROOT
-from scripts.dist.release import undo
+from scripts.dist import release as module
+from scripts.dist.release import ReleaseError, make, undo
 
 OLD = """# Changelog
 
@@ -195,6 +196,36 @@ def test_a_release_that_is_interrupted_after_its_tag_is_taken_back(checkout: Pat
     assert release(checkout, "0.2.0").returncode == 0
     undo(checkout, before[0].splitlines()[0], "0.2.0")
     assert state(checkout) == before
+
+
+def hanging_hook(root: Path) -> None:
+    refusing_hook(root)
+    (root / ".git/hooks/pre-commit").write_text("#!/bin/sh\nexec sleep 600\n")
+
+
+@pytest.mark.slow
+def test_a_git_that_hangs_is_ended_and_leaves_nothing(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for a password, say. It holds locks, which it removes if it is asked to end."""
+    hanging_hook(checkout)
+    before = state(checkout)
+    monkeypatch.setattr(module, "GIT_S", 10.0)
+    with pytest.raises(ReleaseError, match="git commit hangs, after 10 s; does it wait for a password"):
+        make(checkout, "0.2.0", "2026-01-03")
+    assert state(checkout) == before
+
+
+def test_what_can_not_be_taken_back_is_told(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is the reason of the failure, which is what somebody has to mend first."""
+    refusing_hook(checkout)
+
+    def undo_beside_another_git(root: Path, before: str, version: str) -> None:
+        (root / ".git/index.lock").touch()
+        undo(root, before, version)
+
+    monkeypatch.setattr(module, "undo", undo_beside_another_git)
+    with pytest.raises(ReleaseError) as caught:
+        make(checkout, "0.2.0", "2026-01-03")
+    assert str(caught.value).startswith("git commit failed: not today\nIt could not be taken back: git re")
 
 
 @pytest.mark.parametrize("version", ["", "1", "1.2", "v1.2.3", "1.2.3rc1", "01.2.3", "1.2.3.4", "1.2.٣"])

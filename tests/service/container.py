@@ -63,33 +63,37 @@ HOST = Debian(
 
 
 class Machine:
-    """A booted Debian. `binds`: folders of this machine and where they are seen inside, read-only."""
+    """A Debian that runs. `binds`: folders of this machine and where they are seen inside, read-only. `boots`: with
+    its systemd; otherwise nothing runs there but what is entered.
+    """
 
-    def __init__(self, debian: Debian, binds: Mapping[Path, Path]) -> None:
+    def __init__(self, debian: Debian, binds: Mapping[Path, Path], *, boots: bool = True) -> None:
         debian.make()
+        first = ["--boot"] if boots else ["sleep", "infinity"]
         # A separate network namespace, and no registration: nothing of it is seen outside.
         self._nspawn = subprocess.Popen(
             ["systemd-nspawn", "--quiet", f"--directory={debian.folder}", "--volatile=overlay", "--register=no",
-             "--keep-unit", "--private-network", "--boot", "--console=pipe",
-             *(f"--bind-ro={here}:{there}" for here, there in binds.items())],
+             "--keep-unit", "--private-network", "--console=pipe",
+             *(f"--bind-ro={here}:{there}" for here, there in binds.items()), *first],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
         try:
-            self._leader = self._find_leader()
-            self._wait_for_boot()
+            self._leader = self._find_leader("systemd" if boots else "sleep")
+            if boots:
+                self._wait_for_boot()
         except BaseException:
             self.close()
             raise
 
-    def _find_leader(self) -> int:
+    def _find_leader(self, name: str) -> int:
         end = time.monotonic() + BOOT_S
         children = Path(f"/proc/{self._nspawn.pid}/task/{self._nspawn.pid}/children")
         while time.monotonic() < end:
             if self._nspawn.poll() is not None:
                 break
             for pid in map(int, children.read_text().split()):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == "systemd":
+                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
                     return pid
             time.sleep(0.05)
         self._nspawn.kill()

@@ -93,8 +93,8 @@ _shtab_kvoffloadd_config_check_defaults_added=0
 _shtab_kvoffloadd_config_show_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--config[TOML file\; without it, every key has its default value]:FILE:_files"
-  "--socket[override server.socket\; default\: KVOFFLOADD_SOCKET, or the service\'s place for root, and one of their own for other users]:PATH:_files"
-  "--memory[override memory.capacity_bytes, for example \"8GiB\"\; default\: 4GiB]:SIZE:"
+  "--socket[override server.socket\; if neither is set\: KVOFFLOADD_SOCKET, or the service\'s place for root, and one of their own for other users]:PATH:_files"
+  "--memory[override memory.capacity_bytes, for example \"8GiB\"\; if neither is set\: 4GiB]:SIZE:"
   "--policy[override memory.policy]:NAME:"
   "*--disk[override disk.roots, for example \"\/nvme0\/kvoffloadd\=1TiB\"\; repeatable]:PATH=SIZE:"
   "*--set[override any config key\; repeatable]:SECTION.KEY=VALUE:"
@@ -118,8 +118,8 @@ _shtab_kvoffloadd_demo_defaults_added=0
 _shtab_kvoffloadd_doctor_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--config[TOML file\; without it, every key has its default value]:FILE:_files"
-  "--socket[override server.socket\; default\: KVOFFLOADD_SOCKET, or the service\'s place for root, and one of their own for other users]:PATH:_files"
-  "--memory[override memory.capacity_bytes, for example \"8GiB\"\; default\: 4GiB]:SIZE:"
+  "--socket[override server.socket\; if neither is set\: KVOFFLOADD_SOCKET, or the service\'s place for root, and one of their own for other users]:PATH:_files"
+  "--memory[override memory.capacity_bytes, for example \"8GiB\"\; if neither is set\: 4GiB]:SIZE:"
   "--policy[override memory.policy]:NAME:"
   "*--disk[override disk.roots, for example \"\/nvme0\/kvoffloadd\=1TiB\"\; repeatable]:PATH=SIZE:"
   "*--set[override any config key\; repeatable]:SECTION.KEY=VALUE:"
@@ -188,8 +188,8 @@ _shtab_kvoffloadd_plan_defaults_added=0
 _shtab_kvoffloadd_serve_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--config[TOML file\; without it, every key has its default value]:FILE:_files"
-  "--socket[override server.socket\; default\: KVOFFLOADD_SOCKET, or the service\'s place for root, and one of their own for other users]:PATH:_files"
-  "--memory[override memory.capacity_bytes, for example \"8GiB\"\; default\: 4GiB]:SIZE:"
+  "--socket[override server.socket\; if neither is set\: KVOFFLOADD_SOCKET, or the service\'s place for root, and one of their own for other users]:PATH:_files"
+  "--memory[override memory.capacity_bytes, for example \"8GiB\"\; if neither is set\: 4GiB]:SIZE:"
   "--policy[override memory.policy]:NAME:"
   "*--disk[override disk.roots, for example \"\/nvme0\/kvoffloadd\=1TiB\"\; repeatable]:PATH=SIZE:"
   "*--set[override any config key\; repeatable]:SECTION.KEY=VALUE:"

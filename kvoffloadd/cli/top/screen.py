@@ -94,8 +94,8 @@ class Screen:
             elif self.waiting != reported:
                 sys.stderr.write(f"kvoffloadd: waiting {self.waiting}\n")
             reported = self.waiting
-            time.sleep(self.interval_s)
             raise_if_interrupted()
+            time.sleep(self.interval_s)
             self._try(client)
 
     def _show_for_ever(self, client: Client) -> None:
@@ -103,9 +103,9 @@ class Screen:
         with _keys(), Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 due = time.monotonic() + self.interval_s
-                raise_if_interrupted()
                 self._try(client)
                 live.update(self._picture(console.width), refresh=True)
+                raise_if_interrupted()
                 if _quit_within(max(due - time.monotonic(), 0.05)):
                     return
 

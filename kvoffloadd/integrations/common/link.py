@@ -76,6 +76,7 @@ class DaemonLink:
         self._retry_at = 0.0
         self._is_loss_logged = False
         self._refusal_logged_at = -_REFUSAL_LOGGED_S
+        self._found: str | None = None  # the socket that was logged last
         self._wanted_clear = self._done_clear = b""  # tokens of the last clears
 
     @property
@@ -249,10 +250,12 @@ class DaemonLink:
         return self._registration
 
     def _succeeded(self) -> None:
-        is_first, self.connected = not self.connected, True
+        self.connected = True
+        if self.client.socket_path != self._found:
+            # Ranks and scheduler look for it one by one: the log shows whether they found the same.
+            self._found = self.client.socket_path
+            self._logger.info("kvoffloadd: the daemon is at %s", self._found)
         if self.error is None:
-            if is_first:  # ranks and scheduler look for it one by one: the log shows whether they found the same
-                self._logger.info("kvoffloadd: the daemon is at %s", self.client.socket_path)
             return
         if self._is_loss_logged:
             self._logger.info("kvoffloadd: the daemon answers again")

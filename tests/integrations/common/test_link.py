@@ -33,6 +33,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.is_connected = True
+        self.socket_path: str | None = None
         self.errors: list[Exception | None] = []
         self.calls: list[str] = []
         self.tokens: list[bytes] = []
@@ -171,6 +172,25 @@ def test_a_loss_is_logged_once_and_its_end(make: Make, caplog: pytest.LogCapture
     other.connect()
     other.connect()
     assert not caplog.messages, "another link's warning is enough"
+
+
+def test_the_socket_that_was_found_is_logged(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """Once, also by a link that has waited for its daemon, or that leaves its warnings to others."""
+    caplog.set_level(logging.INFO, LOGGER.name)
+    for words in ({}, {"lost": "", "refused": ""}):
+        link, client = make(**words)
+        client.errors = [GONE]
+        link.connect()
+        client.socket_path = "/a"
+        link.connect()
+        assert "kvoffloadd: the daemon is at /a" in caplog.messages
+        link.connect()
+        assert caplog.messages.count("kvoffloadd: the daemon is at /a") == 1
+        caplog.clear()
+        client.socket_path = "/b"
+        link.connect()
+        assert caplog.messages == ["kvoffloadd: the daemon is at /b"]
+        caplog.clear()
 
 
 def test_a_refusal_is_logged_once_a_minute_and_is_no_loss(

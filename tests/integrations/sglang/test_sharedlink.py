@@ -27,6 +27,7 @@ class Ending:
     limits: Limits | None = None
     features = ()
     is_connected = True
+    socket_path: str | None = None
 
     def __init__(self, outcome: Outcome | None, failed: Mapping[int, list[int]] | None = None) -> None:
         self._outcome, self._failed = outcome, failed or {}
