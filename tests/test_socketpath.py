@@ -149,11 +149,14 @@ def test_what_is_wrong_with_a_listener() -> None:
     assert reason == "a process of uid 1001 listens there, and not of root, of this user, or of the directory's owner"
 
 
-def test_a_client_without_a_session_looks_in_the_sessions_directory(tmp_path: Path) -> None:
+def test_a_client_without_a_session_looks_in_the_sessions_directory(
+    socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A job of cron has no session, nor a unit with `User=`. A daemon that has no session, either, is not there."""
     uid = ME or NOBODY
-    session = tmp_path / "sessions" / str(uid)
-    session.mkdir(parents=True)
+    monkeypatch.setattr(socketpath, "SESSIONS", socket_dir)  # a short path
+    session = socket_dir / str(uid)
+    session.mkdir()
     session.chmod(0o700)
     if ME == 0:
         os.chown(session, uid, uid)
