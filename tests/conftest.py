@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,6 +29,9 @@ os.environ[SEED_VARIABLE] = str(SEED)  # of all processes of this run
 
 for variable in (socketpath.VARIABLE, socketpath.UID_VARIABLE):
     os.environ.pop(variable, None)  # the daemon of whoever runs the tests is none of theirs
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a script, and then in all children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if SWITCH_VARIABLE in os.environ:
     sys.setswitchinterval(float(os.environ[SWITCH_VARIABLE]))

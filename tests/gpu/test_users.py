@@ -17,7 +17,7 @@ from tests.gpu.test_memory import DONE, KEYS, loads_right
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, needs_root]
 
-NOBODY, OTHER = 65534, 65533
+ONE, OTHER = 65532, 65533
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def daemon_of(folder: Path, uid: int) -> Iterator[Path]:
     """The socket of a daemon of that user, which everybody may use."""
     folder.chmod(0o755)
     settings = {
-        "server.allowed_uids": f"[0,{NOBODY},{OTHER}]",
-        "cuda.ipc_uids": f"[{NOBODY},{OTHER}]",
+        "server.allowed_uids": f"[0,{ONE},{OTHER}]",
+        "cuda.ipc_uids": f"[{ONE},{OTHER}]",
         "server.socket_mode": "0o666",
         "memory.slab_bytes": "4MiB",
     }
@@ -38,9 +38,7 @@ def daemon_of(folder: Path, uid: int) -> Iterator[Path]:
         assert daemon.stop() == 0, daemon.log()
 
 
-@pytest.mark.parametrize(
-    ("worker_uid", "daemon_uid"), [(NOBODY, 0), (0, NOBODY), (NOBODY, OTHER), (NOBODY, NOBODY)], ids=str
-)
+@pytest.mark.parametrize(("worker_uid", "daemon_uid"), [(ONE, 0), (0, ONE), (ONE, OTHER), (ONE, ONE)], ids=str)
 def test_across_users(
     socket_dir: Path,
     tmp_path: Path,
