@@ -76,6 +76,8 @@ class MemoryTier:
         `close` ends it. Raises ResourceError if memory is lacking.
         """
         with self._prefaulting:
+            if self._closed.is_set():  # the arena was gone before this thread ran
+                return
             self.pool.populate(threads, self._closed)
         if not self._closed.is_set():
             self.pool.count_huge_pages()

@@ -114,6 +114,13 @@ TestSlots = SlotsMachine.TestCase
 TestSlots.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
+def test_an_arena_that_is_closed_is_not_prefaulted() -> None:
+    """The thread that does this may not have run until then."""
+    tier = MemoryTier(1 << 20, 1 << 20)
+    tier.close()
+    tier.prefault(2)
+
+
 def test_closing_ends_prefaulting() -> None:
     """No page is touched once the arena is gone: another mapping may be there by then."""
     with ThreadPoolExecutor(1) as pool:
