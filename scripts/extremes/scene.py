@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,8 @@ WAITING_JOBS = 1000
 GROUPS = 256
 """Of one namespace."""
 REPLY_S = 120.0
+REFUSED_S = 1.0
+"""Between two attempts of a user who is refused."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +63,22 @@ class Scene:
         self._open: list[RawPeer] = []
 
     def session(self, model: str = "extremes") -> RawPeer:
-        """Opens a session that has sent `hello`; it is closed after the case."""
-        peer = RawPeer(self._socket, REPLY_S)
-        self._open.append(peer)
-        peer.hello(namespace={"model": model})
-        return peer
+        """Opens a session that has sent `hello`; it is closed after the case. Waits while the daemon refuses this user,
+        who connects too often.
+        """
+        end = time.monotonic() + REPLY_S
+        while True:
+            peer = RawPeer(self._socket, REPLY_S)
+            try:
+                peer.hello(namespace={"model": model})
+            except (AssertionError, ConnectionError):
+                peer.close()
+                if time.monotonic() > end:
+                    raise
+                time.sleep(REFUSED_S)
+            else:
+                self._open.append(peer)
+                return peer
 
     def leave(self, peer: RawPeer) -> None:
         """Its session ends now."""
