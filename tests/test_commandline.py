@@ -248,6 +248,8 @@ try:
     interrupts.raise_if_interrupted()
 except KeyboardInterrupt:
     print("raised again")
+interrupts.interrupt_command()  # the next command of this process
+interrupts.raise_if_interrupted()
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=HANG_S, cwd=ROOT

@@ -25,6 +25,7 @@ def interrupt_command() -> None:
     """Lets SIGINT and SIGTERM raise KeyboardInterrupt from now on: the command has something to clean up. A command
     that runs until then also calls `raise_if_interrupted` in its loop.
     """
+    _signals.clear()  # of another command in this process
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
