@@ -112,25 +112,30 @@ def trusted_uids(environment: Environment, uid: int) -> frozenset[int]:
     not hold the number of one user.
     """
     text = environment.get(UID_VARIABLE, "")
+    known = {0, uid} - {unmapped_uid()}
     if not text:
-        return frozenset((0, uid))
+        return frozenset(known)
     if not (text.isascii() and text.isdigit() and int(text) <= checks.UID_MAX):
         raise ValueError(f'{UID_VARIABLE} = "{text}": must be the number of a user')
     if int(text) == unmapped_uid():
         raise ValueError(f"{UID_VARIABLE} = {text}: stands for every user without a number in this user namespace")
-    return frozenset((0, uid, int(text)))
+    return frozenset({*known, int(text)})
 
 
-def unmapped_uid() -> int:
-    """Returns the number that the kernel shows for each user who has none in this user namespace: see
-    user_namespaces(7).
+def unmapped_uid() -> int | None:
+    """Returns the number that the kernel shows for each user who has none in this user namespace; None: all have one.
+    See user_namespaces(7).
     """
     try:
+        if sum(int(line.split()[2]) for line in _UID_MAP.read_text(encoding="ascii").splitlines()) >= _ALL_UIDS:
+            return None
         return int(_UNMAPPED.read_text(encoding="ascii"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return 65534
 
 
+_ALL_UIDS = (1 << 32) - 1
+_UID_MAP = Path("/proc/self/uid_map")
 _UNMAPPED = Path("/proc/sys/kernel/overflowuid")
 
 

@@ -444,6 +444,7 @@ def test_nothing_of_an_address_is_ignored(url: str) -> None:
         ("redis://h:port", ""),
         ("redis://h/name", ""),
         ("redis://h/-1", ""),
+        ("redis://h/" + 5000 * "1", ""),
         ("redis://h/1_0", ""),
         ("redis://h/٣", ""),
         ("redis://h:0", ""),

@@ -86,7 +86,7 @@ def test_a_variable_that_holds_no_path_of_a_socket(text: str) -> None:
 def test_whose_process_may_be_the_daemon(tmp_path: Path) -> None:
     assert trusted_uids({}, 1000) == trusted_uids({socketpath.UID_VARIABLE: ""}, 1000) == {0, 1000}
     assert trusted_uids({socketpath.UID_VARIABLE: "1001"}, 1000) == {0, 1000, 1001}
-    for text in ("engine", "-1", "1 2", "4294967295", "²", str(unmapped_uid())):
+    for text in ("engine", "-1", "1 2", "4294967295", "²"):
         with pytest.raises(ValueError, match=socketpath.UID_VARIABLE):
             trusted_uids({socketpath.UID_VARIABLE: text}, 1000)
     assert may_be_daemon(1000, tmp_path / "d.sock", frozenset((0, 1000)))
@@ -123,7 +123,12 @@ def test_users_without_a_number_are_not_told_apart(tmp_path: Path, monkeypatch: 
     """All have the same number in a user namespace: the owner of a directory may be one, and a process that
     listens there another, unless the owner alone can write to it.
     """
+    some_have_numbers(tmp_path, monkeypatch)
     nobody = unmapped_uid()
+    assert nobody is not None
+    assert trusted_uids({}, nobody) == {0}, "not even one's own"
+    with pytest.raises(ValueError, match="stands for every user without a number"):
+        trusted_uids({socketpath.UID_VARIABLE: str(nobody)}, 1000)
     folder = tmp_path / "theirs"
     folder.mkdir(0o750)
     seen = socketpath._is_open_to_others
@@ -137,7 +142,22 @@ def test_users_without_a_number_are_not_told_apart(tmp_path: Path, monkeypatch: 
     assert not may_be_daemon(nobody, link / "d.sock", frozenset((0, 1000)))
 
 
+def some_have_numbers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user namespace of a container without root."""
+    (folder / "uid_map").write_text("         0       1000          1\n         1     100000      65536\n")
+    monkeypatch.setattr(socketpath, "_UID_MAP", folder / "uid_map")
+
+
+def test_where_all_have_numbers_nobody_is_a_user_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "uid_map").write_text("         0          0 4294967295\n")
+    monkeypatch.setattr(socketpath, "_UID_MAP", tmp_path / "uid_map")
+    assert unmapped_uid() is None
+    assert trusted_uids({socketpath.UID_VARIABLE: "65534"}, 1000) == {0, 1000, 65534}
+    assert trusted_uids({}, 65534) == {0, 65534}
+
+
 def test_the_number_of_those_who_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    some_have_numbers(tmp_path, monkeypatch)
     monkeypatch.setattr(socketpath, "_UNMAPPED", tmp_path / "overflowuid")
     assert unmapped_uid() == 65534
     (tmp_path / "overflowuid").write_text("99\n")
