@@ -44,11 +44,13 @@ def git(root: Path, *words: str, text: str | None = None) -> str:
     with subprocess.Popen(["git", *words], cwd=root, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as running:
         try:
             out, errors = running.communicate(text, timeout=GIT_S)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # also an interrupt: nothing is taken back beside a git that runs
             running.terminate()  # then it removes its locks
             with suppress(subprocess.TimeoutExpired):
                 running.wait(GIT_S)
             running.kill()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             raise ReleaseError(f"git {words[0]} hangs, after {GIT_S:.0f} s; does it wait for a password?") from None
     if running.returncode:
         raise ReleaseError(f"git {words[0]} failed: {(errors or out).strip()}")
