@@ -59,6 +59,9 @@ class FirstInFirstOut:
     def lose(self, rows: U32Array) -> None:
         assert all(row in self.rows for row in rows.tolist())
 
+    def set_aside(self, rows: U32Array) -> None:
+        assert all(row in self.rows for row in rows.tolist())
+
     def remove(self, rows: U32Array) -> None:
         for row in rows.tolist():
             del self.rows[row]

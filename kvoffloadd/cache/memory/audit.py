@@ -40,6 +40,7 @@ def steps(cache: Cache, accounts: Callable[[], tuple[int, int]]) -> Iterator[lis
     yield _check_spaces(cache)
     yield _check_bytes(entries)
     yield _check_held(entries)
+    yield cache.retention.check()
     yield entries.index.check_table()
     yield tier.check_pools()
     for start in _spans(lambda: entries.index.rows_end, STEP_ROWS):
@@ -127,8 +128,9 @@ def _check_spaces(cache: Cache) -> list[str]:
         findings.append(f"eviction: {aside} keys are set aside, and would stay there")
     in_flight = int(np.count_nonzero(entries.parts.state[: entries.parts.runs.used] == PartState.RESERVED))
     in_use = int(np.count_nonzero(live & (entries.leases[: len(state)] > 0))) + in_flight
-    if aside > in_use:
-        findings.append(f"eviction: {aside} keys are set aside, at most {in_use} are in use")
+    claimed = int(entries.claimed.rows.sum())
+    if aside > in_use + claimed:
+        findings.append(f"eviction: {aside} keys are set aside, at most {in_use} are in use and {claimed} are claimed")
     return findings
 
 

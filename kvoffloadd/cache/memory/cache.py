@@ -30,6 +30,7 @@ from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.namespaces import Namespaces
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.recordreclaim import RecordReclaim
+from kvoffloadd.cache.memory.retention import Retention
 from kvoffloadd.cache.memory.savedstate import pack_state
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
@@ -86,6 +87,9 @@ class Cache:
         self.entries = KeyTable(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
         self.scarcity = RecordReclaim(self.entries, self.eviction.drop)
+        self.retention = Retention(self.entries, self.eviction)
+        self.entries.on_claimed = self.retention.rows_came
+        self.eviction.last_resort = self.retention.victims
         self.uses = self.entries.uses
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
@@ -171,6 +175,8 @@ class Cache:
             keyspace.set_part_bytes(new)
             self.entries.keyspaces.count_pages(keyspace)
             self.admit(keyspace, new.values())
+            if keyspace.claimed is not None:
+                self.retention.keep_within(keyspace.namespace.uid)
         elif filled:
             for lower in self.lower:
                 lower.rename_keyspace(keyspace)
@@ -388,6 +394,7 @@ class Cache:
         """
         with changing:
             namespace.epoch = self.epochs.of(namespace.fingerprint)
+            self.retention.clear(namespace)
             old = list(namespace.keyspaces.values())
             for keyspace in old:
                 self._replace(keyspace)
@@ -405,6 +412,8 @@ class Cache:
         """
         with changing:
             anything = epoch > self.epochs.began
+            if anything:
+                self.retention.clear(namespace)
             for keyspace in list(namespace.keyspaces.values()):
                 keyspace.drops += anything
                 for rows in self.entries.scan(keyspace):

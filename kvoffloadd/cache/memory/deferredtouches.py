@@ -17,6 +17,7 @@ from operator import itemgetter
 import numpy as np
 
 from kvoffloadd.cache.memory.changing import changing
+from kvoffloadd.cache.memory.claimedkeys import ClaimedKeys
 from kvoffloadd.cache.memory.index import distinct
 from kvoffloadd.cache.memory.lookup import LookupResult
 from kvoffloadd.cache.memory.lowertier import LowerTier
@@ -44,7 +45,8 @@ Used = tuple[Keyspace, LookupResult, int]
 class DeferredTouches:
     """Collects uses and losses of keys, and counts them later.
 
-    `parts`, `first`, `lost`: columns of the table of keys. `touch`: notes a use of slots. `lower`: the tiers below.
+    `parts`, `first`, `lost`: columns of the table of keys. `touch`: notes a use of slots. `claimed`: what claims keep,
+    which stays out of the eviction order. `lower`: the tiers below.
     `wake`: called when the first use waits; `settle_due` must be called soon then.
     """
 
@@ -54,9 +56,11 @@ class DeferredTouches:
         first: U32Array,
         lost: BoolArray,
         touch: Callable[[U32Array], None],
+        claimed: ClaimedKeys,
         lower: list[LowerTier],
     ) -> None:
         self._touch = touch
+        self._claimed = claimed
         self._parts = parts
         self._first = first
         self._lost = lost
@@ -152,6 +156,8 @@ class DeferredTouches:
             rows, places, begins = _joined(groups)
             self._lost[rows] = False
             queue.policy.touch(rows, places, begins)
+            if self._claimed and len(kept := self._claimed.used(rows)):
+                queue.policy.set_aside(kept)
             self._touch(self._parts.page[self._first[rows]])
             for lower in self._lower:
                 lower.used(rows)

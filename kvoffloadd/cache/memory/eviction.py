@@ -14,14 +14,16 @@ from kvoffloadd.cache.memory.keytable import KeyTable, RowState
 from kvoffloadd.cache.memory.namespace import Keyspace, Queue
 from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.policy.base import Policy
+from kvoffloadd.cache.policy.selection import IN_USE_MAX
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import PAGE_BYTES, F64Array, I64Array, U32Array, slot_pages
+from kvoffloadd.model import PAGE_BYTES, BoolArray, F64Array, I64Array, U32Array, slot_pages
 
 log = logging.getLogger(__name__)
 
 NO_ROWS = np.zeros(0, np.uint32)
 
-SLABS_TRIED = 8
+SLABS_TRIED, SLABS_SEARCHED = 8, 128
+"""The number of slabs that are judged, and the number of slabs among which those without claimed keys are searched."""
 RECORDS_MAX = 1 << 18
 """The maximum work of one request, in part records. An eviction that has removed keys with about this many records ends
 with the room that it has gained: keys with thousands of parts, most of them empty, would take hundreds of milliseconds.
@@ -70,7 +72,11 @@ class Eviction:
         self.sizes: Counter[int] = Counter()
         self.queues: dict[tuple[int, int], Queue] = {}  # by user and slot size in pages
         self.any_aside = False  # whether a policy may have set rows aside: without any, `readmit` does nothing
+        # Called where nothing else is left: returns claimed rows to evict, of those that pass, up to a number.
+        self.last_resort: Callable[[Callable[[U32Array], BoolArray], int], U32Array] = lambda wanted, count: NO_ROWS
+        self._gave_up = False  # whether the last search met too many keys in use to find all that it could
         self.keys_evicted = 0
+        self.keys_unkept = 0  # of them, keys that claims were to keep
         self.slabs_taken_over = 0
         self._turn = 0
         self._cheapest: Queue | None = None
@@ -142,7 +148,12 @@ class Eviction:
                 evicted, free = evicted + taken, self._tier.num_free(size)
                 continue
             if not len(rows):
-                break
+                rows = self._claimed_victims(size, wanted - free + spare)
+            if not len(rows):
+                if not (taken := self._take_claimed_slabs(size, wanted, evicted)):
+                    break
+                evicted, free = evicted + taken, self._tier.num_free(size)
+                continue
             evicted += self._records(rows)
             tries *= 2
             self.drop(rows)
@@ -158,9 +169,16 @@ class Eviction:
         if not self.any_aside:
             return
         rows = rows[first_of_each(rows)]
-        rows = rows[self._entries.evictable(rows)]
+        rows = rows[self._entries.expendable(rows)]
         for queue, indices in self._entries.by_queue(rows):
             queue.policy.readmit(rows[indices])
+
+    def set_aside(self, rows: U32Array) -> None:
+        """Takes distinct rows out of the eviction order that claims keep, until `readmit`."""
+        self._entries.uses.settle()
+        for queue, indices in self._entries.by_queue(rows):
+            queue.policy.set_aside(rows[indices])
+            self.any_aside = True
 
     def victims(self, queues: Sequence[Queue], wanted: int) -> U32Array:
         """Returns the keys that these competing queues would evict next, see `Policy.victims`. Evicts nothing."""
@@ -168,7 +186,9 @@ class Eviction:
 
     def _next(self, queue: Queue, wanted: int) -> U32Array:
         self._entries.uses.settle()
-        rows = queue.policy.victims(wanted, self._entries.evictable)
+        before = queue.policy.num_aside
+        rows = queue.policy.victims(wanted, self._entries.expendable)
+        self._gave_up |= queue.policy.num_aside - before >= IN_USE_MAX
         self.any_aside = self.any_aside or queue.policy.num_aside > 0
         return rows
 
@@ -199,7 +219,7 @@ class Eviction:
         """Chooses keys that free up to `slots` slots by their eviction: at least one key, if an evictable key is among
         the next keys of about `records_max` parts. Returns the rows, and the number of parts of the inspected keys.
         """
-        found, looked_at = list[U32Array](), 0
+        found, looked_at, self._gave_up = list[U32Array](), 0, False
         queues = self._in_turn([q for q in self.queues.values() if q.most_per_key(size) and len(q.policy)], asking)
         for number, queue in enumerate(queues):
             if number >= QUEUES_ASKED and found:
@@ -212,6 +232,14 @@ class Eviction:
         rows = self._least_valuable(found)
         self._cheapest = next((queue for queue, _ in self._entries.by_queue(rows[:1])), None)
         return rows[: 1 + np.searchsorted(self._slots(rows, size).cumsum(), slots)], looked_at
+
+    def _claimed_victims(self, size: int, slots: int) -> U32Array:
+        """Chooses claimed keys that free up to `slots` slots, after a search has found no others. None if that search
+        did not see all keys.
+        """
+        if self._gave_up or not self._entries.claimed:
+            return NO_ROWS
+        return self.last_resort(lambda rows: self._entries.evictable(rows) & (self._slots(rows, size) > 0), slots)
 
     def _in_turn(self, queues: list[Queue], asking: Queue | None = None) -> list[Queue]:
         """Returns the queues in the order in which they are asked."""
@@ -266,21 +294,37 @@ class Eviction:
         since = self._evicted_since.get(size, self._tier.slab_pages)
         return not len(victims) or since * size * TAKEOVER_SHARE >= self._tier.slab_pages
 
-    def _take_slabs(self, size: int, victims: U32Array, wanted: int, evicted: int) -> int:
+    def _take_claimed_slabs(self, size: int, wanted: int, evicted: int) -> int:
+        """Takes over slabs of other sizes as `_take_slabs`, also those with claimed keys, after a search has found
+        nothing else.
+        """
+        if self._gave_up or not self._entries.claimed:
+            return 0
+        return self._take_slabs(size, NO_ROWS, wanted, evicted, self._entries.evictable)
+
+    def _take_slabs(
+        self,
+        size: int,
+        victims: U32Array,
+        wanted: int,
+        evicted: int,
+        able: Callable[[U32Array], BoolArray] | None = None,
+    ) -> int:
         """Takes over slabs of other sizes if the keys in them are worth less than these victims, in as much memory. If
         there are no victims, it takes the slabs that have the least valuable keys. It ends when `wanted` slots are
         free, or when enough records were evicted in all, including the `evicted` ones before. Returns the number of
-        records as `_take_slab`, for all slabs.
+        records as `_take_slab`, for all slabs. `able`: which keys may go, if not only those without claims.
         """
+        spares_claimed, able = able is None, able or self._entries.expendable
         limit = float(np.average(self._worth(victims), weights=self._pages(victims))) if len(victims) else math.inf
         before, judged = evicted, -1
         while evicted != judged and self._wants_more(size, wanted, evicted):
             judged = evicted
-            worth = self._worth_of_slabs(self._slabs_to_try(size))
+            worth = self._worth_of_slabs(self._slabs_to_try(size, spares_claimed=spares_claimed))
             for slab in sorted(worth, key=worth.__getitem__):
                 if worth[slab] * TAKEOVER_GAIN >= limit or not self._wants_more(size, wanted, evicted):
                     break
-                evicted += self._take_slab(slab)
+                evicted += self._take_slab(slab, able)
         if evicted == before:
             self._evicted_since[size] = 0
             return 0
@@ -291,12 +335,12 @@ class Eviction:
     def _wants_more(self, size: int, wanted: int, evicted: int) -> bool:
         return self._tier.num_free(size) < wanted and evicted < RECORDS_MAX
 
-    def _take_slab(self, slab: int) -> int:
-        """Evicts all keys in a slab, with their slots of all sizes, unless one of them is held or being written.
-        Returns the number of evicted records, at least 1; 0 if the slab was not taken.
+    def _take_slab(self, slab: int, able: Callable[[U32Array], BoolArray]) -> int:
+        """Evicts all keys in a slab, with their slots of all sizes, unless one of them is not `able` to go. Returns the
+        number of evicted records, at least 1; 0 if the slab was not taken.
         """
-        rows = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
-        if not self._entries.evictable(rows).all():
+        rows = self._rows_in(slab)
+        if not able(rows).all():
             self._tier.touch_slab(slab)  # the next call tries other slabs
             return 0
         records = self._records(rows)
@@ -305,15 +349,38 @@ class Eviction:
         self.slabs_taken_over += 1
         return max(1, records)
 
-    def _slabs_to_try(self, size: int) -> list[int]:
-        """Returns the least recently used slabs of other sizes, and the slabs of the next victims there."""
+    def _rows_in(self, slab: int) -> U32Array:
+        rows: U32Array = distinct(self._entries.parts.row[self._tier.owners_in(slab)])
+        return rows
+
+    def _slabs_to_try(self, size: int, *, spares_claimed: bool) -> list[int]:
+        """Returns the least recently used slabs of other sizes, and the slabs of the next victims there. Leaves out
+        slabs with claimed keys if these are to be spared.
+        """
         slabs = self._tier.coldest_slabs(size)
+        if spares_claimed and self._entries.claimed:
+            return self._without_claims(slabs)
         if not len(slabs):
             return []
         others = self._in_turn([q for q in self.queues.values() if not q.most_per_key(size) and len(q.policy)])
         rows = np.concatenate([NO_ROWS, *(self._next(queue, 1) for queue in others[:QUEUES_ASKED])])
         owned = self._tier.slabs_of(self._entries.parts.page[self._entries.first[rows]])
         return list({*slabs[:SLABS_TRIED].tolist(), *np.intersect1d(owned, slabs).tolist()})
+
+    def _without_claims(self, slabs: I64Array) -> list[int]:
+        """Returns the first ones of these slabs that have no claimed keys. The others are the last to be looked at the
+        next time.
+        """
+        found, claimed = list[int](), self._entries.claimed
+        for slab in slabs[:SLABS_SEARCHED].tolist():
+            if claimed.is_claimed(self._rows_in(slab)).any():
+                self._tier.touch_slab(slab)
+            else:
+                found.append(slab)
+            if len(found) == SLABS_TRIED:
+                break
+        self._gave_up |= not found and len(slabs) > SLABS_SEARCHED
+        return found
 
     def _worth_of_slabs(self, slabs: Sequence[int]) -> dict[int, float]:
         """Returns the worth per page of the keys in each slab, estimated from some of them."""
@@ -348,6 +415,9 @@ class Eviction:
     def drop(self, rows: U32Array) -> None:
         """Evicts these rows, which must be evictable."""
         self.keys_evicted += len(rows)
+        if self._entries.claimed:
+            kept = rows[self._entries.claimed.is_claimed(rows)]
+            self.keys_unkept += int(np.count_nonzero(self._entries.complete(kept)))
         for lower in self._entries.lower:
             lower.evicted(rows[self._entries.complete(rows)])
         self._entries.retire(rows)

@@ -7,12 +7,13 @@ it and no copy writes it; then they are freed, and its row number can be used ag
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
 from kvoffloadd.cache.memory.barren import BarrenBlocks
+from kvoffloadd.cache.memory.claimedkeys import ClaimedKeys
 from kvoffloadd.cache.memory.deferredtouches import DeferredTouches
 from kvoffloadd.cache.memory.events import Event, WaitingEvents
 from kvoffloadd.cache.memory.held import HeldMemory
@@ -66,9 +67,11 @@ class KeyTable:
         self.lost: BoolArray = reserve_array((max_rows,), np.bool_)
         self.lower: list[LowerTier] = []
         self.local: LocalTier | None = None
-        self.uses = DeferredTouches(self.parts, self.first, self.lost, tier.touch, self.lower)
         self.num_retired = 0  # rows in state RETIRED
         self.keyspaces = Keyspaces()
+        self.claimed = ClaimedKeys(self.keyspaces, self.index.keyspace, max_rows, seed)
+        self.on_claimed: Callable[[U32Array], None] = lambda rows: None  # called when claimed keys have come
+        self.uses = DeferredTouches(self.parts, self.first, self.lost, tier.touch, self.claimed, self.lower)
         self.held = HeldMemory(self.keyspaces, tier.num_pages)
         self.barren = BarrenBlocks(self.keyspaces, self.parts.runs.max_records)
         self.events = WaitingEvents()
@@ -104,6 +107,8 @@ class KeyTable:
         if queue := keyspaces[0][0].queue:
             self.uses.settle()
             queue.policy.insert(rows, hashes, positions, begins)
+        if self.claimed and len(came := self.claimed.came(keyspaces, keys, rows)):
+            self.on_claimed(came)
         return rows
 
     def commit(self, parts: I64Array) -> tuple[I64Array, U32Array]:
@@ -219,6 +224,11 @@ class KeyTable:
         flags[unheld] = ~self.in_flight(rows[unheld])
         return flags
 
+    def expendable(self, rows: U32Array) -> BoolArray:
+        """Returns whether each key is evictable, and no claim keeps it."""
+        flags = self.evictable(rows)
+        return flags & ~self.claimed.is_claimed(rows) if self.claimed else flags
+
     def vacant(self, rows: U32Array) -> BoolArray:
         """Returns whether no part of each key has a slot."""
         flags = np.zeros(len(rows), bool)
@@ -255,6 +265,8 @@ class KeyTable:
         self.index.remove(rows)
         for queue, indices in self.by_queue(rows):
             queue.policy.remove(rows[indices])
+        if self.claimed:
+            self.claimed.went(rows)
         self.state[rows] = RowState.RETIRED
         self.num_retired += len(rows)
         self.free_retired(rows)

@@ -56,8 +56,8 @@ class Namespaces(dict[bytes, Namespace]):
             keyspaces.check_room(namespace.uid, more)
 
     def is_unused(self, namespace: Namespace) -> bool:
-        """Returns whether a namespace has no sessions and no keys, and was not forgotten yet."""
-        has_keys = any(keyspace.rows for keyspace in namespace.keyspaces.values())
+        """Returns whether a namespace has no sessions, no keys and no claims, and was not forgotten yet."""
+        has_keys = any(keyspace.rows or keyspace.claimed for keyspace in namespace.keyspaces.values())
         return not namespace.sessions and not has_keys and self.get(namespace.fingerprint) is namespace
 
     def check(self) -> list[str]:

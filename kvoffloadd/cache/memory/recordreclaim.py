@@ -133,7 +133,7 @@ class RecordReclaim:
 
     def _idle(self, owners: I64Array, own: BoolArray | None, *, spares: bool) -> U32Array:
         """Returns the evictable rows in the order of their records: of these keyspaces (None: of all). `spares`
-        excludes keys that can be loaded.
+        excludes keys that can be loaded. Those of them that are claimed are always excluded.
         """
         entries = self._entries
         rows = owners[owners >= 0]
@@ -141,6 +141,8 @@ class RecordReclaim:
         rows = rows[(entries.leases[rows] == 0) & (entries.state[rows] == RowState.LIVE)]
         if spares:
             rows = rows[~entries.complete(rows)]
+        elif entries.claimed:
+            rows = rows[~(entries.complete(rows) & entries.claimed.is_claimed(rows))]
         if own is not None:
             rows = rows[own[entries.index.keyspace[rows]]]
         found: U32Array = rows[~entries.in_flight(rows)].astype(np.uint32)

@@ -76,6 +76,11 @@ class Policy(Protocol):
         before all others, until they are used.
         """
 
+    def set_aside(self, rows: U32Array) -> None:
+        """Takes rows that `evictable` rejects out of the way of `victims`, as it would do itself when it meets them,
+        until `readmit` or their next use.
+        """
+
     def remove(self, rows: U32Array) -> None:
         """Forgets keys: evicted, cleared or dropped."""
 

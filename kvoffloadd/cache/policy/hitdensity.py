@@ -339,6 +339,9 @@ class HitDensityPolicy:
     def lose(self, rows: U32Array) -> None:
         self._queues.move(LOST, rows[::-1])
 
+    def set_aside(self, rows: U32Array) -> None:
+        self._queues.set_aside_each(rows, self._queues.queues_of(rows))
+
     def remove(self, rows: U32Array) -> None:
         """See `Policy`. The keys' use counts are remembered for a while."""
         self._queues.discard(rows)

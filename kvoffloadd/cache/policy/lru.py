@@ -42,6 +42,9 @@ class Lru:
         self._stamp[rows] = self._clock.long_ago
         self._queues.move(_LOST, rows[::-1])
 
+    def set_aside(self, rows: U32Array) -> None:
+        self._queues.set_aside_each(rows, self._queues.queues_of(rows))
+
     def remove(self, rows: U32Array) -> None:
         self._queues.discard(rows)
 

@@ -119,6 +119,11 @@ class RowQueues:
         self.move(self._aside, rows)
         self._home[rows] = queue + 1
 
+    def set_aside_each(self, rows: U32Array, queues: I64Array) -> None:
+        """Puts rows aside as `set_aside`; each comes with the queue that it belongs to."""
+        for queue in np.unique(queues).tolist():
+            self.set_aside(queue, rows[queues == queue])
+
     def readmit(self, rows: U32Array) -> U32Array:
         """Puts the distinct rows that are aside behind all others of their queues, first one first. Returns them."""
         if not self.num_aside:

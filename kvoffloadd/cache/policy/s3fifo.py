@@ -74,6 +74,11 @@ class S3Fifo:
         self._stamp[rows] = self._clock.long_ago
         self._queues.move(LEAVING, rows[::-1])
 
+    def set_aside(self, rows: U32Array) -> None:
+        """See `Policy`. Keys that were about to be evicted will return to the main queue."""
+        queues = self._queues.queues_of(rows)
+        self._queues.set_aside_each(rows, np.where(queues == SMALL, SMALL, MAIN))
+
     def remove(self, rows: U32Array) -> None:
         """See `Policy`. Keys that never came to the main queue are remembered as ghosts."""
         self._ghosts.add(self._tag[rows[self._from_small[rows]]])
