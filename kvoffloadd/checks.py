@@ -64,6 +64,13 @@ def seconds(low: float, high: float) -> Check[float]:
     return check
 
 
+def share(value: object) -> float:
+    """A share, from 0 to 1."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise ValueError("must be a share from 0 to 1")
+    return float(value)
+
+
 def flag(value: object) -> bool:
     """True or false."""
     if not isinstance(value, bool):

@@ -193,6 +193,13 @@ class ValkeyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RetainConfig:
+    """What clients may claim to be kept for a time: see `kvoffloadd.cache.memory.retention`."""
+
+    memory_share: float = _key(0.25, checks.share, live=True)
+
+
+@dataclass(frozen=True, slots=True)
 class CopyConfig:
     """The way in which jobs move bytes."""
 
@@ -273,6 +280,7 @@ class Config:
     remote: RemoteConfig = field(default_factory=RemoteConfig)
     mooncake: MooncakeConfig = field(default_factory=MooncakeConfig)
     valkey: ValkeyConfig = field(default_factory=ValkeyConfig)
+    retain: RetainConfig = field(default_factory=RetainConfig)
     copy: CopyConfig = field(default_factory=CopyConfig)
     cuda: CudaConfig = field(default_factory=CudaConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -288,6 +296,7 @@ SECTIONS: Mapping[str, type[Any]] = MappingProxyType(
         "remote": RemoteConfig,
         "mooncake": MooncakeConfig,
         "valkey": ValkeyConfig,
+        "retain": RetainConfig,
         "copy": CopyConfig,
         "cuda": CudaConfig,
         "limits": LimitsConfig,

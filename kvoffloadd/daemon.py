@@ -344,6 +344,7 @@ class Daemon:
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY, clock=Clock())
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
         cache.entries.keyspaces.groups_max = config.limits.groups
+        cache.retention.memory_share = config.retain.memory_share
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
         trusted, copy = {0, os.getuid()}, config.copy
         cache.entries.held.trusted = trusted

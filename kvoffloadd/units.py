@@ -11,6 +11,8 @@ import re
 
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_DURATIONS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
 _LOOSE_UNIT = re.compile("([KMGTP])i?B?", re.ASCII | re.IGNORECASE)
 """A unit as other programs have it: GB, g, gib."""
 
@@ -61,6 +63,16 @@ def parse_seconds(text: str) -> float:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError('must be a number of seconds, like "0.5"')
     return value
+
+
+def parse_duration(text: str) -> float:
+    """Parses a duration with a unit, such as "90s", "20m", "1.5h" or "7d", in seconds. Raises ValueError for any other
+    text.
+    """
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise ValueError('must be a number with s, m, h or d, like "2h"')
+    return float(match[1]) * _DURATIONS[match[2]]
 
 
 def format_path(path: str | os.PathLike[str]) -> str:

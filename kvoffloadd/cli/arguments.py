@@ -15,7 +15,10 @@ from kvoffloadd import __version__
 from kvoffloadd.cli import about
 from kvoffloadd.cli.parser import Parser, commands_of
 from kvoffloadd.suggestion import did_you_mean
-from kvoffloadd.units import parse_bytes
+from kvoffloadd.units import parse_bytes, parse_duration
+
+RETAIN_S_MAX, PRIORITY_MAX = 30 * 86_400, 100
+"""The limits of `protocol.messages`, which is loaded only to run a command; a test compares them."""
 
 Run = Callable[[argparse.Namespace], int]
 """Runs a command."""
@@ -26,7 +29,7 @@ COMMANDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "Try it": ("demo", "bench", "doctor", "plan"),
         "Run it": ("serve", "flags", "config", "completion", "man", "help"),
         "Watch a running daemon": ("status", "top", "verify"),
-        "Change what it holds": ("drain", "clear"),
+        "Change what it holds": ("retained", "retain", "forget", "drain", "clear"),
     }
 )
 """Every command, grouped by purpose as in `--help`."""
@@ -119,12 +122,17 @@ def make_parser() -> CommandLine:
     clear = add("clear", "Drop every key of every namespace, or of some (root or the daemon's user only).")
     _add_clear_options(clear)
 
+    retained = add("retained", "List what clients want kept for a time, and what it takes.")
+    retain = add("retain", "Keep a named prefix for so long, from now on.")
+    forget = add("forget", "Keep a named prefix no longer. Its keys stay until they are evicted.")
+    _add_claim_options(retained, retain, forget)
+
     drain = add("drain", "Wait until running jobs have ended and all stored payloads have a checksum.")
     drain.add_argument(
         "--deadline-s", type=_deadline, default=60.0, metavar="SECONDS", help="give up after this time; default: 60"
     )
 
-    for client_command in (status, top, verify, clear, drain):
+    for client_command in (status, top, verify, clear, retained, retain, forget, drain):
         client_command.add_argument(
             "--socket",
             type=_absolute,
@@ -153,14 +161,17 @@ def make_parser() -> CommandLine:
         "words", nargs="*", metavar="COMMAND", help="the command; default: all of them"
     )
 
-    config_parser = add("config", "Check or show config files.", about.without_command)
-    config_parser.set_defaults(parser=config_parser)
-    config_commands = config_parser.add_subparsers(title="commands", metavar="COMMAND")
-    check = add("check", "Check a config file and list all problems.", _loaded("config_check"), config_commands)
-    check.add_argument("file", type=Path, metavar="FILE")
-    show = add("show", "Print the config that `serve` would use, as TOML.", _loaded("config_show"), config_commands)
-    _add_config_options(show)
+    _add_config_commands(add("config", "Check or show config files.", about.without_command), add)
     return parser
+
+
+def _add_config_commands(parser: Parser, add: Callable[..., Parser]) -> None:
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    check = add("check", "Check a config file and list all problems.", _loaded("config_check"), commands)
+    check.add_argument("file", type=Path, metavar="FILE")
+    show = add("show", "Print the config that `serve` would use, as TOML.", _loaded("config_show"), commands)
+    _add_config_options(show)
 
 
 def _loaded(name: str) -> Run:
@@ -232,9 +243,9 @@ ENGINES = ("any", "vllm", "sglang")
 """The engines that `plan` supports."""
 
 SECTIONS = (
-    "daemon", "memory", "cache", "disk", "remote", "lookups", "namespaces", "clears", "transfers", "running", "leases",
-    "quarantine", "slow_jobs", "lanes", "hash_lane", "devices", "server", "open_sessions", "sessions", "accounts",
-    "loop",
+    "daemon", "memory", "cache", "disk", "remote", "lookups", "namespaces", "retention", "clears", "transfers",
+    "running", "leases", "quarantine", "slow_jobs", "lanes", "hash_lane", "devices", "server", "open_sessions",
+    "sessions", "accounts", "loop",
 )  # fmt: skip
 """The sections of `status`. `daemon` has the figures that belong to no other one."""
 
@@ -276,6 +287,19 @@ def _add_clear_options(clear: argparse.ArgumentParser) -> None:
         help="only of the namespaces whose names, as `status namespaces` shows them, match this shell pattern",
     )  # fmt: skip
     clear.add_argument("--yes", action="store_true", help="do not ask for confirmation")
+
+
+def _add_claim_options(retained: Parser, retain: Parser, forget: Parser) -> None:
+    retained.add_argument("--json", action="store_true", help="print one JSON object")
+    for command in (retain, forget):
+        command.add_argument("name", metavar="NAME", help="as `retained` shows it")
+    retain.add_argument(
+        "--for", dest="seconds", type=_duration, required=True, metavar="TIME",
+        help='for example "90s", "20m", "2h" or "7d"; at most 30 days',
+    )  # fmt: skip
+    retain.add_argument(
+        "--priority", type=_priority, metavar="NUMBER", help="0 to 100; the lowest goes first; default: as it is"
+    )
 
 
 def _add_flags_options(parser: argparse.ArgumentParser) -> None:
@@ -398,6 +422,22 @@ def _interval(text: str) -> float:
     if seconds < 0.1:
         raise argparse.ArgumentTypeError(f'"{text}" is less than 0.1 seconds')
     return seconds
+
+
+def _duration(text: str) -> float:
+    try:
+        seconds = parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'"{text}" {error}') from None
+    if not 0 < seconds <= RETAIN_S_MAX:
+        raise argparse.ArgumentTypeError(f'"{text}" is not between 0 and 30 days')
+    return seconds
+
+
+def _priority(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= PRIORITY_MAX):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number from 0 to {PRIORITY_MAX}')
+    return int(text)
 
 
 def _deadline(text: str) -> float:

@@ -13,7 +13,7 @@ from kvoffloadd.cli.exits import EXIT_BAD_NEWS, EXIT_OK, EXIT_REFUSED, EXIT_USAG
 from kvoffloadd.cli.interrupts import interrupt_command
 from kvoffloadd.linux import standarderror
 from kvoffloadd.model import DROPPED
-from kvoffloadd.units import BYTES_MAX, format_bytes, missing_unit, parse_bytes
+from kvoffloadd.units import BYTES_MAX, format_bytes, format_seconds, missing_unit, parse_bytes
 
 VERIFY_DEADLINE_S, VERIFY_DISK_DEADLINE_S = 3600.0, 86_400.0
 """Deadlines of an audit with payloads, and with records on disk: a terabyte at a few GB/s takes minutes, slow disks
@@ -295,6 +295,32 @@ def clear(arguments: argparse.Namespace) -> int:
             "that the daemon can have: ask again",
             EXIT_BAD_NEWS,
         )
+    return EXIT_OK
+
+
+def retained(arguments: argparse.Namespace) -> int:
+    from msgspec.structs import asdict
+
+    from kvoffloadd.cli.status import print_sections
+
+    with _client(arguments) as daemon:
+        claims = [asdict(claim) for claim in sorted(daemon.claims(), key=lambda claim: claim.left_s)]
+    _show(arguments, lambda: {"claims": claims}, lambda: print_sections({"claims": claims}))
+    return EXIT_OK
+
+
+def retain(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as daemon:
+        changed = daemon.retain({}, arguments.seconds, priority=arguments.priority, name=arguments.name)
+    until = format_seconds(arguments.seconds)
+    sys.stdout.write(f"{_counted(changed.claims, 'claim')} with {changed.keys:,} keys: {until} from now\n")
+    return EXIT_OK
+
+
+def forget(arguments: argparse.Namespace) -> int:
+    with _client(arguments) as daemon:
+        ended = daemon.forget(arguments.name)
+    sys.stdout.write(f"ended {_counted(ended.claims, 'claim')} with {ended.keys:,} keys\n")
     return EXIT_OK
 
 

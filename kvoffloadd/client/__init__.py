@@ -10,13 +10,14 @@ from kvoffloadd.client.jobs import Job, JobConnectionLostError, JobDeadlineError
 from kvoffloadd.client.memory.kvcache import Group, KvCache, Registration
 from kvoffloadd.client.memory.tensor import GpuTensor, SharedTensor
 from kvoffloadd.client.memory.timeline import Ready, Timeline
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Reserved, Retained
 from kvoffloadd.model import GroupKind, KeyState, Outcome, Ref, digest_layers
-from kvoffloadd.protocol.messages import KeepHow, NamespaceSpec
+from kvoffloadd.protocol.messages import ClaimFigures, KeepHow, NamespaceSpec
 
 __all__ = [
     "AsyncClient",
     "Audit",
+    "ClaimFigures",
     "Cleared",
     "Client",
     "Drained",
@@ -41,6 +42,7 @@ __all__ = [
     "Ref",
     "Registration",
     "Reserved",
+    "Retained",
     "SharedTensor",
     "Timeline",
     "digest_layers",

@@ -20,12 +20,12 @@ from kvoffloadd.client.events import Event
 from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
 from kvoffloadd.client.memory.timeline import Ready
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Reserved
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Reserved, Retained
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen, Wait
 from kvoffloadd.errors import UsageError
 from kvoffloadd.model import Direction, U8Array
-from kvoffloadd.protocol.messages import KeepHow
+from kvoffloadd.protocol.messages import ClaimFigures, KeepHow
 
 R = TypeVar("R")
 
@@ -153,6 +153,21 @@ class AsyncClient(BaseClient):
     async def keep(self, groups: Groups, how: KeepHow, first: First = 0) -> None:
         """See `Client.keep`."""
         await self._run(self._core.keep(groups, how, first, self._until()))
+
+    async def retain(
+        self, groups: Groups, seconds: float, *, priority: int | None = None, name: str = "", first: First = 0
+    ) -> Retained:
+        """See `Client.retain`."""
+        call = calls.retain(groups, seconds, priority, name, first, self._core.key_bytes if groups else 0)
+        return await self._run(self._core.retain(call, self._until()))
+
+    async def forget(self, name: str) -> Retained:
+        """See `Client.forget`."""
+        return await self._run(self._core.retain(calls.forget(name), self._until()))
+
+    async def claims(self) -> list[ClaimFigures]:
+        """See `Client.claims`."""
+        return await self._run(self._core.claims(self._until()))
 
     async def release(self, lease: int) -> None:
         """See `Client.release`."""

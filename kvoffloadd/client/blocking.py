@@ -22,11 +22,11 @@ from kvoffloadd.client.jobs import Job, JobResult
 from kvoffloadd.client.memory.kvcache import KvCache, Registration
 from kvoffloadd.client.memory.timeline import Ready
 from kvoffloadd.client.polling import Poll
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Reserved
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Reserved, Retained
 from kvoffloadd.client.transport import Poller
 from kvoffloadd.client.waiting import Gen
 from kvoffloadd.model import Direction, U8Array
-from kvoffloadd.protocol.messages import KeepHow
+from kvoffloadd.protocol.messages import ClaimFigures, KeepHow
 
 R = TypeVar("R")
 
@@ -146,6 +146,39 @@ class Client(BaseClient):
         daemon evicts them later, or earlier, as far as such hints have proved right. Older daemons get no such request.
         """
         self._run(self._deadline_s, lambda until: self._core.keep(groups, how, first, until))
+
+    def retain(
+        self, groups: Groups, seconds: float, *, priority: int | None = None, name: str = "", first: First = 0
+    ) -> Retained:
+        """Claims keys of a prompt, whether they are stored yet or not: for a time they are evicted after all keys that
+        nobody has claimed. A claim is no lease: what the claims of a user keep is bounded, and beyond that claims
+        lapse.
+
+        Args:
+            groups: as in `lookup`. Empty: the claims named `name` get another end, and another priority unless that is
+                None. RemoteError: there are none.
+            seconds: until the claim ends, at most 30 days.
+            priority: 0 to 100; the lowest lapses first, and is evicted first. None: 50.
+            name: replaces the claim that had this name in the namespace.
+            first: as in `lookup`.
+
+        UsageError: the daemon is too old for this.
+        """
+        call = calls.retain(groups, seconds, priority, name, first, self._core.key_bytes if groups else 0)
+        return self._run(self._deadline_s, lambda until: self._core.retain(call, until))
+
+    def forget(self, name: str) -> Retained:
+        """Ends the claims of this name: in the session's namespace, or in all that an observer may see. RemoteError:
+        there are none. UsageError: the daemon is too old for this.
+        """
+        call = calls.forget(name)
+        return self._run(self._deadline_s, lambda until: self._core.retain(call, until))
+
+    def claims(self) -> list[ClaimFigures]:
+        """Returns the claims that are in force, the oldest first: of the session's namespace; an observer's: of its
+        user (root and the daemon's uid: of all users). UsageError: the daemon is too old for this.
+        """
+        return self._run(self._deadline_s, self._core.claims)
 
     def release(self, lease: int) -> None:
         """Ends a lease. Does nothing if it has ended: with its daemon, with its instance, or by an earlier release."""

@@ -24,12 +24,12 @@ from kvoffloadd.client.keys import BlockIds, Keys, pack_blocks, pack_keys, unpac
 from kvoffloadd.client.memory.gpu import IpcMemory, VmmMemory
 from kvoffloadd.client.memory.kvcache import Registration
 from kvoffloadd.client.memory.timeline import Ready
-from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Promotion, Reserved
+from kvoffloadd.client.results import Audit, Cleared, Drained, Found, Lease, Promotion, Reserved, Retained
 from kvoffloadd.client.waiting import Waitable
 from kvoffloadd.errors import KvOffloadError, MessageError, UsageError
 from kvoffloadd.model import Direction, U8Array
 from kvoffloadd.protocol import messages
-from kvoffloadd.protocol.messages import GroupBlocks, GroupKeys, KeepHow, Message, Request
+from kvoffloadd.protocol.messages import ClaimFigures, GroupBlocks, GroupKeys, KeepHow, Message, Request
 
 R = TypeVar("R")
 
@@ -279,6 +279,44 @@ def keep(groups: Groups, how: KeepHow, first: First, key_bytes: int) -> Call[Non
         raise UsageError(f"how must be one of {', '.join(get_args(KeepHow))}, not {how!r:.80}")
     lists, _counts = _group_keys(groups, first, key_bytes)
     return Call(lambda seq: messages.Keep(seq=seq, groups=lists, how=how), _nothing)
+
+
+def retain(
+    groups: Groups, seconds: float, priority: int | None, name: str, first: First, key_bytes: int
+) -> Call[Retained]:
+    """Claims keys, or changes the claims of a name. Raises UsageError for bad arguments."""
+    limit_s = seconds_within(seconds, "seconds", messages.RETAIN_S_MAX)
+    rank = None if priority is None else integer(priority, "priority", messages.PRIORITY_MAX + 1)
+    if len(instance_of(str, name, "name")) > messages.CLAIM_NAME_CHARS_MAX:
+        raise UsageError(f"the name of a claim has at most {messages.CLAIM_NAME_CHARS_MAX} characters")
+    lists, _counts = _group_keys(groups, first, key_bytes)
+    if not lists and not name:
+        raise UsageError("a retain needs keys, or the name of claims")
+    return Call(
+        lambda seq: messages.Retain(seq=seq, groups=lists, seconds=limit_s, priority=rank, name=name), _retained
+    )
+
+
+def forget(name: str) -> Call[Retained]:
+    """Ends the claims of a name. Raises UsageError for a bad name."""
+    if not 0 < len(instance_of(str, name, "name")) <= messages.CLAIM_NAME_CHARS_MAX:
+        raise UsageError(f"the name of a claim has 1 to {messages.CLAIM_NAME_CHARS_MAX} characters")
+    return Call(lambda seq: messages.Forget(seq=seq, name=name), _retained)
+
+
+def claims(cursor: int) -> Call[tuple[list[ClaimFigures], int]]:
+    """Requests some claims, and the cursor for the next request; 0: those were the last."""
+
+    def parse(reply: messages.Claimed, _boot_id: bytes) -> tuple[list[ClaimFigures], int]:
+        if 0 < reply.cursor <= cursor:
+            raise MessageError(f"a listing of claims from {cursor} on goes on at {reply.cursor}")
+        return reply.claims, reply.cursor
+
+    return Call(lambda seq: messages.Claims(seq=seq, cursor=cursor), parse, repeatable=True)
+
+
+def _retained(reply: messages.Retained, _boot_id: bytes) -> Retained:
+    return Retained(reply.claims, reply.keys)
 
 
 def release(lease: int) -> Call[None]:

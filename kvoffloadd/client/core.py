@@ -35,7 +35,7 @@ from kvoffloadd.errors import (
     UsageError,
 )
 from kvoffloadd.model import U8Array
-from kvoffloadd.protocol.messages import TOKEN_BYTES, KeepHow, Limits
+from kvoffloadd.protocol.messages import TOKEN_BYTES, ClaimFigures, KeepHow, Limits
 
 R = TypeVar("R")
 
@@ -186,6 +186,22 @@ class ClientCore:
             yield from self._connected(until)
         if "keep" in self._connector.features:
             yield from self.call(call, until)
+
+    def retain(self, call: Call[R], until: float) -> Gen[R]:
+        """Sends a request about claims. Raises UsageError if the daemon knows of none."""
+        if self._usable() is None:
+            yield from self._connected(until)
+        if "retain" not in self._connector.features:
+            raise UsageError("this daemon is older, and knows of no claims: nothing was changed")
+        return (yield from self.call(call, until))
+
+    def claims(self, until: float) -> Gen[list[ClaimFigures]]:
+        """See `Client.claims`."""
+        found, cursor = yield from self.retain(calls.claims(0), until)
+        while cursor:
+            page, cursor = yield from self.retain(calls.claims(cursor), until)
+            found += page
+        return found
 
     def clear(
         self, everything: bool, namespaces: str | None, wait_s: float, token: bytes | None, until: float

@@ -125,6 +125,16 @@ class Cleared:
 
 
 @dataclass(frozen=True, slots=True)
+class Retained:
+    """Counts the claims that a `retain` made or changed, or a `forget` ended, and the keys that they name. 0 claims: a
+    new one would have been the first to lapse.
+    """
+
+    claims: int
+    keys: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drained:
     """Counts what a drain left: 0 and 0 unless its deadline passed."""
 

@@ -152,6 +152,22 @@ def _memory(status: Status) -> Iterator[Metric]:
         ("events_lost", "events_lost", "Key events that no subscriber received."),
     ):
         yield _counter(name, text, _one(cache[key]))
+    yield from _retention(status["retention"])
+
+
+def _retention(retention: Mapping[str, int]) -> Iterator[Metric]:
+    yield _gauge("claims", "Claims that are in force.", _one(retention["claims"]))
+    yield _gauge("claimed_keys", "Keys that claims name, in memory or not.", _one(retention["keys"]))
+    yield _gauge("claimed_memory_bytes", "Memory of claimed keys.", _one(retention["memory_bytes"]))
+    for name, text in (
+        ("claims_made", "Claims that clients made."),
+        ("claims_expired", "Claims that were kept until their end."),
+        ("claims_lapsed", "Claims that ended early, since their user may keep no more."),
+        ("claims_cut", "Claims that were cut to the beginning of their prompt, since their user may keep no more."),
+    ):
+        yield _counter(name, text, _one(retention[name]))
+    unkept = "Claimed keys that were evicted, since nothing else was left."
+    yield _counter("claimed_keys_evicted", unkept, _one(retention["keys_unkept"]))
 
 
 def _transfers(status: Status) -> Iterator[Metric]:

@@ -38,6 +38,12 @@ WaitSeconds = Annotated[float, msgspec.Meta(ge=0, le=CLEAR_WAIT_S_MAX)]
 Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 Layers = Annotated[bytes, msgspec.Meta(min_length=LAYERS_BYTES, max_length=LAYERS_BYTES)]
 KeepHow = Literal["soon", "drop"]
+PRIORITY_MAX, PRIORITY_DEFAULT = 100, 50
+Priority = Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)]
+RETAIN_S_MAX = 30 * 86_400
+RetainSeconds = Annotated[float, msgspec.Meta(gt=0, le=RETAIN_S_MAX)]
+CLAIM_NAME_CHARS_MAX = 128
+ClaimName = Annotated[str, msgspec.Meta(max_length=CLAIM_NAME_CHARS_MAX)]
 
 IPC_HANDLE_BYTES = 64
 CHUNKS_BYTES_MAX = 8 * FDS_PER_FRAME_MAX
@@ -157,6 +163,26 @@ class ReadySpec(Part, frozen=True):
     signal: Small
     offset: Count
     value: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+
+
+class ClaimFigures(Part, frozen=True):
+    """Describes a claim that is in force. `name`: empty if it has none. `left_s`: until it ends. `tokens`: the length
+    of the prompt that it keeps. `keys`: in all its groups; `memory_keys` of them are in memory now and take
+    `memory_bytes`, which count for each claim that names them. `hits`: how often the key with which it ends was used
+    since it is claimed.
+    """
+
+    number: Id
+    name: str
+    namespace: str
+    uid: Count
+    priority: Small
+    left_s: float
+    tokens: Count
+    keys: Count
+    memory_keys: Count
+    memory_bytes: Count
+    hits: Count
 
 
 class Limits(Part, frozen=True):
@@ -293,6 +319,41 @@ class Keep(Request, frozen=True, tag="keep"):
 
     groups: list[GroupKeys]
     how: KeepHow
+
+
+class Retain(Request, frozen=True, tag="retain", omit_defaults=True):
+    """Claims keys of a prompt, whether they are stored yet or not: for so many seconds they are evicted after all keys
+    that nobody has claimed, of the lowest `priority` (0 to 100, nil: 50) first. A claim with a `name` replaces the one
+    that had this name in the namespace. Without `groups`, the claims of this name get another end, and another priority
+    unless it is nil. A claim guarantees nothing: what the claims of a user keep is bounded, and beyond that the claim
+    of the lowest priority lapses, of several the oldest. An observer may name claims, but no groups. Daemons that
+    support it list `retain` among their `features`.
+    """
+
+    reply: ClassVar[str] = "retained"
+    groups: list[GroupKeys]
+    seconds: RetainSeconds
+    priority: Priority | None = None
+    name: ClaimName = ""
+
+
+class Forget(Request, frozen=True, tag="forget"):
+    """Ends the claims of this name: in the session's namespace, or an observer's in all namespaces of its user (root
+    and the daemon's uid: of all users). Only to daemons with the feature `retain`.
+    """
+
+    reply: ClassVar[str] = "retained"
+    name: ClaimName
+
+
+class Claims(Request, frozen=True, tag="claims"):
+    """Lists claims that are in force, of the same namespaces as `forget`, some at a time: those with numbers from
+    `cursor` on. Start with `cursor` 0, and stop when the reply has `cursor` 0. Only to daemons with the feature
+    `retain`.
+    """
+
+    reply: ClassVar[str] = "claimed"
+    cursor: Count = 0
 
 
 class Release(Request, frozen=True, tag="release"):
@@ -466,6 +527,22 @@ class Found(Reply, frozen=True, tag="found"):
     lease: Id = 0
     promoting: Count = 0
     tiers: list[bytes] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Retained(Reply, frozen=True, tag="retained"):
+    """Returns the number of claims that were made, changed or ended, and of the keys that they name. A `retain` with 0
+    claims made none, since the new one would have been the first to lapse.
+    """
+
+    claims: Count
+    keys: Count
+
+
+class Claimed(Reply, frozen=True, tag="claimed"):
+    """Lists claims by their numbers. `cursor` 0: the listing is complete."""
+
+    claims: list[ClaimFigures]
+    cursor: Count
 
 
 class Reserved(Reply, frozen=True, tag="reserved"):

@@ -43,7 +43,10 @@ DAEMON_MOVES: dict[ProtocolState, dict[str, ProtocolState]] = {
     ProtocolState.LEAVING: dict.fromkeys(_ANSWERS, ProtocolState.LEAVING),
 }
 
-_OBSERVER = frozenset({"hello", "ping", "status", "verify", "clear", "drain", "lookup", "subscribe", "snapshot", "bye"})
+_OBSERVER = frozenset(
+    {"hello", "ping", "status", "verify", "clear", "drain", "lookup", "subscribe", "snapshot", "bye"}
+    | {"retain", "forget", "claims"}
+)
 _SCHEDULER = frozenset(REQUESTS) - {"attach", "attach_ipc", "attach_vmm", "detach", "store", "load", "cancel"}
 
 ROLE_MAY: dict[str, frozenset[str]] = {

@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 ENDED_PER_TURN = 4096
 """The number of rows and parts that one turn takes out of leases of ended instances; see `Leases.end_some`."""
 
+EXPIRY_PAUSE_S = 0.001
+"""The time between two turns that end claims."""
+
 USES_WAIT_S = 0.005
 """The delay until the first waiting uses of keys are counted: see `cache.memory.deferredtouches`."""
 
@@ -109,6 +112,7 @@ class Context:
     quarantine: Quarantine = field(init=False)
     events: EventFeeds = field(init=False)
     _ending: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _expiry: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
         self.clearings = Clearings(self.cache, self.disk, self.remote, self.spawn)
@@ -118,6 +122,8 @@ class Context:
         self.events = EventFeeds(self.cache.entries.events, self.turns)
         # The delay lets a peer that waits for its replies send its next request first.
         self.cache.uses.wake = partial(self.loop.call_later, USES_WAIT_S, self._count_uses)
+        self.cache.retention.clock = self.loop.time
+        self.cache.retention.wake = self._expire_at
 
     def admit(self, uid: int) -> None:
         """Makes the threads that touch this user's memory and descriptors, if there are none yet.
@@ -191,6 +197,7 @@ class Context:
             "host",
             "memory",
             "keep",
+            "retain",
             "clear_token",
             "clear_namespaces",
             "composition",
@@ -203,6 +210,19 @@ class Context:
     def _count_uses(self) -> None:
         if self.cache.uses.settle_due():
             self.loop.call_later(0, self._count_uses)
+
+    def _expire_at(self, at_s: float) -> None:
+        """Ends the claims that are over at this time, then or before."""
+        if self._expiry is None or self._expiry.when() > at_s:
+            if self._expiry is not None:
+                self._expiry.cancel()
+            self._expiry = self.loop.call_at(at_s, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        next_s = self.cache.retention.expire()
+        if next_s is not None:  # the loop may call a moment too early
+            self._expire_at(max(next_s, self.loop.time() + EXPIRY_PAUSE_S))
 
     def let_go(self, ended: ReleasedLease, uid: int) -> None:
         """Releases the contents of ended leases: rows may be evicted, and reserved parts without a job are freed."""

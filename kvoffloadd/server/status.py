@@ -114,6 +114,7 @@ def _all_users(context: Context) -> dict[str, Any]:
         "cache": {**cache.figures(), "unsealed": jobs.unsealed},
         **({"disk": context.disk.figures()} if context.disk else {}),
         **({"remote": context.remote.figures()} if context.remote else {}),
+        "retention": cache.retention.figures(),
         "clears": context.clearings.figures(),
         "transfers": {
             str(direction): {name: _shown(getattr(counters, name)) for name in counters.__slots__}

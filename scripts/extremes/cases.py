@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from kvoffloadd.cache.memory.retention import CLAIMS_PER_USER
 from kvoffloadd.device.plan import DESCRIPTORS_PER_KEY_MAX
 from scripts.extremes.scene import (
     FRAME_IDS,
@@ -31,6 +32,7 @@ from scripts.extremes.scene import (
 )
 from scripts.harness.peer import RawPeer
 
+CLAIMS_S = 20.0
 DRAINS = 256
 """Of one user, that may wait."""
 
@@ -93,6 +95,52 @@ def keep(scene: Scene) -> Iterator[None]:
     peer, _ = scene.worker()
     yield
     peer.ok("keep", groups=[{"group": 0, "keys": scene.keys(KEYS)}], how="drop")
+
+
+@asks("retain, forget", "16,384 keys")
+def retain_and_forget(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    yield
+    peer.ok("retain", groups=[{"group": 0, "keys": scene.keys(KEYS)}], seconds=60.0, name="a")
+    peer.ok("retain", groups=[], seconds=30.0, name="a", priority=9)
+    peer.ok("forget", name="a")
+
+
+@asks("retain, forget", "16,384 keys in 256 groups")
+def retain_in_256_groups(scene: Scene) -> Iterator[None]:
+    peer, _, packed = held_in_groups(scene)
+    yield
+    peer.ok("retain", groups=shares(packed), seconds=60.0, name="b")
+    peer.ok("forget", name="b")
+
+
+@asks("retain, claims", "1,024 claims of the same 16,384 keys, and one of another priority")
+def many_claims(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    groups = [{"group": 0, "keys": scene.keys(KEYS)}]
+    for number in range(CLAIMS_PER_USER - 1):
+        peer.ok("retain", groups=groups, seconds=60.0, name=f"claim {number}")
+    yield
+    peer.ok("retain", groups=groups, seconds=60.0, name="high", priority=99)
+    listed, cursor = 0, 0
+    while cursor or not listed:
+        answer = peer.ok("claims", cursor=cursor)
+        listed, cursor = listed + len(answer["claims"]), answer["cursor"]
+    peer.ok("forget", name="high")
+    for number in range(0, CLAIMS_PER_USER - 1, 64):
+        peer.ok("forget", name=f"claim {number}")
+
+
+@asks("retain", "1,024 claims end at once")
+def claims_end(scene: Scene) -> Iterator[None]:
+    peer, _ = scene.worker()
+    keys, end = scene.keys(KEYS), time.monotonic() + CLAIMS_S
+    for number in range(CLAIMS_PER_USER):
+        claimed = [{"group": 0, "keys": keys[number * 32 : (number + 256) * 32]}]
+        peer.ok("retain", groups=claimed, seconds=max(0.1, end - time.monotonic()))
+    yield
+    while peer.ok("status")["status"]["retention"]["claims"]:
+        time.sleep(0.05)
 
 
 @asks("reserve, release", "16,384 keys")
@@ -442,7 +490,8 @@ def subscribe_and_clear(scene: Scene) -> Iterator[None]:
 
 CASES: tuple[ExtremeCase, ...] = (
     lookup_of_held_keys, lookup_of_unknown_keys, lookup_in_256_groups, pin_of_held_keys_in_256_groups,
-    touch_in_256_groups, pin_and_release, touch, keep, reserve_and_release, store_and_load,
+    touch_in_256_groups, pin_and_release, touch, keep, retain_and_forget, retain_in_256_groups, many_claims, claims_end,
+    reserve_and_release, store_and_load,
     store_and_load_of_160_layers, jobs_of_a_million_block_ids, jobs_of_four_million_runs, jobs_of_64_groups,
     jobs_of_256_groups, reserve_in_256_groups, clear_of_256_groups, cancel_of_big_jobs, cancel_of_a_big_store,
     a_session_with_30000_pins_ends, a_thousand_jobs_begin_at_once, a_session_with_a_thousand_jobs_ends,

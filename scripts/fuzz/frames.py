@@ -102,6 +102,12 @@ class Requests:
             "prefetch": self._keys,
             "touch": self._keys,
             "keep": lambda: {**self._keys(), "how": rng.choice(["soon", "drop"])},
+            "retain": lambda: {
+                **(self._keys() if rng.random() < 0.8 else {"groups": []}),
+                **{"seconds": rng.choice([0.01, 5.0]), "priority": rng.choice([None, 0, 100]), "name": self._claim()},
+            },
+            "forget": lambda: {"name": self._claim() or "a"},
+            "claims": lambda: {"cursor": rng.choice([0, 0, 7])},
             "release": lambda: {"lease": names.lease},
             "reserve": lambda: {**self._keys(), "parts": rng.choice([None, [0]])},
             "store": self._job,
@@ -158,6 +164,10 @@ class Requests:
     def _keys(self) -> Fields:
         groups = self._rng.sample([0, 1], self._rng.randrange(1, 3))
         return {"groups": [{"group": g, "keys": self._packed(self._rng.randrange(5))} for g in groups]}
+
+    def _claim(self) -> str:
+        """The name of a claim, or none."""
+        return self._rng.choice(["", "a", "b", "c" * 128])
 
     def _job(self) -> Fields:
         self.names.job += 1

@@ -342,19 +342,21 @@ def test_a_name_stands_for_one_claim_of_a_namespace() -> None:
     longer = retain(cache, keyspace, *range(8), name="agent 7", seconds=30)
     assert len(cache.retention) == 2 and longer is not None
     told = cache.retention.describe(longer)
-    assert (told.tokens, told.keys, told.memory_keys, told.memory_bytes) == (128, 8, 8, 8 * PAGE_BYTES)
-    assert (told.left_s, told.hits, told.name, told.uid) == (30.0, 1, "agent 7", 0)
+    assert told == {
+        "number": longer.number, "name": "agent 7", "namespace": keyspace.namespace.name, "uid": 0, "priority": 50,
+        "left_s": 30.0, "tokens": 128, "keys": 8, "memory_keys": 8, "memory_bytes": 8 * PAGE_BYTES, "hits": 1,
+    }  # fmt: skip
     cache.uses.add([(keyspace, cache.find(keyspace, keys_of(*range(8))), 0)])
     cache.uses.settle()
-    assert cache.retention.describe(longer).hits == 2
-    found = cache.retention.named("agent 7", 0)
-    assert len(found) == 2 and not cache.retention.named("agent 7", 5) and not cache.retention.named("", 5)
+    assert cache.retention.describe(longer)["hits"] == 2
+    found = [claim for claim in cache.retention.claims if claim.name == "agent 7"]
+    assert len(found) == 2
     cache.retention.extend(found, 500)
     clock.now_s += 400
     cache.retention.expire()
     assert len(cache.retention) == 2
     cache.retention.forget(found)
-    assert not cache.retention.named("agent 7", None)
+    assert len(cache.retention) == 0
     check(cache)
 
 

@@ -231,6 +231,16 @@ class FakeDaemon:
 
     _on_ping = _on_touch = _on_keep = _on_cancel = _on_detach = _done
 
+    def _on_retain(self, peer: FakeSession, message: m.Retain) -> None:
+        keys = sum(len(one.keys) // KEY_BYTES for one in message.groups)
+        peer.say(m.Retained(seq=message.seq, claims=1, keys=keys))
+
+    def _on_forget(self, peer: FakeSession, message: m.Forget) -> None:
+        peer.say(m.Retained(seq=message.seq, claims=1, keys=1))
+
+    def _on_claims(self, peer: FakeSession, message: m.Claims) -> None:
+        peer.say(m.Claimed(seq=message.seq, claims=[], cursor=0))
+
     def _on_subscribe(self, peer: FakeSession, message: m.Subscribe) -> None:
         peer.subscribed = True
         self._done(peer, message)

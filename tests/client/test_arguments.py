@@ -19,7 +19,7 @@ from tests.client.flavours import MAKERS, NAMESPACE
 
 NAN = float("nan")
 ODD_REF: Any = Ref
-WITHOUT_ARGUMENTS = {"connect", "ping", "status", "subscribe", "open_jobs"}
+WITHOUT_ARGUMENTS = {"connect", "ping", "status", "subscribe", "open_jobs", "claims"}
 
 
 @pytest.fixture
@@ -44,6 +44,8 @@ def right(on: Stage) -> dict[str, dict[str, Any]]:
         "prefetch": {**found, "local": False},
         "wait_ready": {"found": on.client.lookup(on.groups), "deadline_s": 60.0},
         "keep": {**found, "how": "soon"},
+        "retain": {**found, "seconds": 60.0, "priority": 9, "name": "a"},
+        "forget": {"name": "a"},
         "release": {"lease": 1},
         "reserve": {**found, "parts": [0]},
         "clear": {"everything": False, "namespaces": None, "wait_s": 0.0, "token": bytes(16)},

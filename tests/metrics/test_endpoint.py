@@ -58,6 +58,9 @@ def small() -> dict[str, Any]:
         "keys_evicted", "keys_cleared", "keys_corrupt", "keys_adopted", "parts_not_adopted", "keys_without_space",
         "keys_soon", "keys_done", "keys_touched", "slabs_taken_over", "events_lost",
     )  # fmt: skip
+    retention = (
+        "claims", "keys", "memory_bytes", "claims_made", "claims_expired", "claims_lapsed", "claims_cut", "keys_unkept",
+    )  # fmt: skip
     server = (
         "sessions", "sessions_refused", "requests", "errors", "busy", "peers_killed", "drains_late", "log_lines_lost",
     )  # fmt: skip
@@ -65,7 +68,7 @@ def small() -> dict[str, Any]:
         "version": "1", "uptime_s": 1.0, "draining": False, "lookups": [], "namespaces": [], "lanes": {},
         "memory": {f"{use}_bytes": 0 for use in ("capacity", "used", "free", "unassigned", "tail")},
         "cache": dict.fromkeys(cache, 0), "transfers": {"store": counters, "load": counters},
-        "clears": {"unrecorded": 0, "places": []}, "running": {"jobs": 0}, "quarantine": {"jobs": 0, "bytes": 0},
+        "retention": dict.fromkeys(retention, 0), "clears": {"unrecorded": 0, "places": []}, "running": {"jobs": 0}, "quarantine": {"jobs": 0, "bytes": 0},
         "leases": {"read": 0, "keys": 0, "write": 0, "parts": 0}, "slow_jobs": [],
         "loop": {"worst_lag_s": 0.0, "recent_lag_s": 0.0, "late_s": 0.0, "late_beats": {"inf": 0}},
         "server": dict.fromkeys(server, 0), "open_sessions": {}, "sessions": [], "instances": 0, "devices": {},

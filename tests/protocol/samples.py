@@ -82,6 +82,10 @@ _SPEC = m.NamespaceSpec(model="m")
 _REF = m.RefSpec(tensor=0, offset=0, length=8, dtype="bfloat16", layers=b"layers 0")
 _GROUP = m.GroupSpec(group=0, kind="full", tokens_per_key=16, refs=[_REF])
 _TENSOR = m.TensorSpec(allocation=1, offset=0, num_blocks=4, page_bytes=8, stride_bytes=8)
+_CLAIM = m.ClaimFigures(
+    number=1, name="agent", namespace="m#0", uid=0, priority=9, left_s=1.5, tokens=16, keys=1, memory_keys=1,
+    memory_bytes=4096, hits=2,
+)  # fmt: skip
 _LIMITS = m.Limits(frame_bytes=1, fds_per_frame=1, keys_per_request=1, jobs=1, deadline_s=1.0)
 
 SAMPLES: dict[str, dict[str, Any]] = {
@@ -96,6 +100,10 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "pin": {"groups": [_KEYS], "tiers": True},
     **{tag: {"job": 1, "registration": 1, "groups": [_BLOCKS]} for tag in ("store", "load")},
     "keep": {"groups": [_KEYS], "how": "drop"},
+    "retain": {"groups": [_KEYS], "seconds": 60.0, "priority": 9, "name": "agent"},
+    "forget": {"name": "agent"},
+    "retained": {"claims": 1, "keys": 2},
+    "claimed": {"claims": [_CLAIM], "cursor": 0},
     "release": {"lease": 1},
     "cancel": {"job": 1},
     "clear": {"token": b"t" * 16, "wait_s": 0.5, "namespaces": "m*"},

@@ -55,20 +55,3 @@ class Claim:
         """Returns the number of the key with which its prompt ends."""
         _, numbers, _ = max(self.groups, key=lambda group: int(group[2][-1]))
         return int(numbers[-1])
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimFigures:
-    """Describes a claim to people and programs."""
-
-    number: int
-    name: str
-    namespace: str
-    uid: int
-    priority: int
-    left_s: float
-    tokens: int
-    keys: int
-    memory_keys: int
-    memory_bytes: int
-    hits: int

@@ -13,11 +13,12 @@ import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from kvoffloadd.cache.memory.changing import changing
-from kvoffloadd.cache.memory.claim import Claim, ClaimFigures
+from kvoffloadd.cache.memory.claim import Claim
 from kvoffloadd.cache.memory.claimedkeys import NO_NUMBERS
 from kvoffloadd.cache.memory.eviction import Eviction
 from kvoffloadd.cache.memory.index import distinct, first_of_each
@@ -101,7 +102,7 @@ class Retention:
         old = self._by_name.get((namespace, name)) if name else None
         hits = 0
         if old is not None:
-            hits = self.describe(old).hits
+            hits = self._hits(old)
             self._end([old])
         if not groups or not self._make_room(namespace.uid, groups, priority):
             return None
@@ -157,10 +158,10 @@ class Retention:
         return claim
 
     def _schedule(self, claim: Claim) -> None:
+        heapq.heappush(self._ends, (claim.ends_s, claim.number))
         if len(self._ends) > 2 * len(self._claims) + ENDS_SPARE:
             self._ends = [(claim.ends_s, claim.number) for claim in self._claims.values()]
             heapq.heapify(self._ends)
-        heapq.heappush(self._ends, (claim.ends_s, claim.number))
         if self._ends[0] == (claim.ends_s, claim.number):
             self.wake(claim.ends_s)
 
@@ -201,10 +202,6 @@ class Retention:
         self.counters.claims_expired += len(due)
         self._end(list(due.values()))
         return self._ends[0][0] if self._ends else None
-
-    def named(self, name: str, uid: int | None) -> list[Claim]:
-        """Returns the claims of this name: of a user, in all its namespaces, or of all users (None)."""
-        return [claim for claim in self._claims.values() if claim.name == name and uid in (None, claim.namespace.uid)]
 
     def _of(self, uid: int) -> Iterator[Claim]:
         for namespace, claims in self._by_namespace.items():
@@ -355,23 +352,26 @@ class Retention:
             "keys_unkept": self.eviction.keys_unkept,
         }
 
-    def describe(self, claim: Claim) -> ClaimFigures:
-        """Returns the figures of one claim."""
+    def describe(self, claim: Claim) -> dict[str, Any]:
+        """Returns the figures of one claim: see `messages.ClaimFigures`."""
         claimed, numbers = self.entries.claimed, claim.numbers
         pages = claimed.pages_of(numbers)
-        return ClaimFigures(
-            number=claim.number,
-            name=claim.name,
-            namespace=claim.namespace.name,
-            uid=claim.namespace.uid,
-            priority=claim.priority,
-            left_s=max(0.0, claim.ends_s - self.clock()),
-            tokens=claim.tokens,
-            keys=len(numbers),
-            memory_keys=int(np.count_nonzero(pages)),
-            memory_bytes=int(pages.sum()) * PAGE_BYTES,
-            hits=int(claimed.uses[claim.last]) - claim.uses_before,
-        )
+        return {
+            "number": claim.number,
+            "name": claim.name,
+            "namespace": claim.namespace.name,
+            "uid": claim.namespace.uid,
+            "priority": claim.priority,
+            "left_s": max(0.0, claim.ends_s - self.clock()),
+            "tokens": claim.tokens,
+            "keys": len(numbers),
+            "memory_keys": int(np.count_nonzero(pages)),
+            "memory_bytes": int(pages.sum()) * PAGE_BYTES,
+            "hits": self._hits(claim),
+        }
+
+    def _hits(self, claim: Claim) -> int:
+        return int(self.entries.claimed.uses[claim.last]) - claim.uses_before
 
     def check(self) -> list[str]:
         """Returns a list of errors: what the claims name, and the table of claimed keys, must agree."""

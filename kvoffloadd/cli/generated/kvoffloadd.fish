@@ -50,8 +50,8 @@ function _shtab_kvoffloadd_using
   test "$_shtab_kvoffloadd_cmdpath" = "$argv"
 end
 
-set -g _shtab_kvoffloadd_commands serve status top verify clear drain doctor demo bench flags completion plan man help config 'config check' 'config show'
-set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --gpu-cache --interval --kv-dtype --memory --model-config --namespace --only --policy --prompt-tokens --root --rounds --seconds --seed --set --socket --svg --tp --trace --trace-block-tokens --turns
+set -g _shtab_kvoffloadd_commands serve status top verify clear retained retain forget drain doctor demo bench flags completion plan man help config 'config check' 'config show'
+set -g _shtab_kvoffloadd_opts_with_value --attn-pack-size --block-size --bytes --config --deadline-s --disk --engine --faults --folder --for --gpu-cache --interval --kv-dtype --memory --model-config --namespace --only --policy --priority --prompt-tokens --root --rounds --seconds --seed --set --socket --svg --tp --trace --trace-block-tokens --turns
 
 complete -c kvoffloadd -e
 complete -c kvoffloadd -f
@@ -92,6 +92,18 @@ complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -s h -l help -d 'show 
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -l namespace -x -d 'only of the namespaces whose names, as `status namespaces` shows them, match this shell pattern'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -l yes -d 'do not ask for confirmation'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using clear' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a retained -d 'List what clients want kept for a time, and what it takes.'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using retained' -s h -l help -d 'show this help message and exit'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using retained' -l json -d 'print one JSON object'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using retained' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a retain -d 'Keep a named prefix for so long, from now on.'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -s h -l help -d 'show this help message and exit'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -l for -x -d 'for example "90s", "20m", "2h" or "7d"; at most 30 days'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -l priority -x -d '0 to 100; the lowest goes first; default: as it is'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using retain' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a forget -d 'Keep a named prefix no longer. Its keys stay until they are evicted.'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using forget' -s h -l help -d 'show this help message and exit'
+complete -c kvoffloadd -n '_shtab_kvoffloadd_using forget' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the daemon'"'"'s; default: KVOFFLOADD_SOCKET, or the first that answers of yours and the service'"'"'s'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using; and test $_shtab_kvoffloadd_npos -eq 0' -a drain -d 'Wait until running jobs have ended and all stored payloads have a checksum.'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using drain' -s h -l help -d 'show this help message and exit'
 complete -c kvoffloadd -n '_shtab_kvoffloadd_using drain' -l deadline-s -x -d 'give up after this time; default: 60'

@@ -18,9 +18,12 @@ _shtab_kvoffloadd_commands() {
     doctor:'Check this host for problems that would keep the daemon from working.'
     drain:'Wait until running jobs have ended and all stored payloads have a checksum.'
     flags:'Print the command that starts an engine with the daemon, to be copied.'
+    forget:'Keep a named prefix no longer. Its keys stay until they are evicted.'
     help:'Show this help, or that of a command.'
     man:'Print the manual page: kvoffloadd man | man -l -'
     plan:'Compute the size of a model'"'"'s KV cache, and how much of it the daemon can hold.'
+    retain:'Keep a named prefix for so long, from now on.'
+    retained:'List what clients want kept for a time, and what it takes.'
     serve:'Run the daemon in the foreground.'
     status:'Show hits, tiers and engines of a running daemon, or all its figures.'
     top:'Show live what a running daemon does. Quit with q or Ctrl-C.'
@@ -148,6 +151,15 @@ _shtab_kvoffloadd_flags_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvoffloadd_flags_defaults_added=0
 
+_shtab_kvoffloadd_forget_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
+  ":as \`retained\` shows it:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvoffloadd_forget_defaults_added=0
+
 _shtab_kvoffloadd_help_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "(*)::the command\; default\: all of them:"
@@ -185,6 +197,26 @@ _shtab_kvoffloadd_plan_options=(
 # guard to ensure default positional specs are added only once per session
 _shtab_kvoffloadd_plan_defaults_added=0
 
+_shtab_kvoffloadd_retain_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--for[for example \"90s\", \"20m\", \"2h\" or \"7d\"\; at most 30 days]:TIME:"
+  "--priority[0 to 100\; the lowest goes first\; default\: as it is]:NUMBER:"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
+  ":as \`retained\` shows it:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvoffloadd_retain_defaults_added=0
+
+_shtab_kvoffloadd_retained_options=(
+  "(- : *)"{-h,--help}"[show this help message and exit]"
+  "--json[print one JSON object]"
+  "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_kvoffloadd_retained_defaults_added=0
+
 _shtab_kvoffloadd_serve_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
   "--config[TOML file\; without it, every key has its default value]:FILE:_files"
@@ -204,7 +236,7 @@ _shtab_kvoffloadd_status_options=(
   "--all[show all figures of all sections]"
   "--json[print one JSON object]"
   "--socket[the daemon\'s\; default\: KVOFFLOADD_SOCKET, or the first that answers of yours and the service\'s]:PATH:_files"
-  "(*)::show all figures of these sections\: daemon, memory, cache, disk, remote, lookups, namespaces, clears, transfers, running, leases, quarantine, slow_jobs, lanes, hash_lane, devices, server, open_sessions, sessions, accounts, loop:"
+  "(*)::show all figures of these sections\: daemon, memory, cache, disk, remote, lookups, namespaces, retention, clears, transfers, running, leases, quarantine, slow_jobs, lanes, hash_lane, devices, server, open_sessions, sessions, accounts, loop:"
 )
 
 # guard to ensure default positional specs are added only once per session
@@ -262,9 +294,12 @@ _shtab_kvoffloadd() {
         doctor) _arguments -C -s $_shtab_kvoffloadd_doctor_options ;;
         drain) _arguments -C -s $_shtab_kvoffloadd_drain_options ;;
         flags) _arguments -C -s $_shtab_kvoffloadd_flags_options ;;
+        forget) _arguments -C -s $_shtab_kvoffloadd_forget_options ;;
         help) _arguments -C -s $_shtab_kvoffloadd_help_options ;;
         man) _arguments -C -s $_shtab_kvoffloadd_man_options ;;
         plan) _arguments -C -s $_shtab_kvoffloadd_plan_options ;;
+        retain) _arguments -C -s $_shtab_kvoffloadd_retain_options ;;
+        retained) _arguments -C -s $_shtab_kvoffloadd_retained_options ;;
         serve) _arguments -C -s $_shtab_kvoffloadd_serve_options ;;
         status) _arguments -C -s $_shtab_kvoffloadd_status_options ;;
         top) _arguments -C -s $_shtab_kvoffloadd_top_options ;;

@@ -44,6 +44,8 @@ from kvoffloadd.server.peers.instance import Instance
 from kvoffloadd.server.peers.outbox import Outbox
 from kvoffloadd.server.peers.peer import Peer
 from kvoffloadd.server.peers.subscription import Subscription
+from kvoffloadd.server.session.claims import SessionClaims
+from kvoffloadd.server.session.drains import drain
 from kvoffloadd.server.session.jobs import SessionJobs
 from kvoffloadd.server.session.pins import Lookups, PendingPins, find_all
 from kvoffloadd.server.session.registration import is_large
@@ -236,6 +238,19 @@ class Session:
         self._context.cache.keep(named, soon=message.how == "soon")
         return m.Done(seq=message.seq)
 
+    def _retain(self, message: m.Retain) -> m.Reply:
+        return self._own_claims().retain(message, self._keys_of(message.groups) if message.groups else [])
+
+    def _forget(self, message: m.Forget) -> m.Reply:
+        return self._own_claims().forget(message)
+
+    def _claims_of(self, message: m.Claims) -> Steps[m.Reply]:
+        return self._own_claims().listing(message)
+
+    def _own_claims(self) -> SessionClaims:
+        uid = None if self.privileged else self.peer.uid
+        return SessionClaims(self._context.cache.retention, self._namespace, uid)
+
     def _find(self, groups: list[m.GroupKeys], *, ask: bool = False, local: bool = False) -> Lookups:
         found = find_all(self._context.cache, self._context.lower, self._keys_of(groups), ask=ask)
         if local:
@@ -292,20 +307,8 @@ class Session:
     def _drain(self, message: m.Drain) -> Later:
         self._check_scope(message.everything)
         jobs = self._context.jobs.progress if message.everything else self._own_namespace().jobs
-        return self._finish_drain(message, jobs, jobs.last)
-
-    async def _finish_drain(self, message: m.Drain, jobs: Progress, last: int) -> m.Reply:
-        try:
-            self._account.charge(drains=1)
-        except LimitError as error:
-            raise BusyError(str(error)) from None
-        try:
-            settled = await self._context.jobs.drain(jobs, last, message.deadline_s)
-        finally:
-            self._account.refund(drains=1)
-        sealing = self._context.jobs.sealing
-        unsealed = sealing.unsealed if self.privileged else sealing.by_uid[self.peer.uid]
-        return m.Drained(seq=message.seq, jobs=jobs.left(last), unsealed=0 if settled else unsealed)
+        uid = None if self.privileged else self.peer.uid
+        return drain(message, self._context.jobs, self._account, jobs, jobs.last, uid)
 
     def _check_scope(self, others: bool) -> None:
         """Raises ForbiddenError if this session may act only on its own namespace and `others` is set."""
@@ -449,6 +452,9 @@ class Session:
         m.Prefetch: _prefetch,
         m.Touch: _touch,
         m.Keep: _keep,
+        m.Retain: _retain,
+        m.Forget: _forget,
+        m.Claims: _claims_of,
         m.Release: _release,
         m.Reserve: _reserve,
         m.Store: _store,

@@ -1,0 +1,98 @@
+"""A session's claims: what it may claim, change and see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvoffloadd.cache.memory.claim import Claim
+from kvoffloadd.cache.memory.keys import has_duplicates
+from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
+from kvoffloadd.cache.memory.retention import Retention
+from kvoffloadd.errors import DuplicateError, MessageError, UnknownNameError
+from kvoffloadd.model import U64Array
+from kvoffloadd.protocol import messages as m
+from kvoffloadd.scheduling.steps import Steps
+
+LISTED_KEYS, LISTED_CLAIMS = 1 << 14, 256
+"""The number of keys of the claims that one step describes, and the number of claims in a reply."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionClaims:
+    """Carries out requests about claims. `namespace`: the session's; an observer without one acts on the claims of its
+    user, `uid`, or of all users (None).
+    """
+
+    retention: Retention
+    namespace: Namespace | None
+    uid: int | None
+
+    def retain(self, message: m.Retain, groups: Sequence[tuple[Keyspace, int, U64Array]]) -> m.Reply:
+        """Makes a claim of these keys, or changes the claims of the given name if there are none.
+
+        Raises:
+            DuplicateError: a key is named twice.
+            LimitError: there are more keys than all claims of the user may name.
+            MessageError: neither keys nor a name are given.
+            UnknownNameError: no claim has this name.
+        """
+        if self.namespace is None or not message.groups:
+            return self._extend(message)
+        for keyspace, _, keys in groups:
+            if has_duplicates(keys):
+                raise DuplicateError(f"group {keyspace.schema.group}: a key is claimed twice in one request")
+        priority = m.PRIORITY_DEFAULT if message.priority is None else message.priority
+        claim = self.retention.retain(
+            self.namespace, groups, priority=priority, seconds=message.seconds, name=message.name
+        )
+        return _told(message.seq, [] if claim is None else [claim])
+
+    def _extend(self, message: m.Retain) -> m.Reply:
+        claims = self._named(message.name)
+        self.retention.extend(claims, message.seconds, message.priority)
+        return _told(message.seq, claims)
+
+    def forget(self, message: m.Forget) -> m.Reply:
+        """Ends claims by their name. Raises UnknownNameError if no claim has it, MessageError if it is empty."""
+        claims = self._named(message.name)
+        reply = _told(message.seq, claims)
+        self.retention.forget(claims)
+        return reply
+
+    def listing(self, message: m.Claims) -> Steps[m.Reply]:
+        """Lists claims, the oldest first."""
+        listed, keys = list[m.ClaimFigures](), 0
+        for claim in self._visible(message.cursor):
+            if len(listed) == LISTED_CLAIMS:
+                return m.Claimed(seq=message.seq, claims=listed, cursor=claim.number)
+            if claim.is_in_force:
+                listed.append(m.ClaimFigures(**self.retention.describe(claim)))
+            keys += claim.num_keys
+            if keys >= LISTED_KEYS:
+                keys = 0
+                yield
+        return m.Claimed(seq=message.seq, claims=listed, cursor=0)
+
+    def _visible(self, first: int) -> Iterator[Claim]:
+        """Returns the claims that this session may see, those with numbers from `first` on."""
+        for claim in self.retention.claims:
+            if claim.number >= first and self._owns(claim):
+                yield claim
+
+    def _named(self, name: str) -> list[Claim]:
+        if not name:
+            raise MessageError("the request names neither keys nor claims")
+        claims = [claim for claim in self._visible(0) if claim.name == name]
+        if not claims:
+            raise UnknownNameError(f"no claim is named {name!r}: it has ended, or was never made")
+        return claims
+
+    def _owns(self, claim: Claim) -> bool:
+        if self.namespace is not None:
+            return claim.namespace is self.namespace
+        return self.uid in (None, claim.namespace.uid)
+
+
+def _told(seq: int, claims: Sequence[Claim]) -> m.Reply:
+    return m.Retained(seq=seq, claims=len(claims), keys=sum(claim.num_keys for claim in claims))
