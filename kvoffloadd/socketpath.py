@@ -118,7 +118,7 @@ def trusted_uids(environment: Environment, uid: int) -> frozenset[int]:
     if not (text.isascii() and text.isdigit() and int(text) <= checks.UID_MAX):
         raise ValueError(f'{UID_VARIABLE} = "{text}": must be the number of a user')
     if int(text) == unmapped_uid():
-        raise ValueError(f"{UID_VARIABLE} = {text}: stands for every user without a number in this user namespace")
+        raise ValueError(f"{UID_VARIABLE} = {text}: {STANDS_FOR_MANY}")
     return frozenset({*known, int(text)})
 
 
@@ -133,6 +133,9 @@ def unmapped_uid() -> int | None:
     except (OSError, ValueError, IndexError):
         return 65534
 
+
+STANDS_FOR_MANY = "stands for every user without a number in this user namespace"
+"""What is wrong with `unmapped_uid` where one user is meant."""
 
 _ALL_UIDS = (1 << 32) - 1
 _UID_MAP = Path("/proc/self/uid_map")

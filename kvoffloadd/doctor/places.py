@@ -315,7 +315,10 @@ def _make(folder: Path, host: Host) -> str:
 
 def check_account(config: Config, host: Host) -> Iterator[Diagnosis]:
     """Reports the account that the daemon would run as."""
-    if host.uid == 0:
+    if host.uid == socketpath.unmapped_uid():
+        remedy = "run it as a user with another number, or without a user namespace"
+        yield problem("user", f"uid {host.uid} {socketpath.STANDS_FOR_MANY}", remedy)
+    elif host.uid == 0:
         remedy = "run it, and this command, as the engines' user: runuser -u ENGINE -- kvoffloadd doctor"
         yield note("user", "root", remedy)
     else:

@@ -447,6 +447,13 @@ def test_users(host: Host) -> None:
     assert only(places.check_account(served, replace(host, uid=0)), "user").verdict == Verdict.NOTE
 
 
+def test_a_user_who_stands_for_many(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socketpath, "unmapped_uid", lambda: 65534)
+    found = only(places.check_account(chosen(), replace(host, uid=65534)), "user")
+    assert found.verdict == Verdict.PROBLEM
+    assert found.found == "uid 65534 stands for every user without a number in this user namespace"
+
+
 # --- the remote tier ---------------------------------------------------------------------------------------
 
 
