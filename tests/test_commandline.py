@@ -96,11 +96,6 @@ def test_help_lists_all_commands() -> None:
     [
         (["statsu"], "kvoffloadd: error: unknown command 'statsu'; did you mean status?"),
         (["version"], "kvoffloadd: error: unknown command 'version'; did you mean --version?"),
-        (
-            ["--socket", "/a b", "status"],
-            "kvoffloadd: error: --socket comes after the command: kvoffloadd status --socket '/a b'",
-        ),
-        (["--memory=8GiB"], "kvoffloadd: error: --memory comes after the command: kvoffloadd COMMAND --memory=8GiB"),
         (["help", "srve"], "kvoffloadd: error: unknown command 'srve'; did you mean serve?"),
         (["config", "chekc"], "kvoffloadd config: error: unknown command 'chekc'; did you mean check?"),
         (["config", "x"], "kvoffloadd config: error: unknown command 'x'; known are check, show"),
@@ -118,6 +113,26 @@ def test_mistyped_words(run_here: Run, words: list[str], answer: str) -> None:
     code, out, err = run_here(*words)
     assert (code, out) == (2, "")
     assert answer in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["--socket", "/a b", "status"], ": kvoffloadd status --socket '/a b'"),
+        (["--json", "status", "status"], ": kvoffloadd status --json status"),
+        (["--memory=8GiB"], ""),
+        (["--socket", "serve", "status"], ""),  # either could be the path
+        (["--turns", "5", "status"], ""),
+        (["--memory", "8GiB", "config", "show"], ""),
+    ],
+)
+def test_options_before_the_command_are_put_behind_it_where_that_is_clear(
+    run_here: Run, words: list[str], right: str
+) -> None:
+    option = words[0].partition("=")[0]
+    code, _, err = run_here(*words)
+    assert code == 2
+    assert err.splitlines()[-1] == f"kvoffloadd: error: {option} comes after the command{right}"
 
 
 def test_an_option_before_the_command_is_no_option_of_it(run_here: Run) -> None:
