@@ -412,21 +412,23 @@ def serve_on(socket_dir: Path, *roots: Path) -> tuple[int, str, str]:
         ("missing/root", "does not exist", "correct the path, or mount its file system; then install -d -m 700 -o "),
         ("open", "has mode 755, so that other users may enter it", "install -d -m 700 -o "),
         ("file", "is not a directory", "name a directory of its own"),
-        ("/proc/root", "", "install -d -m 700 -o "),  # where nobody can make a directory, whatever permissions say
+        ("/proc/root", "can't be opened: No such file", "name another directory"),  # where nobody can make one
+        ("entered", "can't be opened: ", "name another directory, or empty this one"),
     ],
 )
 def test_serve_refuses_a_disk_that_it_can_not_use(socket_dir: Path, path: str, found: str, remedy: str) -> None:
     (socket_dir / "open").mkdir()
     (socket_dir / "open").chmod(0o755)
     (socket_dir / "file").touch()
+    (socket_dir / "entered").mkdir(0o700)
+    (socket_dir / "entered/segments").mkdir(0o755)
     (socket_dir / "good").mkdir(0o700)
     code, out, err = serve_on(socket_dir, socket_dir / "good", socket_dir / path)
     assert (code, out) == (2, "")
     heading, problem, advice = err.splitlines()
     assert heading == "kvoffloadd: --disk can't be used:"
     assert problem.startswith(f"disk {socket_dir / path}: {found}")
-    assert remedy in advice
-    assert advice.startswith("  -> ")
+    assert advice.startswith(f"  -> {remedy}")
 
 
 def test_serve_refuses_a_disk_of_another_daemon(socket_dir: Path) -> None:
