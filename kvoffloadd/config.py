@@ -485,6 +485,10 @@ def _contradictions(config: Config) -> Iterator[str]:
             f'memory.huge_pages = "{memory.huge_pages}": memory.pool_file has the pages of its file system; for huge '
             "pages, use hugetlbfs, or a tmpfs that is mounted with huge=always"
         )
+    nobody = socketpath.unmapped_uid()
+    for key, uids in (("server.allowed_uids", config.server.allowed_uids), ("cuda.ipc_uids", config.cuda.ipc_uids)):
+        if nobody in uids:
+            yield f"{key}: {nobody} {socketpath.STANDS_FOR_MANY}: map the user that you mean, and list its number here"
     yield from _remote_contradictions(config)
     # As written, without asking the file system: a link between roots is found when the second root meets the first's
     # lock.

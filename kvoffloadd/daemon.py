@@ -115,6 +115,7 @@ def run(
     systemd = Systemd.from_environment()
     startup.raise_descriptor_limit()
     startup.check_proc()
+    startup.check_user(os.getuid())
     sys.setswitchinterval(SWITCH_S)
     runner = startup.choose_runner(config.server.use_uvloop)
     place = SocketPlace(config.server.socket, config.server.socket_mode, systemd.listening())

@@ -43,8 +43,7 @@ def client_sockets(environment: Environment, uid: int) -> tuple[Path, ...]:
         return (named,)
     if own_socket(environment, uid) == SERVICE_SOCKET:
         return (SERVICE_SOCKET,)
-    own = own_socket(environment, uid)
-    return (*dict.fromkeys((own, *(folder / _NAME for folder in private_folders(environment, uid)))), SERVICE_SOCKET)
+    return (*(folder / _NAME for folder in private_folders(environment, uid)), SERVICE_SOCKET)
 
 
 def named_socket(environment: Environment) -> Path | None:
@@ -64,16 +63,19 @@ def own_socket(environment: Environment, uid: int) -> Path:
     """
     if uid == 0 or _owner(SERVICE_FOLDER) == uid:
         return SERVICE_SOCKET
-    session = Path(environment.get("XDG_RUNTIME_DIR", ""), "kvoffloadd")
-    return (session if _is_private_place(session, uid) else _lasting(uid)) / _NAME
+    return private_folders(environment, uid)[0] / _NAME
 
 
 def private_folders(environment: Environment, uid: int) -> tuple[Path, ...]:
-    """Returns the directories in which this user's socket may be, outside of /run/kvoffloadd: a daemon in a session has
-    an XDG_RUNTIME_DIR that a client without a session lacks, and the other way round.
+    """Returns the directories in which this user's socket may be, outside of /run/kvoffloadd. The first is that of a
+    daemon with these variables; but a daemon in a session has an XDG_RUNTIME_DIR that a client without a session lacks,
+    and the other way round.
     """
-    sessions = (Path(environment.get("XDG_RUNTIME_DIR", ""), "kvoffloadd"), SESSIONS / str(uid) / "kvoffloadd")
-    return (*dict.fromkeys(folder for folder in sessions if _is_private_place(folder, uid)), _lasting(uid))
+    session = Path(environment.get("XDG_RUNTIME_DIR", ""), "kvoffloadd")
+    usual, lasting = SESSIONS / str(uid) / "kvoffloadd", Path(f"/tmp/kvoffloadd-{uid}")
+    own = session if _is_private_place(session, uid) else lasting
+    others = (usual, lasting) if _is_private_place(usual, uid) else (lasting,)
+    return tuple(dict.fromkeys((own, *others)))
 
 
 def _is_private_place(folder: Path, uid: int) -> bool:
@@ -82,10 +84,6 @@ def _is_private_place(folder: Path, uid: int) -> bool:
     """
     fits = folder.is_absolute() and len(os.fsencode(folder / _NAME)) <= PATH_BYTES_MAX
     return fits and _owner(folder.parent) == uid and not _is_open_to_others(folder.parent)
-
-
-def _lasting(uid: int) -> Path:
-    return Path(f"/tmp/kvoffloadd-{uid}")
 
 
 def check_private(folder: Path, uid: int) -> None:
@@ -118,7 +116,7 @@ def trusted_uids(environment: Environment, uid: int) -> frozenset[int]:
     if not (text.isascii() and text.isdigit() and int(text) <= checks.UID_MAX):
         raise ValueError(f'{UID_VARIABLE} = "{text}": must be the number of a user')
     if int(text) == unmapped_uid():
-        raise ValueError(f"{UID_VARIABLE} = {text}: stands for every user without a number in this user namespace")
+        raise ValueError(f"{UID_VARIABLE} = {text}: {STANDS_FOR_MANY}")
     return frozenset({*known, int(text)})
 
 
@@ -133,6 +131,9 @@ def unmapped_uid() -> int | None:
     except (OSError, ValueError, IndexError):
         return 65534
 
+
+STANDS_FOR_MANY = "stands for every user without a number in this user namespace"
+"""What is wrong with `unmapped_uid` where one user is meant."""
 
 _ALL_UIDS = (1 << 32) - 1
 _UID_MAP = Path("/proc/self/uid_map")

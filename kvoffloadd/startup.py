@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvoffloadd import socketpath
 from kvoffloadd.errors import BusyError, ConfigError, LimitError
 from kvoffloadd.units import format_bytes
 
@@ -63,6 +64,15 @@ def check_proc(root: Path = Path("/")) -> None:
     """Raises ConfigError if /proc is missing: without it, processes and the machine's memory are unknown."""
     if not (root / "proc/self/stat").exists():
         raise ConfigError("/proc is not mounted: the daemon needs it (mount -t proc proc /proc)")
+
+
+def check_user(uid: int) -> None:
+    """Raises ConfigError if this daemon's user can't be told apart from others, who would have all of its rights."""
+    if uid == socketpath.unmapped_uid():
+        raise ConfigError(
+            f"the daemon runs as uid {uid}, which {socketpath.STANDS_FOR_MANY}: run it as a user with another number, "
+            "or without a user namespace"
+        )
 
 
 def raise_descriptor_limit() -> None:

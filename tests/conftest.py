@@ -44,7 +44,9 @@ with suppress(ImportError):  # vLLM's venv, and a GPU machine's, have none
 
 Audit = Callable[[], list[str]]
 
-OTHER_UID = 65534
+OTHER_UID = 63_000
+"""Not 65534, which in a container without root stands for many users."""
+
 STANDING_SETTINGS = (f"server.allowed_uids=[{OTHER_UID}]", "server.socket_mode=0o666")
 """Of the daemon that tests share."""
 

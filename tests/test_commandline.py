@@ -96,11 +96,6 @@ def test_help_lists_all_commands() -> None:
     [
         (["statsu"], "kvoffloadd: error: unknown command 'statsu'; did you mean status?"),
         (["version"], "kvoffloadd: error: unknown command 'version'; did you mean --version?"),
-        (
-            ["--socket", "/a b", "status"],
-            "kvoffloadd: error: --socket comes after the command: kvoffloadd status --socket '/a b'",
-        ),
-        (["--memory=8GiB"], "kvoffloadd: error: --memory comes after the command: kvoffloadd COMMAND --memory=8GiB"),
         (["help", "srve"], "kvoffloadd: error: unknown command 'srve'; did you mean serve?"),
         (["config", "chekc"], "kvoffloadd config: error: unknown command 'chekc'; did you mean check?"),
         (["config", "x"], "kvoffloadd config: error: unknown command 'x'; known are check, show"),
@@ -118,6 +113,26 @@ def test_mistyped_words(run_here: Run, words: list[str], answer: str) -> None:
     code, out, err = run_here(*words)
     assert (code, out) == (2, "")
     assert answer in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "right"),
+    [
+        (["--socket", "/a b", "status"], ": kvoffloadd status --socket '/a b'"),
+        (["--json", "status", "status"], ": kvoffloadd status --json status"),
+        (["--memory=8GiB"], ""),
+        (["--socket", "serve", "status"], ""),  # either could be the path
+        (["--turns", "5", "status"], ""),
+        (["--memory", "8GiB", "config", "show"], ""),
+    ],
+)
+def test_options_before_the_command_are_put_behind_it_where_that_is_clear(
+    run_here: Run, words: list[str], right: str
+) -> None:
+    option = words[0].partition("=")[0]
+    code, _, err = run_here(*words)
+    assert code == 2
+    assert err.splitlines()[-1] == f"kvoffloadd: error: {option} comes after the command{right}"
 
 
 def test_an_option_before_the_command_is_no_option_of_it(run_here: Run) -> None:
@@ -397,21 +412,23 @@ def serve_on(socket_dir: Path, *roots: Path) -> tuple[int, str, str]:
         ("missing/root", "does not exist", "correct the path, or mount its file system; then install -d -m 700 -o "),
         ("open", "has mode 755, so that other users may enter it", "install -d -m 700 -o "),
         ("file", "is not a directory", "name a directory of its own"),
-        ("/proc/root", "", "install -d -m 700 -o "),  # where nobody can make a directory, whatever permissions say
+        ("/proc/root", "can't be opened: No such file", "name another directory"),  # where nobody can make one
+        ("entered", "can't be opened: ", "name another directory, or empty this one"),
     ],
 )
 def test_serve_refuses_a_disk_that_it_can_not_use(socket_dir: Path, path: str, found: str, remedy: str) -> None:
     (socket_dir / "open").mkdir()
     (socket_dir / "open").chmod(0o755)
     (socket_dir / "file").touch()
+    (socket_dir / "entered").mkdir(0o700)
+    (socket_dir / "entered/segments").mkdir(0o755)
     (socket_dir / "good").mkdir(0o700)
     code, out, err = serve_on(socket_dir, socket_dir / "good", socket_dir / path)
     assert (code, out) == (2, "")
     heading, problem, advice = err.splitlines()
     assert heading == "kvoffloadd: --disk can't be used:"
     assert problem.startswith(f"disk {socket_dir / path}: {found}")
-    assert remedy in advice
-    assert advice.startswith("  -> ")
+    assert advice.startswith(f"  -> {remedy}")
 
 
 def test_serve_refuses_a_disk_of_another_daemon(socket_dir: Path) -> None:

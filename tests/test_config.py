@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffloadd import checks, config
+from kvoffloadd import checks, config, socketpath
 from kvoffloadd.cli.report import config_text
 from kvoffloadd.errors import ConfigError
 from kvoffloadd.units import BYTES_MAX, format_bytes, format_path, format_seconds, parse_bytes
@@ -395,6 +395,18 @@ def test_an_override_that_is_nested_deeply_is_text() -> None:
     assert "must be an integer" in problems(None, copy__threads=100_000 * "[")[1]
 
 
+@pytest.mark.parametrize("key", ["server__allowed_uids", "cuda__ipc_uids"])
+def test_no_number_that_stands_for_many_is_a_user(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """Only where some users have no number; elsewhere it is one user's."""
+    chosen = {key.replace("__", "."): "[65533, 65534]"}
+    for nobody in (None, 99):
+        monkeypatch.setattr(socketpath, "unmapped_uid", lambda nobody=nobody: nobody)
+        config.load(None, chosen)
+    monkeypatch.setattr(socketpath, "unmapped_uid", lambda: 65534)
+    (found,) = problems(None, **{key: "[65533, 65534]"})[1:]
+    assert f"{key.replace('__', '.')}: 65534 stands for every user without a number in this user namespace" in found
+
+
 def test_one_job_needs_one_key() -> None:
     """Another key that contradicts it gets a remark."""
     chosen = config.load(None, {"limits.jobs": "1"})
@@ -451,6 +463,10 @@ def test_nothing_of_an_address_is_ignored(url: str) -> None:
         ("redis:h", ""),
         ("/run/valkey.sock", "; did you mean unix:///run/valkey.sock?"),
         ("unix://", ""),
+        ("unix:///", ""),
+        ("unix:////", ""),
+        ("unix://:99/p", ""),
+        ("/", ""),
         ("unix://var/run/valkey.sock", ""),
         ("unix:valkey.sock", ""),
         ("me:secret@h", ""),

@@ -12,15 +12,17 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from kvoffloadd import socketpath
 from kvoffloadd.client import Client
 from kvoffloadd.errors import BusyError, ConfigError, LimitError
 from kvoffloadd.linux.sharedmem import populate
 from kvoffloadd.model import PAGE_BYTES
-from kvoffloadd.startup import EXECUTOR_THREADS, check_proc, make_executor, refusals
+from kvoffloadd.startup import EXECUTOR_THREADS, check_proc, check_user, make_executor, refusals
 from kvoffloadd.testing.process import ROOT
 from kvoffloadd.testing.wait import HANG_S
 
@@ -82,19 +84,39 @@ def test_a_machine_without_proc(tmp_path: Path) -> None:
         check_proc(tmp_path)
 
 
+def test_a_user_who_stands_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All whom the kernel shows by this number would be trusted like the daemon itself."""
+    monkeypatch.setattr(socketpath, "unmapped_uid", lambda: 65534)
+    check_user(1000)
+    with pytest.raises(ConfigError, match="runs as uid 65534, which stands for every user without a number"):
+        check_user(65534)
+
+
 # --- real starts ------------------------------------------------------------------------------------------------------
 
 
-def start(socket_dir: Path, limits: str = "", memory: str = "8MiB") -> subprocess.CompletedProcess[str]:
-    """Runs `kvoffloadd serve` to its end, from a shell that has run the commands `limits`."""
+def start(
+    socket_dir: Path, limits: str = "", memory: str = "8MiB", program: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Runs `kvoffloadd serve` to its end, from a shell that has run the commands `limits`. `program`: what runs it."""
     command = [
-        *(sys.executable, "-m", "kvoffloadd", "serve", "--memory", memory),
+        *(*program, sys.executable, "-m", "kvoffloadd", "serve", "--memory", memory),
         *("--socket", str(socket_dir / "kvo.sock")),
     ]
     return subprocess.run(
         ["bash", "-c", f'{limits}\nexec "$@"', "bash", *command],
         capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=HANG_S, cwd=ROOT,
     )  # fmt: skip
+
+
+def test_a_start_as_a_user_who_stands_for_many(socket_dir: Path) -> None:
+    unmapped = ["unshare", "--user"]
+    if subprocess.run([*unmapped, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("there are no user namespaces here")
+    socket_dir.chmod(0o777)
+    ended = start(socket_dir, program=unmapped)
+    assert ended.returncode == 2
+    assert "the daemon runs as uid 65534, which stands for every user" in ended.stderr
 
 
 def peak_kib(status: str) -> int:

@@ -35,11 +35,10 @@ def split_store_url(text: str) -> StoreUrl:
         is_tls = _IS_TLS.get(url.scheme)
     except ValueError:
         raise ValueError(_FORMS) from None
-    is_whole = (
-        path.startswith("/") and not host
-        if local
-        else host and number.isascii() and number.isdigit() and len(number) < 10
-    )
+    if local:
+        is_whole = path.startswith("/") and bool(path.strip("/")) and not host and url.port is None
+    else:
+        is_whole = bool(host) and number.isascii() and number.isdigit() and len(number) < 10
     if is_tls is None or port == 0 or not is_whole:
         raise ValueError(_FORMS)
     user, password = unquote(url.username or ""), unquote(url.password or "")

@@ -2,8 +2,9 @@
 
 Exit codes: 0 done; 1 the answer is bad news (findings, a drain that missed its deadline, namespaces that a clear could
 not reach, or a model without a plan); 2 usage or config; 3 no daemon can be reached; 4 the daemon refused or did not
-answer in time, or a disk root can't be checked; 130 interrupted. `serve` also returns 75, try again: the process that
-had the daemon's place is ending; docs/BEHAVIOR.md describes its other ends.
+answer in time, or a disk root can't be checked; 130 interrupted. `serve` and a live `top` return 0 when they are
+interrupted, because nothing else ends them. `serve` also returns 75, try again: the process that had the daemon's place
+is ending; docs/BEHAVIOR.md describes its other ends.
 
 Importing this package loads nothing but itself: `main` decides first what Ctrl-C does, and each command then loads what
 it needs.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -60,10 +60,20 @@ class CommandLine(Parser):
         option = words[0].partition("=")[0] if words else ""
         of_commands = {name for _, child in commands_of(self) for name in child.long_options()}
         if option in of_commands.difference(self.long_options()):
-            command = next((word for word in words if word in self.summaries), "COMMAND")
-            rest = [word for word in words if word != command]
-            self.error(f"{option} comes after the command: {shlex.join([self.prog, command, *rest])}")
+            right = self._with_command_first(option, words)
+            self.error(f"{option} comes after the command{': ' if right else ''}{shlex.join(right)}")
         return super().parse_known_args(args, namespace)
+
+    def _with_command_first(self, option: str, words: Sequence[str]) -> list[str]:
+        """Returns the command line that was probably meant; empty: it is not clear which command that is. Words that
+        name commands may be values of options.
+        """
+        named = {word for word in words if word in self.summaries}
+        for name, child in commands_of(self):
+            if named == {name} and option in child.long_options() and not any(commands_of(child)):
+                at = max(place for place, word in enumerate(words) if word == name)
+                return [self.prog, name, *words[:at], *words[at + 1 :]]
+        return []
 
     def format_help(self) -> str:
         """Returns the text of `--help`."""
@@ -87,7 +97,7 @@ def make_parser() -> CommandLine:
         description="Keeps the KV caches of a host's inference engines in memory, on disk and in a remote store.",
         epilog="Exit codes: 0 success, 1 findings, or an unfinished drain or clear, 2 bad usage or config, "
         "3 daemon unreachable, 4 daemon refused, 70 `serve` can't go on, 75 `serve` may be tried again soon, "
-        "130 and 143 ended by SIGINT and SIGTERM.",
+        "130 or 143 ended by SIGINT or SIGTERM, which end `serve` and a live `top` with 0.",
     )
     parser.set_defaults(command=about.without_command, parser=parser)
     parser.add_argument("--version", action="version", version=f"kvoffloadd {__version__}")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from kvoffloadd import checks, socketpath
 from kvoffloadd.errors import ConfigError
-from kvoffloadd.integrations.sglang.flags import STORAGE_CLASS
 from kvoffloadd.integrations.vllm.plugin import CONNECTOR
 from kvoffloadd.planner import PAGE_TOKENS, PlanInputs, make_sglang_plan, read_model
+from kvoffloadd.sglangnames import STORAGE_CLASS, STORAGE_FLAG
 
 _MODEL = "MODEL"
 """The word that stands for a model whose place is not known."""
@@ -43,7 +43,7 @@ def _sglang(config: Path | None, options: dict[str, str]) -> list[str]:
     return [
         *("python", "-m", "sglang.launch_server", "--model-path", _model(config), *chosen),
         *("--enable-hierarchical-cache", "--hicache-storage-backend", "dynamic"),
-        *("--hicache-storage-backend-extra-config", _json(STORAGE_CLASS | options)),
+        *(STORAGE_FLAG, _json(STORAGE_CLASS | options)),
     ]
 
 

@@ -21,7 +21,8 @@ from kvoffloadd.cli.plantables import (
 from kvoffloadd.cli.report import open_console
 from kvoffloadd.model import slot_bytes
 from kvoffloadd.planner.hostpools import HostPool
-from kvoffloadd.planner.sglang import BUFFER_PROMPTS, HOST_RATIO, STORAGE, SglangPlan
+from kvoffloadd.planner.sglang import BUFFER_PROMPTS, HOST_RATIO, SglangPlan
+from kvoffloadd.sglangnames import STORAGE
 from kvoffloadd.units import format_bytes
 
 if TYPE_CHECKING:

@@ -40,19 +40,20 @@ class Dialer:
     """Opens sockets for one client, none of which blocks.
 
     `path`: the socket that is named, or else the one where a daemon has answered. A client that has found one stays
-    with it, so that a daemon that restarts finds its engines again, and not at another daemon.
+    with it, so that a daemon that restarts finds its engines again, and not at another daemon. The variables count as
+    they were when it was made.
     """
 
     def __init__(self, path: str | None) -> None:
         """Reads the variables. Raises ConfigError for an invalid one."""
         self.path = self._dialled = path
-        uid = os.geteuid()
+        self._environment = dict(os.environ)
         try:
-            self._trusted = socketpath.trusted_uids(os.environ, uid)
-            self._places = () if path is not None else socketpath.client_sockets(os.environ, uid)
+            self._trusted = socketpath.trusted_uids(self._environment, os.geteuid())
+            if path is None:
+                socketpath.named_socket(self._environment)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        self._private = socketpath.private_folders(os.environ, uid)
 
     def dial(self) -> socket.socket:
         """Returns a connected socket. Raises DialError."""
@@ -69,10 +70,10 @@ class Dialer:
 
     def _connect(self, path: str) -> socket.socket:
         """Returns a connected socket. Raises OSError, also if others can decide where a private directory leads."""
-        folder = Path(path).parent
-        if folder in self._private:
+        folder, uid = Path(path).parent, os.geteuid()
+        if folder in socketpath.private_folders(self._environment, uid):
             try:
-                socketpath.check_private(folder, os.geteuid())
+                socketpath.check_private(folder, uid)
             except ValueError as error:
                 raise _ForeignError(errno.EPERM, str(error)) from None
         return _connect(path, self._trusted)
@@ -80,7 +81,8 @@ class Dialer:
     def _search(self) -> socket.socket:
         found: list[str] = []
         may_pass = False
-        for path in map(str, self._places):
+        # Not once for all: the directory of a user's sessions is made at the first login.
+        for path in map(str, socketpath.client_sockets(self._environment, os.geteuid())):
             try:
                 made = self._connect(path)
             except OSError as error:

@@ -12,6 +12,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 from kvoffloadd import socketpath
@@ -32,6 +33,11 @@ ANSWER_S = 10.0
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "fuse", "fuseblk", "9p", "glusterfs", "lustre")
 _OURS = {"lock", "manifest", "manifest.new", "segments", "lost+found"}
 _VOLATILE = ("tmpfs", "ramfs", "overlay")
+_SYSTEMS_FAULTS = (errno.EIO, errno.EROFS, errno.ENOLCK)
+"""Errors of a disk or its mount, whatever the directory contains."""
+
+_CHECK_THE_DISK = "check dmesg, SMART and the mount"
+_ANOTHER_OR_EMPTY = "name another directory, or empty this one"
 
 
 def check_socket(path: Path, host: Host, *, is_running: bool) -> Iterator[Diagnosis]:
@@ -156,21 +162,30 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def check_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Iterator[Diagnosis]:
-    """Checks each root in a separate thread, so that a disk that hangs is reported."""
+    """Checks each root, as far as that changes nothing."""
     if not disk.roots:
         yield ok("disk tier", "none: disk.roots is empty")
-    for root in disk.roots:
-        answers = _within(answer_s, lambda root=root: list(_check_root(root, disk, host)))  # type: ignore[misc]
-        yield from [_slow(root, answer_s)] if answers is None else answers
+    yield from _for_each_root(disk, lambda root: _check_root(root, disk, host), answer_s)
 
 
 def try_disks(disk: DiskConfig, host: Host, answer_s: float = ANSWER_S) -> Iterator[Diagnosis]:
     """Opens each root as a daemon does at its start, which makes what is absent, and closes it again. Yields problems
     alone. No daemon of this config may be running.
     """
+    yield from _for_each_root(disk, lambda root: _try_root(root, host), answer_s)
+
+
+def _for_each_root(
+    disk: DiskConfig, work: Callable[[DiskRoot], Iterator[Diagnosis]], answer_s: float
+) -> Iterator[Diagnosis]:
+    """Does this work in a separate thread for each root, so that a disk that hangs is reported."""
     for root in disk.roots:
-        answers = _within(answer_s, lambda root=root: list(_try_root(root, host)))  # type: ignore[misc]
-        yield from [_slow(root, answer_s)] if answers is None else answers
+        try:
+            answers = _within(answer_s, lambda root=root: list(work(root)))  # type: ignore[misc]
+        except OSError as error:
+            yield problem(_subject(root), f"can't be checked: {describe_error(error)}", _CHECK_THE_DISK)
+        else:
+            yield from [_slow(root, answer_s)] if answers is None else answers
 
 
 def _try_root(root: DiskRoot, host: Host) -> Iterator[Diagnosis]:
@@ -180,10 +195,16 @@ def _try_root(root: DiskRoot, host: Host) -> Iterator[Diagnosis]:
     except BlockingIOError:
         yield problem(subject, "is in use by another process", "end that process, or name another directory")
         return
-    except (DiskError, OSError) as error:
-        full = getattr(error, "errno", None) in NO_SPACE
-        remedy = "free space there, or name another directory" if full else _make(root.path, host)
-        yield problem(subject, f"can't be opened: {describe_error(error)}", remedy)
+    except DiskError as error:
+        # What the error advises is for a root, and what is wrong here lies in one.
+        yield problem(subject, f"can't be opened: {str(error).partition(': name ')[0]}", _ANOTHER_OR_EMPTY)
+        return
+    except OSError as error:
+        failed = root.path / os.fsdecode(error.filename or "lock")  # flock(2) names none
+        where = "" if failed == root.path else f"{format_path(failed)}: "
+        yield problem(
+            subject, f"can't be opened: {where}{describe_error(error)}", _remedy(root.path, failed, error, host)
+        )
         return
     try:
         read_manifest_in(files, fds[0])
@@ -192,23 +213,45 @@ def _try_root(root: DiskRoot, host: Host) -> Iterator[Diagnosis]:
     except DiskError:
         pass  # a daemon starts with an empty root
     except OSError as error:
-        yield problem(subject, f"can't be read: {describe_error(error)}", "check dmesg, SMART and the mount")
+        yield problem(subject, f"can't be read: {describe_error(error)}", _CHECK_THE_DISK)
     finally:
         for fd in fds:
             files.close(fd)
 
 
+def _remedy(root: Path, failed: Path, error: OSError, host: Host) -> str:
+    """Returns the remedy for a path of a root, or the root itself, that can't be made or opened."""
+    if error.errno in NO_SPACE:
+        return "free space there, or name another directory"
+    if error.errno in _SYSTEMS_FAULTS:
+        return f"name another directory, or {_CHECK_THE_DISK}"
+    if failed != root:
+        return _ANOTHER_OR_EMPTY
+    # Where the directory above is there, as in /proc, no command can make this one.
+    is_absent = isinstance(error, FileNotFoundError) and not os.path.lexists(root.parent)
+    return _make(root, host) if is_absent or isinstance(error, PermissionError) else "name another directory"
+
+
 def _slow(root: DiskRoot, answer_s: float) -> Diagnosis:
-    return problem(_subject(root), f"does not answer within {answer_s:.0f} s", "check dmesg, SMART and the mount")
+    return problem(_subject(root), f"does not answer within {answer_s:.0f} s", _CHECK_THE_DISK)
 
 
 def _within(limit_s: float, work: Callable[[], list[Diagnosis]]) -> list[Diagnosis] | None:
-    """Returns the result of `work`; None if it does not return in time. Its thread does not keep the process alive."""
-    done: list[list[Diagnosis]] = []
-    thread = threading.Thread(target=lambda: done.append(work()), name="kvo-doctor-disk", daemon=True)
+    """Returns the result of `work`, or raises its exception; None: it does not return in time. Its thread does not keep
+    the process alive.
+    """
+    done: Future[list[Diagnosis]] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001  end of a thread: whoever waits must learn of any exception
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="kvo-doctor-disk", daemon=True)
     thread.start()
     thread.join(limit_s)
-    return done[0] if done else None
+    return done.result() if done.done() else None
 
 
 def _subject(root: DiskRoot) -> str:
@@ -235,7 +278,7 @@ def _check_root(root: DiskRoot, disk: DiskConfig, host: Host) -> Iterator[Diagno
         yield problem(subject, str(error).removeprefix(f"{format_path(root.path)} "), _make_its_own(root.path, host))
         return
     except OSError as error:
-        yield problem(subject, describe_error(error), _make(root.path, host))
+        yield problem(subject, describe_error(error), _remedy(root.path, root.path, error, host))
         return
     try:
         able = probe(files, fd, None if disk.direct else False)
@@ -315,7 +358,10 @@ def _make(folder: Path, host: Host) -> str:
 
 def check_account(config: Config, host: Host) -> Iterator[Diagnosis]:
     """Reports the account that the daemon would run as."""
-    if host.uid == 0:
+    if host.uid == socketpath.unmapped_uid():
+        remedy = "run it as a user with another number, or without a user namespace"
+        yield problem("user", f"uid {host.uid} {socketpath.STANDS_FOR_MANY}", remedy)
+    elif host.uid == 0:
         remedy = "run it, and this command, as the engines' user: runuser -u ENGINE -- kvoffloadd doctor"
         yield note("user", "root", remedy)
     else:

@@ -34,6 +34,7 @@ from kvoffloadd.planner.planning import (
 )
 from kvoffloadd.planner.rank import KV_DTYPES, Rank
 from kvoffloadd.planner.trace import Trace
+from kvoffloadd.sglangnames import STORAGE, STORAGE_FLAG
 from kvoffloadd.units import format_bytes
 
 PAGE_TOKENS = 64
@@ -68,15 +69,6 @@ GB = 10**9
 BUFFER_PROMPTS = 16
 """The prompts on their way between a GPU and the daemon that a smaller host pool is sized for."""
 
-STORAGE = {
-    "backend_name": "kvoffloadd",
-    "module_path": "kvoffloadd.integrations.sglang",
-    "class_name": "KVOffloaddStorage",
-    "interface_v1": 1,
-    "allocator": "shm",
-}
-"""The value of `--hicache-storage-backend-extra-config`."""
-
 STORAGE_FLAGS = (
     "--enable-hierarchical-cache",
     *("--hicache-mem-layout", "page_first_direct"),
@@ -84,7 +76,7 @@ STORAGE_FLAGS = (
     *("--hicache-host-memory-mode", "buffer_only"),
     *("--hicache-storage-prefetch-policy", "wait_complete"),
     *("--hicache-storage-backend", "dynamic"),
-    *("--hicache-storage-backend-extra-config", json.dumps(STORAGE)),
+    *(STORAGE_FLAG, json.dumps(STORAGE)),
 )
 """The flags of every engine with the storage."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from kvoffloadd import socketpath
 from kvoffloadd.cache.clearing import Clearings
 from kvoffloadd.cache.disk.disktier import DiskTier
 from kvoffloadd.cache.jobs.jobs import Jobs
@@ -101,6 +102,7 @@ class Context:
     accepts: int = 0  # connections taken from the backlog, including refused ones
     lower: LowerTiers | None = None
     own_uid: int = field(default_factory=os.getuid)
+    unmapped_uid: int | None = field(default_factory=socketpath.unmapped_uid)
     # The daemon's own pidfd, sent to every peer. It is opened once, since a hello may come when no descriptor is left.
     pidfd: int = field(default_factory=lambda: os.pidfd_open(os.getpid()))
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)

@@ -75,7 +75,7 @@ class Listener:
             return
         own = peer.pid == os.getpid()  # the watchdog's pings do not count against other peers
         charged = int(not own)
-        key = peer.uid if self._is_allowed(peer.uid) else STRANGERS
+        key = STRANGERS if self._why_forbidden(peer.uid) else peer.uid
         try:
             context.accounts.of(key).charge(connections=charged)
         except LimitError:
@@ -116,12 +116,20 @@ class Listener:
         _say(sock, error)
         self._context.closer.close_socket(uid, sock)
 
-    def _is_allowed(self, uid: int) -> bool:
-        return uid in self._context.trusted_uids or uid in self._context.config.server.allowed_uids
+    def _why_forbidden(self, uid: int) -> str:
+        """Returns why this user may not connect; empty: it may."""
+        if uid == self._context.unmapped_uid:
+            return (
+                f"uid {uid} stands for every user without a number in the daemon's user namespace: map this user "
+                "there, or run the daemon without a user namespace"
+            )
+        if uid in self._context.trusted_uids or uid in self._context.config.server.allowed_uids:
+            return ""
+        return f"uid {uid} is not in server.allowed_uids"
 
     def _check_uid(self, uid: int) -> None:
-        if not self._is_allowed(uid):
-            raise ForbiddenError(f"uid {uid} is not in server.allowed_uids")
+        if reason := self._why_forbidden(uid):
+            raise ForbiddenError(reason)
 
     def check_all(self) -> None:
         """Ends the sessions of users that are no longer allowed."""

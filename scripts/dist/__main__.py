@@ -18,7 +18,7 @@ from pathlib import Path
 from kvoffloadd.testing.output import ProgressBar, print_json, print_table
 from kvoffloadd.testing.process import obey_signals
 from kvoffloadd.testing.program import EXIT_BAD, EXIT_INTERRUPTED
-from scripts.dist.interpreters import Interpreter, Version, at_hand, probe, promised_versions
+from scripts.dist.interpreters import Interpreter, at_hand, probe, promised_versions
 from scripts.dist.packages import DistError, Packages, build, check_content, check_metadata, check_stable_abi
 from scripts.dist.release import ASSIGNMENT, ROOT, VERSION_FILE
 from scripts.dist.trial import KINDS, Outcome, try_out
@@ -108,14 +108,15 @@ def pythons(options: argparse.Namespace) -> tuple[list[Interpreter], dict[str, s
     promised = promised_versions(ROOT / "pyproject.toml")
     if options.quick:
         this = probe(Path(sys.executable))
-        found: Mapping[Version, Interpreter] = {this.version: this} if this else {}
-        reasons = {str(version): "not used: --quick" for version in promised if version not in found}
+        found, reason = [this] if this else [], "not used: --quick"
     else:
-        found = at_hand(os.environ, promised[0])
-        found = {**found, **{one.version: one for one in map(named, options.python)}}
-        reasons = {str(version): "not at hand" for version in promised if version not in found}
-    unable = {one.release: "has no module venv or ensurepip" for one in found.values() if not one.makes_venvs}
-    return [found[version] for version in sorted(found) if found[version].makes_venvs], reasons | unable
+        found, reason = [*map(named, options.python)], "not at hand"
+        chosen = {one.version for one in found}
+        found += [one for version, one in at_hand(os.environ, promised[0]).items() if version not in chosen]
+    there = {one.version for one in found}
+    reasons = {str(version): reason for version in promised if version not in there}
+    unable = {one.release: "has no module venv or ensurepip" for one in found if not one.makes_venvs}
+    return sorted((one for one in found if one.makes_venvs), key=lambda one: one.version), reasons | unable
 
 
 def carry_out(options: argparse.Namespace, scratch: Path) -> Report:
@@ -163,7 +164,13 @@ def _arguments() -> argparse.Namespace:
     parser = command_line(__doc__)
     add = parser.add_argument
     add("--out", type=Path, default=ROOT / "dist", help="where the packages go (default: dist)")
-    add("--python", type=Path, action="append", default=[], help="use this interpreter as well; can be repeated")
+    add(
+        "--python",
+        type=Path,
+        action="append",
+        default=[],
+        help="use this interpreter, in place of one of its version that is at hand; repeatable",
+    )
     add("--quick", action="store_true", help="only the wheel, this Python, and the packages that CI tests with")
     options = parser.parse_args()
     if options.quick and options.python:

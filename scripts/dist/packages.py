@@ -20,22 +20,23 @@ OLDEST_GLIBC = (2, 17)
 """What docs/OPERATIONS.md promises."""
 HELPER = "kvoffloadd/native/_native.abi3.so"
 
-
 _PYTHON_SETTINGS = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "VIRTUAL_ENV")
+_WAYS_TO_PACKAGES = (
+    "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_TRUSTED_HOST", "PIP_CERT",
+    "PIP_CLIENT_CERT", "PIP_PROXY", "PIP_CACHE_DIR", "PIP_TIMEOUT", "PIP_RETRIES",
+)  # fmt: skip
+"""The variables that tell pip where its packages are and how it gets them, without which it may find none."""
 
 
 def without_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables without those by which a Python finds more than its venv has, and without those by which
-    kvoffloadd, or pip on other ground than where it finds packages, would differ from what a user has.
+    """Returns the variables without settings of whoever calls, so that all get the same packages from the same tree:
+    without those of kvoffloadd, those that let a Python import more than its venv has, and those that change what pip
+    installs or where to.
     """
-    settings = (
-        "KVOFFLOADD_", "PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT", "PIP_REQUIREMENT", "PIP_REQUIRE_VIRTUALENV",
-        "PIP_NO_DEPS", "PIP_NO_BINARY", "PIP_ONLY_BINARY", "PIP_TARGET", "PIP_PREFIX", "PIP_USER",
-    )  # fmt: skip
     return {
         name: value
         for name, value in variables.items()
-        if name not in _PYTHON_SETTINGS and not name.startswith(settings)
+        if name in _WAYS_TO_PACKAGES or not (name in _PYTHON_SETTINGS or name.startswith(("KVOFFLOADD_", "PIP_")))
     }
 
 

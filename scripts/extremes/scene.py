@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.errors import BusyError
 from kvoffloadd.testing.figures import keys_of
 from kvoffloadd.testing.wait import until
 from scripts.harness.peer import RawPeer
@@ -69,15 +70,17 @@ class Scene:
         end = time.monotonic() + REPLY_S
         while True:
             peer = RawPeer(self._socket, REPLY_S)
+            self._open.append(peer)
             try:
                 peer.hello(namespace={"model": model})
-            except (AssertionError, ConnectionError):
-                peer.close()
-                if time.monotonic() > end:
+            except AssertionError:
+                refusal = peer.refusal or {}
+                too_often = refusal.get("code") == BusyError.code and "connects too often" in refusal["message"]
+                if not too_often or time.monotonic() > end:
                     raise
+                self.leave(peer)
                 time.sleep(REFUSED_S)
             else:
-                self._open.append(peer)
                 return peer
 
     def leave(self, peer: RawPeer) -> None:

@@ -169,6 +169,11 @@ class RawPeer:
             found.append(message)
         return found
 
+    @property
+    def refusal(self) -> Fields | None:
+        """The error without a request (`seq` 0) that came instead of a reply, if one has."""
+        return self._early.get(0)
+
     def turned_away(self, code: str) -> str:
         """The daemon's last word is an error without a request (`seq` 0); then it closes."""
         last = self.end()[-1]

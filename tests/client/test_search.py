@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvoffloadd import socketpath
-from kvoffloadd.errors import ConnectionLostError, DaemonUnreachableError
+from kvoffloadd.errors import ConfigError, ConnectionLostError, DaemonUnreachableError
 from kvoffloadd.protocol import messages as m
 from kvoffloadd.testing.wait import HANG_S
 from tests.client.fake_daemon import FakeDaemon, FakeSession
@@ -30,6 +30,37 @@ def places(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Pat
     monkeypatch.setattr(socketpath, "own_socket", lambda _variables, _uid: own)
     monkeypatch.setattr(socketpath, "private_folders", lambda _variables, _uid: (own.parent,))
     return own, service
+
+
+def test_a_place_that_is_made_later(
+    make_client: MakeClient, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is started by cron may be older than the first session of its user."""
+    own, _ = places
+    found = [own.parent]
+    monkeypatch.setattr(socketpath, "private_folders", lambda _variables, _uid: tuple(found))
+    client = make_client(None, connect_deadline_s=0.0)
+    with pytest.raises(DaemonUnreachableError):
+        client.connect()
+    session = own.parent.parent / "session"
+    session.mkdir(0o700)
+    found.append(session)
+    with FakeDaemon(str(session / own.name)):
+        client.connect()
+        assert client.socket_path == str(session / own.name)
+        client.close()
+
+
+def test_the_variables_are_those_of_the_start(
+    make_client: MakeClient, places: tuple[Path, Path], socket_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(None, connect_deadline_s=0.0)
+    monkeypatch.setenv(socketpath.VARIABLE, "no path of a socket")
+    with FakeDaemon(str(places[0])):
+        client.connect()
+        client.close()
+    with pytest.raises(ConfigError, match=socketpath.VARIABLE):
+        make_client(None)
 
 
 def test_the_first_that_answers(make_client: MakeClient, places: tuple[Path, Path]) -> None:
@@ -182,4 +213,18 @@ def test_a_process_of_another_user(
         client = make_client(str(own) if is_named else None, connect_deadline_s=0.0)
         with pytest.raises(DaemonUnreachableError, match=f"a process of uid {os.geteuid()} listens there"):
             client.connect()
+    assert fake.seen == []
+
+
+def test_a_process_of_a_user_without_a_number(
+    make_client: MakeClient, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No variable can name that user: its number is one of many."""
+    own, _ = places
+    monkeypatch.setattr(socketpath, "unmapped_uid", os.geteuid)
+    monkeypatch.setattr(socketpath, "_owner", lambda _folder: None)
+    with FakeDaemon(str(own)) as fake, pytest.raises(DaemonUnreachableError) as caught:
+        make_client(str(own), connect_deadline_s=0.0).connect()
+    assert str(caught.value).endswith("stands for every user without one in this user namespace: map the daemon's user")
+    assert socketpath.UID_VARIABLE not in str(caught.value)
     assert fake.seen == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from kvoffloadd.doctor.host import NAMESPACES_OF_THE_HOST
 from kvoffloadd.doctor.system import check_holes, check_kernel, check_limits, check_loads, check_memory, check_shm
 from kvoffloadd.errors import DeviceError
 from kvoffloadd.linux.sockets import is_listening
+from kvoffloadd.storage.disk.files import Files
 from kvoffloadd.storage.disk.opening import Abilities
 from kvoffloadd.testing.wait import HANG_S
 from scripts.harness.daemon import Daemon
@@ -399,6 +401,92 @@ def test_a_disk_that_hangs_is_told(host: Host, tmp_path: Path, monkeypatch: pyte
     assert "does not answer" in found[0].found
 
 
+def tried(root: Path, host: Host) -> Diagnosis:
+    """The only problem of a start on this root."""
+    (found,) = places.try_disks(chosen(disk__roots=f'[{{path="{root}", capacity="8MiB"}}]').disk, host)
+    assert found.verdict == Verdict.PROBLEM
+    return found
+
+
+@pytest.mark.parametrize(
+    ("part", "how", "found"),
+    [
+        ("segments", "entered", "{} has mode 755, so that other users may enter it"),
+        ("segments", "file", "{}: Not a directory"),
+        ("segments", "link", "{} is a symbolic link"),
+        ("lock", "directory", "{}: Is a directory"),
+        ("lock", "link", "{}: Too many levels of symbolic links"),
+    ],
+)
+def test_what_is_wrong_in_a_root_is_not_mended_by_making_the_root(
+    host: Host, tmp_path: Path, part: str, how: str, found: str
+) -> None:
+    root = tmp_path / "root"
+    root.mkdir(0o700)
+    made = root / part
+    if how == "link":
+        made.symlink_to(tmp_path)
+    elif how == "file":
+        made.touch()
+    else:
+        made.mkdir(0o700)
+        made.chmod(0o755)
+    one = tried(root, host)
+    assert one.found == f"can't be opened: {found.format(made)}"
+    assert one.remedy == "name another directory, or empty this one"
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "where", "remedy"),
+    [
+        ("make_directory", errno.EIO, "", "name another directory, or check dmesg, SMART and the mount"),
+        ("make_directory", errno.EROFS, "", "name another directory, or check dmesg, SMART and the mount"),
+        ("make_directory", errno.ENOSPC, "", "free space there, or name another directory"),
+        ("make_directory", errno.EACCES, "", "install -d -m 700 -o {user} {root}"),
+        ("make_directory", errno.ENAMETOOLONG, "", "name another directory"),
+        ("lock", errno.ENOLCK, "lock", "name another directory, or check dmesg, SMART and the mount"),
+        ("open", errno.EACCES, "lock", "name another directory, or empty this one"),
+    ],
+)
+def test_what_the_system_refuses_has_its_own_remedy(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, where: str, remedy: str
+) -> None:
+    root = tmp_path / "root"
+    named = {"make_directory": [str(root)], "lock": [], "open": ["lock"]}[call]
+
+    def refuse(*_: object, **_options: object) -> None:
+        raise OSError(number, os.strerror(number), *named)
+
+    monkeypatch.setattr(Files, call, refuse)
+    one = tried(root, host)
+    path = f"{root / where}: " if where else ""
+    assert one.found == f"can't be opened: {path}{os.strerror(number)}"
+    assert one.remedy == remedy.format(user=places._user(host.uid), root=root)
+
+
+def test_a_directory_above_that_is_gone_can_be_made(host: Host, tmp_path: Path) -> None:
+    assert tried(tmp_path / "gone/root", host).remedy.startswith("install -d -m 700 -o ")
+    assert tried(Path("/proc/root"), host).remedy == "name another directory"
+
+
+def test_what_fails_in_a_check_is_told_as_what_it_is(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither an error of the system nor a bug is a disk that does not answer."""
+    disk = chosen(disk__roots=f'[{{path="{tmp_path}", capacity="8MiB"}}]').disk
+    errors = [OSError(errno.EIO, "I/O error"), TimeoutError(errno.ETIMEDOUT, "timed out"), KeyError("a bug")]
+
+    def fail(*_: object) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(places, "_check_root", fail)
+    for reason in ("I/O error", "timed out"):
+        (found,) = places.check_disks(disk, host)
+        assert (found.verdict, found.found) == (Verdict.PROBLEM, f"can't be checked: {reason}")
+    with pytest.raises(KeyError, match="a bug"):
+        list(places.check_disks(disk, host))
+
+
 def test_warm_restarts(host: Host, tmp_path: Path) -> None:
     memory = chosen(memory__capacity_bytes="16MiB").memory
     assert only(places.check_pool(memory, host, is_running=False), "warm restart").verdict == Verdict.OK
@@ -445,6 +533,13 @@ def test_users(host: Host) -> None:
     served = chosen(server__allowed_uids="[1001, 1002]")
     assert "1001, 1002" in only(places.check_account(served, replace(host, uid=1000)), "user").found
     assert only(places.check_account(served, replace(host, uid=0)), "user").verdict == Verdict.NOTE
+
+
+def test_a_user_who_stands_for_many(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socketpath, "unmapped_uid", lambda: 65534)
+    found = only(places.check_account(chosen(), replace(host, uid=65534)), "user")
+    assert found.verdict == Verdict.PROBLEM
+    assert found.found == "uid 65534 stands for every user without a number in this user namespace"
 
 
 # --- the remote tier ---------------------------------------------------------------------------------------

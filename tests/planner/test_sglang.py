@@ -20,7 +20,8 @@ from kvoffloadd.cli.sglangplan import print_sglang_plan, sglang_plan_json
 from kvoffloadd.client import Client, Group, GroupKind, KvCache, NamespaceSpec, Outcome, Ref, SharedTensor
 from kvoffloadd.errors import ConfigError, NoPlanError, RemoteError
 from kvoffloadd.planner import PlanInputs, SglangPlan, Trace, make_sglang_plan, read_model
-from kvoffloadd.planner.sglang import BUFFER_PROMPTS, STORAGE
+from kvoffloadd.planner.sglang import BUFFER_PROMPTS
+from kvoffloadd.sglangnames import STORAGE
 from scripts.harness.daemon import Daemon
 from scripts.harness.published import CONFIGS
 from scripts.sglang import storage_options

@@ -10,13 +10,15 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from kvoffloadd import __version__
 from kvoffloadd.testing.process import ROOT
-from scripts.dist.__main__ import Report, named, version_of
+from kvoffloadd.testing.wait import HANG_S
+from scripts.dist.__main__ import Report, named, pythons, version_of
 from scripts.dist.interpreters import Interpreter, Version, at_hand, promised_versions
 from scripts.dist.packages import HELPER, DistError, Packages, check_content, copy_tracked, replace, without_settings
 from scripts.dist.trial import KINDS, Outcome, try_out
@@ -109,9 +111,25 @@ def test_an_interpreter_that_is_named_is_tried_or_reported(tmp_path: Path) -> No
             named(path)
 
 
+def test_all_that_are_named_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also two of one version, in place of the one that is at hand."""
+    first = answers(tmp_path / "first", "[3, 12, 1, true, true]")
+    second = answers(tmp_path / "second", "[3, 12, 2, true, true]")
+    unable = answers(tmp_path / "third", "[3, 13, 1, true, false]")
+    answers(tmp_path / "bin/python3.12", "[3, 12, 9, true, true]")
+    at_hand_too = answers(tmp_path / "bin/python3.11", "[3, 11, 9, true, true]")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PYENV_ROOT", raising=False)
+    used, reasons = pythons(Namespace(quick=False, python=[first, second, unable]))
+    assert [one.path for one in used] == [at_hand_too, first, second]
+    assert reasons["3.13.1"] == "has no module venv or ensurepip"
+    assert {"3.11", "3.12", "3.13"}.isdisjoint(reasons)
+
+
 def test_quick_takes_no_interpreter() -> None:
     command = [sys.executable, "-m", "scripts", "dist", "--quick", "--python", sys.executable]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 2
     assert "--python can't be used with it" in done.stderr
 
@@ -159,9 +177,11 @@ def test_older_packages_go_and_other_files_stay(tmp_path: Path) -> None:
 
 def test_settings_of_whoever_calls_do_not_count() -> None:
     """Where pip finds packages is kept: without that, nothing could be installed."""
-    kept = {"PATH": "/bin", "PIP_INDEX_URL": "https://example.org", "PIP_NO_INDEX": "1", "PYENV_ROOT": "/pyenv"}
-    settings = ("PYTHONPATH", "VIRTUAL_ENV", "KVOFFLOADD_SOCKET", "KVOFFLOADD_DAEMON_UID", "PIP_CONSTRAINT")
-    assert without_settings(kept | dict.fromkeys((*settings, "PIP_NO_DEPS", "PIP_NO_BINARY"), "1")) == kept
+    ways = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_FIND_LINKS", "PIP_PROXY", "PIP_CACHE_DIR")
+    kept = dict.fromkeys((*ways, "PATH", "PYENV_ROOT"), "1")
+    settings = ("PYTHONPATH", "VIRTUAL_ENV", "KVOFFLOADD_SOCKET", "KVOFFLOADD_DAEMON_UID")
+    of_pip = ("PIP_CONSTRAINT", "PIP_NO_DEPS", "PIP_NO_BINARY", "PIP_TARGET", "PIP_PRE", "PIP_DRY_RUN", "PIP_REPORT")
+    assert without_settings(kept | dict.fromkeys((*settings, *of_pip, "PIP_INDEX_URL_2"), "1")) == kept
 
 
 def test_the_version_is_of_the_package() -> None:

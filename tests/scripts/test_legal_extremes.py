@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
+import socket
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
 
+import numpy as np
 import pytest
 
 from kvoffloadd.protocol.messages import REQUESTS
+from kvoffloadd.server import listener
+from kvoffloadd.testing.wait import HANG_S
+from scripts.extremes import scene
 from scripts.extremes.__main__ import ALL, median
+from scripts.extremes.scene import Scene
+from scripts.harness.peer import frame
 from tests.scripts.running import run_script
 
 CASES = (
@@ -33,6 +44,64 @@ def test_the_median_of_the_runs_is_told_and_what_took_longest_in_it() -> None:
     assert median(ALL[0], runs) == {
         "requests": ALL[0].requests, "size": ALL[0].size, "turn_s": 2.0, "part": "second", "wait_s": 8.0, "took_s": 2.0
     }  # fmt: skip
+
+
+class Door:
+    """Answers each connection to a socket with the next of these bytes, and closes it."""
+
+    def __init__(self, path: Path, *answers: bytes) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self.left = list(answers)
+        self.scene = Scene(path, path, np.random.default_rng(0))
+        self._thread = threading.Thread(target=self._answer)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scene.close()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(HANG_S)
+        self._listener.close()
+
+    def _answer(self) -> None:
+        with suppress(OSError):  # the test has ended
+            while True:
+                peer, _ = self._listener.accept()
+                peer.sendall(self.left.pop(0))
+                peer.close()
+
+
+WELCOME = frame({"type": "welcome", "seq": 1})
+
+
+def test_a_session_waits_while_its_user_connects_too_often(socket_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scene, "REFUSED_S", 0.0)
+    with Door(socket_dir / "kvo.sock", listener._TOO_OFTEN, listener._TOO_OFTEN, WELCOME) as door:
+        peer = door.scene.session()
+        assert door.left == []
+        assert door.scene._open == [peer], "those that were refused are closed"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        {"type": "error", "seq": 0, "code": "forbidden", "message": "this user connects too often", "fault": "client"},
+        {"type": "error", "seq": 0, "code": "busy", "message": "no threads for uid 7", "fault": "client"},
+        {"type": "error", "seq": 1, "code": "busy", "message": "this user connects too often", "fault": "client"},
+    ],
+)
+def test_another_refusal_is_not_waited_for(socket_dir: Path, refusal: dict[str, object]) -> None:
+    with Door(socket_dir / "kvo.sock", frame(refusal), WELCOME) as door:
+        with pytest.raises(AssertionError):
+            door.scene.session()
+        assert door.left == [WELCOME]
+        (peer,) = door.scene._open
+        door.scene.close()
+        assert peer.fileno() == -1
 
 
 @pytest.mark.slow

@@ -7,12 +7,14 @@ import errno
 import os
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvoffloadd.errors import BusyError, LimitError
+from kvoffloadd.config import ServerConfig
+from kvoffloadd.errors import BusyError, ForbiddenError, LimitError
 from kvoffloadd.scheduling.lanes import Lane
 from kvoffloadd.scheduling.turns import Turns
 from kvoffloadd.server import listener as module
@@ -155,6 +157,24 @@ async def test_a_user_for_whom_there_are_no_threads_comes_later(socket_dir: Path
     scene.listener._on_acceptable()
     assert len(scene.context.sessions) == 1
     peer.close()
+    await scene.close()
+
+
+async def test_a_user_without_a_number_is_nobody(socket_dir: Path) -> None:
+    """Whoever has none in the daemon's user namespace has the same one as all others, even if that is the daemon's own,
+    or is listed.
+    """
+    scene = DoorScene(socket_dir / "kvo.sock")
+    scene.context.unmapped_uid = os.getuid()
+    scene.context.config = replace(scene.context.config, server=ServerConfig(allowed_uids=(os.getuid(),)))
+    peer = scene.connect()
+    scene.listener._on_acceptable()
+    answer = peer.recv(1000)
+    assert f"uid {os.getuid()} stands for every user without a number in the daemon's user".encode() in answer
+    assert ForbiddenError.code.encode() in answer
+    assert peer.recv(1000) == b""
+    peer.close()
+    assert scene.context.sessions == set()
     await scene.close()
 
 

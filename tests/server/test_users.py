@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from kvoffloadd.daemon import USERS_AT_START
 from kvoffloadd.linux.memorylimits import memory_bytes
+from kvoffloadd.testing.daemon import KVOFFLOADD
 from scripts.harness.daemon import Daemon
 from scripts.harness.peer import RawPeer
 from tests.conftest import OTHER_UID
@@ -42,6 +44,21 @@ def test_a_user_who_is_not_allowed(daemon: Daemon) -> None:
     assert f"uid {OTHER_UID - 1} is not in server.allowed_uids" in stranger.peer.turned_away("forbidden")
     assert daemon.state() == before
     assert daemon.status()["server"]["sessions_refused"] == refused + 1
+
+
+@pytest.mark.slow
+def test_a_user_without_a_number_in_the_daemons_namespace(start_daemon: Callable[..., Daemon]) -> None:
+    """Such as a daemon's in a container without root, whose socket is mounted from outside."""
+    unshare = ("unshare", "--user", "--map-root-user")
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("there are no user namespaces here")
+    command = f"[*{unshare}, sys.executable, *{tuple(KVOFFLOADD)}, *sys.argv[1:]]"
+    program = ("-c", f"import os, sys; command = {command}; os.execvp(command[0], command)")
+    daemon = start_daemon("server.socket_mode=0o666", program=program)
+    os.chmod(daemon.socket.parent, 0o755)
+    stranger = daemon.welcome(Stranger.connect(daemon.socket, OTHER_UID))
+    assert "stands for every user without a number" in stranger.peer.turned_away("forbidden")
+    assert daemon.status()["server"]["sessions_refused"] == 1, "root has a number there"
 
 
 def test_memory_that_its_owner_could_shrink(daemon: Daemon, stranger: RawPeer) -> None:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvoffloadd.integrations.sglang.flags import PACKAGE
+from kvoffloadd.sglangnames import PACKAGE
 from tests.sglang.conftest import StartDaemon, StartEngine
 from tests.sglang.engine import PAGE, Prompts, cached, settle, tokens
 

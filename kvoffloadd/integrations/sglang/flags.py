@@ -6,10 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-PACKAGE: Final = "kvoffloadd.integrations.sglang"
-_CLASS: Final = "KVOffloaddStorage"
-STORAGE_CLASS: Final = {"module_path": PACKAGE, "class_name": _CLASS}
-"""The configuration that users have to give."""
+from kvoffloadd.sglangnames import STORAGE, STORAGE_CLASS
 
 _CONFIG: Final = "hicache_storage_backend_extra_config"
 _LAYOUT: Final = "hicache_mem_layout"
@@ -17,7 +14,7 @@ READ: Final = ("hicache_storage_backend", _CONFIG, _LAYOUT)
 """Arguments that decide which are completed."""
 
 _STANDARD_LAYOUT: Final = "page_first"
-_KEYS: Final = {"backend_name": "kvoffloadd", "interface_v1": 1, "allocator": "shm"}
+_KEYS: Final = {key: value for key, value in STORAGE.items() if key not in STORAGE_CLASS}
 
 
 def completed(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from kvoffloadd.client import Group, KvCache, Ref, SharedTensor, digest_layers
 from kvoffloadd.errors import UsageError
-from kvoffloadd.integrations.sglang.options import STORAGE_FLAG
 from kvoffloadd.integrations.sglang.pools import (
     KV,
     NAMES,
@@ -30,6 +29,7 @@ from kvoffloadd.integrations.sglang.pools import (
     shape_of_latents,
 )
 from kvoffloadd.model import Dtype, U8Array, dtype_named
+from kvoffloadd.sglangnames import STORAGE_FLAG
 
 _LAYOUT = "page_first_direct"
 _ATTENTION = frozenset({"MHATokenToKVPoolHost", "AsymmetricMHATokenToKVPoolHost"})

@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from kvoffloadd.errors import UsageError
 from kvoffloadd.integrations.common.options import EngineOptions, seconds_of
+from kvoffloadd.sglangnames import STORAGE_FLAG
 
-STORAGE_FLAG = "--hicache-storage-backend-extra-config"
 LINKER_FLAG = "--unified-cache-external-linker-config"
 
 

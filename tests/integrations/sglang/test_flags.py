@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvoffloadd.integrations.sglang.flags import PACKAGE, completed
+from kvoffloadd.integrations.sglang.flags import completed
+from kvoffloadd.sglangnames import PACKAGE
 
 OURS = {"module_path": PACKAGE, "class_name": "KVOffloaddStorage"}
 KEYS = {"backend_name": "kvoffloadd", "interface_v1": 1, "allocator": "shm"}
