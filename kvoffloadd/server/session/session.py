@@ -20,10 +20,8 @@ from kvoffloadd.cache.jobs.job import Job
 from kvoffloadd.cache.memory.keys import keys_array
 from kvoffloadd.cache.memory.namespace import Keyspace, Namespace
 from kvoffloadd.cache.memory.reservation import reserve_in_steps
-from kvoffloadd.cache.progress import Progress
 from kvoffloadd.config import Config, LimitsConfig
 from kvoffloadd.errors import (
-    BusyError,
     DrainingError,
     DuplicateError,
     ForbiddenError,
