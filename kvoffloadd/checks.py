@@ -64,11 +64,15 @@ def seconds(low: float, high: float) -> Check[float]:
     return check
 
 
-def share(value: object) -> float:
-    """A share, from 0 to 1."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise ValueError("must be a share from 0 to 1")
-    return float(value)
+def share(high: float) -> Check[float]:
+    """A share, from 0 to `high`."""
+
+    def check(value: object) -> float:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= high:
+            raise ValueError(f"must be a share from 0 to {high:g}")
+        return float(value)
+
+    return check
 
 
 def flag(value: object) -> bool:

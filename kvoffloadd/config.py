@@ -196,7 +196,8 @@ class ValkeyConfig:
 class RetainConfig:
     """What clients may claim to be kept for a time: see `kvoffloadd.cache.memory.retention`."""
 
-    memory_share: float = _key(0.25, checks.share, live=True)
+    memory_share: float = _key(0.25, checks.share(1.0), live=True)
+    disk_share: float = _key(0.5, checks.share(0.5), live=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,7 +345,6 @@ class Daemon:
         policy = partial(create_policy, config.memory.policy or DEFAULT_POLICY, clock=Clock())
         cache = Cache(tier, policy, secrets.randbits(SEED_BITS))
         cache.entries.keyspaces.groups_max = config.limits.groups
-        cache.retention.memory_share = config.retain.memory_share
         hash_lane = Lane("hash", config.memory.hash_threads, loop)
         trusted, copy = {0, os.getuid()}, config.copy
         cache.entries.held.trusted = trusted
@@ -362,6 +361,7 @@ class Daemon:
         boot_id = secrets.token_bytes(16)
         remote = self._make_remote(cache, disk, loop, hash_lane, boot_id) if config.remote.engine else None
         lower = LowerTiers(disk, remote) if disk or remote else None
+        cache.retention.change_shares(config.retain.memory_share, config.retain.disk_share)
         arena = Arena(tier.address, tier.capacity_bytes, tier.slab_pages * PAGE_BYTES)
         signals = Signals(loop, trusted)
         context = Context(

@@ -157,17 +157,20 @@ def _memory(status: Status) -> Iterator[Metric]:
 
 def _retention(retention: Mapping[str, int]) -> Iterator[Metric]:
     yield _gauge("claims", "Claims that are in force.", _one(retention["claims"]))
-    yield _gauge("claimed_keys", "Keys that claims name, in memory or not.", _one(retention["keys"]))
-    yield _gauge("claimed_memory_bytes", "Memory of claimed keys.", _one(retention["memory_bytes"]))
-    for name, text in (
-        ("claims_made", "Claims that clients made."),
-        ("claims_expired", "Claims that were kept until their end."),
-        ("claims_lapsed", "Claims that ended early, since their user may keep no more."),
-        ("claims_cut", "Claims that were cut to the beginning of their prompt, since their user may keep no more."),
+    yield _counter("claims_made", "Claims that clients made.", _one(retention["claims_made"]))
+    yield _counter("claims_expired", "Claims that held until their end.", _one(retention["claims_expired"]))
+
+    def each(memory: str, disk: str) -> Samples:
+        return [(("memory",), retention[memory]), (("disk",), retention[disk])]
+
+    yield _gauge("claimed_keys", "Claimed keys, by tier.", each("memory_keys", "disk_keys"), "tier")
+    yield _gauge("claimed_bytes", "Bytes of claimed keys, by tier.", each("memory_bytes", "disk_bytes"), "tier")
+    for name, text, memory in (
+        ("claims_lapsed", "Claims that a tier gave up, since their user may keep no more there.", "claims_lapsed"),
+        ("claims_cut", "Claims cut to the beginning of their prompt, since a user may keep no more.", "claims_cut"),
+        ("claimed_keys_evicted", "Claimed keys that were evicted, since nothing else was left.", "keys_unkept"),
     ):
-        yield _counter(name, text, _one(retention[name]))
-    unkept = "Claimed keys that were evicted, since nothing else was left."
-    yield _counter("claimed_keys_evicted", unkept, _one(retention["keys_unkept"]))
+        yield _counter(name, text, each(memory, f"disk_{memory}"), "tier")
 
 
 def _transfers(status: Status) -> Iterator[Metric]:

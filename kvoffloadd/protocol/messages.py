@@ -167,8 +167,8 @@ class ReadySpec(Part, frozen=True):
 
 class ClaimFigures(Part, frozen=True):
     """Describes a claim that is in force. `name`: empty if it has none. `left_s`: until it ends. `tokens`: the length
-    of the prompt that it keeps. `keys`: in all its groups; `memory_keys` of them are in memory now and take
-    `memory_bytes`, which count for each claim that names them. `hits`: how often the key with which it ends was used
+    of the prompt that it keeps. `keys`: in all its groups. `memory_keys` and `disk_keys` of them are kept in these
+    tiers now; their bytes count for each claim that names them. `hits`: how often the key with which it ends was used
     since it is claimed.
     """
 
@@ -182,6 +182,8 @@ class ClaimFigures(Part, frozen=True):
     keys: Count
     memory_keys: Count
     memory_bytes: Count
+    disk_keys: Count
+    disk_bytes: Count
     hits: Count
 
 

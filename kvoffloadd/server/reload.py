@@ -57,7 +57,7 @@ class Reload:
         context.config, changed, waiting = reloaded(was, config)
         context.accounts.change(caps(context.config.limits))
         context.cache.entries.keyspaces.groups_max = context.config.limits.groups
-        context.cache.retention.change_share(context.config.retain.memory_share)
+        context.cache.retention.change_shares(context.config.retain.memory_share, context.config.retain.disk_share)
         self._check_peers()
         if context.config.log != was.log:
             logs.setup(context.config.log)

@@ -114,7 +114,11 @@ def _all_users(context: Context) -> dict[str, Any]:
         "cache": {**cache.figures(), "unsealed": jobs.unsealed},
         **({"disk": context.disk.figures()} if context.disk else {}),
         **({"remote": context.remote.figures()} if context.remote else {}),
-        "retention": cache.retention.figures(),
+        "retention": {
+            **cache.retention.figures(),
+            "keys_unkept": cache.eviction.keys_unkept,
+            "disk_keys_unkept": context.disk.reclaim.keys_unkept if context.disk else 0,
+        },
         "clears": context.clearings.figures(),
         "transfers": {
             str(direction): {name: _shown(getattr(counters, name)) for name in counters.__slots__}

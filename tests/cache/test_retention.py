@@ -35,7 +35,7 @@ class Clock:
 
 def cache_of(pages: int = 64, *, slab_pages: int = 16, policy: str = "", share: float = 0.25) -> tuple[Cache, Clock]:
     cache, clock = make_cache(pages, slab_pages, policy=policy), Clock()
-    cache.retention.clock, cache.retention.memory_share = clock, share
+    cache.retention.clock, cache.retention.memory.share = clock, share
     return cache, clock
 
 
@@ -50,6 +50,12 @@ def retain(
 def resident(cache: Cache, keyspace: Keyspace, *numbers: int) -> list[int]:
     hits = cache.find(keyspace, keys_of(*numbers)).hits
     return [number for number, hit in zip(numbers, hits.tolist(), strict=True) if hit]
+
+
+def num_kept(cache: Cache, claim: Claim) -> int:
+    """How many keys of a claim memory keeps: fewer than it names if it was cut."""
+    kept = cache.retention.memory.get(claim)
+    return 0 if kept is None else kept.num_keys
 
 
 def flood(cache: Cache, keyspace: Keyspace, count: int, begin: int = 1000) -> None:
@@ -74,7 +80,7 @@ def test_what_is_claimed_outlives_ten_turnovers_and_nothing_else_does(policy: st
     retain(cache, keyspace, *range(8, 16))
     flood(cache, keyspace, 640)
     assert resident(cache, keyspace, *range(32)) == list(range(8, 16))
-    assert cache.retention.figures()["keys_unkept"] == 0
+    assert cache.eviction.keys_unkept == 0
     check(cache)
 
 
@@ -139,7 +145,7 @@ def test_a_claim_never_makes_a_store_fail() -> None:
     retain(cache, keyspace, *range(8, 16), priority=2)
     store(cache, keyspace, keys_of(100, 101, 102))
     assert resident(cache, keyspace, *range(16), 100, 101, 102) == [*range(5), *range(8, 16), 100, 101, 102]
-    assert cache.retention.figures()["keys_unkept"] == 3
+    assert cache.eviction.keys_unkept == 3
     store(cache, keyspace, keys_of(200))
     assert resident(cache, keyspace, *range(16), 200) == [*range(5), *range(8, 16), 200], "102 was not claimed"
     store(cache, keyspace, keys_of(7))
@@ -197,7 +203,7 @@ def test_slabs_with_claimed_keys_change_hands_last(policy: str) -> None:
     cache.hold(held)
     store(cache, large, keys_of(100, 101))
     assert resident(cache, large, 100, 101) == [100, 101], "soft: the other size gets room in the end"
-    assert cache.retention.figures()["keys_unkept"] == 1
+    assert cache.eviction.keys_unkept == 1
     cache.unhold(held)
     check(cache)
 
@@ -230,7 +236,7 @@ def test_beyond_the_share_the_lowest_priority_lapses_and_then_the_oldest() -> No
     fourth = retain(cache, keyspace, *range(32, 36), priority=10)
     assert second is not None and not second.is_in_force
     assert third is not None and third.is_in_force and fourth is not None and fourth.is_in_force
-    assert cache.entries.claimed.pages(0) == 12
+    assert cache.entries.claimed.pages_of_user(0) == 12
     check(cache)
 
 
@@ -245,15 +251,15 @@ def test_keys_that_come_later_count_and_the_last_claim_is_cut_to_its_beginning()
     assert claim is not None
     assert (claim.tokens, claim.num_keys) == (320, 30)
     store(cache, keyspace, keys_of(*range(20)))
-    assert (claim.tokens, claim.num_keys) == (256, 24), "16 of its 20 pages, and what the other group has up to there"
+    assert num_kept(cache, claim) == 24, "16 of its 20 pages, and what the other group has up to there"
     store(cache, wide, keys_of(*range(10)))
-    assert cache.entries.claimed.pages(0) <= 16
-    assert claim.is_in_force and claim.tokens == 128
+    assert cache.entries.claimed.pages_of_user(0) <= 16
+    assert claim.is_in_force and num_kept(cache, claim) == 12
     flood(cache, keyspace, 100)
     flood(cache, wide, 100)
     assert resident(cache, keyspace, *range(20)) == list(range(8))
     assert resident(cache, wide, *range(10)) == list(range(4))
-    assert cache.retention.figures()["claims_cut"] == 2
+    assert cache.retention.memory.num_cut == 2
     check(cache)
 
 
@@ -278,9 +284,9 @@ def test_a_smaller_share_counts_at_once() -> None:
     store(cache, keyspace, keys_of(*range(16)))
     for number in range(16):
         retain(cache, keyspace, number)
-    cache.retention.change_share(0.125)
-    assert [int(cache.entries.claimed.pages(0)), len(cache.retention)] == [8, 8]
-    cache.retention.change_share(0.0)
+    cache.retention.memory.change_share(0.125)
+    assert [int(cache.entries.claimed.pages_of_user(0)), len(cache.retention)] == [8, 8]
+    cache.retention.memory.change_share(0.0)
     assert len(cache.retention) == 0
     assert retain(cache, keyspace, 0) is None
     check(cache)
@@ -344,7 +350,8 @@ def test_a_name_stands_for_one_claim_of_a_namespace() -> None:
     told = cache.retention.describe(longer)
     assert told == {
         "number": longer.number, "name": "agent 7", "namespace": keyspace.namespace.name, "uid": 0, "priority": 50,
-        "left_s": 30.0, "tokens": 128, "keys": 8, "memory_keys": 8, "memory_bytes": 8 * PAGE_BYTES, "hits": 1,
+        "left_s": 30.0, "tokens": 128, "keys": 8, "memory_keys": 8, "memory_bytes": 8 * PAGE_BYTES,
+        "disk_keys": 0, "disk_bytes": 0, "hits": 1,
     }  # fmt: skip
     cache.uses.add([(keyspace, cache.find(keyspace, keys_of(*range(8))), 0)])
     cache.uses.settle()
@@ -426,7 +433,7 @@ def test_keys_that_have_almost_equal_hashes_are_refused_whole(monkeypatch: pytes
         cache.retention.retain(
             namespace, [(keyspace, 0, keys_of(1, 5)), (second, 0, keys_of(1, 2, 3))], priority=99, seconds=5
         )
-    assert second.claimed is None and len(cache.retention) == 1
+    assert not cache.entries.claimed.has(second) and len(cache.retention) == 1
     check(cache)
 
 
@@ -471,11 +478,11 @@ class AnyOrder(RuleBasedStateMachine):
     def store(self, n: int, keys: list[int]) -> None:
         kept = {key: wish.claim for wish in self.wishes if wish.which == n for key in wish.keys}
         before = set(resident(self.cache, self.keyspace(n), *kept)) if kept else set()
-        unkept = self.cache.retention.figures()["keys_unkept"]
+        unkept = self.cache.eviction.keys_unkept
         store(self.cache, self.keyspace(n), keys_of(*keys))
         after = set(resident(self.cache, self.keyspace(n), *kept)) if kept else set()
         lost = {key for key in before - after if any(w.claim.is_in_force and key in self.named(w) for w in self.wishes)}
-        assert len(lost) <= self.cache.retention.figures()["keys_unkept"] - unkept
+        assert len(lost) <= self.cache.eviction.keys_unkept - unkept
 
     @rule(
         n=which, keys=some_keys, priority=st.integers(0, 100), seconds=st.integers(1, 30),
@@ -531,17 +538,17 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(quarter=st.integers(0, 4))
     def change_share(self, quarter: int) -> None:
-        self.cache.retention.change_share(quarter / 4)
+        self.cache.retention.memory.change_share(quarter / 4)
 
     def named(self, wish: Wish) -> list[int]:
         """The keys that a claim names: fewer than the wish if it was cut."""
-        return wish.keys[: wish.claim.num_keys]
+        return wish.keys[: num_kept(self.cache, wish.claim)]
 
     @invariant()
     def no_user_has_more_than_the_share(self) -> None:
         if hasattr(self, "cache"):
             for uid in (0, 1000):
-                assert self.cache.entries.claimed.pages(uid) <= self.cache.retention.budget_pages()
+                assert self.cache.entries.claimed.pages_of_user(uid) <= self.cache.retention.memory.budget_pages
 
     @invariant()
     def no_claim_outlives_its_end_and_none_is_missing(self) -> None:

@@ -75,7 +75,7 @@ def test_named_prefixes_outlive_ten_turnovers(small: Daemon, rank: Rank, rng: np
         assert rank.loads_right(keys)
     assert rank.states(others).count(HIT) >= SLOTS * 3 // 4 - 1, "others lose at most the share"
     told = counters(small)
-    assert (told["claims"], told["keys"], told["memory_bytes"]) == (20, 60, 60 * 4096)
+    assert (told["claims"], told["memory_keys"], told["memory_bytes"]) == (20, 60, 60 * 4096)
     assert (told["keys_unkept"], told["claims_lapsed"]) == (0, 0)
     for claim in rank.client.claims():
         assert (claim.keys, claim.memory_keys, claim.tokens) == (3, 3, 48)

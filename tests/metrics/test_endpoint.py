@@ -59,7 +59,8 @@ def small() -> dict[str, Any]:
         "keys_soon", "keys_done", "keys_touched", "slabs_taken_over", "events_lost",
     )  # fmt: skip
     retention = (
-        "claims", "keys", "memory_bytes", "claims_made", "claims_expired", "claims_lapsed", "claims_cut", "keys_unkept",
+        "claims", "claims_made", "claims_expired", "memory_keys", "memory_bytes", "disk_keys", "disk_bytes",
+        "claims_lapsed", "claims_cut", "keys_unkept", "disk_claims_lapsed", "disk_claims_cut", "disk_keys_unkept",
     )  # fmt: skip
     server = (
         "sessions", "sessions_refused", "requests", "errors", "busy", "peers_killed", "drains_late", "log_lines_lost",

@@ -84,7 +84,7 @@ _GROUP = m.GroupSpec(group=0, kind="full", tokens_per_key=16, refs=[_REF])
 _TENSOR = m.TensorSpec(allocation=1, offset=0, num_blocks=4, page_bytes=8, stride_bytes=8)
 _CLAIM = m.ClaimFigures(
     number=1, name="agent", namespace="m#0", uid=0, priority=9, left_s=1.5, tokens=16, keys=1, memory_keys=1,
-    memory_bytes=4096, hits=2,
+    memory_bytes=4096, disk_keys=0, disk_bytes=0, hits=2,
 )  # fmt: skip
 _LIMITS = m.Limits(frame_bytes=1, fds_per_frame=1, keys_per_request=1, jobs=1, deadline_s=1.0)
 

@@ -47,16 +47,22 @@ class Catalog:
         self.first: U32Array = reserve_array((max_records,), np.uint32)  # its first record number
         self.missing: U16Array = reserve_array((max_records,), np.uint16)  # parts without a place; or _FREE
         self.used: U8Array = reserve_array((max_records,), np.uint8)  # 1: read since it was written
+        self.claimed: U8Array = reserve_array((max_records,), np.uint8)  # 1: a claim keeps it
         # Columns, by record number.
         self.row: U32Array = reserve_array((max_records,), np.uint32)
         self.segment: U32Array = reserve_array((max_records,), np.uint32)  # ordinal
         self.page: U32Array = reserve_array((max_records,), np.uint32)  # 0: it has no place
         self.records = 0
         self.disk_keyspaces = DiskKeyspaces()
+        # Called with keys that get rows, and with rows that are not used any more.
+        self.on_insert: Callable[[DiskKeyspace, U64Array, U32Array], None] = lambda disk_keyspace, keys, rows: None
+        self.on_drop: Callable[[U32Array], None] = lambda rows: None
         self._members: dict[int, list[U32Array]] = {}
-        # By segment, pages of records that have their place there; and of those whose keys were read.
+        # By segment, pages of records that have their place there; of those whose keys were read; and of those whose
+        # keys are claimed.
         self._live_pages: Counter[int] = Counter()
         self._used_pages: Counter[int] = Counter()
+        self._claimed_pages: Counter[int] = Counter()
         self._cleared_records: Counter[int] = Counter()  # by segment; no key has them any more
 
     # --- disk keyspaces ---
@@ -146,19 +152,23 @@ class Catalog:
 
     def mark_used(self, rows: I64Array) -> None:
         """Marks keys that were read since they were written: their records move on when their segment is reclaimed."""
-        self._mark(rows, 1)
+        self._mark(rows, self.used, self._used_pages, 1)
 
     @changing
     def mark_unused(self, rows: I64Array) -> None:
         """Marks keys as not read from now on."""
-        self._mark(rows, 0)
+        self._mark(rows, self.used, self._used_pages, 0)
 
-    def _mark(self, rows: I64Array, used: int) -> None:
-        changed = distinct(rows[self.used[rows] != used].astype(np.uint32))
-        self.used[changed] = used
+    def mark_claimed(self, rows: U32Array, *, claimed: bool) -> None:
+        """Marks keys as claimed or not: the records of claimed keys move on before others."""
+        self._mark(rows, self.claimed, self._claimed_pages, int(claimed))
+
+    def _mark(self, rows: I64Array | U32Array, column: U8Array, pages: Counter[int], value: int) -> None:
+        changed = distinct(rows[column[rows] != value].astype(np.uint32))
+        column[changed] = value
         for disk_keyspace, mask in self._by_keyspace(changed):
             records = RunAllocator.of(self.first[changed[mask]], disk_keyspace.name.parts).ravel()
-            self._count_pages(self._used_pages, records[self.page[records] != 0], +1 if used else -1)
+            self._count_pages(pages, records[self.page[records] != 0], +1 if value else -1)
 
     def forget(self, records: I64Array) -> U32Array:
         """Forgets records that are gone or bad. Returns the rows of the keys that were complete and are not any
@@ -197,12 +207,17 @@ class Catalog:
         """Returns how many of the live pages hold records of keys that were read since they were written."""
         return self._used_pages[segment]
 
+    def claimed_pages(self, segment: int) -> int:
+        """Returns how many of the live pages hold records of claimed keys."""
+        return self._claimed_pages[segment]
+
     @changing
     def close_segment(self, segment: int) -> None:
         """Drops the counts of a segment after all its records are forgotten."""
         self._members.pop(segment, None)
         self._live_pages.pop(segment, None)
         self._used_pages.pop(segment, None)
+        self._claimed_pages.pop(segment, None)
         self._cleared_records.pop(segment, None)
 
     # --- questions ---
@@ -235,7 +250,7 @@ class Catalog:
 
     def memory_bytes(self) -> int:
         """Returns the used bytes of the index and the columns."""
-        rows = self.first.itemsize + self.missing.itemsize + self.used.itemsize
+        rows = self.first.itemsize + self.missing.itemsize + self.used.itemsize + self.claimed.itemsize
         records = self.row.itemsize + self.segment.itemsize + self.page.itemsize
         members = 4 * sum(len(records) for group in self._members.values() for records in group)
         used = self.runs.used * records + self.runs.memory_bytes()
@@ -277,10 +292,11 @@ class Catalog:
         findings, records = [], self.in_segment(segment)
         if (np.diff(self.page[records]) == 0).any():
             findings.append("catalog: two records share a place")
-        pages, used = self._pages_of(records), self.used[self.row[records]] != 0
-        found = int(pages.sum()), int(pages[used].sum())
-        if found != (counted := (self.live_pages(segment), self.used_pages(segment))):
-            findings.append(f"catalog: {found} pages of segment {segment} are live and used, counted {counted}")
+        pages, rows = self._pages_of(records), self.row[records]
+        found = tuple(int(pages[mask].sum()) for mask in (rows == rows, self.used[rows] != 0, self.claimed[rows] != 0))
+        counted = self.live_pages(segment), self.used_pages(segment), self.claimed_pages(segment)
+        if found != counted:
+            findings.append(f"catalog: {found} pages of segment {segment} are live, used, claimed; counted {counted}")
         return findings
 
     def _check_places(self, start: int, segments: set[int]) -> list[str]:
@@ -342,11 +358,12 @@ class Catalog:
         first = self.runs.allocate(disk_keyspace.name.parts, len(rows))
         self.first[rows] = first
         self.missing[rows] = disk_keyspace.name.parts
-        self.used[rows] = 0
+        self.used[rows] = self.claimed[rows] = 0
         records = RunAllocator.of(first, disk_keyspace.name.parts)
         self.row[records] = rows[:, None]
         self.page[records] = 0
         disk_keyspace.rows += len(rows)
+        self.on_insert(disk_keyspace, keys, rows)
         return rows
 
     def _place(
@@ -368,6 +385,7 @@ class Catalog:
         """Counts the places of these records, which have them now (+1), or are about to lose them (-1)."""
         self._count_pages(self._live_pages, records, sign)
         self._count_pages(self._used_pages, records[self.used[self.row[records]] != 0], sign)
+        self._count_pages(self._claimed_pages, records[self.claimed[self.row[records]] != 0], sign)
 
     def _count_pages(self, pages: Counter[int], records: I64Array, sign: int) -> None:
         """Adds the pages of these records to those of their segments, or subtracts them."""
@@ -395,6 +413,7 @@ class Catalog:
     def _drop_rows(self, disk_keyspace: DiskKeyspace, rows: U32Array) -> None:
         if not len(rows):
             return
+        self.on_drop(rows)
         self.index.remove(rows)
         self.runs.free(disk_keyspace.name.parts, self.first[rows])
         self.index.free(rows)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvoffloadd.cache.disk.claims import DiskClaims
 from kvoffloadd.cache.disk.clears import DiskClears
 from kvoffloadd.cache.disk.contents import DiskContents
 from kvoffloadd.cache.disk.demotion import Demotion
@@ -39,6 +40,8 @@ class DiskTier(DiskContents):
         self, cache: Cache, config: DiskConfig, files: Files, loop: asyncio.AbstractEventLoop, seed: int
     ) -> None:
         super().__init__(cache, config, files, loop, seed)
+        self.claims = DiskClaims(self, seed)
+        cache.retention.attach_disk(self.claims)
         self.clears = DiskClears(self, config.stuck_s)
         self.demotion = Demotion(self)
         self.promotion = Promotion(self)
@@ -71,6 +74,10 @@ class DiskTier(DiskContents):
         return all(await asyncio.gather(*(root.close(deadline_s) for root in self.roots)))
 
     # --- calls from memory, see `LocalTier` ---
+
+    def open_keyspace(self, keyspace: Keyspace) -> None:
+        super().open_keyspace(keyspace)
+        self.claims.rows_changed(keyspace)
 
     def rename_keyspace(self, keyspace: Keyspace) -> None:
         disk_keyspace = self.of(keyspace)

@@ -2,10 +2,11 @@
 
 Of the older half of the segments, and of all segments that lose nothing, the one that holds the least is reclaimed
 first, and among equals the oldest, as in a log: the records written last were requested last. If a segment is at most
-half live, it loses nothing: all its records are rewritten. From a fuller segment, only records that were read since
-they were written are rewritten, up to a share of the segment. If more records than this share were read, the segment is
-spared: it takes its place after the others, and must be read again before it is spared a second time. So each segment
-that is reclaimed gains at least half of its space.
+half live, it loses nothing: all its records are rewritten. From a fuller segment, only records of claimed keys are
+rewritten, and records that were read since they were written, up to a share of the segment. Segments that would lose
+records of claimed keys come after all others, of whatever age. If more records than this share were read, the segment
+is spared: it takes its place after the others, and must be read again before it is spared a second time. So each
+segment that is reclaimed gains at least half of its space.
 
 Event loop only, one task per root.
 """
@@ -16,6 +17,7 @@ import asyncio
 import errno
 import heapq
 import logging
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -79,6 +81,7 @@ class Reclaim:
         self._demotion = demotion
         self._rewrite_hot = rewrite_hot
         self.keys_evicted = 0
+        self.keys_unkept = 0  # of them, keys that claims were to keep
         self.records_rewritten = self.bytes_rewritten = 0
         # Threads read to and write from this memory: a task that can be cancelled must not own it.
         self._staging: set[Staging] = set()
@@ -137,7 +140,13 @@ class Reclaim:
             for number, segment in enumerate(by_place)
             if number < older or self._loses_nothing(segment, room_pages)
         )
-        first = heapq.nsmallest(SPARED_MAX + 1, eligible, key=lambda segment: (self._fill(segment), segment.place))
+
+        def order(segment: Segment) -> tuple[bool, int, int]:
+            return not self._keeps_claimed(segment, room_pages), self._fill(segment), segment.place
+
+        first = heapq.nsmallest(SPARED_MAX + 1, eligible, key=order)
+        if first and order(first[0])[0]:  # younger ones may keep what is claimed
+            first = heapq.nsmallest(SPARED_MAX + 1, by_place, key=order)
         for number, segment in enumerate(first):
             if not self._is_spared(segment, room_pages):
                 return segment, first[:number]
@@ -170,6 +179,12 @@ class Reclaim:
         is_little = live_pages * PAGE_BYTES <= segment.size_bytes // WHOLE_SHARE
         return not live_pages or (self._rewrite_hot and is_little and _with_footer(live_pages) <= room_pages)
 
+    def _keeps_claimed(self, segment: Segment, room_pages: int) -> bool:
+        """Returns whether all records of claimed keys in a segment can be rewritten."""
+        pages = self._disk.catalog.claimed_pages(segment.ordinal)
+        most = segment.size_bytes // WHOLE_SHARE // PAGE_BYTES if self._rewrite_hot else 0
+        return not pages or (pages <= most and _with_footer(pages) <= room_pages)
+
     def _is_spared(self, segment: Segment, room_pages: int) -> bool:
         """Returns whether more of a segment was read than would be rewritten, since it was written or was spared
         before.
@@ -181,7 +196,11 @@ class Reclaim:
         """Returns what of a segment is rewritten, if anything is."""
         if self._loses_nothing(segment, room_pages):
             return Allowance(True, self._disk.catalog.live_pages(segment.ordinal))
-        return Allowance(False, segment.size_bytes // REWRITE_SHARE // PAGE_BYTES if self._rewrite_hot else 0)
+        if not self._rewrite_hot:
+            return Allowance(False, 0)
+        claimed_pages = self._disk.catalog.claimed_pages(segment.ordinal)
+        whole = segment.size_bytes // WHOLE_SHARE // PAGE_BYTES
+        return Allowance(False, min(max(segment.size_bytes // REWRITE_SHARE // PAGE_BYTES, claimed_pages), whole))
 
     async def _forget_gone(self, root: Root, segment: Segment) -> None:
         """Forgets the keys of a segment with a removed file."""
@@ -215,29 +234,33 @@ class Reclaim:
             batch = records[start : start + STEP_RECORDS]
             batch = batch[self._disk.catalog.segment[batch] == ordinal]
             lost.append(self._disk.lose(batch))
+            self.keys_unkept += int(np.count_nonzero(self._disk.catalog.claimed[lost[-1]]))
             await asyncio.sleep(0)
         return lost
 
     # --- rewriting ---
 
     async def _rewrite(self, root: Root, segment: Segment, allowance: Allowance) -> list[np.ndarray]:
-        """Rewrites the used records of a segment, or all that are live if they are few. Returns memory rows of keys
-        that are better written from memory.
+        """Rewrites the claimed and the used records of a segment, or all that are live if they are few. Returns memory
+        rows of keys that are better written from memory.
         """
         catalog = self._disk.catalog
         left = allowance.pages * PAGE_BYTES
-        from_memory = []
+        from_memory = list[U32Array]()
         records = catalog.in_segment(segment.ordinal)
         numbers = catalog.index.keyspace[catalog.row[records]]
         order = np.argsort(numbers, kind="stable")  # once for all: there may be a thousand keyspaces
-        by_keyspace = np.split(records[order], np.flatnonzero(np.diff(numbers[order])) + 1) if len(records) else []
-        for number, own_records in zip(distinct(numbers).tolist(), by_keyspace, strict=True):
-            await asyncio.sleep(0)
-            disk_keyspace = catalog.disk_keyspaces.get(number)
-            if disk_keyspace is None or not disk_keyspace.open:
-                continue  # cleared before, or while others were moved
+        split = np.split(records[order], np.flatnonzero(np.diff(numbers[order])) + 1) if len(records) else []
+        by_keyspace = list(zip(distinct(numbers).tolist(), split, strict=True))
+        if catalog.claimed_pages(segment.ordinal):
+            async for disk_keyspace, complete in self._still_there(segment, by_keyspace):
+                claimed = complete[catalog.claimed[catalog.row[complete]] != 0]
+                moved = await self._move_some(root, segment, disk_keyspace, claimed, left)
+                if moved is None:
+                    return from_memory
+                left -= moved
+        async for disk_keyspace, complete in self._still_there(segment, by_keyspace):
             # From disk even if memory has them: it may evict them before they are written from memory.
-            complete = self._complete(segment, disk_keyspace, own_records)
             used = catalog.used[catalog.row[complete]] != 0
             wanted = np.concatenate([complete[used], complete[~used]]) if allowance.all_of_it else complete[used]
             moved = await self._move_some(root, segment, disk_keyspace, wanted, left)
@@ -248,10 +271,22 @@ class Reclaim:
             keyspace = self._disk.keyspace_of(disk_keyspace)
             if keyspace is not None:
                 size = int(record_pages(np.asarray(keyspace.part_bytes)).sum()) * PAGE_BYTES
-                again = self._resident(keyspace, self._complete(segment, disk_keyspace, own_records))[: left // size]
+                again = self._resident(keyspace, self._complete(segment, disk_keyspace, complete))[: left // size]
                 left -= len(again) * size
                 from_memory.append(again)
         return from_memory
+
+    async def _still_there(
+        self, segment: Segment, by_keyspace: Sequence[tuple[int, I64Array]]
+    ) -> AsyncIterator[tuple[DiskKeyspace, I64Array]]:
+        """Yields each disk keyspace with those of its records that are still in this segment, and belong to complete
+        keys.
+        """
+        for number, records in by_keyspace:
+            await asyncio.sleep(0)
+            disk_keyspace = self._disk.catalog.disk_keyspaces.get(number)
+            if disk_keyspace is not None and disk_keyspace.open:  # not cleared before, or while others were moved
+                yield disk_keyspace, self._complete(segment, disk_keyspace, records)
 
     def _complete(self, segment: Segment, disk_keyspace: DiskKeyspace, records: I64Array) -> I64Array:
         """Returns those of these records that lie in this segment now and belong to complete keys of this disk

@@ -32,6 +32,7 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.memory.recordreclaim import RecordReclaim
 from kvoffloadd.cache.memory.retention import Retention
 from kvoffloadd.cache.memory.savedstate import pack_state
+from kvoffloadd.cache.memory.tierclaims import TierClaims
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.stats.lookupstats import LookupStats
 from kvoffloadd.cache.stats.missreasons import Reason
@@ -87,9 +88,10 @@ class Cache:
         self.entries = KeyTable(tier, seed)
         self.eviction = Eviction(self.entries, make_policy)
         self.scarcity = RecordReclaim(self.entries, self.eviction.drop)
-        self.retention = Retention(self.entries, self.eviction)
-        self.entries.on_claimed = self.retention.rows_came
-        self.eviction.last_resort = self.retention.victims
+        memory = TierClaims(self.eviction, self.entries.claimed, share=0.0)
+        self.entries.on_claimed = memory.rows_came
+        self.eviction.last_resort = memory.victims
+        self.retention = Retention(memory)
         self.uses = self.entries.uses
         self.lookups = LookupStats(self.entries.ghosts)
         self.counters = CacheCounters()
@@ -98,6 +100,8 @@ class Cache:
         self.doubt_of: Callable[[bytes], Doubt] = lambda fingerprint: Doubt.NONE
         self.local: LocalTier | None = None
         self.namespaces = Namespaces(self.entries)
+        self.namespaces.is_claimed = self.retention.has
+        self.retention.on_unclaimed = self.entries.keyspaces.emptied.add
         self.unfinished: set[Unfinished] = set()
         self._warned_of_names = False
         self._state_changed = False
@@ -175,8 +179,7 @@ class Cache:
             keyspace.set_part_bytes(new)
             self.entries.keyspaces.count_pages(keyspace)
             self.admit(keyspace, new.values())
-            if keyspace.claimed is not None:
-                self.retention.keep_within(keyspace.namespace.uid)
+            self.retention.memory.sizes_changed(keyspace)
         elif filled:
             for lower in self.lower:
                 lower.rename_keyspace(keyspace)

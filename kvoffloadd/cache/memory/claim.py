@@ -1,29 +1,30 @@
-"""A claim: which keys of a prompt a client wants kept, how much, and until when."""
+"""A claim: which prompt a client wants kept, how much, and until when."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
-
-from kvoffloadd.cache.memory.claimedkeys import NO_NUMBERS
-from kvoffloadd.cache.memory.namespace import ClaimedGroup, Namespace
-from kvoffloadd.model import I64Array, U32Array
+from kvoffloadd.cache.memory.namespace import Namespace
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A claim that is in force."""
+    """A claim as its client has made it. Each tier has its own account of what it keeps of it: see `TierClaims`."""
 
     number: int  # later claims have higher numbers
     namespace: Namespace
     name: str  # chosen by the client; "": none
     priority: int
     ends_s: float  # by the monotonic clock
-    # For each group of keys: the numbers of claimed keys in prompt order, and where each of them ends, in tokens.
-    groups: list[tuple[ClaimedGroup, U32Array, I64Array]] = field(default_factory=list)
-    uses_before: int = 0  # of its last key, when it began
-    is_in_force: bool = True
+    tokens: int  # of the prompt
+    num_keys: int
+    num_tiers: int = 0  # that keep something of it; 0: it has ended
+    hits: int = 0  # of earlier claims of this name
+
+    @property
+    def is_in_force(self) -> bool:
+        """Returns whether a tier keeps something of it."""
+        return self.num_tiers > 0
 
     @property
     def rank(self) -> int:
@@ -34,24 +35,3 @@ class Claim:
     def order(self) -> tuple[int, int]:
         """Returns what claims are ordered by: the first one lapses first."""
         return self.priority, self.number
-
-    @property
-    def numbers(self) -> U32Array:
-        """Returns the numbers of all its keys."""
-        return np.concatenate([NO_NUMBERS, *(numbers for _, numbers, _ in self.groups)])
-
-    @property
-    def num_keys(self) -> int:
-        """Returns the number of its keys."""
-        return sum(len(numbers) for _, numbers, _ in self.groups)
-
-    @property
-    def tokens(self) -> int:
-        """Returns the length of the prompt that it keeps."""
-        return max(int(ends[-1]) for _, _, ends in self.groups)
-
-    @property
-    def last(self) -> int:
-        """Returns the number of the key with which its prompt ends."""
-        _, numbers, _ = max(self.groups, key=lambda group: int(group[2][-1]))
-        return int(numbers[-1])

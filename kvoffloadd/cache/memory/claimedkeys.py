@@ -1,20 +1,19 @@
-"""The table of claimed keys: those that claims name, whether they are in memory or not. Event loop only.
+"""The table of the keys that claims name in one tier, whether the tier has them or not. Event loop only.
 
-A claimed key has a number here, as a key in memory has a row; each names the other while both exist. A key can be named
+A claimed key has a number here, as a key in a tier has a row; each names the other while both exist. A key can be named
 by several claims: the one of the highest priority counts. A priority is stored as a rank, which is one higher.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvoffloadd.cache.memory.index import Index, count_down, count_up
-from kvoffloadd.cache.memory.keyspaces import NUMBERS, Keyspaces
-from kvoffloadd.cache.memory.namespace import ClaimedGroup, Keyspace
+from kvoffloadd.cache.memory.index import Index, count_down, count_up, distinct
+from kvoffloadd.cache.memory.keyspaces import NUMBERS
+from kvoffloadd.cache.memory.namespace import Keyspace
 from kvoffloadd.errors import LimitError
 from kvoffloadd.linux.sharedmem import reserve_array
 from kvoffloadd.model import BoolArray, I64Array, U8Array, U16Array, U32Array, U64Array
@@ -26,61 +25,78 @@ KEYS_MAX = 1 << 19
 NO_NUMBERS = np.zeros(0, np.uint32)
 
 
+@dataclass(slots=True, eq=False)
+class ClaimedGroup:
+    """Counts the keys of a keyspace that claims name. It exists as long as there are any."""
+
+    number: int  # in the table of claimed keys
+    keyspace: Keyspace
+    keys: int = 0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Released:
     """Describes what the end of claims has left."""
 
-    rows: U32Array  # in memory, and named by no claim any more
+    rows: U32Array  # in the tier, and named by no claim any more
     lowered: U32Array  # numbers of keys that other claims name, all of lower ranks
 
 
 class ClaimedKeys:
-    """Keeps the columns of claimed keys, by number, and the number of each row.
+    """Keeps the columns of claimed keys, by number, and the number of each row of the tier.
 
-    `keyspace_of`: the keyspace of each row. `seed`: see `Index`.
+    `max_rows`: rows are below it. `seed`: see `Index`. `pages_of`: the pages that a key of a keyspace takes in the
+    tier.
     """
 
-    def __init__(self, keyspaces: Keyspaces, keyspace_of: U16Array, max_rows: int, seed: int) -> None:
-        self._keyspaces = keyspaces
-        self._keyspace_of = keyspace_of
+    def __init__(self, max_rows: int, seed: int, pages_of: Callable[[Keyspace], int]) -> None:
+        self._pages_of = pages_of
         self.index = Index(KEYS_MAX, seed)
         self.claims: U16Array = reserve_array((KEYS_MAX,), np.uint16)  # that name the key
         self.rank: U8Array = reserve_array((KEYS_MAX,), np.uint8)  # the highest of them
         self.tops: U16Array = reserve_array((KEYS_MAX,), np.uint16)  # claims of this rank
-        self.row: U32Array = reserve_array((KEYS_MAX,), np.uint32)  # in memory, + 1; 0: it is not in memory
+        self.row: U32Array = reserve_array((KEYS_MAX,), np.uint32)  # in the tier, + 1; 0: the tier does not have it
         self.uses: U32Array = reserve_array((KEYS_MAX,), np.uint32)  # since it is claimed
         self.number: U32Array = reserve_array((max_rows,), np.uint32)  # of each row, + 1; 0: it is not claimed
-        self.rows: I64Array = np.zeros(NUMBERS, np.int64)  # claimed keys in memory, by keyspace
-        self.by_uid: Counter[int] = Counter()
-        self._next_group = 0
-        self._groups: dict[int, ClaimedGroup] = {}
+        # By the number of a group: claimed keys in the tier, the pages of one of them, and its user.
+        self.rows: I64Array = np.zeros(NUMBERS, np.int64)
+        self.pages: I64Array = np.zeros(NUMBERS, np.int64)
+        self.uids: I64Array = np.zeros(NUMBERS, np.int64)
+        self._groups: dict[Keyspace, ClaimedGroup] = {}
+        self._of_user: dict[int, dict[int, ClaimedGroup]] = {}
+        self._numbers: set[int] = set()
+        self._next = 0
 
     def __bool__(self) -> bool:
         return bool(self._groups)
 
+    def has(self, keyspace: Keyspace) -> bool:
+        """Returns whether claims name keys of this keyspace."""
+        return keyspace in self._groups
+
     # --- rows that come, are used and go ---
 
     def came(self, keyspaces: Sequence[tuple[Keyspace, int]], keys: U64Array, rows: U32Array) -> U32Array:
-        """Notes that keys have come to memory, in these rows: for each keyspace in turn, the given number of the keys.
-        Returns the rows of those that are claimed.
+        """Notes that keys have come to the tier, in these rows: for each keyspace in turn, the given number of the
+        keys. Returns the rows of those that are claimed.
         """
         found, begin = [NO_NUMBERS], 0
         for keyspace, count in keyspaces:
-            if keyspace.claimed is not None and count:
+            group = self._groups.get(keyspace)
+            if group is not None and count:
                 span = slice(begin, begin + count)
-                numbers = self.index.find(keyspace.claimed.number, keys[span])
+                numbers = self.index.find(group.number, keys[span])
                 claimed = numbers >= 0
-                self._link(numbers[claimed], rows[span][claimed])
+                self._link(numbers[claimed].astype(np.uint32), rows[span][claimed])
                 found.append(rows[span][claimed])
             begin += count
         return np.concatenate(found)
 
     def went(self, rows: U32Array) -> None:
-        """Notes that keys have left memory. Claims go on to name them."""
+        """Notes that keys have left the tier. Claims go on to name them."""
         rows = rows[self.number[rows] != 0]
         if len(rows):
-            self.row[self.number[rows] - 1] = 0
-            self._unlink(rows)
+            self._unlink(self.number[rows] - np.uint32(1), rows)
 
     def used(self, rows: U32Array) -> U32Array:
         """Counts uses of those of these distinct rows that are claimed. Returns them."""
@@ -93,48 +109,62 @@ class ClaimedKeys:
         flags: BoolArray = self.number[rows] != 0
         return flags
 
-    def _link(self, numbers: I64Array | U32Array, rows: U32Array) -> None:
-        self.row[numbers] = rows + np.uint32(1)
-        self.number[rows] = numbers + 1
-        count_up(self.rows, self._keyspace_of[rows].astype(np.int64))
+    def users_of(self, rows: U32Array) -> list[int]:
+        """Returns the users of these rows, which are claimed."""
+        users: list[int] = distinct(self.uids[self.index.keyspace[self.number[rows] - np.uint32(1)]]).tolist()
+        return users
 
-    def _unlink(self, rows: U32Array) -> None:
+    def _link(self, numbers: U32Array, rows: U32Array) -> None:
+        self.row[numbers] = rows + np.uint32(1)
+        self.number[rows] = numbers + np.uint32(1)
+        count_up(self.rows, self.index.keyspace[numbers].astype(np.int64))
+
+    def _unlink(self, numbers: U32Array, rows: U32Array) -> None:
+        self.row[numbers] = 0
         self.number[rows] = 0
-        count_down(self.rows, self._keyspace_of[rows].astype(np.int64))
+        count_down(self.rows, self.index.keyspace[numbers].astype(np.int64))
 
     # --- pages ---
 
-    def pages(self, uid: int) -> int:
-        """Returns the pages of all claimed keys of a user that are in memory."""
-        numbers = self._keyspaces.numbers_of(uid)
-        return int(self.rows[numbers] @ self._keyspaces.pages[numbers])
+    def count_pages(self, keyspace: Keyspace) -> None:
+        """Counts the pages of a keyspace again after the sizes of its parts have changed."""
+        if (group := self._groups.get(keyspace)) is not None:
+            self.pages[group.number] = self._pages_of(keyspace)
 
-    def pages_of(self, numbers: U32Array) -> I64Array:
-        """Returns the pages of each key in memory, 0 if it is not there."""
-        rows = self.row[numbers]
-        pages: I64Array = self._keyspaces.pages[self._keyspace_of[np.maximum(rows, 1) - np.uint32(1)]]
-        return np.where(rows, pages, 0)
+    def pages_of_user(self, uid: int) -> int:
+        """Returns the pages of all claimed keys of a user that are in the tier."""
+        numbers = list(self._of_user.get(uid, ()))
+        return int(self.rows[numbers] @ self.pages[numbers])
+
+    def pages_each(self, numbers: U32Array) -> I64Array:
+        """Returns the pages of each key in the tier, 0 if it is not there."""
+        pages: I64Array = self.pages[self.index.keyspace[numbers]] * (self.row[numbers] != 0)
+        return pages
 
     def rows_of(self, numbers: U32Array) -> U32Array:
-        """Returns the rows of those of these keys that are in memory."""
+        """Returns the rows of those of these keys that are in the tier."""
         rows = self.row[numbers]
         resident: U32Array = rows[rows != 0] - np.uint32(1)
         return resident
 
     # --- claims that begin and end ---
 
+    def keys_of_user(self, uid: int) -> int:
+        """Returns how many keys the claims of a user name."""
+        return sum(group.keys for group in self._of_user.get(uid, {}).values())
+
     def left(self, uid: int) -> int:
         """Returns how many more keys the claims of a user may name."""
-        return share_left(KEYS_MAX, len(self.index), self.by_uid[uid])
-
-    def num_fresh(self, keyspace: Keyspace, keys: U64Array) -> int:
-        """Returns how many of these distinct keys no claim names yet."""
-        group = keyspace.claimed
-        return len(keys) if group is None else int(np.count_nonzero(self.index.find(group.number, keys) < 0))
+        return share_left(KEYS_MAX, len(self.index), self.keys_of_user(uid))
 
     def most(self, uid: int) -> int:
         """Returns how many keys the claims of a user may name in all, beside those of the other users."""
-        return share_left(KEYS_MAX, len(self.index) - self.by_uid[uid], 0)
+        return share_left(KEYS_MAX, len(self.index) - self.keys_of_user(uid), 0)
+
+    def num_fresh(self, keyspace: Keyspace, keys: U64Array) -> int:
+        """Returns how many of these distinct keys no claim names yet."""
+        group = self._groups.get(keyspace)
+        return len(keys) if group is None else int(np.count_nonzero(self.index.find(group.number, keys) < 0))
 
     def add(
         self, keyspace: Keyspace, keys: U64Array, rank: int, rows: I64Array
@@ -145,7 +175,7 @@ class ClaimedKeys:
         Raises:
             LimitError: too many keys have almost equal hashes. Nothing was added.
         """
-        group = keyspace.claimed or self._open_group(keyspace)
+        group = self._groups.get(keyspace) or self._open_group(keyspace)
         numbers = self.index.find(group.number, keys)
         fresh = np.flatnonzero(numbers < 0)
         if len(fresh):
@@ -156,48 +186,26 @@ class ClaimedKeys:
                 raise
             self.claims[added] = self.tops[added] = self.rank[added] = self.row[added] = self.uses[added] = 0
             group.keys += len(fresh)
-            self.by_uid[keyspace.namespace.uid] += len(fresh)
         found: U32Array = numbers.astype(np.uint32)
         self.claims[found] += np.uint16(1)
-        self._raise(found, rank)
+        self.restore(found, rank)
         resident = fresh[rows[fresh] >= 0]
         newly = rows[resident].astype(np.uint32)
         self._link(found[resident], newly)
         return group, found, newly
-
-    def _open_group(self, keyspace: Keyspace) -> ClaimedGroup:
-        while self._next_group in self._groups:
-            self._next_group = (self._next_group + 1) % NUMBERS
-        group = keyspace.claimed = self._groups[self._next_group] = ClaimedGroup(self._next_group, keyspace)
-        return group
-
-    def _close_if_empty(self, group: ClaimedGroup) -> None:
-        if not group.keys:
-            del self._groups[group.number]
-            group.keyspace.claimed = None
-            self._keyspaces.emptied.add(group.keyspace.namespace)
-            self.by_uid += Counter()  # drops zeros
-
-    def _raise(self, numbers: U32Array, rank: int) -> None:
-        """Counts a claim of this rank for each key."""
-        old = self.rank[numbers]
-        self.tops[numbers[old < rank]] = 1
-        self.tops[numbers[old == rank]] += np.uint16(1)
-        self.rank[numbers] = np.maximum(old, np.uint8(rank))
 
     def remove(self, group: ClaimedGroup, numbers: U32Array, rank: int) -> Released:
         """Removes a claim of this rank from these distinct keys of one group."""
         self.claims[numbers] -= np.uint16(1)
         tops = numbers[self.rank[numbers] == rank]
         self.tops[tops] -= np.uint16(1)
-        others = self.claims[numbers] > 0
-        gone = numbers[~others]
-        rows = self.rows_of(gone)
-        self._unlink(rows)
+        gone = numbers[self.claims[numbers] == 0]
+        resident = gone[self.row[gone] != 0]
+        rows = self.rows_of(resident)
+        self._unlink(resident, rows)
         self.index.remove(gone)
         self.index.free(gone)
         group.keys -= len(gone)
-        self.by_uid[group.keyspace.namespace.uid] -= len(gone)
         self._close_if_empty(group)
         lowered = tops[(self.claims[tops] > 0) & (self.tops[tops] == 0)]
         self.rank[lowered] = 0
@@ -211,12 +219,54 @@ class ClaimedKeys:
         self.tops[tops] -= np.uint16(1)
         lowered: U32Array = tops[self.tops[tops] == 0]
         self.rank[lowered] = 0
-        self._raise(numbers[self.rank[numbers] != 0], after)
+        self.restore(numbers[self.rank[numbers] != 0], after)
         return lowered
 
     def restore(self, numbers: U32Array, rank: int) -> None:
-        """Counts a claim of this rank again for keys that another claim has left: see `Released.lowered`."""
-        self._raise(numbers, rank)
+        """Counts a claim of this rank for each key: a new claim, or one that is the highest again (see
+        `Released.lowered`).
+        """
+        old = self.rank[numbers]
+        self.tops[numbers[old < rank]] = 1
+        self.tops[numbers[old == rank]] += np.uint16(1)
+        self.rank[numbers] = np.maximum(old, np.uint8(rank))
+
+    def relink(self, keyspace: Keyspace, find: Callable[[U64Array], I64Array]) -> tuple[U32Array, U32Array]:
+        """Links the claimed keys of a keyspace to other rows, which `find` returns (-1: none). Returns the rows that
+        were claimed before, and those that are now.
+        """
+        if (group := self._groups.get(keyspace)) is None:
+            return NO_NUMBERS, NO_NUMBERS
+        numbers = np.flatnonzero(self.index.keyspace[: self.index.rows_end] == group.number).astype(np.uint32)
+        numbers = numbers[self.claims[numbers] > 0]
+        linked = numbers[self.row[numbers] != 0]
+        before = self.rows_of(linked)
+        self._unlink(linked, before)
+        rows = find(self.index.keys.take(numbers, axis=0))
+        there = rows >= 0
+        self._link(numbers[there], rows[there].astype(np.uint32))
+        return before, rows[there].astype(np.uint32)
+
+    def _open_group(self, keyspace: Keyspace) -> ClaimedGroup:
+        while self._next in self._numbers:
+            self._next = (self._next + 1) % NUMBERS
+        group = self._groups[keyspace] = ClaimedGroup(self._next, keyspace)
+        self._numbers.add(group.number)
+        uid = keyspace.namespace.uid
+        self._of_user.setdefault(uid, {})[group.number] = group
+        self.rows[group.number], self.pages[group.number] = 0, self._pages_of(keyspace)
+        self.uids[group.number] = uid
+        return group
+
+    def _close_if_empty(self, group: ClaimedGroup) -> None:
+        if group.keys:
+            return
+        del self._groups[group.keyspace]
+        self._numbers.discard(group.number)
+        own = self._of_user[group.keyspace.namespace.uid]
+        del own[group.number]
+        if not own:
+            del self._of_user[group.keyspace.namespace.uid]
 
     def check(self, numbers: U32Array, rows_end: int) -> list[str]:
         """Returns a list of errors. `numbers`: of all keys that claims name, ascending. `rows_end`: as in `Index`."""
@@ -226,21 +276,20 @@ class ClaimedKeys:
             findings.append(
                 f"claims: {len(numbers)} keys are claimed, the table has {len(index)}, or does not find them"
             )
-        counts = Counter(index.keyspace[numbers].tolist())
-        if counts != Counter({group.number: group.keys for group in groups}):
+        counted = np.bincount(index.keyspace[numbers], minlength=NUMBERS)
+        expected = np.zeros(NUMBERS, np.int64)
+        expected[[group.number for group in groups]] = [group.keys for group in groups]
+        if not np.array_equal(counted, expected):
             findings.append("claims: the keys of a group are miscounted")
-        if any(group.keyspace.claimed is not group or group.keyspace.retired for group in groups):
-            findings.append("claims: a group has lost its keyspace")
+        if any(group.keyspace.retired or not group.keys for group in groups):
+            findings.append("claims: a group has lost its keyspace, or its keys")
+        if any(self.pages[group.number] != self._pages_of(group.keyspace) for group in groups):
+            findings.append("claims: the pages of a key are wrong")
         rows = self.rows_of(numbers)
         named = np.count_nonzero(self.number[:rows_end])
         if named != len(rows) or (self.number[rows] != numbers[self.row[numbers] != 0] + 1).any():
             findings.append("claims: a row and a claimed key do not name each other")
-        expected = np.bincount(self._keyspace_of[rows], minlength=NUMBERS)
-        if not np.array_equal(expected, self.rows):
+        in_tier = np.bincount(index.keyspace[numbers[self.row[numbers] != 0]], minlength=NUMBERS)
+        if not np.array_equal(in_tier, np.where(expected > 0, self.rows, 0)):
             findings.append("claims: the claimed rows of a keyspace are miscounted")
-        uids = Counter[int]()
-        for group in groups:
-            uids[group.keyspace.namespace.uid] += group.keys
-        if +uids != +self.by_uid:
-            findings.append("claims: the claimed keys of a user are miscounted")
         return findings

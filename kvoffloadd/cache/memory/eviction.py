@@ -16,7 +16,7 @@ from kvoffloadd.cache.memory.parttable import PartState
 from kvoffloadd.cache.policy.base import Policy
 from kvoffloadd.cache.policy.selection import IN_USE_MAX
 from kvoffloadd.errors import LimitError
-from kvoffloadd.model import PAGE_BYTES, BoolArray, F64Array, I64Array, U32Array, slot_pages
+from kvoffloadd.model import PAGE_BYTES, BoolArray, F64Array, I64Array, U32Array, U64Array, slot_pages
 
 log = logging.getLogger(__name__)
 
@@ -173,8 +173,20 @@ class Eviction:
         for queue, indices in self._entries.by_queue(rows):
             queue.policy.readmit(rows[indices])
 
+    # --- memory as claims see it, see `ClaimingTier` ---
+
+    @property
+    def num_pages(self) -> int:
+        return self._tier.num_pages
+
+    @property
+    def rows_end(self) -> int:
+        return self._entries.index.rows_end
+
+    def find(self, keyspace: Keyspace, keys: U64Array) -> I64Array:
+        return self._entries.find(keyspace, keys)
+
     def set_aside(self, rows: U32Array) -> None:
-        """Takes distinct rows out of the eviction order that claims keep, until `readmit`."""
         self._entries.uses.settle()
         for queue, indices in self._entries.by_queue(rows):
             queue.policy.set_aside(rows[indices])

@@ -69,7 +69,7 @@ class KeyTable:
         self.local: LocalTier | None = None
         self.num_retired = 0  # rows in state RETIRED
         self.keyspaces = Keyspaces()
-        self.claimed = ClaimedKeys(self.keyspaces, self.index.keyspace, max_rows, seed)
+        self.claimed = ClaimedKeys(max_rows, seed, lambda keyspace: int(keyspace.part_pages.sum()))
         self.on_claimed: Callable[[U32Array], None] = lambda rows: None  # called when claimed keys have come
         self.uses = DeferredTouches(self.parts, self.first, self.lost, tier.touch, self.claimed, self.lower)
         self.held = HeldMemory(self.keyspaces, tier.num_pages)

@@ -88,7 +88,6 @@ class Keyspace:
     retired: bool = False  # it was cleared, or its namespace is forgotten
     drops: int = 0  # grows when a clear begins, or ends, to take its older keys, see `Cache.drop_older`
     slots: dict[int, int] = field(default_factory=dict)  # slots per key, by size in pages, as counted in the queue
-    claimed: ClaimedGroup | None = None  # its keys that claims name
     packed: tuple[int, bytes] | None = None  # for `savedstate`: the epoch when it was packed, and the result
     rows: int = 0  # in any state
     keys: int = 0  # complete ones that can hit
@@ -131,15 +130,6 @@ class Keyspace:
                 f"group {self.schema.group} part {part} has {theirs} in this namespace, not {ours}; engines whose KV "
                 "caches differ need different names for model, revision or salt"
             )
-
-
-@dataclass(slots=True, eq=False)
-class ClaimedGroup:
-    """Counts the keys of a keyspace that claims name, see `ClaimedKeys`. It exists as long as there are any."""
-
-    number: int  # in the table of claimed keys
-    keyspace: Keyspace
-    keys: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 
 from kvoffloadd.cache.memory.keytable import KeyTable
@@ -21,6 +21,7 @@ class Namespaces(dict[bytes, Namespace]):
 
     def __init__(self, entries: KeyTable) -> None:
         super().__init__()
+        self.is_claimed: Callable[[Namespace], bool] = lambda namespace: False
         self._entries = entries
         self._emptied = entries.keyspaces.emptied
 
@@ -57,7 +58,8 @@ class Namespaces(dict[bytes, Namespace]):
 
     def is_unused(self, namespace: Namespace) -> bool:
         """Returns whether a namespace has no sessions, no keys and no claims, and was not forgotten yet."""
-        has_keys = any(keyspace.rows or keyspace.claimed for keyspace in namespace.keyspaces.values())
+        has_keys = any(keyspace.rows for keyspace in namespace.keyspaces.values())
+        has_keys = has_keys or self.is_claimed(namespace)
         return not namespace.sessions and not has_keys and self.get(namespace.fingerprint) is namespace
 
     def check(self) -> list[str]:
