@@ -133,6 +133,19 @@ class DiskMachine(RuleBasedStateMachine):
             self.tier.cache.unhold(rows)
             self.tier.holds -= len(rows)
 
+    @rule(n=which, keys=numbers, priority=st.integers(0, 100), name=st.sampled_from(["", "a"]))
+    def retain(self, n: int, keys: list[int], priority: int, name: str) -> None:
+        keyspace = self.keyspace(n)
+        prompt = [(keyspace, 0, keys_of(*keys))]
+        self.tier.cache.retention.retain(keyspace.namespace, prompt, priority=priority, seconds=600.0, name=name)
+
+    @rule(seed=seeds, memory=st.sampled_from([0.0, 0.25, 1.0]), disk=st.sampled_from([0.0, 0.25, 0.5]))
+    def let_claims_go(self, seed: int, memory: float, disk: float) -> None:
+        retention = self.tier.cache.retention
+        if claims := retention.claims:
+            retention.forget([claims[seed % len(claims)]])
+        retention.change_shares(memory, disk)
+
     @rule(n=which, keys=numbers)
     def evict(self, n: int, keys: list[int]) -> None:
         entries = self.tier.cache.entries

@@ -214,11 +214,46 @@ def test_slabs_without_claims_are_found_behind_many_with_claims(monkeypatch: pyt
     _, small = make_keyspace(cache)
     _, large = make_keyspace(cache, b"L" * 16, pages=(4,))
     store(cache, small, keys_of(*range(64)))
-    for slab in range(7):
-        retain(cache, small, 8 * slab)
-    stored = [len(reserve(cache, large, keys_of(number), np.zeros(1, np.uint16), 0).parts) for number in range(4)]
-    assert sum(stored) >= 1, "later searches go on where the earlier ones ended"
-    assert resident(cache, small, *range(0, 56, 8)) == list(range(0, 56, 8))
+    entries, tier = cache.entries, cache.tier
+    rows = cache.find(small, keys_of(*range(64))).hit_rows
+    slabs = tier.slabs_of(entries.parts.page[entries.first[rows]])
+    claimed = [int(np.flatnonzero(slabs == slab)[0]) for slab in tier.coldest_slabs(4)[:-1].tolist()]
+    for number in claimed:
+        retain(cache, small, number)
+    stored = [len(reserve(cache, large, keys_of(number), np.zeros(1, np.uint16), 0).parts) for number in range(3)]
+    assert stored == [0, 0, 1], "the third search comes to the slab that the others have not reached"
+    assert resident(cache, small, *claimed) == claimed
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_claimed_keys_that_are_used_are_in_no_searchs_way(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffloadd.cache.policy.selection.IN_USE_MAX", 16)
+    monkeypatch.setattr("kvoffloadd.cache.memory.eviction.IN_USE_MAX", 16)
+    cache, _ = cache_of(pages=128, policy=policy, share=0.5)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(64)))
+    retain(cache, keyspace, *range(64))
+    cache.uses.add([(keyspace, cache.find(keyspace, keys_of(*range(64))), 0)])
+    store(cache, keyspace, keys_of(*range(64, 128)))
+    cache.uses.settle()
+    assert cache.entries.claimed.pages_of_user(0) == 64
+    made = reserve(cache, keyspace, keys_of(*range(200, 232)), np.zeros(1, np.uint16), 0)
+    assert len(made.parts) == 32, "64 claimed keys are more than one search may meet in vain"
+    cache.abort(made.parts)
+    check(cache)
+
+
+def test_records_are_not_made_room_for_with_claimed_keys() -> None:
+    """Keys of many parts need records; complete keys that are claimed keep theirs."""
+    cache, _ = cache_of(pages=256, share=1.0)
+    _, keyspace = make_keyspace(cache)
+    store(cache, keyspace, keys_of(*range(64)))
+    retain(cache, keyspace, *range(64))
+    owners = cache.entries.owners(np.arange(cache.entries.parts.runs.used))
+    idle = cache.scarcity._idle(owners, None, spares=False)
+    assert not len(idle)
+    cache.retention.forget(cache.retention.claims)
+    assert len(cache.scarcity._idle(owners, None, spares=False)) == 64
 
 
 # --- the share ------------------------------------------------------------------------------------

@@ -93,8 +93,8 @@ def test_a_claim_ends_within_a_second_of_its_time(small: Daemon, rank: Rank, rng
     """The later of two ends with a claim that is made again and again between them."""
     keys = new_keys(rng, 8)
     rank.store_keys(keys)
-    rank.client.retain({0: keys[:4]}, 1.0)
     rank.client.retain({0: keys[4:]}, 600.0, name="moved")
+    rank.client.retain({0: keys[:4]}, 1.0)
     for _ in range(200):
         rank.client.retain({}, 600.0, name="moved")
     rank.client.retain({}, 1.5, name="moved")

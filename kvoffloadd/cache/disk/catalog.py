@@ -236,6 +236,13 @@ class Catalog:
         """Counts records of a segment that belong to an epoch that is over."""
         self._cleared_records[segment] += records
 
+    @property
+    def claimed_rows(self) -> BoolArray:
+        """Returns whether each row below the end of the rows is one of a claimed key."""
+        end = self.index.rows_end
+        flags: BoolArray = (self.claimed[:end] != 0) & (self.missing[:end] != _FREE)
+        return flags
+
     def packed(self, rows: U32Array, key_bytes: int) -> bytes:
         """Returns the rows' keys packed, `key_bytes` each."""
         return pack(self.index.keys[rows], key_bytes)

@@ -31,6 +31,12 @@ class DiskClaims(TierClaims):
         if keyspace is not None and len(came := self.claimed.came([(keyspace, len(keys))], keys, rows)):
             self.rows_came(came)
 
+    def check(self) -> list[str]:
+        found = super().check()
+        if not np.array_equal(self._catalog.claimed_rows, self.claimed.number[: self.rows_end] != 0):
+            found.append("claims: the catalog marks other keys than those that claims name")
+        return found
+
     # --- the tier as claims see it, see `ClaimingTier` ---
 
     @property
